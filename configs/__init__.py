@@ -1,0 +1,1 @@
+"""Presets, one YAML file each, and per-GPU tuning tables."""

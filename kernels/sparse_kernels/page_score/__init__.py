@@ -1,0 +1,5 @@
+"""Criticality of each page for a query, from the page's statistics alone."""
+
+from sparse_kernels.page_score.api import score_pages
+
+__all__ = ["score_pages"]

@@ -1,0 +1,54 @@
+"""Entry point of the page-score operation."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_kernels.page_score import reference
+from sparse_kernels.page_statistics import PageStatistics
+
+
+def score_pages(
+    query: torch.Tensor,
+    statistics: PageStatistics,
+    block_table: torch.Tensor,
+    num_pages: torch.Tensor,
+    std_weight: float,
+) -> torch.Tensor:
+    """Scores every complete page of each token's context (UNIQUE, Eq. 3 and 6).
+
+    The score of a page is the largest over the query heads that share its KV head, rounded once to bfloat16. A
+    row's bits depend on that row alone: neither on the batch size nor on the neighbours' lengths.
+
+    Args:
+        query: `[num_tokens, num_kv_heads, group_size, head_size]`, float16, bfloat16 or float32.
+        statistics: views of the cache's statistics.
+        block_table: `[num_tokens, max_blocks]` integer, physical block ids of each token's request.
+        num_pages: `[num_tokens]` integer, complete pages that token may attend; may be 0.
+        std_weight: lambda, the weight of the standard deviation.
+
+    Returns:
+        `[num_tokens, num_kv_heads, num_pages.max()]` bfloat16, -inf beyond a row's own pages.
+
+    Raises:
+        ValueError: if the shapes disagree.
+    """
+    num_tokens, num_kv_heads, _, head_size = query.shape
+    if (num_kv_heads, head_size) != (statistics.mean.shape[1], statistics.mean.shape[3]):
+        raise ValueError(
+            f"query: got {num_kv_heads} KV heads of size {head_size}, allowed: the statistics' "
+            f"{statistics.mean.shape[1]} of size {statistics.mean.shape[3]}"
+        )
+    if block_table.shape[0] != num_tokens or num_pages.shape != (num_tokens,):
+        raise ValueError(
+            f"block_table and num_pages: got {block_table.shape[0]} and {tuple(num_pages.shape)} rows, "
+            f"allowed: one for each of the {num_tokens} tokens"
+        )
+    if num_tokens == 0:
+        return query.new_empty((0, num_kv_heads, 0), dtype=torch.bfloat16)
+    implementation = reference.score_pages
+    if query.device.type == "cpu" and statistics.mean.dtype == torch.int8:
+        from sparse_kernels.page_score import cpu
+
+        implementation = cpu.score_pages
+    return implementation(query, statistics, block_table, num_pages, std_weight)

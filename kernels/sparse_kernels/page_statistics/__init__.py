@@ -1,0 +1,17 @@
+"""Statistics of the keys of each page, stored beside them in the cache block."""
+
+from sparse_kernels.page_statistics.api import update_page_statistics
+from sparse_kernels.page_statistics.layout import (
+    STATISTICS_FORMATS,
+    PageStatistics,
+    StatisticsFormat,
+    StatisticsLayout,
+)
+
+__all__ = [
+    "STATISTICS_FORMATS",
+    "PageStatistics",
+    "StatisticsFormat",
+    "StatisticsLayout",
+    "update_page_statistics",
+]

@@ -1,0 +1,65 @@
+"""Page statistics in torch: the specification, and what runs on CPU.
+
+For page p of B keys k_i in R^D (UNIQUE, Eq. 1-2):
+
+    mu_p = (1/B) sum_i k_i            sigma_p = || std_i(k_i) ||_2        (population std, per dimension)
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_kernels.page_statistics.layout import PageStatistics
+from sparse_kernels.paging import PagedTensor
+
+
+def page_mean_and_std(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact statistics of pages of keys.
+
+    Args:
+        keys: `[..., page_size, head_size]`, any float dtype.
+
+    Returns:
+        The mean `[..., head_size]` and the standard deviation `[...]`, float32.
+    """
+    keys = keys.float()
+    mean = keys.mean(dim=-2)
+    deviation = keys - mean.unsqueeze(-2)
+    std = deviation.square().mean(dim=-2).sum(dim=-1).sqrt()
+    return mean, std
+
+
+def quantise_mean(mean: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Means in 8 bits with one scale per page.
+
+    Args:
+        mean: `[..., head_size]` float32.
+        dtype: torch.int8 or torch.float8_e4m3fn.
+
+    Returns:
+        The quantised mean `[..., head_size]` and its scale `[...]` float32 (0 for an all-zero mean), such that
+        `quantised * scale` is the mean up to rounding.
+    """
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    scale = mean.abs().amax(dim=-1) / largest
+    scaled = mean / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
+    if dtype == torch.int8:
+        scaled = scaled.round()
+    return scaled.clamp(-largest, largest).to(dtype), scale
+
+
+def update_page_statistics(
+    keys: PagedTensor, statistics: PageStatistics, blocks: torch.Tensor, pages: torch.Tensor
+) -> None:
+    """See `api.update_page_statistics`."""
+    heads = torch.arange(keys.num_kv_heads, device=blocks.device)
+    mean, std = page_mean_and_std(keys.gather(blocks[:, None], heads, pages[:, None]))
+    if statistics.scale is None:
+        stored = mean.to(statistics.mean.dtype)
+    else:
+        stored, scale = quantise_mean(mean, statistics.mean.dtype)
+        statistics.scale[blocks, :, pages] = scale
+    # index_put is not implemented for 8-bit floats; their bits are.
+    bits = statistics.mean.dtype if statistics.mean.dtype != torch.float8_e4m3fn else torch.uint8
+    statistics.mean.view(bits)[blocks, :, pages] = stored.view(bits)
+    statistics.std[blocks, :, pages] = std

@@ -1,0 +1,109 @@
+"""Refuses at start, in one sentence, what the backends cannot serve."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_sparse_plugin import compat
+from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
+from vllm_sparse_plugin.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+CPU_KERNEL_BLOCK = 32
+"""vLLM's CPU attention packs blocks of a multiple of this many tokens."""
+CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector")
+"""KV connectors that move whole blocks, statistics rows included."""
+SPECULATORS = ("ngram",)
+"""Speculative methods whose drafts need no attention of their own."""
+
+
+def settings_of(vllm_config: VllmConfig) -> Any:
+    """Our part of `--additional-config`, or None."""
+    additional = vllm_config.additional_config
+    return additional.get(KEY) if isinstance(additional, Mapping) else None
+
+
+def block_multiple(config: ResolvedConfig, head_size: int, cache_itemsize: int) -> int:
+    """The block size must be a multiple of this many tokens."""
+    layout = config.selection.statistics_layout(head_size, cache_itemsize)
+    unit = layout.unit_tokens if layout else config.selection.page_size
+    return math.lcm(CPU_KERNEL_BLOCK, unit)
+
+
+def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
+    """Checks a complete vLLM configuration against what our backends serve.
+
+    Args:
+        vllm_config: vLLM's configuration after its own checks.
+        backends: our backends' names and presets.
+
+    Raises:
+        ConfigurationError: names the field, what was given and what is allowed.
+    """
+    name = compat.chosen_backend(vllm_config, backends)
+    settings = settings_of(vllm_config)
+    if name is None:
+        if settings is not None:
+            allowed = " or ".join(backend.lower() for backend in backends)
+            raise ConfigurationError(f"{KEY}: got settings but no attention backend of ours, allowed: {allowed}")
+        return
+    config = resolve(settings, backends[name])
+    for field, got, allowed in _unsupported(vllm_config, config):
+        raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
+
+
+def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[str, Any, str]]:
+    from vllm.platforms import current_platform
+
+    found: list[tuple[str, Any, str]] = []
+
+    def expect(holds: bool, field: str, got: Any, allowed: str) -> None:
+        if not holds:
+            found.append((field, got, allowed))
+
+    expect(current_platform.is_cpu(), "platform", current_platform.device_name, "vLLM's CPU build")
+    model = vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    cache = vllm_config.cache_config
+    if model is not None:
+        architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])
+        expect(not model.use_mla, "model", f"{architecture} with MLA", "models with multi-head or grouped attention")
+        expect(not model.is_encoder_decoder, "model", f"encoder-decoder {architecture}", "decoder-only models")
+        expect(not model.is_hybrid, "model", f"{architecture} with state-space layers", "attention-only models")
+        expect(model.runner_type == "generate", "runner", model.runner_type, "generate")
+        expect(not _has_alibi(model.hf_config), "model", f"{architecture} with ALiBi", "models with rotary positions")
+        expect(model.dtype == torch.bfloat16, "dtype", str(model.dtype).removeprefix("torch."), "bfloat16")
+        if not found:
+            multiple = block_multiple(config, model.get_head_size(), torch.bfloat16.itemsize)
+            expect(
+                cache.block_size % multiple == 0,
+                "block_size",
+                cache.block_size,
+                f"a multiple of {multiple} (pages of {config.selection.page_size} tokens)",
+            )
+    expect(cache.cache_dtype in ("auto", "bfloat16"), "kv_cache_dtype", cache.cache_dtype, "auto or bfloat16")
+    dcp, pcp = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
+    expect(dcp == 1, "decode_context_parallel_size", dcp, "1")
+    expect(pcp == 1, "prefill_context_parallel_size", pcp, "1")
+    if transfer := vllm_config.kv_transfer_config:
+        connector = transfer.kv_connector
+        expect(connector in CONNECTORS, "kv_connector", connector, f"one that keeps page statistics: {_or(CONNECTORS)}")
+    if speculative := vllm_config.speculative_config:
+        expect(speculative.method in SPECULATORS, "speculative method", speculative.method, _or(SPECULATORS))
+    return found
+
+
+def _has_alibi(hf_config: Any) -> bool:
+    attention = getattr(hf_config, "attn_config", None)
+    nested = attention.get("alibi") if isinstance(attention, Mapping) else getattr(attention, "alibi", False)
+    return bool(hf_config.model_type == "bloom" or getattr(hf_config, "alibi", False) or nested)
+
+
+def _or(names: tuple[str, ...]) -> str:
+    return " or ".join(names)

@@ -1,0 +1,1 @@
+"""The attention backends: what vLLM instantiates in its workers."""

@@ -1,0 +1,31 @@
+"""The backend classes by registered name, built on first use for the platform at hand."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.registration import BACKENDS
+
+
+def __getattr__(name: str) -> Any:
+    if name not in BACKENDS:
+        raise AttributeError(name)
+    return _backend(name)
+
+
+@functools.cache
+def _backend(name: str) -> type:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        raise ConfigurationError(
+            f"platform: got {current_platform.device_name}, allowed with attention backend {name.lower()}: "
+            "vLLM's CPU build"
+        )
+    from vllm_sparse_plugin.attention.cpu import SparseCPUBackend
+
+    # vLLM looks the name up in its enumeration, and hashes module and name.
+    attributes = {"get_name": staticmethod(lambda: name), "preset": BACKENDS[name], "__module__": __name__}
+    return type(name, (SparseCPUBackend,), attributes)

@@ -1,0 +1,318 @@
+"""The sparse decode pipeline inside vLLM's CPU build.
+
+Prefill, short contexts, sliding-window layers and leading dense layers run vLLM's own CPU attention on the token
+rows of the cache; decoding tokens of long contexts run select and attend. Which requests are which is decided once
+per step by the metadata builder, from lengths alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout, update_page_statistics
+from sparse_kernels.sparse_attention import attend_pages
+from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackend,
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_sparse_plugin.admission import CPU_KERNEL_BLOCK, settings_of
+from vllm_sparse_plugin.attention import packing
+from vllm_sparse_plugin.config import ResolvedConfig, resolve
+from vllm_sparse_plugin.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from vllm.config.cache import CacheDType
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class SparseCPUBackend(CPUAttentionBackend):
+    """Sparse decode attention on vLLM's CPU build; a subclass per registered name."""
+
+    preset: ClassVar[str]
+    """Preset of the registered name."""
+    settings: ClassVar[Any] = None
+    """Our part of the configuration of the engine that this process loads, set by its layers: vLLM calls class
+    methods of a backend with and without its configuration at hand, but builds the layers with it, and first."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "bfloat16"]
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseCPUImpl]:
+        return SparseCPUImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SparseCPUMetadataBuilder]:
+        return SparseCPUMetadataBuilder
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def config(cls) -> ResolvedConfig:
+        """The configuration of the engine being loaded."""
+        return resolve(SparseCPUBackend.settings, cls.preset)
+
+    @classmethod
+    def statistics_layout(cls, spec: AttentionSpec) -> StatisticsLayout | None:
+        """Layout of the statistics rows in blocks of this spec."""
+        return cls.config().selection.statistics_layout(spec.head_size, spec.dtype.itemsize)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Adds the statistics rows to the KV block."""
+        layout = cls.statistics_layout(spec)
+        if layout is None or spec.tokens_per_state != 1:
+            return spec
+        return replace(spec, tokens_per_state=layout.tokens_per_row)
+
+
+@dataclass
+class DecodeTokens:
+    """The query tokens of a step that attend sparsely."""
+
+    tokens: torch.Tensor
+    """`[num_tokens]` int64, positions in the batch."""
+    block_table: torch.Tensor
+    """`[num_tokens, max_blocks]` int64."""
+    context_lens: torch.Tensor
+    """`[num_tokens]` int64, tokens that each may attend, itself included."""
+    num_pages: torch.Tensor
+    """`[num_tokens]` int64, complete pages among them."""
+
+
+@dataclass
+class SparseCPUMetadata(CPUAttentionMetadata):
+    """vLLM's CPU metadata for the whole batch, and what sparse layers do instead."""
+
+    filled_blocks: torch.Tensor | None = None
+    """`[num_filled]` int64, physical blocks of the pages that this step completes."""
+    filled_pages: torch.Tensor | None = None
+    """`[num_filled]` int64, their indices within the block."""
+    decode: DecodeTokens | None = None
+    """Tokens that attend sparsely; None if there are none."""
+    dense_tokens: torch.Tensor | None = None
+    """`[num_dense]` int64, positions of the other tokens, if both kinds are present."""
+    dense: CPUAttentionMetadata | None = None
+    """Metadata of the batch that those other tokens form."""
+
+
+class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Splits each step into tokens that attend sparsely and tokens that attend densely."""
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        backend: type[SparseCPUBackend] = next(iter(layers.values())).attn_backend
+        self.sparse = backend.config()
+        self.page_size = self.sparse.selection.page_size
+
+        self.isa = packing.supported_isa(self.isa)
+        self._set_isa_to_layers(layer_names)
+        packing.check_packing(self.isa, self.block_size, self.head_dim, self.page_size, self.dtype)
+        statistics = backend.statistics_layout(kv_cache_spec)
+        for layer in layers.values():
+            layer.impl.configure(self.sparse, self.isa, self.block_size, statistics)
+            layer.impl.is_sparse = self._is_sparse(layer)
+        if statistics is not None:
+            self._report_memory(backend.get_name(), kv_cache_spec, statistics, len(layers))
+
+    def _is_sparse(self, layer: Attention) -> bool:
+        # A layer that shares another's cache can only read statistics that the other one writes.
+        owner = layer.kv_sharing_target_layer_name or layer.layer_name
+        return layer.sliding_window is None and extract_layer_index(owner) >= self.sparse.config.first_dense_layers
+
+    def _report_memory(self, name: str, spec: AttentionSpec, layout: StatisticsLayout, num_layers: int) -> None:
+        rows = layout.rows(self.block_size)
+        blocks = self.vllm_config.cache_config.num_gpu_blocks or 1
+        total = spec.page_size_bytes * blocks * num_layers
+        share = rows / (self.block_size + rows)
+        logger.info(
+            "%s: page statistics (%s, pages of %d tokens) take %.1f MiB of %.1f MiB of KV cache, "
+            "%.2f %% on top of keys and values",
+            name,
+            layout.format,
+            self.page_size,
+            total * share / 2**20,
+            total / 2**20,
+            100 * layout.memory_overhead,
+        )
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> SparseCPUMetadata:
+        common = common_attn_metadata
+        whole = super().build(common_prefix_len, common, fast_build)
+        metadata = SparseCPUMetadata(**{field.name: getattr(whole, field.name) for field in fields(whole)})
+
+        slots = common.slot_mapping[: common.num_actual_tokens]
+        filled = slots[(slots >= 0) & (slots % self.page_size == self.page_size - 1)]
+        metadata.filled_blocks = filled // self.block_size
+        metadata.filled_pages = filled % self.block_size // self.page_size
+
+        query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
+        sparse_requests = self._sparse_requests(common, query_lens)
+        if not sparse_requests.any():
+            return metadata
+        request_of_token = torch.repeat_interleave(query_lens)
+        is_sparse = sparse_requests[request_of_token]
+        tokens = is_sparse.nonzero().squeeze(1)
+        requests = request_of_token[tokens]
+        from_end = common.query_start_loc[1:][requests] - 1 - tokens
+        context_lens = (common.seq_lens[requests] - from_end).long()
+        metadata.decode = DecodeTokens(
+            tokens,
+            common.block_table_tensor[requests].long(),
+            context_lens,
+            context_lens // self.page_size,
+        )
+        if len(tokens) < common.num_actual_tokens:
+            metadata.dense_tokens = (~is_sparse).nonzero().squeeze(1)
+            metadata.dense = super().build(
+                common_prefix_len, _subset(common, ~sparse_requests, query_lens, metadata.dense_tokens), fast_build
+            )
+        return metadata
+
+    def _sparse_requests(self, common: CommonAttentionMetadata, query_lens: torch.Tensor) -> torch.Tensor:
+        """`[num_reqs]` bool: decoding requests whose context exceeds the budget."""
+        assert self.reorder_batch_threshold is not None
+        sparse = (query_lens > 0) & (query_lens <= self.reorder_batch_threshold)
+        sparse &= common.seq_lens // self.page_size > self.sparse.selection.budget_pages
+        sparse &= common.seq_lens >= self.sparse.config.min_context_tokens
+        if common.is_prefilling is not None:
+            sparse &= ~common.is_prefilling
+        return sparse
+
+
+def _subset(
+    common: CommonAttentionMetadata, requests: torch.Tensor, query_lens: torch.Tensor, tokens: torch.Tensor
+) -> CommonAttentionMetadata:
+    """The batch that some of the requests form, all tokens of theirs included."""
+    lens = query_lens[requests]
+    start = torch.zeros(len(lens) + 1, dtype=common.query_start_loc.dtype)
+    torch.cumsum(lens, 0, out=start[1:])
+    seq_lens = common.seq_lens[requests]
+    return common.replace(
+        query_start_loc=start,
+        query_start_loc_cpu=start,
+        seq_lens=seq_lens,
+        num_reqs=len(lens),
+        num_actual_tokens=len(tokens),
+        max_query_len=int(lens.max()),
+        max_seq_len=int(seq_lens.max()),
+        block_table_tensor=common.block_table_tensor[requests],
+        slot_mapping=common.slot_mapping[tokens],
+    )
+
+
+class SparseCPUImpl(CPUAttentionBackendImpl):
+    """One attention layer."""
+
+    is_sparse: bool = False
+    """Whether decoding tokens of this layer attend sparsely."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        SparseCPUBackend.settings = settings_of(get_current_vllm_config())
+        if self.alibi_slopes is not None:
+            raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
+
+    def configure(
+        self, sparse: ResolvedConfig, isa: str, block_size: int, statistics: StatisticsLayout | None
+    ) -> None:
+        """What the metadata builder knows of the cache, for the layer's own use."""
+        self.selection = sparse.selection
+        self.isa = isa
+        self.block_size = block_size
+        self.statistics = statistics
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        super().do_kv_cache_update(layer, key, value, kv_cache[:, :, : self.block_size], slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if attn_metadata is None:
+            return output
+        assert isinstance(attn_metadata, SparseCPUMetadata)
+        token_rows = kv_cache[:, :, : self.block_size]
+
+        def dense(query: torch.Tensor, metadata: CPUAttentionMetadata, output: torch.Tensor) -> torch.Tensor:
+            return super(SparseCPUImpl, self).forward(
+                layer, query, key, value, token_rows, metadata, output, output_scale, output_block_scale
+            )
+
+        if not self.is_sparse:
+            return dense(query, attn_metadata, output)
+        keys, values = packing.paged_keys_and_values(token_rows, self.isa, self.selection.page_size)
+        statistics = None
+        if self.statistics is not None:
+            statistics = self.statistics.views(kv_cache[:, :, self.block_size :], self.block_size)
+            self._update_statistics(keys, statistics, attn_metadata)
+        decode = attn_metadata.decode
+        if decode is None:
+            return dense(query, attn_metadata, output)
+        if attn_metadata.dense is not None:
+            rest = attn_metadata.dense_tokens
+            output[rest] = dense(query[rest], attn_metadata.dense, torch.empty_like(output[rest]))
+        grouped = query[decode.tokens].unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
+        pages = self.selection.select(grouped, statistics, decode.block_table, decode.num_pages)
+        output[decode.tokens] = attend_pages(
+            grouped,
+            keys,
+            values,
+            decode.block_table,
+            decode.context_lens,
+            pages,
+            self.scale,
+            self.sinks,
+            self.logits_soft_cap,
+        ).view_as(output[decode.tokens])
+        return output
+
+    def _update_statistics(
+        self, keys: Any, statistics: PageStatistics, metadata: SparseCPUMetadata
+    ) -> None:
+        if self.kv_sharing_target_layer_name is None and metadata.filled_blocks is not None:
+            assert metadata.filled_pages is not None
+            update_page_statistics(keys, statistics, metadata.filled_blocks, metadata.filled_pages)

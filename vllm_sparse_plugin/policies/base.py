@@ -1,0 +1,80 @@
+"""What every selection policy has: its settings, its statistics, and the choice itself."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
+
+
+class Section(BaseModel):
+    """A part of the configuration: frozen, no unknown keys, a docstring per field."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True)
+
+
+class Selection(Section):
+    """Settings shared by every policy that reads a fixed budget of pages."""
+
+    policy: Any
+    """Name of the selection policy."""
+    page_size: Literal[8, 16, 32] = 8
+    """Tokens per page, the unit of selection; divides vLLM's block size."""
+    budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 512
+    """Tokens of complete pages read per KV head in a decode step; a multiple of `page_size`. The incomplete last
+    page is read on top. Contexts that fit the budget are served dense."""
+    sink_pages: Annotated[int, Field(ge=0, le=64)] = 1
+    """Leading pages that are always read: they hold the attention sinks."""
+
+    @model_validator(mode="after")
+    def _budget_holds_whole_pages(self) -> Self:
+        least = self.page_size * (self.sink_pages + 1)
+        if self.budget_tokens % self.page_size or self.budget_tokens < least:
+            raise PydanticCustomError(
+                "budget",
+                "budget_tokens: got {got}, allowed: a multiple of page_size ({page_size}), from {least} to 1048576",
+                {"got": self.budget_tokens, "page_size": self.page_size, "least": least},
+            )
+        return self
+
+    @property
+    def budget_pages(self) -> int:
+        """Complete pages read per KV head in a decode step."""
+        return self.budget_tokens // self.page_size
+
+    def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout | None:
+        """How the policy's page statistics lie in the KV block; None if it needs none."""
+        return None
+
+    def select(
+        self,
+        query: torch.Tensor,
+        statistics: PageStatistics | None,
+        block_table: torch.Tensor,
+        num_pages: torch.Tensor,
+    ) -> torch.Tensor:
+        """Chooses the pages each token reads.
+
+        Args:
+            query: `[num_tokens, num_kv_heads, group_size, head_size]`.
+            statistics: views into the cache, for policies with a `statistics_layout`.
+            block_table: `[num_tokens, max_blocks]` int64, physical block ids.
+            num_pages: `[num_tokens]` int64, complete pages of each token's context.
+
+        Returns:
+            `[num_tokens, num_kv_heads, budget_pages]` int64, logical page indices, -1 for none.
+        """
+        raise NotImplementedError
+
+    def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
+        """Bytes a sparse decode step reads (pages and statistics) over the bytes of dense attention."""
+        if context_tokens // self.page_size <= self.budget_pages:
+            return 1.0
+        token_bytes = 2 * head_size * cache_itemsize
+        read = (self.budget_tokens + context_tokens % self.page_size) * token_bytes
+        if layout := self.statistics_layout(head_size, cache_itemsize):
+            read += context_tokens // self.page_size * layout.record_bytes
+        return read / (context_tokens * token_bytes)

@@ -1,0 +1,14 @@
+"""Makes the attention backends known to vLLM, in every process and however often it asks."""
+
+from __future__ import annotations
+
+from vllm_sparse_plugin import compat
+
+BACKENDS: dict[str, str] = {"UNIQUE": "unique", "STREAMING_LLM": "streaming_llm"}
+"""Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
+
+
+def register() -> None:
+    """Registers the backends and the checks that run once one of them is chosen. Idempotent."""
+    compat.register_backend_names(BACKENDS)
+    compat.hook_platform(BACKENDS)
