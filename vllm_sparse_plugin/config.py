@@ -97,32 +97,24 @@ def resolve(settings: Mapping[str, Any] | None, backend_preset: str) -> Resolved
 
 def describe_fields() -> list[tuple[str, str, Any, str]]:
     """Every field of the schema, for documentation: (dotted name, allowed values, default, description)."""
-    rows = []
-    for section in POLICIES:
-        policy = section().policy
-        for name, field in section.model_fields.items():
-            if name != "policy" and (section is UniqueSelection or name not in UniqueSelection.model_fields):
-                rows.append((f"selection.{field.alias or name}", field, f"`{policy}`: "))
-    rows.insert(0, ("selection.policy", None, ""))
-    rows += [(name, field, "") for name, field in SparseAttentionConfig.model_fields.items() if name != "selection"]
-    described = []
-    for name, field, prefix in rows:
-        if field is None:
-            described.append((name, _choices(_policy_names()), _policy_names()[0], "Which pages a decode step reads."))
-            continue
-        shared = name.removeprefix("selection.") in Selection.model_fields
-        text = " ".join((field.description or "").split())
-        described.append((name, _allowed(field), field.default, text if shared else prefix + text))
-    return described
+    shared = Selection.model_fields
+    names = [policy.name() for policy in POLICIES]
+    rows = [("selection.policy", _choices(names), names[0], "Which pages a decode step reads.")]
+    rows += [_row(f"selection.{name}", field, "") for name, field in shared.items() if name != "policy"]
+    for policy in POLICIES:
+        own = {name: field for name, field in policy.model_fields.items() if name not in shared}
+        rows += [_row(f"selection.{field.alias or name}", field, f"{policy.name()}: ") for name, field in own.items()]
+    top = SparseAttentionConfig.model_fields
+    return rows + [_row(name, field, "") for name, field in top.items() if name != "selection"]
 
 
-def _policy_names() -> list[str]:
-    return [section().policy for section in POLICIES]
+def _row(name: str, field: FieldInfo, prefix: str) -> tuple[str, str, Any, str]:
+    return name, _allowed(field), field.default, prefix + " ".join((field.description or "").split())
 
 
 def _read_preset(field: str, name: Any) -> dict[str, Any]:
     if name not in preset_names():
-        raise ConfigurationError(f"{field}: got {name!r}, allowed: a preset, one of {_choices(preset_names())}")
+        raise ConfigurationError(f"{field}: got {name!r}, allowed: {_choices(preset_names())}")
     text = resources.files("vllm_sparse_plugin.configs").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     return _parse(f"preset {name}", text)
 
@@ -169,7 +161,7 @@ def _merge(
 
 
 def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
-    tags = set(_policy_names())
+    tags = {policy.name() for policy in POLICIES}
     path = [str(part) for part in error["loc"] if part not in tags]
     name = ".".join([KEY, *path])
     origin = sources.get(".".join(path))
@@ -185,7 +177,7 @@ def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
             return f"{name}{where}: unknown key{hint}, allowed: {_choices(known)}"
         case "union_tag_invalid" | "union_tag_not_found":
             got = got.get("policy") if isinstance(got, dict) else got
-            return f"{name}.policy{where}: got {got!r}, allowed: {_choices(_policy_names())}"
+            return f"{name}.policy{where}: got {got!r}, allowed: {_choices(sorted(tags))}"
     field = _field(path)
     return f"{name}{where}: got {got!r}, allowed: {_allowed(field) if field else 'a mapping of settings'}"
 
@@ -193,15 +185,13 @@ def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
 def _known_keys(section: tuple[int | str, ...]) -> list[str]:
     if not section:
         return [*SparseAttentionConfig.model_fields, *_SOURCES]
-    policy = next(policy for policy in POLICIES if policy().policy == section[-1])
+    policy = next(policy for policy in POLICIES if policy.name() == section[-1])
     return [field.alias or name for name, field in policy.model_fields.items()]
 
 
 def _field(path: list[str]) -> FieldInfo | None:
     if path[:1] == ["selection"]:
-        fields = {
-            field.alias or name: field for section in POLICIES for name, field in section.model_fields.items()
-        }
+        fields = {field.alias or name: field for policy in POLICIES for name, field in policy.model_fields.items()}
         return fields.get(path[1]) if len(path) > 1 else None
     return SparseAttentionConfig.model_fields.get(path[0]) if path else None
 

@@ -17,7 +17,7 @@ from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vll
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_sparse_plugin.admission import CPU_KERNEL_BLOCK, settings_of
+from vllm_sparse_plugin.admission import settings_of
 from vllm_sparse_plugin.attention import packing
 from vllm_sparse_plugin.config import ResolvedConfig, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -120,6 +120,8 @@ class SparseCPUMetadata(CPUAttentionMetadata):
 
 class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     """Splits each step into tokens that attend sparsely and tokens that attend densely."""
+
+    isa: str
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -241,9 +243,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if self.alibi_slopes is not None:
             raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
 
-    def configure(
-        self, sparse: ResolvedConfig, isa: str, block_size: int, statistics: StatisticsLayout | None
-    ) -> None:
+    def configure(self, sparse: ResolvedConfig, isa: str, block_size: int, statistics: StatisticsLayout | None) -> None:
         """What the metadata builder knows of the cache, for the layer's own use."""
         self.selection = sparse.selection
         self.isa = isa
@@ -310,9 +310,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         ).view_as(output[decode.tokens])
         return output
 
-    def _update_statistics(
-        self, keys: Any, statistics: PageStatistics, metadata: SparseCPUMetadata
-    ) -> None:
+    def _update_statistics(self, keys: Any, statistics: PageStatistics, metadata: SparseCPUMetadata) -> None:
         if self.kv_sharing_target_layer_name is None and metadata.filled_blocks is not None:
             assert metadata.filled_pages is not None
             update_page_statistics(keys, statistics, metadata.filled_blocks, metadata.filled_pages)

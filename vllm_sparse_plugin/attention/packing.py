@@ -14,14 +14,11 @@ _Packing = Callable[[torch.Tensor, int], PagedTensor]
 _TILE = 16
 
 
-def _key_columns(half: torch.Tensor, page_size: int, columns: int) -> PagedTensor:
-    """`[block / columns, head, columns]`: keys transposed, `columns` tokens at a time."""
+def _key_columns(half: torch.Tensor, page_size: int) -> PagedTensor:
+    """`[head, block]`: keys transposed."""
     head_size = half.shape[-1]
-    flat = half.flatten(2)
-    span = min(columns, page_size)
-    # tiles, head, tokens -> pages' tiles, tiles in a page, head, pages in a tile, tokens
-    view = flat.unflatten(2, (-1, max(1, page_size // columns), head_size, columns // span, span))
-    return PagedTensor(view.permute(0, 1, 2, 5, 3, 4, 6), (0, 2), page_size, head_size)
+    view = half.flatten(2).unflatten(2, (head_size, -1, 1, page_size))
+    return PagedTensor(view.permute(0, 1, 3, 4, 2, 5), (1,), page_size, head_size)
 
 
 def _key_pairs(half: torch.Tensor, page_size: int) -> PagedTensor:
@@ -39,14 +36,10 @@ def _value_pairs(half: torch.Tensor, page_size: int) -> PagedTensor:
     return PagedTensor(view.permute(0, 1, 3, 2, 4, 5, 6).unsqueeze(3), (1, 3), page_size, head_size)
 
 
-def _rows(half: torch.Tensor, page_size: int) -> PagedTensor:
-    return PagedTensor.from_rows(half, page_size)
-
-
 _PACKINGS: dict[str, tuple[_Packing, _Packing]] = {
     "amx": (_key_pairs, _value_pairs),
-    "vec": (lambda half, page_size: _key_columns(half, page_size, half.shape[2]), _rows),
-    "vec16": (lambda half, page_size: _key_columns(half, page_size, _TILE), _rows),
+    "vec": (_key_columns, PagedTensor.from_rows),
+    "vec16": (_key_columns, PagedTensor.from_rows),
 }
 
 

@@ -13,7 +13,9 @@ from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
 class Section(BaseModel):
     """A part of the configuration: frozen, no unknown keys, a docstring per field."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True
+    )
 
 
 class Selection(Section):
@@ -39,6 +41,11 @@ class Selection(Section):
                 {"got": self.budget_tokens, "page_size": self.page_size, "least": least},
             )
         return self
+
+    @classmethod
+    def name(cls) -> str:
+        """Name of the policy, as in `selection.policy`."""
+        return str(cls.model_fields["policy"].default)
 
     @property
     def budget_pages(self) -> int:

@@ -15,13 +15,12 @@ from sparse_kernels.page_statistics import PageStatistics
 _FASTMATH = {"reassoc", "contract"}
 
 
-
 @functools.cache
 def _kernel(group_size: int, head_size: int) -> Any:
     """Compiled for one model's shape: the compiler unrolls loops whose lengths it knows."""
 
-    @numba.njit(fastmath=_FASTMATH, nogil=True, parallel=True, cache=True)  # type: ignore[untyped-decorator]
-    def score_int8(query, mean, scale, std, block_table, num_pages, std_weight, scores):  # type: ignore[no-untyped-def]
+    @numba.njit(fastmath=_FASTMATH, nogil=True, parallel=True, cache=True)
+    def score_int8(query, mean, scale, std, block_table, num_pages, std_weight, scores):
         num_tokens, num_kv_heads = scores.shape[:2]
         pages_per_block = mean.shape[2]
         for row in numba.prange(num_tokens * num_kv_heads):
@@ -37,19 +36,22 @@ def _kernel(group_size: int, head_size: int) -> Any:
             key = np.empty(head_size, np.float32)
             best = np.empty(1, np.float32)
             bits = best.view(np.uint32)
+            scalar_bits = np.empty(2, np.uint32)
+            scalars = scalar_bits.view(np.float32)
             for page in range(num_pages[token]):
                 block = block_table[token, page // pages_per_block]
                 within = page % pages_per_block
                 for d in range(head_size):
                     key[d] = mean[block, head, within, d]
-                factor, deviation = scale[block, head, within], std[block, head, within]
+                scalar_bits[0] = np.uint32(scale[block, head, within]) << 16
+                scalar_bits[1] = np.uint32(std[block, head, within]) << 16
                 best[0] = -np.inf
                 missing = False
                 for g in range(group_size):
                     dot = np.float32(0)
                     for d in range(head_size):
                         dot += heads[g, d] * key[d]
-                    score = dot * factor + spread[g] * deviation
+                    score = dot * scalars[0] + spread[g] * scalars[1]
                     missing |= np.isnan(score)
                     best[0] = max(best[0], score)
                 # Round to nearest even, as torch does.
@@ -57,6 +59,10 @@ def _kernel(group_size: int, head_size: int) -> Any:
                 scores[token, head, page] = 0x7FC0 if missing else rounded
 
     return score_int8
+
+
+def _bits(tensor: torch.Tensor) -> Any:
+    return tensor.view(torch.int16).numpy().view(np.uint16)
 
 
 def score_pages(
@@ -73,11 +79,11 @@ def score_pages(
     _kernel(*query.shape[2:])(
         query.float().numpy(),
         statistics.mean.numpy(),
-        statistics.scale.numpy(),
-        statistics.std.numpy(),
+        _bits(statistics.scale),
+        _bits(statistics.std),
         block_table.numpy(),
         num_pages.numpy(),
         np.float32(std_weight),
-        scores.view(torch.int16).numpy().view(np.uint16),
+        _bits(scores),
     )
     return scores

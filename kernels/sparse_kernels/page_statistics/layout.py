@@ -16,7 +16,7 @@ _MEAN_DTYPE: dict[StatisticsFormat, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
     "bf16": torch.bfloat16,
 }
-_SCALAR_BYTES = torch.float32.itemsize
+_SCALAR_DTYPE = torch.bfloat16
 
 
 class PageStatistics(NamedTuple):
@@ -26,9 +26,9 @@ class PageStatistics(NamedTuple):
     """`[num_blocks, num_kv_heads, pages_per_block, head_size]`, int8, float8_e4m3fn or bfloat16: the mean key,
     divided by `scale` where there is one."""
     scale: torch.Tensor | None
-    """`[num_blocks, num_kv_heads, pages_per_block]` float32; None for bf16 means."""
+    """`[num_blocks, num_kv_heads, pages_per_block]` bfloat16; None for bf16 means."""
     std: torch.Tensor
-    """`[num_blocks, num_kv_heads, pages_per_block]` float32: L2 norm over the head of the per-dimension
+    """`[num_blocks, num_kv_heads, pages_per_block]` bfloat16: L2 norm over the head of the per-dimension
     population standard deviation."""
 
 
@@ -39,6 +39,10 @@ class StatisticsLayout:
     Every `unit_tokens` tokens of a block are followed, at the block's end, by `unit_rows` rows of
     `2 * head_size` cache elements. Within those rows all means of the block come first, then all scales, then all
     standard deviations, so that a scoring kernel reads long runs.
+
+    Every 16-bit word written there is a finite bfloat16. The block's memory may next belong to a layer of another
+    shape, and attention kernels multiply stale values by a weight of zero, which hides everything but NaN and
+    infinity.
     """
 
     page_size: int
@@ -54,7 +58,7 @@ class StatisticsLayout:
     def record_bytes(self) -> int:
         """Bytes of one page's mean, scale and standard deviation."""
         scalars = 1 if self.format == "bf16" else 2
-        return self.head_size * _MEAN_DTYPE[self.format].itemsize + scalars * _SCALAR_BYTES
+        return self.head_size * _MEAN_DTYPE[self.format].itemsize + scalars * _SCALAR_DTYPE.itemsize
 
     @property
     def unit_tokens(self) -> int:
@@ -112,8 +116,8 @@ class StatisticsLayout:
         mean_bytes = pages * self.head_size * mean_dtype.itemsize
         mean = raw[..., :mean_bytes].view(mean_dtype).unflatten(-1, (pages, self.head_size))
         scalars = [
-            raw[..., start : start + pages * _SCALAR_BYTES].view(torch.float32)
-            for start in range(mean_bytes, pages * self.record_bytes, pages * _SCALAR_BYTES)
+            raw[..., start : start + pages * _SCALAR_DTYPE.itemsize].view(_SCALAR_DTYPE)
+            for start in range(mean_bytes, pages * self.record_bytes, pages * _SCALAR_DTYPE.itemsize)
         ]
         if self.format == "bf16":
             return PageStatistics(mean, None, scalars[0])

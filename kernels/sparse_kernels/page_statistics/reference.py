@@ -32,19 +32,24 @@ def page_mean_and_std(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def quantise_mean(mean: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Means in 8 bits with one scale per page.
 
+    No byte is 0x7f or 0xff, so that any two of them form a finite bfloat16 (see `StatisticsLayout`): float8 has its
+    NaN there, and int8 goes without 127 and -1.
+
     Args:
         mean: `[..., head_size]` float32.
         dtype: torch.int8 or torch.float8_e4m3fn.
 
     Returns:
-        The quantised mean `[..., head_size]` and its scale `[...]` float32 (0 for an all-zero mean), such that
-        `quantised * scale` is the mean up to rounding.
+        The quantised mean `[..., head_size]` and its scale `[...]` bfloat16 (0 for an all-zero mean), such that
+        `quantised * scale` is the mean up to one step.
     """
-    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    scale = mean.abs().amax(dim=-1) / largest
-    scaled = mean / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
+    largest = 126.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    # Rounded up, so that the largest element still fits.
+    scale = (mean.abs().amax(dim=-1) / largest * (1 + 2**-8)).bfloat16()
+    scaled = mean / torch.where(scale > 0, scale, 1.0).float().unsqueeze(-1)
     if dtype == torch.int8:
-        scaled = scaled.round()
+        step = scaled.round()
+        scaled = torch.where(step == -1, torch.where(scaled > -1, 0.0, -2.0), step)
     return scaled.clamp(-largest, largest).to(dtype), scale
 
 
@@ -62,4 +67,4 @@ def update_page_statistics(
     # index_put is not implemented for 8-bit floats; their bits are.
     bits = statistics.mean.dtype if statistics.mean.dtype != torch.float8_e4m3fn else torch.uint8
     statistics.mean.view(bits)[blocks, :, pages] = stored.view(bits)
-    statistics.std[blocks, :, pages] = std
+    statistics.std[blocks, :, pages] = std.to(statistics.std.dtype)

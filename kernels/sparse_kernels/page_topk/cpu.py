@@ -7,8 +7,8 @@ import numpy as np
 import torch
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _ordered(bits):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+@numba.njit(nogil=True)
+def _ordered(bits):
     """Unsigned 16-bit integer that orders like the bfloat16 score; NaN like -inf."""
     if bits & 0x7FFF > 0x7F80:
         bits = 0xFF80
@@ -17,8 +17,8 @@ def _ordered(bits):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
     return bits ^ 0xFFFF if bits & 0x8000 else bits | 0x8000
 
 
-@numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-def _bucket(counts, wanted):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+@numba.njit(nogil=True)
+def _bucket(counts, wanted):
     """The bucket that holds the `wanted`-th largest entry, and its rank within that bucket."""
     for bucket in range(255, -1, -1):
         if counts[bucket] >= wanted:
@@ -27,8 +27,8 @@ def _bucket(counts, wanted):  # type: ignore[no-untyped-def]  # noqa: ANN001, AN
     return 0, wanted
 
 
-@numba.njit(nogil=True, parallel=True, cache=True)  # type: ignore[untyped-decorator]
-def _select(scores, num_pages, k, sink_pages, pages):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
+@numba.njit(nogil=True, parallel=True, cache=True)
+def _select(scores, num_pages, k, sink_pages, pages):
     num_tokens, num_kv_heads, _ = scores.shape
     for row in numba.prange(num_tokens * num_kv_heads):
         token, head = row // num_kv_heads, row % num_kv_heads

@@ -15,19 +15,18 @@ _FASTMATH = {"reassoc", "contract"}
 
 
 @functools.cache
-def _kernel(group_size: int, head_size: int, page_size: int) -> Any:
+def _kernel(group_size: int, head_size: int) -> Any:
     """Compiled for one model's shape: the compiler unrolls loops whose lengths it knows."""
-    page_elements = page_size * head_size
 
-    @numba.njit(nogil=True)  # type: ignore[untyped-decorator]
-    def load_page(storage, strides, per_group, offsets, block, head, within, bits):  # type: ignore[no-untyped-def]
+    @numba.njit(nogil=True)
+    def load_page(storage, strides, per_group, offsets, block, head, within, bits):
         start = block * strides[0] + head * strides[1] + within // per_group * strides[2]
         start += within % per_group * strides[3]
-        for i in range(page_elements):
+        for i in range(bits.size):
             bits[i] = np.int32(storage[start + offsets[i]]) << 16
 
-    @numba.njit(fastmath=_FASTMATH, nogil=True, parallel=True, cache=True)  # type: ignore[untyped-decorator]
-    def attend(  # type: ignore[no-untyped-def]
+    @numba.njit(fastmath=_FASTMATH, nogil=True, parallel=True, cache=True)
+    def attend(
         query,
         keys,
         key_strides,
@@ -36,6 +35,7 @@ def _kernel(group_size: int, head_size: int, page_size: int) -> Any:
         value_strides,
         value_offsets,
         per_group,
+        page_size,
         pages_per_block,
         block_table,
         context_lens,
@@ -53,7 +53,7 @@ def _kernel(group_size: int, head_size: int, page_size: int) -> Any:
             for g in range(group_size):
                 for d in range(head_size):
                     heads[g, d] = query[token, head, g, d] * scale
-            bits = np.empty(page_elements, np.int32)
+            bits = np.empty(page_size * head_size, np.int32)
             loaded = bits.view(np.float32).reshape(page_size, head_size)
             logits = np.empty((group_size, (k + 1) * page_size), np.float32)
             count = 0
@@ -147,7 +147,7 @@ def attend_pages(
     key_cache, key_strides, key_offsets = _addressable(keys)
     value_cache, value_strides, value_offsets = _addressable(values)
     output = torch.empty(query.shape, dtype=torch.float32)
-    _kernel(*query.shape[2:], keys.page_size)(
+    _kernel(*query.shape[2:])(
         query.float().numpy(),
         key_cache,
         key_strides,
@@ -156,6 +156,7 @@ def attend_pages(
         value_strides,
         value_offsets,
         (keys.view.shape[3], values.view.shape[3]),
+        keys.page_size,
         keys.pages_per_block,
         block_table.numpy(),
         context_lens.numpy(),

@@ -1,0 +1,125 @@
+import pytest
+import torch
+from sparse_kernels.page_statistics import STATISTICS_FORMATS, StatisticsLayout, update_page_statistics
+from sparse_kernels.paging import PagedTensor
+from support.paged import garbage, make_batch
+
+
+def stored_mean(batch, request: int) -> torch.Tensor:
+    """`[num_pages, num_kv_heads, head_size]` float64, dequantised."""
+    page = torch.arange(int(batch.num_pages[request]))
+    per_block = batch.statistics.mean.shape[2]
+    where = batch.block_table[request, page // per_block], slice(None), page % per_block
+    mean = batch.statistics.mean.float()[where].double()
+    return mean if batch.statistics.scale is None else mean * batch.statistics.scale[where].double()[..., None]
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 32])
+@pytest.mark.parametrize("statistics", STATISTICS_FORMATS)
+@pytest.mark.parametrize(("head_size", "num_kv_heads"), [(64, 2), (96, 1), (128, 4), (256, 1)])
+def test_statistics_of_full_pages(statistics, page_size, head_size, num_kv_heads):
+    batch = make_batch([200, 64, 7, 63, 65], num_kv_heads, head_size, page_size=page_size, statistics=statistics)
+    for request, key in enumerate(batch.keys):
+        pages = int(batch.num_pages[request])
+        if pages == 0:
+            continue
+        exact = key[: pages * page_size].double().unflatten(0, (pages, page_size))
+        mean = exact.mean(dim=1)
+        std = exact.std(dim=1, correction=0).norm(dim=-1)
+        largest = mean.abs().amax(dim=-1, keepdim=True)
+        # A step of int8, half a step of the others.
+        allowed = {"int8": largest / 125, "fp8": mean.abs() / 16 + largest / 2**18, "bf16": mean.abs() / 256}[
+            statistics
+        ]
+        assert ((stored_mean(batch, request) - mean).abs() <= allowed + 1e-5 * largest).all()
+        page = torch.arange(pages)
+        per_block = batch.statistics.std.shape[2]
+        stored = batch.statistics.std[batch.block_table[request, page // per_block], :, page % per_block]
+        torch.testing.assert_close(stored.double(), std, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("statistics", STATISTICS_FORMATS)
+def test_rewriting_a_page_leaves_no_trace_of_the_old_one(statistics):
+    first = make_batch([128], 2, 64, statistics=statistics, seed=1)
+    before = [part.clone() for part in first.statistics if part is not None]
+    update_page_statistics(first.paged_keys, first.statistics, first.block_table[0, :1], torch.tensor([3]))
+    after = [part for part in first.statistics if part is not None]
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(before, after, strict=True))
+
+
+def test_constant_and_zero_keys():
+    rows = torch.zeros(1, 1, 64, 128, dtype=torch.bfloat16)
+    rows[:, :, 8:16] = 3.0
+    layout = StatisticsLayout(8, 64, "int8")
+    cache = garbage(1, 1, layout.rows(64), 128, generator=torch.Generator().manual_seed(0))
+    views = layout.views(cache, 64)
+    keys = PagedTensor.from_rows(rows[..., :64], 8)
+    update_page_statistics(keys, views, torch.zeros(2, dtype=torch.int64), torch.arange(2))
+    assert views.mean[0, 0, 0].eq(0).all()
+    assert views.scale[0, 0, 0] == 0
+    torch.testing.assert_close(
+        views.mean[0, 0, 1] * views.scale[0, 0, 1].float(), torch.full((64,), 3.0), rtol=0.01, atol=0
+    )
+    assert views.std[0, 0, :2].eq(0).all()
+
+
+def test_no_pages_is_no_work():
+    batch = make_batch([64], 1, 64)
+    none = torch.empty(0, dtype=torch.int64)
+    before = batch.statistics.std.clone()
+    update_page_statistics(batch.paged_keys, batch.statistics, none, none)
+    torch.testing.assert_close(batch.statistics.std, before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("statistics", STATISTICS_FORMATS)
+def test_every_word_is_a_finite_bfloat16(statistics):
+    """Another layer's kernel may multiply these words by zero."""
+    layout = StatisticsLayout(8, 64, statistics)
+    rows = torch.randn(2000, 1, 64, 128).bfloat16()
+    rows[::3] *= 1e4
+    cache = torch.zeros(2000, 1, layout.rows(64), 128, dtype=torch.bfloat16)
+    blocks, pages = torch.arange(2000).repeat_interleave(8), torch.arange(8).repeat(2000)
+    update_page_statistics(PagedTensor.from_rows(rows[..., :64], 8), layout.views(cache, 64), blocks, pages)
+    assert cache.isfinite().all()
+    assert cache.count_nonzero() > cache.numel() // 2
+
+
+@pytest.mark.parametrize("page_size", [8, 16, 32])
+@pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256])
+@pytest.mark.parametrize("statistics", STATISTICS_FORMATS)
+def test_records_fit_their_rows_and_do_not_overlap(statistics, head_size, page_size):
+    layout = StatisticsLayout(page_size, head_size, statistics)
+    block_size = 2 * layout.unit_tokens
+    rows = torch.zeros(2, 3, layout.rows(block_size), 2 * head_size, dtype=torch.bfloat16)
+    for value, part in enumerate((part for part in layout.views(rows, block_size) if part is not None), start=1):
+        assert part.data_ptr() >= rows.data_ptr()
+        raw = part.view(torch.uint8)
+        assert raw.eq(0).all(), "two parts share bytes"
+        raw.fill_(value)
+    assert layout.memory_overhead <= 0.08
+    if statistics != "bf16":
+        assert layout.memory_overhead <= 0.0625
+
+
+def test_overhead_of_the_default_format_is_one_row_in_sixteen():
+    assert StatisticsLayout(8, 128, "int8").memory_overhead == 1 / 16
+
+
+@pytest.mark.parametrize(("statistics", "block_size"), [("int8", 24), ("bf16", 32)])
+def test_blocks_that_hold_no_whole_unit_are_refused(statistics, block_size):
+    with pytest.raises(ValueError, match=rf"block_size: got {block_size}, allowed: a multiple of"):
+        StatisticsLayout(8, 128, statistics).rows(block_size)
+
+
+def test_mismatched_arguments_are_refused():
+    batch = make_batch([64], 1, 64)
+    with pytest.raises(ValueError, match="blocks and pages"):
+        update_page_statistics(batch.paged_keys, batch.statistics, torch.zeros(2, dtype=torch.int64), torch.zeros(1))
+    other = make_batch([64], 1, 64, page_size=16)
+    with pytest.raises(ValueError, match="pages per block"):
+        update_page_statistics(other.paged_keys, batch.statistics, torch.zeros(1).long(), torch.zeros(1).long())
+
+
+def test_pages_that_do_not_divide_a_block_are_refused():
+    with pytest.raises(ValueError, match="page_size: got 12, allowed: a divisor of the block size 64"):
+        PagedTensor.from_rows(torch.zeros(1, 1, 64, 64), 12)

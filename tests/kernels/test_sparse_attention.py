@@ -1,0 +1,131 @@
+import pytest
+import torch
+from sparse_kernels.sparse_attention import attend_pages, reference
+from support.paged import assert_as_accurate, dense_attention, make_batch
+
+CONTEXTS = [63, 64, 65, 1, 7, 8, 9, 500, 512, 300]
+SHAPES = [(1, 1, 64), (2, 4, 64), (1, 16, 128), (2, 3, 96), (1, 8, 256)]
+IMPLEMENTATIONS = [attend_pages, reference.attend_pages]
+
+
+def random_pages(batch, num_kv_heads: int, k: int, seed: int = 0) -> torch.Tensor:
+    """Different pages for each request and head, -1 where there are fewer than k."""
+    generator = torch.Generator().manual_seed(seed)
+    pages = torch.full((len(batch.keys), num_kv_heads, k), -1)
+    for request, count in enumerate(batch.num_pages.tolist()):
+        for head in range(num_kv_heads):
+            chosen = torch.randperm(count, generator=generator)[:k].sort().values
+            pages[request, head, : len(chosen)] = chosen
+    return pages
+
+
+def visible_tokens(batch, pages: torch.Tensor, request: int) -> torch.Tensor:
+    context = int(batch.context_lens[request])
+    visible = torch.zeros(pages.shape[1], context, dtype=torch.bool)
+    for head in range(pages.shape[1]):
+        for page in pages[request, head].tolist():
+            if page >= 0:
+                visible[head, page * batch.page_size : (page + 1) * batch.page_size] = True
+    visible[:, context // batch.page_size * batch.page_size :] = True
+    return visible
+
+
+@pytest.mark.parametrize("attend", IMPLEMENTATIONS, ids=["compiled", "reference"])
+@pytest.mark.parametrize("page_size", [8, 16, 32])
+@pytest.mark.parametrize(("num_kv_heads", "group_size", "head_size"), SHAPES)
+@pytest.mark.parametrize("extras", [{}, {"sinks": True}, {"softcap": 5.0}], ids=["plain", "sinks", "softcap"])
+def test_attends_exactly_the_selection_and_the_incomplete_page(
+    attend, page_size, num_kv_heads, group_size, head_size, extras
+):
+    # A context always has something to attend: at least one selected page or an incomplete one.
+    batch = make_batch(CONTEXTS, num_kv_heads, head_size, page_size=page_size)
+    query = torch.randn(len(CONTEXTS), num_kv_heads, group_size, head_size).bfloat16()
+    sinks = torch.randn(num_kv_heads * group_size) if extras.get("sinks") else None
+    softcap = extras.get("softcap", 0.0)
+    pages = random_pages(batch, num_kv_heads, 5)
+    scale = head_size**-0.5
+    output = attend(
+        query, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, scale, sinks, softcap
+    )
+    assert output.shape == (len(CONTEXTS), num_kv_heads * group_size, head_size)
+    for request in range(len(CONTEXTS)):
+        visible = visible_tokens(batch, pages, request)
+        arguments = query[request], batch.keys[request], batch.values[request], scale, visible, sinks, softcap
+        exact, single = dense_attention(*arguments), dense_attention(*arguments, dtype=torch.float32)
+        assert_as_accurate(output[request], exact, single)
+
+
+@pytest.mark.parametrize("attend", IMPLEMENTATIONS, ids=["compiled", "reference"])
+def test_selecting_every_page_is_dense_attention(attend):
+    batch = make_batch(CONTEXTS, 2, 64)
+    query = torch.randn(len(CONTEXTS), 2, 4, 64).bfloat16()
+    every = torch.arange(64).expand(len(CONTEXTS), 2, -1)
+    pages = torch.where(every < batch.num_pages[:, None, None], every, -1)
+    output = attend(
+        query, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, 0.125, None, 0.0
+    )
+    for request in range(len(CONTEXTS)):
+        arguments = query[request], batch.keys[request], batch.values[request], 0.125
+        assert_as_accurate(
+            output[request], dense_attention(*arguments), dense_attention(*arguments, dtype=torch.float32)
+        )
+
+
+def test_a_token_does_not_depend_on_its_neighbours():
+    batch = make_batch(CONTEXTS, 2, 64)
+    query = torch.randn(len(CONTEXTS), 2, 4, 64).bfloat16()
+    pages = random_pages(batch, 2, 8)
+    together = attend_pages(
+        query, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, 0.125
+    )
+    for request in range(len(CONTEXTS)):
+        row = slice(request, request + 1)
+        table, lens = batch.block_table[row], batch.context_lens[row]
+        alone = attend_pages(query[row], batch.paged_keys, batch.paged_values, table, lens, pages[row], 0.125)
+        assert torch.equal(alone[0], together[request])
+
+
+def test_extreme_logits_do_not_overflow():
+    batch = make_batch([40], 1, 64)
+    query = torch.full((1, 1, 2, 64), 1e4).bfloat16()
+    pages = torch.arange(5).view(1, 1, 5)
+    output = attend_pages(
+        query, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, 1.0
+    )
+    assert output.isfinite().all()
+
+
+def test_no_tokens():
+    batch = make_batch([64], 1, 64)
+    output = attend_pages(
+        torch.empty(0, 1, 2, 64),
+        batch.paged_keys,
+        batch.paged_values,
+        batch.block_table[:0],
+        batch.context_lens[:0],
+        torch.empty(0, 1, 4).long(),
+        1.0,
+    )
+    assert output.shape == (0, 2, 64)
+
+
+def test_mismatched_shapes_are_refused():
+    batch = make_batch([64], 2, 64)
+    rest = batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens
+    with pytest.raises(ValueError, match="query: got 1 KV heads"):
+        attend_pages(torch.zeros(1, 1, 2, 64), *rest, torch.zeros(1, 1, 4).long(), 1.0)
+    with pytest.raises(ValueError, match=r"pages: got \(1, 1, 4\)"):
+        attend_pages(torch.zeros(1, 2, 2, 64), *rest, torch.zeros(1, 1, 4).long(), 1.0)
+    with pytest.raises(ValueError, match="sinks: got 3 logits, allowed: 4"):
+        attend_pages(torch.zeros(1, 2, 2, 64), *rest, torch.zeros(1, 2, 4).long(), 1.0, sinks=torch.zeros(3))
+    other = make_batch([64], 2, 64, page_size=16)
+    with pytest.raises(ValueError, match="values: got pages of 16 tokens"):
+        attend_pages(
+            torch.zeros(1, 2, 2, 64),
+            batch.paged_keys,
+            other.paged_values,
+            batch.block_table,
+            batch.context_lens,
+            torch.zeros(1, 2, 4).long(),
+            1.0,
+        )

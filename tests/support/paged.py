@@ -1,0 +1,122 @@
+"""Random paged caches in every packing, and an oracle that knows nothing of pages."""
+
+from dataclasses import dataclass
+
+import torch
+from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout, update_page_statistics
+from sparse_kernels.paging import PagedTensor
+
+
+def garbage(*shape: int, generator: torch.Generator, finite: bool = False) -> torch.Tensor:
+    """Memory as it may be found: huge values, NaN and infinities unless `finite`, as bfloat16 bits."""
+    bits = torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16, generator=generator)
+    memory = bits.view(torch.bfloat16)
+    return memory.nan_to_num(nan=1e30, posinf=1e30, neginf=-1e30) if finite else memory
+
+
+@dataclass
+class PagedBatch:
+    """Requests whose keys and values lie in a shuffled paged cache full of garbage."""
+
+    keys: list[torch.Tensor]
+    """Per request `[context, num_kv_heads, head_size]` bfloat16."""
+    values: list[torch.Tensor]
+    block_table: torch.Tensor
+    context_lens: torch.Tensor
+    paged_keys: PagedTensor
+    paged_values: PagedTensor
+    statistics: PageStatistics
+    page_size: int
+
+    @property
+    def num_pages(self) -> torch.Tensor:
+        return self.context_lens // self.page_size
+
+
+def make_batch(
+    context_lens: list[int],
+    num_kv_heads: int,
+    head_size: int,
+    block_size: int = 64,
+    page_size: int = 8,
+    statistics: str = "int8",
+    seed: int = 0,
+) -> PagedBatch:
+    """A row-major paged batch, its statistics computed by the operation under test."""
+    generator = torch.Generator().manual_seed(seed)
+    layout = StatisticsLayout(page_size, head_size, statistics)
+    needed = [-(-length // block_size) for length in context_lens]
+    total = sum(needed) + 3
+    cache = garbage(total, num_kv_heads, block_size + layout.rows(block_size), 2 * head_size, generator=generator)
+    rows = cache[:, :, :block_size]
+    order = torch.randperm(total, generator=generator)
+    # Columns beyond a request's own blocks hold another's ids, as they do in vLLM.
+    table = torch.randint(0, total, (len(context_lens), max(needed) + 2), generator=generator)
+    keys, values, used = [], [], 0
+    for request, (length, count) in enumerate(zip(context_lens, needed, strict=True)):
+        blocks = order[used : used + count]
+        used += count
+        table[request, :count] = blocks
+        # A common direction and outlying dimensions, as real keys have.
+        offset = torch.randn(num_kv_heads, head_size, generator=generator) * 2
+        key = (torch.randn(length, num_kv_heads, head_size, generator=generator) + offset).bfloat16()
+        value = torch.randn(length, num_kv_heads, head_size, generator=generator).bfloat16()
+        token = torch.arange(length)
+        rows[blocks[token // block_size], :, token % block_size] = torch.cat([key, value], dim=-1)
+        keys.append(key)
+        values.append(value)
+    paged_keys = PagedTensor.from_rows(rows[..., :head_size], page_size)
+    paged_values = PagedTensor.from_rows(rows[..., head_size:], page_size)
+    views = layout.views(cache[:, :, block_size:], block_size)
+    batch = PagedBatch(keys, values, table, torch.tensor(context_lens), paged_keys, paged_values, views, page_size)
+    per_block = block_size // page_size
+    for request, length in enumerate(context_lens):
+        page = torch.arange(length // page_size)
+        update_page_statistics(paged_keys, views, table[request, page // per_block], page % per_block)
+    return batch
+
+
+def dense_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    visible: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Attention of one token over a whole context, per KV head masked by `visible`.
+
+    Args:
+        query: `[num_kv_heads, group_size, head_size]`.
+        key: `[context, num_kv_heads, head_size]`.
+        value: like `key`.
+        visible: `[num_kv_heads, context]` bool.
+        sinks: `[num_kv_heads * group_size]`.
+
+    Returns:
+        `[num_kv_heads * group_size, head_size]`.
+    """
+    logits = torch.einsum("hgd,nhd->hgn", query.to(dtype), key.to(dtype)) * scale
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    if visible is not None:
+        logits = logits.masked_fill(~visible[:, None], -torch.inf)
+    if sinks is not None:
+        logits = torch.cat([logits, sinks.to(dtype).view(*query.shape[:2], 1)], dim=-1)
+    weights = logits.softmax(dim=-1)[..., : key.shape[0]]
+    return torch.einsum("hgn,nhd->hgd", weights, value.to(dtype)).flatten(0, 1)
+
+
+def assert_as_accurate(actual: torch.Tensor, exact: torch.Tensor, low_precision: torch.Tensor) -> None:
+    """The error against float64 is at most twice what rounding alone explains.
+
+    That is the error of the same formula computed in the precision of the operation, plus one rounding of the
+    result to the output's dtype.
+    """
+    assert actual.shape == exact.shape
+    band = torch.finfo(actual.dtype).eps * exact.abs().max().item()
+    reference_error = (low_precision.double() - exact).abs().max().item()
+    error = (actual.double() - exact).abs().max().item()
+    assert error <= 2 * (reference_error + band), f"error {error:.3g}, allowed {2 * (reference_error + band):.3g}"
