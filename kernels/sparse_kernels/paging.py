@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
+
+
+class PageAddresses(NamedTuple):
+    """Where the elements of a page lie, for kernels that compute addresses themselves."""
+
+    elements: torch.Tensor
+    """The cache from the first page's first element on, `[num_elements]`."""
+    strides: tuple[int, int, int, int]
+    """Elements from one block, KV head, page group and page within a group to the next."""
+    offsets: torch.Tensor
+    """`[page_size * head_size]` int32: elements from the start of a page to each of its elements, token-major."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,24 @@ class PagedTensor:
         """Pages in one cache block."""
         return self.view.shape[2] * self.view.shape[3]
 
+    @cached_property
+    def addresses(self) -> PageAddresses:
+        """The same pages as plain address arithmetic."""
+        view = self.view
+        reach = view.untyped_storage().nbytes() // view.element_size() - view.storage_offset()
+        inner = list(zip(view.shape[4:], view.stride()[4:], strict=True))
+        offsets = torch.zeros((), dtype=torch.int32)
+        for dim in self._token_major:
+            size, stride = inner[dim]
+            offsets = offsets.unsqueeze(-1) + torch.arange(size, dtype=torch.int32) * stride
+        block, head, group, page = view.stride()[:4]
+        return PageAddresses(view.as_strided((reach,), (1,)), (block, head, group, page), offsets.flatten())
+
+    @property
+    def _token_major(self) -> tuple[int, ...]:
+        inner = range(self.view.dim() - 4)
+        return self.token_dims + tuple(dim for dim in inner if dim not in self.token_dims)
+
     def gather(self, blocks: torch.Tensor, heads: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         """Copies pages out of the cache.
 
@@ -70,7 +101,5 @@ class PagedTensor:
         else:
             picked = self.view[blocks, heads, pages // per_group, pages % per_group]
         lead = picked.dim() - (self.view.dim() - 4)
-        inner = range(self.view.dim() - 4)
-        order = self.token_dims + tuple(d for d in inner if d not in self.token_dims)
-        picked = picked.permute(*range(lead), *(lead + d for d in order))
+        picked = picked.permute(*range(lead), *(lead + dim for dim in self._token_major))
         return picked.reshape(*picked.shape[:lead], self.page_size, self.head_size)

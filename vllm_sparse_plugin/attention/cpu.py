@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout, update_page_statistics
+from sparse_kernels.page_statistics import StatisticsLayout, update_page_statistics
 from sparse_kernels.sparse_attention import attend_pages
 from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
 from vllm.logger import init_logger
@@ -106,10 +106,8 @@ class DecodeTokens:
 class SparseCPUMetadata(CPUAttentionMetadata):
     """vLLM's CPU metadata for the whole batch, and what sparse layers do instead."""
 
-    filled_blocks: torch.Tensor | None = None
-    """`[num_filled]` int64, physical blocks of the pages that this step completes."""
-    filled_pages: torch.Tensor | None = None
-    """`[num_filled]` int64, their indices within the block."""
+    filled: tuple[torch.Tensor, torch.Tensor] | None = None
+    """`[num_filled]` int64 each, blocks and indices within them of the pages that this step completes, if any."""
     decode: DecodeTokens | None = None
     """Tokens that attend sparsely; None if there are none."""
     dense_tokens: torch.Tensor | None = None
@@ -173,8 +171,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
         slots = common.slot_mapping[: common.num_actual_tokens]
         filled = slots[(slots >= 0) & (slots % self.page_size == self.page_size - 1)]
-        metadata.filled_blocks = filled // self.block_size
-        metadata.filled_pages = filled % self.block_size // self.page_size
+        if len(filled):
+            metadata.filled = filled // self.block_size, filled % self.block_size // self.page_size
 
         query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
         sparse_requests = self._sparse_requests(common, query_lens)
@@ -248,7 +246,18 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         self.selection = sparse.selection
         self.isa = isa
         self.block_size = block_size
-        self.statistics = statistics
+        self.statistics_layout = statistics
+        self.pages_of: torch.Tensor | None = None
+
+    def _bind(self, kv_cache: torch.Tensor) -> None:
+        """Views of the layer's cache, made once: they cost as much as a kernel."""
+        self.pages_of = kv_cache
+        self.token_rows = kv_cache[:, :, : self.block_size]
+        self.keys, self.values = packing.paged_keys_and_values(self.token_rows, self.isa, self.selection.page_size)
+        self.statistics = None
+        if self.statistics_layout is not None:
+            rows = kv_cache[:, :, self.block_size :]
+            self.statistics = self.statistics_layout.views(rows, self.block_size)
 
     def do_kv_cache_update(
         self,
@@ -275,42 +284,42 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if attn_metadata is None:
             return output
         assert isinstance(attn_metadata, SparseCPUMetadata)
-        token_rows = kv_cache[:, :, : self.block_size]
+        if self.pages_of is not kv_cache:
+            self._bind(kv_cache)
 
         def dense(query: torch.Tensor, metadata: CPUAttentionMetadata, output: torch.Tensor) -> torch.Tensor:
             return super(SparseCPUImpl, self).forward(
-                layer, query, key, value, token_rows, metadata, output, output_scale, output_block_scale
+                layer, query, key, value, self.token_rows, metadata, output, output_scale, output_block_scale
             )
 
         if not self.is_sparse:
             return dense(query, attn_metadata, output)
-        keys, values = packing.paged_keys_and_values(token_rows, self.isa, self.selection.page_size)
-        statistics = None
-        if self.statistics is not None:
-            statistics = self.statistics.views(kv_cache[:, :, self.block_size :], self.block_size)
-            self._update_statistics(keys, statistics, attn_metadata)
+        # A layer that shares another's cache finds the statistics there.
+        if attn_metadata.filled and self.statistics is not None and self.kv_sharing_target_layer_name is None:
+            update_page_statistics(self.keys, self.statistics, *attn_metadata.filled)
         decode = attn_metadata.decode
         if decode is None:
             return dense(query, attn_metadata, output)
-        if attn_metadata.dense is not None:
-            rest = attn_metadata.dense_tokens
-            output[rest] = dense(query[rest], attn_metadata.dense, torch.empty_like(output[rest]))
-        grouped = query[decode.tokens].unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
-        pages = self.selection.select(grouped, statistics, decode.block_table, decode.num_pages)
-        output[decode.tokens] = attend_pages(
+        if attn_metadata.dense is None:
+            output[: attn_metadata.num_actual_tokens] = self._decode(query[: attn_metadata.num_actual_tokens], decode)
+            return output
+        rest = attn_metadata.dense_tokens
+        output[rest] = dense(query[rest], attn_metadata.dense, torch.empty_like(output[rest]))
+        output[decode.tokens] = self._decode(query[decode.tokens], decode)
+        return output
+
+    def _decode(self, query: torch.Tensor, decode: DecodeTokens) -> torch.Tensor:
+        """Select and attend; `[num_tokens, num_heads, head_size]` in and out."""
+        grouped = query.unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
+        pages = self.selection.select(grouped, self.statistics, decode.block_table, decode.num_pages)
+        return attend_pages(
             grouped,
-            keys,
-            values,
+            self.keys,
+            self.values,
             decode.block_table,
             decode.context_lens,
             pages,
             self.scale,
             self.sinks,
             self.logits_soft_cap,
-        ).view_as(output[decode.tokens])
-        return output
-
-    def _update_statistics(self, keys: Any, statistics: PageStatistics, metadata: SparseCPUMetadata) -> None:
-        if self.kv_sharing_target_layer_name is None and metadata.filled_blocks is not None:
-            assert metadata.filled_pages is not None
-            update_page_statistics(keys, statistics, metadata.filled_blocks, metadata.filled_pages)
+        )

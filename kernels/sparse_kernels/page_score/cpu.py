@@ -57,6 +57,8 @@ def _kernel(group_size: int, head_size: int) -> Any:
                 # Round to nearest even, as torch does.
                 rounded = (bits[0] + 0x7FFF + ((bits[0] >> 16) & 1)) >> 16
                 scores[token, head, page] = 0x7FC0 if missing else rounded
+            for page in range(num_pages[token], scores.shape[2]):
+                scores[token, head, page] = 0xFF80
 
     return score_int8
 
@@ -75,7 +77,7 @@ def score_pages(
     """See `api.score_pages`."""
     assert statistics.scale is not None
     num_tokens, num_kv_heads = query.shape[:2]
-    scores = query.new_full((num_tokens, num_kv_heads, int(num_pages.max())), -torch.inf, dtype=torch.bfloat16)
+    scores = torch.empty((num_tokens, num_kv_heads, int(num_pages.max())), dtype=torch.bfloat16)
     _kernel(*query.shape[2:])(
         query.float().numpy(),
         statistics.mean.numpy(),

@@ -110,28 +110,6 @@ def _kernel(group_size: int, head_size: int) -> Any:
     return attend
 
 
-@functools.lru_cache(maxsize=64)
-def _page_offsets(
-    inner_shape: tuple[int, ...], inner_strides: tuple[int, ...], token_dims: tuple[int, ...]
-) -> np.ndarray:
-    """Distance in elements of each element of a page, token-major, from the page's first."""
-    offsets = torch.zeros(inner_shape, dtype=torch.int64)
-    for dim, (size, stride) in enumerate(zip(inner_shape, inner_strides, strict=True)):
-        shape = [1] * len(inner_shape)
-        shape[dim] = size
-        offsets += (torch.arange(size) * stride).view(shape)
-    rest = tuple(dim for dim in range(len(inner_shape)) if dim not in token_dims)
-    return offsets.permute(token_dims + rest).reshape(-1).int().numpy()
-
-
-def _addressable(paged: PagedTensor) -> tuple[np.ndarray, tuple[int, ...], np.ndarray]:
-    """The cache from the view's first element on, the strides of a page's address, and the offsets in a page."""
-    view = paged.view
-    reach = view.untyped_storage().nbytes() // view.element_size() - view.storage_offset()
-    flat = view.as_strided((reach,), (1,)).view(torch.int16).numpy()
-    return flat, view.stride()[:4], _page_offsets(tuple(view.shape[4:]), view.stride()[4:], paged.token_dims)
-
-
 def attend_pages(
     query: torch.Tensor,
     keys: PagedTensor,
@@ -144,17 +122,16 @@ def attend_pages(
     softcap: float,
 ) -> torch.Tensor:
     """See `api.attend_pages`."""
-    key_cache, key_strides, key_offsets = _addressable(keys)
-    value_cache, value_strides, value_offsets = _addressable(values)
+    key_pages, value_pages = keys.addresses, values.addresses
     output = torch.empty(query.shape, dtype=torch.float32)
     _kernel(*query.shape[2:])(
         query.float().numpy(),
-        key_cache,
-        key_strides,
-        key_offsets,
-        value_cache,
-        value_strides,
-        value_offsets,
+        key_pages.elements.view(torch.int16).numpy(),
+        key_pages.strides,
+        key_pages.offsets.numpy(),
+        value_pages.elements.view(torch.int16).numpy(),
+        value_pages.strides,
+        value_pages.offsets.numpy(),
         (keys.view.shape[3], values.view.shape[3]),
         keys.page_size,
         keys.pages_per_block,
