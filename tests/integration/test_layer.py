@@ -28,7 +28,9 @@ def expected_sparse(harness: LayerHarness, request: Request, token: int = -1, dt
     visible = torch.zeros(harness.num_kv_heads, context, dtype=torch.bool)
     visible[:, pages * page_size :] = True
     for head in range(harness.num_kv_heads):
-        order = sorted(range(pages), key=lambda page, head=head: (page > 0, -float(score[head, page]), page))
+        order = sorted(
+            range(pages), key=lambda page, head=head: (0 < page < pages - 1, -float(score[head, page]), page)
+        )
         for page in order[: selection.budget_pages]:
             visible[head, page * page_size : (page + 1) * page_size] = True
     impl = harness.layer.impl

@@ -5,12 +5,13 @@ from hypothesis import strategies as st
 from sparse_kernels.page_topk import reference, select_pages
 
 
-def expected(scores: torch.Tensor, length: int, k: int, sink_pages: int) -> list[int]:
+def expected(scores: torch.Tensor, length: int, k: int, sink_pages: int, recent_pages: int) -> list[int]:
     """Sorting with a stable tie rule, one row, in plain Python."""
 
-    def rank(page: int) -> tuple[float, int]:
+    def rank(page: int) -> tuple[bool, float, int]:
         score = float(scores[page])
-        return (-torch.inf if page < sink_pages else torch.inf if score != score else -score, page)
+        always = page < sink_pages or page >= length - recent_pages
+        return (not always, torch.inf if score != score else -score, page)
 
     best = sorted(sorted(range(length), key=rank)[:k])
     return best + [-1] * (k - len(best))
@@ -23,10 +24,11 @@ special = st.sampled_from([0.0, -0.0, float("nan"), float("inf"), -float("inf"),
     rows=st.lists(st.lists(special | st.floats(width=16), min_size=0, max_size=40), min_size=1, max_size=3),
     k=st.integers(1, 20),
     sink_pages=st.integers(0, 3),
+    recent_pages=st.integers(0, 3),
 )
 @settings(max_examples=300, deadline=None)
-def test_exact_with_ties_to_the_lowest_page(rows, k, sink_pages):
-    k = max(k, sink_pages)
+def test_exact_with_ties_to_the_lowest_page(rows, k, sink_pages, recent_pages):
+    k = max(k, sink_pages + recent_pages)
     width = max(len(row) for row in rows)
     num_pages = torch.tensor([len(row) for row in rows])
     # What lies beyond a row's own pages must not matter, not even if it would win.
@@ -34,10 +36,10 @@ def test_exact_with_ties_to_the_lowest_page(rows, k, sink_pages):
     for index, row in enumerate(rows):
         scores[index, 0, : len(row)] = torch.tensor(row, dtype=torch.bfloat16)
     for select in (select_pages, reference.select_pages):
-        pages = select(scores, num_pages, k, sink_pages)
+        pages = select(scores, num_pages, k, sink_pages, recent_pages)
         assert pages.shape == (len(rows), 1, k)
         for index, row in enumerate(rows):
-            assert pages[index, 0].tolist() == expected(scores[index, 0], len(row), k, sink_pages)
+            assert pages[index, 0].tolist() == expected(scores[index, 0], len(row), k, sink_pages, recent_pages)
 
 
 @pytest.mark.parametrize("pages", [63, 64, 65, 2048, 65_537])
@@ -45,7 +47,7 @@ def test_compiled_equals_reference(pages):
     generator = torch.Generator().manual_seed(pages)
     scores = torch.randn(3, 2, pages, generator=generator).bfloat16()
     num_pages = torch.tensor([pages, max(pages - 1, 0), 1])
-    assert torch.equal(select_pages(scores, num_pages, 64, 1), reference.select_pages(scores, num_pages, 64, 1))
+    assert torch.equal(select_pages(scores, num_pages, 64, 1), reference.select_pages(scores, num_pages, 64, 1, 0))
 
 
 def test_all_equal_scores_select_the_lowest_pages():

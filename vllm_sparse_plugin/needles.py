@@ -1,0 +1,203 @@
+"""Retrieval questions over long code, in the formats the model `needle-8m` was trained on.
+
+A document is a stretch of source code of the running interpreter's standard library with needles on lines of their
+own. The needles that are asked for are spread evenly over the depth of the document and none lies in its last
+`TAIL_TOKENS` tokens, so a model that only reads the newest tokens cannot answer.
+"""
+
+import importlib.util
+import random
+from bisect import bisect_right
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+from typing import Protocol
+
+from vllm_sparse_plugin.errors import ConfigurationError
+
+TASKS = ("single", "multikey", "multiquery", "kv", "denseneedle")
+MIN_CONTEXT_TOKENS = 4096
+QUESTIONS_PER_DOCUMENT = 8
+TAIL_TOKENS = 768
+
+_NEEDLES_PER_DOCUMENT = {"single": 1, "multikey": 16, "multiquery": 24, "kv": 16}
+_DENSENEEDLE_CHARS = 58  # of one needle, with two words of six letters and seven digits
+_KEYS_PER_QUESTION = 3
+_MAX_CHARS_PER_TOKEN = 6
+# fmt: off
+_MODULES = (
+    "argparse", "ast", "asyncio.base_events", "bdb", "calendar", "collections", "configparser", "csv",
+    "dataclasses", "_pydecimal", "difflib", "dis", "doctest", "email.message", "enum", "fractions", "ftplib",
+    "functools", "gettext", "gzip", "heapq", "html.parser", "http.client", "http.cookiejar", "http.server",
+    "imaplib", "inspect", "ipaddress", "json.decoder", "locale", "logging", "mailbox", "mimetypes", "optparse",
+    "pdb", "pickle", "pickletools", "platform", "plistlib", "pprint", "pydoc", "random", "shutil", "smtplib",
+    "socketserver", "ssl", "statistics", "subprocess", "tarfile", "tempfile", "textwrap", "threading", "tokenize",
+    "traceback", "typing", "unittest.mock", "urllib.parse", "urllib.request", "uuid", "weakref", "xml.dom.minidom",
+    "zipfile",
+)
+# fmt: on
+
+
+class Tokenizer(Protocol):
+    """What is used of a transformers tokenizer."""
+
+    def encode(self, text: str, /) -> list[int]:
+        """Return the token ids of `text`, including the special tokens a server adds to a prompt."""
+        ...
+
+
+@dataclass(frozen=True)
+class Question:
+    """One prompt with the only right answer.
+
+    `context_tokens` is the size of the context in tokens that prompt and answer together fill; `prompt` is text
+    without the leading `<|bos|>`, which the tokenizer adds; `answer` has no surrounding whitespace.
+    """
+
+    task: str
+    context_tokens: int
+    prompt: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class _Needle:
+    key: str
+    value: str
+    text: str
+
+
+def answer_tokens(task: str) -> int:
+    """Return the number of tokens to allow for the answer of a question of `task`, `<|eos|>` included."""
+    return 32 if task == "multiquery" else 16
+
+
+def build_questions(tokenizer: Tokenizer, task: str, context_tokens: int, count: int, seed: int) -> list[Question]:
+    """Return `count` questions of `task`, the same for the same arguments and interpreter version.
+
+    A prompt has, with `<|bos|>` and room for the answer, at most `context_tokens` tokens, and at least 98 % of them
+    without the answer. Questions about one document follow each other and share everything but their last line, so
+    that a server with prefix caching reads a document once; a document of `single` has one needle and one question.
+
+    Raises:
+        ConfigurationError: for an unknown task, a context below `MIN_CONTEXT_TOKENS` or a count below 1.
+    """
+    if task not in TASKS:
+        raise ConfigurationError(f"task: got {task!r}, allowed: {', '.join(TASKS)}")
+    if context_tokens < MIN_CONTEXT_TOKENS:
+        raise ConfigurationError(f"context: got {context_tokens} tokens, allowed: {MIN_CONTEXT_TOKENS} or more")
+    if count < 1:
+        raise ConfigurationError(f"questions: got {count}, allowed: 1 or more")
+
+    rng = random.Random(f"{seed} {task} {context_tokens}")
+    per_document = 1 if task == "single" else QUESTIONS_PER_DOCUMENT
+    start = rng.randrange(len(_library_source()))
+    asked_share = 1 - TAIL_TOKENS / context_tokens
+    limit = context_tokens - answer_tokens(task)
+    size = context_tokens * _MAX_CHARS_PER_TOKEN
+
+    questions: list[Question] = []
+    for first in range(0, count, per_document):
+        asked = min(per_document, count - first)
+        if task == "denseneedle":
+            needles = _magic_needles(rng, size // _DENSENEEDLE_CHARS)
+            haystack = "".join(needle.text for needle in needles)
+            placed = []
+        else:
+            needles = (_kv_needles if task == "kv" else _magic_needles)(rng, _NEEDLES_PER_DOCUMENT[task])
+            haystack = _stretch(start + first * size, size)
+            depths = (
+                [(i + 0.5) / len(needles) for i in range(len(needles))] if task != "single" else [(first + 0.5) / count]
+            )
+            placed = [(depth * asked_share, needle.text) for depth, needle in zip(depths, needles, strict=True)]
+        longest = max((_ask(task, needles, i)[0] for i in range(len(needles))), key=lambda q: len(tokenizer.encode(q)))
+        document = _longest_document(tokenizer, haystack, placed, longest, limit)
+        if task == "denseneedle":
+            # Cut between needles: the model does not end its answer after half a needle.
+            ends = list(accumulate(len(needle.text) for needle in needles))
+            document = document[: ends[bisect_right(ends, len(document)) - 1]]
+            needles = needles[: bisect_right(ends, len(document) * asked_share)]
+        for i in range(asked):
+            question, answer = _ask(task, needles, int((i + 0.5) * len(needles) / asked))
+            questions.append(Question(task, context_tokens, document + question, answer))
+    return questions
+
+
+def is_correct(question: Question, completion: str) -> bool:
+    """Return whether the first line of `completion`, stripped of whitespace, is exactly the answer."""
+    return completion.strip().split("\n", 1)[0].strip() == question.answer
+
+
+def _ask(task: str, needles: list[_Needle], index: int) -> tuple[str, str]:
+    """Return the text of the question for needle `index` and its answer."""
+    if task == "kv":
+        return f'\nKey "{needles[index].key}" has the value:', needles[index].value
+    if task == "multiquery":
+        # A third of the needles lies between two asked ones, so every question spans the depth of the document.
+        third = len(needles) // _KEYS_PER_QUESTION
+        asked = [needles[(index + i * third) % len(needles)] for i in range(_KEYS_PER_QUESTION)]
+        keys = ", ".join(needle.key for needle in asked)
+        return f"\nWhat are the special magic numbers for {keys}? Answer:", ", ".join(needle.value for needle in asked)
+    return f"\nWhat is the special magic number for {needles[index].key}? Answer:", needles[index].value
+
+
+def _magic_needles(rng: random.Random, count: int) -> list[_Needle]:
+    def word() -> str:
+        return "".join(rng.choice("bdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(3))
+
+    keys: dict[str, None] = {}
+    while len(keys) < count:
+        keys[f"{word()} {word()}"] = None
+    values = [str(rng.randrange(1_000_000, 10_000_000)) for _ in keys]
+    return [
+        _Needle(key, value, f"\nThe special magic number for {key} is: {value}.\n")
+        for key, value in zip(keys, values, strict=True)
+    ]
+
+
+def _kv_needles(rng: random.Random, count: int) -> list[_Needle]:
+    pairs = [(f"{rng.getrandbits(32):08x}", f"{rng.getrandbits(32):08x}") for _ in range(count)]
+    return [_Needle(key, value, f'\n"{key}": "{value}",\n') for key, value in pairs]
+
+
+def _with_needles(code: str, placed: list[tuple[float, str]]) -> str:
+    """Return `code` with each needle in place of the line break at or before its depth (0 to 1, ascending)."""
+    parts = []
+    begin = 0
+    for depth, text in placed:
+        end = max(code.rfind("\n", 0, int(depth * len(code))), begin)
+        parts += [code[begin:end], text]
+        begin = min(end + 1, len(code))
+    return "".join([*parts, code[begin:]])
+
+
+def _longest_document(
+    tokenizer: Tokenizer, haystack: str, placed: list[tuple[float, str]], question: str, limit: int
+) -> str:
+    """Return the longest beginning of `haystack`, with needles, that has at most `limit` tokens with `question`."""
+
+    def too_long(size: int) -> bool:
+        return len(tokenizer.encode(_with_needles(haystack[:size], placed) + question)) > limit
+
+    size = bisect_right(range(1, len(haystack) + 1), False, key=too_long)
+    return _with_needles(haystack[:size], placed)
+
+
+@cache
+def _library_source() -> str:
+    sources = []
+    for name in _MODULES:
+        spec = importlib.util.find_spec(name)
+        if spec is None or spec.origin is None:
+            raise RuntimeError(f"the interpreter has no source of the standard library's module {name}")
+        sources.append(Path(spec.origin).read_text(encoding="utf-8"))
+    return "".join(sources)
+
+
+def _stretch(start: int, size: int) -> str:
+    """Return `size` characters of the library's source from the first whole line after `start`, going round."""
+    source = _library_source()
+    begin = source.find("\n", start % len(source)) + 1
+    repeats = 1 + (begin + size) // len(source)
+    return (source * repeats)[begin : begin + size]
