@@ -75,7 +75,8 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])
         expect(not model.use_mla, "model", f"{architecture} with MLA", "models with multi-head or grouped attention")
         expect(not model.is_encoder_decoder, "model", f"encoder-decoder {architecture}", "decoder-only models")
-        expect(not model.is_hybrid, "model", f"{architecture} with state-space layers", "attention-only models")
+        state_space = model.is_hybrid or model.is_attention_free
+        expect(not state_space, "model", f"{architecture} with state-space layers", "attention-only models")
         expect(model.runner_type == "generate", "runner", model.runner_type, "generate")
         expect(not _has_alibi(model.hf_config), "model", f"{architecture} with ALiBi", "models with rotary positions")
         expect(model.dtype == torch.bfloat16, "dtype", str(model.dtype).removeprefix("torch."), "bfloat16")

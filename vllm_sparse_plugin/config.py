@@ -87,12 +87,16 @@ def resolve(settings: Mapping[str, Any] | None, backend_preset: str) -> Resolved
 
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for source, values in layers:
-        _merge(merged, sources, values, source)
+    try:
+        for source, values in layers:
+            _merge(merged, sources, values, source)
+    except RecursionError:
+        raise ConfigurationError(f"{KEY}: got settings that contain themselves, allowed: a finite mapping") from None
     try:
         return ResolvedConfig(SparseAttentionConfig.model_validate(merged), sources)
     except ValidationError as error:
-        raise ConfigurationError(_sentence(error.errors()[0], sources)) from None
+        sentence = _sentence(error.errors()[0], sources)
+        raise ConfigurationError(" ".join(sentence.splitlines())) from None
 
 
 def describe_fields() -> list[tuple[str, str, Any, str]]:
@@ -124,8 +128,8 @@ def _read_file(path: Any) -> dict[str, Any]:
         raise ConfigurationError(f"{KEY}.config: got {path!r}, allowed: the path of a YAML file")
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no file of UTF-8 text"
         raise ConfigurationError(f"{KEY}.config: got {path!r} ({reason}), allowed: a readable YAML file") from None
     return _parse(f"{KEY}.config {path!r}", text)
 
@@ -133,7 +137,7 @@ def _read_file(path: Any) -> dict[str, Any]:
 def _parse(origin: str, text: str) -> dict[str, Any]:
     try:
         values = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, LookupError, ValueError) as error:  # PyYAML leaks those of impossible dates and numbers
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
         raise ConfigurationError(f"{origin}: got text that is not YAML{where}, allowed: a YAML mapping") from None
@@ -162,7 +166,7 @@ def _merge(
 
 def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
     tags = {policy.name() for policy in POLICIES}
-    path = [str(part) for part in error["loc"] if part not in tags]
+    path = [str(part) for depth, part in enumerate(error["loc"]) if depth != 1 or part not in tags]
     name = ".".join([KEY, *path])
     origin = sources.get(".".join(path))
     where = f" (from {origin})" if origin and origin != "additional config" else ""

@@ -16,8 +16,8 @@ def parse_additional_config(text: str) -> dict[str, Any]:
     """
     try:
         value = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"additional_config: got text that is not JSON ({error}), allowed: JSON") from None
     if not isinstance(value, dict):
-        raise ConfigurationError(f"additional_config: got {text}, allowed: a JSON object")
+        raise ConfigurationError(f"additional_config: got {text!r}, allowed: a JSON object")
     return value

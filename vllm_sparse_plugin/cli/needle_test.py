@@ -7,10 +7,7 @@ import os
 import platform
 import shlex
 import signal
-import socket
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,22 +19,19 @@ from pathlib import Path
 from typing import IO, Annotated
 
 import typer
-from openai import DefaultHttpxClient, OpenAI, OpenAIError
+from openai import OpenAI
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 from vllm_sparse_plugin.cli.arguments import parse_additional_config
+from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.needles import TASKS, Question, answer_tokens, build_questions, is_correct
 from vllm_sparse_plugin.registration import BACKENDS
 
-_SERVE = [sys.executable, "-m", "vllm_sparse_plugin", "serve"]
 _DENSE = "dense"
-_START_SECONDS = 600
-_ANSWER_SECONDS = 600
-_LOG_LINES = 20
 _EXAMPLE_PROMPT = (
     "import json\n\n\ndef load(path):\n    with open(path) as file:\n        return json.load(file)\n"
     "\nThe special magic number for zudewi bizino is: 4815162.\n"
@@ -46,20 +40,6 @@ _EXAMPLE_PROMPT = (
     "\ndef keys(path):\n    return sorted(load(path))\n"
     "\nWhat is the special magic number for zudewi bizino? Answer:"
 )  # fmt: skip
-
-
-class _ServerError(RuntimeError):
-    """The server did not start or stopped answering; the message has the end of its log."""
-
-
-@dataclass(frozen=True)
-class _ServerSettings:
-    """How to start one server; `backend` None means vLLM's own dense attention."""
-
-    model: Path
-    max_model_len: int
-    backend: str | None
-    additional_config: str | None
 
 
 @dataclass(frozen=True)
@@ -101,7 +81,7 @@ def needle_test(
     model = (model or Path(__file__).parents[2] / "models" / "needle-8m").resolve()
     contexts = context or [4096, 16384]
     kv_read_share = _check(model, contexts, backend, min_ratio, additional_config)
-    sparse = _ServerSettings(model, max(contexts), backend, additional_config)
+    sparse = ServerSettings(model, max(contexts), backend, additional_config)
     dense = replace(sparse, backend=None, additional_config=None)
     console = Console()
     # Termination unwinds like any exit, so that no server outlives the command.
@@ -113,7 +93,10 @@ def needle_test(
         # Imported late: the other commands need not wait for it.
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(model)
+        except (OSError, ValueError):
+            raise ConfigurationError(f"model: got {str(model)!r}, allowed: a folder with a tokenizer") from None
         with console.status("Writing the questions"):
             asked: list[Question] = []
             for size in contexts:
@@ -125,7 +108,7 @@ def needle_test(
                 results[name] = _run(name, settings, asked, console)
                 for result in results[name]:
                     print(json.dumps(_record(name, result)), file=report)
-    except _ServerError as error:
+    except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(3) from None
     console.print(_table(backend, results[backend], results[_DENSE], kv_read_share))
@@ -142,8 +125,8 @@ def _check(
     """
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        limit, head_size = config["max_position_embeddings"], config["head_dim"]
-    except (OSError, ValueError, KeyError):
+        limit, head_size = int(config["max_position_embeddings"]), int(config["head_dim"])
+    except (OSError, ValueError, KeyError, TypeError):
         raise ConfigurationError(
             f"model: got {str(model)!r}, allowed: a folder with a config.json that has max_position_embeddings and "
             "head_dim"
@@ -213,10 +196,10 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def _run(name: str, settings: _ServerSettings, questions: list[Question], console: Console) -> list[_Result]:
+def _run(name: str, settings: ServerSettings, questions: list[Question], console: Console) -> list[_Result]:
     """Start a server, ask everything, stop it."""
     with (
-        _server(name, settings, console) as client,
+        run_server(name, settings, console) as client,
         Progress(
             SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
             console=console,
@@ -241,85 +224,10 @@ def _ask(client: OpenAI, model: str, question: Question) -> _Result:
     return _Result(question, reply.choices[0].text, reply.usage.prompt_tokens if reply.usage else 0, seconds)
 
 
-@contextmanager
-def _server(name: str, settings: _ServerSettings, console: Console) -> Iterator[OpenAI]:
-    """Run a server and yield a client for it; turn its failures into _ServerError and stop it at the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [*_SERVE, str(settings.model), "--served-model-name", settings.model.name]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--disable-uvicorn-access-log"]
-    command += ["--max-model-len", str(settings.max_model_len), "--max-num-batched-tokens", "4096"]
-    if settings.backend is not None:
-        command += ["--attention-backend", settings.backend]
-    if settings.additional_config is not None:
-        command += ["--additional-config", settings.additional_config]
-    log = Path(tempfile.mkstemp(prefix=f"vllm-sparse-{name}-", suffix=".log")[1])
-    client = OpenAI(
-        base_url=f"http://127.0.0.1:{port}/v1",
-        api_key="none",
-        max_retries=0,
-        timeout=_ANSWER_SECONDS,
-        http_client=DefaultHttpxClient(trust_env=False),  # a proxy of the environment must not see local requests
-    )
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={"VLLM_CPU_KVCACHE_SPACE": "2", **os.environ},
-            start_new_session=True,
-        )
-    try:
-        with console.status(f"Starting the {name} server, log in {log}"):
-            _wait_until_healthy(client, process, f"http://127.0.0.1:{port}/health")
-        yield client
-    except (OpenAIError, TimeoutError, ChildProcessError) as error:
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:])
-        message = f"the {name} server {_reason(error, process)}; the end of its log {log}:\n{tail}"
-        raise _ServerError(message) from error
-    finally:
-        client.close()
-        _stop(process)
-    log.unlink()
-
-
-def _wait_until_healthy(client: OpenAI, process: subprocess.Popen[bytes], url: str) -> None:
-    """Return when the server answers; raise ChildProcessError if it ends first, TimeoutError if it takes too long."""
-    end = time.monotonic() + _START_SECONDS
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            raise ChildProcessError
-        with suppress(OpenAIError):
-            client.get(url, cast_to=object, options={"timeout": 5})
-            return
-        time.sleep(0.5)
-    raise TimeoutError
-
-
-def _reason(error: Exception, process: subprocess.Popen[bytes]) -> str:
-    if process.poll() is not None:
-        return f"ended with exit code {process.returncode}"
-    if isinstance(error, TimeoutError):
-        return f"was not ready after {_START_SECONDS} seconds"
-    return f"did not answer a question ({' '.join(str(error).split())})"
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server and whatever it started."""
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(30)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def _keep(settings: _ServerSettings, console: Console) -> None:
+def _keep(settings: ServerSettings, console: Console) -> None:
     """Start the sparse server, say how to ask it, and wait for Ctrl-C or its end."""
     name = settings.backend or _DENSE
-    with _server(name, settings, console) as client:
+    with run_server(name, settings, console) as client:
         body = {"model": settings.model.name, "prompt": _EXAMPLE_PROMPT, "temperature": 0, "max_tokens": 16}
         command = ["curl", "-s", f"{client.base_url}completions", "-H", "Content-Type: application/json"]
         print(f"The {name} server is up, Ctrl-C stops it. Ask it for the number 4815162:\n")

@@ -12,8 +12,8 @@ def select_pages(
 ) -> torch.Tensor:
     """Selects the `k` best complete pages of each token and KV head, exactly.
 
-    The first `sink_pages` and the last `recent_pages` pages are always among them. Equal scores (and -0.0 and 0.0 are equal) go to the lowest
-    page. NaN and -inf rank below every other score, by page order.
+    The first `sink_pages` and the last `recent_pages` pages are always among them. Equal scores (and -0.0 and 0.0
+    are equal) go to the lowest page. NaN and -inf rank below every other score, by page order.
 
     Args:
         scores: `[num_tokens, num_kv_heads, max_pages]` bfloat16.

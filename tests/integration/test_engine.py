@@ -1,0 +1,130 @@
+"""Whole engines: vLLM's scheduler, prefix cache and server around the sparse backend."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from openai import OpenAI
+from rich.console import Console
+from transformers import AutoTokenizer
+
+from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server
+from vllm_sparse_plugin.needles import build_questions, is_correct
+
+MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
+CONTEXT = 13_000
+
+
+def settings(backend: str | None, *arguments: str, config: dict | None = None) -> ServerSettings:
+    sparse = None if config is None else json.dumps({"sparse_attention": config})
+    return ServerSettings(MODEL, 16_384, backend, sparse, arguments)
+
+
+def ask(
+    client: OpenAI, prompt: str | list[int] | list[list[int]], max_tokens: int = 16, ignore_eos: bool = False
+) -> list[str]:
+    extra = {"return_token_ids": True, "ignore_eos": ignore_eos}
+    reply = client.completions.create(
+        model=MODEL.name, prompt=prompt, temperature=0, max_tokens=max_tokens, extra_body=extra
+    )
+    return [str(choice.token_ids) for choice in reply.choices]
+
+
+def metric(client: OpenAI, name: str) -> float:
+    text = client._client.get(str(client.base_url).removesuffix("v1/") + "metrics").text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+@pytest.fixture(scope="module")
+def questions():
+    """Two documents of 13K tokens, two questions each."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    return [
+        question for task in ("multikey", "kv") for question in build_questions(tokenizer, task, CONTEXT, 2, seed=5)
+    ]
+
+
+@pytest.fixture(scope="module")
+def answers(questions):
+    """The answers of a plain sparse server, and its prefix-cache hits between the questions of a document."""
+    with run_server("unique", settings("unique", "--max-num-batched-tokens", "16384"), Console()) as client:
+        first, hits = [], []
+        for question in questions:
+            before = metric(client, "vllm:prefix_cache_hits_total")
+            first.append(ask(client, question.prompt)[0])
+            hits.append(metric(client, "vllm:prefix_cache_hits_total") - before)
+        together = [ask(client, [question.prompt for question in questions])]
+        texts = [
+            client.completions.create(model=MODEL.name, prompt=q.prompt, temperature=0, max_tokens=16).choices[0].text
+            for q in questions
+        ]
+        return first, hits, together[0], texts
+
+
+def test_needles_are_found_and_a_shared_prefix_is_served_from_the_cache(questions, answers):
+    _, hits, _, texts = answers
+    assert all(is_correct(question, text) for question, text in zip(questions, texts, strict=True))
+    assert hits[0] == 0
+    assert hits[1] >= 12_000
+    assert hits[3] >= 12_000
+
+
+def test_a_batch_answers_as_its_requests_alone(answers):
+    alone, _, together, _ = answers
+    assert together == alone
+
+
+def test_small_prefill_chunks_and_no_prefix_cache_give_the_same_answers(questions, answers):
+    server = settings("unique", "--max-num-batched-tokens", "512", "--no-enable-prefix-caching")
+    with run_server("chunked", server, Console()) as client:
+        assert [ask(client, question.prompt)[0] for question in questions] == answers[0]
+
+
+def test_preempted_requests_finish_with_the_same_answers():
+    """Six requests of 1,000 tokens that write 300 more do not fit 7,168 tokens of cache."""
+    rng = random.Random(0)
+    prompts = [[0, *(rng.randrange(3, 4000) for _ in range(1_000))] for _ in range(6)]
+    config = {"selection": {"budget_tokens": 256}, "min_context_tokens": 0}
+    replies = []
+    for blocks in ("129", "57"):
+        server = settings("unique", "--num-gpu-blocks-override", blocks, "--max-model-len", "7000", config=config)
+        with run_server("preempted", server, Console()) as client:
+            replies.append(ask(client, prompts, max_tokens=300, ignore_eos=True))
+            preemptions = metric(client, "vllm:num_preemptions_total")
+    assert preemptions > 0
+    assert all(len(json.loads(reply)) == 300 for reply in replies[1])
+    assert replies[0] == replies[1]
+
+
+def test_a_budget_beyond_the_context_gives_the_tokens_of_dense_attention():
+    rng = random.Random(1)
+    prompts = [[0, *(rng.randrange(3, 4000) for _ in range(rng.randrange(20, 1500)))] for _ in range(50)]
+    config = {"selection": {"budget_tokens": 2048}, "min_context_tokens": 0}
+    replies = []
+    for backend in ("unique", None):
+        server = settings(backend, "--max-num-seqs", "8", config=config if backend else None)
+        with run_server(backend or "dense", server, Console()) as client:
+            replies.append([ask(client, prompt, max_tokens=12)[0] for prompt in prompts])
+    assert replies[0] == replies[1]
+
+
+def test_statistics_survive_random_schedules():
+    script = Path(__file__).with_name("statistics_fuzz.py")
+    result = subprocess.run([sys.executable, str(script), str(MODEL), "1"], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-2000:]
+    seen = json.loads(result.stdout.splitlines()[-1])
+    assert min(seen[kind] for kind in ("pages", "decodes", "chunks", "hits", "preemptions")) > 0, seen
+
+
+def test_a_server_with_bad_settings_ends_with_one_sentence():
+    with (
+        pytest.raises(ServerError, match=r"exit code 2") as caught,
+        run_server("refused", settings("unique", config={"selection": {"page_size": 12}}), Console()),
+    ):
+        pass
+    lines = [line for line in str(caught.value).splitlines() if line.startswith("error: ")]
+    assert lines == ["error: sparse_attention.selection.page_size: got 12, allowed: 8, 16 or 32"]
+    assert "Traceback" not in str(caught.value)

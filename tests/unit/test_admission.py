@@ -1,0 +1,258 @@
+import json
+from pathlib import Path
+
+import pytest
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_sparse_plugin.errors import ConfigurationError
+
+SMALL = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "max_position_embeddings": 512,
+}
+ENCODER_DECODER = {
+    "vocab_size": 256,
+    "d_model": 64,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "is_encoder_decoder": True,
+}
+MODELS = {
+    "LlamaForCausalLM": SMALL | {"model_type": "llama"},
+    "DeepseekV2ForCausalLM": SMALL
+    | {
+        "model_type": "deepseek_v2",
+        "num_key_value_heads": 4,
+        "kv_lora_rank": 16,
+        "q_lora_rank": None,
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 16,
+        "first_k_dense_replace": 2,
+        "moe_intermediate_size": 32,
+        "n_routed_experts": 4,
+    },
+    "BloomForCausalLM": {"model_type": "bloom", "vocab_size": 256, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+    "MambaForCausalLM": {
+        "model_type": "mamba",
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "state_size": 16,
+        "num_hidden_layers": 2,
+    },
+    "JambaForCausalLM": SMALL
+    | {
+        "model_type": "jamba",
+        "num_experts": 1,
+        "num_experts_per_tok": 1,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 16,
+    },
+    "BartForConditionalGeneration": ENCODER_DECODER | {"model_type": "bart", "max_position_embeddings": 512},
+    "WhisperForConditionalGeneration": ENCODER_DECODER | {"model_type": "whisper", "max_target_positions": 512},
+}
+UNIQUE = "allowed with attention backend unique: "
+
+
+def settings(**selection: object) -> dict:
+    return {"sparse_attention": {"selection": selection}}
+
+
+def connector(name: str) -> dict:
+    return {"kv_transfer_config": {"kv_connector": name, "kv_role": "kv_both"}}
+
+
+NGRAM = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2}}
+PER_KIND = {"full_attention": "unique", "sliding_window": "streaming_llm"}
+
+
+@pytest.fixture
+def folder(tmp_path: Path):
+    def write(architecture: str = "LlamaForCausalLM", **more: object) -> str:
+        values = MODELS[architecture] | {"architectures": [architecture], "torch_dtype": "bfloat16"} | more
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        return str(tmp_path)
+
+    return write
+
+
+def engine_config(model: str, **arguments: object) -> VllmConfig:
+    given = {
+        "model": model,
+        "attention_backend": "unique",
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "enforce_eager": True,
+    }
+    return EngineArgs(**(given | arguments)).create_engine_config()
+
+
+def refusal(model: str, **arguments: object) -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        engine_config(model, **arguments)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message
+
+
+REFUSED_MODELS = {
+    "DeepseekV2ForCausalLM": "DeepseekV2ForCausalLM with MLA, {}models with multi-head or grouped attention",
+    "BloomForCausalLM": "BloomForCausalLM with ALiBi, {}models with rotary positions",
+    "MambaForCausalLM": "MambaForCausalLM with state-space layers, {}attention-only models",
+    "JambaForCausalLM": "JambaForCausalLM with state-space layers, {}attention-only models",
+    "BartForConditionalGeneration": "encoder-decoder BartForConditionalGeneration, {}decoder-only models",
+    "WhisperForConditionalGeneration": "encoder-decoder WhisperForConditionalGeneration, {}decoder-only models",
+}
+
+
+@pytest.mark.parametrize("architecture", REFUSED_MODELS)
+def test_refused_model(architecture, folder):
+    assert refusal(folder(architecture)) == f"model: got {REFUSED_MODELS[architecture].format(UNIQUE)}"
+
+
+REFUSED = {
+    "pooling runner": ({"runner": "pooling"}, f"runner: got pooling, {UNIQUE}generate"),
+    "float16": ({"dtype": "float16"}, f"dtype: got float16, {UNIQUE}bfloat16"),
+    "float32": ({"dtype": "float32"}, f"dtype: got float32, {UNIQUE}bfloat16"),
+    "fp8 cache": ({"kv_cache_dtype": "fp8"}, f"kv_cache_dtype: got fp8, {UNIQUE}auto or bfloat16"),
+    "block of 48": ({"block_size": 48}, f"block_size: got 48, {UNIQUE}a multiple of 32 (pages of 8 tokens)"),
+    "block of 16": ({"block_size": 16}, f"block_size: got 16, {UNIQUE}a multiple of 32 (pages of 8 tokens)"),
+    "bf16 statistics in blocks of 32": (
+        {"block_size": 32, "additional_config": settings(statistics="bf16")},
+        f"block_size: got 32, {UNIQUE}a multiple of 64 (pages of 8 tokens)",
+    ),
+    "bf16 statistics in blocks of 96": (
+        {"block_size": 96, "additional_config": settings(statistics="bf16", page_size=16)},
+        f"block_size: got 96, {UNIQUE}a multiple of 64 (pages of 16 tokens)",
+    ),
+    "pages of 32 in blocks of 48": (
+        {"block_size": 48, "additional_config": settings(page_size=32)},
+        f"block_size: got 48, {UNIQUE}a multiple of 32 (pages of 32 tokens)",
+    ),
+    "decode context parallelism": (
+        {"decode_context_parallel_size": 2, "tensor_parallel_size": 4},
+        f"decode_context_parallel_size: got 2, {UNIQUE}1",
+    ),
+    "prefill context parallelism": (
+        {"prefill_context_parallel_size": 2},
+        f"prefill_context_parallel_size: got 2, {UNIQUE}1",
+    ),
+    "connector that copies tokens": (
+        connector("ExampleConnector"),
+        f"kv_connector: got ExampleConnector, {UNIQUE}one that keeps page statistics: "
+        "OffloadingConnector or SimpleCPUOffloadConnector or NixlConnector",
+    ),
+    "two backends by kind": (
+        {"attention_backend": None, "attention_config": {"backend_per_kind": PER_KIND}},
+        "attention_config: got backends STREAMING_LLM and UNIQUE, allowed: one of them at a time",
+    ),
+    "two backends, one by kind": (
+        {"attention_config": {"backend_per_kind": {"sliding_window": "streaming_llm"}}},
+        "attention_config: got backends STREAMING_LLM and UNIQUE, allowed: one of them at a time",
+    ),
+    "settings without a backend": (
+        {"attention_backend": None, "additional_config": settings()},
+        "sparse_attention: got settings but no attention backend of ours, allowed: unique or streaming_llm",
+    ),
+    "settings with vLLM's backend": (
+        {"attention_backend": "CPU_ATTN", "additional_config": {"sparse_attention": {}}},
+        "sparse_attention: got settings but no attention backend of ours, allowed: unique or streaming_llm",
+    ),
+    "settings that are no mapping": (
+        {"additional_config": {"sparse_attention": 5}},
+        "sparse_attention: got 5, allowed: a JSON object",
+    ),
+    "unknown key": (
+        {"additional_config": {"sparse_attention": {"selektion": 1}}},
+        "sparse_attention.selektion: unknown key (did you mean 'selection'?), "
+        "allowed: selection, first_dense_layers, min_context_tokens, preset or config",
+    ),
+    "key of the other backend's policy": (
+        {"attention_backend": "streaming_llm", "additional_config": settings(statistics="fp8")},
+        "sparse_attention.selection.statistics: unknown key, allowed: policy, page_size, budget_tokens or sink_pages",
+    ),
+    "value out of range": (
+        {"additional_config": settings(sink_pages=65)},
+        "sparse_attention.selection.sink_pages: got 65, allowed: an integer from 0 to 64",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, folder):
+    arguments, sentence = REFUSED[case]
+    assert refusal(folder(), **arguments) == sentence
+
+
+def test_refused_draft_model(folder):
+    model = folder()
+    draft = {"model": model, "method": "draft_model", "num_speculative_tokens": 2}
+    assert refusal(model, speculative_config=draft) == f"speculative method: got draft_model, {UNIQUE}ngram"
+
+
+def test_refusals_name_the_chosen_backend(folder):
+    assert refusal(folder(), attention_backend="streaming_llm", dtype="float16") == (
+        "dtype: got float16, allowed with attention backend streaming_llm: bfloat16"
+    )
+
+
+@pytest.mark.parametrize(
+    "alibi", [{"alibi": True}, {"attn_config": {"alibi": True}}], ids=["in the config", "in its attention part"]
+)
+def test_refused_alibi_of_any_spelling(alibi, folder):
+    # As Falcon and MPT spell it; vLLM 0.32 no longer loads MPT itself.
+    assert refusal(folder(**alibi)) == f"model: got LlamaForCausalLM with ALiBi, {UNIQUE}models with rotary positions"
+
+
+def test_alibi_that_is_off_is_served(folder):
+    assert engine_config(folder(alibi=False, attn_config={"alibi": False}))
+
+
+ADMITTED = {
+    "defaults": {},
+    "other backend": {"attention_backend": "streaming_llm"},
+    "block of 32": {"block_size": 32},
+    "block of 96": {"block_size": 96},
+    "pages of 32 in blocks of 32": {"block_size": 32, "additional_config": settings(page_size=32)},
+    "bf16 statistics in blocks of 64": {"block_size": 64, "additional_config": settings(statistics="bf16")},
+    "explicit cache dtype": {"kv_cache_dtype": "bfloat16"},
+    "one kind of layers": {
+        "attention_backend": None,
+        "attention_config": {"backend_per_kind": {"full_attention": "unique"}},
+        "additional_config": settings(budget_tokens=256),
+    },
+    "offloading connector": connector("OffloadingConnector"),
+    "n-gram speculation": NGRAM,
+    "other plugin's settings": {"additional_config": {"another_plugin": {"a": 1}}},
+    "tensor parallelism": {"tensor_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("case", ADMITTED)
+def test_admitted(case, folder):
+    config = engine_config(folder(), **ADMITTED[case])
+    chosen = [config.attention_config.backend, *config.attention_config.backend_per_kind.values()]
+    assert {member.name for member in chosen if member} <= {"UNIQUE", "STREAMING_LLM"}
+
+
+UNCHOSEN = {
+    "float16": {"dtype": "float16"},
+    "block of 48": {"block_size": 48},
+    "fp8 cache": {"kv_cache_dtype": "fp8"},
+    "connector that copies tokens": connector("ExampleConnector"),
+    "pooling runner": {"runner": "pooling"},
+}
+
+
+@pytest.mark.parametrize("case", UNCHOSEN)
+def test_nothing_is_refused_unless_a_backend_of_ours_is_chosen(case, folder):
+    assert engine_config(folder(), attention_backend=None, **UNCHOSEN[case])

@@ -1,0 +1,438 @@
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+from annotated_types import Ge, Le
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vllm_sparse_plugin.config import KEY, ResolvedConfig, SparseAttentionConfig, describe_fields, preset_names, resolve
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.policies import POLICIES, StreamingLLMSelection, UniqueSelection
+from vllm_sparse_plugin.registration import BACKENDS
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def all_fields() -> list[tuple[str | None, str, object]]:
+    """(policy or None for the top level, key as the user writes it, pydantic's field)."""
+    found = [(None, name, field) for name, field in SparseAttentionConfig.model_fields.items() if name != "selection"]
+    for policy in POLICIES:
+        found += [(policy.name(), field.alias or name, field) for name, field in policy.model_fields.items()]
+    return found
+
+
+FIELDS = all_fields()
+BOUNDED = [row for row in FIELDS if row[2].annotation in (int, float)]
+LITERAL = [row for row in FIELDS if row[2].annotation not in (int, float) and row[1] != "policy"]
+
+
+def ids(rows: list[tuple]) -> list[str]:
+    return [f"{policy or 'top'}-{name}" for policy, name, _ in rows]
+
+
+def bounds(field) -> tuple[float, float]:
+    (least,) = (bound.ge for bound in field.metadata if isinstance(bound, Ge))
+    (most,) = (bound.le for bound in field.metadata if isinstance(bound, Le))
+    return least, most
+
+
+def setting(policy: str | None, name: str, value: object) -> dict:
+    return {name: value} if policy is None else {"selection": {"policy": policy, name: value}}
+
+
+def path_of(policy: str | None, name: str) -> str:
+    return f"{KEY}.{name}" if policy is None else f"{KEY}.selection.{name}"
+
+
+def refusal(given_settings: object, preset: str = "unique") -> str:
+    with pytest.raises(ConfigurationError) as caught:
+        resolve(given_settings, preset)
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    assert "allowed: " in message
+    return message
+
+
+def resolved_or_message(given_settings: object, preset: str) -> ResolvedConfig | str:
+    try:
+        return resolve(given_settings, preset)
+    except ConfigurationError as error:
+        return str(error)
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "settings.yaml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def test_defaults_equal_the_preset_unique():
+    assert SparseAttentionConfig() == resolve(None, "unique").config
+    assert resolve({}, "unique").config == resolve(None, "unique").config
+
+
+@pytest.mark.parametrize("backend_preset", BACKENDS.values())
+@pytest.mark.parametrize("preset", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_every_preset_resolves_for_every_backend_to_what_its_file_says(preset, backend_preset):
+    resolved = resolve({"preset": preset}, backend_preset)
+    text = yaml.safe_load((CONFIGS / f"{preset}.yaml").read_text())["selection"]
+    dumped = resolved.config.model_dump(by_alias=True)["selection"]
+    assert {key: dumped[key] for key in text} == text
+    assert all(resolved.sources[f"selection.{key}"] == f"preset {preset}" for key in text)
+
+
+def test_preset_names_are_the_files_and_every_backend_has_one():
+    assert preset_names() == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+    for name, preset in BACKENDS.items():
+        assert resolve(None, preset).selection.name() == name.lower()
+
+
+def test_each_source_wins_over_the_ones_before_it(tmp_path):
+    stages = []
+    given_settings = {}
+    for key, value in (
+        ("preset", "unique_wide"),
+        ("config", write(tmp_path, "selection: {budget_tokens: 1024, sink_pages: 2}\nfirst_dense_layers: 1\n")),
+        ("selection", {"budget_tokens": 256}),
+    ):
+        stages.append(resolve(given_settings, "unique"))
+        given_settings[key] = value
+    stages.append(resolve(given_settings, "unique"))
+    assert [stage.selection.budget_tokens for stage in stages] == [512, 2048, 1024, 256]
+    assert [stage.sources["selection.budget_tokens"] for stage in stages] == [
+        "backend preset unique",
+        "preset unique_wide",
+        f"file {given_settings['config']}",
+        "additional config",
+    ]
+
+
+def test_sources_name_every_value_that_is_not_a_default(tmp_path):
+    file = write(tmp_path, "selection: {sink_pages: 2}\nfirst_dense_layers: 1\n")
+    resolved = resolve({"config": file, "selection": {"lambda": 0.5}}, "unique")
+    assert resolved.sources == {
+        "selection.policy": "backend preset unique",
+        "selection.page_size": "backend preset unique",
+        "selection.budget_tokens": "backend preset unique",
+        "selection.sink_pages": f"file {file}",
+        "selection.lambda": "additional config",
+        "first_dense_layers": f"file {file}",
+    }
+    assert resolved.selection.lambda_ == 0.5
+    assert resolved.config.min_context_tokens == SparseAttentionConfig().min_context_tokens
+
+
+def test_resolving_leaves_the_settings_as_they_were():
+    given_settings = {"preset": "unique_wide", "selection": {"sink_pages": 2}}
+    resolve(given_settings, "unique")
+    assert given_settings == {"preset": "unique_wide", "selection": {"sink_pages": 2}}
+
+
+def test_another_policy_drops_the_settings_of_the_previous_one(tmp_path):
+    file = write(tmp_path, "selection: {lambda: 0.5, recent_pages: 3, budget_tokens: 1024}\nfirst_dense_layers: 2\n")
+    resolved = resolve({"config": file, "selection": {"policy": "streaming_llm", "sink_pages": 4}}, "unique")
+    assert resolved.selection == StreamingLLMSelection(sink_pages=4)
+    assert resolved.config.first_dense_layers == 2
+    assert resolved.sources == {
+        "first_dense_layers": f"file {file}",
+        "selection.policy": "additional config",
+        "selection.sink_pages": "additional config",
+    }
+
+
+def test_the_same_policy_keeps_the_settings_of_the_sources_before():
+    resolved = resolve({"preset": "unique_wide", "selection": {"policy": "unique", "sink_pages": 4}}, "streaming_llm")
+    assert resolved.selection == UniqueSelection(budget_tokens=2048, sink_pages=4)
+
+
+@pytest.mark.parametrize(("policy", "name", "field"), FIELDS, ids=ids(FIELDS))
+def test_every_field_has_a_description(policy, name, field):
+    assert (field.description or "").strip()
+
+
+def test_described_fields_are_all_fields_with_their_defaults():
+    rows = describe_fields()
+    names = [name for name, *_ in rows]
+    assert set(names) == {path_of(policy, name).removeprefix(f"{KEY}.") for policy, name, _ in FIELDS}
+    assert len(names) == len(set(names))
+    dumped = SparseAttentionConfig().model_dump(by_alias=True)
+    for name, allowed, default, description in rows:
+        section, _, key = name.rpartition(".")
+        assert default == (dumped[section] if section else dumped)[key]
+        assert allowed
+        assert description.rpartition(": ")[2]
+        assert "\n" not in description
+
+
+@pytest.mark.parametrize(("policy", "name", "field"), BOUNDED, ids=ids(BOUNDED))
+@pytest.mark.parametrize("end", ["below", "above"])
+def test_a_number_out_of_range_is_refused_with_the_range(policy, name, field, end):
+    least, most = bounds(field)
+    value = least - 1 if end == "below" else most + 1
+    message = refusal(setting(policy, name, value))
+    kind = "an integer" if field.annotation is int else "a number"
+    assert message == f"{path_of(policy, name)}: got {value!r}, allowed: {kind} from {least:g} to {most:.10g}"
+
+
+@pytest.mark.parametrize(("policy", "name", "field"), BOUNDED, ids=ids(BOUNDED))
+def test_both_ends_of_a_range_are_accepted(policy, name, field):
+    # What else the budget must hold is tested on its own.
+    others = {"budget_tokens": 1 << 20} if policy else {}
+    for value in bounds(field):
+        if name == "budget_tokens":
+            others = {"sink_pages": 0} | ({"recent_pages": 0} if policy == "unique" else {})
+        given_settings = setting(policy, name, value)
+        given_settings.get("selection", {}).update({key: other for key, other in others.items() if key != name})
+        config = resolve(given_settings, "unique").config.model_dump(by_alias=True)
+        assert (config["selection"] if policy else config)[name] == value
+
+
+@pytest.mark.parametrize(("policy", "name", "field"), BOUNDED, ids=ids(BOUNDED))
+@pytest.mark.parametrize("value", [True, "8", None, [8], 8.5, float("nan"), float("inf"), 10**30], ids=repr)
+def test_a_number_of_another_type_is_refused(policy, name, field, value):
+    if field.annotation is float and value == 8.5:
+        assert resolve(setting(policy, name, value), "unique")
+        return
+    message = refusal(setting(policy, name, value))
+    assert message.startswith(f"{path_of(policy, name)}: got {value!r}, allowed: ")
+
+
+@pytest.mark.parametrize(("policy", "name", "field"), LITERAL, ids=ids(LITERAL))
+@pytest.mark.parametrize("value", ["other", 12, None, True, {}], ids=repr)
+def test_a_value_that_is_not_among_the_choices_is_refused_with_the_choices(policy, name, field, value):
+    message = refusal(setting(policy, name, value))
+    assert message.startswith(f"{path_of(policy, name)}: got {value!r}, allowed: ")
+    for choice in field.annotation.__args__:
+        assert str(choice) in message
+
+
+ALLOWED_TOP = "selection, first_dense_layers, min_context_tokens, preset or config"
+ALLOWED_UNIQUE = "policy, page_size, budget_tokens, sink_pages, lambda, recent_pages or statistics"
+ALLOWED_STREAMING = "policy, page_size, budget_tokens or sink_pages"
+BAD = {
+    "unknown top-level key": (
+        {"zzz": 1},
+        f"sparse_attention.zzz: unknown key, allowed: {ALLOWED_TOP}",
+    ),
+    "misspelt top-level key": (
+        {"first_dense_layer": 1},
+        f"sparse_attention.first_dense_layer: unknown key (did you mean 'first_dense_layers'?), allowed: {ALLOWED_TOP}",
+    ),
+    "selection key at the top level": (
+        {"budget_tokens": 512},
+        f"sparse_attention.budget_tokens: unknown key, allowed: {ALLOWED_TOP}",
+    ),
+    "policy at the top level": (
+        {"policy": "unique"},
+        f"sparse_attention.policy: unknown key, allowed: {ALLOWED_TOP}",
+    ),
+    "name of a policy as top-level key": (
+        {"unique": {"budget_tokens": 512}},
+        f"sparse_attention.unique: unknown key, allowed: {ALLOWED_TOP}",
+    ),
+    "name of a policy as selection key": (
+        {"selection": {"unique": 1}},
+        f"sparse_attention.selection.unique: unknown key, allowed: {ALLOWED_UNIQUE}",
+    ),
+    "misspelt selection key": (
+        {"selection": {"buget_tokens": 1}},
+        "sparse_attention.selection.buget_tokens: unknown key (did you mean 'budget_tokens'?), "
+        f"allowed: {ALLOWED_UNIQUE}",
+    ),
+    "attribute name instead of the key": (
+        {"selection": {"lambda_": 1.0}},
+        f"sparse_attention.selection.lambda_: unknown key (did you mean 'lambda'?), allowed: {ALLOWED_UNIQUE}",
+    ),
+    "key of another policy": (
+        {"selection": {"policy": "streaming_llm", "recent_pages": 1}},
+        f"sparse_attention.selection.recent_pages: unknown key (did you mean 'sink_pages'?), "
+        f"allowed: {ALLOWED_STREAMING}",
+    ),
+    "unknown policy": (
+        {"selection": {"policy": "h2o"}},
+        "sparse_attention.selection.policy: got 'h2o', allowed: streaming_llm or unique",
+    ),
+    "policy of another type": (
+        {"selection": {"policy": ["unique"]}},
+        "sparse_attention.selection.policy: got ['unique'], allowed: streaming_llm or unique",
+    ),
+    "selection that is no mapping": (
+        {"selection": "unique"},
+        "sparse_attention.selection: got 'unique', allowed: a mapping of settings",
+    ),
+    "section of a value": (
+        {"first_dense_layers": {"a": 1}},
+        "sparse_attention.first_dense_layers: got {'a': 1}, allowed: an integer from 0 to 1024",
+    ),
+    "budget not whole pages": (
+        {"selection": {"budget_tokens": 500}},
+        "sparse_attention.selection.budget_tokens: got 500, "
+        "allowed: a multiple of page_size (8), from 24 to 1048576",
+    ),
+    "budget without room beside sinks and recent pages": (
+        {"selection": {"budget_tokens": 64, "page_size": 32}},
+        "sparse_attention.selection.budget_tokens: got 64, "
+        "allowed: a multiple of page_size (32), from 96 to 1048576",
+    ),
+    "budget without room beside sinks": (
+        {"selection": {"policy": "streaming_llm", "budget_tokens": 16, "sink_pages": 2}},
+        "sparse_attention.selection.budget_tokens: got 16, "
+        "allowed: a multiple of page_size (8), from 24 to 1048576",
+    ),
+    "unknown preset": (
+        {"preset": "fast"},
+        "sparse_attention.preset: got 'fast', allowed: streaming_llm, unique or unique_wide",
+    ),
+    "preset outside of configs": (
+        {"preset": "../configs/unique"},
+        "sparse_attention.preset: got '../configs/unique', allowed: streaming_llm, unique or unique_wide",
+    ),
+    "preset of another type": (
+        {"preset": {}},
+        "sparse_attention.preset: got {}, allowed: streaming_llm, unique or unique_wide",
+    ),
+    "file that does not exist": (
+        {"config": "/nonexistent/a.yaml"},
+        "sparse_attention.config: got '/nonexistent/a.yaml' (No such file or directory), "
+        "allowed: a readable YAML file",
+    ),
+    "file of another type": (
+        {"config": 5},
+        "sparse_attention.config: got 5, allowed: the path of a YAML file",
+    ),
+    "list for all settings": ([], "sparse_attention: got [], allowed: a JSON object"),
+    "number for all settings": (5, "sparse_attention: got 5, allowed: a JSON object"),
+    "text for all settings": ("unique", "sparse_attention: got 'unique', allowed: a JSON object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_settings_get_one_sentence(case):
+    given_settings, sentence = BAD[case]
+    assert refusal(given_settings) == sentence
+
+
+def test_a_key_with_a_line_break_still_gets_one_line():
+    assert "unknown key" in refusal({"a\nb": 1})
+    assert "unknown key" in refusal({"selection": {"a\nb": 1}})
+
+
+def test_unknown_backend_preset_is_refused():
+    assert refusal(None, "none").startswith("backend: got 'none', allowed: ")
+
+
+BAD_FILES = {
+    "not YAML": ("a: [1\nb: 2\n", "got text that is not YAML at line 2, allowed: a YAML mapping"),
+    "list": ("- 1\n", "got a list, allowed: a YAML mapping"),
+    "text": ("unique", "got a str, allowed: a YAML mapping"),
+    "impossible boolean": ("selection: !!bool x\n", "got text that is not YAML, allowed: a YAML mapping"),
+    "impossible date": ("selection: 2020-13-45\n", "got text that is not YAML, allowed: a YAML mapping"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_bad_file_gets_one_sentence(case, tmp_path):
+    text, sentence = BAD_FILES[case]
+    file = write(tmp_path, text)
+    assert refusal({"config": file}) == f"{KEY}.config {file!r}: {sentence}"
+
+
+def test_bad_value_in_a_file_is_refused_with_the_file(tmp_path):
+    file = write(tmp_path, "selection: {sink_pages: 65}\n")
+    assert refusal({"config": file}) == (
+        f"{KEY}.selection.sink_pages (from file {file}): got 65, allowed: an integer from 0 to 64"
+    )
+
+
+def test_number_as_key_in_a_file_is_refused(tmp_path):
+    assert f"{KEY}.1" in refusal({"config": write(tmp_path, "1: 2\n")})
+
+
+def test_folder_as_file_is_refused(tmp_path):
+    assert refusal({"config": str(tmp_path)}) == (
+        f"{KEY}.config: got {str(tmp_path)!r} (Is a directory), allowed: a readable YAML file"
+    )
+
+
+def test_binary_file_is_refused(tmp_path):
+    path = tmp_path / "settings.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert refusal({"config": str(path)}) == (
+        f"{KEY}.config: got {str(path)!r} (no file of UTF-8 text), allowed: a readable YAML file"
+    )
+
+
+@pytest.mark.parametrize("path", ["a\0b", "\ud800"], ids=ascii)
+def test_text_that_cannot_be_a_path_is_refused(path):
+    assert refusal({"config": path}).startswith(f"{KEY}.config: got ")
+
+
+def test_empty_file_changes_nothing(tmp_path):
+    assert resolve({"config": write(tmp_path, "# nothing\n")}, "unique") == resolve(None, "unique")
+
+
+KEYS = st.sampled_from(
+    ["selection", "preset", "config", *sorted({name for _, name, _ in FIELDS} | set(preset_names()))]
+) | st.text(max_size=4)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(-(1 << 70), 1 << 70)
+    | st.floats()
+    | st.text(max_size=6)
+    | st.sampled_from([8, 16, 512, "unique", "streaming_llm", "unique_wide", "fp8"])
+)
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(KEYS, inner, max_size=4), max_leaves=6
+)
+SECTION = st.dictionaries(KEYS, VALUES, max_size=5)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    given_settings=VALUES | SECTION | st.fixed_dictionaries({}, optional={"selection": SECTION, "preset": VALUES}),
+    preset=st.sampled_from(sorted(BACKENDS.values())),
+)
+def test_any_settings_resolve_or_are_refused_in_one_line(given_settings, preset):
+    outcome = resolved_or_message(given_settings, preset)
+    if isinstance(outcome, str):
+        assert len(outcome.splitlines()) == 1
+    else:
+        assert outcome.selection.budget_pages > outcome.selection.reserved_pages
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.binary(max_size=40) | st.text(max_size=40).map(lambda text: text.encode("utf-8", "surrogatepass")))
+def test_any_file_resolves_or_is_refused_in_one_line(tmp_path_factory, data):
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(data)
+    outcome = resolved_or_message({"config": str(path)}, "unique")
+    assert not isinstance(outcome, str) or len(outcome.splitlines()) == 1
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name())
+def test_a_context_within_the_budget_is_read_whole(policy):
+    selection = policy()
+    for context in (1, 8, selection.budget_tokens, selection.budget_tokens + selection.page_size - 1):
+        assert selection.kv_read_share(context, 64) == 1.0
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name())
+def test_the_share_that_is_read_falls_with_the_context_and_grows_with_the_budget(policy):
+    selection = policy()
+    contexts = range(selection.budget_tokens + selection.page_size, 1 << 15, 8 * selection.page_size)
+    shares = [selection.kv_read_share(context, 64) for context in contexts]
+    assert all(later < earlier for earlier, later in pairwise(shares))
+    assert selection.kv_read_share(4 * selection.budget_tokens, 64) < 0.5
+    budgets = [policy(budget_tokens=tokens).kv_read_share(1 << 14, 64) for tokens in (256, 512, 4096, 8192, 1 << 14)]
+    assert budgets == sorted(set(budgets))
+    assert budgets[-1] == 1.0
+
+
+def test_the_share_counts_statistics_and_the_incomplete_page():
+    # Head size 64: 256 bytes of a token's key and value, 68 of a page's record.
+    assert UniqueSelection().kv_read_share(4096, 64) == (512 * 256 + 512 * 68) / (4096 * 256)
+    assert UniqueSelection().kv_read_share(4099, 64) == (515 * 256 + 512 * 68) / (4099 * 256)
+    assert StreamingLLMSelection().kv_read_share(4099, 64) == 515 / 4099

@@ -1,0 +1,215 @@
+import base64
+import copy
+import copyreg
+import json
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import cloudpickle
+import pytest
+import torch
+from vllm.config import AttentionConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+
+import vllm_sparse_plugin
+from vllm_sparse_plugin.attention import backends
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.registration import BACKENDS
+
+vllm_sparse_plugin.register()
+
+COPIES = {
+    **{f"pickle {n}": lambda x, n=n: pickle.loads(pickle.dumps(x, n)) for n in range(pickle.HIGHEST_PROTOCOL + 1)},
+    "cloudpickle": lambda x: cloudpickle.loads(cloudpickle.dumps(x)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+}
+
+
+def selector(dtype: torch.dtype = torch.bfloat16, **changes: object) -> AttentionSelectorConfig:
+    return AttentionSelectorConfig(head_size=64, dtype=dtype, kv_cache_dtype="auto", block_size=None, **changes)
+
+
+def member(name: str) -> AttentionBackendEnum:
+    return AttentionBackendEnum[name]
+
+
+def run_python(code: str, *arguments: str, **environment: str) -> dict:
+    """Runs code in a fresh process and returns the JSON that it prints last."""
+    command = [sys.executable, "-P", "-c", textwrap.dedent(code), *arguments]
+    env = os.environ | environment
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/", env=env, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_registering_again_changes_nothing():
+    platform = type(current_platform)
+    before = (
+        list(AttentionBackendEnum.__members__),
+        platform.check_and_update_config,
+        platform.get_attn_backend_cls,
+        copyreg.dispatch_table[AttentionBackendEnum],
+    )
+    vllm_sparse_plugin.register()
+    vllm_sparse_plugin.register()
+    after = (
+        list(AttentionBackendEnum.__members__),
+        platform.check_and_update_config,
+        platform.get_attn_backend_cls,
+        copyreg.dispatch_table[AttentionBackendEnum],
+    )
+    assert after == before
+
+
+@pytest.mark.parametrize("name", [*BACKENDS, "FLASH_ATTN", "CPU_ATTN", "CUSTOM"])
+@pytest.mark.parametrize("way", COPIES)
+def test_members_survive(way, name):
+    assert COPIES[way](member(name)) is member(name)
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_configurations_with_a_member_survive(way):
+    config = COPIES[way](AttentionConfig(backend="unique"))
+    assert config.backend is member("UNIQUE")
+
+
+def test_foreign_members_pickle_by_value_as_by_default():
+    reduced = copyreg.dispatch_table[AttentionBackendEnum](member("FLASH_ATTN"))
+    assert reduced == member("FLASH_ATTN").__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    assert b"vllm_sparse_plugin" not in pickle.dumps(member("FLASH_ATTN"))
+
+
+def test_members_unpickle_before_plugins_are_loaded_and_with_other_plugins_backends():
+    # As vLLM's spawned engine core does: it unpickles first and loads plugins later.
+    blob = pickle.dumps([member(name) for name in BACKENDS] + [AttentionConfig(backend="unique")])
+    code = """
+        import base64, json, pickle, sys
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        assert "UNIQUE" not in AttentionBackendEnum.__members__
+        assert not [name for name in sys.modules if name.partition(".")[0] == "vllm_sparse_plugin"]
+        register_backend("BEFORE", "other.plugin.Before")
+        *members, config = pickle.loads(base64.b64decode(sys.argv[1]))
+        register_backend("AFTER", "other.plugin.After")
+        again = pickle.loads(pickle.dumps(members))
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+        print(json.dumps({
+            "members": [member.name for member in members],
+            "same": all(a is b for a, b in zip(again, members)),
+            "backend": config.backend is AttentionBackendEnum["UNIQUE"],
+            "paths": {name: AttentionBackendEnum[name].get_path() for name in ("BEFORE", "AFTER", "UNIQUE")},
+            "others": [pickle.loads(pickle.dumps(AttentionBackendEnum[name])).name for name in ("BEFORE", "AFTER")],
+        }))
+    """
+    assert run_python(code, base64.b64encode(blob).decode()) == {
+        "members": list(BACKENDS),
+        "same": True,
+        "backend": True,
+        "paths": {
+            "BEFORE": "other.plugin.Before",
+            "AFTER": "other.plugin.After",
+            "UNIQUE": "vllm_sparse_plugin.attention.backends.UNIQUE",
+        },
+        "others": ["BEFORE", "AFTER"],
+    }
+
+
+def test_another_plugins_reducer_still_reduces_what_is_not_ours():
+    code = """
+        import copyreg, json, pickle
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        seen = []
+
+        def theirs(member):
+            seen.append(member.name)
+            return AttentionBackendEnum, (member.value,)
+
+        copyreg.pickle(AttentionBackendEnum, theirs)
+        import vllm_sparse_plugin
+
+        vllm_sparse_plugin.register()
+        copies = [pickle.loads(pickle.dumps(AttentionBackendEnum[name])).name for name in ("FLASH_ATTN", "UNIQUE")]
+        print(json.dumps({"seen": seen, "copies": copies}))
+    """
+    assert run_python(code) == {"seen": ["FLASH_ATTN"], "copies": ["FLASH_ATTN", "UNIQUE"]}
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_vllm_takes_the_name_in_any_case(name):
+    for spelling in (name, name.lower()):
+        assert AttentionConfig(backend=spelling).backend is member(name)
+        assert AttentionConfig(backend_per_kind={"full_attention": spelling}).backend_per_kind == {
+            "full_attention": member(name)
+        }
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_platform_gives_the_chosen_backend(name):
+    path = current_platform.get_attn_backend_cls(member(name), selector())
+    assert path == f"vllm_sparse_plugin.attention.backends.{name}"
+    backend = member(name).get_class()
+    assert backend is getattr(backends, name)
+    assert backend.get_name() == name
+    assert backend.full_cls_name() == ("vllm_sparse_plugin.attention.backends", name)
+
+
+def test_the_platform_refuses_what_the_backend_cannot_do():
+    with pytest.raises(ConfigurationError, match=r"^attention backend unique: .*dtype.*$"):
+        current_platform.get_attn_backend_cls(member("UNIQUE"), selector(torch.float16))
+
+
+@pytest.mark.parametrize("chosen", [None, "CPU_ATTN"])
+def test_the_platform_gives_its_own_backend_unless_ours_is_chosen(chosen):
+    path = current_platform.get_attn_backend_cls(member(chosen) if chosen else None, selector())
+    assert path == AttentionBackendEnum.CPU_ATTN.get_path()
+
+
+def test_backends_have_no_other_attributes():
+    with pytest.raises(AttributeError):
+        backends.OTHER  # noqa: B018
+
+
+def test_a_loaded_plugin_that_is_not_chosen_changes_and_imports_nothing(model):
+    code = """
+        import json, sys
+        from vllm.engine.arg_utils import EngineArgs
+
+        config = EngineArgs(model=sys.argv[1], enforce_eager=True).create_engine_config()
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+        names = [name for name in sys.modules if name.partition(".")[0] in ("sparse_kernels", "vllm_sparse_plugin")]
+        print(json.dumps({
+            "loaded": "UNIQUE" in AttentionBackendEnum.__members__,
+            "hash": config.compute_hash(),
+            "heavy": [name for name in names if name.endswith(".cpu")] + ["numba"] * ("numba" in sys.modules),
+        }))
+    """
+    with_plugin = run_python(code, model, VLLM_PLUGINS="vllm_sparse_plugin")
+    without = run_python(code, model, VLLM_PLUGINS="")
+    assert (with_plugin.pop("loaded"), without.pop("loaded")) == (True, False)
+    assert with_plugin == without
+    assert with_plugin["heavy"] == []
+
+
+def test_a_chosen_backend_and_its_settings_are_part_of_the_configuration_hash(model):
+    def digest(**arguments: object) -> str:
+        return EngineArgs(model=model, enforce_eager=True, **arguments).create_engine_config().compute_hash()
+
+    settings = {"sparse_attention": {"selection": {"sink_pages": 2}}}
+    hashes = {
+        digest(),
+        digest(attention_backend="unique"),
+        digest(attention_backend="streaming_llm"),
+        digest(attention_backend="unique", additional_config=settings),
+    }
+    assert len(hashes) == 4

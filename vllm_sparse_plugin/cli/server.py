@@ -1,0 +1,122 @@
+"""A vLLM server as a child process, for commands and tests that ask it something."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from openai import DefaultHttpxClient, OpenAI, OpenAIError
+from rich.console import Console
+
+_SERVE = [sys.executable, "-m", "vllm_sparse_plugin", "serve"]
+_START_SECONDS = 600
+_ANSWER_SECONDS = 600
+_LOG_LINES = 20
+
+
+class ServerError(RuntimeError):
+    """The server did not start or stopped answering; the message has the end of its log."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How to start one server."""
+
+    model: Path
+    """Folder of the model; its last part is the served name."""
+    max_model_len: int
+    """Longest context in tokens."""
+    backend: str | None
+    """Attention backend; None for vLLM's own dense attention."""
+    additional_config: str | None = None
+    """JSON for `--additional-config`."""
+    arguments: tuple[str, ...] = ("--max-num-batched-tokens", "4096")
+    """Further arguments of `vllm serve`."""
+
+
+@contextmanager
+def run_server(name: str, settings: ServerSettings, console: Console) -> Iterator[OpenAI]:
+    """Run `vllm-sparse serve` and yield a client for it; stop it at the end.
+
+    Raises:
+        ServerError: if the server does not start or stops answering.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [*_SERVE, str(settings.model), "--served-model-name", settings.model.name]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--disable-uvicorn-access-log"]
+    command += ["--max-model-len", str(settings.max_model_len), *settings.arguments]
+    if settings.backend is not None:
+        command += ["--attention-backend", settings.backend]
+    if settings.additional_config is not None:
+        command += ["--additional-config", settings.additional_config]
+    log = Path(tempfile.mkstemp(prefix=f"vllm-sparse-{name}-", suffix=".log")[1])
+    client = OpenAI(
+        base_url=f"http://127.0.0.1:{port}/v1",
+        api_key="none",
+        max_retries=0,
+        timeout=_ANSWER_SECONDS,
+        http_client=DefaultHttpxClient(trust_env=False),  # a proxy of the environment must not see local requests
+    )
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={"VLLM_CPU_KVCACHE_SPACE": "2", **os.environ},
+            start_new_session=True,
+        )
+    try:
+        with console.status(f"Starting the {name} server, log in {log}"):
+            _wait_until_healthy(client, process, f"http://127.0.0.1:{port}/health")
+        yield client
+    except (OpenAIError, TimeoutError, ChildProcessError) as error:
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:])
+        message = f"the {name} server {_reason(error, process)}; the end of its log {log}:\n{tail}"
+        raise ServerError(message) from error
+    finally:
+        client.close()
+        _stop(process)
+    log.unlink(missing_ok=True)
+
+
+def _wait_until_healthy(client: OpenAI, process: subprocess.Popen[bytes], url: str) -> None:
+    """Return when the server answers; raise ChildProcessError if it ends first, TimeoutError if it takes too long."""
+    end = time.monotonic() + _START_SECONDS
+    while time.monotonic() < end:
+        if process.poll() is not None:
+            raise ChildProcessError
+        with suppress(OpenAIError):
+            client.get(url, cast_to=object, options={"timeout": 5})
+            return
+        time.sleep(0.5)
+    raise TimeoutError
+
+
+def _reason(error: Exception, process: subprocess.Popen[bytes]) -> str:
+    if process.poll() is not None:
+        return f"ended with exit code {process.returncode}"
+    if isinstance(error, TimeoutError):
+        return f"was not ready after {_START_SECONDS} seconds"
+    return f"did not answer a question ({' '.join(str(error).split())})"
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server and whatever it started."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
