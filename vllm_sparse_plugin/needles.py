@@ -16,12 +16,15 @@ from typing import Protocol
 
 from vllm_sparse_plugin.errors import ConfigurationError
 
-TASKS = ("single", "multikey", "multiquery", "kv", "denseneedle")
+TASKS = ("single", "multikey", "manykeys", "multiquery", "kv")
+"""Code with 1, 16 or 64 needles, three needles asked for at once, and key-value pairs."""
+STRESS_TASKS = ("denseneedle",)
+"""Nothing but needles: hundreds of look-alikes, more than a small budget can tell apart."""
 MIN_CONTEXT_TOKENS = 4096
 QUESTIONS_PER_DOCUMENT = 8
 TAIL_TOKENS = 768
 
-_NEEDLES_PER_DOCUMENT = {"single": 1, "multikey": 16, "multiquery": 24, "kv": 16}
+_NEEDLES_PER_DOCUMENT = {"single": 1, "multikey": 16, "manykeys": 64, "multiquery": 24, "kv": 16}
 _DENSENEEDLE_CHARS = 58  # of one needle, with two words of six letters and seven digits
 _KEYS_PER_QUESTION = 3
 _MAX_CHARS_PER_TOKEN = 6
@@ -83,8 +86,8 @@ def build_questions(tokenizer: Tokenizer, task: str, context_tokens: int, count:
     Raises:
         ConfigurationError: for an unknown task, a context below `MIN_CONTEXT_TOKENS` or a count below 1.
     """
-    if task not in TASKS:
-        raise ConfigurationError(f"task: got {task!r}, allowed: {', '.join(TASKS)}")
+    if task not in (*TASKS, *STRESS_TASKS):
+        raise ConfigurationError(f"task: got {task!r}, allowed: {', '.join((*TASKS, *STRESS_TASKS))}")
     if context_tokens < MIN_CONTEXT_TOKENS:
         raise ConfigurationError(f"context: got {context_tokens} tokens, allowed: {MIN_CONTEXT_TOKENS} or more")
     if count < 1:

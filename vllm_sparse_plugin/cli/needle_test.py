@@ -28,7 +28,7 @@ from vllm_sparse_plugin.cli.arguments import parse_additional_config
 from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.needles import TASKS, Question, answer_tokens, build_questions, is_correct
+from vllm_sparse_plugin.needles import STRESS_TASKS, TASKS, Question, answer_tokens, build_questions, is_correct
 from vllm_sparse_plugin.registration import BACKENDS
 
 _DENSE = "dense"
@@ -59,6 +59,9 @@ def needle_test(
         Path | None, typer.Option(help="Model folder; models/needle-8m of the checkout if left out.")
     ] = None,
     context: Annotated[list[int] | None, typer.Option(help="Context in tokens, repeatable; 4096 and 16384.")] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(help=f"Task, repeatable; {', '.join(TASKS)}. Also {', '.join(STRESS_TASKS)}.")
+    ] = None,
     questions: Annotated[int, typer.Option(help="Questions for each task and context.")] = 8,
     backend: Annotated[str, typer.Option(help="Sparse attention backend to test.")] = "unique",
     additional_config: Annotated[
@@ -100,8 +103,8 @@ def needle_test(
         with console.status("Writing the questions"):
             asked: list[Question] = []
             for size in contexts:
-                for task in TASKS:
-                    asked += build_questions(tokenizer, task, size, questions, seed)
+                for kind in task or TASKS:
+                    asked += build_questions(tokenizer, kind, size, questions, seed)
         with _open_report(json_path, model) as report:
             results = {}
             for name, settings in ((backend, sparse), (_DENSE, dense)):

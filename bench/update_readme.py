@@ -1,0 +1,141 @@
+"""Writes the measured and generated parts of README.md: every number there comes from a file in bench/results/.
+
+python bench/update_readme.py [--check]
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_sparse_plugin.config import describe_fields, resolve
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+RESULTS = ROOT / "bench" / "results"
+HEAD_SIZE = 64
+"""Of needle-8m."""
+
+
+def _lines(name: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    run, *rest = (json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines())
+    return run, rest
+
+
+def _table(headings: list[str], rows: list[list[str]]) -> str:
+    lines = [headings, ["---"] * len(headings), *rows]
+    return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
+
+
+def _provenance(name: str, run: dict[str, Any]) -> str:
+    hardware = ", ".join(str(value) for value in run["hardware"].values())
+    versions = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
+    return f"`{run['command']}`, {run['date'][:10]}; {hardware} cores; {versions}; [data](bench/results/{name})."
+
+
+def _accuracies(answers: list[dict[str, Any]], **where: Any) -> str:
+    correct = [answer["correct"] for answer in answers if all(answer[key] == value for key, value in where.items())]
+    return f"{sum(correct)}/{len(correct)}" if correct else "-"
+
+
+def needles() -> str:
+    """The table of the main job, and the negative control under it."""
+    run, answers = _lines("needles_unique.jsonl")
+    _, control = _lines("needles_streaming_llm.jsonl")
+    selection = resolve(None, "unique").selection
+    rows = []
+    for context in sorted({answer["context_tokens"] for answer in answers}):
+        for task in dict.fromkeys(answer["task"] for answer in answers):
+            here = {"task": task, "context_tokens": context}
+            cells = [_accuracies(answers, backend=backend, **here) for backend in ("dense", "unique")]
+            newest = _accuracies(control, backend="streaming_llm", **here)
+            rows.append([task, str(context), *cells, newest, f"{selection.kv_read_share(context, HEAD_SIZE):.1%}"])
+    for context in sorted({answer["context_tokens"] for answer in answers}):
+        cells = [_accuracies(answers, backend=backend, context_tokens=context) for backend in ("dense", "unique")]
+        newest = _accuracies(control, backend="streaming_llm", context_tokens=context)
+        rows.append(["**all**", str(context), *(f"**{cell}**" for cell in (*cells, newest)), ""])
+    headings = ["task", "context", "dense", "`unique`", "newest 512 tokens", "share of KV read by `unique`"]
+    return f"{_table(headings, rows)}\n\n{_provenance('needles_unique.jsonl', run)}"
+
+
+def look_alikes() -> str:
+    """The task that a small budget loses."""
+    run, small = _lines("needles_look_alikes_512.jsonl")
+    _, large = _lines("needles_look_alikes_2048.jsonl")
+    rows = []
+    for context in sorted({answer["context_tokens"] for answer in small}):
+        here = {"context_tokens": context}
+        unique = [_accuracies(answers, backend="unique", **here) for answers in (small, large)]
+        rows.append([f"{context:,}", _accuracies(small, backend="dense", **here), *unique])
+    table = _table(["context", "dense", "`unique`, 512 tokens", "`unique`, 2048 tokens (preset `unique_wide`)"], rows)
+    return f"{table}\n\n{_provenance('needles_look_alikes_512.jsonl', run)}"
+
+
+def decode() -> str:
+    """Time per token by context."""
+    run, found = _lines("decode_cpu.jsonl")
+    times: dict[int, dict[str, float]] = {}
+    for line in found:
+        if "backend" in line:
+            per_token = statistics.median(line["seconds_per_token"]) * 1e3
+            times.setdefault(line["context_tokens"], {})[line["backend"]] = per_token
+    rows = [
+        [f"{context:,}", f"{ms['dense']:.2f}", f"{ms['unique']:.2f}", f"{ms['dense'] / ms['unique']:.2f}"]
+        for context, ms in times.items()
+    ]
+    headings = ["context", "dense, ms per token", "`unique`, ms per token", "dense / unique"]
+    return f"{_table(headings, rows)}\n\n{_provenance('decode_cpu.jsonl', run)}"
+
+
+def operations() -> str:
+    """Where the time of a sparse layer goes."""
+    _, found = _lines("decode_cpu.jsonl")
+    by_context = {line["context_tokens"]: line["operation_seconds"] for line in found if "operation_seconds" in line}
+    names = list(next(iter(by_context.values())))
+    rows = [[name, *(f"{medians[name] * 1e6:.0f}" for medians in by_context.values())] for name in names]
+    return _table(["µs per layer and token at a context of", *(f"{context:,}" for context in by_context)], rows)
+
+
+def configuration() -> str:
+    """The configuration schema."""
+    rows = [[f"`{name}`", allowed, f"`{default}`", text] for name, allowed, default, text in describe_fields()]
+    return _table(["field", "allowed", "default", "meaning"], rows)
+
+
+PARTS: dict[str, Callable[[], str]] = {
+    "needles": needles,
+    "look-alikes": look_alikes,
+    "decode": decode,
+    "operations": operations,
+    "configuration": configuration,
+}
+
+
+def rendered(text: str) -> str:
+    """README text with every generated part as it should be."""
+    for name, part in PARTS.items():
+        begin, end = f"<!-- {name}: generated by bench/update_readme.py -->", f"<!-- end of {name} -->"
+        pattern = re.compile(re.escape(begin) + ".*?" + re.escape(end), re.DOTALL)
+        text = pattern.sub(lambda _, body=part(): f"{begin}\n{body}\n{end}", text)
+    return text
+
+
+def main(
+    check: Annotated[bool, typer.Option("--check", help="Only say whether README.md is up to date.")] = False,
+) -> None:
+    """Rewrite the generated parts of README.md."""
+    text = README.read_text(encoding="utf-8")
+    if check:
+        sys.exit(0 if rendered(text) == text else "README.md is out of date: run python bench/update_readme.py")
+    README.write_text(rendered(text), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
