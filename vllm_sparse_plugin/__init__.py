@@ -8,6 +8,17 @@ except PackageNotFoundError:
     __version__ = "0.0.0"
 
 
+def announce() -> None:
+    """Entry point of `vllm.platform_plugins`: makes the backends' names known, and brings no platform.
+
+    vLLM calls it while it finds its platform, which is before `LLM(attention_config={...})` is validated; general
+    plugins are loaded after.
+    """
+    from vllm_sparse_plugin import compat, registration
+
+    compat.register_backend_names(registration.BACKENDS)
+
+
 def register() -> None:
     """Entry point of `vllm.general_plugins`: makes the attention backends known to vLLM.
 

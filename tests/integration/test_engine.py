@@ -83,6 +83,13 @@ def test_small_prefill_chunks_and_no_prefix_cache_give_the_same_answers(question
         assert [ask(client, question.prompt)[0] for question in questions] == answers[0]
 
 
+def test_ngram_speculation_keeps_greedy_answers(questions, answers):
+    speculation = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
+    with run_server("ngram", settings("unique", "--speculative-config", speculation), Console()) as client:
+        assert [ask(client, question.prompt)[0] for question in questions] == answers[0]
+        assert metric(client, "vllm:spec_decode_num_draft_tokens_total") > 0
+
+
 def test_preempted_requests_finish_with_the_same_answers():
     """Six requests of 1,000 tokens that write 300 more do not fit 7,168 tokens of cache."""
     rng = random.Random(0)

@@ -213,3 +213,9 @@ def test_a_chosen_backend_and_its_settings_are_part_of_the_configuration_hash(mo
         digest(attention_backend="unique", additional_config=settings),
     }
     assert len(hashes) == 4
+
+
+def test_the_name_is_known_before_general_plugins_are_loaded():
+    code = "from vllm.config import AttentionConfig; print(AttentionConfig(backend='unique').backend.name)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines()[-1] == "UNIQUE"

@@ -138,6 +138,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         for layer in layers.values():
             layer.impl.configure(self.sparse, self.isa, self.block_size, statistics)
             layer.impl.is_sparse = self._is_sparse(layer)
+        for impl in {layer.impl.num_heads: layer.impl for layer in layers.values() if layer.impl.is_sparse}.values():
+            impl.warm_up(self.kv_cache_spec)
         if statistics is not None:
             self._report_memory(backend.get_name(), kv_cache_spec, statistics, len(layers))
 
@@ -248,6 +250,17 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         self.block_size = block_size
         self.statistics_layout = statistics
         self.pages_of: torch.Tensor | None = None
+
+    def warm_up(self, spec: AttentionSpec) -> None:
+        """Compiles what this layer's decode steps need, on a cache of its own, so that no request waits for it."""
+        self._bind(torch.zeros(2, self.num_kv_heads, spec.num_states, 2 * self.head_size, dtype=spec.dtype))
+        first = torch.zeros(1, dtype=torch.int64)
+        lens = first + self.selection.page_size + 1
+        self._decode(
+            torch.zeros(1, self.num_heads, self.head_size, dtype=spec.dtype),
+            DecodeTokens(first, first.unsqueeze(1), lens, lens // self.selection.page_size),
+        )
+        self.pages_of = None
 
     def _bind(self, kv_cache: torch.Tensor) -> None:
         """Views of the layer's cache, made once: they cost as much as a kernel."""

@@ -160,7 +160,7 @@ def _open_report(path: Path | None, model: Path) -> Iterator[IO[str]]:
     with file:
         run = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": shlex.join(sys.argv),
+            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
             "model": model.name,
             "versions": {"python": platform.python_version(), **_versions()},
             "hardware": {"processor": _processor(), "cores": os.cpu_count()},

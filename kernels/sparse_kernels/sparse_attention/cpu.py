@@ -14,16 +14,17 @@ from sparse_kernels.paging import PagedTensor
 _FASTMATH = {"reassoc", "contract"}
 
 
+@numba.njit(nogil=True)
+def _load_page(storage, strides, per_group, offsets, block, head, within, bits):
+    start = block * strides[0] + head * strides[1] + within // per_group * strides[2]
+    start += within % per_group * strides[3]
+    for i in range(bits.size):
+        bits[i] = np.int32(storage[start + offsets[i]]) << 16
+
+
 @functools.cache
 def _kernel(group_size: int, head_size: int) -> Any:
     """Compiled for one model's shape: the compiler unrolls loops whose lengths it knows."""
-
-    @numba.njit(nogil=True)
-    def load_page(storage, strides, per_group, offsets, block, head, within, bits):
-        start = block * strides[0] + head * strides[1] + within // per_group * strides[2]
-        start += within % per_group * strides[3]
-        for i in range(bits.size):
-            bits[i] = np.int32(storage[start + offsets[i]]) << 16
 
     @numba.njit(fastmath=_FASTMATH, nogil=True, parallel=True, cache=True)
     def attend(
@@ -63,7 +64,7 @@ def _kernel(group_size: int, head_size: int) -> Any:
                 if page < 0 or tokens == 0:
                     continue
                 block, within = block_table[token, page // pages_per_block], page % pages_per_block
-                load_page(keys, key_strides, per_group[0], key_offsets, block, head, within, bits)
+                _load_page(keys, key_strides, per_group[0], key_offsets, block, head, within, bits)
                 for t in range(tokens):
                     for g in range(group_size):
                         dot = np.float32(0)
@@ -96,7 +97,7 @@ def _kernel(group_size: int, head_size: int) -> Any:
                 if page < 0 or tokens == 0:
                     continue
                 block, within = block_table[token, page // pages_per_block], page % pages_per_block
-                load_page(values, value_strides, per_group[1], value_offsets, block, head, within, bits)
+                _load_page(values, value_strides, per_group[1], value_offsets, block, head, within, bits)
                 for t in range(tokens):
                     for g in range(group_size):
                         weight = logits[g, count + t]
