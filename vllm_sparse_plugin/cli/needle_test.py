@@ -85,8 +85,7 @@ def needle_test(
     sparse = ServerSettings(model, max(contexts), backend, additional_config)
     dense = replace(sparse, backend=None, additional_config=None)
     console = Console()
-    # Termination unwinds like any exit, so that no server outlives the command.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, _unwind)
     try:
         if keep:
             _keep(sparse, console)
@@ -115,6 +114,12 @@ def needle_test(
     console.print(_table(backend, results[backend], results[_DENSE], kv_read_share))
     if not _enough(backend, results, min_ratio, console):
         raise typer.Exit(1)
+
+
+def _unwind(*_: object) -> None:
+    """End like any exit, so that no server outlives the command; a second signal must not cut that short."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(128 + signal.SIGTERM)
 
 
 def _check(
