@@ -3,7 +3,7 @@
     python bench/decode_cpu.py --output bench/results/decode_cpu.jsonl
 
 Decoding alone: a prompt is computed once; then 1 token and 1 + n tokens are generated from the prefix cache, and the
-difference is divided by n. Medians over repeats, both backends interleaved by context in one run.
+difference is divided by n. Medians over repeats; one server after the other in one run.
 """
 
 from __future__ import annotations

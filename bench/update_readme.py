@@ -39,20 +39,23 @@ def _provenance(name: str, run: dict[str, Any]) -> str:
     return f"`{run['command']}`, {run['date'][:10]}; {hardware} cores; {versions}; [data](bench/results/{name})."
 
 
+def _matching(answers: list[dict[str, Any]], where: dict[str, Any]) -> list[dict[str, Any]]:
+    return [answer for answer in answers if all(answer[key] == value for key, value in where.items())]
+
+
 def _accuracies(answers: list[dict[str, Any]], **where: Any) -> str:
-    correct = [answer["correct"] for answer in answers if all(answer[key] == value for key, value in where.items())]
+    correct = [answer["correct"] for answer in _matching(answers, where)]
     return f"{sum(correct)}/{len(correct)}" if correct else "-"
 
 
 def _seconds(answers: list[dict[str, Any]], **where: Any) -> str:
-    chosen = [answer for answer in answers if all(answer[key] == value for key, value in where.items())]
-    return f"{sum(answer['seconds'] for answer in chosen):.1f}"
+    return f"{sum(answer['seconds'] for answer in _matching(answers, where)):.1f}"
 
 
 def needles() -> str:
     """The table of the main job, and the negative control under it."""
     run, answers = _lines("needles_unique.jsonl")
-    _, control = _lines("needles_streaming_llm.jsonl")
+    control_run, control = _lines("needles_streaming_llm.jsonl")
     selection = resolve(None, "unique").selection
     rows = []
     for context in sorted({answer["context_tokens"] for answer in answers}):
@@ -77,20 +80,25 @@ def needles() -> str:
         "dense, s",
         "`unique`, s",
     ]
-    return f"{_table(headings, rows)}\n\n{_provenance('needles_unique.jsonl', run)}"
+    sources = [_provenance("needles_unique.jsonl", run), _provenance("needles_streaming_llm.jsonl", control_run)]
+    return "\n\n".join([_table(headings, rows), *sources])
 
 
 def look_alikes() -> str:
     """The task that a small budget loses."""
     run, small = _lines("needles_look_alikes_512.jsonl")
-    _, large = _lines("needles_look_alikes_2048.jsonl")
+    large_run, large = _lines("needles_look_alikes_2048.jsonl")
     rows = []
     for context in sorted({answer["context_tokens"] for answer in small}):
         here = {"context_tokens": context}
         unique = [_accuracies(answers, backend="unique", **here) for answers in (small, large)]
         rows.append([f"{context:,}", _accuracies(small, backend="dense", **here), *unique])
     table = _table(["context", "dense", "`unique`, 512 tokens", "`unique`, 2048 tokens (preset `unique_wide`)"], rows)
-    return f"{table}\n\n{_provenance('needles_look_alikes_512.jsonl', run)}"
+    sources = [
+        _provenance("needles_look_alikes_512.jsonl", run),
+        _provenance("needles_look_alikes_2048.jsonl", large_run),
+    ]
+    return "\n\n".join([table, *sources])
 
 
 def decode() -> str:
