@@ -28,7 +28,8 @@ def score_pages(
         std_weight: lambda, the weight of the standard deviation.
 
     Returns:
-        `[num_tokens, num_kv_heads, num_pages.max()]` bfloat16, -inf beyond a row's own pages.
+        `[num_tokens, num_kv_heads, num_pages.max()]` bfloat16, -inf beyond a row's own pages. On CUDA, where the host
+        does not know the lengths, as wide as the block table, and beyond a row's own pages undefined.
 
     Raises:
         ValueError: if the shapes disagree.
@@ -51,4 +52,8 @@ def score_pages(
         from sparse_kernels.page_score import cpu
 
         implementation = cpu.score_pages
+    elif query.is_cuda:
+        from sparse_kernels.page_score import cuda
+
+        implementation = cuda.score_pages
     return implementation(query, statistics, block_table, num_pages, std_weight)

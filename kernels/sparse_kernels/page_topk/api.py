@@ -23,7 +23,7 @@ def select_pages(
         recent_pages: newest pages that are always selected.
 
     Returns:
-        `[num_tokens, num_kv_heads, k]` int64, ascending, then -1 where a row has fewer than `k` pages.
+        `[num_tokens, num_kv_heads, k]` int64 (int32 on CUDA), ascending, then -1 where a row has fewer than `k` pages.
 
     Raises:
         ValueError: if `scores` is not bfloat16 or `k` is below `sink_pages + recent_pages` or 1.
@@ -32,6 +32,10 @@ def select_pages(
         raise ValueError(f"scores: got {scores.dtype}, allowed: torch.bfloat16")
     if k < max(sink_pages + recent_pages, 1):
         raise ValueError(f"k: got {k}, allowed: at least {max(sink_pages + recent_pages, 1)}")
+    if scores.is_cuda:
+        from sparse_kernels.page_topk import cuda
+
+        return cuda.select_pages(scores, num_pages, k, sink_pages, recent_pages)[0]
     implementation = reference.select_pages
     if scores.device.type == "cpu":
         from sparse_kernels.page_topk import cpu

@@ -60,4 +60,8 @@ def attend_pages(
         from sparse_kernels.sparse_attention import cpu
 
         implementation = cpu.attend_pages
+    elif query.is_cuda:
+        from sparse_kernels.sparse_attention import cuda
+
+        implementation = cuda.attend_pages
     return implementation(query, keys, values, block_table, context_lens, pages, scale, sinks, softcap)

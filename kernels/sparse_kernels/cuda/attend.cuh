@@ -1,0 +1,237 @@
+// Softmax attention over pages, eight tokens a warp at a time; keys and values go from memory to the matrix units
+// without passing shared memory.
+#pragma once
+#include "common.cuh"
+
+constexpr float LOG2E = 1.4426950408889634f;
+
+#define INFINITY_F __int_as_float(0x7f800000)
+
+// Eight elements of a value, and pairs of two tokens' elements in the format of the matrix instructions.
+template <int KV>
+struct ValueType {
+    using type = uint4;
+    static DEVICE uint4 load(const u8* p) { return load16(p); }
+    static DEVICE void interleave(const uint4& first, const uint4& second, int j, u32& even, u32& odd) {
+        even = __byte_perm(word(first, j), word(second, j), 0x5410);
+        odd = __byte_perm(word(first, j), word(second, j), 0x7632);
+    }
+};
+
+template <>
+struct ValueType<FP8> {
+    using type = uint2;
+    static DEVICE uint2 load(const u8* p) { return load8(p); }
+    static DEVICE void interleave(const uint2& first, const uint2& second, int j, u32& even, u32& odd) {
+        u32 bytes = __byte_perm(word(first, j / 2), word(second, j / 2), j % 2 ? 0x7362 : 0x5140);
+        even = fp8_pair_to_fp16((u16)bytes);
+        odd = fp8_pair_to_fp16((u16)(bytes >> 16));
+    }
+};
+
+// Keys and values of one KV head of a cache of token rows; strides in bytes.
+struct TokenRows {
+    const u8* keys;
+    const u8* values;
+    i64 block_stride;
+    int token_stride;
+};
+
+// Eight consecutive tokens of a block of the cache, of which `valid` belong to the context.
+struct TokenTile {
+    i64 block;
+    int token;
+    int valid;
+};
+
+// Query rows in shared memory, in the format of the matrix instructions; rows beyond the group are zero.
+template <int MMA, int GROUP, int HEAD_SIZE>
+struct AttendQuery {
+    static constexpr int ROWS = 8 * Heads<GROUP>::TILES;
+    // Padded by 64 bytes, so that the rows of a tile that one access touches lie in different banks.
+    u16 rows[ROWS][HEAD_SIZE + 32];
+
+    DEVICE uint4 eight(int row, int d) const { return row < ROWS ? *(const uint4*)&rows[row][d] : uint4{0, 0, 0, 0}; }
+
+    // One row, spread over a warp; `x` are the lane's consecutive elements.
+    DEVICE void prepare(int row, const float (&x)[HEAD_SIZE / WARP], int lane) {
+        constexpr int PER_LANE = HEAD_SIZE / WARP;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) rows[row][lane * PER_LANE + i] = (u16)pack_pair<MMA>(row < GROUP ? x[i] : 0, 0);
+    }
+};
+
+// Unnormalised attention of a warp: per head g of each tile the largest logit (base 2) and the sum of weights, and
+// per head 2t and 2t+1 the weighted values of elements 64 piece + 8 g + {2j, 2j+1}.
+template <int KV, int GROUP, int HEAD_SIZE>
+struct Attention {
+    static constexpr int MMA = KV == BF16 ? BF16 : FP16;
+    static constexpr int KV_BYTES = KV == FP8 ? 1 : 2;
+    static constexpr int TILES = Heads<GROUP>::TILES;
+    static constexpr int KEY_PIECES = HEAD_SIZE * KV_BYTES / 64;
+    static constexpr int VALUE_PIECES = HEAD_SIZE / 64;
+    using Query = AttendQuery<MMA, GROUP, HEAD_SIZE>;
+    using ValuePiece = typename ValueType<KV>::type;
+
+    float largest[TILES];
+    float total[TILES];
+    float values[TILES][VALUE_PIECES][4][4];
+
+    struct Tokens {
+        uint4 keys[KEY_PIECES];
+        ValuePiece values[2][VALUE_PIECES];
+    };
+
+    DEVICE void clear() {
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            largest[tile] = -INFINITY_F;
+            total[tile] = 0;
+#pragma unroll
+            for (int piece = 0; piece < VALUE_PIECES; piece++)
+#pragma unroll
+                for (int j = 0; j < 4; j++)
+#pragma unroll
+                    for (int c = 0; c < 4; c++) values[tile][piece][j][c] = 0;
+        }
+    }
+
+    // Reads eight consecutive tokens of a block; of those beyond `valid`, which may hold anything, no value is read.
+    static DEVICE Tokens read(const TokenRows& rows, i64 block, int token, int valid, int lane) {
+        int g = lane / 4, t = lane % 4;
+        Tokens tokens;
+        i64 at = block * rows.block_stride + (i64)token * rows.token_stride;
+        const u8* key = rows.keys + at + g * rows.token_stride + 16 * t;
+#pragma unroll
+        for (int piece = 0; piece < KEY_PIECES; piece++) tokens.keys[piece] = load16(key + 64 * piece);
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const u8* value = rows.values + at + (2 * t + i) * rows.token_stride + 8 * KV_BYTES * g;
+#pragma unroll
+            for (int piece = 0; piece < VALUE_PIECES; piece++) {
+                tokens.values[i][piece] = ValuePiece{};
+                if (2 * t + i < valid) tokens.values[i][piece] = ValueType<KV>::load(value + 64 * KV_BYTES * piece);
+            }
+        }
+        return tokens;
+    }
+
+    // Adds `count` of N tiles. `scale` includes log2(e) unless there is a softcap.
+    template <int N>
+    DEVICE void add(const Query& query, const Tokens (&tokens)[N], const int (&valid)[N], int count, float scale,
+                    float softcap, int lane) {
+        int g = lane / 4, t = lane % 4;
+        // Two chains of products to a tile: the matrix units are fast, but slow to answer.
+        float logits[N][2][4];
+#pragma unroll
+        for (int n = 0; n < N; n++)
+#pragma unroll
+            for (int c = 0; c < 8; c++) logits[n][c / 4][c % 4] = 0;
+        auto step = [&](int n, const uint4& low, const uint4& high, int half, u32 b0, u32 b1) {
+            mma_k16<MMA>(logits[n][half], word(low, 2 * half), word(high, 2 * half), word(low, 2 * half + 1),
+                         word(high, 2 * half + 1), b0, b1);
+        };
+#pragma unroll
+        for (int piece = 0; piece < KEY_PIECES; piece++) {
+            if constexpr (KV != FP8) {
+                int d = 32 * piece + 8 * t;
+                uint4 low = query.eight(g, d), high = query.eight(8 + g, d);
+#pragma unroll
+                for (int n = 0; n < N; n++) {
+                    const uint4& key = tokens[n].keys[piece];
+                    step(n, low, high, 0, key.x, key.y);
+                    step(n, low, high, 1, key.z, key.w);
+                }
+            } else {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    int d = 64 * piece + 16 * t + 8 * i;
+                    uint4 low = query.eight(g, d), high = query.eight(8 + g, d);
+#pragma unroll
+                    for (int n = 0; n < N; n++)
+#pragma unroll
+                        for (int half = 0; half < 2; half++) {
+                            u32 four = word(tokens[n].keys[piece], 2 * i + half);
+                            step(n, low, high, half, fp8_pair_to_fp16((u16)four), fp8_pair_to_fp16((u16)(four >> 16)));
+                        }
+                }
+            }
+        }
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            float weights[N][2], now = largest[tile];
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    float x = (logits[n][0][2 * tile + i] + logits[n][1][2 * tile + i]) * scale;
+                    if (softcap > 0) x = softcap * tanhf(x / softcap) * LOG2E;
+                    weights[n][i] = n < count && 2 * t + i < valid[n] ? x : -INFINITY_F;
+                    now = fmaxf(now, weights[n][i]);
+                }
+            now = fmaxf(now, __shfl_xor_sync(FULL, now, 1));
+            now = fmaxf(now, __shfl_xor_sync(FULL, now, 2));
+            // A logit of -inf or NaN in every place leaves no largest to subtract.
+            float base = now == -INFINITY_F ? 0.0f : now;
+            float shrink = fast_exp2(largest[tile] - base), sum = 0;
+#pragma unroll
+            for (int n = 0; n < N; n++)
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    weights[n][i] = fast_exp2(weights[n][i] - base);
+                    sum += weights[n][i];
+                }
+            // Of the lane's own tokens only: the lanes of a head add theirs up in the end.
+            total[tile] = total[tile] * shrink + sum;
+            largest[tile] = now;
+            float even = __shfl_sync(FULL, shrink, 8 * t), odd = __shfl_sync(FULL, shrink, 8 * t + 4);
+#pragma unroll
+            for (int piece = 0; piece < VALUE_PIECES; piece++)
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    values[tile][piece][j][0] *= even, values[tile][piece][j][1] *= odd;
+                    values[tile][piece][j][2] *= even, values[tile][piece][j][3] *= odd;
+                }
+#pragma unroll
+            for (int n = 0; n < N; n++) {
+                // The weights lie as the product with the values wants them: two tokens of a head to a register.
+                u32 pair = pack_pair<MMA>(weights[n][0], weights[n][1]);
+#pragma unroll
+                for (int piece = 0; piece < VALUE_PIECES; piece++)
+#pragma unroll
+                    for (int j = 0; j < 4; j++) {
+                        u32 first, second;
+                        ValueType<KV>::interleave(tokens[n].values[0][piece], tokens[n].values[1][piece], j, first, second);
+                        mma_k8<MMA>(values[tile][piece][j], first, second, pair);
+                    }
+            }
+        }
+    }
+
+    // The weights of a head's tokens, summed over the lanes that share them.
+    DEVICE float total_weight(int tile) const {
+        float sum = total[tile];
+        sum += __shfl_xor_sync(FULL, sum, 1);
+        return sum + __shfl_xor_sync(FULL, sum, 2);
+    }
+
+    // Calls `f(head, element, four consecutive values)` for all values that this lane holds.
+    template <typename F>
+    DEVICE void for_each_four(int lane, F f) const {
+        int g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++)
+#pragma unroll
+            for (int piece = 0; piece < VALUE_PIECES; piece++)
+#pragma unroll
+                for (int i = 0; i < 2; i++)
+#pragma unroll
+                    for (int j = 0; j < 4; j += 2) {
+                        int head = 8 * tile + 2 * t + i;
+                        const float(&a)[4] = values[tile][piece][j];
+                        const float(&b)[4] = values[tile][piece][j + 1];
+                        if (head < GROUP)
+                            f(head, 64 * piece + 8 * g + 2 * j, float4{a[i], a[2 + i], b[i], b[2 + i]});
+                    }
+    }
+};

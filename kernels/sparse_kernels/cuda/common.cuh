@@ -1,0 +1,227 @@
+// Types, loads, matrix instructions and cluster primitives shared by the kernels. No headers: NVRTC needs none.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define DEVICE __device__ __forceinline__
+
+// Element formats, as the host names them.
+#define BF16 0
+#define FP16 1
+#define FP8 2
+#define INT8 3
+
+constexpr int WARP = 32;
+constexpr u32 FULL = 0xffffffffu;
+
+DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+DEVICE uint4 load16(const void* p) {
+    uint4 v;
+    asm("ld.global.nc.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+DEVICE uint2 load8(const void* p) {
+    uint2 v;
+    asm("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+    return v;
+}
+
+DEVICE float bf16_to_float(u32 bits) { return __uint_as_float(bits << 16); }
+
+DEVICE u32 pack_bf16(float low, float high) {
+    u32 d;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+
+DEVICE u32 pack_fp16(float low, float high) {
+    u32 d;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+    return d;
+}
+
+DEVICE float fp16_to_float(u16 bits) {
+    float f;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(bits));
+    return f;
+}
+
+// Two e4m3 bytes to two halves. Before compute capability 8.9 no instruction does it.
+DEVICE u32 fp8_pair_to_fp16(u16 pair) {
+#if __CUDA_ARCH__ >= 890
+    u32 d;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(pair));
+    return d;
+#else
+    // e4m3 shifted into the fields of a half is too small by 2^8, subnormals included.
+    u32 wide = ((u32)pair & 0xffu) << 8 | ((u32)pair & 0xff00u) << 16;
+    u32 bits = (wide & 0x80008000u) | (wide & 0x7f007f00u) >> 1, d;
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(bits), "r"(0x5c005c00u));
+    return d;
+#endif
+}
+
+template <int FORMAT>
+DEVICE float load_float(const void* p, i64 i) {
+    if constexpr (FORMAT == BF16) return bf16_to_float(((const u16*)p)[i]);
+    if constexpr (FORMAT == FP16) return fp16_to_float(((const u16*)p)[i]);
+    if constexpr (FORMAT == FP8) return fp16_to_float((u16)fp8_pair_to_fp16(((const u8*)p)[i]));
+}
+
+// A pair of 16-bit numbers in the format that the matrix instructions run on.
+template <int FORMAT>
+DEVICE u32 pack_pair(float low, float high) {
+    return FORMAT == BF16 ? pack_bf16(low, high) : pack_fp16(low, high);
+}
+
+DEVICE float max_or_nan(float a, float b) {
+    float d;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
+    return d;
+}
+
+// Larger of each half of two pairs of bfloat16; NaN if either is.
+DEVICE u32 max_or_nan_bf16(u32 a, u32 b) {
+    u32 d;
+    asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    return d;
+}
+
+DEVICE float fast_exp2(float x) {
+    float d;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(d) : "f"(x));
+    return d;
+}
+
+DEVICE void mma_s8(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+template <int FORMAT>
+DEVICE void mma_k16(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if constexpr (FORMAT == BF16) {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    } else {
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    }
+}
+
+template <int FORMAT>
+DEVICE void mma_k8(float (&c)[4], u32 a0, u32 a1, u32 b0) {
+    if constexpr (FORMAT == BF16) {
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b0));
+    } else {
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(b0));
+    }
+}
+
+DEVICE u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+DEVICE u32 word(const uint2& v, int i) { return i == 0 ? v.x : v.y; }
+
+DEVICE float warp_sum(float x) {
+#pragma unroll
+    for (int offset = 16; offset; offset /= 2) x += __shfl_xor_sync(FULL, x, offset);
+    return x;
+}
+
+DEVICE float warp_max(float x) {
+#pragma unroll
+    for (int offset = 16; offset; offset /= 2) x = fmaxf(x, __shfl_xor_sync(FULL, x, offset));
+    return x;
+}
+
+DEVICE u32 dynamic_shared_bytes() {
+    u32 d;
+    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(d));
+    return d;
+}
+
+// Query heads of a KV head in rows of matrix tiles: eight to a tile, spare rows repeat a head so that a maximum over
+// the rows is one over the heads.
+template <int GROUP>
+struct Heads {
+    static constexpr int TILES = ceil_div(GROUP, 8);
+    static constexpr int ROWS = 8 * TILES;
+    static constexpr bool POWER_OF_TWO = (GROUP & (GROUP - 1)) == 0;
+    // Rows of a tile that a maximum must be taken over; the rest repeat them.
+    static constexpr int DISTINCT = GROUP >= 8 || !POWER_OF_TWO ? 8 : GROUP;
+    static DEVICE int of_row(int row) { return POWER_OF_TWO && GROUP < 8 ? row % GROUP : row < GROUP ? row : GROUP - 1; }
+};
+
+// Thread block clusters (compute capability 9.0 and later): shared memory of the blocks of a row is one memory. With
+// one block to a row, all of this is about that block.
+template <int SIZE>
+struct Cluster {
+    static DEVICE int rank() {
+        if constexpr (SIZE == 1) return 0;
+        int r;
+        asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(r));
+        return r;
+    }
+
+    static DEVICE void arrive() {
+        if constexpr (SIZE > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    }
+
+    static DEVICE void wait() {
+        if constexpr (SIZE > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+    }
+
+    // Every thread of the cluster has arrived, and sees what the others wrote to shared memory.
+    static DEVICE void sync() {
+        if constexpr (SIZE == 1) __syncthreads();
+        arrive();
+        wait();
+    }
+
+    static DEVICE u32 address(const void* local, int peer) {
+        u32 own = (u32)__cvta_generic_to_shared(local), remote;
+        if constexpr (SIZE == 1) return own;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(own), "r"(peer));
+        return remote;
+    }
+
+    static DEVICE int load(const int* local, int peer) {
+        if constexpr (SIZE == 1) return *local;
+        int v;
+        asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(v) : "r"(address(local, peer)) : "memory");
+        return v;
+    }
+
+    static DEVICE uint4 load(const uint4* local, int peer) {
+        if constexpr (SIZE == 1) return *local;
+        uint4 v;
+        asm volatile("ld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [%4];"
+                     : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address(local, peer)) : "memory");
+        return v;
+    }
+
+    static DEVICE void store(int* local, int peer, int v) {
+        if constexpr (SIZE == 1) *local = v;
+        else asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(address(local, peer)), "r"(v) : "memory");
+    }
+
+    static DEVICE void store(float* local, int peer, float v) { store((int*)local, peer, __float_as_int(v)); }
+
+    static DEVICE void store(float4* local, int peer, const float4& v) {
+        if constexpr (SIZE == 1) *local = v;
+        else
+            asm volatile("st.shared::cluster.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address(local, peer)), "f"(v.x),
+                         "f"(v.y), "f"(v.z), "f"(v.w) : "memory");
+    }
+};

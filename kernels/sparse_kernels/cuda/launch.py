@@ -1,0 +1,165 @@
+"""Compiles the CUDA sources beside each operation and launches them on torch's stream."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_HEADERS = Path(__file__).parent
+
+FORMATS: dict[torch.dtype, int] = {
+    torch.bfloat16: 0,
+    torch.float16: 1,
+    torch.float8_e4m3fn: 2,
+    torch.int8: 3,
+}
+"""Element formats by the numbers that common.cuh gives them."""
+
+_STATIC_SHARED_BYTES = 48 * 1024
+
+
+def compile_source(source: Path, architecture: str, macros: dict[str, int]) -> Any:
+    """Compiles one CUDA source file; needs no GPU.
+
+    Args:
+        source: the file; it may include the headers of this folder.
+        architecture: for instance `sm_90a`.
+        macros: compile-time constants, defined with the prefix `SK_`.
+
+    Returns:
+        A `cuda.core` object code.
+
+    Raises:
+        RuntimeError: with the compiler's log, if the source does not compile.
+    """
+    from cuda.core import Program, ProgramOptions
+
+    options = ProgramOptions(
+        std="c++17",
+        use_fast_math=True,
+        arch=architecture,
+        include_path=[str(_HEADERS)],
+        define_macro=[(f"SK_{name}", str(value)) for name, value in macros.items()],
+        device_as_default_execution_space=True,
+        name=source.name,
+    )
+    try:
+        return Program(source.read_text(), "c++", options).compile("cubin")
+    except Exception as error:
+        raise RuntimeError(f"{source.name} does not compile for {architecture} with {macros}: {error}") from error
+
+
+@dataclass
+class Kernel:
+    """A compiled kernel on one device."""
+
+    handle: Any
+    device: torch.device
+    threads: int
+    _shared_bytes: int = _STATIC_SHARED_BYTES
+    _large_clusters: bool = False
+
+    def reserve_shared(self, num_bytes: int) -> None:
+        """Allows launches with up to `num_bytes` of dynamic shared memory.
+
+        Raises:
+            RuntimeError: if the device does not have as much.
+        """
+        if num_bytes > self._shared_bytes:
+            self._set("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", num_bytes)
+            self._shared_bytes = num_bytes
+
+    def allow_large_clusters(self) -> None:
+        """Allows more blocks in a cluster than the portable eight."""
+        if not self._large_clusters:
+            self._set("CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
+            self._large_clusters = True
+
+    def _set(self, attribute: str, value: int) -> None:
+        from cuda.bindings import driver
+
+        status, *_ = driver.cuKernelSetAttribute(
+            getattr(driver.CUfunction_attribute, attribute),
+            value,
+            driver.CUkernel(int(self.handle.handle)),
+            driver.CUdevice(_device_index(self.device)),
+        )
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"CUDA driver refuses {attribute} = {value}: {status.name}")
+
+    def launch(self, grid: tuple[int, ...], *arguments: object, shared_bytes: int = 0) -> None:
+        """Launches on torch's current stream.
+
+        Args:
+            grid: blocks in each dimension.
+            *arguments: tensors and None become pointers, `int` stays as given by `int32`/`int64`, floats are float32.
+            shared_bytes: dynamic shared memory of a block.
+        """
+        from cuda.core import LaunchConfig, launch
+
+        config = LaunchConfig(grid=grid, block=self.threads, shmem_size=shared_bytes)
+        launch(
+            _stream(torch.cuda.current_stream(self.device).cuda_stream), config, self.handle, *map(_marshal, arguments)
+        )
+
+
+def int32(value: int) -> ctypes.c_int32:
+    """A kernel argument of type `int`."""
+    return ctypes.c_int32(value)
+
+
+def int64(value: int) -> ctypes.c_int64:
+    """A kernel argument of type `long long`."""
+    return ctypes.c_int64(value)
+
+
+def _marshal(argument: object) -> object:
+    if isinstance(argument, torch.Tensor):
+        return argument.data_ptr()
+    if argument is None:
+        return 0
+    if isinstance(argument, float):
+        return ctypes.c_float(argument)
+    return argument
+
+
+def kernel(source: Path, device: torch.device, macros: dict[str, int], threads: int) -> Kernel:
+    """The entry function of a source file, named like the file's folder, compiled for a device.
+
+    Args:
+        source: the CUDA source.
+        device: where it will run.
+        macros: compile-time constants, see `compile_source`.
+        threads: threads of a block.
+
+    Raises:
+        RuntimeError: if the source does not compile.
+    """
+    return _kernel(source, torch.device("cuda", _device_index(device)), tuple(sorted(macros.items())), threads)
+
+
+@functools.cache
+def _kernel(source: Path, device: torch.device, macros: tuple[tuple[str, int], ...], threads: int) -> Kernel:
+    from cuda.core import Device
+
+    Device(device.index).set_current()
+    major, minor = torch.cuda.get_device_capability(device)
+    suffix = "a" if major >= 9 else ""
+    code = compile_source(source, f"sm_{major}{minor}{suffix}", dict(macros))
+    return Kernel(code.get_kernel(source.parent.name), device, threads)
+
+
+@functools.cache
+def _stream(handle: int) -> Any:
+    from cuda.core import Stream
+
+    return Stream.from_handle(handle)
+
+
+def _device_index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index

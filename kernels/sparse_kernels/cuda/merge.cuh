@@ -1,0 +1,100 @@
+// Attention of one query token and KV head by the blocks of a cluster: tiles of tokens are dealt to a fixed number of
+// chains of summation, and the chains are merged in a fixed order.
+#pragma once
+#include "attend.cuh"
+
+// Whatever the number of blocks and warps that work on them: a token's bits depend neither on the launch nor, hence,
+// on the batch.
+constexpr int CHAINS = 32;
+
+template <int CLUSTER, int WARPS, int KV, int GROUP, int HEAD_SIZE>
+struct ChainedAttention {
+    using Attend = Attention<KV, GROUP, HEAD_SIZE>;
+    using Peers = Cluster<CLUSTER>;
+    static constexpr int PER_BLOCK = CHAINS / CLUSTER;
+    // Elements of the output that one block merges.
+    static constexpr int SHARE = GROUP * HEAD_SIZE / CLUSTER;
+    static constexpr int IN_FLIGHT = HEAD_SIZE <= 128 && GROUP <= 8 ? 2 : 1;
+
+    struct Shared {
+        typename Attend::Query query;
+        float largest[CHAINS][GROUP];
+        float total_weight[CHAINS][GROUP];
+        float weights[CHAINS][GROUP];
+    };
+    struct Values {
+        float rows[CHAINS][SHARE];
+    };
+
+    // The block that works on tile i.
+    static DEVICE int block_of(int i) { return i % CHAINS / PER_BLOCK; }
+
+    // `locate(i)` gives where tile i lies: the block of the cache, the first token in it and the valid tokens.
+    // `peers_started` says that all blocks of the cluster are known to run; otherwise this block has arrived at their
+    // barrier, and waits there before it writes to their memory.
+    template <int OUTPUT, typename Locate>
+    static DEVICE void run(Shared& shared, Values& values, const TokenRows& rows, int tiles, float scale, float softcap,
+                           const float* sinks, float value_scale, u16* out, bool peers_started, int rank, int warp,
+                           int lane, Locate locate) {
+#pragma unroll 1
+        for (int c = warp; c < PER_BLOCK; c += WARPS) {
+            int chain = rank * PER_BLOCK + c;
+            Attend attention;
+            attention.clear();
+#pragma unroll 1
+            for (int i = chain; i < tiles; i += IN_FLIGHT * CHAINS) {
+                typename Attend::Tokens tokens[IN_FLIGHT];
+                TokenTile at[IN_FLIGHT];
+                int valid[IN_FLIGHT], count = min(IN_FLIGHT, ceil_div(tiles - i, CHAINS));
+#pragma unroll
+                for (int n = 0; n < IN_FLIGHT; n++) {
+                    // Beyond the last tile the first stands for nothing.
+                    at[n] = locate(n < count ? i + n * CHAINS : i);
+                    valid[n] = n < count ? at[n].valid : 0;
+                }
+#pragma unroll
+                for (int n = 0; n < IN_FLIGHT; n++) tokens[n] = Attend::read(rows, at[n].block, at[n].token, valid[n], lane);
+                attention.add(shared.query, tokens, valid, count, scale, softcap, lane);
+            }
+            if (!peers_started) Peers::wait();
+            peers_started = true;
+            int g = lane / 4;
+#pragma unroll
+            for (int tile = 0; tile < Attend::TILES; tile++) {
+                float total_weight = attention.total_weight(tile);
+                if (8 * tile + g < GROUP)
+#pragma unroll 1
+                    for (int peer = lane % 4; peer < CLUSTER; peer += 4) {
+                        Peers::store(&shared.largest[chain][8 * tile + g], peer, attention.largest[tile]);
+                        Peers::store(&shared.total_weight[chain][8 * tile + g], peer, total_weight);
+                    }
+            }
+            attention.for_each_four(lane, [&](int h, int d, float4 four) {
+                int i = h * HEAD_SIZE + d;
+                Peers::store((float4*)&values.rows[chain][i % SHARE], i / SHARE, four);
+            });
+        }
+        if (!peers_started) Peers::wait();
+        Peers::sync();
+
+#pragma unroll 1
+        for (int h = warp; h < GROUP; h += WARPS) {
+            float largest = shared.largest[lane][h], base = warp_max(largest);
+            float sink = sinks ? sinks[h] * LOG2E : -INFINITY_F;
+            base = fmaxf(base, sink);
+            float weight = base == -INFINITY_F ? 0.0f : fast_exp2(largest - base);
+            float sum = warp_sum(weight * shared.total_weight[lane][h]);
+            if (base != -INFINITY_F) sum += fast_exp2(sink - base);
+            shared.weights[lane][h] = weight / sum * value_scale;
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (int i = warp * WARP + lane; i < SHARE; i += WARPS * WARP) {
+            int h = (rank * SHARE + i) / HEAD_SIZE;
+            float sum = 0;
+#pragma unroll
+            for (int chain = 0; chain < CHAINS; chain++) sum = fmaf(shared.weights[chain][h], values.rows[chain][i], sum);
+            out[rank * SHARE + i] = (u16)pack_pair<OUTPUT>(sum, 0);
+        }
+    }
+};

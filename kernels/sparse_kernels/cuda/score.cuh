@@ -1,0 +1,286 @@
+// Page scores, S_p = max_g(q_g . mu_p + lambda ||q_g|| sigma_p), eight pages a warp at a time on the matrix units.
+#pragma once
+#include "common.cuh"
+
+// The statistics of a KV head; the stride in bytes.
+struct Statistics {
+    const u8* mean;
+    const u16* scale;
+    const u16* std;
+    i64 block_stride;
+};
+
+// The query heads of one KV head, in the format of the means they meet.
+//
+// int8 means are met by queries in 16-bit fixed point, split into two signed bytes that take two rows of the matrix
+// tile: the dot product is an exact integer, and no mean is ever converted. float8 means are met in fp16, bf16 means
+// in bf16.
+template <int MEAN, int GROUP, int HEAD_SIZE>
+struct ScoreQuery {
+    static constexpr int ROWS = Heads<GROUP>::ROWS;
+    static constexpr int TILES = Heads<GROUP>::TILES;
+    static constexpr int MEAN_BYTES = MEAN == BF16 ? 2 : 1;
+    // 16-byte pieces of a mean that one lane holds.
+    static constexpr int PIECES = HEAD_SIZE * MEAN_BYTES / 64;
+
+    struct Shared {
+        union {
+            u8 planes[2][ROWS][HEAD_SIZE];
+            u16 halves[ROWS][HEAD_SIZE];
+        };
+        float step[ROWS];
+        float spread[ROWS];
+    };
+
+    // Rows of a tile, as the matrix instructions want them.
+    u32 fragments[TILES][PIECES * (MEAN == FP8 ? 2 : 1)][8];
+    float step[TILES];
+    float spread[TILES];
+
+    // One row, spread over a warp; `x` are the lane's consecutive elements.
+    static DEVICE void prepare(Shared& shared, int row, const float (&x)[HEAD_SIZE / WARP], float std_weight, int lane) {
+        constexpr int PER_LANE = HEAD_SIZE / WARP;
+        float square = 0, largest = 0;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) {
+            square += x[i] * x[i];
+            largest = fmaxf(largest, fabsf(x[i]));
+        }
+        float norm = sqrtf(warp_sum(square));
+        largest = warp_max(largest);
+        // Fixed point for int8; a power of two that brings the query into the range of fp16 for float8.
+        float step = 1;
+        if (MEAN == INT8) step = largest / 32512.0f;
+        if (MEAN == FP8 && largest > 0) step = exp2f(floorf(log2f(largest)) - 8.0f);
+        float inverse = step > 0 ? 1.0f / step : 0.0f;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) {
+            int d = lane * PER_LANE + i;
+            if constexpr (MEAN == INT8) {
+                int fixed = max(-32512, min(32512, __float2int_rn(x[i] * inverse)));
+                int high = (fixed + 128) >> 8;
+                shared.planes[0][row][d] = (u8)high;
+                shared.planes[1][row][d] = (u8)(fixed - high * 256);
+            } else {
+                shared.halves[row][d] = (u16)pack_pair<MEAN == BF16 ? BF16 : FP16>(x[i] * inverse, 0);
+            }
+        }
+        if (lane == 0) {
+            shared.step[row] = step;
+            shared.spread[row] = std_weight * norm;
+        }
+    }
+
+    DEVICE void load(const Shared& shared, int lane) {
+        int g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int tile = 0; tile < TILES; tile++) {
+            step[tile] = shared.step[8 * tile + g];
+            spread[tile] = shared.spread[8 * tile + g];
+            if constexpr (MEAN == INT8) {
+#pragma unroll
+                for (int piece = 0; piece < PIECES; piece++)
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        int d = 64 * piece + 16 * t + 4 * i;
+                        fragments[tile][piece][i] = *(const u32*)&shared.planes[0][8 * tile + g][d];
+                        fragments[tile][piece][4 + i] = *(const u32*)&shared.planes[1][8 * tile + g][d];
+                    }
+            } else {
+                constexpr int PER_PIECE = 16 / MEAN_BYTES;
+#pragma unroll
+                for (int piece = 0; piece < PIECES; piece++)
+#pragma unroll
+                    for (int i = 0; i < PER_PIECE / 2; i++) {
+                        int d = 4 * PER_PIECE * piece + PER_PIECE * t + 2 * i;
+                        fragments[tile][piece * PER_PIECE / 8 + i / 4][i % 4] =
+                            *(const u32*)&shared.halves[8 * tile + g][d];
+                    }
+            }
+        }
+    }
+
+    // Dot products of head g of each tile with pages 2t and 2t+1, in units of the stored mean.
+    DEVICE void dot(const uint4 (&mean)[PIECES], float (&out)[TILES][2]) const {
+        if constexpr (MEAN == INT8) {
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++) {
+                int c[4] = {0, 0, 0, 0};
+#pragma unroll
+                for (int piece = 0; piece < PIECES; piece++) {
+                    const u32(&f)[8] = fragments[tile][piece];
+                    mma_s8(c, f[0], f[4], f[1], f[5], mean[piece].x, mean[piece].y);
+                    mma_s8(c, f[2], f[6], f[3], f[7], mean[piece].z, mean[piece].w);
+                }
+                out[tile][0] = (float)(c[0] * 256 + c[2]) * step[tile];
+                out[tile][1] = (float)(c[1] * 256 + c[3]) * step[tile];
+            }
+        } else {
+            float c[4] = {0, 0, 0, 0};
+            constexpr int FORMAT = MEAN == BF16 ? BF16 : FP16;
+            auto row = [&](int tile, int step, int i) { return tile < TILES ? fragments[tile < TILES ? tile : 0][step][i] : 0u; };
+#pragma unroll
+            for (int piece = 0; piece < PIECES; piece++) {
+                if constexpr (MEAN == BF16) {
+                    mma_k16<FORMAT>(c, row(0, piece, 0), row(1, piece, 0), row(0, piece, 1), row(1, piece, 1),
+                                    mean[piece].x, mean[piece].y);
+                    mma_k16<FORMAT>(c, row(0, piece, 2), row(1, piece, 2), row(0, piece, 3), row(1, piece, 3),
+                                    mean[piece].z, mean[piece].w);
+                } else {
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+                        u32 four = word(mean[piece], i);
+                        int at = 2 * piece + i / 2, f = i % 2 * 2;
+                        mma_k16<FORMAT>(c, row(0, at, f), row(1, at, f), row(0, at, f + 1), row(1, at, f + 1),
+                                        fp8_pair_to_fp16((u16)four), fp8_pair_to_fp16((u16)(four >> 16)));
+                    }
+                }
+            }
+            out[0][0] = c[0] * step[0];
+            out[0][1] = c[1] * step[0];
+            if constexpr (TILES == 2) {
+                out[1][0] = c[2] * step[1];
+                out[1][1] = c[3] * step[1];
+            }
+        }
+    }
+};
+
+// Tiles of eight pages that a warp scores at once: one page a lane in the end.
+constexpr int SCORE_TILES = 4;
+
+// What a warp reads to score 32 consecutive pages; `table` and statistics are those of one row.
+template <int PAGES_PER_BLOCK, int MEAN, int GROUP, int HEAD_SIZE>
+struct ScoreBatch {
+    using Query = ScoreQuery<MEAN, GROUP, HEAD_SIZE>;
+    static constexpr int MEAN_STRIDE = HEAD_SIZE * Query::MEAN_BYTES;
+    static constexpr bool TILE_IN_BLOCK = PAGES_PER_BLOCK % 8 == 0;
+    static constexpr bool PAIR_IN_BLOCK = PAGES_PER_BLOCK % 2 == 0;
+
+    uint4 means[SCORE_TILES][Query::PIECES];
+    u32 scales[SCORE_TILES];
+    u32 stds[SCORE_TILES];
+
+    struct Blocks {
+        int ids[SCORE_TILES];
+        DEVICE Blocks(const int* table, int base, int last, int lane) {
+#pragma unroll
+            for (int u = 0; u < SCORE_TILES; u++) ids[u] = table[min(base + 8 * u + lane / 4, last - 1) / PAGES_PER_BLOCK];
+        }
+    };
+
+    // The pages of a batch beyond `last` repeat others; `first` pages of ranges are multiples of eight.
+    DEVICE void load(const Statistics& head, const Blocks& blocks, int base, int last, int lane) {
+        int g = lane / 4, t = lane % 4;
+#pragma unroll
+        for (int u = 0; u < SCORE_TILES; u++) {
+            int page = min(base + 8 * u + g, last - 1);
+            const u8* p = head.mean + blocks.ids[u] * head.block_stride + page % PAGES_PER_BLOCK * MEAN_STRIDE + 16 * t;
+#pragma unroll
+            for (int piece = 0; piece < Query::PIECES; piece++) means[u][piece] = load16(p + 64 * piece);
+        }
+#pragma unroll
+        for (int u = 0; u < SCORE_TILES; u++) {
+            auto scalars = [&](int column) -> i64 {
+                int page = min(base + 8 * u + column, last - 1);
+                int block = TILE_IN_BLOCK ? blocks.ids[u] : __shfl_sync(FULL, blocks.ids[u], 4 * column);
+                return block * head.block_stride + page % PAGES_PER_BLOCK / (PAIR_IN_BLOCK ? 2 : 1) * (PAIR_IN_BLOCK ? 4 : 2);
+            };
+            if constexpr (PAIR_IN_BLOCK) {
+                i64 at = scalars(2 * t);
+                if (MEAN != BF16) scales[u] = __ldg((const u32*)((const u8*)head.scale + at));
+                stds[u] = __ldg((const u32*)((const u8*)head.std + at));
+            } else {
+                i64 even = scalars(2 * t), odd = scalars(2 * t + 1);
+                auto both = [&](const u16* values) {
+                    return __ldg((const u16*)((const u8*)values + even)) |
+                           (u32)__ldg((const u16*)((const u8*)values + odd)) << 16;
+                };
+                if (MEAN != BF16) scales[u] = both(head.scale);
+                stds[u] = both(head.std);
+            }
+        }
+    }
+
+    // The score, in bfloat16, of page base + `place(lane)`.
+    DEVICE u16 score(const Query& query, int lane) const {
+        int g = lane / 4;
+        u32 best[SCORE_TILES];
+#pragma unroll
+        for (int u = 0; u < SCORE_TILES; u++) {
+            float dots[Query::TILES][2];
+            query.dot(means[u], dots);
+#pragma unroll
+            for (int tile = 0; tile < Query::TILES; tile++) {
+                float scores[2];
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    float unit = MEAN == BF16 ? 1.0f : bf16_to_float(i ? scales[u] >> 16 : scales[u] & 0xffff);
+                    float sigma = bf16_to_float(i ? stds[u] >> 16 : stds[u] & 0xffff);
+                    scores[i] = fmaf(dots[tile][i], unit, query.spread[tile] * sigma);
+                }
+                u32 both = pack_bf16(scores[0], scores[1]);
+                best[u] = tile ? max_or_nan_bf16(best[u], both) : both;
+            }
+        }
+        // The maximum over the heads, which lie in lanes 4 apart. Lanes that no longer need the same tiles split them.
+        constexpr int DISTINCT = Heads<GROUP>::DISTINCT;
+#pragma unroll
+        for (int bit = 0, count = SCORE_TILES; bit < 2; bit++, count /= 2) {
+            bool upper = g >> bit & 1;
+#pragma unroll
+            for (int i = 0; i < count / 2; i++) {
+                u32 keep = upper ? best[count / 2 + i] : best[i], give = upper ? best[i] : best[count / 2 + i];
+                best[i] = keep;
+                if (DISTINCT >> bit > 1) best[i] = max_or_nan_bf16(keep, __shfl_xor_sync(FULL, give, 4 << bit));
+            }
+        }
+        if (DISTINCT == 8) best[0] = max_or_nan_bf16(best[0], __shfl_xor_sync(FULL, best[0], 16));
+        return (u16)(g & 4 ? best[0] >> 16 : best[0]);
+    }
+
+    static DEVICE int place(int lane) {
+        int g = lane / 4, t = lane % 4;
+        return 16 * (g & 1) + 8 * (g >> 1 & 1) + 2 * t + (g >> 2);
+    }
+};
+
+// Scores pages [first, last) of a row, the warps of a block together, and hands each to `emit(page, bf16 bits)`.
+// `first` is a multiple of eight. PIPELINED keeps one batch in flight while the one before is scored, and the block ids
+// of the one after: for few warps with many registers.
+template <bool PIPELINED, int PAGES_PER_BLOCK, int MEAN, int GROUP, int HEAD_SIZE, typename Emit>
+DEVICE void score_range(const ScoreQuery<MEAN, GROUP, HEAD_SIZE>& query, const Statistics& head, const int* table,
+                        int first, int last, int warp, int warps, int lane, Emit emit) {
+    using Batch = ScoreBatch<PAGES_PER_BLOCK, MEAN, GROUP, HEAD_SIZE>;
+    using Blocks = typename Batch::Blocks;
+    constexpr int STEP = 8 * SCORE_TILES;
+    int base = first + warp * STEP, stride = warps * STEP;
+    if (base >= last) return;
+    Blocks blocks(table, base, last, lane);
+    Batch batch;
+    auto load = [&](Batch& into, int base) {
+        into.load(head, blocks, base, last, lane);
+        if (base + stride < last) blocks = Blocks(table, base + stride, last, lane);
+    };
+    auto score = [&] {
+        u16 bits = batch.score(query, lane);
+        int page = base + Batch::place(lane);
+        if (page < last) emit(page, bits);
+    };
+    if constexpr (PIPELINED) {
+        load(batch, base);
+#pragma unroll 1
+        for (; base < last; base += stride) {
+            Batch next;
+            if (base + stride < last) load(next, base + stride);
+            score();
+            batch = next;
+        }
+    } else {
+#pragma unroll 1
+        for (; base < last; base += stride) {
+            load(batch, base);
+            score();
+        }
+    }
+}

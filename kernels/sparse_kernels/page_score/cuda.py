@@ -1,0 +1,101 @@
+"""Page scores on CUDA: reads the statistics where they lie in the cache, writes bfloat16 scores and nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from sparse_kernels.cuda.launch import FORMATS, int32, int64, kernel
+from sparse_kernels.page_statistics import PageStatistics
+
+_SOURCE = Path(__file__).with_name("score.cu")
+
+
+class Launch(NamedTuple):
+    """How the pages of a row are laid out over blocks."""
+
+    chunk: int
+    warps: int
+    blocks_per_sm: int
+    pipelined: bool
+
+
+def launch_of(statistics: PageStatistics) -> Launch:
+    """The launch configuration for a format and head size: what fits the registers of a multiprocessor."""
+    if statistics.mean.shape[3] * statistics.mean.element_size() > 128:
+        return Launch(chunk=1024, warps=8, blocks_per_sm=2, pipelined=False)
+    return Launch(chunk=1024, warps=8, blocks_per_sm=3, pipelined=False)
+
+
+def statistics_arguments(statistics: PageStatistics | None) -> tuple[object, ...]:
+    """Pointers to the statistics and their strides in bytes, as the kernels take them."""
+    if statistics is None:
+        return None, None, None, int64(0), int64(0)
+    mean = statistics.mean
+    block, head = (mean.stride(dim) * mean.element_size() for dim in (0, 1))
+    return mean, statistics.scale, statistics.std, int64(block), int64(head)
+
+
+def launch_scores(
+    query: torch.Tensor,
+    statistics: PageStatistics,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    page_size: int,
+    std_weight: float,
+    scores: torch.Tensor,
+    launch: Launch | None = None,
+) -> None:
+    """Scores every complete page of each token's context.
+
+    Args:
+        query: `[num_tokens, num_query_heads, head_size]`, any strides but a contiguous last dimension.
+        statistics: views of the cache's statistics.
+        block_table: `[num_requests, max_blocks]` int32.
+        lengths: `[num_requests]` int32: complete pages if `page_size` is 0, else tokens of the request's context, of
+            which its query tokens are the last.
+        page_size: tokens per page, or 0.
+        std_weight: lambda.
+        scores: `[num_tokens, num_kv_heads, >= pages]` bfloat16 to write to; beyond a row's pages nothing is written.
+        launch: how to launch; by default as `launch_of` says.
+    """
+    num_tokens, num_query_heads, head_size = query.shape
+    _, num_kv_heads, pages_per_block, _ = statistics.mean.shape
+    launch = launch or launch_of(statistics)
+    macros = {
+        "QUERY": FORMATS[query.dtype],
+        "MEAN": FORMATS[statistics.mean.dtype],
+        "GROUP": num_query_heads // num_kv_heads,
+        "HEAD_SIZE": head_size,
+        "PAGES_PER_BLOCK": pages_per_block,
+        "CHUNK": launch.chunk,
+        "WARPS": launch.warps,
+        "BLOCKS_PER_SM": launch.blocks_per_sm,
+        "PIPELINED": int(launch.pipelined),
+    }
+    chunks = -(-block_table.shape[1] * pages_per_block // launch.chunk)
+    kernel(_SOURCE, query.device, macros, 32 * launch.warps).launch(
+        (chunks, num_tokens * num_kv_heads),
+        query, int64(query.stride(0)), int64(query.stride(1)),
+        *statistics_arguments(statistics),
+        block_table, int64(block_table.stride(0)), lengths, int32(num_tokens // len(lengths)), int32(page_size),
+        int32(num_kv_heads), float(std_weight), scores, int64(scores.stride(1)),
+    )  # fmt: skip
+
+
+def score_pages(
+    query: torch.Tensor,
+    statistics: PageStatistics,
+    block_table: torch.Tensor,
+    num_pages: torch.Tensor,
+    std_weight: float,
+) -> torch.Tensor:
+    """See `api.score_pages`."""
+    num_tokens, num_kv_heads = query.shape[:2]
+    # The host does not know the lengths: as wide as the block table.
+    width = block_table.shape[1] * statistics.mean.shape[2]
+    scores = torch.empty((num_tokens, num_kv_heads, -(-width // 8) * 8), dtype=torch.bfloat16, device=query.device)
+    launch_scores(query.flatten(1, 2), statistics, block_table.int(), num_pages.int(), 0, std_weight, scores)
+    return scores

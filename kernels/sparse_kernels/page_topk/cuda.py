@@ -1,0 +1,62 @@
+"""Exact top-k on CUDA: two rounds of 8-bit radix over the scores of a row in shared memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from sparse_kernels.cuda.launch import int32, int64, kernel
+
+_SOURCE = Path(__file__).with_name("topk.cu")
+
+# Pages of a segment that one block selects from: its keys take two bytes of shared memory each.
+_MAX_SEGMENT = 64 * 1024
+# From how many pages on the threads pay that keep a block's latency down.
+_WARPS_BY_PAGES = ((2048, 8), (8192, 16), (1 << 62, 32))
+
+
+def select_pages(
+    scores: torch.Tensor,
+    num_pages: torch.Tensor,
+    k: int,
+    sink_pages: int,
+    recent_pages: int,
+    block_table: torch.Tensor | None = None,
+    pages_per_block: int = 1,
+    segment: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `api.select_pages`; also gives the counts, `[num_tokens, num_kv_heads]` int32."""
+    num_tokens, num_kv_heads, width = scores.shape
+    if scores.stride(2) != 1 or scores.stride(1) % 8 or scores.stride(0) != num_kv_heads * scores.stride(1):
+        scores = torch.nn.functional.pad(scores, (0, -width % 8), value=-torch.inf).contiguous()
+    lengths = num_pages.int()
+    rows = num_tokens * num_kv_heads
+    pages = torch.empty((num_tokens, num_kv_heads, k), dtype=torch.int32, device=scores.device)
+    counts = torch.empty((num_tokens, num_kv_heads), dtype=torch.int32, device=scores.device)
+
+    def launch(
+        size: int, segments: int, candidates: torch.Tensor | None, table: torch.Tensor | None, out: torch.Tensor
+    ) -> None:
+        warps = next(warps for limit, warps in _WARPS_BY_PAGES if size <= limit)
+        compiled = kernel(_SOURCE, scores.device, {"WARPS": warps}, 32 * warps)
+        shared_bytes = 2 * (-(-size // 8) * 8)
+        compiled.reserve_shared(shared_bytes)
+        compiled.launch(
+            (segments, rows),
+            scores, int64(scores.stride(1)), lengths, int32(num_kv_heads), int32(k), int32(sink_pages),
+            int32(recent_pages), int32(size), candidates, int32(0 if candidates is None else size),
+            table, int64(0 if table is None else table.stride(0)), int32(pages_per_block),
+            out, int64(out.stride(0)), int64(out.stride(1)), counts, shared_bytes=shared_bytes,
+        )  # fmt: skip
+
+    limit = segment or _MAX_SEGMENT
+    segments = -(-width // limit)
+    table = None if block_table is None else block_table.int()
+    if segments == 1:
+        launch(max(width, 8), 1, None, table, pages.view(rows, 1, k))
+        return pages, counts
+    candidates = torch.empty((rows, segments, k), dtype=torch.int32, device=scores.device)
+    launch(limit, segments, None, None, candidates)
+    launch(segments * k, 1, candidates, table, pages.view(rows, 1, k))
+    return pages, counts

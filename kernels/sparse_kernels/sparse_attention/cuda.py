@@ -1,0 +1,99 @@
+"""Attention over selected pages on CUDA."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from sparse_kernels.cuda.launch import FORMATS, int32, int64, kernel
+from sparse_kernels.paging import PagedTensor
+
+_SOURCE = Path(__file__).with_name("attend.cu")
+
+CHAINS = 32
+"""Chains of summation to a row, as merge.cuh has them."""
+
+
+class Launch(NamedTuple):
+    """How the work of a row is laid out; its result does not depend on it."""
+
+    cluster: int
+    warps: int
+    blocks_per_sm: int
+
+
+def launch_of(num_rows: int, group_size: int, head_size: int, device: torch.device) -> Launch:
+    """The launch configuration of a batch: about one wave of blocks; one to a row before compute capability 9.0."""
+    properties = torch.cuda.get_device_properties(device)
+    cluster = 1
+    if properties.major >= 9:
+        while cluster < 8 and num_rows * cluster * 2 <= 2 * properties.multi_processor_count:
+            cluster *= 2
+    wide = head_size > 128 or group_size > 8
+    return Launch(cluster, warps=8, blocks_per_sm=1 if wide else 2)
+
+
+def merging_bytes(cluster: int, group_size: int, head_size: int) -> int:
+    """Shared memory of `ChainedAttention` in merge.cuh, rounded up."""
+    rows = -(-group_size // 8) * 8
+    return CHAINS * group_size * head_size * 4 // cluster + rows * (head_size + 32) * 2 + CHAINS * group_size * 12 + 64
+
+
+def cache_arguments(keys: PagedTensor, values: PagedTensor) -> tuple[object, ...]:
+    """Pointers to the token rows of a cache and their strides in bytes, as the kernels take them.
+
+    Raises:
+        ValueError: if the cache does not store one contiguous row per token.
+    """
+    view, item = keys.view, keys.view.element_size()
+    if keys.token_dims != (0,) or view.stride(-1) != 1 or view.stride() != values.view.stride():
+        raise ValueError("keys and values: got packed blocks, allowed on CUDA: one contiguous row per token")
+    return (
+        view, values.view, int64(view.stride(0) * item), int64(view.stride(1) * item), int32(view.stride(-2) * item),
+    )  # fmt: skip
+
+
+def attend_pages(
+    query: torch.Tensor,
+    keys: PagedTensor,
+    values: PagedTensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    pages: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    softcap: float,
+    launch: Launch | None = None,
+) -> torch.Tensor:
+    """See `api.attend_pages`."""
+    num_tokens, num_kv_heads, group_size, head_size = query.shape
+    query = query.flatten(1, 2)
+    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    launch = launch or launch_of(num_tokens * num_kv_heads, group_size, head_size, query.device)
+    macros = {
+        "QUERY": FORMATS[query.dtype],
+        "KV": FORMATS[keys.view.dtype],
+        "OUTPUT": FORMATS[output.dtype],
+        "GROUP": group_size,
+        "HEAD_SIZE": head_size,
+        "PAGE_SIZE": keys.page_size,
+        "PAGES_PER_BLOCK": keys.pages_per_block,
+        "CLUSTER": launch.cluster,
+        "WARPS": launch.warps,
+        "BLOCKS_PER_SM": launch.blocks_per_sm,
+    }
+    compiled = kernel(_SOURCE, query.device, macros, 32 * launch.warps)
+    shared_bytes = merging_bytes(launch.cluster, group_size, head_size)
+    compiled.reserve_shared(shared_bytes)
+    table = block_table.int()
+    compiled.launch(
+        (num_tokens * num_kv_heads * launch.cluster,),
+        query, int64(query.stride(0)), int64(query.stride(1)),
+        *cache_arguments(keys, values),
+        table, int64(table.stride(0)), context_lens.int(), pages.int().contiguous(), int32(pages.shape[2]),
+        int32(num_kv_heads), float(scale), float(softcap), None if sinks is None else sinks.float(),
+        output, int64(output.stride(0)), shared_bytes=shared_bytes,
+    )  # fmt: skip
+    return output

@@ -1,0 +1,97 @@
+"""Entry point of the sparse-decode operation."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_kernels.page_statistics import PageStatistics
+from sparse_kernels.paging import PagedTensor
+from sparse_kernels.sparse_decode import reference
+
+
+def sparse_decode(
+    query: torch.Tensor,
+    keys: PagedTensor,
+    values: PagedTensor,
+    statistics: PageStatistics | None,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    *,
+    k: int,
+    sink_pages: int,
+    recent_pages: int,
+    std_weight: float,
+    scale: float,
+    dense_tokens: int = 0,
+    dense_requests: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+    query_scale: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of decoding tokens over the `k` best pages of their context (UNIQUE, Eq. 3, 5 and 6).
+
+    The same as `score_pages`, `select_pages` and `attend_pages` one after the other, decided on the device alone: no
+    length is read by the host, and a launch captured in a CUDA graph serves every later batch of its size. The bits
+    of a token's output depend on that token alone.
+
+    Every request has the same number of query tokens, the last of its context; they are consecutive.
+
+    Args:
+        query: `[num_tokens, num_query_heads, head_size]`, any strides but a contiguous last dimension.
+        keys: the cached keys.
+        values: the cached values, in the keys' block.
+        statistics: views of the cache's statistics; None selects the `sink_pages` first and the newest other pages.
+        block_table: `[num_requests, max_blocks]` int32, physical block ids.
+        seq_lens: `[num_requests]` int32, tokens of each request's context, its query tokens included. A query token
+            without a context (a padded request) has a zero output.
+        k: complete pages to select, besides the incomplete last one.
+        sink_pages: leading pages that are always selected.
+        recent_pages: newest complete pages that are always selected.
+        std_weight: lambda, the weight of the standard deviation in the score.
+        scale: factor of the logits, usually `head_size ** -0.5`.
+        dense_tokens: contexts up to this length are attended whole; so are those of at most `k` pages.
+        dense_requests: `[num_requests]` bool, requests that are attended whole whatever their length.
+        sinks: learned sink logits `[num_query_heads]` float32.
+        softcap: logits become `softcap * tanh(logits / softcap)`; 0 for none.
+        query_scale: one float32; a float8 query times this is the query.
+        key_scale: one float32; a float8 key times this is the key.
+        value_scale: one float32; a float8 value times this is the value.
+        out: `[num_tokens, num_query_heads, head_size]` float16 or bfloat16 to write to, rows of heads contiguous.
+
+    Returns:
+        `out`, or a new tensor in the query's dtype (bfloat16 for a float8 query).
+
+    Raises:
+        ValueError: if the shapes disagree or a dtype is not supported.
+    """
+    num_tokens, num_query_heads, head_size = query.shape
+    num_requests = len(seq_lens)
+    if num_requests == 0 or num_tokens % num_requests:
+        raise ValueError(f"query: got {num_tokens} tokens, allowed: a multiple of the {num_requests} requests")
+    if num_query_heads % keys.num_kv_heads or head_size != keys.head_size:
+        raise ValueError(
+            f"query: got {num_query_heads} heads of size {head_size}, allowed: a multiple of {keys.num_kv_heads} "
+            f"heads of size {keys.head_size}"
+        )
+    if len(block_table) != num_requests:
+        raise ValueError(f"block_table: got {len(block_table)} rows, allowed: one for each of {num_requests} requests")
+    if k < max(sink_pages + recent_pages, 1):
+        raise ValueError(f"k: got {k}, allowed: at least {max(sink_pages + recent_pages, 1)}")
+    if out is None:
+        dtype = torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype
+        out = torch.empty(query.shape, dtype=dtype, device=query.device)
+    if num_tokens == 0:
+        return out
+    implementation = reference.sparse_decode
+    if query.is_cuda:
+        from sparse_kernels.sparse_decode import cuda
+
+        implementation = cuda.sparse_decode
+    implementation(
+        query, keys, values, statistics, block_table, seq_lens, k, sink_pages, recent_pages, std_weight, scale,
+        dense_tokens, dense_requests, sinks, softcap, query_scale, key_scale, value_scale, out,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,124 @@
+"""A decode step on CUDA.
+
+Few rows (query tokens times KV heads) are decoded in one launch, a cluster of blocks to a row: launches and latencies
+are what they cost. Many rows fill the device with scoring alone; there a second launch selects and attends.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from sparse_kernels.cuda.launch import FORMATS, int32, int64, kernel
+from sparse_kernels.page_score.cuda import launch_scores, statistics_arguments
+from sparse_kernels.page_statistics import PageStatistics
+from sparse_kernels.paging import PagedTensor
+from sparse_kernels.sparse_attention.cuda import cache_arguments, merging_bytes
+
+_SOURCE = Path(__file__).with_name("decode.cu")
+_MAX_SHARED_BYTES = 227 * 1024
+# Candidates and counts of `Select` in select.cuh.
+_SELECT_BYTES = 4 * 1024 + 2 * 1024 + 64
+
+
+class Launch(NamedTuple):
+    """How the work of a row is laid out; its result does not depend on it."""
+
+    fused: bool
+    cluster: int
+    warps: int
+    blocks_per_sm: int
+
+
+def launch_of(num_rows: int, group_size: int, head_size: int, device: torch.device) -> Launch:
+    """The launch configuration of a batch."""
+    properties = torch.cuda.get_device_properties(device)
+    wide = head_size > 128 or group_size > 8
+    if properties.major < 9:
+        return Launch(False, 1, warps=8, blocks_per_sm=1 if wide else 2)
+    cluster = 1
+    while cluster < 16 and num_rows * cluster * 2 <= 2 * properties.multi_processor_count:
+        cluster *= 2
+    return Launch(cluster > 1, cluster, warps=8, blocks_per_sm=1 if wide else 2)
+
+
+def _shared_bytes(launch: Launch, group_size: int, head_size: int, max_pages: int, k: int) -> int:
+    # Mirrors the layout in decode.cu, rounded up.
+    rows = -(-group_size // 8) * 8
+    values = 32 * group_size * head_size * 4 // launch.cluster
+    keys = 2 * (-(-max_pages // 8) * 8)
+    scoring = rows * head_size * 2 + rows * 8
+    fixed = (
+        merging_bytes(launch.cluster, group_size, head_size) - values + scoring + _SELECT_BYTES + launch.warps * 16 + 64
+    )
+    return -(-fixed // 16) * 16 + (max(values, keys) if launch.cluster == 1 else values + keys) + 4 * k
+
+
+def sparse_decode(
+    query: torch.Tensor,
+    keys: PagedTensor,
+    values: PagedTensor,
+    statistics: PageStatistics | None,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    k: int,
+    sink_pages: int,
+    recent_pages: int,
+    std_weight: float,
+    scale: float,
+    dense_tokens: int,
+    dense_requests: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    softcap: float,
+    query_scale: torch.Tensor | None,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    launch: Launch | None = None,
+) -> None:
+    """See `api.sparse_decode`."""
+    num_tokens, num_query_heads, head_size = query.shape
+    num_kv_heads = keys.num_kv_heads
+    group_size = num_query_heads // num_kv_heads
+    max_pages = block_table.shape[1] * keys.pages_per_block
+    launch = launch or launch_of(num_tokens * num_kv_heads, group_size, head_size, query.device)
+    macros = {
+        "QUERY": FORMATS[query.dtype],
+        "KV": FORMATS[keys.view.dtype],
+        "MEAN": FORMATS[torch.int8 if statistics is None else statistics.mean.dtype],
+        "OUTPUT": FORMATS[out.dtype],
+        "GROUP": group_size,
+        "HEAD_SIZE": head_size,
+        "PAGE_SIZE": keys.page_size,
+        "PAGES_PER_BLOCK": keys.pages_per_block,
+        "FUSED": int(launch.fused),
+        "CLUSTER": launch.cluster,
+        "WARPS": launch.warps,
+        "BLOCKS_PER_SM": launch.blocks_per_sm,
+    }
+    compiled = kernel(_SOURCE, query.device, macros, 32 * launch.warps)
+    shared_bytes = _shared_bytes(launch, group_size, head_size, max_pages, k)
+    if shared_bytes > _MAX_SHARED_BYTES:
+        raise ValueError(f"block_table: got {max_pages} pages, allowed: fewer, whose scores fit in shared memory")
+    compiled.reserve_shared(shared_bytes)
+    if launch.cluster > 8:
+        compiled.allow_large_clusters()
+    scores = None
+    if statistics is not None and not launch.fused:
+        width = -(-max_pages // 8) * 8
+        scores = torch.empty((num_tokens, num_kv_heads, width), dtype=torch.bfloat16, device=query.device)
+        launch_scores(query, statistics, block_table, seq_lens, keys.page_size, std_weight, scores)
+    compiled.launch(
+        (num_tokens * num_kv_heads * launch.cluster,),
+        query, int64(query.stride(0)), int64(query.stride(1)),
+        *cache_arguments(keys, values),
+        *statistics_arguments(statistics),
+        scores, int64(0 if scores is None else scores.stride(1)),
+        block_table, int64(block_table.stride(0)), seq_lens, dense_requests,
+        int32(num_tokens // len(seq_lens)), int32(num_kv_heads), int32(k), int32(sink_pages), int32(recent_pages),
+        int32(dense_tokens), float(std_weight), float(scale), float(softcap), sinks, query_scale, key_scale,
+        value_scale, out, int64(out.stride(0)),
+        shared_bytes=shared_bytes,
+    )  # fmt: skip
