@@ -4,20 +4,42 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 
-class PageAddresses(NamedTuple):
-    """Where the elements of a page lie, for kernels that compute addresses themselves."""
+def memory_of(tensor: torch.Tensor) -> Any:
+    """The tensor's memory from its first element to the end of its storage: a NumPy array of integers, 1-D.
 
-    elements: torch.Tensor
-    """The cache from the first page's first element on, `[num_elements]`."""
+    For kernels that compute addresses themselves: a compiler vectorises what it knows to be contiguous. 16-bit
+    floats appear as their bits.
+    """
+    reach = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
+    flat = tensor.as_strided((reach,), (1,))
+    return flat.view(torch.uint16).numpy() if tensor.element_size() == 2 else flat.numpy()
+
+
+class PageAddresses(NamedTuple):
+    """Where the elements of a page lie, as runs of equally spaced elements."""
+
+    elements: Any
+    """The bits of the cache from the first page's first element on, `[num_elements]`."""
     strides: tuple[int, int, int, int]
     """Elements from one block, KV head, page group and page within a group to the next."""
-    offsets: torch.Tensor
-    """`[page_size * head_size]` int32: elements from the start of a page to each of its elements, token-major."""
+    pages_per_group: int
+    """Pages in a page group."""
+    offsets: Any
+    """`[num_runs]` int32 NumPy array: elements from the start of a page to each run."""
+    length: int
+    """Elements of a run."""
+    step: int
+    """Elements from one element of a run to the next."""
+
+    @property
+    def location(self) -> tuple[Any, ...]:
+        """All but the shape of a run, which compiled kernels take as constants; flat, as Numba needs it."""
+        return self.elements, self.offsets, self.pages_per_group, *self.strides
 
 
 @dataclass(frozen=True)
@@ -67,17 +89,25 @@ class PagedTensor:
         return self.view.shape[2] * self.view.shape[3]
 
     @cached_property
-    def addresses(self) -> PageAddresses:
-        """The same pages as plain address arithmetic."""
+    def token_major(self) -> PageAddresses:
+        """The elements of a page, token by token."""
+        return self._addresses(self._token_major)
+
+    @cached_property
+    def head_major(self) -> PageAddresses:
+        """The elements of a page, all tokens' first ones, then all tokens' second ones, and so on."""
+        inner = range(self.view.dim() - 4)
+        return self._addresses(tuple(dim for dim in inner if dim not in self.token_dims) + self.token_dims)
+
+    def _addresses(self, order: tuple[int, ...]) -> PageAddresses:
         view = self.view
-        reach = view.untyped_storage().nbytes() // view.element_size() - view.storage_offset()
-        inner = list(zip(view.shape[4:], view.stride()[4:], strict=True))
+        *outer, (length, step) = [(view.shape[4 + dim], view.stride(4 + dim)) for dim in order]
         offsets = torch.zeros((), dtype=torch.int32)
-        for dim in self._token_major:
-            size, stride = inner[dim]
+        for size, stride in outer:
             offsets = offsets.unsqueeze(-1) + torch.arange(size, dtype=torch.int32) * stride
         block, head, group, page = view.stride()[:4]
-        return PageAddresses(view.as_strided((reach,), (1,)), (block, head, group, page), offsets.flatten())
+        strides = block, head, group, page
+        return PageAddresses(memory_of(view), strides, view.shape[3], offsets.flatten().numpy(), length, step)
 
     @property
     def _token_major(self) -> tuple[int, ...]:

@@ -72,6 +72,16 @@ def test_a_nan_query_scores_nan():
     assert score_pages(query, batch.statistics, batch.block_table, batch.num_pages, 1.0).isnan().all()
 
 
+@pytest.mark.parametrize("head", range(4))
+def test_a_nan_of_one_query_head_is_seen(head):
+    batch = make_batch([130], 2, 64)
+    query = torch.randn(1, 2, 4, 64).bfloat16()
+    query[0, 1, head, 5] = torch.nan
+    scores = score_pages(query, batch.statistics, batch.block_table, batch.num_pages, 1.0)
+    assert scores[0, 1].isnan().all()
+    assert scores[0, 0].isfinite().all()
+
+
 def test_no_tokens():
     batch = make_batch([64], 1, 64)
     none = torch.empty(0, dtype=torch.int64)

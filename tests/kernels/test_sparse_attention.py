@@ -95,6 +95,30 @@ def test_extreme_logits_do_not_overflow():
     assert output.isfinite().all()
 
 
+def test_softmax_of_a_wide_range_of_logits():
+    """From weights of 1 to weights that vanish."""
+    batch = make_batch([512], 1, 64)
+    query = torch.randn(1, 1, 4, 64).bfloat16() * torch.tensor([0.1, 1, 4, 30]).bfloat16()[:, None]
+    pages = torch.arange(64).view(1, 1, 64)
+    output = attend_pages(
+        query, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, 0.125
+    )
+    arguments = query[0], batch.keys[0], batch.values[0], 0.125
+    assert_as_accurate(output[0], dense_attention(*arguments), dense_attention(*arguments, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_queries_of_other_dtypes(dtype):
+    batch = make_batch([100], 1, 64)
+    query, pages = torch.randn(1, 1, 2, 64).to(dtype), torch.arange(12).view(1, 1, 12)
+    output = attend_pages(
+        query, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, 0.125
+    )
+    assert output.dtype == dtype
+    arguments = query[0], batch.keys[0], batch.values[0], 0.125
+    assert_as_accurate(output[0], dense_attention(*arguments), dense_attention(*arguments, dtype=torch.float32))
+
+
 def test_no_tokens():
     batch = make_batch([64], 1, 64)
     output = attend_pages(

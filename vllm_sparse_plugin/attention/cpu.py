@@ -252,10 +252,12 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         self.pages_of: torch.Tensor | None = None
 
     def warm_up(self, spec: AttentionSpec) -> None:
-        """Compiles what this layer's decode steps need, on a cache of its own, so that no request waits for it."""
+        """Compiles what this layer needs, on a cache of its own, so that no request waits for it."""
         self._bind(torch.zeros(2, self.num_kv_heads, spec.num_states, 2 * self.head_size, dtype=spec.dtype))
         first = torch.zeros(1, dtype=torch.int64)
         lens = first + self.selection.page_size + 1
+        if self.statistics is not None:
+            update_page_statistics(self.keys, self.statistics, first, first)
         self._decode(
             torch.zeros(1, self.num_heads, self.head_size, dtype=spec.dtype),
             DecodeTokens(first, first.unsqueeze(1), lens, lens // self.selection.page_size),

@@ -32,5 +32,11 @@ def update_page_statistics(
         raise ValueError(
             f"statistics: got {statistics.mean.shape[2]} pages per block, allowed: the keys' {keys.pages_per_block}"
         )
-    if blocks.numel():
-        reference.update_page_statistics(keys, statistics, blocks, pages)
+    if not blocks.numel():
+        return
+    implementation = reference.update_page_statistics
+    if blocks.device.type == "cpu" and (keys.view.dtype, statistics.mean.dtype) == (torch.bfloat16, torch.int8):
+        from sparse_kernels.page_statistics import cpu
+
+        implementation = cpu.update_page_statistics
+    implementation(keys, statistics, blocks, pages)

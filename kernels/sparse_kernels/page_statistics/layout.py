@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Literal, NamedTuple, get_args
+from functools import cached_property
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
+
+from sparse_kernels.paging import memory_of
 
 StatisticsFormat = Literal["int8", "fp8", "bf16"]
 STATISTICS_FORMATS: tuple[StatisticsFormat, ...] = get_args(StatisticsFormat)
@@ -19,17 +22,27 @@ _MEAN_DTYPE: dict[StatisticsFormat, torch.dtype] = {
 _SCALAR_DTYPE = torch.bfloat16
 
 
-class PageStatistics(NamedTuple):
-    """Statistics of every page of a cache, as views into its blocks (UNIQUE, Eq. 1-2)."""
-
+class _Views(NamedTuple):
     mean: torch.Tensor
-    """`[num_blocks, num_kv_heads, pages_per_block, head_size]`, int8, float8_e4m3fn or bfloat16: the mean key,
-    divided by `scale` where there is one."""
     scale: torch.Tensor | None
-    """`[num_blocks, num_kv_heads, pages_per_block]` bfloat16; None for bf16 means."""
     std: torch.Tensor
-    """`[num_blocks, num_kv_heads, pages_per_block]` bfloat16: L2 norm over the head of the per-dimension
-    population standard deviation."""
+
+
+class PageStatistics(_Views):
+    """Statistics of every page of a cache, as views into its blocks (UNIQUE, Eq. 1-2).
+
+    mean: `[num_blocks, num_kv_heads, pages_per_block, head_size]`, int8, float8_e4m3fn or bfloat16: the mean key,
+        divided by `scale` where there is one.
+    scale: `[num_blocks, num_kv_heads, pages_per_block]` bfloat16; None for bf16 means.
+    std: `[num_blocks, num_kv_heads, pages_per_block]` bfloat16: L2 norm over the head of the per-dimension population
+        standard deviation.
+    """
+
+    @cached_property
+    def memory(self) -> tuple[Any, Any, Any]:
+        """The memory of mean, scale and std (see `memory_of`), for formats that have all three."""
+        assert self.scale is not None
+        return memory_of(self.mean), memory_of(self.scale), memory_of(self.std)
 
 
 @dataclass(frozen=True)

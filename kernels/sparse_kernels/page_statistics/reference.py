@@ -1,4 +1,4 @@
-"""Page statistics in torch: the specification, and what runs on CPU.
+"""Page statistics in torch: the specification, and what runs where there is no compiled path.
 
 For page p of B keys k_i in R^D (UNIQUE, Eq. 1-2):
 
@@ -22,11 +22,12 @@ def page_mean_and_std(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Returns:
         The mean `[..., head_size]` and the standard deviation `[...]`, float32.
     """
-    keys = keys.float()
+    # In float64 the order of a sum does not show once the result is rounded.
+    keys = keys.double()
     mean = keys.mean(dim=-2)
     deviation = keys - mean.unsqueeze(-2)
     std = deviation.square().mean(dim=-2).sum(dim=-1).sqrt()
-    return mean, std
+    return mean.float(), std.float()
 
 
 def quantise_mean(mean: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

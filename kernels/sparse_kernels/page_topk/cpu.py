@@ -71,6 +71,5 @@ def select_pages(
 ) -> torch.Tensor:
     """See `api.select_pages`."""
     pages = num_pages.new_full((*scores.shape[:2], k), -1)
-    bits = scores.view(torch.int16).numpy().view(np.uint16)
-    _select(bits, num_pages.numpy(), k, sink_pages, recent_pages, pages.numpy())
+    _select(scores.view(torch.uint16).numpy(), num_pages.numpy(), k, sink_pages, recent_pages, pages.numpy())
     return pages

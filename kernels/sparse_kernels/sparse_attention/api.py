@@ -56,7 +56,7 @@ def attend_pages(
     if num_tokens == 0:
         return query.new_empty((0, num_kv_heads * group_size, values.head_size))
     implementation = reference.attend_pages
-    if query.device.type == "cpu" and keys.view.dtype == values.view.dtype == torch.bfloat16:
+    if query.device.type == "cpu" and query.dtype == keys.view.dtype == values.view.dtype == torch.bfloat16:
         from sparse_kernels.sparse_attention import cpu
 
         implementation = cpu.attend_pages

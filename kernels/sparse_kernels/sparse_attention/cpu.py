@@ -9,34 +9,57 @@ import numba
 import numpy as np
 import torch
 
+from sparse_kernels.compiled import FASTMATH, narrow, unpack_page
 from sparse_kernels.paging import PagedTensor
 
-_FASTMATH = {"reassoc", "contract"}
+_UNROLLED = 8
+"""Products summed in registers before the sum goes back to memory; divides every page and head size."""
+_CHUNK_TOKENS = 64
+"""Tokens whose keys or values are unpacked before anything is computed with them: long rows, still in the cache."""
 
 
-@numba.njit(nogil=True)
-def _load_page(storage, strides, per_group, offsets, block, head, within, bits):
-    start = block * strides[0] + head * strides[1] + within // per_group * strides[2]
-    start += within % per_group * strides[3]
-    for i in range(bits.size):
-        bits[i] = np.int32(storage[start + offsets[i]]) << 16
+@numba.njit(nogil=True, fastmath=FASTMATH, forceinline=True)
+def _add_products(weights, offset, rows, sums, column):
+    """Adds to each row of `sums`, from `column` on, the sum of `rows` weighted by `weights` from `offset` on."""
+    for first in range(0, rows.shape[0], _UNROLLED):
+        for g in range(sums.shape[0]):
+            for i in range(rows.shape[1]):
+                total = sums[g, np.uint64(column + i)]
+                for j in range(_UNROLLED):
+                    total += weights[g, np.uint64(offset + first + j)] * rows[np.uint64(first + j), np.uint64(i)]
+                sums[g, np.uint64(column + i)] = total
+
+
+@numba.njit(nogil=True, forceinline=True)
+def _exp(x):
+    """exp(x) for x <= 0 within 2 units in the last place; vectorises, which a call of the C library does not."""
+    # exp(x) = 2**n * exp(r) with |r| <= ln(2) / 2, and ln(2) in two parts to subtract n of it exactly.
+    n = np.rint(x * np.float32(1.44269504))
+    r = (x - n * np.float32(0.693359375)) + n * np.float32(2.12194440e-4)
+    y = np.float32(1.9875691500e-4)
+    y = y * r + np.float32(1.3981999507e-3)
+    y = y * r + np.float32(8.3334519073e-3)
+    y = y * r + np.float32(4.1665795894e-2)
+    y = y * r + np.float32(1.6666665459e-1)
+    y = y * r + np.float32(0.5)
+    y = y * r * r + r + np.float32(1)
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return np.float32(0) if x < np.float32(-87) else y * power
 
 
 @functools.cache
-def _kernel(group_size: int, head_size: int) -> Any:
-    """Compiled for one model's shape: the compiler unrolls loops whose lengths it knows."""
+def _kernel(
+    group_size: int, head_size: int, page_size: int, key_length: int, key_step: int, value_length: int, value_step: int
+) -> Any:
+    """Compiled for one model's shape and packing: the compiler unrolls loops whose lengths it knows."""
+    chunk_pages = max(1, _CHUNK_TOKENS // page_size)
+    chunk_tokens = chunk_pages * page_size
 
-    @numba.njit(fastmath=_FASTMATH, nogil=True, parallel=True, cache=True)
+    @numba.njit(fastmath=FASTMATH, nogil=True, parallel=True, cache=True)
     def attend(
         query,
         keys,
-        key_strides,
-        key_offsets,
         values,
-        value_strides,
-        value_offsets,
-        per_group,
-        page_size,
         pages_per_block,
         block_table,
         context_lens,
@@ -49,64 +72,62 @@ def _kernel(group_size: int, head_size: int) -> Any:
         num_tokens, num_kv_heads, k = pages.shape
         for row in numba.prange(num_tokens * num_kv_heads):
             token, head = row // num_kv_heads, row % num_kv_heads
-            tail_page, tail_len = context_lens[token] // page_size, context_lens[token] % page_size
+            # The selected pages, then the incomplete one.
+            chosen = np.empty(k + 1, np.int64)
+            count = 0
+            for slot in range(k):
+                if pages[token, head, slot] >= 0:
+                    chosen[count] = pages[token, head, slot]
+                    count += 1
+            tail = context_lens[token] % page_size
+            num_read = count * page_size + tail
+            if tail:
+                chosen[count] = context_lens[token] // page_size
+                count += 1
             heads = np.empty((group_size, head_size), np.float32)
             for g in range(group_size):
                 for d in range(head_size):
                     heads[g, d] = query[token, head, g, d] * scale
-            bits = np.empty(page_size * head_size, np.int32)
-            loaded = bits.view(np.float32).reshape(page_size, head_size)
-            logits = np.empty((group_size, (k + 1) * page_size), np.float32)
-            count = 0
-            for slot in range(k + 1):
-                page = pages[token, head, slot] if slot < k else tail_page
-                tokens = page_size if slot < k else tail_len
-                if page < 0 or tokens == 0:
-                    continue
-                block, within = block_table[token, page // pages_per_block], page % pages_per_block
-                _load_page(keys, key_strides, per_group[0], key_offsets, block, head, within, bits)
-                for t in range(tokens):
-                    for g in range(group_size):
-                        dot = np.float32(0)
-                        for d in range(head_size):
-                            dot += heads[g, d] * loaded[t, d]
-                        logits[g, count + t] = dot
-                count += tokens
+            num_chunks = (count + chunk_pages - 1) // chunk_pages
+            logits = np.zeros((group_size, num_chunks * chunk_tokens), np.float32)
+            by_dim = np.zeros((head_size, chunk_tokens), np.float32)
+            for first in range(0, count, chunk_pages):
+                for slot in range(first, min(first + chunk_pages, count)):
+                    block, within = block_table[token, chosen[slot] // pages_per_block], chosen[slot] % pages_per_block
+                    at = (slot - first) * page_size
+                    unpack_page(keys, key_length, key_step, block, head, within, by_dim, 0, at, page_size)
+                _add_products(heads, 0, by_dim, logits, first * page_size)
             inverse = np.empty(group_size, np.float32)
             for g in range(group_size):
                 if softcap > 0:
-                    for i in range(count):
+                    for i in range(num_read):
                         logits[g, i] = softcap * np.tanh(logits[g, i] / softcap)
                 largest = np.float32(-np.inf)
                 if sinks.size:
                     largest = sinks[head * group_size + g]
-                for i in range(count):
+                for i in range(num_read):
                     largest = max(largest, logits[g, i])
                 total = np.float32(0)
                 if sinks.size:
-                    total = np.exp(sinks[head * group_size + g] - largest)
-                for i in range(count):
-                    logits[g, i] = np.exp(logits[g, i] - largest)
+                    total = _exp(sinks[head * group_size + g] - largest)
+                for i in range(num_read):
+                    logits[g, i] = _exp(logits[g, i] - largest)
                     total += logits[g, i]
                 inverse[g] = np.float32(1) / total
+                logits[g, num_read:] = 0
             accumulated = np.zeros((group_size, head_size), np.float32)
-            count = 0
-            for slot in range(k + 1):
-                page = pages[token, head, slot] if slot < k else tail_page
-                tokens = page_size if slot < k else tail_len
-                if page < 0 or tokens == 0:
-                    continue
-                block, within = block_table[token, page // pages_per_block], page % pages_per_block
-                _load_page(values, value_strides, per_group[1], value_offsets, block, head, within, bits)
-                for t in range(tokens):
-                    for g in range(group_size):
-                        weight = logits[g, count + t]
-                        for d in range(head_size):
-                            accumulated[g, d] += weight * loaded[t, d]
-                count += tokens
+            by_token = np.zeros((chunk_tokens, head_size), np.float32)
+            for first in range(0, count, chunk_pages):
+                for slot in range(first, min(first + chunk_pages, count)):
+                    block, within = block_table[token, chosen[slot] // pages_per_block], chosen[slot] % pages_per_block
+                    at = (slot - first) * page_size
+                    unpack_page(values, value_length, value_step, block, head, within, by_token, at, 0, head_size)
+                # What lies beyond the context is stale memory and may be NaN, which a weight of 0 would not hide.
+                by_token[max(0, num_read - first * page_size) :] = 0
+                _add_products(logits, first * page_size, by_token, accumulated, 0)
             for g in range(group_size):
                 for d in range(head_size):
-                    output[token, head, g, d] = accumulated[g, d] * inverse[g]
+                    output[token, head, g, d] = narrow(accumulated[g, d] * inverse[g])
 
     return attend
 
@@ -123,18 +144,15 @@ def attend_pages(
     softcap: float,
 ) -> torch.Tensor:
     """See `api.attend_pages`."""
-    key_pages, value_pages = keys.addresses, values.addresses
-    output = torch.empty(query.shape, dtype=torch.float32)
-    _kernel(*query.shape[2:])(
+    key_pages, value_pages = keys.head_major, values.token_major
+    output = torch.empty(query.shape, dtype=torch.bfloat16)
+    kernel = _kernel(
+        *query.shape[2:], keys.page_size, key_pages.length, key_pages.step, value_pages.length, value_pages.step
+    )
+    kernel(
         query.float().numpy(),
-        key_pages.elements.view(torch.int16).numpy(),
-        key_pages.strides,
-        key_pages.offsets.numpy(),
-        value_pages.elements.view(torch.int16).numpy(),
-        value_pages.strides,
-        value_pages.offsets.numpy(),
-        (keys.view.shape[3], values.view.shape[3]),
-        keys.page_size,
+        key_pages.location,
+        value_pages.location,
         keys.pages_per_block,
         block_table.numpy(),
         context_lens.numpy(),
@@ -142,6 +160,6 @@ def attend_pages(
         np.float32(scale),
         np.empty(0, np.float32) if sinks is None else sinks.float().numpy(),
         np.float32(softcap),
-        output.numpy(),
+        output.view(torch.uint16).numpy(),
     )
-    return output.flatten(1, 2).to(query.dtype)
+    return output.flatten(1, 2)
