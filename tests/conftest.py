@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.interpreter import interpret_kernels
 
 # The engine of an `LLM` is spawned; it and the tests share two small machines' worth of cores.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+interpret_kernels()
 
 MODEL = Path(__file__).parent.parent / "models" / "needle-8m"
 

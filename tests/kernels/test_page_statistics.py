@@ -108,15 +108,20 @@ def test_every_word_is_a_finite_bfloat16(statistics):
 @pytest.mark.parametrize("page_size", [8, 16, 32])
 @pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("statistics", STATISTICS_FORMATS)
-def test_records_fit_their_rows_and_do_not_overlap(statistics, head_size, page_size):
-    layout = StatisticsLayout(page_size, head_size, statistics)
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8], ids=str)
+def test_records_fit_their_rows_and_do_not_overlap(cache_dtype, statistics, head_size, page_size):
+    layout = StatisticsLayout(page_size, head_size, statistics, cache_dtype.itemsize)
     block_size = 2 * layout.unit_tokens
-    rows = torch.zeros(2, 3, layout.rows(block_size), 2 * head_size, dtype=torch.bfloat16)
+    rows = torch.zeros(2, 3, layout.rows(block_size), 2 * head_size, dtype=cache_dtype)
     for value, part in enumerate((part for part in layout.views(rows, block_size) if part is not None), start=1):
         assert part.data_ptr() >= rows.data_ptr()
         raw = part.view(torch.uint8)
         assert raw.eq(0).all(), "two parts share bytes"
         raw.fill_(value)
+    if cache_dtype.itemsize == 1:
+        # Half the bytes per token, so records weigh twice; bf16 means of small heads are the heaviest.
+        assert layout.memory_overhead <= (0.16 if statistics == "bf16" else 0.08)
+        return
     assert layout.memory_overhead <= 0.08
     if statistics != "bf16":
         assert layout.memory_overhead <= 0.0625
@@ -126,10 +131,19 @@ def test_overhead_of_the_default_format_is_one_row_in_sixteen():
     assert StatisticsLayout(8, 128, "int8").memory_overhead == 1 / 16
 
 
-@pytest.mark.parametrize(("statistics", "block_size"), [("int8", 24), ("bf16", 32)])
-def test_blocks_that_hold_no_whole_unit_are_refused(statistics, block_size):
-    with pytest.raises(ValueError, match=rf"block_size: got {block_size}, allowed: a multiple of"):
-        StatisticsLayout(8, 128, statistics).rows(block_size)
+@pytest.mark.parametrize("statistics", ["int8", "fp8"])
+def test_eight_bit_records_in_a_one_byte_cache_share_rows_over_64_tokens(statistics):
+    layout = StatisticsLayout(8, 128, statistics, cache_itemsize=1)
+    assert (layout.unit_tokens, layout.unit_rows) == (64, 5)
+
+
+@pytest.mark.parametrize(
+    ("statistics", "cache_itemsize", "block_size", "unit"),
+    [("int8", 2, 24, 16), ("bf16", 2, 32, 64), ("int8", 1, 32, 64), ("bf16", 1, 96, 64)],
+)
+def test_blocks_that_hold_no_whole_unit_are_refused(statistics, cache_itemsize, block_size, unit):
+    with pytest.raises(ValueError, match=rf"block_size: got {block_size}, allowed: a multiple of {unit} "):
+        StatisticsLayout(8, 128, statistics, cache_itemsize).rows(block_size)
 
 
 def test_mismatched_arguments_are_refused():

@@ -1,6 +1,6 @@
 """Statistics of the keys of each page, stored beside them in the cache block."""
 
-from sparse_kernels.page_statistics.api import update_page_statistics
+from sparse_kernels.page_statistics.api import update_page_statistics, write_cache
 from sparse_kernels.page_statistics.layout import (
     STATISTICS_FORMATS,
     PageStatistics,
@@ -14,4 +14,5 @@ __all__ = [
     "StatisticsFormat",
     "StatisticsLayout",
     "update_page_statistics",
+    "write_cache",
 ]

@@ -20,6 +20,8 @@ _MEAN_DTYPE: dict[StatisticsFormat, torch.dtype] = {
     "bf16": torch.bfloat16,
 }
 _SCALAR_DTYPE = torch.bfloat16
+LARGEST_MEAN: dict[torch.dtype, float] = {torch.int8: 126.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
+"""Largest magnitude of an 8-bit mean; what the page's scale maps its largest element to."""
 
 
 class _Views(NamedTuple):
@@ -77,10 +79,10 @@ class StatisticsLayout:
     def unit_tokens(self) -> int:
         """Tokens that share a whole number of rows; a block holds a multiple of this.
 
-        8-bit records of two 8-token pages fit one row. Two bf16 means do not, so bf16 records share rows over 64
-        tokens: 7.8 % instead of 12.5 % at head size 128.
+        8-bit records of two 8-token pages fit one row of a two-byte cache. Two bf16 means do not, nor do 8-bit
+        records in a one-byte cache, so those share rows over 64 tokens: 7.8 % instead of 12.5 % at head size 128.
         """
-        return 64 if self.format == "bf16" else max(16, self.page_size)
+        return 64 if self.format == "bf16" or self.cache_itemsize == 1 else max(16, self.page_size)
 
     @property
     def unit_rows(self) -> int:
@@ -108,7 +110,8 @@ class StatisticsLayout:
         if block_size % self.unit_tokens:
             raise ValueError(
                 f"block_size: got {block_size}, allowed: a multiple of {self.unit_tokens} "
-                f"({self.format} statistics, pages of {self.page_size} tokens)"
+                f"({self.format} statistics, pages of {self.page_size} tokens"
+                f"{', a one-byte cache' if self.cache_itemsize == 1 else ''})"
             )
         return block_size // self.unit_tokens * self.unit_rows
 

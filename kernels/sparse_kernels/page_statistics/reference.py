@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from sparse_kernels.page_statistics.layout import PageStatistics
+from sparse_kernels.page_statistics.layout import LARGEST_MEAN, PageStatistics
 from sparse_kernels.paging import PagedTensor
 
 
@@ -44,7 +44,7 @@ def quantise_mean(mean: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
         The quantised mean `[..., head_size]` and its scale `[...]` bfloat16 (0 for an all-zero mean), such that
         `quantised * scale` is the mean up to one step.
     """
-    largest = 126.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    largest = LARGEST_MEAN[dtype]
     # Rounded up, so that the largest element still fits.
     scale = (mean.abs().amax(dim=-1) / largest * (1 + 2**-8)).bfloat16()
     scaled = mean / torch.where(scale > 0, scale, 1.0).float().unsqueeze(-1)
@@ -52,6 +52,11 @@ def quantise_mean(mean: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor,
         step = scaled.round()
         scaled = torch.where(step == -1, torch.where(scaled > -1, 0.0, -2.0), step)
     return scaled.clamp(-largest, largest).to(dtype), scale
+
+
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    """8-bit floats as bytes: index_put is not implemented for them."""
+    return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
 def update_page_statistics(
@@ -65,7 +70,35 @@ def update_page_statistics(
     else:
         stored, scale = quantise_mean(mean, statistics.mean.dtype)
         statistics.scale[blocks, :, pages] = scale
-    # index_put is not implemented for 8-bit floats; their bits are.
-    bits = statistics.mean.dtype if statistics.mean.dtype != torch.float8_e4m3fn else torch.uint8
-    statistics.mean.view(bits)[blocks, :, pages] = stored.view(bits)
+    _bits(statistics.mean)[blocks, :, pages] = _bits(stored)
     statistics.std[blocks, :, pages] = std.to(statistics.std.dtype)
+
+
+def as_stored(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
+    """What a cache of `dtype` keeps of `x`: with a scale `x / scale`, saturated as vLLM does."""
+    if scale is None:
+        return x.to(dtype)
+    largest = torch.finfo(dtype).max
+    return (x.float() / scale).clamp(-largest, largest).to(dtype)
+
+
+def write_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    statistics: PageStatistics | None,
+    slot_mapping: torch.Tensor,
+    page_size: int,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+) -> None:
+    """See `api.write_cache`."""
+    block_size, head_size = cache.shape[2], key.shape[2]
+    token = (slot_mapping >= 0).nonzero().squeeze(1)
+    slot = slot_mapping[token]
+    parts = as_stored(key[token], cache.dtype, key_scale), as_stored(value[token], cache.dtype, value_scale)
+    _bits(cache)[slot // block_size, :, slot % block_size] = _bits(torch.cat(parts, dim=-1))
+    if statistics is not None:
+        last = slot[slot % page_size == page_size - 1]
+        keys = PagedTensor.from_rows(cache[..., :head_size], page_size)
+        update_page_statistics(keys, statistics, last // block_size, last % block_size // page_size)

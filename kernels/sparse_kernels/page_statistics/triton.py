@@ -1,0 +1,187 @@
+"""The KV-cache write of a GPU: keys, values and the statistics of the pages they fill, in one launch.
+
+Needs Triton 3.4 or newer; 8-bit floats, in the cache or as means, need compute capability 8.9.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sparse_kernels.page_statistics.layout import LARGEST_MEAN, PageStatistics
+
+# Adding and subtracting 1.5 * 2**23 rounds a small float32 to the nearest integer, ties to even. Triton's own
+# rounding lives in libdevice, which its interpreter does not have.
+_ROUND = tl.constexpr(1.5 * 2**23)
+_LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
+_LARGEST_E4M3 = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
+
+
+class _Launch(NamedTuple):
+    """How a launch is cut into programs, by its number of slots."""
+
+    num_slots: float
+    """Largest number of slots this row of the table is for."""
+    elements: int
+    """Key elements of one token that a program copies; sets how many heads it serves."""
+
+
+# A decode step has about as many tokens as the device has multiprocessors, and many small programs spread over more of
+# them; a prefill fills the device anyway and needs fewer programs.
+_LAUNCHES = (_Launch(512, 256), _Launch(float("inf"), 1024))
+# Keys of a page per warp, 64 for each thread: the page stays in registers between its mean and its deviations. With
+# pages of 8 tokens a thread then copies 8 elements, 16 bytes, of a token's key.
+_PAGE_ELEMENTS_PER_WARP = 2048
+
+
+@triton.jit
+def _as_stored(x, scale, dtype: tl.constexpr):
+    x = x.to(tl.float32)
+    if scale is not None:
+        # As vLLM's `reshape_and_cache_flash`: an exact division, saturated, NaN kept.
+        x = tl.clamp(tl.div_rn(x, scale), -_LARGEST_E4M3, _LARGEST_E4M3, propagate_nan=tl.PropagateNan.ALL)
+    return x.to(dtype)
+
+
+@triton.jit
+def _write_cache(
+    key_ptr,
+    value_ptr,
+    cache_ptr,
+    slot_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    mean_ptr,
+    mean_scale_ptr,
+    std_ptr,
+    key_strides,
+    value_strides,
+    cache_strides,
+    mean_strides,
+    mean_scale_strides,
+    std_strides,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    LARGEST: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    first_head = (tl.program_id(1) * HEADS).to(tl.int64)
+    # The elements of all heads of a program in one dimension: the compiler then keeps a page's rows in one thread.
+    element = tl.arange(0, HEADS * DIMS)
+    head = first_head + element // DIMS
+    dim = element % DIMS
+    exists = (head < NUM_KV_HEADS) & (dim < HEAD_SIZE)
+    dtype: tl.constexpr = cache_ptr.dtype.element_ty
+    key_scale = None
+    value_scale = None
+    if key_scale_ptr is not None:
+        key_scale = tl.load(key_scale_ptr)
+        value_scale = tl.load(value_scale_ptr)
+
+    # The rows are asked for before the slot is known: one wait instead of two.
+    slot = tl.load(slot_ptr + token)
+    key_row = key_ptr + token * key_strides[0] + head * key_strides[1] + dim
+    value_row = value_ptr + token * value_strides[0] + head * value_strides[1] + dim
+    key = tl.load(key_row, mask=exists, other=0.0)
+    value = tl.load(value_row, mask=exists, other=0.0)
+    if slot < 0:
+        return
+    block = slot // BLOCK_SIZE
+    offset = slot % BLOCK_SIZE
+    cache_row = cache_ptr + block * cache_strides[0] + head * cache_strides[1] + offset * cache_strides[2] + dim
+    tl.store(cache_row, _as_stored(key, key_scale, dtype), mask=exists)
+    tl.store(cache_row + HEAD_SIZE, _as_stored(value, value_scale, dtype), mask=exists)
+
+    if mean_ptr is not None:  # noqa: SIM102 - decided when compiling, the next one when running
+        if slot % PAGE_SIZE == PAGE_SIZE - 1:
+            # Other programs of this launch may be writing the page's earlier keys right now. Those keys stand in the
+            # rows before this one and are taken from there; what is older is in the cache.
+            age = tl.arange(0, PAGE_SIZE).to(tl.int64)
+            earlier = tl.load(slot_ptr + (token - age), mask=age <= token, other=-1)
+            here = (earlier == slot - age)[:, None]
+            age = age[:, None]
+            written = tl.load(key_row[None, :] - age * key_strides[0], mask=here & exists[None, :], other=0.0)
+            cached = tl.load(cache_row[None, :] - age * cache_strides[2], mask=~here & exists[None, :], other=0.0)
+            written = _as_stored(written, key_scale, dtype).to(tl.float32)
+            keys = tl.where(here, written, cached.to(tl.float32))
+
+            # Eq. 1-2. What is not finite becomes the largest spread: such a page is read, not hidden, and leaves
+            # nothing behind that would spoil the block's next owner (see `StatisticsLayout`).
+            mean = tl.sum(keys, axis=0) / PAGE_SIZE
+            deviation = keys - mean[None, :]
+            variance = tl.sum(deviation * deviation, axis=0) / PAGE_SIZE
+            std = tl.sqrt_rn(tl.sum(tl.reshape(variance, (HEADS, DIMS)), axis=1))
+            std = tl.where(std <= _LARGEST_BF16, std, _LARGEST_BF16)
+            mean = tl.reshape(tl.where(tl.abs(mean) <= _LARGEST_BF16, mean, 0.0), (HEADS, DIMS))
+
+            page = offset // PAGE_SIZE
+            heads = first_head + tl.arange(0, HEADS)
+            head_exists = heads < NUM_KV_HEADS
+            if LARGEST is not None:
+                # The arithmetic of `reference.quantise_mean`.
+                scale = tl.div_rn(tl.max(tl.abs(mean), axis=1), LARGEST) * (1 + 2**-8)
+                scale = scale.to(tl.bfloat16)
+                scale_page = mean_scale_ptr + block * mean_scale_strides[0] + page * mean_scale_strides[2]
+                tl.store(scale_page + heads * mean_scale_strides[1], scale, mask=head_exists)
+                divisor = scale.to(tl.float32)
+                scaled = tl.div_rn(mean, tl.where(divisor > 0, divisor, 1.0)[:, None])
+                if mean_ptr.dtype.element_ty == tl.int8:
+                    step = (scaled + _ROUND) - _ROUND
+                    scaled = tl.where(step == -1.0, tl.where(scaled > -1.0, 0.0, -2.0), step)
+                mean = tl.clamp(scaled, -LARGEST, LARGEST)
+            mean = tl.reshape(mean, (HEADS * DIMS,)).to(mean_ptr.dtype.element_ty)
+            mean_page = mean_ptr + block * mean_strides[0] + page * mean_strides[2]
+            tl.store(mean_page + head * mean_strides[1] + dim, mean, mask=exists)
+            std_page = std_ptr + block * std_strides[0] + page * std_strides[2]
+            tl.store(std_page + heads * std_strides[1], std.to(tl.bfloat16), mask=head_exists)
+
+
+def write_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: torch.Tensor,
+    statistics: PageStatistics | None,
+    slot_mapping: torch.Tensor,
+    page_size: int,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+) -> None:
+    """See `api.write_cache`."""
+    num_slots = slot_mapping.shape[0]
+    _, num_kv_heads, head_size = key.shape
+    mean, mean_scale, std = statistics or (None, None, None)
+    dims = triton.next_power_of_2(head_size)
+    elements = next(launch.elements for launch in _LAUNCHES if num_slots <= launch.num_slots)
+    heads = min(max(elements // dims, 1), triton.next_power_of_2(num_kv_heads))
+    _write_cache[(num_slots, triton.cdiv(num_kv_heads, heads))](
+        key,
+        value,
+        cache,
+        slot_mapping,
+        key_scale,
+        value_scale,
+        mean,
+        mean_scale,
+        std,
+        key.stride(),
+        value.stride(),
+        cache.stride(),
+        mean.stride() if mean is not None else (),
+        mean_scale.stride() if mean_scale is not None else (),
+        std.stride() if std is not None else (),
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_SIZE=head_size,
+        BLOCK_SIZE=cache.shape[2],
+        PAGE_SIZE=page_size,
+        LARGEST=LARGEST_MEAN.get(mean.dtype) if mean is not None else None,
+        HEADS=heads,
+        DIMS=dims,
+        num_warps=min(max(heads * dims * page_size // _PAGE_ELEMENTS_PER_WARP, 1), 16),
+    )

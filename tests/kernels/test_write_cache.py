@@ -1,0 +1,476 @@
+"""The fused cache write: compiled on a GPU, in Triton's interpreter elsewhere (see `support.interpreter`)."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import pytest
+import torch
+from sparse_kernels.page_statistics import STATISTICS_FORMATS, PageStatistics, StatisticsLayout, reference, write_cache
+from support.paged import garbage
+
+FLOAT8 = torch.float8_e4m3fn
+LARGEST_KEY = 1024.0
+HAS_GPU = torch.cuda.is_available()
+NO_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+ON_CPU = pytest.param(
+    "cpu", marks=[NO_TRITON, pytest.mark.skipif(HAS_GPU, reason="beside a GPU Triton compiles its kernels")]
+)
+ON_GPU = pytest.param("cuda", marks=[NO_TRITON, pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")])
+on_devices = pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
+
+
+@pytest.fixture(autouse=True)
+def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter, where there is no GPU, running the programs of a launch last to first.
+
+    In their natural order every program would find the work of those before it in the cache, as on no GPU.
+    """
+    if HAS_GPU or find_spec("triton") is None:
+        return
+    # What Triton imports at the first launch must be interpreted too.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    from triton.runtime.interpreter import interpreter_builder as builder
+
+    in_order = builder.set_grid_idx
+
+    def reversed_order(*index: int) -> None:
+        in_order(*(size - 1 - i for size, i in zip(builder.grid_dim, index, strict=True)))
+
+    monkeypatch.setattr(builder, "set_grid_idx", reversed_order)
+
+
+@dataclass(frozen=True)
+class Shape:
+    page_size: int = 8
+    block_size: int = 64
+    head_size: int = 64
+    num_kv_heads: int = 3
+    statistics: str | None = "int8"
+    cache_dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.bfloat16
+
+    def __str__(self) -> str:
+        cache, inputs = (str(dtype).removeprefix("torch.") for dtype in (self.cache_dtype, self.dtype))
+        return (
+            f"page{self.page_size}-block{self.block_size}-{self.num_kv_heads}x{self.head_size}-{self.statistics}-"
+            f"{inputs}-in-{cache}"
+        )
+
+
+Launches = Callable[[int, int], list[list[int]]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Consecutive launches; each is the slot mapping made of a page size and a block size."""
+
+    name: str
+    launches: Launches
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def tokens(block_size: int, block: int, start: int, stop: int) -> list[int]:
+    """Slots of tokens `start` to `stop` of a request that begins in `block` and goes on in the blocks after it."""
+    return list(range(block * block_size + start, block * block_size + stop))
+
+
+CASES = [
+    Case("one page", lambda page, size: [tokens(size, 1, 0, page)]),
+    Case(
+        "several prefills, around page boundaries",
+        lambda page, size: [
+            tokens(size, 0, 0, page - 1)
+            + tokens(size, 5, 0, page)
+            + tokens(size, 2, 0, page + 1)
+            + tokens(size, 6, 0, 2 * page + 1)
+        ],
+    ),
+    Case(
+        "chunked prefill, across pages and blocks",
+        lambda page, size: [tokens(size, 1, size - page, size - 3), tokens(size, 1, size - 3, size + page + 1)],
+    ),
+    Case(
+        "decodes, two of which finish a page",
+        lambda page, size: [
+            tokens(size, 0, 0, page - 1) + tokens(size, 3, 0, page - 2) + tokens(size, 6, page, 2 * page - 1),
+            [page - 1, 3 * size + page - 2, 6 * size + 2 * page - 1],
+        ],
+    ),
+    Case(
+        "drafts rewritten by what was accepted",
+        lambda page, size: [
+            tokens(size, 2, 0, page + 2),
+            tokens(size, 2, page - 2, page + 2),
+            tokens(size, 2, page - 1, page + 3),
+        ],
+    ),
+    Case(
+        "a page is written again from the block's start",
+        lambda page, size: [tokens(size, 4, 0, page), tokens(size, 4, 0, 3), tokens(size, 4, 3, page)],
+    ),
+    Case(
+        "padding before, between and after",
+        lambda page, size: [[-1, *tokens(size, 0, 0, page), -1, -1, *tokens(size, 3, 0, page), -1, -7]],
+    ),
+    Case(
+        "the row before the last token is padding",
+        lambda page, size: [tokens(size, 0, 0, page - 1), [*tokens(size, 5, 0, 2), -1, page - 1]],
+    ),
+    Case("nothing but padding", lambda page, size: [[-1] * 5]),
+    Case(
+        "enough tokens for the launch of a prefill",
+        lambda page, size: [tokens(size, 1, 0, 3), [-1] * 500 + tokens(size, 1, 3, 2 * page) + [-1]],
+    ),
+]
+
+SHAPES = [
+    Shape(page_size=16, block_size=16, head_size=128),
+    Shape(page_size=32, head_size=256, num_kv_heads=1),
+    Shape(block_size=16, head_size=96, num_kv_heads=5),
+    Shape(block_size=256, head_size=128, num_kv_heads=8),
+    Shape(page_size=16, head_size=128, num_kv_heads=2, statistics="fp8"),
+    Shape(head_size=256, num_kv_heads=2, statistics="bf16"),
+    Shape(page_size=32, statistics="bf16", dtype=torch.float32),
+    Shape(cache_dtype=torch.float16, dtype=torch.float16),
+    Shape(cache_dtype=torch.float16, dtype=torch.float32, statistics="fp8"),
+    Shape(dtype=torch.float16),
+    Shape(dtype=torch.float32, head_size=96),
+    Shape(statistics=None),
+    Shape(cache_dtype=FLOAT8),
+    Shape(cache_dtype=FLOAT8, page_size=16, head_size=128, statistics="fp8"),
+    Shape(cache_dtype=FLOAT8, page_size=32, head_size=96, statistics="bf16", dtype=torch.float16),
+    Shape(cache_dtype=FLOAT8, block_size=16, statistics=None),
+]
+
+
+@dataclass
+class Memory:
+    """A cache with its statistics rows, full of NaN, infinities and huge values."""
+
+    shape: Shape
+    raw: torch.Tensor
+    """`[num_blocks, num_kv_heads, rows, 2 * head_size]` in the cache's dtype."""
+
+    @classmethod
+    def dirty(cls, shape: Shape, num_blocks: int = 8) -> "Memory":
+        layout = cls._layout(shape)
+        rows = shape.block_size + (layout.rows(shape.block_size) if layout else 0)
+        itemsize = shape.cache_dtype.itemsize
+        words = garbage(
+            num_blocks,
+            shape.num_kv_heads,
+            rows,
+            shape.head_size * itemsize,
+            generator=torch.Generator().manual_seed(5),
+        )
+        return cls(shape, words.view(shape.cache_dtype))
+
+    @staticmethod
+    def _layout(shape: Shape) -> StatisticsLayout | None:
+        if shape.statistics is None:
+            return None
+        return StatisticsLayout(shape.page_size, shape.head_size, shape.statistics, shape.cache_dtype.itemsize)
+
+    def to(self, device: str) -> "Memory":
+        return Memory(self.shape, self.raw.to(device, copy=True))
+
+    @property
+    def cache(self) -> torch.Tensor:
+        return self.raw[:, :, : self.shape.block_size]
+
+    @property
+    def views(self) -> PageStatistics | None:
+        layout = self._layout(self.shape)
+        return layout.views(self.raw[:, :, self.shape.block_size :], self.shape.block_size) if layout else None
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        return self.raw.view(torch.uint8)
+
+
+@dataclass
+class Launch:
+    key: torch.Tensor
+    value: torch.Tensor
+    slot_mapping: torch.Tensor
+    scales: tuple[torch.Tensor, torch.Tensor] | tuple[None, None]
+
+    def to(self, device: str) -> "Launch":
+        scales = tuple(scale if scale is None else scale.to(device) for scale in self.scales)
+        # Sliced after the transfer: a copy would make them contiguous.
+        qkv = self.key._base.to(device)
+        key, value = (qkv.as_strided(x.shape, x.stride(), x.storage_offset()) for x in (self.key, self.value))
+        return Launch(key, value, self.slot_mapping.to(device), scales)
+
+    def run(self, implementation, memory: Memory) -> None:
+        implementation(
+            self.key,
+            self.value,
+            memory.cache,
+            memory.views,
+            self.slot_mapping,
+            memory.shape.page_size,
+            *self.scales,
+        )
+
+
+def random_launches(shape: Shape, slots: list[list[int]]) -> Iterator[Launch]:
+    """New keys and values for every launch, as slices of the projection of queries, keys and values."""
+    generator = torch.Generator().manual_seed(11)
+    heads, size = shape.num_kv_heads, shape.head_size
+    # A common direction and outlying dimensions, as real keys have.
+    offset = torch.randn(3 * heads, size, generator=generator) * 2
+    for mapping in slots:
+        qkv = torch.randn(len(mapping) + 2, 3 * heads, size, generator=generator) + offset
+        qkv[-2:] = torch.nan
+        # Some saturate in a float8 cache.
+        qkv[:, :, 5] *= 60
+        assert qkv[:-2].abs().max() < LARGEST_KEY
+        qkv = qkv.to(shape.dtype)
+        scales = (None, None)
+        if shape.cache_dtype == FLOAT8:
+            scales = torch.tensor([0.37]), torch.tensor(0.11)
+        yield Launch(qkv[:, heads : 2 * heads], qkv[:, 2 * heads :], torch.tensor(mapping), scales)
+
+
+def kernel(*args) -> None:
+    from sparse_kernels.page_statistics import triton
+
+    triton.write_cache(*args)
+
+
+def rank(x: torch.Tensor) -> torch.Tensor:
+    """Position of each value among those its format can store: neighbours differ by one."""
+    if x.dtype == torch.int8:
+        # -1 is not stored.
+        return x.int() + (x < 0)
+    bits = x.view({1: torch.int8, 2: torch.int16}[x.dtype.itemsize]).int()
+    magnitude = bits & (0x7F if x.dtype.itemsize == 1 else 0x7FFF)
+    return torch.where(bits < 0, -magnitude, magnitude)
+
+
+def assert_same_memory(actual: Memory, expected: Memory, slots: list[list[int]]) -> None:
+    """Every byte, but for a rounding of the statistics of the pages that some launch completed."""
+    page_size = expected.shape.page_size
+    last = torch.tensor(sorted({slot for mapping in slots for slot in mapping if slot % page_size == page_size - 1}))
+    if expected.views is not None and last.numel():
+        where = last // expected.shape.block_size, slice(None), last % expected.shape.block_size // page_size
+        for name, mine, wanted in zip(PageStatistics._fields, actual.views, expected.views, strict=True):
+            if wanted is None:
+                continue
+            bits = torch.int8 if wanted.dtype.itemsize == 1 else torch.int16
+            got = mine.view(bits)[where].view(wanted.dtype)
+            want = wanted.view(bits)[where].view(wanted.dtype)
+            # Sums in another order: a float32 rounding, which may end on the other side of a rounding of the format.
+            # Keys and values have none: every other byte is compared exactly.
+            steps = (rank(got) - rank(want)).abs()
+            if wanted.dtype == torch.bfloat16 and name == "mean":
+                # Where a page's keys cancel, that rounding is relative to them and not to their mean: half an ulp of
+                # the largest for each of the page's terms, in both sums.
+                cancelled = (got.float() - want.float()).abs() <= page_size * LARGEST_KEY * 2**-23
+                steps = steps.masked_fill(cancelled, 0)
+            assert steps.max() <= 1, f"{name} is {int(steps.max())} steps off"
+            mine.view(bits)[where] = wanted.view(bits)[where]
+    differs = (actual.bytes != expected.bytes).nonzero()
+    assert differs.numel() == 0, f"bytes differ at {differs[:4].tolist()} and {len(differs) - 4} more"
+
+
+def check(shape: Shape, slots: list[list[int]], device: str) -> None:
+    expected = Memory.dirty(shape)
+    actual = expected.to(device)
+    for launch in random_launches(shape, slots):
+        launch.run(reference.write_cache, expected)
+        launch.to(device).run(kernel, actual)
+    assert_same_memory(actual.to("cpu"), expected, slots)
+
+
+@on_devices
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernel_agrees_with_the_reference(case, device):
+    check(Shape(), case.launches(8, 64), device)
+
+
+@on_devices
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_kernel_agrees_with_the_reference_in_other_shapes(shape, device):
+    page, size = shape.page_size, shape.block_size
+    # A page that is partly in the cache, one that is new, one that stays incomplete.
+    slots = [tokens(size, 2, 0, 3), [*tokens(size, 2, 3, page), -1, *tokens(size, 5, 0, page), *tokens(size, 0, 0, 2)]]
+    check(shape, slots, device)
+
+
+@pytest.mark.parametrize("shape", [Shape(), Shape(page_size=16, statistics="bf16"), Shape(cache_dtype=FLOAT8)], ids=str)
+@pytest.mark.parametrize(
+    "implementation",
+    [reference.write_cache, pytest.param(kernel, marks=ON_CPU.marks)],
+    ids=["reference", "kernel"],
+)
+def test_rows_and_statistics_are_those_of_the_stored_keys(shape, implementation):
+    """Against a loop over tokens and float64, not against the other implementation."""
+    memory = Memory.dirty(shape)
+    page, size, dims = shape.page_size, shape.block_size, shape.head_size
+    before = memory.raw.clone()
+    (launch,) = random_launches(shape, [[*tokens(size, 6, 0, page), -1, *tokens(size, 1, 0, page - 1)]])
+    launch.run(implementation, memory)
+    written = set()
+    for row, slot in enumerate(launch.slot_mapping.tolist()):
+        if slot < 0:
+            continue
+        written.add((slot // size, slot % size))
+        for part, scale, start in zip((launch.key, launch.value), launch.scales, (0, dims), strict=True):
+            scaled = part[row] if scale is None else (part[row].float() / scale).clamp(-448, 448)
+            stored = memory.cache[slot // size, :, slot % size, start : start + dims]
+            assert torch.equal(stored.float(), scaled.to(shape.cache_dtype).float())
+    for block in range(memory.raw.shape[0]):
+        for offset in range(size):
+            if (block, offset) not in written:
+                now, then = (x[block, :, offset].view(torch.uint8) for x in (memory.raw, before))
+                assert torch.equal(now, then)
+    keys = memory.cache[6, :, :page, :dims].double()
+    mean, scale, std = (part if part is None else part[6, :, 0].double() for part in memory.views)
+    exact = keys.mean(dim=1)
+    largest = exact.abs().amax(dim=-1, keepdim=True)
+    allowed = exact.abs() / 256 if scale is None else largest / 125
+    assert ((mean * (1 if scale is None else scale[:, None]) - exact).abs() <= allowed + 1e-5 * largest).all()
+    if scale is not None:
+        assert (scale * 126 >= largest.squeeze(1)).all(), "the largest element does not fit"
+    torch.testing.assert_close(std, keys.std(dim=1, correction=0).norm(dim=-1), rtol=2**-8, atol=0)
+
+
+@on_devices
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's NumPy
+@pytest.mark.parametrize("statistics", STATISTICS_FORMATS)
+@pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf, 3e38], ids=str)
+def test_keys_that_are_not_finite_leave_finite_statistics(statistics, poison, device):
+    shape = Shape(statistics=statistics)
+    memory = Memory(shape, torch.zeros_like(Memory.dirty(shape).raw)).to(device)
+    (launch,) = random_launches(shape, [[*tokens(64, 1, 0, 8), *tokens(64, 3, 0, 8)]])
+    launch.key[3, 1, 7] = poison
+    launch.key[4, 1, 7] = -poison
+    launch.to(device).run(kernel, memory)
+    words = memory.to("cpu").raw[:, :, 64:].view(torch.bfloat16)
+    assert words.isfinite().all()
+    assert words[3].count_nonzero() > 0
+    # The page is not hidden from a selection that looks at means and spreads.
+    assert memory.views.std[1, 1, 0] == torch.finfo(torch.bfloat16).max
+
+
+@on_devices
+def test_constant_and_zero_keys(device):
+    shape = Shape()
+    memory = Memory.dirty(shape).to(device)
+    (launch,) = random_launches(shape, [tokens(64, 0, 0, 16)])
+    launch.key[:8] = 0
+    launch.key[8:] = 3
+    launch.to(device).run(kernel, memory)
+    mean, scale, std = memory.to("cpu").views
+    assert mean[0, :, 0].eq(0).all()
+    assert scale[0, :, 0].eq(0).all()
+    assert std[0, :, :2].eq(0).all()
+    torch.testing.assert_close(
+        mean[0, :, 1] * scale[0, :, 1, None].float(), torch.full((3, 64), 3.0), rtol=0.01, atol=0
+    )
+
+
+@on_devices
+def test_blocks_and_heads_beyond_two_to_the_31_elements(device):
+    """In memory that is reserved but, on a CPU, hardly used."""
+    shape = Shape(cache_dtype=FLOAT8)
+    small = Memory.dirty(shape, num_blocks=4)
+    heads, rows, width = small.raw.shape[1:]
+    # Neither stride needs 64 bits, some of their multiples do.
+    strides = 2**30 + 48, 2**30 + 5 * 2**12, width, 1
+    size = 3 * strides[0] + 2 * strides[1] + rows * width
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 2 * size:
+        pytest.skip("needs 11 GB of GPU memory")
+    huge = torch.empty(size, dtype=torch.uint8, device=device).view(FLOAT8).as_strided((4, heads, rows, width), strides)
+    huge.view(torch.uint8).copy_(small.bytes)
+    actual = Memory(shape, huge)
+    slots = [[*tokens(64, 3, 0, 8), *tokens(64, 2, 7, 9)]]
+    (launch,) = random_launches(shape, slots)
+    launch.run(reference.write_cache, small)
+    launch.to(device).run(kernel, actual)
+    near = torch.empty_like(small.bytes).copy_(actual.bytes).view(FLOAT8)
+    # The second block's statistics page is due as well, of keys that are garbage but for the last.
+    assert_same_memory(Memory(shape, near[3:]), Memory(shape, small.raw[3:]), [tokens(64, 0, 0, 8)])
+    assert torch.equal(near[2, :, :64].view(torch.uint8), small.bytes[2, :, :64])
+    assert torch.equal(near[:2].view(torch.uint8), small.bytes[:2])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+def test_a_cuda_graph_follows_the_slots_it_is_replayed_with():
+    shape = Shape()
+    expected = Memory.dirty(shape)
+    actual = expected.to("cuda")
+    slots = [tokens(64, 2, 0, 8), tokens(64, 2, 5, 13), [*tokens(64, 2, 13, 16), -1, *tokens(64, 4, 6, 10)]]
+    launches = list(random_launches(shape, slots))
+    held = launches[0].to("cuda")
+    held.slot_mapping.fill_(-1)
+    held.run(write_cache, actual)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held.run(write_cache, actual)
+    for launch in launches:
+        held.key.copy_(launch.key)
+        held.value.copy_(launch.value)
+        held.slot_mapping.copy_(launch.slot_mapping)
+        graph.replay()
+        launch.run(reference.write_cache, expected)
+    # The last launch completes a page of garbage, which has statistics but none to compare.
+    assert_same_memory(Memory(shape, actual.to("cpu").raw[:4]), Memory(shape, expected.raw[:4]), [tokens(64, 2, 0, 16)])
+
+
+def test_on_a_cpu_the_reference_serves():
+    shape = Shape()
+    expected = Memory.dirty(shape)
+    actual = expected.to("cpu")
+    (launch,) = random_launches(shape, [[*tokens(64, 1, 0, 9), -1]])
+    launch.run(reference.write_cache, expected)
+    # Scales mean nothing to a cache that is not float8; vLLM has them always.
+    launch.scales = torch.tensor(0.5), torch.tensor(0.5)
+    launch.run(write_cache, actual)
+    assert torch.equal(actual.bytes, expected.bytes)
+
+
+def test_no_slots_is_no_work():
+    shape = Shape()
+    memory = Memory.dirty(shape)
+    before = memory.bytes.clone()
+    launch = Launch(torch.zeros(2, 3, 64), torch.zeros(2, 3, 64), torch.zeros(0, dtype=torch.int64), (None, None))
+    launch.run(write_cache, memory)
+    assert torch.equal(memory.bytes, before)
+
+
+GOOD = {
+    "key": torch.zeros(4, 3, 64),
+    "value": torch.zeros(4, 3, 64),
+    "cache": Memory.dirty(Shape()).cache,
+    "statistics": Memory.dirty(Shape()).views,
+    "slot_mapping": torch.tensor([-1, -1, -1]),
+    "page_size": 8,
+}
+BAD = [
+    ({"key": torch.zeros(4, 3, 64, dtype=torch.float64)}, "key, value and cache: got torch.float64"),
+    ({"key": torch.zeros(2, 3, 64)}, r"key: got \(2, 3, 64\), allowed: at least 3 rows of the cache's 3 heads"),
+    ({"value": torch.zeros(4, 3, 32)}, r"value: got \(4, 3, 32\)"),
+    ({"value": torch.zeros(4, 64, 3).mT}, "allowed: a contiguous last dimension"),
+    (
+        {"cache": Memory.dirty(Shape()).cache.view(torch.int16)},
+        "cache: got torch.float32, torch.float32 and torch.int16",
+    ),
+    ({"slot_mapping": torch.tensor([0], dtype=torch.int32)}, "slot_mapping: got torch.int32"),
+    ({"page_size": 12}, "page_size: got 12, allowed: a power of two that divides the block size 64"),
+    ({"page_size": 128}, "page_size: got 128"),
+    ({"page_size": 16}, "statistics: got means"),
+    ({"cache": Memory.dirty(Shape(cache_dtype=FLOAT8)).cache}, "key_scale and value_scale"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD, ids=[message.partition(":")[0] for _, message in BAD])
+def test_arguments_that_do_not_fit_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        write_cache(**GOOD | changes)
