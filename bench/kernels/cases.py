@@ -1,0 +1,171 @@
+"""What is measured: the model's shape, the cases of each kind of operation, and the grid they are taken from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sparse_kernels.page_statistics import StatisticsFormat, StatisticsLayout
+
+
+def size_text(number: int) -> str:
+    """Whole multiples of 1024 as people say them: 32768 is `32K`."""
+    return f"{number // 1024}K" if number % 1024 == 0 and number else str(number)
+
+
+def parse_sizes(text: str) -> tuple[int, ...]:
+    """Sizes separated by commas, `K` for 1024: `1,8K`.
+
+    Raises:
+        ValueError: if one of them is not a positive integer.
+    """
+    sizes = []
+    for part in text.split(","):
+        digits = part.strip().upper()
+        unit = 1024 if digits.endswith("K") else 1
+        digits = digits.removesuffix("K")
+        if not digits.isdecimal() or int(digits) == 0:
+            raise ValueError(f"got {part.strip()!r}, allowed: positive integers separated by commas, such as 1,8,32K")
+        sizes.append(int(digits) * unit)
+    return tuple(dict.fromkeys(sizes))
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shape of the attention layer and the settings of the selection, the same in every case."""
+
+    num_kv_heads: int = 8
+    head_size: int = 128
+    block_size: int = 64
+    page_size: int = 8
+    k: int = 64
+    sink_pages: int = 1
+    recent_pages: int = 1
+    std_weight: float = 0.75
+
+    @property
+    def pages_per_block(self) -> int:
+        """Pages in a block of the cache."""
+        return self.block_size // self.page_size
+
+    @property
+    def scale(self) -> float:
+        """Factor of the logits."""
+        return float(self.head_size**-0.5)
+
+    def layout(self, statistics: StatisticsFormat) -> StatisticsLayout:
+        """How the statistics of a block lie in its rows; the cache is bfloat16."""
+        return StatisticsLayout(self.page_size, self.head_size, statistics)
+
+    def block_elements(self, statistics: StatisticsFormat) -> int:
+        """Elements of a block, statistics included."""
+        rows = self.block_size + self.layout(statistics).rows(self.block_size)
+        return self.num_kv_heads * rows * 2 * self.head_size
+
+
+@dataclass(frozen=True)
+class DecodeCase:
+    """A decode step: one new token for each of `batch` requests."""
+
+    batch: int
+    context: int
+    group: int
+    """Query heads of a KV head."""
+    format: StatisticsFormat = "int8"
+    """How mean keys are stored."""
+
+    @property
+    def name(self) -> str:
+        """In the grammar of vLLM's attention benchmarks: requests, query tokens, context."""
+        text = f"{self.batch}q1s{size_text(self.context)} g{self.group}"
+        return text if self.format == "int8" else f"{text} {self.format}"
+
+    def lengths(self, geometry: Geometry) -> list[int]:
+        """Tokens of each request, the new one included.
+
+        They differ by the position within a page: of eight requests one completes a page, as one step of eight
+        does. The first request does, so a batch of one pays for it every time.
+        """
+        return [self.context - request % geometry.page_size for request in range(self.batch)]
+
+    def blocks(self, geometry: Geometry) -> int:
+        """Blocks of the cache that the requests take."""
+        return self.batch * -(-self.context // geometry.block_size)
+
+    def fields(self) -> dict[str, Any]:
+        """The case as it is written to result files."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class TopKCase:
+    """Selection alone: `rows` (token, KV head) pairs with `pages` scores each."""
+
+    rows: int
+    pages: int
+
+    @property
+    def name(self) -> str:
+        """Rows x pages."""
+        return f"{self.rows} x {size_text(self.pages)}"
+
+    def fields(self) -> dict[str, Any]:
+        """The case as it is written to result files."""
+        return asdict(self)
+
+
+Case = DecodeCase | TopKCase
+
+DECODE_OPS = ("decode", "score", "attend", "write")
+OPS = ("decode", "topk", "score", "attend", "write")
+"""Most telling first: a run that is cut short has these."""
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Cases to measure, as one value for each dimension."""
+
+    ops: Sequence[str] = OPS
+    batches: Sequence[int] = (1, 4, 8, 32)
+    contexts: Sequence[int] = (2048, 8192, 32768, 131072, 524288)
+    groups: Sequence[int] = (4, 8, 1)
+    formats: Sequence[StatisticsFormat] = ("int8", "fp8", "bf16")
+    rows: Sequence[int] = (8, 64, 256)
+    pages: Sequence[int] = (1024, 4096, 16384, 65536, 131072)
+
+    def plan(self) -> list[tuple[str, Case]]:
+        """Operations and cases in the order they are measured.
+
+        The first group size comes first, with everything that does not depend on it; formats other than the first
+        come last, because each lays out and fills the cache anew. Only scoring reads the means, so only scoring is
+        measured in those.
+        """
+        first_group, first_format = self.groups[0], self.formats[0]
+        plan: list[tuple[str, Case]] = []
+        for group in self.groups:
+            for op in OPS:
+                if op not in self.ops or (op in ("topk", "write") and group != first_group):
+                    continue
+                if op == "topk":
+                    plan += [(op, TopKCase(rows, pages)) for rows in self.rows for pages in self.pages]
+                else:
+                    plan += [(op, case) for case in self._decode_cases(group, first_format)]
+        for other in self.formats[1:]:
+            if "score" in self.ops:
+                plan += [("score", case) for group in self.groups for case in self._decode_cases(group, other)]
+        return plan
+
+    def _decode_cases(self, group: int, statistics: StatisticsFormat) -> list[DecodeCase]:
+        return [DecodeCase(batch, context, group, statistics) for batch in self.batches for context in self.contexts]
+
+
+QUICK = Grid(
+    batches=(1, 32),
+    contexts=(8192, 131072),
+    groups=(4,),
+    formats=("int8",),
+    rows=(8, 256),
+    pages=(4096, 16384),
+)
+"""A grid for two minutes on a rented machine."""

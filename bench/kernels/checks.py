@@ -1,0 +1,268 @@
+"""The correctness gate: what a provider computes against the torch references, before it is timed.
+
+Every check takes the calls to judge, by name: the provider called directly, with poisoned allocations, and the
+replayed graph that will be timed. Of large batches a few requests are compared.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from sparse_kernels.page_score.reference import score_pages
+from sparse_kernels.page_statistics.reference import page_mean_and_std, quantise_mean
+from sparse_kernels.page_topk.reference import select_pages
+from sparse_kernels.sparse_attention.reference import attend_pages
+
+from bench.kernels.workload import DecodeInputs, TopKInputs, needles
+
+Calls = Mapping[str, Callable[[], Any]]
+
+_ATTENTION_ERROR = 1e-2
+"""Largest relative error (Frobenius norm) of an attention output whose weights are rounded to bfloat16."""
+_BF16_STEP = torch.finfo(torch.bfloat16).eps
+
+
+class CheckError(Exception):
+    """A provider computes something else than the reference."""
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """What `torch.empty` returns is NaN or the largest integer, never lucky results of an earlier run."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def scores(inputs: DecodeInputs, calls: Calls) -> None:
+    """Scores of the complete pages are within one bfloat16 step of the reference; other positions are free."""
+    rows = _requests(inputs)
+    geometry = inputs.geometry
+    expected = score_pages(
+        inputs.grouped_query[rows],
+        inputs.statistics,
+        inputs.block_table[rows].long(),
+        inputs.num_pages[rows],
+        geometry.std_weight,
+    ).float()
+    for name, call in calls.items():
+        actual = call()[rows].float()
+        for row, pages in enumerate(inputs.num_pages[rows].tolist()):
+            wanted = expected[row, :, :pages]
+            error = (actual[row, :, :pages] - wanted).abs()
+            allowed = _BF16_STEP * wanted.abs() + 1e-4 * wanted.abs().max()
+            if not bool((error <= allowed).all()):
+                raise CheckError(f"{name}: a score of request {rows[row]} is off by {_largest(error):.3g}")
+
+
+def exact_selection(inputs: TopKInputs, calls: Calls) -> None:
+    """Pages are the reference's, in its order."""
+    expected = select_pages(inputs.scores, inputs.num_pages, inputs.geometry.k, 0, 0)
+    for name, call in calls.items():
+        actual = call()
+        if actual.shape != expected.shape or not torch.equal(actual.long(), expected):
+            raise CheckError(f"{name}: the selection differs from the reference")
+
+
+def equal_scores(inputs: TopKInputs, calls: Calls) -> None:
+    """Distinct positions `[rows, k]` whose scores are the best ones: rivals may order and break ties as they like."""
+    rows = inputs.rows.float()
+    best = rows.topk(min(inputs.geometry.k, inputs.case.pages), dim=-1).values
+    for name, call in calls.items():
+        positions = call().long().sort(dim=-1).values
+        if positions.shape != best.shape or not bool(((positions >= 0) & (positions < rows.shape[1])).all()):
+            raise CheckError(f"{name}: positions are not [{best.shape[0]}, {best.shape[1]}] pages of the rows")
+        if bool((positions.diff(dim=-1) == 0).any()):
+            raise CheckError(f"{name}: a page is selected twice")
+        if not torch.equal(rows.gather(1, positions).sort(dim=-1, descending=True).values, best):
+            raise CheckError(f"{name}: the selection misses one of the best scores")
+
+
+def mapped_pages(inputs: TopKInputs, calls: Calls) -> None:
+    """As `equal_scores`, of positions that went through the block table."""
+    per_block = inputs.geometry.pages_per_block
+    logical = inputs.block_table.argsort(dim=1).repeat_interleave(inputs.geometry.num_kv_heads, dim=0)
+
+    def unmapped(call: Callable[[], Any]) -> torch.Tensor:
+        physical = call().long()
+        blocks = (physical // per_block).clamp(0, logical.shape[1] - 1)
+        return torch.where(physical >= 0, logical.gather(1, blocks) * per_block + physical % per_block, -1)
+
+    equal_scores(inputs, {name: partial(unmapped, call) for name, call in calls.items()})
+
+
+def attended(inputs: DecodeInputs, calls: Calls) -> None:
+    """The output over the given pages."""
+    expected = _attend(inputs, list(range(inputs.case.batch)), inputs.pages)
+    for name, call in calls.items():
+        _require_close(call(), expected, name)
+
+
+def sparse_decode(inputs: DecodeInputs, calls: Calls) -> None:
+    """Scoring, selecting and attending end to end, with pages that leave no doubt which are the best."""
+    rows = _requests(inputs)
+    geometry = inputs.geometry
+    with needles(inputs, rows):
+        lengths = inputs.num_pages[rows]
+        table = inputs.block_table[rows].long()
+        found = score_pages(inputs.grouped_query[rows], inputs.statistics, table, lengths, geometry.std_weight)
+        pages = select_pages(found, lengths, geometry.k, geometry.sink_pages, geometry.recent_pages)
+        expected = _attend(inputs, rows, pages)
+        for name, call in calls.items():
+            _require_close(call()[rows], expected, name)
+
+
+def dense(inputs: DecodeInputs, calls: Calls) -> None:
+    """Attention over the whole context."""
+    _dense(inputs, calls, inputs.lengths)
+
+
+def dense_prefix(inputs: DecodeInputs, calls: Calls) -> None:
+    """Attention over the first tokens, as many as a selection holds."""
+    _dense(inputs, calls, selected_lengths(inputs))
+
+
+def written(inputs: DecodeInputs, calls: Calls) -> None:
+    """New tokens are stored, completed pages have statistics, everything else in their blocks is untouched."""
+    _written(inputs, calls, with_statistics=True)
+
+
+def copied(inputs: DecodeInputs, calls: Calls) -> None:
+    """New tokens are stored, every other token of their blocks is untouched."""
+    _written(inputs, calls, with_statistics=False)
+
+
+def selected_lengths(inputs: DecodeInputs) -> list[int]:
+    """Tokens that sparse attention reads of each request."""
+    page, k = inputs.geometry.page_size, inputs.geometry.k
+    return [min(length // page, k) * page + length % page for length in inputs.lengths]
+
+
+def _requests(inputs: DecodeInputs) -> list[int]:
+    last = inputs.case.batch - 1
+    return sorted({0, last // 2, last})
+
+
+def _largest(error: torch.Tensor) -> float:
+    return float(error.nan_to_num(nan=torch.inf).max())
+
+
+def _require_close(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    if actual.shape != expected.shape:
+        raise CheckError(f"{name}: the output has shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
+    # Each request and head by itself, so that one wrong row of many is not lost in the sum.
+    difference = (actual.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
+    if not bool((difference <= _ATTENTION_ERROR).all()):
+        raise CheckError(f"{name}: relative error {_largest(difference):.3g}, allowed {_ATTENTION_ERROR:g}")
+
+
+def _attend(inputs: DecodeInputs, rows: list[int], pages: torch.Tensor) -> torch.Tensor:
+    return attend_pages(
+        inputs.grouped_query[rows].float(),
+        inputs.keys,
+        inputs.values,
+        inputs.block_table[rows].long(),
+        inputs.seq_lens[rows].long(),
+        pages.long(),
+        inputs.geometry.scale,
+        None,
+        0.0,
+    )
+
+
+def _dense(inputs: DecodeInputs, calls: Calls, lengths: list[int]) -> None:
+    rows = sorted({0, inputs.case.batch - 1})
+    expected = torch.stack([_dense_row(inputs, row, lengths[row]) for row in rows])
+    for name, call in calls.items():
+        _require_close(call()[rows], expected, name)
+
+
+def _dense_row(inputs: DecodeInputs, request: int, length: int) -> torch.Tensor:
+    """`[num_query_heads, head_size]` float32, head by head: a context of 512K tokens takes gigabytes in float32."""
+    geometry = inputs.geometry
+    blocks = inputs.block_table[request, : -(-length // geometry.block_size)].long()
+    outputs = []
+    for head, query in enumerate(inputs.grouped_query[request].float()):
+        tokens = inputs.token_rows[:, head].index_select(0, blocks).flatten(0, 1)[:length].float()
+        keys, values = tokens.split(geometry.head_size, dim=-1)
+        outputs.append((query @ keys.T * geometry.scale).softmax(dim=-1) @ values)
+    return torch.cat(outputs)
+
+
+def _written(inputs: DecodeInputs, calls: Calls, with_statistics: bool) -> None:
+    geometry, statistics = inputs.geometry, inputs.statistics
+    block, offset = inputs.slots // geometry.block_size, inputs.slots % geometry.block_size
+    page = offset // geometry.page_size
+    completed = (offset % geometry.page_size == geometry.page_size - 1).nonzero().squeeze(1)
+    # Views of the same memory: what is compared, and what is put back.
+    tables = [inputs.token_rows, statistics.mean, statistics.std]
+    if statistics.scale is not None:
+        tables.append(statistics.scale)
+    before = [_gathered(table, block) for table in tables]
+    keys = inputs.keys.gather(
+        block[completed, None], torch.arange(geometry.num_kv_heads, device=block.device), page[completed, None]
+    )
+    mean, std = page_mean_and_std(keys)
+    try:
+        for name, call in calls.items():
+            inputs.token_rows[block, :, offset] = torch.nan
+            if with_statistics:
+                for table in tables[1:]:
+                    _bytes(table)[block[completed], :, page[completed]] = 0x7F
+            call()
+            if not torch.equal(_gathered(inputs.token_rows, block), before[0]):
+                raise CheckError(f"{name}: tokens in the cache are not the new ones beside the old ones")
+            if not with_statistics:
+                continue
+            for table, old in zip(tables[1:], before[1:], strict=True):
+                new, kept = _gathered(table, block), torch.ones(old.shape[:3], dtype=torch.bool, device=old.device)
+                kept[torch.arange(len(block), device=block.device), :, page] = False
+                if not torch.equal(new[kept], old[kept]):
+                    raise CheckError(f"{name}: statistics of another page changed")
+            _require_statistics(inputs, block[completed], page[completed], mean, std, name)
+    finally:
+        for table, old in zip(tables, before, strict=True):
+            _bytes(table)[block] = old
+
+
+def _bytes(table: torch.Tensor) -> torch.Tensor:
+    """Bits compare equal where values are NaN, and can be gathered where 8-bit floats cannot."""
+    return table.view(torch.uint8 if table.element_size() == 1 else torch.int16)
+
+
+def _gathered(table: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    return _bytes(table)[blocks]
+
+
+def _require_statistics(
+    inputs: DecodeInputs,
+    blocks: torch.Tensor,
+    pages: torch.Tensor,
+    mean: torch.Tensor,
+    std: torch.Tensor,
+    name: str,
+) -> None:
+    table = inputs.statistics
+    found = table.mean[blocks, :, pages].float()
+    step = _BF16_STEP * mean.abs()
+    if table.scale is not None:
+        scale = table.scale[blocks, :, pages].float().unsqueeze(-1)
+        wanted_scale = quantise_mean(mean, table.mean.dtype)[1].float().unsqueeze(-1)
+        if not bool(((scale - wanted_scale).abs() <= 2 * _BF16_STEP * wanted_scale).all()):
+            raise CheckError(f"{name}: the scale of a completed page is off")
+        found, step = found * scale, 1.02 * scale
+    if not bool(((found - mean).abs() <= step).all()):
+        raise CheckError(f"{name}: the mean of a completed page is off by {_largest((found - mean).abs()):.3g}")
+    spread = table.std[blocks, :, pages].float()
+    if not bool(((spread - std).abs() <= 2 * _BF16_STEP * std).all()):
+        raise CheckError(f"{name}: the spread of a completed page is off by {_largest((spread - std).abs()):.3g}")

@@ -1,0 +1,388 @@
+"""Who computes what: the operations, and for each the provider under test and its rivals.
+
+A provider is loaded once, and what it cannot load is its rivals' gain: the reason is recorded for each of its cases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from bench.kernels import checks, traffic
+from bench.kernels.cases import Geometry
+from bench.kernels.workload import DecodeInputs, TopKInputs, Workload
+
+Inputs = TypeVar("Inputs")
+Call = Callable[[], Any]
+
+_NUM_SPLITS = 32
+"""vLLM's `flash_attn_max_num_splits_for_cuda_graph`."""
+_FLASHINFER_WORKSPACE = 512 << 20
+
+
+def imported(*names: str) -> Callable[[], list[Any]]:
+    """A loader of `module:attribute` names."""
+
+    def load() -> list[Any]:
+        return [getattr(import_module(module), name) for module, _, name in (each.partition(":") for each in names)]
+
+    return load
+
+
+@dataclass(frozen=True)
+class Provider(Generic[Inputs]):
+    """One way to compute an operation."""
+
+    name: str
+    load: Callable[[], Any]
+    """Imports and builds; what it raises makes the provider unavailable for the whole run."""
+    prepare: Callable[[Any, Inputs], Call]
+    """Takes what `load` returned and gives the call to check and to time."""
+    check: Callable[[Inputs, checks.Calls], None]
+    traffic: Callable[[Any, Geometry], int]
+    """Bytes of a case."""
+
+
+@dataclass(frozen=True)
+class Op(Generic[Inputs]):
+    """An operation: where its inputs come from, and who provides it, the one under test first."""
+
+    inputs: Callable[[Workload, Any], Inputs]
+    providers: Sequence[Provider[Inputs]]
+
+    @property
+    def subject(self) -> str:
+        """The provider whose speed-up over the others is reported."""
+        return self.providers[0].name
+
+
+def _write(write_cache: Any, inputs: DecodeInputs) -> Call:
+    page_size = inputs.geometry.page_size
+
+    def call() -> None:
+        write_cache(inputs.new_keys, inputs.new_values, inputs.token_rows, inputs.statistics, inputs.slots, page_size)
+
+    return call
+
+
+def _attention_caches(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values `[num_blocks, block_size, num_kv_heads, head_size]`, as vLLM hands them to its kernels."""
+    keys, values = inputs.token_rows.transpose(1, 2).split(inputs.geometry.head_size, dim=-1)
+    return keys, values
+
+
+def _vllm_write(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    (reshape_and_cache,) = loaded
+    keys, values = _attention_caches(inputs)
+    one = torch.ones((), dtype=torch.float32, device=keys.device)
+
+    def call() -> None:
+        reshape_and_cache(inputs.new_keys, inputs.new_values, keys, values, inputs.slots, "auto", one, one)
+
+    return call
+
+
+def _score(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    (score_pages,) = loaded
+    num_pages, std_weight = inputs.num_pages, inputs.geometry.std_weight
+    return lambda: score_pages(inputs.grouped_query, inputs.statistics, inputs.block_table, num_pages, std_weight)
+
+
+def _attend(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    (attend_pages,) = loaded
+    return lambda: attend_pages(
+        inputs.grouped_query,
+        inputs.keys,
+        inputs.values,
+        inputs.block_table,
+        inputs.seq_lens,
+        inputs.pages,
+        inputs.geometry.scale,
+    )
+
+
+def _fused(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    sparse_decode = loaded[0]
+    geometry = inputs.geometry
+    return lambda: sparse_decode(
+        inputs.query,
+        inputs.keys,
+        inputs.values,
+        inputs.statistics,
+        inputs.block_table,
+        inputs.seq_lens,
+        k=geometry.k,
+        sink_pages=geometry.sink_pages,
+        recent_pages=geometry.recent_pages,
+        std_weight=geometry.std_weight,
+        scale=geometry.scale,
+    )
+
+
+def _step(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    attend = _fused(loaded, inputs)
+    write = _write(loaded[1], inputs)
+
+    def call() -> Any:
+        write()
+        return attend()
+
+    return call
+
+
+def _separate(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    score_pages, select_pages, attend_pages, write_cache = loaded
+    geometry, num_pages = inputs.geometry, inputs.num_pages
+    write = _write(write_cache, inputs)
+
+    def call() -> Any:
+        write()
+        scores = score_pages(
+            inputs.grouped_query, inputs.statistics, inputs.block_table, num_pages, geometry.std_weight
+        )
+        pages = select_pages(scores, num_pages, geometry.k, geometry.sink_pages, geometry.recent_pages)
+        return attend_pages(
+            inputs.grouped_query,
+            inputs.keys,
+            inputs.values,
+            inputs.block_table,
+            inputs.seq_lens,
+            pages,
+            geometry.scale,
+        )
+
+    return call
+
+
+def _load_flash_attention() -> list[Any]:
+    loaded = imported("vllm.vllm_flash_attn:flash_attn_varlen_func", "vllm.vllm_flash_attn:get_scheduler_metadata")()
+    (reason,) = imported("vllm.vllm_flash_attn.flash_attn_interface:FA3_UNAVAILABLE_REASON")()
+    if reason is not None:
+        raise ImportError(reason)
+    return loaded
+
+
+def _flash_attention(loaded: list[Any], inputs: DecodeInputs, lengths: Sequence[int]) -> Call:
+    """The call of vLLM's FLASH_ATTN backend in a decode step under full CUDA graphs.
+
+    The schedule is made outside, as vLLM makes it once per step for all layers.
+    """
+    attention, get_scheduler_metadata = loaded
+    geometry, case, query = inputs.geometry, inputs.case, inputs.query
+    keys, values = _attention_caches(inputs)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=query.device)
+    starts = torch.arange(case.batch + 1, dtype=torch.int32, device=query.device)
+    schedule = get_scheduler_metadata(
+        batch_size=case.batch,
+        max_seqlen_q=1,
+        max_seqlen_k=max(lengths),
+        num_heads_q=query.shape[1],
+        num_heads_kv=geometry.num_kv_heads,
+        headdim=geometry.head_size,
+        cache_seqlens=seq_lens,
+        qkv_dtype=query.dtype,
+        cu_seqlens_q=starts,
+        page_size=geometry.block_size,
+        causal=True,
+        window_size=(-1, -1),
+        num_splits=_NUM_SPLITS,
+    )
+    one = torch.ones((), dtype=torch.float32, device=query.device).expand(case.batch, geometry.num_kv_heads)
+
+    def call() -> torch.Tensor:
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        attention(
+            q=query,
+            k=keys,
+            v=values,
+            out=out,
+            cu_seqlens_q=starts,
+            max_seqlen_q=1,
+            seqused_k=seq_lens,
+            max_seqlen_k=max(lengths),
+            softmax_scale=geometry.scale,
+            causal=True,
+            alibi_slopes=None,
+            window_size=[-1, -1],
+            block_table=inputs.block_table,
+            softcap=0,
+            scheduler_metadata=schedule,
+            fa_version=3,
+            q_descale=one,
+            k_descale=one,
+            v_descale=one,
+            num_splits=_NUM_SPLITS,
+        )
+        return out
+
+    return call
+
+
+def _load_flashinfer_decode() -> Any:
+    """The wrapper and its workspace; builds or loads the kernels now rather than in the first case."""
+    wrapper, get_module = imported(
+        "flashinfer:BatchDecodeWithPagedKVCacheWrapper", "flashinfer.prefill:get_batch_prefill_module"
+    )()
+    geometry, bf16 = Geometry(), torch.bfloat16
+    sizes = (geometry.head_size, geometry.head_size)
+    get_module("fa2", bf16, bf16, bf16, torch.int32, *sizes, 0, False, False, False)
+    return wrapper, torch.zeros(_FLASHINFER_WORKSPACE, dtype=torch.uint8, device="cuda")
+
+
+def _flashinfer_decode(loaded: Any, inputs: DecodeInputs) -> Call:
+    wrapper_class, workspace = loaded
+    geometry, query = inputs.geometry, inputs.query
+    counts = [-(-length // geometry.block_size) for length in inputs.lengths]
+    starts = torch.tensor([0, *counts], dtype=torch.int32, device=query.device).cumsum(0, dtype=torch.int32)
+    blocks = torch.cat([row[:count] for row, count in zip(inputs.block_table, counts, strict=True)])
+    last = (inputs.seq_lens - 1) % geometry.block_size + 1
+    wrapper = wrapper_class(
+        workspace,
+        "HND",
+        use_cuda_graph=True,
+        use_tensor_cores=True,
+        paged_kv_indptr_buffer=torch.empty_like(starts),
+        paged_kv_indices_buffer=torch.empty_like(blocks),
+        paged_kv_last_page_len_buffer=torch.empty_like(last),
+    )
+    wrapper.plan(
+        starts,
+        blocks,
+        last,
+        query.shape[1],
+        geometry.num_kv_heads,
+        geometry.head_size,
+        geometry.block_size,
+        q_data_type=query.dtype,
+        kv_data_type=query.dtype,
+        sm_scale=geometry.scale,
+    )
+    caches = inputs.token_rows.split(geometry.head_size, dim=-1)
+    return lambda: wrapper.run(query, caches)
+
+
+def _load_flashinfer_topk() -> list[Any]:
+    """`top_k` and `top_k_page_table_transform`; builds or loads their module now rather than in the first case."""
+    (get_module,) = imported("flashinfer.topk:get_topk_module")()
+    get_module()
+    return imported("flashinfer:top_k", "flashinfer.topk:top_k_page_table_transform")()
+
+
+def _select(loaded: list[Any], inputs: TopKInputs) -> Call:
+    (select_pages,) = loaded
+    return lambda: select_pages(inputs.scores, inputs.num_pages, inputs.geometry.k)
+
+
+def _flashinfer_topk(loaded: list[Any], inputs: TopKInputs) -> Call:
+    top_k, k = loaded[0], inputs.geometry.k
+    return lambda: top_k(inputs.rows, k)[1]
+
+
+def _flashinfer_mapped(loaded: list[Any], inputs: TopKInputs) -> Call:
+    transform, geometry = loaded[1], inputs.geometry
+    rows, heads = inputs.rows, geometry.num_kv_heads
+    lengths = inputs.num_pages.repeat_interleave(heads)
+    tokens = torch.arange(len(inputs.num_pages), dtype=torch.int32, device=rows.device).repeat_interleave(heads)
+    return lambda: transform(
+        rows, inputs.block_table, lengths, geometry.k, row_to_batch=tokens, page_size=geometry.pages_per_block
+    )
+
+
+def _torch_topk(loaded: list[Any], inputs: TopKInputs) -> Call:
+    (topk,) = loaded
+    return lambda: topk(inputs.rows, inputs.geometry.k, dim=-1, sorted=False)[1]
+
+
+_SPARSE_DECODE = "sparse_kernels.sparse_decode:sparse_decode"
+_WRITE_CACHE = "sparse_kernels.page_statistics:write_cache"
+_SCORE_PAGES = "sparse_kernels.page_score:score_pages"
+_SELECT_PAGES = "sparse_kernels.page_topk:select_pages"
+_ATTEND_PAGES = "sparse_kernels.sparse_attention:attend_pages"
+
+PROVIDERS: dict[str, Op[Any]] = {
+    "decode": Op(
+        Workload.decode_inputs,
+        (
+            Provider("unique", imported(_SPARSE_DECODE, _WRITE_CACHE), _step, checks.sparse_decode, traffic.decode),
+            Provider(
+                "FlashAttention 3",
+                _load_flash_attention,
+                lambda loaded, inputs: _flash_attention(loaded, inputs, inputs.lengths),
+                checks.dense,
+                traffic.dense,
+            ),
+            Provider("FlashInfer", _load_flashinfer_decode, _flashinfer_decode, checks.dense, traffic.dense),
+            Provider(
+                "unique, separate launches",
+                imported(_SCORE_PAGES, _SELECT_PAGES, _ATTEND_PAGES, _WRITE_CACHE),
+                _separate,
+                checks.sparse_decode,
+                traffic.decode,
+            ),
+            Provider(
+                "unique, without the write", imported(_SPARSE_DECODE), _fused, checks.sparse_decode, traffic.sparse
+            ),
+        ),
+    ),
+    "topk": Op(
+        Workload.topk_inputs,
+        (
+            Provider("unique", imported(_SELECT_PAGES), _select, checks.exact_selection, traffic.topk),
+            Provider("flashinfer.top_k", _load_flashinfer_topk, _flashinfer_topk, checks.equal_scores, traffic.topk),
+            Provider(
+                "flashinfer.top_k_page_table_transform",
+                _load_flashinfer_topk,
+                _flashinfer_mapped,
+                checks.mapped_pages,
+                traffic.topk,
+            ),
+            Provider("torch.topk", imported("torch:topk"), _torch_topk, checks.equal_scores, traffic.topk),
+        ),
+    ),
+    "score": Op(
+        Workload.decode_inputs,
+        (
+            Provider("unique", imported(_SCORE_PAGES), _score, checks.scores, traffic.score),
+            Provider(
+                "three launches", imported("bench.kernels.unfused:score_pages"), _score, checks.scores, traffic.score
+            ),
+        ),
+    ),
+    "attend": Op(
+        Workload.decode_inputs,
+        (
+            Provider("unique", imported(_ATTEND_PAGES), _attend, checks.attended, traffic.attend),
+            Provider(
+                "FlashAttention 3, as many tokens",
+                _load_flash_attention,
+                lambda loaded, inputs: _flash_attention(loaded, inputs, checks.selected_lengths(inputs)),
+                checks.dense_prefix,
+                traffic.selected_tokens,
+            ),
+        ),
+    ),
+    "write": Op(
+        Workload.decode_inputs,
+        (
+            Provider(
+                "unique",
+                imported(_WRITE_CACHE),
+                lambda loaded, inputs: _write(loaded[0], inputs),
+                checks.written,
+                traffic.write,
+            ),
+            Provider(
+                "vLLM, without statistics",
+                imported("vllm._custom_ops:reshape_and_cache_flash"),
+                _vllm_write,
+                checks.copied,
+                traffic.copy,
+            ),
+        ),
+    ),
+}
+"""Every operation and who provides it."""

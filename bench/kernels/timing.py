@@ -1,0 +1,187 @@
+"""How a call is timed: cold, one replay of its graph at a time with the L2 cache swept before; warm, many copies of
+it back to back in one graph.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+
+COLD_REPEATS = 40
+WARM_REPEATS = 20
+_WARM_COPIES = 20
+_WARM_US = 2000.0
+"""Copies of a long call stop here: what their graph adds is small beside it."""
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Value below which a share of the values lie, linear between neighbours."""
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    below = int(position)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Microseconds over repeats."""
+
+    median_us: float
+    p20_us: float
+    p80_us: float
+    repeats: int
+
+    @classmethod
+    def of(cls, microseconds: Sequence[float]) -> Spread:
+        """Summary of measured times."""
+        return cls(
+            median_us=statistics.median(microseconds),
+            p20_us=percentile(microseconds, 0.2),
+            p80_us=percentile(microseconds, 0.8),
+            repeats=len(microseconds),
+        )
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Both times of a call."""
+
+    cold: Spread
+    warm: Spread
+    warm_copies: int
+    """Calls in the graph of the warm time, which is divided by it."""
+
+    def fields(self) -> dict[str, Any]:
+        """The times as they are written to result files."""
+        return {"cold": asdict(self.cold), "warm": {**asdict(self.warm), "copies": self.warm_copies}}
+
+
+class Recording(Protocol):
+    """A call made ready to be timed."""
+
+    def replay(self) -> Any:
+        """Runs the call once more, exactly as it is timed, and returns its output."""
+
+
+class Timer(Protocol):
+    """Something that times calls."""
+
+    def record(self, call: Callable[[], Any]) -> Recording:
+        """Warms a call up and makes it ready. Raises whatever the call raises."""
+
+    def measure(self, recordings: Mapping[str, Any]) -> dict[str, Timing]:
+        """Times recorded calls, taking turns."""
+
+
+def warm_copies(microseconds: float) -> int:
+    """Copies of a call in its warm graph."""
+    return max(1, min(_WARM_COPIES, int(_WARM_US / max(microseconds, 0.1))))
+
+
+@dataclass
+class GraphRecording:
+    """A call as two CUDA graphs."""
+
+    single: torch.cuda.CUDAGraph
+    output: Any
+    many: torch.cuda.CUDAGraph
+    copies: int
+
+    def replay(self) -> Any:
+        """Replays the graph of one call."""
+        self.single.replay()
+        return self.output
+
+
+class GraphTimer:
+    """Times CUDA graphs with events."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        self._swept = torch.empty(3 * self.l2_bytes // 4, dtype=torch.float32, device=device)
+        self._total = torch.empty((), dtype=torch.float32, device=device)
+        self._sweep_l2()
+        self._sweep, _ = self._capture(self._sweep_l2, 1)
+
+    def _sweep_l2(self) -> None:
+        # Reading after writing leaves no dirty lines whose write-back would fall into the measured call.
+        self._swept.zero_()
+        torch.sum(self._swept, dim=0, out=self._total)
+
+    def _capture(self, call: Callable[[], Any], copies: int) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph = torch.cuda.CUDAGraph()
+        output = None
+        with torch.cuda.graph(graph):
+            for _ in range(copies):
+                # The last copy's output is let go first, so that all copies write the same memory.
+                output = None
+                output = call()
+        return graph, output
+
+    def record(self, call: Callable[[], Any]) -> GraphRecording:
+        """See `Timer`."""
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                call()
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        single, output = self._capture(call, 1)
+        copies = warm_copies(min(self._elapsed(single.replay) for _ in range(3)))
+        many, _ = self._capture(call, copies)
+        many.replay()
+        torch.cuda.synchronize(self.device)
+        return GraphRecording(single, output, many, copies)
+
+    def _elapsed(self, work: Callable[[], Any]) -> float:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        return 1e3 * float(begin.elapsed_time(end))
+
+    def measure(self, recordings: Mapping[str, GraphRecording]) -> dict[str, Timing]:
+        """See `Timer`."""
+        cold = self._take_turns({name: each.single for name, each in recordings.items()}, COLD_REPEATS, sweep=True)
+        warm = self._take_turns({name: each.many for name, each in recordings.items()}, WARM_REPEATS, sweep=False)
+        return {
+            name: Timing(
+                cold=Spread.of(cold[name]),
+                warm=Spread.of([total / each.copies for total in warm[name]]),
+                warm_copies=each.copies,
+            )
+            for name, each in recordings.items()
+        }
+
+    def _take_turns(
+        self, graphs: Mapping[str, torch.cuda.CUDAGraph], repeats: int, sweep: bool
+    ) -> dict[str, list[float]]:
+        events = {
+            name: [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+            for name in graphs
+        }
+        for repeat in range(repeats):
+            for name, graph in graphs.items():
+                begin, end = events[name][repeat]
+                if sweep:
+                    # Takes the device longer than the host needs to queue what follows, so the graph never waits
+                    # for the host between its events.
+                    self._sweep.replay()
+                else:
+                    graph.replay()
+                begin.record()
+                graph.replay()
+                end.record()
+        torch.cuda.synchronize(self.device)
+        return {name: [1e3 * begin.elapsed_time(end) for begin, end in pairs] for name, pairs in events.items()}
+
+    def launch_floor(self) -> Timing:
+        """Times of a graph that does next to nothing: what of a cold time is launch and events."""
+        return self.measure({"nothing": self.record(lambda: self._total.add_(1))})["nothing"]

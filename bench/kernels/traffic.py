@@ -1,0 +1,82 @@
+"""Bytes an operation cannot do without, counted from shapes: each input read once, each output written once.
+
+A rival is charged the bytes of what it computes, not of how: intermediate results of several launches count nothing.
+"""
+
+from __future__ import annotations
+
+from bench.kernels.cases import DecodeCase, Geometry, TopKCase
+
+_BF16 = 2
+
+
+def _token_bytes(geometry: Geometry) -> int:
+    """Key and value of one token, all KV heads."""
+    return geometry.num_kv_heads * 2 * geometry.head_size * _BF16
+
+
+def _query_bytes(case: DecodeCase, geometry: Geometry) -> int:
+    return case.batch * geometry.num_kv_heads * case.group * geometry.head_size * _BF16
+
+
+def _record_bytes(case: DecodeCase, geometry: Geometry) -> int:
+    """Statistics of one page, all KV heads."""
+    return geometry.num_kv_heads * geometry.layout(case.format).record_bytes
+
+
+def _complete_pages(case: DecodeCase, geometry: Geometry) -> int:
+    return sum(length // geometry.page_size for length in case.lengths(geometry))
+
+
+def score(case: DecodeCase, geometry: Geometry) -> int:
+    """Statistics and query in, bfloat16 scores out."""
+    pages = _complete_pages(case, geometry)
+    scores = pages * geometry.num_kv_heads * _BF16
+    return pages * _record_bytes(case, geometry) + _query_bytes(case, geometry) + scores
+
+
+def topk(case: TopKCase, geometry: Geometry) -> int:
+    """Bfloat16 scores in, 32-bit page numbers out."""
+    return case.rows * (case.pages * _BF16 + geometry.k * 4)
+
+
+def attend(case: DecodeCase, geometry: Geometry) -> int:
+    """Selected pages, the incomplete page, page numbers and query in, output out."""
+    page = geometry.page_size
+    tokens = sum(min(length // page, geometry.k) * page + length % page for length in case.lengths(geometry))
+    numbers = case.batch * geometry.num_kv_heads * geometry.k * 4
+    return tokens * _token_bytes(geometry) + numbers + 2 * _query_bytes(case, geometry)
+
+
+def dense(case: DecodeCase, geometry: Geometry) -> int:
+    """Every key and value and the query in, output out."""
+    return sum(case.lengths(geometry)) * _token_bytes(geometry) + 2 * _query_bytes(case, geometry)
+
+
+def selected_tokens(case: DecodeCase, geometry: Geometry) -> int:
+    """Dense attention over as many tokens as `attend` reads."""
+    numbers = case.batch * geometry.num_kv_heads * geometry.k * 4
+    return attend(case, geometry) - numbers
+
+
+def write(case: DecodeCase, geometry: Geometry) -> int:
+    """New keys and values in and out; for a completed page its keys in and its statistics out."""
+    completed = sum(length % geometry.page_size == 0 for length in case.lengths(geometry))
+    page_keys = geometry.page_size * _token_bytes(geometry) // 2
+    return 2 * case.batch * _token_bytes(geometry) + completed * (page_keys + _record_bytes(case, geometry))
+
+
+def copy(case: DecodeCase, geometry: Geometry) -> int:
+    """New keys and values in and out."""
+    return 2 * case.batch * _token_bytes(geometry)
+
+
+def sparse(case: DecodeCase, geometry: Geometry) -> int:
+    """Scoring, selecting and attending without writing scores or page numbers to memory."""
+    statistics = _complete_pages(case, geometry) * _record_bytes(case, geometry)
+    return statistics + selected_tokens(case, geometry)
+
+
+def decode(case: DecodeCase, geometry: Geometry) -> int:
+    """A whole step of sparse attention: the write of the new token, then `sparse`."""
+    return write(case, geometry) + sparse(case, geometry)
