@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_sparse_plugin import __version__
-from vllm_sparse_plugin.cli.arguments import parse_additional_config
+from vllm_sparse_plugin.cli.arguments import parse_additional_config, run_app
 from vllm_sparse_plugin.cli.needle_test import needle_test
 from vllm_sparse_plugin.config import KEY, SparseAttentionConfig, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -77,8 +76,4 @@ def _flatten(config: SparseAttentionConfig) -> list[tuple[str, Any]]:
 
 def main() -> None:
     """Runs the command line; bad input ends in one sentence and exit code 2."""
-    try:
-        app()
-    except ConfigurationError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    run_app(app)

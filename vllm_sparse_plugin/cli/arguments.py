@@ -1,9 +1,12 @@
-"""Arguments that several commands share."""
+"""What the command lines have in common."""
 
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
+
+import typer
 
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -21,3 +24,12 @@ def parse_additional_config(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigurationError(f"additional_config: got {text!r}, allowed: a JSON object")
     return value
+
+
+def run_app(app: typer.Typer) -> None:
+    """Run a command line; bad input ends in one sentence and exit code 2."""
+    try:
+        app()
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

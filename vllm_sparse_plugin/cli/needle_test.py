@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import IO, Annotated
+from typing import Annotated
 
 import typer
 from openai import OpenAI
@@ -22,8 +20,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.table import Column, Table
 
 from vllm_sparse_plugin.cli.arguments import parse_additional_config
-from vllm_sparse_plugin.cli.provenance import describe_run
-from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server
+from vllm_sparse_plugin.cli.provenance import open_report
+from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server, unwind_on_termination
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.needles import STRESS_TASKS, TASKS, Question, answer_tokens, build_questions, is_correct
@@ -85,7 +83,7 @@ def needle_test(
     sparse = ServerSettings(model, max(contexts), backend, additional_config)
     dense = replace(sparse, backend=None, additional_config=None)
     console = Console()
-    signal.signal(signal.SIGTERM, _unwind)
+    unwind_on_termination()
     try:
         if keep:
             _keep(sparse, console)
@@ -102,7 +100,7 @@ def needle_test(
             for size in contexts:
                 for kind in task or TASKS:
                     asked += build_questions(tokenizer, kind, size, questions, seed)
-        with _open_report(json_path, model) as report:
+        with open_report(json_path, model, "json") as report:
             results = {}
             for name, settings in ((backend, sparse), (_DENSE, dense)):
                 results[name] = _run(name, settings, asked, console)
@@ -114,12 +112,6 @@ def needle_test(
     console.print(_table(backend, results[backend], results[_DENSE], kv_read_share))
     if not _enough(backend, results, min_ratio, console):
         raise typer.Exit(1)
-
-
-def _unwind(*_: object) -> None:
-    """End like any exit, so that no server outlives the command; a second signal must not cut that short."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    sys.exit(128 + signal.SIGTERM)
 
 
 def _check(
@@ -148,21 +140,6 @@ def _check(
     settings = parse_additional_config(additional_config or "{}").get(KEY)
     selection = resolve(settings, BACKENDS[backend.upper()]).selection
     return lambda context_tokens: selection.kv_read_share(context_tokens, head_size)
-
-
-@contextmanager
-def _open_report(path: Path | None, model: Path) -> Iterator[IO[str]]:
-    """Open the JSON lines file and write the line that describes the run; without a path nothing is kept."""
-    path = path or Path(os.devnull)
-    try:
-        file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(
-            f"json: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
-        ) from None
-    with file:
-        print(json.dumps(describe_run(model)), file=file)
-        yield file
 
 
 def _record(backend: str, result: _Result) -> dict[str, object]:

@@ -9,18 +9,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from openai import DefaultHttpxClient, OpenAI, OpenAIError
 from rich.console import Console
 
 _SERVE = [sys.executable, "-m", "vllm_sparse_plugin", "serve"]
-_START_SECONDS = 600
 _ANSWER_SECONDS = 600
-_LOG_LINES = 20
 
 
 class ServerError(RuntimeError):
@@ -41,6 +39,14 @@ class ServerSettings:
     """JSON for `--additional-config`."""
     arguments: tuple[str, ...] = ("--max-num-batched-tokens", "4096")
     """Further arguments of `vllm serve`."""
+    eager: bool = True
+    """Start without CUDA graphs and compilation: sooner, and slower."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables for the server, beside those of this process."""
+    start_seconds: float = 600
+    """How long the server may take to become ready."""
+    log_lines: int = 20
+    """How much of the log's end a failure shows."""
 
 
 @contextmanager
@@ -54,7 +60,9 @@ def run_server(name: str, settings: ServerSettings, console: Console) -> Iterato
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [*_SERVE, str(settings.model), "--served-model-name", settings.model.name]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--disable-uvicorn-access-log"]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+    if settings.eager:
+        command.append("--enforce-eager")
     command += ["--max-model-len", str(settings.max_model_len), *settings.arguments]
     if settings.backend is not None:
         command += ["--attention-backend", settings.backend]
@@ -74,26 +82,26 @@ def run_server(name: str, settings: ServerSettings, console: Console) -> Iterato
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={"VLLM_CPU_KVCACHE_SPACE": "2", **os.environ},
+            env={"VLLM_CPU_KVCACHE_SPACE": "2", **os.environ, **settings.environment},
             start_new_session=True,
         )
     try:
         with console.status(f"Starting the {name} server, log in {log}"):
-            _wait_until_healthy(client, process, f"http://127.0.0.1:{port}/health")
+            _wait_until_healthy(client, process, f"http://127.0.0.1:{port}/health", settings.start_seconds)
         yield client
     except (OpenAIError, TimeoutError, ChildProcessError) as error:
-        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:])
-        message = f"the {name} server {_reason(error, process)}; the end of its log {log}:\n{tail}"
+        tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-settings.log_lines :])
+        message = f"the {name} server {_reason(error, process, settings)}; the end of its log {log}:\n{tail}"
         raise ServerError(message) from error
     finally:
         client.close()
-        _stop(process)
+        stop_group(process)
     log.unlink(missing_ok=True)
 
 
-def _wait_until_healthy(client: OpenAI, process: subprocess.Popen[bytes], url: str) -> None:
+def _wait_until_healthy(client: OpenAI, process: subprocess.Popen[bytes], url: str, seconds: float) -> None:
     """Return when the server answers; raise ChildProcessError if it ends first, TimeoutError if it takes too long."""
-    end = time.monotonic() + _START_SECONDS
+    end = time.monotonic() + seconds
     while time.monotonic() < end:
         if process.poll() is not None:
             raise ChildProcessError
@@ -104,16 +112,29 @@ def _wait_until_healthy(client: OpenAI, process: subprocess.Popen[bytes], url: s
     raise TimeoutError
 
 
-def _reason(error: Exception, process: subprocess.Popen[bytes]) -> str:
+def _reason(error: Exception, process: subprocess.Popen[bytes], settings: ServerSettings) -> str:
     if process.poll() is not None:
         return f"ended with exit code {process.returncode}"
     if isinstance(error, TimeoutError):
-        return f"was not ready after {_START_SECONDS} seconds"
+        return f"was not ready after {settings.start_seconds:g} seconds"
+    if isinstance(error, ChildProcessError):
+        return f"was asked by a command that failed ({error})"
     return f"did not answer a question ({' '.join(str(error).split())})"
 
 
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server and whatever it started."""
+def unwind_on_termination() -> None:
+    """Let a termination signal end this process like any exit, so that no server outlives the command."""
+
+    def unwind(*_: object) -> None:
+        # A second signal must not cut the clean-up short.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, unwind)
+
+
+def stop_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a group of its own, and whatever it started."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):
         process.wait(30)

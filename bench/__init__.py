@@ -1,0 +1,1 @@
+"""Measurements of the plugin. Not installed: run from the checkout."""

@@ -1,0 +1,272 @@
+"""Accuracy of dense and sparse attention on needle questions, one engine for each setting, in one process.
+
+python -m bench.quality accuracy --output accuracy.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel, ConfigDict
+from rich.table import Table
+from sparse_kernels.page_statistics import STATISTICS_FORMATS
+
+from bench.children import run_python
+from bench.engine import Variant, WrongBackendError, free_engines, start_engine
+from bench.models import NEEDLE_8M, Model, open_model
+from bench.quality.questions import check, load_tokenizer, write_questions
+from bench.report import open_console, read_runs
+from vllm_sparse_plugin.cli.provenance import describe_gpu, open_report
+from vllm_sparse_plugin.config import KEY
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.needles import TASKS, Question, answer_tokens, is_correct
+
+PAGE_SIZE = 8
+DEFAULT_PAGES = (64, 32, 16, 8)
+DEFAULT_CONTEXTS = (4096, 8192, 16384, 32768)
+_MAX_NUM_SEQS = 32
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One engine's configuration."""
+
+    variant: Variant
+    pages: int | None = None
+    """Budget in pages; None for dense attention."""
+    statistics: str | None = None
+    """Format of the mean keys; None for dense attention."""
+
+    @property
+    def name(self) -> str:
+        """For tables."""
+        return self.variant.name if self.pages is None else f"{self.variant.name} {self.statistics} {self.pages}"
+
+    @property
+    def additional_config(self) -> str | None:
+        """The JSON for vLLM's `--additional-config`."""
+        if self.pages is None:
+            return None
+        selection = {"page_size": PAGE_SIZE, "budget_tokens": self.pages * PAGE_SIZE, "statistics": self.statistics}
+        return json.dumps({KEY: {"selection": selection}})
+
+
+class Job(BaseModel):
+    """What a process of engines needs to know."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    """Folder of the model."""
+    engines: tuple[tuple[str, int | None, str | None], ...]
+    """Variant, pages and statistics of each setting."""
+    block_size: int | None
+    gpu_memory_utilization: float
+    questions: str
+    """JSON file with the questions."""
+    output: str
+    """JSON lines file to append to."""
+
+
+def all_settings(dense: list[str], sparse: list[str], pages: list[int], statistics: list[str]) -> list[Setting]:
+    """Every dense variant, and every sparse one with every budget and format.
+
+    Raises:
+        ConfigurationError: for an unknown variant, format or budget, or a variant in the wrong list.
+    """
+    settings = [Setting(Variant.parse(text)) for text in dense]
+    settings += [
+        Setting(Variant.parse(text), budget, kind) for text in sparse for kind in statistics for budget in pages
+    ]
+    for setting in settings:
+        if setting.variant.sparse != (setting.pages is not None):
+            option, allowed = ("dense", "a backend of vLLM") if setting.pages is None else ("sparse", "one of ours")
+            raise ConfigurationError(f"{option}: got {setting.variant.name!r}, allowed: {allowed}")
+        setting.variant.additional_config(setting.additional_config)
+    return settings
+
+
+def unfinished(settings: list[Setting], rows: list[dict[str, Any]], rows_each: int) -> int:
+    """Index of the first of `settings` that lacks some of its rows, the last one if none does."""
+    written = Counter(row["setting"] for row in rows)
+    return next((i for i, each in enumerate(settings) if written[each.name] < rows_each), len(settings) - 1)
+
+
+def accuracy(
+    output: Annotated[Path, typer.Option(help="JSON lines to write.")],
+    model: Annotated[str, typer.Option(help="needle-8m or a folder.")] = NEEDLE_8M.name,
+    dense: Annotated[list[str] | None, typer.Option(help="Dense variant, repeatable; `dense`.")] = None,
+    sparse: Annotated[list[str] | None, typer.Option(help="Sparse variant, repeatable; `unique`.")] = None,
+    pages: Annotated[list[int] | None, typer.Option(help="Budget in pages of 8 tokens; 64, 32, 16 and 8.")] = None,
+    statistics: Annotated[
+        list[str] | None, typer.Option(help=f"Format of mean keys, repeatable; {', '.join(STATISTICS_FORMATS)}.")
+    ] = None,
+    context: Annotated[list[int] | None, typer.Option(help="Context in tokens; 4096, 8192, 16384 and 32768.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help=f"Task, repeatable; {', '.join(TASKS)}.")] = None,
+    questions: Annotated[int, typer.Option(help="Questions for each task and context.")] = 32,
+    seed: Annotated[int, typer.Option(help="Seed of documents and needles.")] = 0,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Passed to vLLM; its own choice if left out.")] = None,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="Passed to vLLM.")] = 0.1,
+    engines_per_process: Annotated[
+        int | None, typer.Option(min=1, help="All on a GPU; 1 on a CPU, where vLLM cannot start a second one.")
+    ] = None,
+    deadline: Annotated[float, typer.Option(help="Seconds after which what has been measured must do.")] = 3600,
+    commit: Annotated[str | None, typer.Option(help="Commit to record, where the checkout has no .git.")] = None,
+) -> None:
+    """Ask engines of each setting the same needle questions; exit code 3 if one fails or time runs out."""
+    end = time.monotonic() + deadline
+    tasks, contexts = task or list(TASKS), context or list(DEFAULT_CONTEXTS)
+    settings = all_settings(
+        dense or ["dense"], sparse or ["unique"], pages or list(DEFAULT_PAGES), statistics or list(STATISTICS_FORMATS)
+    )
+    console = open_console()
+    failed = []
+    with open_model(model) as opened:
+        check(opened, contexts, tasks, questions)
+        with open_report(output, opened.folder, "output", commit):
+            pass
+        with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
+            with console.status("Writing the questions"):
+                asked = write_questions(opened, contexts, tasks, questions, seed, os.cpu_count() or 1)
+
+                path = Path(folder) / "questions.json"
+                path.write_text(json.dumps([asdict(question) for question in asked]), encoding="utf-8")
+            per_process = engines_per_process or (len(settings) if describe_gpu() else 1)
+            while settings:
+                group = settings[:per_process]
+                job = Job(
+                    model=str(opened.folder),
+                    engines=tuple((each.variant.name, each.pages, each.statistics) for each in group),
+                    block_size=block_size,
+                    gpu_memory_utilization=gpu_memory_utilization,
+                    questions=str(path),
+                    output=str(output.absolute()),
+                )
+                code = run_python("bench.quality", ["accuracy-engines", job.model_dump_json()], end - time.monotonic())
+                if code == 0:
+                    settings = settings[len(group) :]
+                    continue
+                first = unfinished(group, read_runs(output)[-1].rows, len(contexts) * len(tasks))
+                if code is None:
+                    failed.append(f"{settings[first].name} and what follows it: not done by the deadline")
+                    break
+                # A process of its own for what comes after the engine that failed.
+                failed.append(f"{settings[first].name}: ended with exit code {code}")
+                settings = settings[first + 1 :]
+    for lines in tables(read_runs(output)[-1].rows):
+        console.print(lines)
+    for sentence in failed:
+        print(f"error: {sentence}", file=sys.stderr)
+    if failed:
+        raise typer.Exit(3)
+
+
+def accuracy_engines(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
+    """Ask some engines in this process, as `accuracy` wants it, and append a row for each task and context."""
+    job = Job.model_validate_json(text)
+    questions = [Question(**each) for each in json.loads(Path(job.questions).read_text(encoding="utf-8"))]
+    arguments = {"block_size": job.block_size, "gpu_memory_utilization": job.gpu_memory_utilization}
+    with open_model(job.model) as model, Path(job.output).open("a", encoding="utf-8") as file:
+
+        def write(row: dict[str, Any]) -> None:
+            print(json.dumps(row), file=file, flush=True)
+
+        for i, (variant, pages, statistics) in enumerate(job.engines):
+            if i:
+                free_engines()
+            setting = Setting(Variant.parse(variant), pages, statistics)
+            try:
+                correct = _measure(setting, model, questions, arguments, write)
+            except WrongBackendError as error:
+                print(f"error: {error}", file=sys.stderr)
+                raise typer.Exit(3) from None
+            print(f"{setting.name}: {correct}/{len(questions)}", flush=True)
+
+
+def _measure(
+    setting: Setting,
+    model: Model,
+    questions: list[Question],
+    arguments: dict[str, Any],
+    write: Callable[[dict[str, Any]], None],
+) -> int:
+    """Start an engine, ask everything, write a row for each task and context; return how many were answered."""
+    begin = time.perf_counter()
+    tokenizer = load_tokenizer(model.folder)
+    engine, backend = start_engine(
+        model,
+        setting.variant,
+        setting.additional_config,
+        max_model_len=max(question.context_tokens for question in questions),
+        max_num_seqs=_MAX_NUM_SEQS,
+        enable_prefix_caching=True,
+        enforce_eager=True,
+        **arguments,
+    )
+    start_seconds = time.perf_counter() - begin
+    from vllm import SamplingParams
+
+    total = 0
+    for context, task in dict.fromkeys((question.context_tokens, question.task) for question in questions):
+        asked = [question for question in questions if (question.context_tokens, question.task) == (context, task)]
+        prompts: Any = [{"prompt_token_ids": tokenizer.encode(question.prompt)} for question in asked]
+        sampling = SamplingParams(temperature=0, max_tokens=answer_tokens(task))
+        begin = time.perf_counter()
+        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - begin
+        right = [is_correct(question, output.outputs[0].text) for question, output in zip(asked, outputs, strict=True)]
+        total += sum(right)
+        write(
+            {
+                "setting": setting.name,
+                "variant": setting.variant.name,
+                "attention_backend": backend,
+                "statistics": setting.statistics,
+                "budget_pages": setting.pages,
+                "task": task,
+                "context_tokens": context,
+                "questions": len(asked),
+                "correct": sum(right),
+                "wrong": [i for i, answered in enumerate(right) if not answered],
+                "seconds": round(seconds, 3),
+                "start_seconds": round(start_seconds, 1),
+            }
+        )
+    engine.llm_engine.engine_core.shutdown()
+    return total
+
+
+def tables(rows: list[dict[str, Any]]) -> list[Table]:
+    """Return a table for each sparse variant and format, with the dense variants in every one."""
+    dense = list(dict.fromkeys(row["setting"] for row in rows if row["budget_pages"] is None))
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        if row["budget_pages"] is not None:
+            settings = groups.setdefault(f"{row['variant']}, statistics in {row['statistics']}", [])
+            if row["setting"] not in settings:
+                settings.append(row["setting"])
+    found = {(row["context_tokens"], row["task"], row["setting"]): row for row in rows}
+    places = list(dict.fromkeys((context, task) for context, task, _ in found))
+    result = []
+    for title, sparse in (groups or {"dense": []}).items():
+        budgets = {row["setting"]: f"{row['budget_pages']} pages" for row in rows if row["budget_pages"] is not None}
+        lines = Table("context", "task", title=f"Needles answered: {title}")
+        for setting in (*dense, *sparse):
+            lines.add_column(budgets.get(setting, setting), justify="right")
+        for context, task in places:
+            cells = (found.get((context, task, setting)) for setting in (*dense, *sparse))
+            lines.add_row(
+                str(context), task, *(f"{row['correct']}/{row['questions']}" if row else "-" for row in cells)
+            )
+        result.append(lines)
+    return result

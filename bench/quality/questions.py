@@ -1,0 +1,61 @@
+"""Needle questions for both measurements of quality."""
+
+from __future__ import annotations
+
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from bench.models import Model
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.needles import MIN_CONTEXT_TOKENS, STRESS_TASKS, TASKS, Question, build_questions
+
+
+@cache
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model.
+
+    Raises:
+        ConfigurationError: if the folder has none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):
+        raise ConfigurationError(f"model: got {folder.name!r}, allowed: a model with a tokenizer") from None
+
+
+def check(model: Model, contexts: list[int], tasks: list[str], count: int) -> None:
+    """Raise ConfigurationError for what can be refused before anything is computed."""
+    limit = int(model.config["max_position_embeddings"])
+    for context in contexts:
+        if not MIN_CONTEXT_TOKENS <= context <= limit:
+            raise ConfigurationError(
+                f"context: got {context} tokens, allowed: from {MIN_CONTEXT_TOKENS} to the model's {limit}"
+            )
+    for task in tasks:
+        if task not in (*TASKS, *STRESS_TASKS):
+            raise ConfigurationError(f"task: got {task!r}, allowed: {', '.join((*TASKS, *STRESS_TASKS))}")
+    if count < 1:
+        raise ConfigurationError(f"questions: got {count}, allowed: 1 or more")
+
+
+def write_questions(
+    model: Model, contexts: list[int], tasks: list[str], count: int, seed: int, processes: int
+) -> list[Question]:
+    """Return `count` questions for each context and task; documents are fitted to their length in parallel."""
+    load_tokenizer(model.folder)  # a folder without a tokenizer is refused here, not in a child
+    pairs = list(product(contexts, tasks))
+    build = partial(_build, model.folder, count, seed)
+    # Spawned: the parent may have threads, and a CUDA context.
+    with ProcessPoolExecutor(min(processes, len(pairs)), multiprocessing.get_context("spawn")) as pool:
+        return [question for questions in pool.map(build, pairs) for question in questions]
+
+
+def _build(folder: Path, count: int, seed: int, pair: tuple[int, str]) -> list[Question]:
+    context, task = pair
+    return build_questions(load_tokenizer(folder), task, context, count, seed)

@@ -1,0 +1,1 @@
+"""Speed: decode time per token, and a server under load."""

@@ -1,0 +1,320 @@
+"""Decode time per token, nothing else: from the prefix cache, in one process, by context and batch.
+
+    python -m bench.serving decode --variant flash_attn --variant unique --output decode.jsonl
+
+The prompts of a batch are computed once. Then 1 token and 1 + n tokens are generated from the prefix cache, and the
+difference is divided by n: median over repeats. Every request has KV blocks of its own. The prompts of a context begin
+with those of the shorter contexts, and those of a batch are the first of a larger one, so a token is computed once per
+variant as long as the cache has room. One process per variant, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel, ConfigDict
+from rich.table import Table
+
+from bench.children import run_python
+from bench.engine import Variant, WrongBackendError, start_engine
+from bench.models import SHAPES, Model, open_model
+from bench.report import open_console, read_runs, spread
+from vllm_sparse_plugin.cli.provenance import open_report
+from vllm_sparse_plugin.errors import ConfigurationError
+
+DEFAULT_GRID = ("2K=1,6,24", "8K=1,8,24", "32K=1,8,24", "128K=1,4,6")
+_LARGEST = "max"
+# Round figures of one H200, for the forecast alone.
+_FLOPS_PER_SECOND = 500e12
+_BYTES_PER_SECOND = 3.5e12
+_START_SECONDS = 60
+
+
+class GridRow(BaseModel):
+    """The batches of one context; None is the largest batch that fits the KV cache."""
+
+    model_config = ConfigDict(frozen=True)
+
+    context: int
+    batches: tuple[int | None, ...]
+
+
+class DecodeSettings(BaseModel):
+    """What the process of one variant needs to know."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    """A shape or the folder of a model."""
+    variant: str
+    additional_config: str | None
+    grid: tuple[GridRow, ...]
+    new_tokens: int
+    repeats: int
+    max_num_seqs: int
+    gpu_memory_utilization: float
+    block_size: int | None
+    max_num_batched_tokens: int | None
+    output: str
+    """JSON lines file to append to."""
+
+
+def parse_grid(texts: list[str] | tuple[str, ...]) -> tuple[GridRow, ...]:
+    """Parse `CONTEXT=BATCH,BATCH,...` once per context: `2048=1,6,24` or `128K=1,max`; sorted by context.
+
+    Raises:
+        ConfigurationError: for anything else, or a context that appears twice.
+    """
+    rows: dict[int, GridRow] = {}
+    for text in texts:
+        left, _, right = text.partition("=")
+        try:
+            context = int(left[:-1]) * 1024 if left[-1:] in ("K", "k") else int(left)
+            batches = tuple(None if batch == _LARGEST else int(batch) for batch in right.split(","))
+        except ValueError:
+            context, batches = 0, ()
+        if context < 1 or context in rows or any(batch is not None and batch < 1 for batch in batches):
+            raise ConfigurationError(
+                f"grid: got {text!r}, allowed: CONTEXT=BATCH,... once for each context, such as 32K=1,8,{_LARGEST}"
+            )
+        rows[context] = GridRow(context=context, batches=batches)
+    return tuple(rows[context] for context in sorted(rows))
+
+
+def draw_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
+    """Return random prompts, each with a first token of its own; shorter ones are beginnings of longer ones."""
+    prompts = []
+    for i in range(count):
+        rng = random.Random(i)
+        first = 3 + i % (vocabulary - 3)
+        prompts.append([first, *rng.choices(range(3, vocabulary), k=length - 1)])
+    return prompts
+
+
+def forecast_seconds(model: Model, settings: DecodeSettings) -> float:
+    """Roughly how long one variant takes with dense attention on one H200, its start included."""
+    kv_bytes = model.kv_bytes_per_token(Variant.parse(settings.variant).kv_cache_dtype)
+    seconds = float(_START_SECONDS)
+    computed: dict[int, int] = {}
+    for row in settings.grid:
+        # How many fit is not known yet.
+        largest = max(batch or 1 for batch in row.batches)
+        batches = [batch or min(2 * largest, settings.max_num_seqs) for batch in row.batches]
+        for i in range(max(batches)):
+            seconds += model.prefill_flops(computed.get(i, 0), row.context) / _FLOPS_PER_SECOND
+            computed[i] = row.context
+        for batch in batches:
+            step = (2 * model.matrix_elements + batch * row.context * kv_bytes) / _BYTES_PER_SECOND
+            seconds += (settings.repeats + 1) * settings.new_tokens * step
+    return seconds
+
+
+def measure_batch(
+    generate: Callable[[list[list[int]], int], list[int]],
+    prompts: list[list[int]],
+    settings: DecodeSettings,
+    least: int,
+) -> dict[str, Any]:
+    """Seconds of decoding a batch whose prompts are in the prefix cache, as columns of a row.
+
+    Args:
+        generate: generates that many tokens for each prompt and returns how many tokens of each came from the cache.
+        prompts: the batch.
+        settings: repeats and new tokens.
+        least: tokens of each prompt that must come from the cache for a time to count.
+    """
+
+    def seconds(tokens: int) -> float:
+        begin = time.perf_counter()
+        cached = generate(prompts, tokens)
+        end = time.perf_counter()
+        if min(cached) < least:
+            raise RuntimeError(f"only {min(cached)} of a prompt's tokens came from the prefix cache, not {least}")
+        return end - begin
+
+    begin = time.perf_counter()
+    generate(prompts, 1)
+    prefill = time.perf_counter() - begin
+    seconds(1 + settings.new_tokens)
+    times = [
+        (seconds(1 + settings.new_tokens) - seconds(1)) / settings.new_tokens * 1e3 for _ in range(settings.repeats)
+    ]
+    median, low, high = spread(times)
+    return {
+        "ms_per_token": round(median, 4),
+        "ms_per_token_p20": round(low, 4),
+        "ms_per_token_p80": round(high, 4),
+        "repeats": settings.repeats,
+        "new_tokens": settings.new_tokens,
+        "prefill_seconds": round(prefill, 3),
+    }
+
+
+def decode_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
+    """Measure one variant in this process, as `decode` asks for it, and append a row for each batch."""
+    settings = DecodeSettings.model_validate_json(text)
+    with open_model(settings.model) as model, Path(settings.output).open("a", encoding="utf-8") as file:
+        try:
+            _measure_variant(settings, model, lambda row: print(json.dumps(row), file=file, flush=True))
+        except WrongBackendError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(3) from None
+
+
+def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[dict[str, Any]], None]) -> None:
+    variant = Variant.parse(settings.variant)
+    longest = settings.grid[-1].context
+    begin = time.perf_counter()
+    engine, backend = start_engine(
+        model,
+        variant,
+        settings.additional_config,
+        skip_tokenizer_init=True,
+        max_model_len=longest,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        block_size=settings.block_size,
+        enable_prefix_caching=True,
+        # Decode graphs without the wait for torch.compile, which leaves attention alone.
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    )
+    start_seconds = time.perf_counter() - begin
+    from vllm import SamplingParams, TokensPrompt
+
+    def generate(prompts: list[list[int]], tokens: int) -> list[int]:
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        return [output.num_cached_tokens or 0 for output in engine.generate(asked, sampling, use_tqdm=False)]
+
+    cache = engine.llm_engine.vllm_config.cache_config
+    block_size = cache.block_size
+    blocks = cache.num_gpu_blocks - 1  # one is vLLM's own
+    prompts = draw_prompts(settings.max_num_seqs, longest, model.vocabulary)
+    for row in settings.grid:
+        fits = blocks // -(-row.context // block_size)
+        length = row.context - settings.new_tokens - 1
+        largest = min(fits, settings.max_num_seqs)
+        for batch in sorted({largest if batch is None else batch for batch in row.batches}):
+            about = {
+                "variant": variant.name,
+                "attention_backend": backend,
+                "kv_cache_dtype": variant.kv_cache_dtype,
+                "additional_config": json.loads(variant.additional_config(settings.additional_config) or "null"),
+                "weights": "drawn" if model.drawn_weights else "checkpoint",
+                "context_tokens": row.context,
+                "batch": batch,
+                "block_size": block_size,
+                "kv_cache_tokens": blocks * block_size,
+            }
+            if batch > fits or batch == 0:
+                write({**about, "skipped": f"the KV cache holds {fits} requests of {row.context} tokens"})
+                continue
+            asked = [prompt[:length] for prompt in prompts[:batch]]
+            measured = measure_batch(generate, asked, settings, length - block_size)
+            kv_gib = batch * row.context * model.kv_bytes_per_token(variant.kv_cache_dtype) / 2**30
+            found = {**about, **measured, "kv_gib": round(kv_gib, 3), "start_seconds": round(start_seconds, 1)}
+            write(found)
+            print(
+                f"{variant.name}: {row.context} tokens, batch {batch}: {found['ms_per_token']:.2f} ms per token, "
+                f"prefill {found['prefill_seconds']:.1f} s, {time.perf_counter() - begin:.0f} s since the start",
+                flush=True,
+            )
+
+
+def decode(
+    output: Annotated[Path, typer.Option(help="JSON lines to write.")],
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help="BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable; flash_attn and unique, each alone and :fp8."),
+    ] = None,
+    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")] = "llama-3.1-8b",
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"CONTEXT=BATCH,..., repeatable, {_LARGEST} for as many as fit; {', '.join(DEFAULT_GRID)}.",
+        ),
+    ] = None,
+    additional_config: Annotated[
+        str | None, typer.Option(help="Passed to the engines of our backends.", metavar="JSON")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a time is taken over.")] = 64,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of each measurement.")] = 5,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Largest batch of the engine.")] = 32,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="Passed to vLLM.")] = 0.92,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Passed to vLLM; its own choice if left out.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a prefill step.")] = None,
+    deadline: Annotated[float, typer.Option(help="Seconds after which what has been measured must do.")] = 3600,
+    commit: Annotated[str | None, typer.Option(help="Commit to record, where the checkout has no .git.")] = None,
+) -> None:
+    """Measure decode time per token of each variant; exit code 3 if one fails or does not finish in time."""
+    end = time.monotonic() + deadline
+    variants = [Variant.parse(text) for text in variant or ("flash_attn", "unique", "flash_attn:fp8", "unique:fp8")]
+    rows = parse_grid(grid or DEFAULT_GRID)
+    console = open_console()
+    failed = []
+    with open_model(model) as opened:
+        _check(rows, opened, new_tokens, max_num_seqs)
+        all_settings = [
+            DecodeSettings(
+                model=model if opened.drawn_weights else str(opened.folder),
+                variant=each.name,
+                additional_config=each.additional_config(additional_config),
+                grid=rows,
+                new_tokens=new_tokens,
+                repeats=repeats,
+                max_num_seqs=max_num_seqs,
+                gpu_memory_utilization=gpu_memory_utilization,
+                block_size=block_size,
+                max_num_batched_tokens=max_num_batched_tokens,
+                output=str(output.absolute()),
+            )
+            for each in variants
+        ]
+        with open_report(output, opened.folder, "output", commit):
+            pass
+        for settings in all_settings:
+            seconds = forecast_seconds(opened, settings)
+            console.print(f"{settings.variant}: about {seconds:.0f} s on one H200 if attention were dense")
+            arguments = ["decode-variant", settings.model_dump_json()]
+            if code := run_python("bench.serving", arguments, end - time.monotonic()):
+                failed.append(f"{settings.variant} ended with exit code {code}")
+            elif code is None:
+                failed.append(f"{settings.variant} was not done by the deadline")
+    console.print(table(read_runs(output)[-1].rows))
+    for sentence in failed:
+        console.print(f"error: {sentence}")
+    if failed:
+        raise typer.Exit(3)
+
+
+def _check(grid: tuple[GridRow, ...], model: Model, new_tokens: int, max_num_seqs: int) -> None:
+    """Raise ConfigurationError for what can be refused before an engine starts."""
+    limit = int(model.config["max_position_embeddings"])
+    for row in grid:
+        if not new_tokens + 64 <= row.context <= limit:
+            raise ConfigurationError(
+                f"grid: got a context of {row.context} tokens, allowed: from new_tokens + 64 = {new_tokens + 64} to "
+                f"the model's {limit}"
+            )
+        largest = max(batch or 1 for batch in row.batches)
+        if largest > max_num_seqs:
+            raise ConfigurationError(f"grid: got a batch of {largest}, allowed: at most max_num_seqs = {max_num_seqs}")
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Return one line for each context and batch, one column for each variant."""
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    times = {(row["context_tokens"], row["batch"], row["variant"]): row.get("ms_per_token") for row in rows}
+    lines = Table("context", "batch", *variants, title="Decode: ms per token")
+    for context, batch in sorted({key[:2] for key in times}):
+        found = [times.get((context, batch, variant)) for variant in variants]
+        lines.add_row(str(context), str(batch), *("-" if ms is None else f"{ms:.2f}" for ms in found))
+    return lines

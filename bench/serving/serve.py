@@ -1,0 +1,283 @@
+"""A server under load: `vllm serve` with each variant, driven by `vllm bench serve`.
+
+    python -m bench.serving serve --variant flash_attn --variant unique --output serve.jsonl
+
+Prefill is dense in every variant, so what differs is the time per output token, and the time to the first token where
+decodes of other requests share a step with its prefill.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bench.children import python_path, run_python
+from bench.engine import Variant, WrongBackendError
+from bench.models import SHAPES, Model, open_model
+from bench.report import open_console, read_runs
+from bench.worker import EXTENSION
+from vllm_sparse_plugin.cli.provenance import describe_gpu, open_report
+from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server
+from vllm_sparse_plugin.errors import ConfigurationError
+
+RANDOM = "random"
+SHARED_PREFIX = "shared_prefix"
+WORKLOADS = (RANDOM, SHARED_PREFIX)
+_METRICS = ("ttft", "tpot", "itl")
+_PERCENTILES = (90, 99)
+_SUFFIX_SHARE = 32
+"""A request of `shared_prefix` brings this fraction of its input itself."""
+_LOG_LINES = 80
+_DECODE_GRAPHS = ("--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}')
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one run of `vllm bench serve` asks for."""
+
+    workload: str
+    """One of `WORKLOADS`."""
+    input_tokens: int
+    output_tokens: int
+    concurrency: int
+    requests: int
+    seed: int
+    """Different for each load of a server, so that no prompt is in the prefix cache."""
+
+    @property
+    def prefix_tokens(self) -> int:
+        """Leading tokens that all requests share."""
+        return self.input_tokens - self.input_tokens // _SUFFIX_SHARE if self.workload == SHARED_PREFIX else 0
+
+    def arguments(self) -> list[str]:
+        """The arguments of `vllm bench serve` that describe the load."""
+        arguments = ["--num-prompts", str(self.requests), "--max-concurrency", str(self.concurrency)]
+        arguments += ["--seed", str(self.seed), "--temperature", "0", "--ignore-eos"]
+        if self.workload == RANDOM:
+            lengths = ["--random-input-len", str(self.input_tokens), "--random-output-len", str(self.output_tokens)]
+            return [*arguments, "--dataset-name", "random", *lengths]
+        lengths = ["--prefix-repetition-prefix-len", str(self.prefix_tokens)]
+        lengths += ["--prefix-repetition-suffix-len", str(self.input_tokens - self.prefix_tokens)]
+        lengths += ["--prefix-repetition-output-len", str(self.output_tokens), "--prefix-repetition-num-prefixes", "1"]
+        # The warm-up asks the first request, which brings the prefix into the cache.
+        return [*arguments, "--dataset-name", "prefix_repetition", *lengths, "--num-warmups", "1"]
+
+
+def parse_result(result: dict[str, Any]) -> dict[str, Any]:
+    """Columns of a row from the result file of `vllm bench serve`; latencies in milliseconds.
+
+    Raises:
+        ValueError: if the result lacks a column or no request completed.
+    """
+    if not result.get("completed"):
+        raise ValueError(f"no request completed, {result.get('failed', 'an unknown number')} failed")
+    columns: dict[str, Any] = {}
+    try:
+        for metric in _METRICS:
+            for kind in ("mean", "median", *(f"p{percentile}" for percentile in _PERCENTILES)):
+                columns[f"{metric}_ms_{kind}"] = round(float(result[f"{kind}_{metric}_ms"]), 3)
+        columns |= {
+            "completed": int(result["completed"]),
+            "failed": int(result["failed"]),
+            "seconds": round(float(result["duration"]), 3),
+            "input_tokens_total": int(result["total_input_tokens"]),
+            "output_tokens_total": int(result["total_output_tokens"]),
+            "requests_per_second": round(float(result["request_throughput"]), 4),
+            "output_tokens_per_second": round(float(result["output_throughput"]), 2),
+            "total_tokens_per_second": round(float(result["total_token_throughput"]), 2),
+        }
+    except KeyError as error:
+        raise ValueError(f"the result lacks {error}") from None
+    return columns
+
+
+def serve(
+    output: Annotated[Path, typer.Option(help="JSON lines to write.")],
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help="BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable; flash_attn and unique."),
+    ] = None,
+    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")] = "llama-3.1-8b",
+    workload: Annotated[
+        list[str] | None, typer.Option(help=f"{' or '.join(WORKLOADS)}, repeatable; both if left out.")
+    ] = None,
+    concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable; 1, 8 and 32.")] = None,
+    input_tokens: Annotated[int, typer.Option(min=64, help="Tokens of a prompt.")] = 32768,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 128,
+    waves: Annotated[int, typer.Option(min=1, help="Requests per unit of concurrency, at least 4 in all.")] = 1,
+    additional_config: Annotated[
+        str | None, typer.Option(help="Passed to the servers of our backends.", metavar="JSON")
+    ] = None,
+    server_argument: Annotated[
+        list[str] | None,
+        typer.Option(help="Further argument of `vllm serve`, repeatable; replaces the decode-only CUDA graphs."),
+    ] = None,
+    start_seconds: Annotated[float, typer.Option(min=1, help="How long a server may take to start.")] = 300,
+    deadline: Annotated[float, typer.Option(help="Seconds after which what has been measured must do.")] = 3600,
+    commit: Annotated[str | None, typer.Option(help="Commit to record, where the checkout has no .git.")] = None,
+) -> None:
+    """Measure latency and throughput of a server for each variant; exit code 3 if a server fails."""
+    end = time.monotonic() + deadline
+    variants = [Variant.parse(text) for text in variant or ("flash_attn", "unique")]
+    loads = _loads(workload or list(WORKLOADS), concurrency or [1, 8, 32], input_tokens, output_tokens, waves)
+    console = open_console()
+    failed = []
+    with open_model(model) as opened:
+        # vLLM counts the tokens a tokenizer adds to what it was asked for.
+        max_model_len = input_tokens + output_tokens + 16
+        limit = int(opened.config["max_position_embeddings"])
+        if max_model_len > limit:
+            raise ConfigurationError(
+                f"input_tokens: got {input_tokens}, allowed with {output_tokens} output tokens: "
+                f"at most {limit - output_tokens - 16}"
+            )
+        settings = [
+            _settings(opened, each, max_model_len, additional_config, server_argument, start_seconds)
+            for each in variants
+        ]
+        with open_report(output, opened.folder, "output", commit) as report:
+
+            def write(row: dict[str, Any]) -> None:
+                print(json.dumps(row), file=report, flush=True)
+
+            for each, server in zip(variants, settings, strict=True):
+                try:
+                    _measure(each, server, opened, loads, end, console, write)
+                except (ServerError, WrongBackendError) as error:
+                    print(f"error: {error}", file=sys.stderr)
+                    failed.append(each.name)
+    console.print(table(read_runs(output)[-1].rows))
+    if failed:
+        raise typer.Exit(3)
+
+
+def _loads(
+    workloads: list[str], concurrencies: list[int], input_tokens: int, output_tokens: int, waves: int
+) -> list[Load]:
+    for name in workloads:
+        if name not in WORKLOADS:
+            raise ConfigurationError(f"workload: got {name!r}, allowed: {' or '.join(WORKLOADS)}")
+    pairs = [(name, concurrency) for name in workloads for concurrency in concurrencies]
+    return [
+        Load(name, input_tokens, output_tokens, concurrency, max(4, waves * concurrency), seed)
+        for seed, (name, concurrency) in enumerate(pairs, start=1)
+    ]
+
+
+def _settings(
+    model: Model,
+    variant: Variant,
+    max_model_len: int,
+    additional_config: str | None,
+    server_arguments: list[str] | None,
+    start_seconds: float,
+) -> ServerSettings:
+    arguments = ["--kv-cache-dtype", variant.kv_cache_dtype, "--worker-extension-cls", EXTENSION]
+    if model.drawn_weights:
+        arguments += ["--load-format", "dummy"]
+    gpu = bool(describe_gpu())
+    if server_arguments:
+        arguments += server_arguments
+    elif gpu:
+        arguments += _DECODE_GRAPHS
+    return ServerSettings(
+        model.folder,
+        max_model_len,
+        variant.backend,
+        variant.additional_config(additional_config),
+        tuple(arguments),
+        eager=not gpu,
+        # The development mode serves `collective_rpc`.
+        environment={"PYTHONPATH": python_path(), "VLLM_SERVER_DEV_MODE": "1"},
+        start_seconds=start_seconds,
+        log_lines=_LOG_LINES,
+    )
+
+
+def _measure(
+    variant: Variant,
+    settings: ServerSettings,
+    model: Model,
+    loads: list[Load],
+    end: float,
+    console: Console,
+    write: Callable[[dict[str, Any]], None],
+) -> None:
+    """Start a server, apply every load, stop it."""
+    settings = replace(settings, start_seconds=max(min(settings.start_seconds, end - time.monotonic()), 1))
+    with run_server(variant.name.replace(":", "-"), settings, console) as client:
+        url = str(client.base_url).removesuffix("/v1/")
+
+        def call_workers(method: str) -> Any:
+            reply: Any = client.post(f"{url}/collective_rpc", cast_to=object, body={"method": method})
+            return reply["results"][0]
+
+        backend = variant.check_backends(call_workers("attention_backends"))
+        if model.drawn_weights:
+            call_workers("draw_weights")
+        rng = random.Random(0)
+        prompt = rng.choices(range(3, model.vocabulary), k=loads[0].input_tokens)
+        client.completions.create(model=model.folder.name, prompt=prompt, max_tokens=8)
+        for load in loads:
+            with console.status(f"{variant.name}: {load.workload}, concurrency {load.concurrency}"):
+                columns = _apply(load, url, model, end)
+            write(
+                {
+                    "variant": variant.name,
+                    "attention_backend": backend,
+                    "kv_cache_dtype": variant.kv_cache_dtype,
+                    "additional_config": json.loads(settings.additional_config or "null"),
+                    "weights": "drawn" if model.drawn_weights else "checkpoint",
+                    "workload": load.workload,
+                    "input_tokens": load.input_tokens,
+                    "prefix_tokens": load.prefix_tokens,
+                    "output_tokens": load.output_tokens,
+                    "concurrency": load.concurrency,
+                    "requests": load.requests,
+                    **columns,
+                }
+            )
+
+
+def _apply(load: Load, url: str, model: Model, end: float) -> dict[str, Any]:
+    """Run `vllm bench serve` and return what it measured; raise ChildProcessError if it fails."""
+    with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
+        log, result = Path(folder) / "log", Path(folder) / "result.json"
+        arguments = ["bench", "serve", "--base-url", url, "--model", model.folder.name]
+        arguments += ["--tokenizer", str(model.folder), *load.arguments(), "--disable-tqdm"]
+        arguments += ["--percentile-metrics", ",".join(_METRICS)]
+        arguments += ["--metric-percentiles", ",".join(str(percentile) for percentile in _PERCENTILES)]
+        arguments += ["--save-result", "--result-dir", folder, "--result-filename", result.name]
+        code = run_python("vllm_sparse_plugin", arguments, end - time.monotonic(), log)
+        if code is None:
+            raise ChildProcessError("vllm bench serve was not done by the deadline")
+        try:
+            return parse_result(json.loads(result.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LOG_LINES:])
+            raise ChildProcessError(
+                f"vllm bench serve, exit code {code}: {error}; the end of its log:\n{tail}"
+            ) from None
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """Return one line for each load and variant."""
+    lines = Table("workload", "concurrency", "variant", title="Serving: milliseconds and tokens per second")
+    for heading in ("TTFT median", "TTFT p99", "TPOT median", "TPOT p99", "ITL p99", "output tokens/s"):
+        lines.add_column(heading, justify="right")
+    keys = ("ttft_ms_median", "ttft_ms_p99", "tpot_ms_median", "tpot_ms_p99", "itl_ms_p99", "output_tokens_per_second")
+    for row in sorted(rows, key=lambda row: (row["workload"], row["concurrency"])):
+        cells = (f"{row[key]:.2f}" for key in keys)
+        lines.add_row(row["workload"], str(row["concurrency"]), row["variant"], *cells)
+    return lines

@@ -1,0 +1,442 @@
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from bench.engine import Variant, WrongBackendError
+from bench.models import NEEDLE_8M, SHAPES, open_model
+from bench.quality import recall
+from bench.quality.__main__ import main as quality_main
+from bench.quality.accuracy import all_settings, unfinished
+from bench.quality.accuracy import tables as accuracy_tables
+from bench.report import read_runs, spread
+from bench.serving.__main__ import main as serving_main
+from bench.serving.decode import DecodeSettings, draw_prompts, forecast_seconds, measure_batch, parse_grid
+from bench.serving.decode import table as decode_table
+from bench.serving.serve import Load, parse_result
+from bench.worker import BenchWorker
+from vllm_sparse_plugin.errors import ConfigurationError
+
+RUN = {"date": "2026-11-21", "model": "llama-3.1-8b", "versions": {}, "hardware": {"gpu": "NVIDIA H200"}}
+
+
+@pytest.fixture
+def refused(monkeypatch, capsys):
+    """Calls a command line that must end in one sentence before an engine is started."""
+
+    def started(command, **_kwargs):
+        if command[0] in ("git", "nvidia-smi"):
+            raise FileNotFoundError
+        raise AssertionError("a process was started")
+
+    def call(main, *arguments: str) -> str:
+        monkeypatch.setattr(subprocess, "Popen", started)
+        monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        assert (ended.value.code, out) == (2, "")
+        assert err.startswith("error: ")
+        assert len(err.splitlines()) == 1
+        return err.removeprefix("error: ").rstrip("\n")
+
+    return call
+
+
+def settings(**changes) -> DecodeSettings:
+    values = {
+        "model": "llama-3.1-8b",
+        "variant": "flash_attn",
+        "additional_config": None,
+        "grid": parse_grid(["32K=1,8"]),
+        "new_tokens": 4,
+        "repeats": 3,
+        "max_num_seqs": 32,
+        "gpu_memory_utilization": 0.9,
+        "block_size": None,
+        "max_num_batched_tokens": None,
+        "output": "unused",
+    }
+    return DecodeSettings(**values | changes)
+
+
+def test_the_shape_of_llama_is_that_of_its_checkpoint():
+    transformers = pytest.importorskip("transformers")
+    with open_model("llama-3.1-8b") as model:
+        config = transformers.AutoConfig.from_pretrained(model.folder)
+        assert model.drawn_weights
+        assert (config.num_hidden_layers, config.num_key_value_heads, config.head_dim) == (32, 8, 128)
+        assert config.rope_parameters["rope_type"] == "llama3"
+        assert config.max_position_embeddings == 131072
+        assert (model.folder / "tokenizer.json").exists()
+        # 8.03e9 parameters, of which 0.525e9 are the embedding, which multiplies nothing.
+        assert model.matrix_elements == pytest.approx(7.504e9, rel=1e-3)
+        assert model.kv_bytes_per_token("auto") == 128 * 1024
+        assert model.kv_bytes_per_token("fp8") == 64 * 1024
+        folder = model.folder
+    assert not folder.exists()
+
+
+def test_a_folder_is_a_model_and_is_left_alone():
+    with open_model("needle-8m") as named, open_model(str(NEEDLE_8M)) as given:
+        assert named == given
+        assert not named.drawn_weights
+    assert NEEDLE_8M.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("dense", Variant(None)),
+        ("FLASH_ATTN:fp8", Variant("FLASH_ATTN", "fp8")),
+        ("unique:auto", Variant("UNIQUE", "auto")),
+    ],
+)
+def test_variants_are_parsed_from_their_names(text, expected):
+    assert Variant.parse(text) == expected
+    assert Variant.parse(expected.name) == expected
+
+
+def test_settings_reach_our_backends_only():
+    text = '{"sparse_attention": {"selection": {"budget_tokens": 256}}}'
+    assert Variant.parse("unique").additional_config(text) == text
+    assert Variant.parse("flash_attn").additional_config(text) is None
+    with pytest.raises(ConfigurationError, match="budget_tokens: got 3"):
+        Variant.parse("unique").additional_config('{"sparse_attention": {"selection": {"budget_tokens": 3}}}')
+
+
+def test_another_backend_than_the_one_asked_for_is_no_result():
+    assert Variant.parse("dense").check_backends(["CPU_ATTN"]) == "CPU_ATTN"
+    assert Variant.parse("unique").check_backends(["UNIQUE"]) == "UNIQUE"
+    for used in (["FLASH_ATTN"], ["FLASH_ATTN", "UNIQUE"], []):
+        with pytest.raises(WrongBackendError, match="unique: vLLM runs "):
+            Variant.parse("unique").check_backends(used)
+
+
+def test_drawn_weights_are_no_longer_tiny():
+    class Worker(BenchWorker):
+        def __init__(self) -> None:
+            self.model = torch.nn.Sequential(torch.nn.Linear(256, 64, bias=False), torch.nn.RMSNorm(64))
+            for parameter in self.model.parameters():
+                torch.nn.init.uniform_(parameter, -1e-3, 1e-3)
+
+        def get_model(self) -> torch.nn.Module:
+            return self.model
+
+    worker = Worker()
+    worker.draw_weights()
+    assert worker.model(torch.randn(100, 256)).std().item() == pytest.approx(1, abs=0.1)
+
+
+def test_grids_are_sorted_by_context():
+    rows = parse_grid(["128K=1,max", "2048=24,6"])
+    assert [(row.context, row.batches) for row in rows] == [(2048, (24, 6)), (131072, (1, None))]
+
+
+def test_prompts_differ_at_once_and_short_ones_begin_long_ones():
+    prompts = draw_prompts(6, 100, 4096)
+    assert len({prompt[0] for prompt in prompts}) == 6
+    assert {len(prompt) for prompt in prompts} == {100}
+    assert all(2 < token < 4096 for prompt in prompts for token in prompt)
+    assert draw_prompts(2, 100, 4096) == prompts[:2]
+
+
+def test_the_forecast_counts_each_token_of_a_prompt_once():
+    with open_model("llama-3.1-8b") as model:
+        short = forecast_seconds(model, settings(grid=parse_grid(["32K=1,8"])))
+        again = forecast_seconds(model, settings(grid=parse_grid(["32K=8,8"]), repeats=1))
+        longer = forecast_seconds(model, settings(grid=parse_grid(["32K=1,8", "64K=8"])))
+        alone = forecast_seconds(model, settings(grid=parse_grid(["64K=8"])))
+    assert again == pytest.approx(short, rel=0.05)
+    assert alone < longer < alone + 2
+
+
+def test_times_are_differences_over_new_tokens(monkeypatch):
+    clock = 0.0
+    asked = []
+
+    def generate(prompts, tokens):
+        nonlocal clock
+        asked.append(tokens)
+        clock += 5 + tokens * 0.002 + (0.004 if len(asked) == 5 else 0)
+        return [96 for _ in prompts]
+
+    monkeypatch.setattr("bench.serving.decode.time.perf_counter", lambda: clock)
+    columns = measure_batch(generate, [[1] * 100], settings(), 90)
+    assert asked == [1, 5, 5, 1, 5, 1, 5, 1]
+    assert columns["ms_per_token"] == pytest.approx(2)
+    assert columns["ms_per_token_p80"] > columns["ms_per_token_p20"] == pytest.approx(2)
+    assert columns["prefill_seconds"] == pytest.approx(5.002)
+
+
+def test_a_time_that_includes_prefill_is_no_result():
+    with pytest.raises(RuntimeError, match="only 16 of a prompt's tokens came from the prefix cache, not 90"):
+        measure_batch(lambda prompts, _: [16 for _ in prompts], [[1] * 100], settings(), 90)
+
+
+def test_spread_of_one_and_of_many():
+    assert spread([3.0]) == (3.0, 3.0, 3.0)
+    assert spread([5.0, 1.0, 2.0, 3.0, 4.0, 6.0]) == (3.5, 2.0, 5.0)
+    assert spread([1.0, 2.0])[0] == statistics.median([1.0, 2.0])
+
+
+SERVE_RESULT = {
+    "date": "20261121-120000",
+    "model_id": "llama-3.1-8b",
+    "tokenizer_id": "/tmp/llama-3.1-8b",
+    "duration": 12.5,
+    "completed": 8,
+    "failed": 0,
+    "total_input_tokens": 262144,
+    "total_output_tokens": 1024,
+    "request_throughput": 0.64,
+    "output_throughput": 81.92,
+    "total_token_throughput": 21053.44,
+} | {
+    f"{kind}_{metric}_ms": value
+    for metric, value in (("ttft", 1640.25), ("tpot", 12.5), ("itl", 12.25))
+    for kind in ("mean", "median", "std", "p90", "p99")
+}
+
+
+def test_the_result_of_vllm_bench_serve_becomes_columns():
+    columns = parse_result(SERVE_RESULT)
+    assert columns["ttft_ms_median"] == 1640.25
+    assert columns["tpot_ms_p99"] == 12.5
+    assert columns["itl_ms_mean"] == 12.25
+    assert (columns["completed"], columns["failed"], columns["seconds"]) == (8, 0, 12.5)
+    assert columns["output_tokens_per_second"] == 81.92
+    assert "/tmp" not in json.dumps(columns)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"completed": 0, "failed": 8}, "no request completed, 8 failed"),
+        ({"p99_itl_ms": None}, "the result lacks 'p99_itl_ms'"),
+    ],
+)
+def test_a_result_without_answers_or_columns_is_refused(change, sentence):
+    result = {key: value for key, value in (SERVE_RESULT | change).items() if value is not None}
+    with pytest.raises(ValueError, match=sentence):
+        parse_result(result)
+
+
+def test_loads_are_arguments_of_vllm_bench_serve():
+    alone = Load("random", 32768, 128, 8, 16, 3).arguments()
+    assert alone[alone.index("--random-input-len") + 1] == "32768"
+    assert alone[alone.index("--max-concurrency") + 1] == "8"
+    assert "--num-warmups" not in alone  # its prompt would be one of the measured ones
+    shared = Load("shared_prefix", 32768, 128, 8, 16, 3).arguments()
+    lengths = [int(shared[shared.index(f"--prefix-repetition-{part}-len") + 1]) for part in ("prefix", "suffix")]
+    assert lengths == [31744, 1024]
+    assert "--num-warmups" in shared
+
+
+def decode_rows() -> list[dict]:
+    return [
+        {"variant": variant, "context_tokens": context, "batch": batch, "ms_per_token": context / 16384 * factor + 5}
+        for variant, factor in (("flash_attn", 1.0), ("unique", 0.1))
+        for context in (2048, 32768, 131072)
+        for batch in (1, 6)
+    ] + [{"variant": "unique", "context_tokens": 131072, "batch": 24, "skipped": "the KV cache holds 6 requests"}]
+
+
+def write_results(path: Path, *runs: list[dict]) -> Path:
+    lines = [line for rows in runs for line in (RUN, *rows)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_results_of_several_runs_can_follow_each_other(tmp_path):
+    rows = decode_rows()
+    runs = read_runs(write_results(tmp_path / "both.jsonl", rows[:3], rows[3:]))
+    assert [run.rows for run in runs] == [rows[:3], rows[3:]]
+    assert runs[0].about == RUN
+
+
+def test_the_table_has_a_column_for_each_variant_and_a_dash_where_nothing_was_measured():
+    lines = decode_table(decode_rows())
+    assert [column.header for column in lines.columns] == ["context", "batch", "flash_attn", "unique"]
+    cells = [list(column.cells) for column in lines.columns]
+    assert cells[1] == ["1", "6", "1", "6", "1", "6", "24"]
+    assert cells[3][-2:] == ["5.80", "-"]
+
+
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_plot_draws_a_panel_for_each_batch(monkeypatch, tmp_path, suffix):
+    pytest.importorskip("matplotlib")
+    results = write_results(tmp_path / "decode.jsonl", decode_rows())
+    picture = tmp_path / f"decode{suffix}"
+    monkeypatch.setattr(sys, "argv", ["bench", "plot", str(results), "--output", str(picture)])
+    with pytest.raises(SystemExit) as ended:
+        serving_main()
+    assert not ended.value.code
+    assert picture.stat().st_size > 5000
+
+
+SERVING = {
+    "unknown backend": (["--variant", "fastest"], "variant: got 'fastest', allowed: dense, flash_attn, "),
+    "unknown KV cache": (["--variant", "unique:int3"], "variant: got 'unique:int3', allowed: "),
+    "wrong settings": (
+        ["--variant", "unique", "--additional-config", '{"sparse_attention": {"selection": {"sink_pages": -1}}}'],
+        "sparse_attention.selection.sink_pages: got -1, allowed: ",
+    ),
+    "no model": (["--model", "missing"], "model: got 'missing', allowed: needle-8m, llama-3.1-8b or "),
+}
+DECODE = SERVING | {
+    "no batch": (["--grid", "2K="], "grid: got '2K=', allowed: CONTEXT=BATCH,..."),
+    "no number": (["--grid", "many=1"], "grid: got 'many=1', allowed: "),
+    "batch of none": (["--grid", "2K=0"], "grid: got '2K=0', allowed: "),
+    "context twice": (["--grid", "2K=1", "--grid", "2048=2"], "grid: got '2048=2', allowed: "),
+    "context too long": (["--grid", "256K=1"], "grid: got a context of 262144 tokens, allowed: from "),
+    "context too short": (["--grid", "100=1"], "grid: got a context of 100 tokens, allowed: from "),
+    "batch too large": (["--grid", "2K=64"], "grid: got a batch of 64, allowed: at most max_num_seqs = 32"),
+}
+SERVE = SERVING | {
+    "unknown workload": (["--workload", "chat"], "workload: got 'chat', allowed: random or shared_prefix"),
+    "prompt too long": (["--input-tokens", "131072"], "input_tokens: got 131072, allowed with 128 output tokens: "),
+}
+
+
+@pytest.mark.parametrize("case", DECODE)
+def test_decode_refuses(refused, tmp_path, case):
+    arguments, sentence = DECODE[case]
+    assert refused(serving_main, "decode", "--output", str(tmp_path / "out"), *arguments).startswith(sentence)
+
+
+@pytest.mark.parametrize("case", SERVE)
+def test_serve_refuses(refused, tmp_path, case):
+    arguments, sentence = SERVE[case]
+    assert refused(serving_main, "serve", "--output", str(tmp_path / "out"), *arguments).startswith(sentence)
+
+
+@pytest.mark.parametrize("command", ["decode", "serve"])
+def test_results_that_cannot_be_written_are_refused(refused, tmp_path, command):
+    output = tmp_path / "missing" / "out"
+    assert refused(serving_main, command, "--output", str(output)) == (
+        f"output: got {str(output)!r} (No such file or directory), allowed: a file that can be written"
+    )
+
+
+def test_plot_refuses_what_is_no_result_or_no_picture(refused, tmp_path):
+    results = write_results(tmp_path / "decode.jsonl", decode_rows())
+    text = tmp_path / "text"
+    text.write_text("{}\n")
+    plot = ("plot", "--output", str(tmp_path / "out.png"))
+    assert refused(serving_main, *plot, str(text)).startswith(f"results: got {str(text)!r}, allowed: ")
+    assert refused(serving_main, *plot, str(tmp_path / "missing")).startswith("results: got ")
+    assert refused(serving_main, *plot, str(results), "--batch", "5") == (
+        "batch: got 0 of the measured batches [1, 6], allowed: 1 to 6 of them"
+    )
+    picture = str(tmp_path / "out.txt")
+    assert refused(serving_main, "plot", str(results), "--output", picture) == (
+        f"output: got {picture!r}, allowed: a name that ends in .png or .svg"
+    )
+
+
+QUALITY = {
+    "context too short": (["--context", "100"], "context: got 100 tokens, allowed: from 4096 to the model's 32768"),
+    "unknown task": (["--task", "riddle"], "task: got 'riddle', allowed: single, "),
+    "no questions": (["--questions", "0"], "questions: got 0, allowed: 1 or more"),
+}
+ACCURACY = QUALITY | {
+    "sparse as dense": (["--dense", "unique"], "dense: got 'unique', allowed: a backend of vLLM"),
+    "dense as sparse": (["--sparse", "flash_attn"], "sparse: got 'flash_attn', allowed: one of ours"),
+    "unknown format": (["--statistics", "int3"], "sparse_attention.selection.statistics: got 'int3', allowed: "),
+    "no budget": (["--pages", "1"], "sparse_attention.selection.budget_tokens: got 8, allowed: "),
+}
+RECALL = QUALITY | {
+    "unknown format": (["--statistics", "int3"], "statistics: got 'int3', allowed: int8, fp8, bf16"),
+    "layer too deep": (["--layer", "8"], "layer: got 8, allowed: 0 to 7"),
+    "budget too large": (["--pages", "512"], "pages: got 512, allowed: at most half of the smallest context, 256"),
+}
+
+
+@pytest.mark.parametrize("case", ACCURACY)
+def test_accuracy_refuses(refused, tmp_path, case):
+    arguments, sentence = ACCURACY[case]
+    assert refused(quality_main, "accuracy", "--output", str(tmp_path / "out"), *arguments).startswith(sentence)
+
+
+@pytest.mark.parametrize("case", RECALL)
+def test_recall_refuses(refused, tmp_path, case):
+    arguments, sentence = RECALL[case]
+    assert refused(quality_main, "recall", "--output", str(tmp_path / "out"), *arguments).startswith(sentence)
+
+
+def test_accuracy_measures_every_budget_and_format():
+    found = all_settings(["dense"], ["unique"], [64, 8], ["int8", "bf16"])
+    names = ["dense", "unique int8 64", "unique int8 8", "unique bf16 64", "unique bf16 8"]
+    assert [setting.name for setting in found] == names
+    assert json.loads(found[2].additional_config)["sparse_attention"]["selection"]["budget_tokens"] == 64
+    rows = [
+        {
+            "setting": setting.name,
+            "variant": setting.variant.name,
+            "statistics": setting.statistics,
+            "budget_pages": setting.pages,
+            "task": "kv",
+            "context_tokens": 4096,
+            "questions": 8,
+            "correct": i,
+        }
+        for i, setting in enumerate(found)
+    ]
+    first, second = accuracy_tables(rows)
+    assert [column.header for column in first.columns] == ["context", "task", "dense", "64 pages", "8 pages"]
+    assert [list(column.cells) for column in second.columns][2:] == [["0/8"], ["3/8"], ["4/8"]]
+
+
+def test_after_a_failure_the_engines_behind_it_are_still_asked():
+    found = all_settings(["dense"], ["unique"], [64, 8], ["int8"])
+    rows = [{"setting": "dense"}] * 2 + [{"setting": "unique int8 64"}]
+    assert unfinished(found, rows, 2) == 1
+    assert unfinished(found, rows * 2, 2) == 2
+    assert unfinished(found[:1], rows, 2) == 0
+
+
+@pytest.fixture
+def layer() -> recall.Layer:
+    """Queries at the positions 297 to 299 that match some keys well."""
+    keys, values = torch.randn(2, 2, 300, 64).bfloat16()
+    query = torch.randn(3, 2, 4, 64) + 2 * keys[:, [40, 41, 250]].transpose(0, 1).unsqueeze(2).float()
+    return recall.Layer(query.bfloat16(), keys, values)
+
+
+@pytest.mark.parametrize("statistics", ["int8", "fp8", "bf16"])
+def test_a_budget_of_everything_recalls_everything(layer, statistics):
+    truth = recall.attend_dense(layer, 0.125)
+    (columns,) = recall.compare(layer, recall.PagedLayer(layer, statistics), truth, [37], 0.125)
+    assert columns["recall_of_mass"] == columns["recall_of_logit"] == 1
+    assert columns["mass"] == pytest.approx(1)
+    assert columns["cosine_p05"] == pytest.approx(1, abs=1e-5)
+
+
+def test_a_small_budget_reads_at_most_what_the_oracle_reads(layer):
+    truth = recall.attend_dense(layer, 0.125)
+    found = list(recall.compare(layer, recall.PagedLayer(layer, "bf16"), truth, [16, 8, 4], 0.125))
+    for columns in found:
+        assert 0 < columns["recall_of_mass"] < 1
+        assert columns["mass"] <= columns["oracle_mass"] + 1e-6 < 1
+    assert found[0]["mass"] > found[1]["mass"] > found[2]["mass"]
+
+
+def test_the_dense_truth_is_causal_attention(layer):
+    truth = recall.attend_dense(layer, 0.125)
+    query = layer.query.permute(1, 2, 0, 3).flatten(0, 1).float()
+    keys, values = (rows.float().repeat_interleave(4, dim=0) for rows in (layer.keys, layer.values))
+    mask = torch.arange(300) <= torch.arange(297, 300)[:, None]
+    expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, mask, scale=0.125)
+    torch.testing.assert_close(truth.output, expected.transpose(0, 1))
+    torch.testing.assert_close(truth.mass.sum(dim=-1), torch.ones(3, 2))
+
+
+def test_shapes_have_what_is_read_of_a_model():
+    for name in SHAPES:
+        with open_model(name) as model:
+            assert model.prefill_flops(0, 1024) < model.prefill_flops(0, 2048) / 2
