@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +17,19 @@ if TYPE_CHECKING:
 
 CPU_KERNEL_BLOCK = 32
 """vLLM's CPU attention packs blocks of a multiple of this many tokens."""
+CUDA_KERNEL_BLOCK = 16
+"""FlashAttention reads blocks of a multiple of this many tokens."""
+CUDA_HEAD_SIZES = (64, 128, 256)
+"""Head sizes that the CUDA kernels are written for."""
+CUDA_MAX_GROUP = 16
+"""Query heads to a KV head, at most, that the CUDA kernels are written for."""
+CUDA_MAX_PAGES = 1 << 16
+"""Pages of a context, at most, that the CUDA kernels select from."""
+CUDA_MAX_BUDGET_PAGES = 1024
+"""Pages, at most, that the CUDA kernels select."""
 CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector")
 """KV connectors that move whole blocks, statistics rows included."""
+_EIGHT_BIT_CACHES = ("fp8", "fp8_e4m3")
 SPECULATORS = ("ngram",)
 """Speculative methods whose drafts need no attention of their own."""
 
@@ -29,11 +40,11 @@ def settings_of(vllm_config: VllmConfig) -> Any:
     return additional.get(KEY) if isinstance(additional, Mapping) else None
 
 
-def block_multiple(config: ResolvedConfig, head_size: int, cache_itemsize: int) -> int:
+def block_multiple(config: ResolvedConfig, head_size: int, cache_itemsize: int, kernel_block: int) -> int:
     """The block size must be a multiple of this many tokens."""
     layout = config.selection.statistics_layout(head_size, cache_itemsize)
     unit = layout.unit_tokens if layout else config.selection.page_size
-    return math.lcm(CPU_KERNEL_BLOCK, unit)
+    return math.lcm(kernel_block, unit)
 
 
 def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
@@ -67,7 +78,11 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         if not holds:
             found.append((field, got, allowed))
 
-    expect(current_platform.is_cpu(), "platform", current_platform.device_name, "vLLM's CPU build")
+    on_cpu, on_cuda = current_platform.is_cpu(), current_platform.is_cuda()
+    expect(on_cpu or on_cuda, "platform", current_platform.device_name, "NVIDIA GPUs or vLLM's CPU build")
+    if on_cuda:
+        capability = current_platform.get_device_capability()
+        expect(capability is not None and capability >= (8, 0), "compute capability", capability, "8.0 or later")
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
@@ -79,16 +94,24 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         expect(not state_space, "model", f"{architecture} with state-space layers", "attention-only models")
         expect(model.runner_type == "generate", "runner", model.runner_type, "generate")
         expect(not _has_alibi(model.hf_config), "model", f"{architecture} with ALiBi", "models with rotary positions")
-        expect(model.dtype == torch.bfloat16, "dtype", str(model.dtype).removeprefix("torch."), "bfloat16")
+        dtypes = (torch.bfloat16,) if on_cpu else (torch.bfloat16, torch.float16)
+        expect(model.dtype in dtypes, "dtype", _short(model.dtype), _or(tuple(map(_short, dtypes))))
+        if on_cuda:
+            _expect_cuda_shapes(expect, vllm_config, config)
         if not found:
-            multiple = block_multiple(config, model.get_head_size(), torch.bfloat16.itemsize)
+            itemsize = 1 if cache.cache_dtype in _EIGHT_BIT_CACHES else 2
+            multiple = block_multiple(
+                config, model.get_head_size(), itemsize, CPU_KERNEL_BLOCK if on_cpu else CUDA_KERNEL_BLOCK
+            )
+            # On CUDA vLLM has not chosen the block size yet, unless the user has.
             expect(
-                cache.block_size % multiple == 0,
+                cache.block_size % multiple == 0 or (on_cuda and not cache.user_specified_block_size),
                 "block_size",
                 cache.block_size,
                 f"a multiple of {multiple} (pages of {config.selection.page_size} tokens)",
             )
-    expect(cache.cache_dtype in ("auto", "bfloat16"), "kv_cache_dtype", cache.cache_dtype, "auto or bfloat16")
+    cache_dtypes = ("auto", "bfloat16") if on_cpu else ("auto", "bfloat16", "float16", *_EIGHT_BIT_CACHES)
+    expect(cache.cache_dtype in cache_dtypes, "kv_cache_dtype", cache.cache_dtype, _or(cache_dtypes))
     dcp, pcp = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     expect(dcp == 1, "decode_context_parallel_size", dcp, "1")
     expect(pcp == 1, "prefill_context_parallel_size", pcp, "1")
@@ -100,6 +123,25 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
     return found
 
 
+def _expect_cuda_shapes(
+    expect: Callable[[bool, str, Any, str], None], vllm_config: VllmConfig, config: ResolvedConfig
+) -> None:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    head_size = model.get_head_size()
+    expect(head_size in CUDA_HEAD_SIZES, "head size", head_size, _or(tuple(map(str, CUDA_HEAD_SIZES))))
+    heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
+    group = heads // kv_heads
+    expect(group <= CUDA_MAX_GROUP, "query heads to a KV head", group, f"up to {CUDA_MAX_GROUP}")
+    longest = CUDA_MAX_PAGES * config.selection.page_size
+    expect(model.max_model_len <= longest, "max_model_len", model.max_model_len, f"up to {longest}")
+    budget, most = config.selection.budget_tokens, CUDA_MAX_BUDGET_PAGES * config.selection.page_size
+    expect(budget <= most, "budget_tokens", budget, f"up to {most} (pages of {config.selection.page_size} tokens)")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _has_alibi(hf_config: Any) -> bool:
     attention = getattr(hf_config, "attn_config", None)
     nested = attention.get("alibi") if isinstance(attention, Mapping) else getattr(attention, "alibi", False)
@@ -107,4 +149,5 @@ def _has_alibi(hf_config: Any) -> bool:
 
 
 def _or(names: tuple[str, ...]) -> str:
-    return " or ".join(names)
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last

@@ -19,13 +19,20 @@ def __getattr__(name: str) -> Any:
 def _backend(name: str) -> type:
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
+    if current_platform.is_cpu():
+        from vllm_sparse_plugin.attention.cpu import SparseCPUBackend
+
+        base: type = SparseCPUBackend
+    elif current_platform.is_cuda():
+        from vllm_sparse_plugin.attention.cuda import SparseCUDABackend
+
+        base = SparseCUDABackend
+    else:
         raise ConfigurationError(
             f"platform: got {current_platform.device_name}, allowed with attention backend {name.lower()}: "
-            "vLLM's CPU build"
+            "NVIDIA GPUs or vLLM's CPU build"
         )
-    from vllm_sparse_plugin.attention.cpu import SparseCPUBackend
 
     # vLLM looks the name up in its enumeration, and hashes module and name.
     attributes = {"get_name": staticmethod(lambda: name), "preset": BACKENDS[name], "__module__": __name__}
-    return type(name, (SparseCPUBackend,), attributes)
+    return type(name, (base,), attributes)

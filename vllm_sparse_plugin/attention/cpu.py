@@ -7,17 +7,15 @@ per step by the metadata builder, from lengths alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from sparse_kernels.page_statistics import StatisticsLayout, update_page_statistics
 from sparse_kernels.sparse_attention import attend_pages
-from vllm.config import VllmConfig, get_current_vllm_config, get_layers_from_vllm_config
-from vllm.logger import init_logger
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import AttentionType, CommonAttentionMetadata
+from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -26,25 +24,17 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_sparse_plugin.admission import settings_of
 from vllm_sparse_plugin.attention import packing
-from vllm_sparse_plugin.config import ResolvedConfig, resolve
+from vllm_sparse_plugin.attention.base import SparseBackend, is_sparse_layer, report_memory
+from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
 
-logger = init_logger(f"vllm.{__name__}")
 
-
-class SparseCPUBackend(CPUAttentionBackend):
+class SparseCPUBackend(SparseBackend, CPUAttentionBackend):
     """Sparse decode attention on vLLM's CPU build; a subclass per registered name."""
-
-    preset: ClassVar[str]
-    """Preset of the registered name."""
-    settings: ClassVar[Any] = None
-    """Our part of the configuration of the engine that this process loads, set by its layers: vLLM calls class
-    methods of a backend with and without its configuration at hand, but builds the layers with it, and first."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "bfloat16"]
@@ -58,34 +48,8 @@ class SparseCPUBackend(CPUAttentionBackend):
         return SparseCPUMetadataBuilder
 
     @classmethod
-    def supports_attn_type(cls, attn_type: str) -> bool:
-        return attn_type == AttentionType.DECODER
-
-    @classmethod
-    def supports_non_causal(cls) -> bool:
-        return False
-
-    @classmethod
     def supports_sink(cls) -> bool:
         return True
-
-    @classmethod
-    def config(cls) -> ResolvedConfig:
-        """The configuration of the engine being loaded."""
-        return resolve(SparseCPUBackend.settings, cls.preset)
-
-    @classmethod
-    def statistics_layout(cls, spec: AttentionSpec) -> StatisticsLayout | None:
-        """Layout of the statistics rows in blocks of this spec."""
-        return cls.config().selection.statistics_layout(spec.head_size, spec.dtype.itemsize)
-
-    @classmethod
-    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Adds the statistics rows to the KV block."""
-        layout = cls.statistics_layout(spec)
-        if layout is None or spec.tokens_per_state != 1:
-            return spec
-        return replace(spec, tokens_per_state=layout.tokens_per_row)
 
 
 @dataclass
@@ -137,32 +101,11 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         statistics = backend.statistics_layout(kv_cache_spec)
         for layer in layers.values():
             layer.impl.configure(self.sparse, self.isa, self.block_size, statistics)
-            layer.impl.is_sparse = self._is_sparse(layer)
+            layer.impl.is_sparse = is_sparse_layer(layer, self.sparse)
         for impl in {layer.impl.num_heads: layer.impl for layer in layers.values() if layer.impl.is_sparse}.values():
             impl.warm_up(self.kv_cache_spec)
         if statistics is not None:
-            self._report_memory(backend.get_name(), kv_cache_spec, statistics, len(layers))
-
-    def _is_sparse(self, layer: Attention) -> bool:
-        # A layer that shares another's cache can only read statistics that the other one writes.
-        owner = layer.kv_sharing_target_layer_name or layer.layer_name
-        return layer.sliding_window is None and extract_layer_index(owner) >= self.sparse.config.first_dense_layers
-
-    def _report_memory(self, name: str, spec: AttentionSpec, layout: StatisticsLayout, num_layers: int) -> None:
-        rows = layout.rows(self.block_size)
-        blocks = self.vllm_config.cache_config.num_gpu_blocks or 1
-        total = spec.page_size_bytes * blocks * num_layers
-        share = rows / (self.block_size + rows)
-        logger.info(
-            "%s: page statistics (%s, pages of %d tokens) take %.1f MiB of %.1f MiB of KV cache, "
-            "%.2f %% on top of keys and values",
-            name,
-            layout.format,
-            self.page_size,
-            total * share / 2**20,
-            total / 2**20,
-            100 * layout.memory_overhead,
-        )
+            report_memory(backend.get_name(), vllm_config, self.kv_cache_spec, statistics, len(layers))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -239,7 +182,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        SparseCPUBackend.settings = settings_of(get_current_vllm_config())
+        SparseBackend.remember_settings()
         if self.alibi_slopes is not None:
             raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
 

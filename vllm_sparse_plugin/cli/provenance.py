@@ -23,9 +23,7 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def describe_run(
-    model: Path | None = None, commit: str | None = None, packages: Sequence[str] = ()
-) -> dict[str, Any]:
+def describe_run(model: Path | None = None, commit: str | None = None, packages: Sequence[str] = ()) -> dict[str, Any]:
     """Date, command, model, versions and hardware, for the first line of a JSON lines file.
 
     Args:

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
+
+
+class DecodeSettings(NamedTuple):
+    """What `sparse_decode` needs to know of a policy; it knows how to select by statistics, and the newest pages."""
+
+    k: int
+    """Complete pages read per KV head."""
+    sink_pages: int
+    """Leading pages among them, whatever the query."""
+    recent_pages: int
+    """Newest complete pages among them, whatever the query."""
+    std_weight: float
+    """Weight of the standard deviation in a page's score."""
 
 
 class Section(BaseModel):
@@ -80,6 +93,10 @@ class Selection(Section):
             `[num_tokens, num_kv_heads, budget_pages]` int64, logical page indices, -1 for none.
         """
         raise NotImplementedError
+
+    def decode_settings(self) -> DecodeSettings:
+        """The selection as the fused decode kernel takes it."""
+        return DecodeSettings(self.budget_pages, self.sink_pages, recent_pages=0, std_weight=0.0)
 
     def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
         """Bytes a sparse decode step reads (pages and statistics) over the bytes of dense attention."""

@@ -10,7 +10,7 @@ from sparse_kernels.page_score import score_pages
 from sparse_kernels.page_statistics import PageStatistics, StatisticsFormat, StatisticsLayout
 from sparse_kernels.page_topk import select_pages
 
-from vllm_sparse_plugin.policies.base import Selection
+from vllm_sparse_plugin.policies.base import DecodeSettings, Selection
 
 
 class UniqueSelection(Selection):
@@ -33,6 +33,9 @@ class UniqueSelection(Selection):
 
     def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout:
         return StatisticsLayout(self.page_size, head_size, self.statistics, cache_itemsize)
+
+    def decode_settings(self) -> DecodeSettings:
+        return DecodeSettings(self.budget_pages, self.sink_pages, self.recent_pages, self.lambda_)
 
     def select(
         self,

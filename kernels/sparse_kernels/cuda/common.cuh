@@ -33,6 +33,8 @@ DEVICE uint2 load8(const void* p) {
     return v;
 }
 
+DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 DEVICE float bf16_to_float(u32 bits) { return __uint_as_float(bits << 16); }
 
 DEVICE u32 pack_bf16(float low, float high) {

@@ -30,12 +30,11 @@ struct ChainedAttention {
     static DEVICE int block_of(int i) { return i % CHAINS / PER_BLOCK; }
 
     // `locate(i)` gives where tile i lies: the block of the cache, the first token in it and the valid tokens.
-    // `peers_started` says that all blocks of the cluster are known to run; otherwise this block has arrived at their
-    // barrier, and waits there before it writes to their memory.
+    // All blocks of the cluster are known to run.
     template <int OUTPUT, typename Locate>
     static DEVICE void run(Shared& shared, Values& values, const TokenRows& rows, int tiles, float scale, float softcap,
-                           const float* sinks, float value_scale, u16* out, bool peers_started, int rank, int warp,
-                           int lane, Locate locate) {
+                           const float* sinks, float value_scale, u16* out, int rank, int warp, int lane,
+                           Locate locate) {
 #pragma unroll 1
         for (int c = warp; c < PER_BLOCK; c += WARPS) {
             int chain = rank * PER_BLOCK + c;
@@ -56,8 +55,6 @@ struct ChainedAttention {
                 for (int n = 0; n < IN_FLIGHT; n++) tokens[n] = Attend::read(rows, at[n].block, at[n].token, valid[n], lane);
                 attention.add(shared.query, tokens, valid, count, scale, softcap, lane);
             }
-            if (!peers_started) Peers::wait();
-            peers_started = true;
             int g = lane / 4;
 #pragma unroll
             for (int tile = 0; tile < Attend::TILES; tile++) {
@@ -74,7 +71,6 @@ struct ChainedAttention {
                 Peers::store((float4*)&values.rows[chain][i % SHARE], i / SHARE, four);
             });
         }
-        if (!peers_started) Peers::wait();
         Peers::sync();
 
 #pragma unroll 1

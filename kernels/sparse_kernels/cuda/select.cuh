@@ -56,15 +56,24 @@ struct EightKeys {
 
 // Reads a row of scores as keys, padded with KEY_ABSENT to a multiple of eight.
 DEVICE void load_keys(const u16* scores, int count, u16* keys, int thread, int threads) {
+    constexpr int IN_FLIGHT = 4;
 #pragma unroll 1
-    for (int i = 8 * thread; i < count; i += 8 * threads) {
-        uint4 v = load16(scores + i);
-        u32 out[4];
+    for (int base = 8 * thread; base < count; base += 8 * threads * IN_FLIGHT) {
+        uint4 v[IN_FLIGHT];
 #pragma unroll
-        for (int j = 0; j < 4; j++) out[j] = ordered_key(word(v, j) & 0xffff) | ordered_key(word(v, j) >> 16) << 16;
-        *(uint4*)(keys + i) = uint4{out[0], out[1], out[2], out[3]};
+        for (int n = 0; n < IN_FLIGHT; n++) v[n] = load16(scores + min(base + 8 * n * threads, (count - 1) & ~7));
+#pragma unroll
+        for (int n = 0; n < IN_FLIGHT; n++) {
+            int i = base + 8 * n * threads;
+            if (i >= count) break;
+            u32 out[4];
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                out[j] = ordered_key(word(v[n], j) & 0xffff) | ordered_key(word(v[n], j) >> 16) << 16;
+            *(uint4*)(keys + i) = uint4{out[0], out[1], out[2], out[3]};
 #pragma unroll 1
-        for (int j = count; j < i + 8; j++) keys[j] = KEY_ABSENT;
+            for (int j = count; j < i + 8; j++) keys[j] = KEY_ABSENT;
+        }
     }
 }
 

@@ -39,12 +39,13 @@ sparse_attention(const void* query, i64 query_token_stride, i64 query_head_strid
     }
     Cluster<CLUSTER>::arrive();
     __syncthreads();
+    Cluster<CLUSTER>::wait();
     const int* table = block_table + token * table_stride;
     const int* selected = pages + row * (i64)k;
     int num_pages = context / PAGE_SIZE, tail = context % PAGE_SIZE, page_tiles = k * TILES_PER_PAGE;
     TokenRows rows{keys + head * cache_head_stride, values + head * cache_head_stride, cache_block_stride, token_stride};
     Chained::run<OUTPUT>(shared, attended, rows, page_tiles + ceil_div(tail, 8), scale * (softcap > 0 ? 1.0f : LOG2E),
-                         softcap, sinks ? sinks + head * GROUP : nullptr, 1.0f, out, false, rank, warp, lane, [&](int i) {
+                         softcap, sinks ? sinks + head * GROUP : nullptr, 1.0f, out, rank, warp, lane, [&](int i) {
         int in_tail = i - page_tiles;
         int page = in_tail >= 0 ? num_pages : selected[i / TILES_PER_PAGE];
         int tile = in_tail >= 0 ? in_tail : i % TILES_PER_PAGE;

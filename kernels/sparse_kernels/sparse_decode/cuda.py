@@ -23,6 +23,10 @@ _MAX_SHARED_BYTES = 227 * 1024
 _SELECT_BYTES = 4 * 1024 + 2 * 1024 + 64
 
 
+# Blocks to a row by the number of rows, as measured: large blocks, one to a multiprocessor, as long as they suffice.
+_CLUSTERS = ((8, 8), (24, 4), (66, 2))
+
+
 class Launch(NamedTuple):
     """How the work of a row is laid out; its result does not depend on it."""
 
@@ -34,14 +38,14 @@ class Launch(NamedTuple):
 
 def launch_of(num_rows: int, group_size: int, head_size: int, device: torch.device) -> Launch:
     """The launch configuration of a batch."""
-    properties = torch.cuda.get_device_properties(device)
+    major, _ = torch.cuda.get_device_capability(device)
     wide = head_size > 128 or group_size > 8
-    if properties.major < 9:
+    if major < 9:
         return Launch(False, 1, warps=8, blocks_per_sm=1 if wide else 2)
-    cluster = 1
-    while cluster < 16 and num_rows * cluster * 2 <= 2 * properties.multi_processor_count:
-        cluster *= 2
-    return Launch(cluster > 1, cluster, warps=8, blocks_per_sm=1 if wide else 2)
+    for most_rows, cluster in _CLUSTERS:
+        if num_rows <= most_rows:
+            return Launch(True, cluster, warps=16, blocks_per_sm=1)
+    return Launch(True, 1, warps=8, blocks_per_sm=1 if wide else 2)
 
 
 def _shared_bytes(launch: Launch, group_size: int, head_size: int, max_pages: int, k: int) -> int:

@@ -48,16 +48,14 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
     int context = seq_lens[request] - (tokens_per_request - 1 - token % tokens_per_request);
     u16* out = output + token * output_token_stride + (i64)head * GROUP * HEAD_SIZE;
 
+    constexpr int PER_LANE = HEAD_SIZE / WARP, PER_WARP = ceil_div(Score::ROWS, WARPS);
+    float x[PER_WARP][PER_LANE];
     i64 first_query = token * query_token_stride + (i64)head * GROUP * query_head_stride;
-#pragma unroll 1
-    for (int r = warp; r < Score::ROWS; r += WARPS) {
-        constexpr int PER_LANE = HEAD_SIZE / WARP;
-        float x[PER_LANE];
-        i64 start = first_query + Heads<GROUP>::of_row(r) * query_head_stride + lane * PER_LANE;
 #pragma unroll
-        for (int i = 0; i < PER_LANE; i++) x[i] = load_float<QUERY>(query, start + i);
-        shared.attention.query.prepare(r, x, lane);
-        if (FUSED) Score::prepare(shared.score, r, x, std_weight, lane);
+    for (int n = 0; n < PER_WARP; n++) {
+        i64 start = first_query + Heads<GROUP>::of_row(warp + n * WARPS) * query_head_stride + lane * PER_LANE;
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) x[n][i] = load_float<QUERY>(query, start + i);
     }
     if (context <= 0) {
 #pragma unroll 1
@@ -69,11 +67,27 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
     bool dense = context <= dense_tokens || num_pages <= k || (dense_requests && dense_requests[request]);
     bool selecting = !dense && (FUSED ? mean != nullptr : scores != nullptr);
     int* selected = (int*)(memory + dynamic_shared_bytes()) - k;
+    int padded = ceil_div(num_pages, 8) * 8;
+    int share = FUSED ? ceil_div(padded, 8 * CLUSTER) * 8 : padded;
+    int first = FUSED ? min(rank * share, num_pages) : 0, last = min(first + share, num_pages);
+    if (FUSED && CLUSTER > 1 && selecting) {
+        // Few rows: what waits for memory is all there is to do, so all of it waits at once.
+        constexpr int LINES = ceil_div(PAGES_PER_BLOCK * (HEAD_SIZE * Score::MEAN_BYTES + 4), 128);
+        int block = first / PAGES_PER_BLOCK, lines = (ceil_div(last, PAGES_PER_BLOCK) - block) * LINES;
+#pragma unroll 2
+        for (int i = thread; i < lines; i += THREADS)
+            prefetch(mean + head * statistics_head_stride + table[block + i / LINES] * statistics_block_stride +
+                     i % LINES * 128);
+    }
+#pragma unroll
+    for (int n = 0; n < PER_WARP; n++) {
+        int r = warp + n * WARPS;
+        if (r >= Score::ROWS) break;
+        shared.attention.query.prepare(r, x[n], lane);
+        if (FUSED) Score::prepare(shared.score, r, x[n], std_weight, lane);
+    }
 
     if (selecting) {
-        int padded = ceil_div(num_pages, 8) * 8;
-        int share = FUSED ? ceil_div(ceil_div(num_pages, CLUSTER), 8) * 8 : padded;
-        int first = FUSED ? min(rank * share, num_pages) : 0, last = min(first + share, num_pages);
         shared.select.clear(thread);
         if (thread < padded - num_pages) row_keys[num_pages + thread] = KEY_ABSENT;
         __syncthreads();
@@ -114,13 +128,14 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
         for (int slot = thread; slot < k; slot += THREADS) selected[slot] = slot < sink_pages ? slot : num_pages - k + slot;
     }
     __syncthreads();
+    if (!(FUSED && selecting)) Peers::wait();
 
     TokenRows rows{keys + head * cache_head_stride, values + head * cache_head_stride, cache_block_stride, token_stride};
-    float logit_scale = scale * (query_scale ? *query_scale * *key_scale : 1.0f) * (softcap > 0 ? 1.0f : LOG2E);
+    float logit_scale = scale * (query_scale ? *query_scale : 1.0f) * (key_scale ? *key_scale : 1.0f) * (softcap > 0 ? 1.0f : LOG2E);
     int page_tiles = (dense ? num_pages : k) * TILES_PER_PAGE;
     Chained::run<OUTPUT>(shared.attention, attended, rows, page_tiles + ceil_div(tail, 8), logit_scale, softcap,
                          sinks ? sinks + head * GROUP : nullptr, value_scale ? *value_scale : 1.0f, out,
-                         FUSED && selecting, rank, warp, lane, [&](int i) {
+                         rank, warp, lane, [&](int i) {
         int in_tail = i - page_tiles, slot = i / TILES_PER_PAGE;
         int page = in_tail >= 0 ? num_pages : dense ? slot : selected[slot];
         int tile = in_tail >= 0 ? in_tail : i % TILES_PER_PAGE;

@@ -42,8 +42,8 @@ def sparse_decode(
         if context <= 0:
             continue
         row = query[token : token + 1].float()
-        if query_scale is not None and key_scale is not None:
-            row = row * (query_scale * key_scale)
+        for factor in (query_scale, key_scale):
+            row = row if factor is None else row * factor
         grouped = row.unflatten(1, (num_kv_heads, -1))
         table = block_table[request : request + 1].long()
         lengths = torch.tensor([context // keys.page_size], device=query.device)

@@ -1,0 +1,96 @@
+"""What our attention backends share on every platform."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from sparse_kernels.page_statistics import StatisticsLayout
+from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_sparse_plugin.admission import settings_of
+from vllm_sparse_plugin.config import ResolvedConfig, resolve
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class SparseBackend:
+    """Sparse decode attention; each platform derives it together with vLLM's dense backend there."""
+
+    preset: ClassVar[str]
+    """Preset of the registered name."""
+    settings: ClassVar[Any] = None
+    """Our part of the configuration of the engine that this process loads, set by its layers: vLLM calls class
+    methods of a backend with and without its configuration at hand, but builds the layers with it, and first."""
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        return attn_type == AttentionType.DECODER
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_rswa(cls) -> bool:
+        return False
+
+    @staticmethod
+    def remember_settings() -> None:
+        """Keeps the settings of the configuration that vLLM builds a layer with."""
+        SparseBackend.settings = settings_of(get_current_vllm_config())
+
+    @classmethod
+    def config(cls) -> ResolvedConfig:
+        """The configuration of the engine being loaded."""
+        current = get_current_vllm_config_or_none()
+        return resolve(SparseBackend.settings if current is None else settings_of(current), cls.preset)
+
+    @classmethod
+    def statistics_layout(cls, spec: AttentionSpec) -> StatisticsLayout | None:
+        """Layout of the statistics rows in blocks of this spec."""
+        return cls.config().selection.statistics_layout(spec.head_size, spec.dtype.itemsize)
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Adds the statistics rows to the KV block."""
+        layout = cls.statistics_layout(spec)
+        if layout is None or spec.tokens_per_state != 1:
+            return spec
+        return replace(spec, tokens_per_state=layout.tokens_per_row)
+
+
+def is_sparse_layer(layer: Attention, sparse: ResolvedConfig) -> bool:
+    """Whether decoding tokens of a layer attend sparsely."""
+    # A layer that shares another's cache can only read statistics that the other one writes.
+    owner = layer.kv_sharing_target_layer_name or layer.layer_name
+    return layer.sliding_window is None and extract_layer_index(owner) >= sparse.config.first_dense_layers
+
+
+def report_memory(
+    name: str, vllm_config: VllmConfig, spec: AttentionSpec, layout: StatisticsLayout, num_layers: int
+) -> None:
+    """Logs what the statistics of a group of layers take."""
+    rows = layout.rows(spec.block_size)
+    blocks = vllm_config.cache_config.num_gpu_blocks or 1
+    total = spec.page_size_bytes * blocks * num_layers
+    share = rows / (spec.block_size + rows)
+    logger.info(
+        "%s: page statistics (%s, pages of %d tokens) take %.1f MiB of %.1f MiB of KV cache, "
+        "%.2f %% on top of keys and values",
+        name,
+        layout.format,
+        layout.page_size,
+        total * share / 2**20,
+        total / 2**20,
+        100 * layout.memory_overhead,
+    )

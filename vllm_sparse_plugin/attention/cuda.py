@@ -1,0 +1,314 @@
+"""The sparse decode pipeline on NVIDIA GPUs.
+
+Prefill, sliding-window layers and leading dense layers run vLLM's FlashAttention on the token rows of the cache;
+decoding tokens run one fused kernel, which attends short contexts whole. What a step does is decided by the shape of
+its batch alone, so a batch of decoding requests is one full CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from sparse_kernels.page_statistics import StatisticsLayout, write_cache
+from sparse_kernels.paging import PagedTensor
+from sparse_kernels.sparse_decode import sparse_decode
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionBackend,
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
+
+from vllm_sparse_plugin.admission import CUDA_HEAD_SIZES, CUDA_KERNEL_BLOCK
+from vllm_sparse_plugin.attention.base import SparseBackend, is_sparse_layer, report_memory
+from vllm_sparse_plugin.config import ResolvedConfig
+from vllm_sparse_plugin.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from vllm.config.cache import CacheDType
+
+_PREFERRED_BLOCK = 64
+"""Tokens of a block unless the user says otherwise: the statistics of a block and head are then one kilobyte in a row,
+which is what memory reads well."""
+
+
+class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
+    """Sparse decode attention on NVIDIA GPUs; a subclass per registered name."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
+
+    @staticmethod
+    def get_impl_cls() -> type[SparseCUDAImpl]:
+        return SparseCUDAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[SparseCUDAMetadataBuilder]:
+        return SparseCUDAMetadataBuilder
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        # A page of one head must be contiguous.
+        return KVCacheLayout.LBHNC, KVCacheLayout.BLHNC
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
+        unit: int = cls.config().selection.page_size
+        if isinstance(kv_cache_spec, AttentionSpec) and (layout := cls.statistics_layout(kv_cache_spec)):
+            unit = layout.unit_tokens
+        return [MultipleOf(math.lcm(CUDA_KERNEL_BLOCK, unit))]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        return max(default_block_size, _PREFERRED_BLOCK)
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        return head_size in CUDA_HEAD_SIZES
+
+    @classmethod
+    def supports_per_head_quant_scales(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        return False
+
+
+@dataclass
+class DecodeRequests:
+    """The requests of a step that decode: the first of the batch, all with the same number of query tokens."""
+
+    num_tokens: int
+    """Query tokens of all of them."""
+    block_table: torch.Tensor
+    """`[num_requests, max_blocks]` int32."""
+    seq_lens: torch.Tensor
+    """`[num_requests]` int32; 0 for padding."""
+    dense: torch.Tensor
+    """`[num_requests]` bool, those that attend densely: single tokens of a prompt."""
+
+
+@dataclass
+class SparseCUDAMetadata(FlashAttentionMetadata):
+    """FlashAttention's metadata for the whole batch, and what sparse layers do instead."""
+
+    decode: DecodeRequests | None = None
+    """Requests that decode; None if there are none."""
+    prefill: FlashAttentionMetadata | None = None
+    """Metadata of the batch that the other requests form; None if there are none."""
+
+
+class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
+    """Splits each step into requests that decode and requests that prefill."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    supports_update_block_table = False
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.supports_draft_decode_metadata_update = False
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        backend: type[SparseCUDABackend] = next(iter(layers.values())).attn_backend
+        sparse = backend.config()
+        statistics = backend.statistics_layout(kv_cache_spec)
+        for layer in layers.values():
+            layer.impl.configure(sparse, self.block_size, statistics)
+            layer.impl.is_sparse = is_sparse_layer(layer, sparse)
+        self.any_dense_layer = not all(layer.impl.is_sparse for layer in layers.values())
+        if statistics is not None:
+            report_memory(backend.get_name(), vllm_config, kv_cache_spec, statistics, len(layers))
+        # What captured graphs read: never reallocated.
+        max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
+        self.dense_requests = torch.zeros(max_requests, dtype=torch.bool, device=device)
+        self.any_dense_request = False
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> SparseCUDAMetadata:
+        common = common_attn_metadata
+        assert self.reorder_batch_threshold is not None
+        num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
+            common, decode_threshold=self.reorder_batch_threshold, require_uniform=True
+        )
+        if num_decodes and num_decode_tokens % num_decodes:
+            num_decodes, num_prefills, num_decode_tokens = 0, common.num_reqs, 0
+        whole = None
+        if self.any_dense_layer or not num_decodes:
+            whole = super().build(common_prefix_len, common, fast_build)
+            metadata = SparseCUDAMetadata(**{field.name: getattr(whole, field.name) for field in fields(whole)})
+        else:
+            metadata = SparseCUDAMetadata(
+                num_actual_tokens=common.num_actual_tokens,
+                max_query_len=common.max_query_len,
+                query_start_loc=common.query_start_loc,
+                max_seq_len=common.max_seq_len,
+                seq_lens=common.seq_lens,
+                block_table=common.block_table_tensor,
+                slot_mapping=common.slot_mapping,
+            )
+        if num_decodes:
+            metadata.decode = DecodeRequests(
+                num_decode_tokens,
+                common.block_table_tensor[:num_decodes],
+                common.seq_lens[:num_decodes],
+                self._dense_requests(common, num_decodes),
+            )
+        if num_prefills:
+            if num_decodes:
+                # The schedule that FlashAttention plans ahead lies in one buffer, which the whole batch's may hold.
+                rest = _without_first(common, num_decodes, num_decode_tokens)
+                metadata.prefill = super().build(common_prefix_len, rest, fast_build=True)
+            else:
+                metadata.prefill = whole
+        return metadata
+
+    def _dense_requests(self, common: CommonAttentionMetadata, num_decodes: int) -> torch.Tensor:
+        dense = self.dense_requests[:num_decodes]
+        prefilling = None if common.is_prefilling is None else common.is_prefilling[:num_decodes]
+        if prefilling is not None and prefilling.any():
+            dense.copy_(prefilling, non_blocking=True)
+            self.any_dense_request = True
+        elif self.any_dense_request:
+            self.dense_requests.zero_()
+            self.any_dense_request = False
+        return dense
+
+
+def _without_first(common: CommonAttentionMetadata, requests: int, tokens: int) -> CommonAttentionMetadata:
+    """The batch without its first requests."""
+    start = common.query_start_loc_cpu[requests:] - tokens
+    bound = common.seq_lens_cpu_upper_bound
+    return common.replace(
+        query_start_loc=common.query_start_loc[requests:] - tokens,
+        query_start_loc_cpu=start,
+        seq_lens=common.seq_lens[requests:],
+        seq_lens_cpu_upper_bound=None if bound is None else bound[requests:],
+        is_prefilling=None if common.is_prefilling is None else common.is_prefilling[requests:],
+        num_reqs=common.num_reqs - requests,
+        num_actual_tokens=common.num_actual_tokens - tokens,
+        max_query_len=int((start[1:] - start[:-1]).max()),
+        block_table_tensor=common.block_table_tensor[requests:],
+        slot_mapping=common.slot_mapping[tokens:],
+    )
+
+
+class SparseCUDAImpl(FlashAttentionImpl):
+    """One attention layer."""
+
+    supports_dcp: bool = False
+    can_return_lse_for_decode: bool = False
+    is_sparse: bool = False
+    """Whether decoding tokens of this layer attend sparsely."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        SparseBackend.remember_settings()
+        if self.alibi_slopes is not None:
+            raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
+        self.sink_logits: torch.Tensor | None = None
+        self.bound_to: torch.Tensor | None = None
+
+    def configure(self, sparse: ResolvedConfig, block_size: int, statistics: StatisticsLayout | None) -> None:
+        """What the metadata builder knows of the cache, for the layer's own use."""
+        self.page_size = sparse.selection.page_size
+        self.decode_settings = sparse.selection.decode_settings()
+        self.dense_tokens = sparse.config.min_context_tokens - 1
+        self.block_size = block_size
+        self.statistics_layout = statistics
+
+    def _bind(self, kv_cache: torch.Tensor) -> None:
+        """Views of the layer's cache, made once."""
+        if kv_cache.dtype == torch.uint8:
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+        self.token_rows = kv_cache[:, :, : self.block_size]
+        self.keys = PagedTensor.from_rows(self.token_rows[..., : self.head_size], self.page_size)
+        self.values = PagedTensor.from_rows(self.token_rows[..., self.head_size :], self.page_size)
+        self.statistics = None
+        if self.is_sparse and self.statistics_layout is not None:
+            self.statistics = self.statistics_layout.views(kv_cache[:, :, self.block_size :], self.block_size)
+        if self.sinks is not None:
+            self.sink_logits = self.sinks.float()
+
+    def _bound(self, kv_cache: torch.Tensor) -> None:
+        if self.bound_to is not kv_cache:
+            self._bind(kv_cache)
+            self.bound_to = kv_cache
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        self._bound(kv_cache)
+        scales: Any = layer
+        write_cache(
+            key, value, self.token_rows, self.statistics, slot_mapping, self.page_size, scales._k_scale, scales._v_scale
+        )
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if attn_metadata is None:
+            return output.fill_(0)
+        assert isinstance(attn_metadata, SparseCUDAMetadata)
+        self._bound(kv_cache)
+
+        def dense(metadata: FlashAttentionMetadata, first: int) -> None:
+            super(SparseCUDAImpl, self).forward(
+                layer, query[first:], key[first:], value[first:], self.token_rows, metadata, output[first:],
+                output_scale, output_block_scale,
+            )  # fmt: skip
+
+        if not self.is_sparse:
+            dense(attn_metadata, 0)
+            return output
+        decode = attn_metadata.decode
+        num_decode_tokens = decode.num_tokens if decode else 0
+        if decode:
+            scales: Any = layer
+            eight_bit_query, eight_bit_cache = query.dtype.itemsize == 1, self.keys.view.dtype.itemsize == 1
+            sparse_decode(
+                query[:num_decode_tokens],
+                self.keys,
+                self.values,
+                self.statistics,
+                decode.block_table,
+                decode.seq_lens,
+                **self.decode_settings._asdict(),
+                scale=self.scale,
+                dense_tokens=self.dense_tokens,
+                dense_requests=decode.dense,
+                sinks=self.sink_logits,
+                softcap=self.logits_soft_cap,
+                query_scale=scales._q_scale if eight_bit_query else None,
+                key_scale=scales._k_scale if eight_bit_cache else None,
+                value_scale=scales._v_scale if eight_bit_cache else None,
+                out=output[:num_decode_tokens],
+            )
+        if attn_metadata.prefill:
+            dense(attn_metadata.prefill, num_decode_tokens)
+        return output
