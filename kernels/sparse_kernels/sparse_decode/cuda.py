@@ -23,10 +23,6 @@ _MAX_SHARED_BYTES = 227 * 1024
 _SELECT_BYTES = 4 * 1024 + 2 * 1024 + 64
 
 
-# Blocks to a row by the number of rows, as measured: large blocks, one to a multiprocessor, as long as they suffice.
-_CLUSTERS = ((8, 8), (24, 4), (66, 2))
-
-
 class Launch(NamedTuple):
     """How the work of a row is laid out; its result does not depend on it."""
 
@@ -36,16 +32,24 @@ class Launch(NamedTuple):
     blocks_per_sm: int
 
 
+# By the number of rows, as measured on an H200: about one wave of blocks, and large blocks where they suffice.
+_LAUNCHES = (
+    (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1)),
+    (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),
+    (48, Launch(True, cluster=4, warps=8, blocks_per_sm=2)),
+    (66, Launch(True, cluster=2, warps=16, blocks_per_sm=1)),
+    (1 << 62, Launch(True, cluster=1, warps=8, blocks_per_sm=2)),
+)
+
+
 def launch_of(num_rows: int, group_size: int, head_size: int, device: torch.device) -> Launch:
     """The launch configuration of a batch."""
     major, _ = torch.cuda.get_device_capability(device)
     wide = head_size > 128 or group_size > 8
     if major < 9:
         return Launch(False, 1, warps=8, blocks_per_sm=1 if wide else 2)
-    for most_rows, cluster in _CLUSTERS:
-        if num_rows <= most_rows:
-            return Launch(True, cluster, warps=16, blocks_per_sm=1)
-    return Launch(True, 1, warps=8, blocks_per_sm=1 if wide else 2)
+    launch = next(launch for most_rows, launch in _LAUNCHES if num_rows <= most_rows)
+    return launch._replace(blocks_per_sm=1) if wide else launch
 
 
 def _shared_bytes(launch: Launch, group_size: int, head_size: int, max_pages: int, k: int) -> int:

@@ -70,8 +70,8 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
     int padded = ceil_div(num_pages, 8) * 8;
     int share = FUSED ? ceil_div(padded, 8 * CLUSTER) * 8 : padded;
     int first = FUSED ? min(rank * share, num_pages) : 0, last = min(first + share, num_pages);
-    if (FUSED && CLUSTER > 1 && selecting) {
-        // Few rows: what waits for memory is all there is to do, so all of it waits at once.
+    if (FUSED && CLUSTER == 8 && selecting) {
+        // Few rows: waiting for memory is all there is to do, so all of it waits at once.
         constexpr int LINES = ceil_div(PAGES_PER_BLOCK * (HEAD_SIZE * Score::MEAN_BYTES + 4), 128);
         int block = first / PAGES_PER_BLOCK, lines = (ceil_div(last, PAGES_PER_BLOCK) - block) * LINES;
 #pragma unroll 2
