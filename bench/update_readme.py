@@ -34,7 +34,7 @@ def _table(headings: list[str], rows: list[list[str]]) -> str:
 
 
 def _provenance(name: str, run: dict[str, Any]) -> str:
-    hardware = ", ".join(str(value) for value in run["hardware"].values())
+    hardware = ", ".join(str(value) for name, value in run["hardware"].items() if name != "driver")
     versions = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
     return f"`{run['command']}`, {run['date'][:10]}; {hardware} cores; {versions}; [data](bench/results/{name})."
 
@@ -117,6 +117,23 @@ def decode() -> str:
     return f"{_table(headings, rows)}\n\n{_provenance('decode_cpu.jsonl', run)}"
 
 
+def decode_gpu() -> str:
+    """Time per token on a GPU by context and batch."""
+    names = ["decode_h200_flash_attn.jsonl", "decode_h200_unique.jsonl"]
+    runs = [_lines(name) for name in names]
+    times = [{(line["context_tokens"], line["batch"]): line["ms_per_token"] for line in found} for _, found in runs]
+    dense, unique = times
+    rows = [
+        [f"{context:,}", str(batch), f"{before:.2f}", f"{now:.2f}", f"{before / now:.2f}"]
+        for (context, batch), now in sorted(unique.items())
+        if (before := dense.get((context, batch)))
+    ]
+    headings = ["context", "requests", "FlashAttention 3, ms per token", "`unique`, ms per token", "ratio"]
+    source = _provenance(names[1], runs[1][0])
+    rival = f"FlashAttention 3: the same with `--variant flash_attn`; [data](bench/results/{names[0]})."
+    return "\n\n".join([_table(headings, rows), f"{source} {rival}"])
+
+
 def operations() -> str:
     """Where the time of a sparse layer goes."""
     _, found = _lines("decode_cpu.jsonl")
@@ -136,6 +153,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "needles": needles,
     "look-alikes": look_alikes,
     "decode": decode,
+    "decode-gpu": decode_gpu,
     "operations": operations,
     "configuration": configuration,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -120,6 +121,8 @@ class Runner:
             if reason is not None:
                 row.update(status=UNAVAILABLE, reason=reason)
                 continue
+            # Flushed: a provider that kills the process is known by it.
+            print(f"{op_name} {case.name}: {provider.name}", file=sys.stderr, flush=True)
             try:
                 recordings[provider.name] = self._record(provider, loaded, inputs)
                 row["status"] = MEASURED

@@ -91,6 +91,8 @@ class GraphRecording:
     output: Any
     many: torch.cuda.CUDAGraph
     copies: int
+    call: Callable[[], Any]
+    """Keeps what the graphs point to alive: workspaces, schedules."""
 
     def replay(self) -> Any:
         """Replays the graph of one call."""
@@ -137,7 +139,7 @@ class GraphTimer:
         many, _ = self._capture(call, copies)
         many.replay()
         torch.cuda.synchronize(self.device)
-        return GraphRecording(single, output, many, copies)
+        return GraphRecording(single, output, many, copies, call)
 
     def _elapsed(self, work: Callable[[], Any]) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

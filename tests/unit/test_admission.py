@@ -4,8 +4,12 @@ from pathlib import Path
 import pytest
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
 
+from vllm_sparse_plugin.admission import admit
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.registration import BACKENDS
 
 SMALL = {
     "vocab_size": 256,
@@ -149,7 +153,7 @@ REFUSED = {
     "connector that copies tokens": (
         connector("ExampleConnector"),
         f"kv_connector: got ExampleConnector, {UNIQUE}one that keeps page statistics: "
-        "OffloadingConnector or SimpleCPUOffloadConnector or NixlConnector",
+        "OffloadingConnector, SimpleCPUOffloadConnector or NixlConnector",
     ),
     "two backends by kind": (
         {"attention_backend": None, "attention_config": {"backend_per_kind": PER_KIND}},
@@ -242,6 +246,68 @@ def test_admitted(case, folder):
     config = engine_config(folder(), **ADMITTED[case])
     chosen = [config.attention_config.backend, *config.attention_config.backend_per_kind.values()]
     assert {member.name for member in chosen if member} <= {"UNIQUE", "STREAMING_LLM"}
+
+
+def on_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
+    platform = type(current_platform)
+    monkeypatch.setattr(platform, "is_cpu", lambda self: False)
+    monkeypatch.setattr(platform, "is_cuda", lambda self: True)
+    monkeypatch.setattr(platform, "get_device_capability", classmethod(lambda cls: DeviceCapability(*capability)))
+
+
+REFUSED_ON_CUDA = {
+    "heads of 80": ({"head_dim": 80}, {}, "head size: got 80, {}64, 128 or 256"),
+    "32 query heads to one": (
+        {"head_dim": 64, "num_attention_heads": 32, "num_key_value_heads": 1},
+        {},
+        "query heads to a KV head: got 32, {}up to 16",
+    ),
+    "a million tokens": (
+        {"head_dim": 64, "max_position_embeddings": 1 << 20},
+        {},
+        "max_model_len: got 1048576, {}up to 524288",
+    ),
+    "budget": (
+        {"head_dim": 64},
+        {"additional_config": settings(budget_tokens=8200)},
+        "budget_tokens: got 8200, {}up to 8192 (pages of 8 tokens)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_ON_CUDA)
+def test_refused_on_cuda(case, folder, monkeypatch):
+    model, arguments, sentence = REFUSED_ON_CUDA[case]
+    config = engine_config(folder(**model), **arguments)
+    on_cuda(monkeypatch)
+    with pytest.raises(ConfigurationError) as caught:
+        admit(config, BACKENDS)
+    assert str(caught.value) == sentence.format(UNIQUE)
+
+
+def test_refused_on_an_old_gpu(folder, monkeypatch):
+    config = engine_config(folder(head_dim=64))
+    on_cuda(monkeypatch, (7, 5))
+    with pytest.raises(ConfigurationError, match=r"^compute capability: got .*7.*5.*, allowed with .*: 8.0 or later$"):
+        admit(config, BACKENDS)
+
+
+@pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
+@pytest.mark.parametrize("head_size", [64, 128, 256])
+def test_admitted_on_cuda(cache_dtype, head_size, folder, monkeypatch):
+    config = engine_config(folder(head_dim=head_size))
+    on_cuda(monkeypatch)
+    config.cache_config.cache_dtype = cache_dtype
+    admit(config, BACKENDS)
+
+
+def test_block_size_that_an_fp8_cache_cannot_have_on_cuda(folder, monkeypatch):
+    config = engine_config(folder(head_dim=128), block_size=32)
+    on_cuda(monkeypatch)
+    admit(config, BACKENDS)
+    config.cache_config.cache_dtype = "fp8"
+    with pytest.raises(ConfigurationError, match=r"^block_size: got 32, .*: a multiple of 64 \(pages of 8 tokens\)$"):
+        admit(config, BACKENDS)
 
 
 UNCHOSEN = {

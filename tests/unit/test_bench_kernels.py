@@ -294,8 +294,9 @@ def test_a_selection_has_to_be_exact(topk_inputs):
         return select_pages(topk_inputs.scores, topk_inputs.num_pages, 8).int()
 
     checks.exact_selection(topk_inputs, {"call": selected})
+    checks.exact_selection(topk_inputs, {"call": lambda: selected().flip(-1)})
     with pytest.raises(checks.CheckError):
-        checks.exact_selection(topk_inputs, {"call": lambda: selected().flip(-1)})
+        checks.exact_selection(topk_inputs, {"call": lambda: selected() + 1})
 
 
 def test_a_rival_may_order_as_it_likes(topk_inputs):

@@ -37,6 +37,13 @@ def test_data_patterns_match_files():
             assert list((ROOT / tool["package-dir"][package]).glob(pattern)), (package, pattern)
 
 
+def test_every_cuda_source_is_packaged():
+    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    base = ROOT / "kernels" / "sparse_kernels"
+    packaged = {file for pattern in tool["package-data"]["sparse_kernels"] for file in base.glob(pattern)}
+    assert packaged >= {*base.rglob("*.cu"), *base.rglob("*.cuh")}
+
+
 def test_the_folder_of_kernels_is_no_package():
     # `import kernels` is another distribution's name.
     assert not (ROOT / "kernels" / "__init__.py").exists()

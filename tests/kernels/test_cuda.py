@@ -1,0 +1,234 @@
+"""The CUDA kernels against the torch references, on a GPU."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from sparse_kernels.page_score.reference import score_pages as reference_scores
+from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
+from sparse_kernels.page_topk.reference import select_pages as reference_selection
+from sparse_kernels.paging import PagedTensor
+from sparse_kernels.sparse_attention.reference import attend_pages as reference_attention
+from sparse_kernels.sparse_decode.reference import sparse_decode as reference_decode
+from support.paged import make_batch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+SCALE = 0.09
+STD_WEIGHT = 0.75
+
+
+@dataclass(frozen=True)
+class Case:
+    contexts: tuple[int, ...]
+    num_kv_heads: int = 2
+    group: int = 4
+    head_size: int = 128
+    block_size: int = 64
+    page_size: int = 8
+    format: str = "int8"
+    queries: int = 1
+    k: int = 64
+    dense_tokens: int = 0
+    sinks: bool = False
+    softcap: float = 0.0
+    statistics: bool = True
+    seed: int = 0
+
+
+CASES = {
+    "ragged": Case((3000, 517, 1, 4096, 700)),
+    "page boundaries": Case((511, 512, 513, 519, 520, 521, 1024)),
+    "multi-head, small blocks": Case((3000, 517, 8, 7, 4096), group=1, block_size=16),
+    "group of 2": Case((1777,), group=2),
+    "group of 3, pages of 32": Case((2000, 1501), group=3, page_size=32, k=16),
+    "group of 8, heads of 64": Case((2000, 1501), group=8, head_size=64, block_size=16),
+    "group of 16, pages of 16": Case((2000, 1501), num_kv_heads=1, group=16, page_size=16, k=32),
+    "pages of 16 in blocks of 16": Case((2000, 1501), page_size=16, block_size=16, k=32),
+    "heads of 256": Case((2000, 1501), head_size=256),
+    "bf16 means": Case((3000, 517, 4096), format="bf16"),
+    "bf16 means, group of 16": Case((3000, 517, 4096), group=16, head_size=64, format="bf16"),
+    "fp8 means": Case((3000, 517, 4096), format="fp8"),
+    "three query tokens": Case((3000, 517, 4096), queries=3),
+    "padded requests": Case((3000, 0, 517, 0)),
+    "learned sinks": Case((3000, 517, 4096), sinks=True),
+    "softcap": Case((3000, 517), softcap=20.0),
+    "short contexts whole": Case((3000, 517, 4096), dense_tokens=3500),
+    "few pages": Case((3000, 517, 4096), k=10),
+    "many pages": Case((9000, 517), k=300),
+    "newest pages": Case((3000, 517, 4096), statistics=False),
+}
+
+
+class Inputs:
+    """A case on the GPU: garbage everywhere but in the contexts."""
+
+    def __init__(self, case: Case) -> None:
+        contexts = [max(1, context) for context in case.contexts]
+        batch = make_batch(
+            contexts, case.num_kv_heads, case.head_size, case.block_size, case.page_size, case.format, case.seed
+        )
+        layout = StatisticsLayout(case.page_size, case.head_size, case.format)
+        rows = case.block_size + layout.rows(case.block_size)
+        memory = torch.empty(0, dtype=torch.bfloat16).set_(batch.paged_keys.view.untyped_storage())
+        self.cache = memory.cuda().view(-1, case.num_kv_heads, rows, 2 * case.head_size)
+        tokens = self.cache[:, :, : case.block_size]
+        self.keys = PagedTensor.from_rows(tokens[..., : case.head_size], case.page_size)
+        self.values = PagedTensor.from_rows(tokens[..., case.head_size :], case.page_size)
+        self.statistics = layout.views(self.cache[:, :, case.block_size :], case.block_size)
+        self.block_table = batch.block_table.int().cuda()
+        self.seq_lens = torch.tensor(case.contexts, dtype=torch.int32, device="cuda")
+        generator = torch.Generator().manual_seed(case.seed + 1)
+        heads, tokens_in_batch = case.num_kv_heads * case.group, len(contexts) * case.queries
+        # A slice of a wider tensor, as vLLM's query is.
+        wide = torch.randn(tokens_in_batch, heads + 4, case.head_size, generator=generator) * 2
+        self.query = wide.bfloat16().cuda()[:, :heads]
+        self.sinks = torch.randn(heads, generator=generator).cuda() if case.sinks else None
+
+    def arguments(self, case: Case) -> tuple[object, ...]:
+        statistics: PageStatistics | None = self.statistics if case.statistics else None
+        recent = 1 if case.statistics else 0
+        return (
+            self.query, self.keys, self.values, statistics, self.block_table, self.seq_lens, case.k, 1, recent,
+            STD_WEIGHT, SCALE, case.dense_tokens, None, self.sinks, case.softcap, None, None, None,
+        )  # fmt: skip
+
+
+def launches() -> list[object]:
+    from sparse_kernels.sparse_decode.cuda import Launch
+
+    separate = [Launch(False, 1, 8, 1)]
+    if torch.cuda.get_device_capability() < (9, 0):
+        return separate
+    return [*separate, Launch(True, 1, 8, 1), Launch(True, 2, 16, 1), Launch(True, 8, 8, 1), Launch(False, 4, 8, 1)]
+
+
+def decode(inputs: Inputs, case: Case, launch: object = None) -> torch.Tensor:
+    from sparse_kernels.sparse_decode import cuda
+
+    out = torch.full(inputs.query.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+    cuda.sparse_decode(*inputs.arguments(case), out, launch=launch)
+    return out
+
+
+def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Weights and outputs are rounded to bfloat16 (2^-9 each); where those of selected pages nearly cancel, relative
+    to the whole output."""
+    error = (actual.float() - expected.float()).norm(dim=-1)
+    assert bool((error <= 2**-7 * expected.float().norm(dim=-1)).all()), error.max()
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_decode_equals_the_reference_whatever_the_launch(case: Case) -> None:
+    inputs = Inputs(case)
+    expected = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
+    outputs = [decode(inputs, case, launch) for launch in launches()]
+    reference_decode(*inputs.arguments(case), expected)
+    assert_close(outputs[0], expected)
+    for output in outputs[1:]:
+        assert torch.equal(output, outputs[0])
+
+
+def test_a_request_does_not_depend_on_its_neighbours() -> None:
+    case = Case((3000, 517, 1, 4096, 700) * 13)
+    inputs = Inputs(case)
+    together = decode(inputs, case)
+    for row in (0, 3, 42):
+        alone = Inputs(case)
+        alone.query, alone.block_table = inputs.query[row : row + 1], inputs.block_table[row : row + 1]
+        alone.seq_lens = inputs.seq_lens[row : row + 1]
+        alone.cache, alone.keys, alone.values = inputs.cache, inputs.keys, inputs.values
+        alone.statistics = inputs.statistics
+        assert torch.equal(decode(alone, case)[0], together[row])
+
+
+def test_a_graph_serves_other_lengths() -> None:
+    case = Case((3000, 517, 4096))
+    inputs = Inputs(case)
+    decode(inputs, case)
+    from sparse_kernels.sparse_decode import cuda
+
+    out = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cuda.sparse_decode(*inputs.arguments(case), out)
+    for lengths in ((3000, 517, 4096), (1, 0, 2777), (600, 511, 4000)):
+        inputs.seq_lens.copy_(torch.tensor(lengths))
+        graph.replay()
+        assert torch.equal(out, decode(inputs, case))
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_scores_and_attention_equal_the_references(case: Case) -> None:
+    from sparse_kernels.page_score import score_pages
+    from sparse_kernels.sparse_attention import attend_pages
+
+    if case.queries > 1 or 0 in case.contexts:
+        pytest.skip("these operations take one query token of each request, and no padding")
+    inputs = Inputs(case)
+    grouped = inputs.query.unflatten(1, (case.num_kv_heads, case.group))
+    lengths = inputs.seq_lens // case.page_size
+    table = inputs.block_table.long()
+    expected = reference_scores(grouped, inputs.statistics, table, lengths, STD_WEIGHT)
+    actual = score_pages(grouped, inputs.statistics, inputs.block_table, lengths, STD_WEIGHT)
+    for row, count in enumerate(lengths.tolist()):
+        wanted, found = expected[row, :, :count].float(), actual[row, :, :count].float()
+        # One step of bfloat16, and what 16 bits of fixed point leave out of a query.
+        allowed = 2**-7 * wanted.abs() + 2**-11 * wanted.abs().amax(initial=0.0) if count else wanted
+        assert bool(((found - wanted).abs() <= allowed).all())
+    pages = reference_selection(expected, lengths, case.k, 1, 1)
+    assert_close(
+        attend_pages(
+            grouped, inputs.keys, inputs.values, inputs.block_table, inputs.seq_lens, pages, SCALE, inputs.sinks,
+            case.softcap,
+        ),
+        reference_attention(
+            grouped, inputs.keys, inputs.values, table, inputs.seq_lens.long(), pages, SCALE, inputs.sinks,
+            case.softcap,
+        ),
+    )  # fmt: skip
+
+
+SCORES = {
+    "distinct": lambda scores: scores,
+    "equal": lambda scores: torch.full_like(scores, 1.5),
+    "coarse": lambda scores: (scores.float() * 2).round().bfloat16(),
+    "rising": lambda scores: scores.sort(dim=-1).values,
+    "NaN and -inf": lambda scores: torch.where(scores.abs() < 0.3, torch.nan, scores).masked_fill(
+        scores > 1, -torch.inf
+    ),
+    "all -inf": lambda scores: torch.full_like(scores, -torch.inf),
+}
+
+
+@pytest.mark.parametrize("kind", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize(("rows", "pages"), [(8, 1024), (3, 5000), (2, 70000), (2, 131072), (5, 64), (5, 63), (2, 9)])
+@pytest.mark.parametrize("always", [(0, 0), (1, 1), (3, 2)])
+def test_selection_is_exact(kind: object, rows: int, pages: int, always: tuple[int, int]) -> None:
+    from sparse_kernels.page_topk.cuda import select_pages
+
+    torch.manual_seed(rows + pages)
+    scores = kind(torch.randn(rows, 2, pages, device="cuda").bfloat16())  # type: ignore[operator]
+    lengths = torch.randint(0, pages + 1, (rows,), device="cuda")
+    lengths[0] = pages
+    expected = reference_selection(scores, lengths, 64, *always)
+    for segment in (None, 1024):
+        actual, counts = select_pages(scores, lengths, 64, *always, segment=segment)
+        assert torch.equal(actual.long().sort(dim=-1).values, expected.sort(dim=-1).values)
+        assert torch.equal(counts, lengths.clamp(max=64).int()[:, None].expand(-1, 2))
+
+
+def test_selection_gives_pages_by_their_place_in_the_cache() -> None:
+    from sparse_kernels.page_topk.cuda import select_pages
+
+    scores = torch.randn(3, 2, 800, device="cuda").bfloat16()
+    lengths = torch.tensor([800, 70, 9], device="cuda")
+    table = torch.randperm(300, device="cuda").view(3, 100).int()
+    logical, _ = select_pages(scores, lengths, 64, 1, 1)
+    placed, _ = select_pages(scores, lengths, 64, 1, 1, block_table=table, pages_per_block=8)
+    rows = torch.arange(3, device="cuda")[:, None, None]
+    expected = torch.where(logical < 0, -1, table[rows, logical.clamp(min=0) // 8] * 8 + logical % 8)
+    assert torch.equal(placed, expected.int())

@@ -1,0 +1,61 @@
+"""Every CUDA source compiles, for the oldest and the newest architecture it is written for; no GPU needed."""
+
+from pathlib import Path
+
+import pytest
+import sparse_kernels
+
+pytest.importorskip("cuda.core", reason="needs cuda-core")
+pytest.importorskip("cuda.bindings", reason="needs cuda-bindings")
+
+from sparse_kernels.cuda.launch import FORMATS, compile_source
+
+ROOT = Path(sparse_kernels.__file__).parent
+BF16, FP16, FP8, INT8 = FORMATS.values()
+SHAPE = {"GROUP": 4, "HEAD_SIZE": 128, "PAGES_PER_BLOCK": 8}
+LAUNCH = {"WARPS": 8, "BLOCKS_PER_SM": 2}
+SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "MEAN": INT8, "CHUNK": 1024, "PIPELINED": 0}
+ATTEND = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "OUTPUT": BF16, "PAGE_SIZE": 8, "CLUSTER": 1}
+DECODE = {**ATTEND, "MEAN": INT8, "FUSED": 0}
+ONE_BLOCK_PER_SM = {"BLOCKS_PER_SM": 1}
+
+CASES = {
+    "score int8": ("page_score/score.cu", SCORE),
+    "score fp8": ("page_score/score.cu", SCORE | {"MEAN": FP8, "QUERY": FP16}),
+    "score bf16": ("page_score/score.cu", SCORE | {"MEAN": BF16, "PIPELINED": 1}),
+    "score groups of 16, blocks of a page": ("page_score/score.cu", SCORE | {"GROUP": 16, "PAGES_PER_BLOCK": 1}),
+    "top-k": ("page_topk/topk.cu", {"WARPS": 32}),
+    "attend": ("sparse_attention/attend.cu", ATTEND),
+    "attend fp8": ("sparse_attention/attend.cu", ATTEND | {"QUERY": FP8, "KV": FP8, "HEAD_SIZE": 64}),
+    "attend large": ("sparse_attention/attend.cu", ATTEND | ONE_BLOCK_PER_SM | {"GROUP": 16, "HEAD_SIZE": 256}),
+    "decode": ("sparse_decode/decode.cu", DECODE),
+    "decode pages of 32": ("sparse_decode/decode.cu", DECODE | {"GROUP": 3, "PAGE_SIZE": 32, "PAGES_PER_BLOCK": 2}),
+}
+HOPPER = {
+    "attend cluster": ("sparse_attention/attend.cu", ATTEND | {"CLUSTER": 8}),
+    "decode fused": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1}),
+    "decode cluster": ("sparse_decode/decode.cu", DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "WARPS": 16}),
+    "decode fp8": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "CLUSTER": 2, "KV": FP8, "QUERY": FP8}),
+}
+
+
+def check(case: tuple[str, dict[str, int]], architecture: str) -> None:
+    source, macros = case
+    code = compile_source(ROOT / source, architecture, macros)
+    assert code.code, "an empty binary"
+
+
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_compiles(case: tuple[str, dict[str, int]], architecture: str) -> None:
+    check(case, architecture)
+
+
+@pytest.mark.parametrize("case", HOPPER.values(), ids=HOPPER)
+def test_clusters_compile(case: tuple[str, dict[str, int]]) -> None:
+    check(case, "sm_90a")
+
+
+def test_an_error_names_the_source() -> None:
+    with pytest.raises(RuntimeError, match=r"topk\.cu does not compile for sm_90a"):
+        compile_source(ROOT / "page_topk/topk.cu", "sm_90a", {})

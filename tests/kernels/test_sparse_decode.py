@@ -1,0 +1,112 @@
+import pytest
+import torch
+from sparse_kernels.page_score import score_pages
+from sparse_kernels.page_topk import select_pages
+from sparse_kernels.sparse_attention import attend_pages
+from sparse_kernels.sparse_decode import sparse_decode
+from support.paged import PagedBatch, dense_attention, make_batch
+
+SCALE = 0.1
+HEADS, GROUP, SIZE = 2, 4, 64
+
+
+def query_of(batch: PagedBatch, queries: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(len(batch.keys) * queries, HEADS * GROUP, SIZE, generator=generator).bfloat16()
+
+
+def decode(batch: PagedBatch, query: torch.Tensor, **more: object) -> torch.Tensor:
+    arguments = {"k": 8, "sink_pages": 1, "recent_pages": 1, "std_weight": 0.75, "scale": SCALE}
+    lens = more.pop("seq_lens", batch.context_lens.int())
+    statistics = more.pop("statistics", batch.statistics)
+    return sparse_decode(
+        query, batch.paged_keys, batch.paged_values, statistics, batch.block_table.int(), lens, **(arguments | more)
+    )
+
+
+def dense(batch: PagedBatch, query: torch.Tensor) -> torch.Tensor:
+    rows = query.unflatten(1, (HEADS, GROUP))
+    each = [dense_attention(row, *kv, SCALE) for row, *kv in zip(rows, batch.keys, batch.values, strict=True)]
+    return torch.stack(each).float()
+
+
+def test_is_score_select_and_attend():
+    batch = make_batch([700, 129, 1000], HEADS, SIZE)
+    query = query_of(batch)
+    grouped = query.unflatten(1, (HEADS, GROUP))
+    scores = score_pages(grouped, batch.statistics, batch.block_table, batch.num_pages, 0.75)
+    pages = select_pages(scores, batch.num_pages, 8, 1, 1)
+    expected = attend_pages(
+        grouped, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, SCALE
+    )
+    torch.testing.assert_close(decode(batch, query), expected, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("how", ["k", "dense_tokens", "dense_requests"])
+def test_whole_contexts_are_dense(how):
+    batch = make_batch([300, 129, 7], HEADS, SIZE)
+    query = query_of(batch)
+    whole = {"k": 40, "dense_tokens": 300, "dense_requests": torch.tensor([True, True, False])}
+    expected = dense(batch, query)
+    torch.testing.assert_close(decode(batch, query, **{how: whole[how]}).float(), expected, atol=1e-2, rtol=1e-2)
+    assert not torch.allclose(decode(batch, query).float(), expected, atol=1e-2, rtol=1e-2)
+
+
+def test_query_tokens_are_the_last_of_their_request():
+    batch = make_batch([300, 129], HEADS, SIZE)
+    query = query_of(batch, queries=3)
+    together = decode(batch, query)
+    for token in range(6):
+        request, from_end = token // 3, 2 - token % 3
+        lens = batch.context_lens.int() - from_end
+        alone = decode(batch, query[token].expand(2, -1, -1), seq_lens=lens)
+        assert torch.equal(together[token], alone[request])
+
+
+def test_padding_is_zero_and_out_is_written():
+    batch = make_batch([300, 129], HEADS, SIZE)
+    query = query_of(batch)
+    out = torch.full(query.shape, torch.nan)
+    returned = decode(batch, query, seq_lens=torch.tensor([300, 0], dtype=torch.int32), out=out)
+    assert returned is out
+    assert torch.equal(out[1], torch.zeros_like(out[1]))
+    assert out.isfinite().all()
+
+
+def test_without_statistics_the_newest_pages_are_read():
+    batch = make_batch([300], HEADS, SIZE)
+    query = query_of(batch)
+    pages = torch.tensor([0, *range(30, 37)]).expand(1, HEADS, -1)
+    grouped = query.unflatten(1, (HEADS, GROUP))
+    expected = attend_pages(
+        grouped, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, SCALE
+    )
+    actual = decode(batch, query, statistics=None, recent_pages=0)
+    torch.testing.assert_close(actual, expected, atol=1e-2, rtol=1e-2)
+
+
+def test_scales_of_eight_bit_tensors_multiply():
+    batch = make_batch([300], HEADS, SIZE)
+    query = query_of(batch)
+    two, half = torch.tensor([2.0]), torch.tensor([0.5])
+    scaled = decode(batch, query, query_scale=two, key_scale=half, value_scale=two)
+    torch.testing.assert_close(scaled, decode(batch, query) * 2, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"k": 1}, "k: got 1, allowed: at least 2"),
+        ({"seq_lens": torch.ones(2, dtype=torch.int32)}, "query: got 1 tokens, allowed: a multiple of the 2 requests"),
+    ],
+)
+def test_refuses(change, sentence):
+    batch = make_batch([300], HEADS, SIZE)
+    with pytest.raises(ValueError, match=sentence):
+        decode(batch, query_of(batch), **change)
+
+
+def test_refuses_heads_that_do_not_fit():
+    batch = make_batch([300], HEADS, SIZE)
+    with pytest.raises(ValueError, match=r"query: got 3 heads of size 64, allowed: a multiple of 2 heads of size 64"):
+        decode(batch, torch.zeros(1, 3, SIZE))
