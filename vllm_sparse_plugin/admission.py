@@ -25,6 +25,11 @@ CUDA_MAX_GROUP = 16
 """Query heads to a KV head, at most, that the CUDA kernels are written for."""
 CUDA_MAX_PAGES = 1 << 16
 """Pages of a context, at most, that the CUDA kernels select from."""
+CUDA_MAX_OLD_WIDTH = 512
+"""Query heads to a KV head times head size, at most, before compute capability 9.0: blocks without clusters must hold
+all sums of a row in their own shared memory."""
+CUDA_MAX_OLD_PAGES = 1 << 15
+"""Pages of a context, at most, before compute capability 9.0, for the same reason."""
 CUDA_MAX_BUDGET_PAGES = 1024
 """Pages, at most, that the CUDA kernels select."""
 CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector")
@@ -80,9 +85,8 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
 
     on_cpu, on_cuda = current_platform.is_cpu(), current_platform.is_cuda()
     expect(on_cpu or on_cuda, "platform", current_platform.device_name, "NVIDIA GPUs or vLLM's CPU build")
-    if on_cuda:
-        capability = current_platform.get_device_capability()
-        expect(capability is not None and capability >= (8, 0), "compute capability", capability, "8.0 or later")
+    capability = (current_platform.get_device_capability() if on_cuda else None) or (0, 0)
+    expect(not on_cuda or capability >= (8, 0), "compute capability", ".".join(map(str, capability)), "8.0 or later")
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
@@ -97,7 +101,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         dtypes = (torch.bfloat16,) if on_cpu else (torch.bfloat16, torch.float16)
         expect(model.dtype in dtypes, "dtype", _short(model.dtype), _or(tuple(map(_short, dtypes))))
         if on_cuda:
-            _expect_cuda_shapes(expect, vllm_config, config)
+            _expect_cuda_shapes(expect, vllm_config, config, (capability[0], capability[1]))
         if not found:
             itemsize = 1 if cache.cache_dtype in _EIGHT_BIT_CACHES else 2
             multiple = block_multiple(
@@ -124,7 +128,10 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
 
 
 def _expect_cuda_shapes(
-    expect: Callable[[bool, str, Any, str], None], vllm_config: VllmConfig, config: ResolvedConfig
+    expect: Callable[[bool, str, Any, str], None],
+    vllm_config: VllmConfig,
+    config: ResolvedConfig,
+    capability: tuple[int, int],
 ) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     head_size = model.get_head_size()
@@ -132,7 +139,12 @@ def _expect_cuda_shapes(
     heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
     group = heads // kv_heads
     expect(group <= CUDA_MAX_GROUP, "query heads to a KV head", group, f"up to {CUDA_MAX_GROUP}")
-    longest = CUDA_MAX_PAGES * config.selection.page_size
+    means = getattr(config.selection, "statistics", None)
+    expect(means != "fp8" or capability >= (8, 9), "selection.statistics", means, "int8 or bf16 on this GPU")
+    old = capability < (9, 0)
+    width, widest = group * head_size, CUDA_MAX_OLD_WIDTH
+    expect(not old or width <= widest, "query heads to a KV head times head size", width, f"up to {widest} on this GPU")
+    longest = (CUDA_MAX_OLD_PAGES if old else CUDA_MAX_PAGES) * config.selection.page_size
     expect(model.max_model_len <= longest, "max_model_len", model.max_model_len, f"up to {longest}")
     budget, most = config.selection.budget_tokens, CUDA_MAX_BUDGET_PAGES * config.selection.page_size
     expect(budget <= most, "budget_tokens", budget, f"up to {most} (pages of {config.selection.page_size} tokens)")

@@ -288,8 +288,30 @@ def test_refused_on_cuda(case, folder, monkeypatch):
 def test_refused_on_an_old_gpu(folder, monkeypatch):
     config = engine_config(folder(head_dim=64))
     on_cuda(monkeypatch, (7, 5))
-    with pytest.raises(ConfigurationError, match=r"^compute capability: got .*7.*5.*, allowed with .*: 8.0 or later$"):
+    with pytest.raises(ConfigurationError) as caught:
         admit(config, BACKENDS)
+    assert str(caught.value) == f"compute capability: got 7.5, {UNIQUE}8.0 or later"
+
+
+def test_fp8_statistics_need_a_gpu_that_knows_them(folder, monkeypatch):
+    config = engine_config(folder(head_dim=64), additional_config=settings(statistics="fp8"))
+    on_cuda(monkeypatch, (8, 9))
+    admit(config, BACKENDS)
+    on_cuda(monkeypatch, (8, 0))
+    with pytest.raises(ConfigurationError) as caught:
+        admit(config, BACKENDS)
+    assert str(caught.value) == f"selection.statistics: got fp8, {UNIQUE}int8 or bf16 on this GPU"
+
+
+def test_wide_groups_need_clusters(folder, monkeypatch):
+    config = engine_config(folder(head_dim=128, num_attention_heads=8, num_key_value_heads=1))
+    on_cuda(monkeypatch)
+    admit(config, BACKENDS)
+    on_cuda(monkeypatch, (8, 9))
+    with pytest.raises(ConfigurationError) as caught:
+        admit(config, BACKENDS)
+    field = "query heads to a KV head times head size"
+    assert str(caught.value) == f"{field}: got 1024, {UNIQUE}up to 512 on this GPU"
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3"])

@@ -83,12 +83,6 @@ DEVICE u32 pack_pair(float low, float high) {
     return FORMAT == BF16 ? pack_bf16(low, high) : pack_fp16(low, high);
 }
 
-DEVICE float max_or_nan(float a, float b) {
-    float d;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(a), "f"(b));
-    return d;
-}
-
 // Larger of each half of two pairs of bfloat16; NaN if either is.
 DEVICE u32 max_or_nan_bf16(u32 a, u32 b) {
     u32 d;
@@ -196,13 +190,6 @@ struct Cluster {
         if constexpr (SIZE == 1) return own;
         asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(own), "r"(peer));
         return remote;
-    }
-
-    static DEVICE int load(const int* local, int peer) {
-        if constexpr (SIZE == 1) return *local;
-        int v;
-        asm volatile("ld.shared::cluster.s32 %0, [%1];" : "=r"(v) : "r"(address(local, peer)) : "memory");
-        return v;
     }
 
     static DEVICE uint4 load(const uint4* local, int peer) {

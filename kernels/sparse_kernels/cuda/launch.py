@@ -62,35 +62,26 @@ class Kernel:
     device: torch.device
     threads: int
     _shared_bytes: int = _STATIC_SHARED_BYTES
-    _large_clusters: bool = False
 
     def reserve_shared(self, num_bytes: int) -> None:
         """Allows launches with up to `num_bytes` of dynamic shared memory.
 
         Raises:
-            RuntimeError: if the device does not have as much.
+            ValueError: if the device does not have as much.
         """
-        if num_bytes > self._shared_bytes:
-            self._set("CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES", num_bytes)
-            self._shared_bytes = num_bytes
-
-    def allow_large_clusters(self) -> None:
-        """Allows more blocks in a cluster than the portable eight."""
-        if not self._large_clusters:
-            self._set("CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED", 1)
-            self._large_clusters = True
-
-    def _set(self, attribute: str, value: int) -> None:
         from cuda.bindings import driver
 
+        if num_bytes <= self._shared_bytes:
+            return
         status, *_ = driver.cuKernelSetAttribute(
-            getattr(driver.CUfunction_attribute, attribute),
-            value,
+            driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+            num_bytes,
             driver.CUkernel(int(self.handle.handle)),
             driver.CUdevice(_device_index(self.device)),
         )
         if status != driver.CUresult.CUDA_SUCCESS:
-            raise RuntimeError(f"CUDA driver refuses {attribute} = {value}: {status.name}")
+            raise ValueError(f"shared memory of a block: got {num_bytes} bytes, allowed: less ({status.name})")
+        self._shared_bytes = num_bytes
 
     def launch(self, grid: tuple[int, ...], *arguments: object, shared_bytes: int = 0) -> None:
         """Launches on torch's current stream.

@@ -48,10 +48,6 @@ struct EightKeys {
     uint4 v;
     DEVICE explicit EightKeys(const u16* keys) : v(*(const uint4*)keys) {}
     DEVICE u32 operator[](int i) const { return i % 2 ? word(v, i / 2) >> 16 : word(v, i / 2) & 0xffff; }
-    DEVICE u32 largest() const {
-        u32 pair = __vmaxu2(__vmaxu2(v.x, v.y), __vmaxu2(v.z, v.w));
-        return max(pair & 0xffff, pair >> 16);
-    }
 };
 
 // Reads a row of scores as keys, padded with KEY_ABSENT to a multiple of eight.

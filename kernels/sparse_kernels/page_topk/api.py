@@ -23,7 +23,8 @@ def select_pages(
         recent_pages: newest pages that are always selected.
 
     Returns:
-        `[num_tokens, num_kv_heads, k]` int64 (int32 on CUDA), ascending, then -1 where a row has fewer than `k` pages.
+        `[num_tokens, num_kv_heads, k]`, -1 where a row has fewer than `k` pages: int64 and ascending; on CUDA int32 and
+        best first, but ascending where all of a row's pages are selected.
 
     Raises:
         ValueError: if `scores` is not bfloat16 or `k` is below `sink_pages + recent_pages` or 1.

@@ -1,4 +1,4 @@
-"""Exact top-k on CUDA: two rounds of 8-bit radix over the scores of a row in shared memory."""
+"""Exact top-k on CUDA, a row in the shared memory of a block; longer rows in segments first."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ _SOURCE = Path(__file__).with_name("topk.cu")
 
 # Pages of a segment that one block selects from: its keys take two bytes of shared memory each.
 _MAX_SEGMENT = 64 * 1024
+_MAX_K = 1024
 # From how many pages on the threads pay that keep a block's latency down.
 _WARPS_BY_PAGES = ((2048, 8), (8192, 16), (1 << 62, 32))
 
@@ -28,6 +29,8 @@ def select_pages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `api.select_pages`; also gives the counts, `[num_tokens, num_kv_heads]` int32."""
     num_tokens, num_kv_heads, width = scores.shape
+    if k > _MAX_K:
+        raise ValueError(f"k: got {k}, allowed on CUDA: up to {_MAX_K}")
     if scores.stride(2) != 1 or scores.stride(1) % 8 or scores.stride(0) != num_kv_heads * scores.stride(1):
         scores = torch.nn.functional.pad(scores, (0, -width % 8), value=-torch.inf).contiguous()
     lengths = num_pages.int()

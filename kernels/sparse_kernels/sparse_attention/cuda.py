@@ -14,6 +14,7 @@ _SOURCE = Path(__file__).with_name("attend.cu")
 
 CHAINS = 32
 """Chains of summation to a row, as merge.cuh has them."""
+_MOST_CHAIN_BYTES = 128 * 1024
 
 
 class Launch(NamedTuple):
@@ -24,21 +25,30 @@ class Launch(NamedTuple):
     blocks_per_sm: int
 
 
+def merging_bytes(cluster: int, group_size: int, head_size: int) -> int:
+    """Shared memory of `ChainedAttention` in merge.cuh, rounded up."""
+    rows = -(-group_size // 8) * 8
+    return CHAINS * group_size * head_size * 4 // cluster + rows * (head_size + 32) * 2 + CHAINS * group_size * 12 + 64
+
+
+def least_cluster(group_size: int, head_size: int) -> int:
+    """Blocks that it takes, in powers of two, for the sums of a row's chains to leave shared memory for the rest."""
+    cluster = 1
+    while CHAINS * group_size * head_size * 4 > cluster * _MOST_CHAIN_BYTES:
+        cluster *= 2
+    return cluster
+
+
 def launch_of(num_rows: int, group_size: int, head_size: int, device: torch.device) -> Launch:
     """The launch configuration of a batch: about one wave of blocks; one to a row before compute capability 9.0."""
     properties = torch.cuda.get_device_properties(device)
     cluster = 1
     if properties.major >= 9:
+        cluster = least_cluster(group_size, head_size)
         while cluster < 8 and num_rows * cluster * 2 <= 2 * properties.multi_processor_count:
             cluster *= 2
     wide = head_size > 128 or group_size > 8
     return Launch(cluster, warps=8, blocks_per_sm=1 if wide else 2)
-
-
-def merging_bytes(cluster: int, group_size: int, head_size: int) -> int:
-    """Shared memory of `ChainedAttention` in merge.cuh, rounded up."""
-    rows = -(-group_size // 8) * 8
-    return CHAINS * group_size * head_size * 4 // cluster + rows * (head_size + 32) * 2 + CHAINS * group_size * 12 + 64
 
 
 def cache_arguments(keys: PagedTensor, values: PagedTensor) -> tuple[object, ...]:

@@ -1,7 +1,8 @@
 """A decode step on CUDA.
 
-Few rows (query tokens times KV heads) are decoded in one launch, a cluster of blocks to a row: launches and latencies
-are what they cost. Many rows fill the device with scoring alone; there a second launch selects and attends.
+One launch scores, selects and attends: with few rows (query tokens times KV heads), where launches and latencies are
+most of the cost, a cluster of blocks to a row, with many one block. Before compute capability 9.0, which has no
+clusters, scoring is a launch of its own.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ from sparse_kernels.cuda.launch import FORMATS, int32, int64, kernel
 from sparse_kernels.page_score.cuda import launch_scores, statistics_arguments
 from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.paging import PagedTensor
-from sparse_kernels.sparse_attention.cuda import cache_arguments, merging_bytes
+from sparse_kernels.sparse_attention.cuda import CHAINS, cache_arguments, least_cluster, merging_bytes
 
 _SOURCE = Path(__file__).with_name("decode.cu")
-_MAX_SHARED_BYTES = 227 * 1024
+_MAX_PAGES = 1 << 16
+_MAX_K = 1024
 # Candidates and counts of `Select` in select.cuh.
 _SELECT_BYTES = 4 * 1024 + 2 * 1024 + 64
 
@@ -49,13 +51,15 @@ def launch_of(num_rows: int, group_size: int, head_size: int, device: torch.devi
     if major < 9:
         return Launch(False, 1, warps=8, blocks_per_sm=1 if wide else 2)
     launch = next(launch for most_rows, launch in _LAUNCHES if num_rows <= most_rows)
-    return launch._replace(blocks_per_sm=1) if wide else launch
+    if wide:
+        launch = launch._replace(warps=8, blocks_per_sm=1)
+    return launch._replace(cluster=max(launch.cluster, least_cluster(group_size, head_size)))
 
 
 def _shared_bytes(launch: Launch, group_size: int, head_size: int, max_pages: int, k: int) -> int:
     # Mirrors the layout in decode.cu, rounded up.
     rows = -(-group_size // 8) * 8
-    values = 32 * group_size * head_size * 4 // launch.cluster
+    values = CHAINS * group_size * head_size * 4 // launch.cluster
     keys = 2 * (-(-max_pages // 8) * 8)
     scoring = rows * head_size * 2 + rows * 8
     fixed = (
@@ -90,7 +94,10 @@ def sparse_decode(
     num_tokens, num_query_heads, head_size = query.shape
     num_kv_heads = keys.num_kv_heads
     group_size = num_query_heads // num_kv_heads
-    max_pages = block_table.shape[1] * keys.pages_per_block
+    if k > _MAX_K:
+        raise ValueError(f"k: got {k}, allowed on CUDA: up to {_MAX_K}")
+    # Columns beyond what the kernels can select from stand for no context that is served.
+    max_pages = min(block_table.shape[1] * keys.pages_per_block, _MAX_PAGES)
     launch = launch or launch_of(num_tokens * num_kv_heads, group_size, head_size, query.device)
     macros = {
         "QUERY": FORMATS[query.dtype],
@@ -108,11 +115,7 @@ def sparse_decode(
     }
     compiled = kernel(_SOURCE, query.device, macros, 32 * launch.warps)
     shared_bytes = _shared_bytes(launch, group_size, head_size, max_pages, k)
-    if shared_bytes > _MAX_SHARED_BYTES:
-        raise ValueError(f"block_table: got {max_pages} pages, allowed: fewer, whose scores fit in shared memory")
     compiled.reserve_shared(shared_bytes)
-    if launch.cluster > 8:
-        compiled.allow_large_clusters()
     scores = None
     if statistics is not None and not launch.fused:
         width = -(-max_pages // 8) * 8
