@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from itertools import groupby
+from typing import Any, ClassVar, NamedTuple
 
 from sparse_kernels.page_statistics import StatisticsLayout
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
@@ -67,6 +69,28 @@ class SparseBackend:
         if layout is None or spec.tokens_per_state != 1:
             return spec
         return replace(spec, tokens_per_state=layout.tokens_per_row)
+
+
+class DecodeRun(NamedTuple):
+    """Consecutive decoding requests of a batch with the same number of query tokens."""
+
+    first_request: int
+    num_requests: int
+    first_token: int
+    num_tokens: int
+
+
+def decode_runs(query_lens: Sequence[int], longest: int) -> list[DecodeRun]:
+    """The requests at the front of a batch that have at most `longest` query tokens, in runs of equal numbers."""
+    runs: list[DecodeRun] = []
+    request = token = 0
+    for length, group in groupby(query_lens):
+        if not 0 < length <= longest:
+            break
+        count = len(list(group))
+        runs.append(DecodeRun(request, count, token, count * length))
+        request, token = request + count, token + count * length
+    return runs
 
 
 def is_sparse_layer(layer: Attention, sparse: ResolvedConfig) -> bool:

@@ -8,7 +8,7 @@ its batch alone, so a batch of decoding requests is one full CUDA graph.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -28,7 +28,7 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
 from vllm_sparse_plugin.admission import CUDA_HEAD_SIZES, CUDA_KERNEL_BLOCK
-from vllm_sparse_plugin.attention.base import SparseBackend, is_sparse_layer, report_memory
+from vllm_sparse_plugin.attention.base import DecodeRun, SparseBackend, decode_runs, is_sparse_layer, report_memory
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -85,10 +85,10 @@ class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
 
 @dataclass
 class DecodeRequests:
-    """The requests of a step that decode: the first of the batch, all with the same number of query tokens."""
+    """Consecutive requests of a step that decode, all with the same number of query tokens."""
 
-    num_tokens: int
-    """Query tokens of all of them."""
+    tokens: slice
+    """Their query tokens in the batch."""
     block_table: torch.Tensor
     """`[num_requests, max_blocks]` int32."""
     seq_lens: torch.Tensor
@@ -101,8 +101,9 @@ class DecodeRequests:
 class SparseCUDAMetadata(FlashAttentionMetadata):
     """FlashAttention's metadata for the whole batch, and what sparse layers do instead."""
 
-    decode: DecodeRequests | None = None
-    """Requests that decode; None if there are none."""
+    decode: list[DecodeRequests] = field(default_factory=list)
+    """The requests that decode, at the front of the batch (`num_decode_tokens` of it): one run of them unless they
+    speculate differently far."""
     prefill: FlashAttentionMetadata | None = None
     """Metadata of the batch that the other requests form; None if there are none."""
 
@@ -138,16 +139,13 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseCUDAMetadata:
         common = common_attn_metadata
-        assert self.reorder_batch_threshold is not None
-        num_decodes, num_prefills, num_decode_tokens, _ = split_decodes_and_prefills(
-            common, decode_threshold=self.reorder_batch_threshold, require_uniform=True
-        )
-        if num_decodes and num_decode_tokens % num_decodes:
-            num_decodes, num_prefills, num_decode_tokens = 0, common.num_reqs, 0
+        runs = self._decode_runs(common)
+        num_decodes = sum(run.num_requests for run in runs)
+        num_decode_tokens = sum(run.num_tokens for run in runs)
         whole = None
         if self.any_dense_layer or not num_decodes:
             whole = super().build(common_prefix_len, common, fast_build)
-            metadata = SparseCUDAMetadata(**{field.name: getattr(whole, field.name) for field in fields(whole)})
+            metadata = SparseCUDAMetadata(**{item.name: getattr(whole, item.name) for item in fields(whole)})
         else:
             metadata = SparseCUDAMetadata(
                 num_actual_tokens=common.num_actual_tokens,
@@ -158,14 +156,18 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                 block_table=common.block_table_tensor,
                 slot_mapping=common.slot_mapping,
             )
+        metadata.num_decode_tokens = num_decode_tokens
         if num_decodes:
-            metadata.decode = DecodeRequests(
-                num_decode_tokens,
-                common.block_table_tensor[:num_decodes],
-                common.seq_lens[:num_decodes],
-                self._dense_requests(common, num_decodes),
-            )
-        if num_prefills:
+            dense = self._dense_requests(common, num_decodes)
+            for run in runs:
+                requests = slice(run.first_request, run.first_request + run.num_requests)
+                tokens = slice(run.first_token, run.first_token + run.num_tokens)
+                metadata.decode.append(
+                    DecodeRequests(
+                        tokens, common.block_table_tensor[requests], common.seq_lens[requests], dense[requests]
+                    )
+                )
+        if num_decodes < common.num_reqs:
             if num_decodes:
                 # The schedule that FlashAttention plans ahead lies in one buffer, which the whole batch's may hold.
                 rest = _without_first(common, num_decodes, num_decode_tokens)
@@ -173,6 +175,17 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             else:
                 metadata.prefill = whole
         return metadata
+
+    def _decode_runs(self, common: CommonAttentionMetadata) -> list[DecodeRun]:
+        longest = self.reorder_batch_threshold
+        assert longest is not None
+        num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
+        _, num_prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=longest, require_uniform=True)
+        if num_prefills == 0 and num_tokens % num_reqs == 0:
+            # A graph's batch may be padded by requests without query tokens.
+            return [DecodeRun(0, num_reqs, 0, num_tokens)]
+        start = common.query_start_loc_cpu
+        return decode_runs((start[1:] - start[:-1]).tolist(), longest)
 
     def _dense_requests(self, common: CommonAttentionMetadata, num_decodes: int) -> torch.Tensor:
         dense = self.dense_requests[:num_decodes]
@@ -286,13 +299,11 @@ class SparseCUDAImpl(FlashAttentionImpl):
         if not self.is_sparse:
             dense(attn_metadata, 0)
             return output
-        decode = attn_metadata.decode
-        num_decode_tokens = decode.num_tokens if decode else 0
-        if decode:
-            scales: Any = layer
-            eight_bit_query, eight_bit_cache = query.dtype.itemsize == 1, self.keys.view.dtype.itemsize == 1
+        scales: Any = layer
+        eight_bit_query, eight_bit_cache = query.dtype.itemsize == 1, self.keys.view.dtype.itemsize == 1
+        for decode in attn_metadata.decode:
             sparse_decode(
-                query[:num_decode_tokens],
+                query[decode.tokens],
                 self.keys,
                 self.values,
                 self.statistics,
@@ -307,8 +318,8 @@ class SparseCUDAImpl(FlashAttentionImpl):
                 query_scale=scales._q_scale if eight_bit_query else None,
                 key_scale=scales._k_scale if eight_bit_cache else None,
                 value_scale=scales._v_scale if eight_bit_cache else None,
-                out=output[:num_decode_tokens],
+                out=output[decode.tokens],
             )
         if attn_metadata.prefill:
-            dense(attn_metadata.prefill, num_decode_tokens)
+            dense(attn_metadata.prefill, attn_metadata.num_decode_tokens)
         return output

@@ -1,0 +1,174 @@
+"""The CUDA backend's metadata and layer without a GPU: FlashAttention is replaced by torch, the kernels run their
+references."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.paged import dense_attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+    FlashAttentionMetadataBuilder,
+)
+
+from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder
+from vllm_sparse_plugin.config import resolve
+
+HEADS, GROUP, SIZE, BLOCK = 2, 2, 64, 64
+SCALE = 0.2
+
+
+def common_metadata(query_lens: list[int], seq_lens: list[int], prefilling: list[bool]) -> CommonAttentionMetadata:
+    start = torch.tensor([0, *query_lens]).cumsum(0, dtype=torch.int32)
+    width = -(-max(seq_lens) // BLOCK)
+    table = torch.arange(len(seq_lens) * width, dtype=torch.int32).view(-1, width).flip(0)
+    slots = [
+        int(table[request, position // BLOCK]) * BLOCK + position % BLOCK
+        for request, (new, length) in enumerate(zip(query_lens, seq_lens, strict=True))
+        for position in range(length - new, length)
+    ]
+    return CommonAttentionMetadata(
+        query_start_loc=start,
+        query_start_loc_cpu=start,
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        num_reqs=len(query_lens),
+        num_actual_tokens=int(start[-1]),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        block_table_tensor=table,
+        slot_mapping=torch.tensor(slots),
+        is_prefilling=torch.tensor(prefilling),
+    )
+
+
+@pytest.fixture
+def builder(monkeypatch):
+    def build(self, common_prefix_len, common, fast_build=False):
+        return FlashAttentionMetadata(
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            query_start_loc=common.query_start_loc,
+            max_seq_len=common.max_seq_len,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+        )
+
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", build)
+    made = object.__new__(SparseCUDAMetadataBuilder)
+    made.reorder_batch_threshold = 4
+    made.any_dense_layer = False
+    made.dense_requests = torch.zeros(16, dtype=torch.bool)
+    made.any_dense_request = False
+    return made
+
+
+@pytest.fixture
+def layer(monkeypatch):
+    """A layer whose dense attention is torch's."""
+
+    def forward(self, layer, query, key, value, kv_cache, metadata, output, *scales):
+        start = metadata.query_start_loc.tolist()
+        for request, length in enumerate(metadata.seq_lens.tolist()):
+            blocks = metadata.block_table[request].long()
+            tokens = kv_cache[blocks].transpose(0, 1).flatten(1, 2)[:, :length].transpose(0, 1)
+            for token in range(start[request], start[request + 1]):
+                seen = tokens[: length - (start[request + 1] - 1 - token)]
+                rows = query[token].unflatten(0, (HEADS, GROUP))
+                output[token] = dense_attention(rows, seen[..., :SIZE], seen[..., SIZE:], SCALE)
+        return output
+
+    monkeypatch.setattr(FlashAttentionImpl, "forward", forward)
+    made = object.__new__(SparseCUDAImpl)
+    made.num_kv_heads, made.head_size, made.scale, made.logits_soft_cap = HEADS, SIZE, SCALE, 0.0
+    made.sinks = made.sink_logits = made.bound_to = None
+    made.is_sparse = True
+    sparse = resolve({"selection": {"budget_tokens": 64}, "min_context_tokens": 0}, "unique")
+    made.configure(sparse, BLOCK, sparse.selection.statistics_layout(SIZE, 2))
+    return made
+
+
+SCALES = SimpleNamespace(_q_scale=torch.ones(1), _k_scale=torch.ones(1), _v_scale=torch.ones(1))
+
+
+def run(layer, builder, common):
+    """One step over a cache that earlier steps have filled: output, and the step's metadata."""
+    generator = torch.Generator().manual_seed(7)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).bfloat16()
+
+    blocks = int(common.block_table_tensor.max()) + 1
+    cache = torch.full((blocks, HEADS, BLOCK + BLOCK // 16, 2 * SIZE), torch.nan, dtype=torch.bfloat16)
+    for request, length in enumerate(common.seq_lens.tolist()):
+        position = torch.arange(length)
+        slots = common.block_table_tensor[request, position // BLOCK].long() * BLOCK + position % BLOCK
+        layer.do_kv_cache_update(SCALES, random(length, HEADS, SIZE), random(length, HEADS, SIZE), cache, slots)
+    tokens = common.num_actual_tokens
+    new = random(tokens, HEADS, SIZE), random(tokens, HEADS, SIZE)
+    layer.do_kv_cache_update(SCALES, *new, cache, common.slot_mapping)
+    metadata = builder.build(0, common)
+    output = torch.full((tokens, HEADS * GROUP, SIZE), torch.nan, dtype=torch.bfloat16)
+    query = random(tokens, HEADS * GROUP, SIZE)
+    layer.forward(SCALES, query, *new, cache, metadata, output)
+    whole = torch.full_like(output, torch.nan)
+    FlashAttentionImpl.forward(layer, SCALES, query, *new, cache[:, :, :BLOCK], metadata, whole)
+    return output.float(), whole.float(), metadata
+
+
+def test_a_mixed_batch_decodes_sparsely_and_prefills_densely(layer, builder):
+    common = common_metadata([4, 4, 1, 70], [300, 40, 500, 200], [False, False, False, True])
+    output, dense, metadata = run(layer, builder, common)
+    assert [decode.tokens for decode in metadata.decode] == [slice(0, 8), slice(8, 9)]
+    assert metadata.prefill.num_actual_tokens == 70
+    # The second request fits the budget; the last one is a prompt.
+    torch.testing.assert_close(output[4:8], dense[4:8], atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(output[9:], dense[9:], atol=2e-2, rtol=2e-2)
+    for tokens in (slice(0, 4), slice(8, 9)):
+        assert output[tokens].isfinite().all()
+        assert not torch.allclose(output[tokens], dense[tokens], atol=2e-2, rtol=2e-2)
+
+
+def test_single_tokens_of_a_prompt_attend_densely(layer, builder):
+    common = common_metadata([1, 1], [300, 500], [False, True])
+    output, dense, metadata = run(layer, builder, common)
+    torch.testing.assert_close(output[1], dense[1], atol=2e-2, rtol=2e-2)
+    assert not torch.allclose(output[0], dense[0], atol=2e-2, rtol=2e-2)
+    assert metadata.prefill is None
+    # The flags are a buffer that graphs read: the next step clears them.
+    assert not builder.build(0, common_metadata([1, 1], [300, 500], [False, False])).decode[0].dense.any()
+
+
+def test_a_decode_batch_needs_no_plan_of_flash_attention(builder, monkeypatch):
+    def fail(*arguments, **more):
+        raise AssertionError("planned")
+
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", fail)
+    metadata = builder.build(0, common_metadata([4, 4], [300, 40], [False, False]))
+    assert [decode.tokens for decode in metadata.decode] == [slice(0, 8)]
+
+
+def test_padded_requests_of_a_graph_are_one_run_with_the_rest(builder):
+    common = common_metadata([1, 1], [300, 500], [False, False])
+    start = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32)
+    padded = common.replace(
+        query_start_loc=start,
+        query_start_loc_cpu=start,
+        seq_lens=torch.tensor([300, 500, 0, 0], dtype=torch.int32),
+        block_table_tensor=common.block_table_tensor.repeat(2, 1),
+        is_prefilling=torch.zeros(4, dtype=torch.bool),
+        num_reqs=4,
+        num_actual_tokens=4,
+    )
+    (decode,) = builder.build(0, padded).decode
+    assert decode.tokens == slice(0, 4)
+    assert decode.seq_lens.tolist() == [300, 500, 0, 0]
+
+
+def test_a_dense_layer_leaves_everything_to_flash_attention(layer, builder):
+    builder.any_dense_layer = True
+    layer.is_sparse = False
+    output, dense, _ = run(layer, builder, common_metadata([1, 70], [300, 200], [False, True]))
+    assert torch.equal(output, dense)
