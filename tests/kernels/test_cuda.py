@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from sparse_kernels.page_score.reference import score_pages as reference_scores
-from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
+from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout, update_page_statistics
 from sparse_kernels.page_topk.reference import select_pages as reference_selection
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention.reference import attend_pages as reference_attention
@@ -36,6 +36,7 @@ class Case:
     sinks: bool = False
     softcap: float = 0.0
     statistics: bool = True
+    eight_bit_cache: bool = False
     seed: int = 0
 
 
@@ -59,6 +60,9 @@ CASES = {
     "short contexts whole": Case((3000, 517, 4096), dense_tokens=3500),
     "few pages": Case((3000, 517, 4096), k=10),
     "many pages": Case((9000, 517), k=300),
+    "fp8 cache": Case((3000, 517, 4096), eight_bit_cache=True),
+    "fp8 cache and means, heads of 64": Case((3000, 517), group=8, head_size=64, format="fp8", eight_bit_cache=True),
+    "fp8 cache, group of 16": Case((3000, 517), group=16, eight_bit_cache=True),
     "newest pages": Case((3000, 517, 4096), statistics=False),
 }
 
@@ -74,18 +78,35 @@ class Inputs:
         layout = StatisticsLayout(case.page_size, case.head_size, case.format)
         rows = case.block_size + layout.rows(case.block_size)
         memory = torch.empty(0, dtype=torch.bfloat16).set_(batch.paged_keys.view.untyped_storage())
-        self.cache = memory.cuda().view(-1, case.num_kv_heads, rows, 2 * case.head_size)
+        cache = memory.view(-1, case.num_kv_heads, rows, 2 * case.head_size)
+        self.query_scale = self.key_scale = self.value_scale = None
+        if case.eight_bit_cache:
+            # Statistics are those of the keys as they are stored.
+            layout = StatisticsLayout(case.page_size, case.head_size, case.format, cache_itemsize=1)
+            eight = cache.nan_to_num(0, 0, 0).clamp(-400, 400).to(torch.float8_e4m3fn)
+            more = layout.rows(case.block_size)
+            tokens = eight[:, :, : case.block_size]
+            cache = torch.cat([tokens.view(torch.uint8), torch.zeros_like(tokens[:, :, :more]).view(torch.uint8)], 2)
+            cache = cache.view(torch.float8_e4m3fn)
+            self.query_scale, self.key_scale, self.value_scale = (torch.tensor([x]).cuda() for x in (0.5, 1.5, 0.7))
+        self.cache = cache.cuda()
         tokens = self.cache[:, :, : case.block_size]
         self.keys = PagedTensor.from_rows(tokens[..., : case.head_size], case.page_size)
         self.values = PagedTensor.from_rows(tokens[..., case.head_size :], case.page_size)
         self.statistics = layout.views(self.cache[:, :, case.block_size :], case.block_size)
+        if case.eight_bit_cache:
+            pages = torch.arange(len(self.cache) * self.keys.pages_per_block, device=self.cache.device)
+            update_page_statistics(
+                self.keys, self.statistics, pages // self.keys.pages_per_block, pages % self.keys.pages_per_block
+            )
         self.block_table = batch.block_table.int().cuda()
         self.seq_lens = torch.tensor(case.contexts, dtype=torch.int32, device="cuda")
         generator = torch.Generator().manual_seed(case.seed + 1)
         heads, tokens_in_batch = case.num_kv_heads * case.group, len(contexts) * case.queries
         # A slice of a wider tensor, as vLLM's query is.
         wide = torch.randn(tokens_in_batch, heads + 4, case.head_size, generator=generator) * 2
-        self.query = wide.bfloat16().cuda()[:, :heads]
+        dtype = torch.float8_e4m3fn if case.eight_bit_cache else torch.bfloat16
+        self.query = wide.to(dtype).cuda()[:, :heads]
         self.sinks = torch.randn(heads, generator=generator).cuda() if case.sinks else None
 
     def arguments(self, case: Case) -> tuple[object, ...]:
@@ -93,17 +114,20 @@ class Inputs:
         recent = 1 if case.statistics else 0
         return (
             self.query, self.keys, self.values, statistics, self.block_table, self.seq_lens, case.k, 1, recent,
-            STD_WEIGHT, SCALE, case.dense_tokens, None, self.sinks, case.softcap, None, None, None,
+            STD_WEIGHT, SCALE, case.dense_tokens, None, self.sinks, case.softcap, self.query_scale, self.key_scale,
+            self.value_scale,
         )  # fmt: skip
 
 
-def launches() -> list[object]:
+def launches(group: int, head_size: int) -> list[object]:
+    from sparse_kernels.sparse_attention.cuda import least_cluster
     from sparse_kernels.sparse_decode.cuda import Launch
 
-    separate = [Launch(False, 1, 8, 1)]
     if torch.cuda.get_device_capability() < (9, 0):
-        return separate
-    return [*separate, Launch(True, 1, 8, 1), Launch(True, 2, 16, 1), Launch(True, 8, 8, 1), Launch(False, 4, 8, 1)]
+        return [Launch(False, 1, 8, 1)]
+    # What has wide groups of wide heads needs a cluster to hold its sums.
+    least = least_cluster(group, head_size)
+    return [Launch(True, least, 8, 1), Launch(True, 8, 16, 1), Launch(False, 2 * least, 8, 1)]
 
 
 def decode(inputs: Inputs, case: Case, launch: object = None) -> torch.Tensor:
@@ -125,7 +149,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def test_decode_equals_the_reference_whatever_the_launch(case: Case) -> None:
     inputs = Inputs(case)
     expected = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
-    outputs = [decode(inputs, case, launch) for launch in launches()]
+    outputs = [decode(inputs, case, launch) for launch in launches(case.group, case.head_size)]
     reference_decode(*inputs.arguments(case), expected)
     assert_close(outputs[0], expected)
     for output in outputs[1:]:
@@ -166,8 +190,8 @@ def test_scores_and_attention_equal_the_references(case: Case) -> None:
     from sparse_kernels.page_score import score_pages
     from sparse_kernels.sparse_attention import attend_pages
 
-    if case.queries > 1 or 0 in case.contexts:
-        pytest.skip("these operations take one query token of each request, and no padding")
+    if case.queries > 1 or 0 in case.contexts or case.eight_bit_cache:
+        pytest.skip("these operations take one query token of each request, no padding and no scales")
     inputs = Inputs(case)
     grouped = inputs.query.unflatten(1, (case.num_kv_heads, case.group))
     lengths = inputs.seq_lens // case.page_size
