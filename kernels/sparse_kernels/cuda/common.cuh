@@ -4,7 +4,6 @@
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
-typedef unsigned long long u64;
 typedef long long i64;
 
 #define DEVICE __device__ __forceinline__
@@ -158,6 +157,15 @@ struct Heads {
     static constexpr int DISTINCT = GROUP >= 8 || !POWER_OF_TWO ? 8 : GROUP;
     static DEVICE int of_row(int row) { return POWER_OF_TWO && GROUP < 8 ? row % GROUP : row < GROUP ? row : GROUP - 1; }
 };
+
+// The lane's consecutive elements of a row of query heads, spread over a warp; strides in elements.
+template <int QUERY, int GROUP, int HEAD_SIZE>
+DEVICE void load_row(const void* query, i64 first, i64 head_stride, int row, int lane, float (&x)[HEAD_SIZE / WARP]) {
+    constexpr int PER_LANE = HEAD_SIZE / WARP;
+    i64 start = first + Heads<GROUP>::of_row(row) * head_stride + lane * PER_LANE;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) x[i] = load_float<QUERY>(query, start + i);
+}
 
 // Thread block clusters (compute capability 9.0 and later): shared memory of the blocks of a row is one memory. With
 // one block to a row, all of this is about that block.

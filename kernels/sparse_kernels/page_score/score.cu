@@ -24,11 +24,8 @@ page_score(const void* query, i64 query_token_stride, i64 query_head_stride,  //
     i64 first_query = token * query_token_stride + (i64)head * GROUP * query_head_stride;
 #pragma unroll 1
     for (int r = warp; r < Score::ROWS; r += WARPS) {
-        constexpr int PER_LANE = HEAD_SIZE / WARP;
-        float x[PER_LANE];
-        i64 start = first_query + Heads<GROUP>::of_row(r) * query_head_stride + lane * PER_LANE;
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++) x[i] = load_float<QUERY>(query, start + i);
+        float x[HEAD_SIZE / WARP];
+        load_row<QUERY, GROUP, HEAD_SIZE>(query, first_query, query_head_stride, r, lane, x);
         Score::prepare(shared, r, x, std_weight, lane);
     }
     __syncthreads();

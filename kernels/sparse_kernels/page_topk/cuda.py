@@ -10,11 +10,17 @@ from sparse_kernels.cuda.launch import int32, int64, kernel
 
 _SOURCE = Path(__file__).with_name("topk.cu")
 
-# Pages of a segment that one block selects from: its keys take two bytes of shared memory each.
-_MAX_SEGMENT = 64 * 1024
+MAX_SEGMENT = 64 * 1024
+"""Pages that one block selects from: their keys take two bytes of shared memory each."""
 _MAX_K = 1024
 # From how many pages on the threads pay that keep a block's latency down.
 _WARPS_BY_PAGES = ((2048, 8), (8192, 16), (1 << 62, 32))
+
+
+def check_k(k: int) -> None:
+    """Raises ValueError if the kernels do not select as many pages."""
+    if k > _MAX_K:
+        raise ValueError(f"k: got {k}, allowed on CUDA: up to {_MAX_K}")
 
 
 def select_pages(
@@ -29,8 +35,7 @@ def select_pages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `api.select_pages`; also gives the counts, `[num_tokens, num_kv_heads]` int32."""
     num_tokens, num_kv_heads, width = scores.shape
-    if k > _MAX_K:
-        raise ValueError(f"k: got {k}, allowed on CUDA: up to {_MAX_K}")
+    check_k(k)
     if scores.stride(2) != 1 or scores.stride(1) % 8 or scores.stride(0) != num_kv_heads * scores.stride(1):
         scores = torch.nn.functional.pad(scores, (0, -width % 8), value=-torch.inf).contiguous()
     lengths = num_pages.int()
@@ -53,7 +58,7 @@ def select_pages(
             out, int64(out.stride(0)), int64(out.stride(1)), counts, shared_bytes=shared_bytes,
         )  # fmt: skip
 
-    limit = segment or _MAX_SEGMENT
+    limit = segment or MAX_SEGMENT
     segments = -(-width // limit)
     table = None if block_table is None else block_table.int()
     if segments == 1:

@@ -25,16 +25,26 @@ class Launch(NamedTuple):
     blocks_per_sm: int
 
 
-def merging_bytes(cluster: int, group_size: int, head_size: int) -> int:
-    """Shared memory of `ChainedAttention` in merge.cuh, rounded up."""
+def chain_bytes(cluster: int, group_size: int, head_size: int) -> int:
+    """Shared memory of a block for the sums of a row's chains: `ChainedAttention::Values` in merge.cuh."""
+    return CHAINS * group_size * head_size * 4 // cluster
+
+
+def merging_bytes(group_size: int, head_size: int) -> int:
+    """Shared memory of a block for the rest: `ChainedAttention::Shared` in merge.cuh, rounded up."""
     rows = -(-group_size // 8) * 8
-    return CHAINS * group_size * head_size * 4 // cluster + rows * (head_size + 32) * 2 + CHAINS * group_size * 12 + 64
+    return rows * (head_size + 32) * 2 + CHAINS * group_size * 12 + 64
+
+
+def is_wide(group_size: int, head_size: int) -> bool:
+    """Whether a warp's sums take so many registers that a multiprocessor holds one block."""
+    return head_size > 128 or group_size > 8
 
 
 def least_cluster(group_size: int, head_size: int) -> int:
     """Blocks that it takes, in powers of two, for the sums of a row's chains to leave shared memory for the rest."""
     cluster = 1
-    while CHAINS * group_size * head_size * 4 > cluster * _MOST_CHAIN_BYTES:
+    while chain_bytes(cluster, group_size, head_size) > _MOST_CHAIN_BYTES:
         cluster *= 2
     return cluster
 
@@ -47,8 +57,7 @@ def launch_of(num_rows: int, group_size: int, head_size: int, device: torch.devi
         cluster = least_cluster(group_size, head_size)
         while cluster < 8 and num_rows * cluster * 2 <= 2 * properties.multi_processor_count:
             cluster *= 2
-    wide = head_size > 128 or group_size > 8
-    return Launch(cluster, warps=8, blocks_per_sm=1 if wide else 2)
+    return Launch(cluster, warps=8, blocks_per_sm=1 if is_wide(group_size, head_size) else 2)
 
 
 def cache_arguments(keys: PagedTensor, values: PagedTensor) -> tuple[object, ...]:
@@ -95,7 +104,7 @@ def attend_pages(
         "BLOCKS_PER_SM": launch.blocks_per_sm,
     }
     compiled = kernel(_SOURCE, query.device, macros, 32 * launch.warps)
-    shared_bytes = merging_bytes(launch.cluster, group_size, head_size)
+    shared_bytes = chain_bytes(launch.cluster, group_size, head_size) + merging_bytes(group_size, head_size)
     compiled.reserve_shared(shared_bytes)
     table = block_table.int()
     compiled.launch(

@@ -15,12 +15,17 @@ import torch
 from sparse_kernels.cuda.launch import FORMATS, int32, int64, kernel
 from sparse_kernels.page_score.cuda import launch_scores, statistics_arguments
 from sparse_kernels.page_statistics import PageStatistics
+from sparse_kernels.page_topk.cuda import MAX_SEGMENT, check_k
 from sparse_kernels.paging import PagedTensor
-from sparse_kernels.sparse_attention.cuda import CHAINS, cache_arguments, least_cluster, merging_bytes
+from sparse_kernels.sparse_attention.cuda import (
+    cache_arguments,
+    chain_bytes,
+    is_wide,
+    least_cluster,
+    merging_bytes,
+)
 
 _SOURCE = Path(__file__).with_name("decode.cu")
-_MAX_PAGES = 1 << 16
-_MAX_K = 1024
 # Candidates and counts of `Select` in select.cuh.
 _SELECT_BYTES = 4 * 1024 + 2 * 1024 + 64
 
@@ -47,7 +52,7 @@ _LAUNCHES = (
 def launch_of(num_rows: int, group_size: int, head_size: int, device: torch.device) -> Launch:
     """The launch configuration of a batch."""
     major, _ = torch.cuda.get_device_capability(device)
-    wide = head_size > 128 or group_size > 8
+    wide = is_wide(group_size, head_size)
     if major < 9:
         return Launch(False, 1, warps=8, blocks_per_sm=1 if wide else 2)
     launch = next(launch for most_rows, launch in _LAUNCHES if num_rows <= most_rows)
@@ -59,12 +64,10 @@ def launch_of(num_rows: int, group_size: int, head_size: int, device: torch.devi
 def _shared_bytes(launch: Launch, group_size: int, head_size: int, max_pages: int, k: int) -> int:
     # Mirrors the layout in decode.cu, rounded up.
     rows = -(-group_size // 8) * 8
-    values = CHAINS * group_size * head_size * 4 // launch.cluster
+    values = chain_bytes(launch.cluster, group_size, head_size)
     keys = 2 * (-(-max_pages // 8) * 8)
     scoring = rows * head_size * 2 + rows * 8
-    fixed = (
-        merging_bytes(launch.cluster, group_size, head_size) - values + scoring + _SELECT_BYTES + launch.warps * 16 + 64
-    )
+    fixed = merging_bytes(group_size, head_size) + scoring + _SELECT_BYTES + launch.warps * 16 + 64
     return -(-fixed // 16) * 16 + (max(values, keys) if launch.cluster == 1 else values + keys) + 4 * k
 
 
@@ -94,10 +97,9 @@ def sparse_decode(
     num_tokens, num_query_heads, head_size = query.shape
     num_kv_heads = keys.num_kv_heads
     group_size = num_query_heads // num_kv_heads
-    if k > _MAX_K:
-        raise ValueError(f"k: got {k}, allowed on CUDA: up to {_MAX_K}")
+    check_k(k)
     # Columns beyond what the kernels can select from stand for no context that is served.
-    max_pages = min(block_table.shape[1] * keys.pages_per_block, _MAX_PAGES)
+    max_pages = min(block_table.shape[1] * keys.pages_per_block, MAX_SEGMENT)
     launch = launch or launch_of(num_tokens * num_kv_heads, group_size, head_size, query.device)
     macros = {
         "QUERY": FORMATS[query.dtype],

@@ -48,15 +48,12 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
     int context = seq_lens[request] - (tokens_per_request - 1 - token % tokens_per_request);
     u16* out = output + token * output_token_stride + (i64)head * GROUP * HEAD_SIZE;
 
-    constexpr int PER_LANE = HEAD_SIZE / WARP, PER_WARP = ceil_div(Score::ROWS, WARPS);
-    float x[PER_WARP][PER_LANE];
+    constexpr int PER_WARP = ceil_div(Score::ROWS, WARPS);
+    float x[PER_WARP][HEAD_SIZE / WARP];
     i64 first_query = token * query_token_stride + (i64)head * GROUP * query_head_stride;
 #pragma unroll
-    for (int n = 0; n < PER_WARP; n++) {
-        i64 start = first_query + Heads<GROUP>::of_row(warp + n * WARPS) * query_head_stride + lane * PER_LANE;
-#pragma unroll
-        for (int i = 0; i < PER_LANE; i++) x[n][i] = load_float<QUERY>(query, start + i);
-    }
+    for (int n = 0; n < PER_WARP; n++)
+        load_row<QUERY, GROUP, HEAD_SIZE>(query, first_query, query_head_stride, warp + n * WARPS, lane, x[n]);
     if (context <= 0) {
 #pragma unroll 1
         for (int i = rank * THREADS + thread; i < GROUP * HEAD_SIZE; i += CLUSTER * THREADS) out[i] = 0;
