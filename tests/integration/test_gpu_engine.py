@@ -1,0 +1,112 @@
+"""Whole engines on a GPU: CUDA graphs, speculation, tensor parallelism and fp8 caches keep the answers."""
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from vllm_sparse_plugin.needles import Question, build_questions, is_correct
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
+CONTEXTS = (4096, 13_000)
+GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+@contextmanager
+def engine(**arguments: Any) -> Iterator[Any]:
+    """An `LLM` in this process, freed afterwards."""
+    from vllm import LLM
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    defaults = {
+        "attention_backend": "unique", "max_model_len": 16_384, "max_num_seqs": 16, "gpu_memory_utilization": 0.2,
+        "compilation_config": GRAPHS, "seed": 0, "disable_log_stats": False,
+    }  # fmt: skip
+    llm = LLM(str(MODEL), **(defaults | arguments))
+    try:
+        yield llm
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        del llm
+        gc.collect()
+        cleanup_dist_env_and_memory()
+
+
+@pytest.fixture(scope="module")
+def questions() -> list[Question]:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    return [
+        question
+        for context in CONTEXTS
+        for task in ("multikey", "multiquery", "kv")
+        for question in build_questions(tokenizer, task, context, 5, seed=7)
+    ]
+
+
+def ask(llm: Any, questions: list[Question]) -> list[tuple[int, ...]]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=32)
+    outputs = llm.generate([question.prompt for question in questions], sampling, use_tqdm=False)
+    return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+
+def share_correct(questions: list[Question], answers: list[tuple[int, ...]]) -> float:
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in answers]
+    return sum(is_correct(question, text) for question, text in zip(questions, texts, strict=True)) / len(questions)
+
+
+@pytest.fixture(scope="module")
+def answers(questions: list[Question]) -> list[tuple[int, ...]]:
+    """What a plain engine with full decode graphs answers."""
+    with engine() as llm:
+        return ask(llm, questions)
+
+
+def test_needles_are_found(questions: list[Question], answers: list[tuple[int, ...]]) -> None:
+    assert share_correct(questions, answers) >= 0.95
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({"enforce_eager": True, "compilation_config": {}}, id="eager"),
+        pytest.param({"max_num_batched_tokens": 512, "enable_prefix_caching": False}, id="small chunks, no prefix cache"),
+        pytest.param({"max_num_seqs": 1}, id="one request at a time"),
+        pytest.param({"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}, id="full graphs"),
+        pytest.param({"tensor_parallel_size": 2}, id="two GPUs"),
+    ],
+)
+def test_the_engine_keeps_the_answers(
+    questions: list[Question], answers: list[tuple[int, ...]], arguments: dict[str, Any]
+) -> None:
+    if arguments.get("tensor_parallel_size", 1) > torch.cuda.device_count():
+        pytest.skip("needs two GPUs")
+    with engine(**arguments) as llm:
+        assert ask(llm, questions) == answers
+
+
+def test_ngram_speculation_keeps_greedy_answers(questions: list[Question], answers: list[tuple[int, ...]]) -> None:
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 2}
+    with engine(speculative_config=speculation) as llm:
+        assert ask(llm, questions) == answers
+        drafts = sum(metric.value for metric in llm.get_metrics() if metric.name == "vllm:spec_decode_num_draft_tokens")
+    assert drafts > 0
+
+
+def test_an_fp8_cache_finds_needles(questions: list[Question]) -> None:
+    with engine(kv_cache_dtype="fp8") as llm:
+        assert share_correct(questions, ask(llm, questions)) >= 0.9
