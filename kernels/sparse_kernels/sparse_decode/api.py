@@ -56,7 +56,8 @@ def sparse_decode(
         dense_requests: `[num_requests]` bool, requests that are attended whole whatever their length.
         sinks: learned sink logits `[num_query_heads]` float32.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0 for none.
-        query_scale: one float32; a float8 query times this is the query.
+        query_scale: one float32; a float8 query times this is the query. Pages are scored by queries and keys as they
+            are stored: positive factors do not change their order.
         key_scale: one float32; a float8 key times this is the key.
         value_scale: one float32; a float8 value times this is the value.
         out: `[num_tokens, num_query_heads, head_size]` float16 or bfloat16 to write to, rows of heads contiguous.

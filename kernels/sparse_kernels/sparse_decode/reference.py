@@ -41,10 +41,10 @@ def sparse_decode(
         context = int(seq_lens[request]) - (per_request - 1 - token % per_request)
         if context <= 0:
             continue
-        row = query[token : token + 1].float()
-        for factor in (query_scale, key_scale):
-            row = row if factor is None else row * factor
-        grouped = row.unflatten(1, (num_kv_heads, -1))
+        grouped = query[token : token + 1].float().unflatten(1, (num_kv_heads, -1))
+        factor = scale
+        for each in (query_scale, key_scale):
+            factor = factor if each is None else factor * float(each)
         table = block_table[request : request + 1].long()
         lengths = torch.tensor([context // keys.page_size], device=query.device)
         whole = context <= dense_tokens or bool(dense_requests is not None and dense_requests[request])
@@ -57,6 +57,6 @@ def sparse_decode(
             scores = score_pages(grouped, statistics, table, lengths, std_weight)
             pages = select_pages(scores, lengths, k, sink_pages, recent_pages)
         attended = attend_pages(
-            grouped, keys, values, table, torch.tensor([context], device=query.device), pages, scale, sinks, softcap
+            grouped, keys, values, table, torch.tensor([context], device=query.device), pages, factor, sinks, softcap
         )
         out[token] = (attended[0] * (1.0 if value_scale is None else value_scale)).to(out.dtype)
