@@ -84,7 +84,9 @@ def test_needles_are_found(questions: list[Question], answers: list[tuple[int, .
     "arguments",
     [
         pytest.param({"enforce_eager": True, "compilation_config": {}}, id="eager"),
-        pytest.param({"max_num_batched_tokens": 512, "enable_prefix_caching": False}, id="small chunks, no prefix cache"),
+        pytest.param(
+            {"max_num_batched_tokens": 512, "enable_prefix_caching": False}, id="small chunks, no prefix cache"
+        ),
         pytest.param({"max_num_seqs": 1}, id="one request at a time"),
         pytest.param({"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}, id="full graphs"),
         pytest.param({"tensor_parallel_size": 2}, id="two GPUs"),

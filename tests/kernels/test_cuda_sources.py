@@ -17,6 +17,7 @@ LAUNCH = {"WARPS": 8, "BLOCKS_PER_SM": 2}
 SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "MEAN": INT8, "CHUNK": 1024, "PIPELINED": 0}
 ATTEND = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "OUTPUT": BF16, "PAGE_SIZE": 8, "CLUSTER": 1}
 DECODE = {**ATTEND, "MEAN": INT8, "FUSED": 0}
+TOPK = {"WARPS": 32, "PER_THREAD": 64, "CANDIDATES": 0, "PAGES_PER_BLOCK": 0}
 ONE_BLOCK_PER_SM = {"BLOCKS_PER_SM": 1}
 
 CASES = {
@@ -24,7 +25,8 @@ CASES = {
     "score fp8": ("page_score/score.cu", SCORE | {"MEAN": FP8, "QUERY": FP16}),
     "score bf16": ("page_score/score.cu", SCORE | {"MEAN": BF16, "PIPELINED": 1}),
     "score groups of 16, blocks of a page": ("page_score/score.cu", SCORE | {"GROUP": 16, "PAGES_PER_BLOCK": 1}),
-    "top-k": ("page_topk/topk.cu", {"WARPS": 32}),
+    "top-k": ("page_topk/topk.cu", TOPK),
+    "top-k of candidates": ("page_topk/topk.cu", TOPK | {"CANDIDATES": 1, "PAGES_PER_BLOCK": 8, "PER_THREAD": 4}),
     "attend": ("sparse_attention/attend.cu", ATTEND),
     "attend fp8": ("sparse_attention/attend.cu", ATTEND | {"QUERY": FP8, "KV": FP8, "HEAD_SIZE": 64}),
     "attend large": ("sparse_attention/attend.cu", ATTEND | ONE_BLOCK_PER_SM | {"GROUP": 16, "HEAD_SIZE": 256}),

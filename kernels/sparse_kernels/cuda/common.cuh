@@ -34,6 +34,19 @@ DEVICE uint2 load8(const void* p) {
 
 DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
+// A kernel launched as dependent may begin while the one before it ends: it must not touch memory before this.
+DEVICE void depend_on_previous() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+DEVICE void release_next() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 DEVICE float bf16_to_float(u32 bits) { return __uint_as_float(bits << 16); }
 
 DEVICE u32 pack_bf16(float low, float high) {

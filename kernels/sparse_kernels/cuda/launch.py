@@ -61,6 +61,8 @@ class Kernel:
     handle: Any
     device: torch.device
     threads: int
+    overlaps: bool
+    """Whether launches may begin while the kernel before them ends: every kernel waits for it before it reads."""
     _shared_bytes: int = _STATIC_SHARED_BYTES
 
     def reserve_shared(self, num_bytes: int) -> None:
@@ -93,7 +95,9 @@ class Kernel:
         """
         from cuda.core import LaunchConfig, launch
 
-        config = LaunchConfig(grid=grid, block=self.threads, shmem_size=shared_bytes)
+        config = LaunchConfig(
+            grid=grid, block=self.threads, shmem_size=shared_bytes, programmatic_stream_serialization=self.overlaps
+        )
         launch(
             _stream(torch.cuda.current_stream(self.device).cuda_stream), config, self.handle, *map(_marshal, arguments)
         )
@@ -142,7 +146,7 @@ def _kernel(source: Path, device: torch.device, macros: tuple[tuple[str, int], .
     major, minor = torch.cuda.get_device_capability(device)
     suffix = "a" if major >= 9 else ""
     code = compile_source(source, f"sm_{major}{minor}{suffix}", dict(macros))
-    return Kernel(code.get_kernel(source.parent.name), device, threads)
+    return Kernel(code.get_kernel(source.parent.name), device, threads, overlaps=major >= 9)
 
 
 @functools.cache

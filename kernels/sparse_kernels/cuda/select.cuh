@@ -50,6 +50,14 @@ struct EightKeys {
     DEVICE u32 operator[](int i) const { return i % 2 ? word(v, i / 2) >> 16 : word(v, i / 2) & 0xffff; }
 };
 
+// Keys of two scores.
+DEVICE u32 ordered_pair(u32 scores) {
+    // The larger of NaN and -inf is -inf; -0 + 0 is 0.
+    asm("max.bf16x2 %0, %0, %1;" : "+r"(scores) : "r"(0xff80ff80u));
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(scores) : "r"(0x3f803f80u), "r"(0u));
+    return scores ^ ((scores >> 15 & 0x00010001u) * 0xffffu | 0x80008000u);
+}
+
 // Reads a row of scores as keys, padded with KEY_ABSENT to a multiple of eight.
 DEVICE void load_keys(const u16* scores, int count, u16* keys, int thread, int threads) {
     constexpr int IN_FLIGHT = 4;
@@ -65,7 +73,7 @@ DEVICE void load_keys(const u16* scores, int count, u16* keys, int thread, int t
             u32 out[4];
 #pragma unroll
             for (int j = 0; j < 4; j++)
-                out[j] = ordered_key(word(v[n], j) & 0xffff) | ordered_key(word(v[n], j) >> 16) << 16;
+                out[j] = ordered_pair(word(v[n], j));
             *(uint4*)(keys + i) = uint4{out[0], out[1], out[2], out[3]};
 #pragma unroll 1
             for (int j = count; j < i + 8; j++) keys[j] = KEY_ABSENT;
@@ -80,110 +88,190 @@ DEVICE void mark_always(u16* keys, int count, int sink_pages, int recent_pages, 
         keys[i < sink_pages ? i : count - recent_pages - sink_pages + i] = KEY_ALWAYS;
 }
 
-// Selection from a row of at most 2^16 keys in shared memory by a block of WARPS warps.
+// Adds to a counter in shared memory. The compiler would have one lane add for all, which takes longer than their turns.
+DEVICE int append(int* counter, int n) {
+    int before;
+    asm volatile("atom.shared.add.s32 %0, [%1], %2;"
+                 : "=r"(before) : "r"((u32)__cvta_generic_to_shared(counter)), "r"(n) : "memory");
+    return before;
+}
+
+// How many numbers are larger than one, in four chains of additions. The compiler would make it one of twice the length.
+struct LargerCount {
+    int less[4] = {0, 0, 0, 0};
+
+    DEVICE void add(const uint4& four, u32 own) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            u32 difference;
+            asm("sub.cc.u32 %0, %2, %3; subc.u32 %1, %1, 0;"
+                : "=&r"(difference), "+r"(less[i]) : "r"(own), "r"(word(four, i)));
+        }
+    }
+
+    DEVICE int count() const { return -(less[0] + less[1] + less[2] + less[3]); }
+};
+
+// Keys of a row that lie in shared memory; those that stand for no page, up to a multiple of eight, are KEY_ABSENT.
+template <int WARPS>
+struct SharedKeys {
+    // Consecutive keys that a thread looks at together.
+    static constexpr int RUN = 4;
+    const u16* keys;
+    int padded;
+    int thread;
+
+    // Calls `f(pairs of keys, index of the first)` for this thread's runs.
+    template <typename F>
+    DEVICE void for_each_run(F f) const {
+#pragma unroll 2
+        for (int i = RUN * thread; i < padded; i += RUN * WARPS * WARP) {
+            uint2 four = *(const uint2*)(keys + i);
+            u32 pairs[RUN / 2] = {four.x, four.y};
+            f(pairs, i);
+        }
+    }
+
+    // Where all keys are in shared memory.
+    DEVICE const u16* spilled() const { return keys; }
+};
+
+// Selection from a row of at most 2^16 keys by a block of WARPS warps.
 template <int WARPS>
 struct Select {
     static constexpr int THREADS = WARPS * WARP;
+    // Reads of candidates in flight, by up to four threads: as many may lie behind the last one, and are zero.
+    static constexpr int LOADS = 4, SPARE = 16 * LOADS;
 
-    // Zero at the start.
     struct Shared {
         // Key, then page from the end: unique, and larger the better.
-        u32 candidates[MAX_CANDIDATES + 4];
-        int high[BUCKETS];
-        int low[BUCKETS];
-        int2 counts[WARPS];
-        u32 floors[WARPS];
+        u32 candidates[MAX_CANDIDATES + SPARE];
+        // Of the warps' threads; later what radix counts.
+        union {
+            u32 largest[WARPS][WARP];
+            int counts[2][BUCKETS];
+        };
+        int2 shares[WARPS];
+        u32 floors[WARP];
         int found;
 
+        // Visible to all after a barrier.
         DEVICE void clear(int thread) {
-            constexpr int WORDS = MAX_CANDIDATES + 4 + 2 * BUCKETS;
-            for (int i = 4 * thread; i < WORDS; i += 4 * THREADS) *(uint4*)(candidates + i) = uint4{0, 0, 0, 0};
+#pragma unroll 1
+            for (int i = 4 * thread; i < MAX_CANDIDATES + SPARE; i += 4 * THREADS)
+                *(uint4*)(candidates + i) = uint4{0, 0, 0, 0};
+            if (thread < WARP) floors[thread] = KEY_ALWAYS;
             if (thread == 0) found = 0;
         }
     };
 
     Shared& shared;
-    const u16* keys;
-    int padded;  // Keys, a multiple of eight; those that stand for no page are KEY_ABSENT.
-    int k;       // At least as many keys are not.
+    int k;  // At least as many keys stand for pages.
     int warp;
     int lane;
 
-    // Calls `emit(slot, page)` for the selected pages, slots by descending score. All threads have seen the keys.
-    template <typename Emit>
-    DEVICE void run(Emit emit) {
+    // Calls `emit(slot, page)` for the selected pages, slots by descending score. `shared` is clear.
+    template <typename Keys, typename Emit>
+    DEVICE void run(const Keys& keys, Emit emit) {
         int thread = warp * WARP + lane;
-        u32 floor = find_floor();
-#pragma unroll 2
-        for (int i = thread; i < padded / 2; i += THREADS) {
-            u32 two = ((const u32*)keys)[i];
+        u32 floor = find_floor(keys), below = (floor - 1) * 0x10001u;
+        keys.for_each_run([&](const auto& pairs, int page) {
+            constexpr int RUN = Keys::RUN;
+            u32 best = pairs[0];
 #pragma unroll
-            for (int j = 0; j < 2; j++) {
-                u32 key = j ? two >> 16 : two & 0xffff;
-                if (key >= floor) {
-                    int slot = atomicAdd(&shared.found, 1);
-                    if (slot < MAX_CANDIDATES) shared.candidates[slot] = key << 16 | (0xffff - 2 * i - j);
-                }
+            for (int j = 1; j < RUN / 2; j++) best = __vmaxu2(best, pairs[j]);
+            if (__vmaxu2(best, below) == below) return;
+            auto key = [&](int j) { return j % 2 ? pairs[j / 2] >> 16 : pairs[j / 2] & 0xffff; };
+            u32 reach = 0;
+#pragma unroll
+            for (int j = 0; j < RUN; j++) reach |= (u32)(key(j) >= floor) << j;
+            int slot = append(&shared.found, __popc(reach));
+#pragma unroll
+            for (int j = 0; j < RUN; j++) {
+                if (!(reach >> j & 1)) continue;
+                if (slot < MAX_CANDIDATES) shared.candidates[slot] = key(j) << 16 | (0xffff - page - j);
+                slot++;
             }
-        }
+        });
         __syncthreads();
         int count = shared.found;
         if (count > MAX_CANDIDATES) {
-            int2 high = radix_round(shared.high, -1, k);
-            int2 low = radix_round(shared.low, high.x, high.y);
-            compact((u32)high.x << 8 | (u32)low.x, low.y);
+            radix(shared, keys.spilled(), keys.padded, k);
             count = k;
         }
+        // Several threads rank a candidate if there are enough.
+        int log = THREADS >= 4 * count ? 2 : THREADS >= 2 * count, parts = 1 << log, part = thread & parts - 1;
 #pragma unroll 1
-        for (int c = thread; c < count; c += THREADS) {
-            u32 own = shared.candidates[c];
-            int rank = 0;
-#pragma unroll 4
-            for (int i = 0; i < count; i += 4) {
-                uint4 four = *(const uint4*)(shared.candidates + i);
-                rank += (four.x > own) + (four.y > own) + (four.z > own) + (four.w > own);
+        for (int first = 0; first < count; first += THREADS >> log) {
+            int c = first + (thread >> log);
+            u32 own = c < count ? shared.candidates[c] : 0xffffffffu;
+            LargerCount larger;
+#pragma unroll 1
+            for (int i = 4 * part; i < count; i += 4 * LOADS * parts) {
+                uint4 four[LOADS];
+#pragma unroll
+                for (int n = 0; n < LOADS; n++) four[n] = *(const uint4*)(shared.candidates + i + 4 * n * parts);
+#pragma unroll
+                for (int n = 0; n < LOADS; n++) larger.add(four[n], own);
             }
-            if (rank < k) emit(rank, 0xffff - (own & 0xffff));
+            int rank = larger.count();
+            if (parts > 1) rank += __shfl_xor_sync(FULL, rank, 1);
+            if (parts > 2) rank += __shfl_xor_sync(FULL, rank, 2);
+            if (part == 0 && c < count && rank < k) emit(rank, 0xffff - (own & 0xffff));
         }
     }
 
 private:
     // A key that at least k keys reach, and not many more: of the largest keys of a warp's threads, the one that as many
     // threads reach as fall to the warp's share of k; the least of the warps'.
-    DEVICE u32 find_floor() {
-        int words = padded / 2, active = min(WARPS, words / WARP);
-        int share = active ? ceil_div(k, active) : WARP + 1;
-        if (share > WARP) return KEY_ABSENT + 1;
+    template <typename Keys>
+    DEVICE u32 find_floor(const Keys& keys) {
+        // A power of two of them: no division.
+        int log = 31 - __clz(min(WARPS, keys.padded / (Keys::RUN * WARP))), active = 1 << log, share = (k + active - 1) >> log;
+        if (log < 0 || share > WARP) return KEY_ABSENT + 1;
         u32 pair = KEY_ABSENT;
-#pragma unroll 4
-        for (int i = warp * WARP + lane; i < words; i += THREADS) pair = __vmaxu2(pair, ((const u32*)keys)[i]);
-        u32 own = max(pair & 0xffff, pair >> 16) << 5 | (u32)lane;
-        int rank = 0;
+        keys.for_each_run([&](const auto& pairs, int) {
 #pragma unroll
-        for (int offset = 1; offset < WARP; offset++) rank += __shfl_xor_sync(FULL, own, offset) > own;
-        if (rank == share - 1) shared.floors[warp] = own >> 5;
+            for (int j = 0; j < Keys::RUN / 2; j++) pair = __vmaxu2(pair, pairs[j]);
+        });
+        u32 own = max(pair & 0xffff, pair >> 16) << 5 | (u32)lane;
+        u32* largest = shared.largest[warp];
+        largest[lane] = own;
+        __syncwarp();
+        LargerCount larger;
+#pragma unroll
+        for (int i = 0; i < WARP; i += 4) larger.add(*(const uint4*)(largest + i), own);
+        if (larger.count() == share - 1 && warp < active) shared.floors[warp] = own >> 5;
         __syncthreads();
-        u32 floor = KEY_ALWAYS;
-#pragma unroll 1
-        for (int w = 0; w < active; w++) floor = min(floor, shared.floors[w]);
-        return max(floor, KEY_ABSENT + 1);
+        return max(__reduce_min_sync(FULL, shared.floors[lane]), KEY_ABSENT + 1);
     }
 
-    // One round of radix over all keys: counts their high bytes (`high` is -1), or the low bytes of those whose high
-    // byte is given.
-    __device__ __noinline__ int2 radix_round(int* counts, int high, int wanted) {
+    // Lists exactly the k best: two rounds over the bytes of all keys.
+    static __device__ __noinline__ void radix(Shared& shared, const u16* keys, int padded, int k) {
+        int thread = threadIdx.x;
+        __syncthreads();
+        for (int i = thread; i < 2 * BUCKETS; i += THREADS) shared.counts[0][i] = 0;
+        __syncthreads();
+        int2 high = count_bytes(keys, padded, shared.counts[0], -1, k);
+        int2 low = count_bytes(keys, padded, shared.counts[1], high.x, high.y);
+        compact(shared, keys, padded, (u32)high.x << 8 | (u32)low.x, low.y, k);
+    }
+
+    // Counts the high bytes of all keys (`high` is -1), or the low bytes of those whose high byte is given.
+    static DEVICE int2 count_bytes(const u16* keys, int padded, int* counts, int high, int wanted) {
 #pragma unroll 1
-        for (int i = warp * WARP + lane; i < padded; i += THREADS) {
+        for (int i = threadIdx.x; i < padded; i += THREADS) {
             u32 key = keys[i];
             if (high < 0) atomicAdd(counts + (key >> 8), 1);
             else if (key >> 8 == high) atomicAdd(counts + (key & 0xff), 1);
         }
         __syncthreads();
-        return find_bucket(counts, wanted, lane);
+        return find_bucket(counts, wanted, threadIdx.x % WARP);
     }
 
     // Lists the keys above the threshold, and of those at it the first `ties`.
-    __device__ __noinline__ void compact(u32 threshold, int ties) {
+    static DEVICE void compact(Shared& shared, const u16* keys, int padded, u32 threshold, int ties, int k) {
+        int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
         // A warp's share of the keys is a multiple of what it reads at once.
         int share = ceil_div(ceil_div(padded, WARPS), 8) * 8;
         int begin = min(warp * share, padded), end = min(begin + share, padded);
@@ -198,11 +286,11 @@ private:
             }
         }
         above = __reduce_add_sync(FULL, above), equal = __reduce_add_sync(FULL, equal);
-        if (lane == 0) shared.counts[warp] = {above, equal};
+        if (lane == 0) shared.shares[warp] = {above, equal};
         __syncthreads();
         above = equal = 0;
 #pragma unroll 1
-        for (int w = 0; w < warp; w++) above += shared.counts[w].x, equal += shared.counts[w].y;
+        for (int w = 0; w < warp; w++) above += shared.shares[w].x, equal += shared.shares[w].y;
 #pragma unroll 1
         for (int base = begin; base < end; base += 8 * WARP) {
             int i = base + 8 * lane;
@@ -236,7 +324,7 @@ private:
             above += sum & 0xffff;
             equal += sum >> 16;
         }
-        if (warp == 0 && lane < 4) shared.candidates[min(k + lane, MAX_CANDIDATES + 3)] = 0;
+        if (threadIdx.x < SPARE) shared.candidates[k + threadIdx.x] = 0;
         __syncthreads();
     }
 };

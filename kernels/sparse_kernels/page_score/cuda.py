@@ -77,11 +77,11 @@ def launch_scores(
     }
     chunks = -(-block_table.shape[1] * pages_per_block // launch.chunk)
     kernel(_SOURCE, query.device, macros, 32 * launch.warps).launch(
-        (chunks, num_tokens * num_kv_heads),
+        (chunks, num_kv_heads, num_tokens),
         query, int64(query.stride(0)), int64(query.stride(1)),
         *statistics_arguments(statistics),
         block_table, int64(block_table.stride(0)), lengths, int32(num_tokens // len(lengths)), int32(page_size),
-        int32(num_kv_heads), float(std_weight), scores, int64(scores.stride(1)),
+        float(std_weight), scores, int64(scores.stride(1)),
     )  # fmt: skip
 
 

@@ -12,10 +12,12 @@ page_score(const void* query, i64 query_token_stride, i64 query_head_stride,  //
            const u8* mean, const u16* mean_scale, const u16* mean_std, i64 statistics_block_stride,
            i64 statistics_head_stride,  // bytes
            const int* block_table, i64 table_stride, const int* num_pages, int tokens_per_request, int page_size,
-           int num_kv_heads, float std_weight, u16* scores, i64 scores_stride) {
+           float std_weight, u16* scores, i64 scores_stride) {
     __shared__ typename Score::Shared shared;
+    depend_on_previous();
+    release_next();
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    int row = blockIdx.y, token = row / num_kv_heads, head = row % num_kv_heads, request = token / tokens_per_request;
+    int head = blockIdx.y, token = blockIdx.z, row = token * gridDim.y + head, request = token / tokens_per_request;
     // With a page size, lengths are those of contexts, and the tokens of a request are the last of it.
     int count = num_pages[request];
     if (page_size) count = (count - (tokens_per_request - 1 - token % tokens_per_request)) / page_size;

@@ -13,8 +13,17 @@ _SOURCE = Path(__file__).with_name("topk.cu")
 MAX_SEGMENT = 64 * 1024
 """Pages that one block selects from: their keys take two bytes of shared memory each."""
 _MAX_K = 1024
-# From how many pages on the threads pay that keep a block's latency down.
-_WARPS_BY_PAGES = ((2048, 8), (8192, 16), (1 << 62, 32))
+# Warps of a block and keys of a thread by the pages of a row; as measured on an H200, few threads with many keys where
+# there are more rows than multiprocessors.
+_LAUNCHES = (
+    (1024, 8, 4),
+    (2048, 8, 8),
+    (4096, 16, 8),
+    (8192, 16, 16),
+    (16384, 32, 16),
+    (32768, 32, 32),
+    (65536, 32, 64),
+)
 
 
 def check_k(k: int) -> None:
@@ -46,16 +55,22 @@ def select_pages(
     def launch(
         size: int, segments: int, candidates: torch.Tensor | None, table: torch.Tensor | None, out: torch.Tensor
     ) -> None:
-        warps = next(warps for limit, warps in _WARPS_BY_PAGES if size <= limit)
-        compiled = kernel(_SOURCE, scores.device, {"WARPS": warps}, 32 * warps)
+        warps, per_thread = next((warps, keys) for limit, warps, keys in _LAUNCHES if size <= limit)
+        macros = {
+            "WARPS": warps,
+            "PER_THREAD": per_thread,
+            "CANDIDATES": int(candidates is not None),
+            "PAGES_PER_BLOCK": 0 if table is None else pages_per_block,
+        }
+        compiled = kernel(_SOURCE, scores.device, macros, 32 * warps)
         shared_bytes = 2 * (-(-size // 8) * 8)
         compiled.reserve_shared(shared_bytes)
         compiled.launch(
-            (segments, rows),
-            scores, int64(scores.stride(1)), lengths, int32(num_kv_heads), int32(k), int32(sink_pages),
-            int32(recent_pages), int32(size), candidates, int32(0 if candidates is None else size),
-            table, int64(0 if table is None else table.stride(0)), int32(pages_per_block),
-            out, int64(out.stride(0)), int64(out.stride(1)), counts, shared_bytes=shared_bytes,
+            (segments, num_kv_heads, num_tokens),
+            scores, int64(scores.stride(1)), lengths, int32(k), int32(sink_pages), int32(recent_pages), int32(size),
+            int32(scores.shape[2]), candidates, int32(0 if candidates is None else size),
+            table, int64(0 if table is None else table.stride(0)), out, int64(out.stride(0)), int64(out.stride(1)),
+            counts, shared_bytes=shared_bytes,
         )  # fmt: skip
 
     limit = segment or MAX_SEGMENT

@@ -1,58 +1,120 @@
-// The k best pages of a row of scores, or of a segment of it, by one block.
+// The k best pages of a row of scores, or of a segment of it, by one block; each thread holds some of the keys.
 #include "select.cuh"
 
 constexpr int WARPS = SK_WARPS, THREADS = WARPS * WARP;
+constexpr int PER_THREAD = SK_PER_THREAD;
+// Whether a row is given as candidates, pages chosen from its segments before.
+constexpr bool CANDIDATES = SK_CANDIDATES;
+// To give pages by their place in the cache; 0 to give them as they are numbered in the row.
+constexpr int PAGES_PER_BLOCK = SK_PAGES_PER_BLOCK;
+
+// Keys in registers: run r of a thread lies at `RUN * (r * THREADS + thread)`.
+struct RegisterKeys {
+    static constexpr int RUN = PER_THREAD < 8 ? 4 : 8;
+    static constexpr int RUNS = PER_THREAD / RUN;
+    u32 pairs[RUNS][RUN / 2];
+    u16* shared;
+    int padded;
+    int thread;
+
+    template <typename F>
+    DEVICE void for_each_run(F f) const {
+#pragma unroll
+        for (int r = 0; r < RUNS; r++) f(pairs[r], RUN * (r * THREADS + thread));
+    }
+
+    DEVICE const u16* spilled() const {
+        for_each_run([&](const auto& run, int first) {
+#pragma unroll
+            for (int j = 0; j < RUN / 2; j++)
+                if (first < padded) *(u32*)(shared + first + 2 * j) = run[j];
+        });
+        return shared;
+    }
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-page_topk(const u16* scores, i64 scores_stride, const int* num_pages, int rows_per_length, int k, int sink_pages,
-          int recent_pages, int segment,                      // pages of a segment, a multiple of eight
-          const int* candidates, int num_candidates,          // of each row, ascending; instead of all pages
-          const int* block_table, i64 table_stride, int pages_per_block,  // to give pages by their place in the cache
+page_topk(const u16* scores, i64 scores_stride, const int* num_pages, int k, int sink_pages, int recent_pages,
+          int segment,                                        // columns of a segment, a multiple of eight
+          int width,                                          // columns of a row that exist, a multiple of eight
+          const int* candidates, int num_candidates,          // of each row, ascending
+          const int* block_table, i64 table_stride,
           int* pages, i64 row_stride, i64 segment_stride, int* counts) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ __align__(16) typename Select<WARPS>::Shared shared;
-    u16* keys = (u16*)memory;
-    int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP, row = blockIdx.y;
-    int length = num_pages[row / rows_per_length];
+    int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    int token = blockIdx.z, row = token * gridDim.y + blockIdx.y;
     int begin = blockIdx.x * segment;
-    int count = candidates ? num_candidates : max(0, min(segment, length - begin));
-    if (candidates) candidates += row * (i64)num_candidates;
-    int padded = ceil_div(count, 8) * 8;
     const u16* row_scores = scores + row * scores_stride;
     shared.clear(thread);
-    if (candidates) {
-#pragma unroll 1
-        for (int i = thread; i < padded; i += THREADS) {
-            int page = i < count ? candidates[i] : -1;
-            bool always = page < sink_pages || page >= length - recent_pages;
-            keys[i] = (u16)(page < 0 ? KEY_ABSENT : always ? KEY_ALWAYS : ordered_key(row_scores[page]));
+    depend_on_previous();
+    release_next();
+
+    constexpr int RUN = RegisterKeys::RUN, RUNS = RegisterKeys::RUNS;
+    RegisterKeys keys{{}, (u16*)memory, 0, thread};
+    int length = __ldg(num_pages + token);
+    if constexpr (!CANDIDATES) {
+        // Before the length is known: what exists of a row may be read.
+#pragma unroll
+        for (int r = 0; r < RUNS; r++) {
+            int i = begin + RUN * (r * THREADS + thread);
+            if (i >= min(begin + segment, width)) continue;
+            if constexpr (RUN == 8) {
+                uint4 v = load16(row_scores + i);
+#pragma unroll
+                for (int j = 0; j < 4; j++) keys.pairs[r][j] = word(v, j);
+            } else {
+                uint2 v = load8(row_scores + i);
+                keys.pairs[r][0] = v.x, keys.pairs[r][1] = v.y;
+            }
         }
-    } else {
-        load_keys(row_scores + begin, count, keys, thread, THREADS);
-        __syncthreads();
-#pragma unroll 1
-        for (int i = thread; i < sink_pages + recent_pages; i += THREADS) {
-            int at = (i < sink_pages ? i : length - recent_pages - sink_pages + i) - begin;
-            if (at >= 0 && at < count) keys[at] = KEY_ALWAYS;
+    }
+    int count = CANDIDATES ? num_candidates : max(0, min(segment, length - begin));
+    keys.padded = ceil_div(count, 8) * 8;
+    candidates += row * (i64)num_candidates;
+#pragma unroll
+    for (int r = 0; r < RUNS; r++) {
+        int first = RUN * (r * THREADS + thread);
+#pragma unroll
+        for (int j = 0; j < RUN / 2; j++) keys.pairs[r][j] = ordered_pair(keys.pairs[r][j]);
+        int page = begin + first;
+        bool plain = !CANDIDATES && first + RUN <= count && page >= sink_pages && page + RUN <= length - recent_pages;
+        if (plain) continue;
+#pragma unroll
+        for (int j = 0; j < RUN; j++) {
+            int page = begin + first + j;
+            u32 key = j % 2 ? keys.pairs[r][j / 2] >> 16 : keys.pairs[r][j / 2] & 0xffff;
+            if constexpr (CANDIDATES) {
+                page = first + j < count ? candidates[first + j] : -1;
+                key = page < 0 ? KEY_ABSENT : ordered_pair(row_scores[page]) & 0xffff;
+            } else if (first + j >= count) {
+                page = -1;
+                key = KEY_ABSENT;
+            }
+            if (page >= 0 && (page < sink_pages || page >= length - recent_pages)) key = KEY_ALWAYS;
+            keys.pairs[r][j / 2] = j % 2 ? keys.pairs[r][j / 2] & 0xffff | key << 16 : keys.pairs[r][j / 2] & 0xffff0000u | key;
         }
     }
     __syncthreads();
     int* out = pages + row * row_stride + blockIdx.x * segment_stride;
-    const int* table = block_table ? block_table + row / rows_per_length * table_stride : nullptr;
-    auto put = [&](int slot, int page) {
-        out[slot] = table ? table[page / pages_per_block] * pages_per_block + page % pages_per_block : page;
+    auto put = [&](int slot, int i) {
+        int page = CANDIDATES ? candidates[i] : begin + i;
+        if constexpr (PAGES_PER_BLOCK > 0) {
+            if (page >= 0) {
+                int block = block_table[token * table_stride + page / PAGES_PER_BLOCK];
+                page = block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK;
+            }
+        }
+        out[slot] = page;
     };
     if (count <= k) {
 #pragma unroll 1
         for (int i = thread; i < k; i += THREADS) {
-            int page = i >= count ? -1 : candidates ? candidates[i] : begin + i;
-            if (page < 0) out[i] = -1;
-            else put(i, page);
+            if (i < count) put(i, i);
+            else out[i] = -1;
         }
     } else {
-        Select<WARPS>{shared, keys, padded, min(k, length), warp, lane}.run([&](int slot, int i) {
-            put(slot, candidates ? candidates[i] : begin + i);
-        });
+        Select<WARPS>{shared, min(k, length), warp, lane}.run(keys, put);
 #pragma unroll 1
         for (int i = length + thread; i < k; i += THREADS) out[i] = -1;
     }

@@ -15,12 +15,14 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP, BLOCKS_PER_SM)
 sparse_attention(const void* query, i64 query_token_stride, i64 query_head_stride,  // in elements
                  const u8* keys, const u8* values, i64 cache_block_stride, i64 cache_head_stride, int token_stride,  // bytes
                  const int* block_table, i64 table_stride, const int* context_lens, const int* pages, int k,
-                 int num_kv_heads, float scale, float softcap, const float* sinks, u16* output, i64 output_token_stride) {
+                 float scale, float softcap, const float* sinks, u16* output, i64 output_token_stride) {
     extern __shared__ __align__(16) u8 memory[];
     auto& attended = *(typename Chained::Values*)memory;
     auto& shared = *(typename Chained::Shared*)(&attended + 1);
+    depend_on_previous();
+    release_next();
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, rank = Cluster<CLUSTER>::rank();
-    int row = blockIdx.x / CLUSTER, token = row / num_kv_heads, head = row % num_kv_heads, context = context_lens[token];
+    int head = blockIdx.y, token = blockIdx.z, row = token * gridDim.y + head, context = context_lens[token];
     u16* out = output + token * output_token_stride + (i64)head * GROUP * HEAD_SIZE;
     if (context <= 0) {
 #pragma unroll 1

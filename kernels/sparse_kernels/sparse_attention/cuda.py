@@ -108,11 +108,11 @@ def attend_pages(
     compiled.reserve_shared(shared_bytes)
     table = block_table.int()
     compiled.launch(
-        (num_tokens * num_kv_heads * launch.cluster,),
+        (launch.cluster, num_kv_heads, num_tokens),
         query, int64(query.stride(0)), int64(query.stride(1)),
         *cache_arguments(keys, values),
         table, int64(table.stride(0)), context_lens.int(), pages.int().contiguous(), int32(pages.shape[2]),
-        int32(num_kv_heads), float(scale), float(softcap), None if sinks is None else sinks.float(),
+        float(scale), float(softcap), None if sinks is None else sinks.float(),
         output, int64(output.stride(0)), shared_bytes=shared_bytes,
     )  # fmt: skip
     return output

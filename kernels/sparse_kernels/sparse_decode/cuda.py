@@ -26,8 +26,8 @@ from sparse_kernels.sparse_attention.cuda import (
 )
 
 _SOURCE = Path(__file__).with_name("decode.cu")
-# Candidates and counts of `Select` in select.cuh.
-_SELECT_BYTES = 4 * 1024 + 2 * 1024 + 64
+# Candidates, counts and floors of `Select` in select.cuh; what grows with the warps comes on top.
+_SELECT_BYTES = 4 * (1024 + 64) + 2 * 1024 + 4 * 32 + 32
 
 
 class Launch(NamedTuple):
@@ -67,7 +67,14 @@ def _shared_bytes(launch: Launch, group_size: int, head_size: int, max_pages: in
     values = chain_bytes(launch.cluster, group_size, head_size)
     keys = 2 * (-(-max_pages // 8) * 8)
     scoring = rows * head_size * 2 + rows * 8
-    fixed = merging_bytes(group_size, head_size) + scoring + _SELECT_BYTES + launch.warps * 16 + 64
+    fixed = (
+        merging_bytes(group_size, head_size)
+        + scoring
+        + _SELECT_BYTES
+        + launch.warps * 8
+        + max(0, 128 * launch.warps - 2048)
+        + 64
+    )
     return -(-fixed // 16) * 16 + (max(values, keys) if launch.cluster == 1 else values + keys) + 4 * k
 
 
@@ -124,13 +131,13 @@ def sparse_decode(
         scores = torch.empty((num_tokens, num_kv_heads, width), dtype=torch.bfloat16, device=query.device)
         launch_scores(query, statistics, block_table, seq_lens, keys.page_size, std_weight, scores)
     compiled.launch(
-        (num_tokens * num_kv_heads * launch.cluster,),
+        (launch.cluster, num_kv_heads, num_tokens),
         query, int64(query.stride(0)), int64(query.stride(1)),
         *cache_arguments(keys, values),
         *statistics_arguments(statistics),
         scores, int64(0 if scores is None else scores.stride(1)),
         block_table, int64(block_table.stride(0)), seq_lens, dense_requests,
-        int32(num_tokens // len(seq_lens)), int32(num_kv_heads), int32(k), int32(sink_pages), int32(recent_pages),
+        int32(num_tokens // len(seq_lens)), int32(k), int32(sink_pages), int32(recent_pages),
         int32(dense_tokens), float(std_weight), float(scale), float(softcap), sinks, query_scale, key_scale,
         value_scale, out, int64(out.stride(0)),
         shared_bytes=shared_bytes,

@@ -33,7 +33,7 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
               i64 statistics_head_stride,              // bytes; no mean: the newest pages are selected
               const u16* scores, i64 scores_stride,    // of a row of scores, in elements; unless fused
               const int* block_table, i64 table_stride, const int* seq_lens, const u8* dense_requests,
-              int tokens_per_request, int num_kv_heads, int k, int sink_pages, int recent_pages, int dense_tokens,
+              int tokens_per_request, int k, int sink_pages, int recent_pages, int dense_tokens,
               float std_weight, float scale, float softcap, const float* sinks, const float* query_scale,
               const float* key_scale, const float* value_scale, u16* output, i64 output_token_stride) {
     extern __shared__ __align__(16) u8 memory[];
@@ -42,10 +42,12 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
     // Alone, a block has done with the keys when it attends; in a cluster its peers may not have.
     u16* row_keys = (u16*)(CLUSTER == 1 ? &attended : &attended + 1);
 
+    depend_on_previous();
+    release_next();
     int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP, rank = Peers::rank();
-    int row = blockIdx.x / CLUSTER, token = row / num_kv_heads, head = row % num_kv_heads;
-    int request = token / tokens_per_request;
-    int context = seq_lens[request] - (tokens_per_request - 1 - token % tokens_per_request);
+    int head = blockIdx.y, token = blockIdx.z, row = token * gridDim.y + head;
+    int request = tokens_per_request == 1 ? token : token / tokens_per_request;
+    int context = seq_lens[request] - (tokens_per_request - 1 - (token - request * tokens_per_request));
     u16* out = output + token * output_token_stride + (i64)head * GROUP * HEAD_SIZE;
 
     constexpr int PER_WARP = ceil_div(Score::ROWS, WARPS);
@@ -116,7 +118,7 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
             mark_always(row_keys, num_pages, sink_pages, recent_pages, thread, THREADS);
             __syncthreads();
         }
-        Select<WARPS>{shared.select, row_keys, padded, k, warp, lane}.run([&](int slot, int page) {
+        Select<WARPS>{shared.select, k, warp, lane}.run(SharedKeys<WARPS>{row_keys, padded, thread}, [&](int slot, int page) {
             if (TILES_PER_PAGE > Chained::PER_BLOCK || Chained::block_of(slot * TILES_PER_PAGE) == rank) selected[slot] = page;
         });
     } else {
