@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from vllm_sparse_plugin import compat
 
-BACKENDS: dict[str, str] = {"UNIQUE": "unique", "STREAMING_LLM": "streaming_llm"}
+BACKENDS: dict[str, str] = {
+    "UNIQUE": "unique",
+    "QUEST": "quest",
+    "INFLLM": "infllm",
+    "MEAN": "mean",
+    "STREAMING_LLM": "streaming_llm",
+}
 """Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from sparse_kernels.page_score.reference import score_pages
-from sparse_kernels.page_statistics.reference import page_mean_and_std, quantise_mean
+from sparse_kernels.page_statistics.reference import quantise, summarise
 from sparse_kernels.page_topk.reference import select_pages
 from sparse_kernels.sparse_attention.reference import attend_pages
 
@@ -205,14 +205,12 @@ def _written(inputs: DecodeInputs, calls: Calls, with_statistics: bool) -> None:
     page = offset // geometry.page_size
     completed = (offset % geometry.page_size == geometry.page_size - 1).nonzero().squeeze(1)
     # Views of the same memory: what is compared, and what is put back.
-    tables = [inputs.token_rows, statistics.mean, statistics.std]
-    if statistics.scale is not None:
-        tables.append(statistics.scale)
+    tables = [inputs.token_rows, *statistics.parts]
     before = [_gathered(table, block) for table in tables]
     keys = inputs.keys.gather(
         block[completed, None], torch.arange(geometry.num_kv_heads, device=block.device), page[completed, None]
     )
-    mean, std = page_mean_and_std(keys)
+    record = summarise(statistics.kind, keys)
     try:
         for name, call in calls.items():
             inputs.token_rows[block, :, offset] = torch.nan
@@ -229,7 +227,7 @@ def _written(inputs: DecodeInputs, calls: Calls, with_statistics: bool) -> None:
                 kept[torch.arange(len(block), device=block.device), :, page] = False
                 if not torch.equal(new[kept], old[kept]):
                     raise CheckError(f"{name}: statistics of another page changed")
-            _require_statistics(inputs, block[completed], page[completed], mean, std, name)
+            _require_statistics(inputs, block[completed], page[completed], *record, name)
     finally:
         for table, old in zip(tables, before, strict=True):
             _bytes(table)[block] = old
@@ -248,21 +246,23 @@ def _require_statistics(
     inputs: DecodeInputs,
     blocks: torch.Tensor,
     pages: torch.Tensor,
-    mean: torch.Tensor,
-    std: torch.Tensor,
+    vectors: torch.Tensor,
+    spread: torch.Tensor | None,
     name: str,
 ) -> None:
     table = inputs.statistics
-    found = table.mean[blocks, :, pages].float()
-    step = _BF16_STEP * mean.abs()
-    if table.scale is not None:
-        scale = table.scale[blocks, :, pages].float().unsqueeze(-1)
-        wanted_scale = quantise_mean(mean, table.mean.dtype)[1].float().unsqueeze(-1)
+    found = table.vectors[blocks, :, pages].float().unflatten(-1, vectors.shape[-2:])
+    step = _BF16_STEP * vectors.abs()
+    if table.scales is not None:
+        scale = table.scales[blocks, :, pages].float().unsqueeze(-1)
+        wanted_scale = quantise(vectors, table.vectors.dtype)[1].float().unsqueeze(-1)
         if not bool(((scale - wanted_scale).abs() <= 2 * _BF16_STEP * wanted_scale).all()):
             raise CheckError(f"{name}: the scale of a completed page is off")
         found, step = found * scale, 1.02 * scale
-    if not bool(((found - mean).abs() <= step).all()):
-        raise CheckError(f"{name}: the mean of a completed page is off by {_largest((found - mean).abs()):.3g}")
-    spread = table.std[blocks, :, pages].float()
-    if not bool(((spread - std).abs() <= 2 * _BF16_STEP * std).all()):
-        raise CheckError(f"{name}: the spread of a completed page is off by {_largest((spread - std).abs()):.3g}")
+    if not bool(((found - vectors).abs() <= step).all()):
+        raise CheckError(f"{name}: a vector of a completed page is off by {_largest((found - vectors).abs()):.3g}")
+    if spread is None or table.spread is None:
+        return
+    found = table.spread[blocks, :, pages].float()
+    if not bool(((found - spread).abs() <= 2 * _BF16_STEP * spread).all()):
+        raise CheckError(f"{name}: the spread of a completed page is off by {_largest((found - spread).abs()):.3g}")

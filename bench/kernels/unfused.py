@@ -133,21 +133,24 @@ def score_pages(
 ) -> torch.Tensor:
     """Page scores, the arguments and the result as `sparse_kernels.page_score.score_pages` on a GPU."""
     num_tokens, num_kv_heads, group, head_size = query.shape
-    pages_per_block = statistics.mean.shape[2]
+    pages_per_block = statistics.pages_per_block
     width = block_table.shape[1] * pages_per_block
     rows = num_tokens * num_kv_heads
     grid = (rows, triton.cdiv(width, _PAGES))
     products = torch.empty((rows, group, width), dtype=torch.float32, device=query.device)
     scores = torch.empty((num_tokens, num_kv_heads, width), dtype=torch.bfloat16, device=query.device)
-    scale = statistics.scale
+    # Of a record of one vector.
+    scale = None if statistics.scales is None else statistics.scales[..., 0]
+    vectors, spread = statistics.vectors, statistics.spread
+    assert spread is not None
     _products[grid](
         query,
-        statistics.mean,
+        vectors,
         block_table,
         num_pages,
         products,
         query.stride(),
-        statistics.mean.stride(),
+        vectors.stride(),
         block_table.stride(0),
         products.stride(),
         num_kv_heads,
@@ -159,13 +162,13 @@ def score_pages(
     _offsets[grid](
         query,
         scale,
-        statistics.std,
+        spread,
         block_table,
         num_pages,
         products,
         query.stride(),
-        statistics.std.stride() if scale is None else scale.stride(),
-        statistics.std.stride(),
+        spread.stride() if scale is None else scale.stride(),
+        spread.stride(),
         block_table.stride(0),
         products.stride(),
         num_kv_heads,

@@ -213,9 +213,7 @@ def needles(inputs: DecodeInputs, requests: list[int]) -> Iterator[None]:
         yield
         return
     block, page = torch.cat(blocks), torch.cat(within)
-    tables = [inputs.keys.view[:, :, :, 0], _bits(statistics.mean), statistics.std]
-    if statistics.scale is not None:
-        tables.append(statistics.scale)
+    tables = [inputs.keys.view[:, :, :, 0], *map(_bits, statistics.parts)]
     saved = [table[block, :, page] for table in tables]
     moved = saved[0].float() + _NEEDLE_LENGTH * torch.cat(directions)[:, :, None]
     tables[0][block, :, page] = moved.to(saved[0].dtype)

@@ -12,7 +12,7 @@ from collections import Counter
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch
-from sparse_kernels.page_statistics.reference import page_mean_and_std, quantise_mean
+from sparse_kernels.page_statistics.reference import quantise, summarise
 from vllm import LLM, SamplingParams
 
 STEPS = 120
@@ -27,11 +27,11 @@ def check(layer, blocks: list[int], computed: int) -> int:
     page = torch.arange(computed // page_size)
     block, within = torch.tensor(blocks)[page // per_block], page % per_block
     keys = impl.keys.gather(block[:, None], torch.arange(impl.num_kv_heads), within[:, None])
-    mean, std = page_mean_and_std(keys)
-    stored, scale = quantise_mean(mean, torch.int8)
-    assert torch.equal(impl.statistics.mean[block, :, within], stored)
-    assert torch.equal(impl.statistics.scale[block, :, within], scale)
-    assert torch.equal(impl.statistics.std[block, :, within], std.bfloat16())
+    vectors, spread = summarise(impl.statistics.kind, keys)
+    stored, scales = quantise(vectors, torch.int8)
+    assert torch.equal(impl.statistics.vectors[block, :, within], stored.flatten(-2))
+    assert torch.equal(impl.statistics.scales[block, :, within], scales)
+    assert torch.equal(impl.statistics.spread[block, :, within], spread.bfloat16())
     return len(page)
 
 

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from sparse_kernels.page_statistics.reference import page_mean_and_std, quantise_mean
+from sparse_kernels.page_statistics import KINDS
+from sparse_kernels.page_statistics.reference import quantise, summarise
 from support.layer import LayerHarness, Request
 from support.paged import assert_as_accurate, dense_attention
 
@@ -14,17 +15,21 @@ DENSE_TOLERANCE = 2e-2
 
 
 def expected_sparse(harness: LayerHarness, request: Request, token: int = -1, dtype=torch.float64) -> torch.Tensor:
-    """UNIQUE of one token, from the raw keys: no pages tables, no cache, no shared code but the statistics' formula."""
+    """A scored policy's output for one token, from the raw keys: no page tables, no cache, no shared code but the
+    formulas of its statistics."""
     selection = harness.selection
     context = len(request.keys) - len(request.fresh) + range(len(request.fresh))[token] + 1
     page_size, pages = selection.page_size, context // selection.page_size
     query = request.fresh[token].unflatten(0, (harness.num_kv_heads, -1))
     paged = request.keys[: pages * page_size].unflatten(0, (pages, page_size)).transpose(1, 2)
-    mean, std = page_mean_and_std(paged)
-    stored, scale = quantise_mean(mean, torch.int8)
-    raw = torch.einsum("hgd,phd->hgp", query.float(), stored.float()) * scale.float().T[:, None]
-    spread = selection.lambda_ * query.float().norm(dim=-1)[..., None] * std.bfloat16().float().T[:, None]
-    score = (raw + spread).amax(dim=1).bfloat16()
+    kind = KINDS[selection.statistics_kind]
+    vectors, spread = summarise(kind, paged)
+    stored, scales = quantise(vectors, torch.int8)
+    features = kind.features(query.float(), selection.std_weight)
+    raw = (torch.einsum("hgvd,phvd->hgpv", features, stored.float()) * scales.float().transpose(0, 1)[:, None]).sum(-1)
+    if spread is not None:
+        raw += selection.std_weight * query.float().norm(dim=-1)[..., None] * spread.bfloat16().float().T[:, None]
+    score = raw.amax(dim=1).bfloat16()
     visible = torch.zeros(harness.num_kv_heads, context, dtype=torch.bool)
     visible[:, pages * page_size :] = True
     for head in range(harness.num_kv_heads):
@@ -65,13 +70,17 @@ def test_an_unknown_packing_is_refused(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_size"), [(8, 2, 64), (4, 4, 96), (16, 1, 128), (4, 2, 256)]
+    ("backend", "num_heads", "num_kv_heads", "head_size"),
+    [
+        *(("unique", *shape) for shape in [(8, 2, 64), (4, 4, 96), (16, 1, 128), (4, 2, 256)]),
+        *((backend, 8, 2, 64) for backend in ("mean", "quest", "infllm")),
+    ],
 )
 @pytest.mark.parametrize("extras", [{}, {"sinks": True}, {"logits_soft_cap": 3.0}], ids=["plain", "sinks", "softcap"])
-def test_decode_is_unique_and_prefill_is_dense(model, num_heads, num_kv_heads, head_size, extras):
+def test_decode_is_sparse_and_prefill_is_dense(model, backend, num_heads, num_kv_heads, head_size, extras):
     if extras.get("sinks"):
         extras = {"sinks": torch.randn(num_heads).bfloat16()}
-    harness = LayerHarness(model, num_heads, num_kv_heads, head_size, settings=SMALL, **extras)
+    harness = LayerHarness(model, num_heads, num_kv_heads, head_size, settings=SMALL, backend=backend, **extras)
     request = harness.request(300)
     (output,) = harness.step([(request, 300)])
     assert_dense(harness, request, output)

@@ -1,51 +1,72 @@
 import pytest
 import torch
 from sparse_kernels.page_score import reference, score_pages
-from sparse_kernels.page_statistics import STATISTICS_FORMATS
-from sparse_kernels.page_statistics.reference import page_mean_and_std, quantise_mean
+from sparse_kernels.page_statistics import KINDS, STATISTICS_FORMATS
+from sparse_kernels.page_statistics.reference import quantise
 from support.paged import make_batch
 
 CONTEXTS = [1000, 8, 7, 505, 64, 72, 999]
 SHAPES = [(1, 1, 64), (2, 4, 64), (1, 16, 128), (2, 3, 96), (1, 8, 256), (4, 1, 128)]
+# Compiled for each shape and kind: the default's kind in all shapes, the others in two.
+CASES = [
+    (kind, *shape) for kind in KINDS for shape in (SHAPES if kind == "mean_and_spread" else [(2, 4, 64), (2, 3, 96)])
+]
 
 
 def exact_scores(batch, query: torch.Tensor, request: int, std_weight: float, statistics: str) -> torch.Tensor:
-    """`[num_kv_heads, num_pages]` float64, straight from the keys."""
+    """`[num_kv_heads, num_pages]` float64, straight from the keys and the formula of each kind of statistics."""
     pages = int(batch.num_pages[request])
-    key = batch.keys[request][: pages * batch.page_size].unflatten(0, (pages, batch.page_size)).transpose(1, 2)
-    mean, std = page_mean_and_std(key)
-    if statistics == "bf16":
-        mean = mean.bfloat16().double()
-    else:
-        stored, scale = quantise_mean(mean, {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[statistics])
-        mean = stored.float().double() * scale.double()[..., None]
-    std = std.bfloat16()
+    key = batch.keys[request][: pages * batch.page_size].unflatten(0, (pages, batch.page_size)).transpose(1, 2).double()
     query = query[request].double()
-    raw = (
-        torch.einsum("hgd,phd->hgp", query, mean) + std_weight * query.norm(dim=-1)[..., None] * std.double().T[:, None]
-    )
+
+    def stored(vector: torch.Tensor) -> torch.Tensor:
+        if statistics == "bf16":
+            return vector.bfloat16().double()
+        dtype = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}[statistics]
+        quantised, scale = quantise(vector.float(), dtype)
+        return quantised.float().double() * scale.double()[..., None]
+
+    match batch.statistics.kind.name:
+        case "mean_and_spread":
+            spread = key.std(dim=2, correction=0).norm(dim=-1).bfloat16().double()
+            raw = torch.einsum("hgd,phd->hgp", query, stored(key.mean(dim=2)))
+            raw += std_weight * query.norm(dim=-1)[..., None] * spread.T[:, None]
+        case "bounds":
+            least, most = stored(key.amin(dim=2)), stored(key.amax(dim=2))
+            both = torch.stack([query[:, :, None] * x.transpose(0, 1)[:, None] for x in (least, most)])
+            raw = both.amax(dim=0).sum(dim=-1)
+        case "representatives":
+            chosen = []
+            for keys in key.flatten(0, 1):
+                merit = [float(keys.mean(dim=0) @ one) for one in keys]
+                best = sorted(range(len(keys)), key=merit.__getitem__)[-len(keys) // 4 :]
+                chosen.append(sum(keys[i] for i in best) / len(best))
+            means = torch.stack(chosen).unflatten(0, key.shape[:2])
+            raw = torch.einsum("hgd,phd->hgp", query, stored(means))
     return raw.amax(dim=1)
 
 
 @pytest.mark.parametrize("statistics", STATISTICS_FORMATS)
-@pytest.mark.parametrize(("num_kv_heads", "group_size", "head_size"), SHAPES)
-def test_scores(statistics, num_kv_heads, group_size, head_size):
-    batch = make_batch(CONTEXTS, num_kv_heads, head_size, statistics=statistics)
+@pytest.mark.parametrize(("kind", "num_kv_heads", "group_size", "head_size"), CASES)
+def test_scores(kind, statistics, num_kv_heads, group_size, head_size):
+    batch = make_batch(CONTEXTS, num_kv_heads, head_size, statistics=statistics, kind=kind)
     query = torch.randn(len(CONTEXTS), num_kv_heads, group_size, head_size).bfloat16()
     scores = score_pages(query, batch.statistics, batch.block_table, batch.num_pages, 0.7)
     assert scores.dtype == torch.bfloat16
     assert scores.shape == (len(CONTEXTS), num_kv_heads, 125)
     for request, pages in enumerate(batch.num_pages.tolist()):
+        assert scores[request, :, pages:].eq(-torch.inf).all()
+        if pages == 0:
+            continue
         exact = exact_scores(batch, query, request, 0.7, statistics)
         # One rounding to bfloat16, and float32 sums whose terms may cancel.
         tolerance = exact.abs() * 2**-8 + 1e-4
         assert ((scores[request, :, :pages].double() - exact).abs() <= tolerance).all()
-        assert scores[request, :, pages:].eq(-torch.inf).all()
 
 
-@pytest.mark.parametrize(("num_kv_heads", "group_size", "head_size"), SHAPES)
-def test_compiled_scores_are_the_reference_within_one_rounding(num_kv_heads, group_size, head_size):
-    batch = make_batch(CONTEXTS, num_kv_heads, head_size)
+@pytest.mark.parametrize(("kind", "num_kv_heads", "group_size", "head_size"), CASES)
+def test_compiled_scores_are_the_reference_within_one_rounding(kind, num_kv_heads, group_size, head_size):
+    batch = make_batch(CONTEXTS, num_kv_heads, head_size, kind=kind)
     query = torch.randn(len(CONTEXTS), num_kv_heads, group_size, head_size).bfloat16()
     arguments = query, batch.statistics, batch.block_table, batch.num_pages, 1.0
     compiled, expected = score_pages(*arguments), reference.score_pages(*arguments)

@@ -355,7 +355,7 @@ def test_keys_that_are_not_finite_leave_finite_statistics(statistics, poison, de
     assert words.isfinite().all()
     assert words[3].count_nonzero() > 0
     # The page is not hidden from a selection that looks at means and spreads.
-    assert memory.views.std[1, 1, 0] == torch.finfo(torch.bfloat16).max
+    assert memory.views.spread[1, 1, 0] == torch.finfo(torch.bfloat16).max
 
 
 @on_devices

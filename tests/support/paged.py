@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout, update_page_statistics
+from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsLayout, update_page_statistics
 from sparse_kernels.paging import PagedTensor
 
 
@@ -40,11 +40,12 @@ def make_batch(
     block_size: int = 64,
     page_size: int = 8,
     statistics: str = "int8",
+    kind: str = "mean_and_spread",
     seed: int = 0,
 ) -> PagedBatch:
     """A row-major paged batch, its statistics computed by the operation under test."""
     generator = torch.Generator().manual_seed(seed)
-    layout = StatisticsLayout(page_size, head_size, statistics)
+    layout = StatisticsLayout(page_size, head_size, statistics, kind=KINDS[kind])
     needed = [-(-length // block_size) for length in context_lens]
     total = sum(needed) + 3
     cache = garbage(total, num_kv_heads, block_size + layout.rows(block_size), 2 * head_size, generator=generator)

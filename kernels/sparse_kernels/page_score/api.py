@@ -15,7 +15,7 @@ def score_pages(
     num_pages: torch.Tensor,
     std_weight: float,
 ) -> torch.Tensor:
-    """Scores every complete page of each token's context (UNIQUE, Eq. 3 and 6).
+    """Scores every complete page of each token's context, as its kind of statistics says (UNIQUE: Eq. 3 and 6).
 
     The score of a page is the largest over the query heads that share its KV head, rounded once to bfloat16. A
     row's bits depend on that row alone: neither on the batch size nor on the neighbours' lengths.
@@ -25,7 +25,7 @@ def score_pages(
         statistics: views of the cache's statistics.
         block_table: `[num_tokens, max_blocks]` integer, physical block ids of each token's request.
         num_pages: `[num_tokens]` integer, complete pages that token may attend; may be 0.
-        std_weight: lambda, the weight of the standard deviation.
+        std_weight: lambda, the weight of the spread.
 
     Returns:
         `[num_tokens, num_kv_heads, num_pages.max()]` bfloat16, -inf beyond a row's own pages. On CUDA, where the host
@@ -35,10 +35,10 @@ def score_pages(
         ValueError: if the shapes disagree.
     """
     num_tokens, num_kv_heads, _, head_size = query.shape
-    if (num_kv_heads, head_size) != (statistics.mean.shape[1], statistics.mean.shape[3]):
+    if (num_kv_heads, head_size) != (statistics.vectors.shape[1], statistics.head_size):
         raise ValueError(
             f"query: got {num_kv_heads} KV heads of size {head_size}, allowed: the statistics' "
-            f"{statistics.mean.shape[1]} of size {statistics.mean.shape[3]}"
+            f"{statistics.vectors.shape[1]} of size {statistics.head_size}"
         )
     if block_table.shape[0] != num_tokens or num_pages.shape != (num_tokens,):
         raise ValueError(
@@ -48,7 +48,7 @@ def score_pages(
     if num_tokens == 0:
         return query.new_empty((0, num_kv_heads, 0), dtype=torch.bfloat16)
     implementation = reference.score_pages
-    if query.device.type == "cpu" and statistics.mean.dtype == torch.int8:
+    if query.device.type == "cpu" and statistics.vectors.dtype == torch.int8 and statistics.kind.is_linear:
         from sparse_kernels.page_score import cpu
 
         implementation = cpu.score_pages

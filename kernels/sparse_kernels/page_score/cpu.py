@@ -1,4 +1,4 @@
-"""Page scores on CPU, compiled: reads the statistics where they lie in the cache. int8 means only."""
+"""Page scores on CPU, compiled: reads the statistics where they lie in the cache. int8 vectors, linear kinds only."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from sparse_kernels.page_statistics import PageStatistics
 
 
 @functools.cache
-def _kernel(group_size: int, head_size: int) -> Any:
+def _kernel(group_size: int, head_size: int, vectors: int, has_spread: bool) -> Any:
     """Compiled for one model's shape: the compiler unrolls loops whose lengths it knows."""
 
     @numba.njit(fastmath=FASTMATH, nogil=True, parallel=True, cache=True)
     def score_int8(
-        query,
-        mean,
-        mean_strides,
-        scale,
-        std,
-        scalar_strides,
+        features,
+        records,
+        record_strides,
+        scales,
+        scale_strides,
+        spreads,
+        spread_strides,
         pages_per_block,
         block_table,
         num_pages,
@@ -34,35 +35,40 @@ def _kernel(group_size: int, head_size: int) -> Any:
         num_tokens, num_kv_heads = scores.shape[:2]
         for row in numba.prange(num_tokens * num_kv_heads):
             token, head = row // num_kv_heads, row % num_kv_heads
-            heads = np.empty((group_size, head_size), np.float32)
-            spread = np.empty(group_size, np.float32)
+            # A copy of its own: the compiler then knows that nothing else writes to it.
+            heads = np.empty((group_size, vectors, head_size), np.float32)
+            norm = np.zeros(group_size, np.float32)
             for g in range(group_size):
                 square = np.float32(0)
-                for d in range(head_size):
-                    heads[g, d] = query[token, head, g, d]
-                    square += heads[g, d] * heads[g, d]
-                spread[g] = std_weight * np.sqrt(square)
-            dots = np.empty((group_size, pages_per_block), np.float32)
+                for v in range(vectors):
+                    for d in range(head_size):
+                        heads[g, v, d] = features[token, head, g, v, d]
+                        square += heads[g, v, d] * heads[g, v, d]
+                norm[g] = std_weight * np.sqrt(square)
+            dots = np.empty((group_size, vectors, pages_per_block), np.float32)
             best = np.empty(pages_per_block, np.float32)
             length = num_pages[token]
             for first in range(0, length, pages_per_block):
                 block = block_table[token, first // pages_per_block]
                 count = min(pages_per_block, length - first)
                 # Unsigned, because a negative index would have to be looked for.
-                means = np.uint64(block * mean_strides[0] + head * mean_strides[1])
-                scalars = np.uint64(block * scalar_strides[0] + head * scalar_strides[1])
+                first_record = np.uint64(block * record_strides[0] + head * record_strides[1])
+                first_scale = np.uint64(block * scale_strides[0] + head * scale_strides[1])
+                first_spread = np.uint64(block * spread_strides[0] + head * spread_strides[1])
                 for page in range(count):
-                    start = means + np.uint64(page * head_size)
-                    for g in range(group_size):
-                        dot = np.float32(0)
-                        for d in range(head_size):
-                            dot += heads[g, d] * np.float32(mean[start + np.uint64(d)])
-                        dots[g, page] = dot
+                    for v in range(vectors):
+                        start = first_record + np.uint64((page * vectors + v) * head_size)
+                        for g in range(group_size):
+                            dot = np.float32(0)
+                            for d in range(head_size):
+                                dot += heads[g, v, d] * np.float32(records[start + np.uint64(d)])
+                            dots[g, v, page] = dot
                 best[:] = -np.inf
                 for g in range(group_size):
                     for page in range(count):
-                        at = scalars + np.uint64(page)
-                        score = dots[g, page] * widen(scale[at]) + spread[g] * widen(std[at])
+                        score = norm[g] * widen(spreads[first_spread + np.uint64(page)]) if has_spread else np.float32(0)
+                        for v in range(vectors):
+                            score += dots[g, v, page] * widen(scales[first_scale + np.uint64(page * vectors + v)])
                         # A NaN, once there, stays.
                         best[page] = best[page] if best[page] > score or best[page] != best[page] else score
                 for page in range(count):
@@ -81,17 +87,22 @@ def score_pages(
     std_weight: float,
 ) -> torch.Tensor:
     """See `api.score_pages`."""
-    mean, scale, std = statistics.memory
+    kind = statistics.kind
+    assert statistics.scales is not None
+    records, scales, spreads = statistics.memory
+    scale_strides = statistics.scales.stride()[:2]
+    spread_strides = scale_strides if statistics.spread is None else statistics.spread.stride()[:2]
     num_tokens, num_kv_heads = query.shape[:2]
     scores = torch.empty((num_tokens, num_kv_heads, int(num_pages.max())), dtype=torch.bfloat16)
-    _kernel(*query.shape[2:])(
-        query.float().numpy(),
-        mean,
-        statistics.mean.stride()[:2],
-        scale,
-        std,
-        statistics.std.stride()[:2],
-        statistics.mean.shape[2],
+    _kernel(*query.shape[2:], kind.vectors, kind.has_spread)(
+        kind.features(query.float(), std_weight).numpy(),
+        records,
+        statistics.vectors.stride()[:2],
+        scales,
+        scale_strides,
+        spreads,
+        spread_strides,
+        statistics.pages_per_block,
         block_table.numpy(),
         num_pages.numpy(),
         np.float32(std_weight),

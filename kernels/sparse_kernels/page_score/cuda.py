@@ -24,7 +24,7 @@ class Launch(NamedTuple):
 
 def launch_of(statistics: PageStatistics) -> Launch:
     """The launch configuration for a format and head size: what fits the registers of a multiprocessor."""
-    if statistics.mean.shape[3] * statistics.mean.element_size() > 128:
+    if statistics.vectors.shape[3] * statistics.vectors.element_size() > 128:
         return Launch(chunk=1024, warps=8, blocks_per_sm=2, pipelined=False)
     return Launch(chunk=1024, warps=8, blocks_per_sm=3, pipelined=False)
 
@@ -33,9 +33,11 @@ def statistics_arguments(statistics: PageStatistics | None) -> tuple[object, ...
     """Pointers to the statistics and their strides in bytes, as the kernels take them."""
     if statistics is None:
         return None, None, None, int64(0), int64(0)
-    mean = statistics.mean
-    block, head = (mean.stride(dim) * mean.element_size() for dim in (0, 1))
-    return mean, statistics.scale, statistics.std, int64(block), int64(head)
+    vectors, scales = statistics.vectors, statistics.scales
+    block, head = (vectors.stride(dim) * vectors.element_size() for dim in (0, 1))
+    # What a weight of zero multiplies: every word of a record is finite.
+    spread = (vectors if scales is None else scales) if statistics.spread is None else statistics.spread
+    return vectors, scales, spread, int64(block), int64(head)
 
 
 def launch_scores(
@@ -62,11 +64,11 @@ def launch_scores(
         launch: how to launch; by default as `launch_of` says.
     """
     num_tokens, num_query_heads, head_size = query.shape
-    _, num_kv_heads, pages_per_block, _ = statistics.mean.shape
+    _, num_kv_heads, pages_per_block, _ = statistics.vectors.shape
     launch = launch or launch_of(statistics)
     macros = {
         "QUERY": FORMATS[query.dtype],
-        "MEAN": FORMATS[statistics.mean.dtype],
+        "MEAN": FORMATS[statistics.vectors.dtype],
         "GROUP": num_query_heads // num_kv_heads,
         "HEAD_SIZE": head_size,
         "PAGES_PER_BLOCK": pages_per_block,
@@ -95,7 +97,7 @@ def score_pages(
     """See `api.score_pages`."""
     num_tokens, num_kv_heads = query.shape[:2]
     # The host does not know the lengths: as wide as the block table.
-    width = block_table.shape[1] * statistics.mean.shape[2]
+    width = block_table.shape[1] * statistics.pages_per_block
     scores = torch.empty((num_tokens, num_kv_heads, -(-width // 8) * 8), dtype=torch.bfloat16, device=query.device)
     launch_scores(query.flatten(1, 2), statistics, block_table.int(), num_pages.int(), 0, std_weight, scores)
     return scores

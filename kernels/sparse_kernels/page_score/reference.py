@@ -1,8 +1,7 @@
-"""Page scores in torch: the specification, and what runs on CPU.
+"""Page scores in torch: the specification, and what runs where there is no compiled path.
 
-For a query head q and page p with mean key mu_p and standard deviation sigma_p (UNIQUE, Eq. 3 and 6):
-
-    s_p(q) = q . mu_p + lambda ||q||_2 sigma_p            S_p = max over the query heads of the KV head
+A page's score for a query head follows from its record as the kind of statistics says (`page_statistics.kinds`), and
+the score of the page is the largest over the query heads of the KV head: S_p = max_g s_p(q_g) (UNIQUE, Eq. 6).
 """
 
 from __future__ import annotations
@@ -29,17 +28,23 @@ def score_pages(
 ) -> torch.Tensor:
     """See `api.score_pages`."""
     num_tokens, num_kv_heads = query.shape[:2]
-    pages_per_block = statistics.mean.shape[2]
+    kind, pages_per_block = statistics.kind, statistics.pages_per_block
     lengths = num_pages.tolist()
     scores = query.new_full((num_tokens, num_kv_heads, max(lengths)), -torch.inf, dtype=torch.bfloat16)
     query = query.float()
-    spread = std_weight * query.norm(dim=-1, keepdim=True)
+    norm = std_weight * query.norm(dim=-1, keepdim=True)
+    # [num_tokens, num_kv_heads, vectors, group_size, head_size]
+    features = kind.features(query, std_weight).transpose(2, 3)
     # One row at a time: the arithmetic of a row must not depend on its neighbours' lengths.
     for token, length in enumerate(lengths):
         blocks = block_table[token, : -(-length // pages_per_block)]
-        raw = torch.bmm(query[token], _rows_of(statistics.mean, blocks).transpose(1, 2))
-        if statistics.scale is not None:
-            raw *= _rows_of(statistics.scale, blocks).unsqueeze(1)
-        raw = torch.addcmul(raw, spread[token], _rows_of(statistics.std, blocks).unsqueeze(1))
+        vectors = _rows_of(statistics.vectors, blocks).unflatten(-1, (kind.vectors, -1))
+        # [num_kv_heads, vectors, group_size, pages]
+        products = features[token] @ vectors.permute(0, 2, 3, 1)
+        if statistics.scales is not None:
+            products *= _rows_of(statistics.scales, blocks).transpose(1, 2).unsqueeze(2)
+        raw = kind.combine(products.movedim(1, -1))
+        if statistics.spread is not None:
+            raw = torch.addcmul(raw, norm[token], _rows_of(statistics.spread, blocks).unsqueeze(1))
         scores[token, :, :length] = raw.amax(dim=1)[:, :length]
     return scores

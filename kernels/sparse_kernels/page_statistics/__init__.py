@@ -1,6 +1,7 @@
 """Statistics of the keys of each page, stored beside them in the cache block."""
 
 from sparse_kernels.page_statistics.api import update_page_statistics, write_cache
+from sparse_kernels.page_statistics.kinds import KINDS, StatisticsKind
 from sparse_kernels.page_statistics.layout import (
     STATISTICS_FORMATS,
     PageStatistics,
@@ -9,9 +10,11 @@ from sparse_kernels.page_statistics.layout import (
 )
 
 __all__ = [
+    "KINDS",
     "STATISTICS_FORMATS",
     "PageStatistics",
     "StatisticsFormat",
+    "StatisticsKind",
     "StatisticsLayout",
     "update_page_statistics",
     "write_cache",

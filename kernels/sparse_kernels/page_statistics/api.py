@@ -16,7 +16,7 @@ _CACHE_DTYPES = (torch.bfloat16, torch.float16, _FLOAT8)
 def update_page_statistics(
     keys: PagedTensor, statistics: PageStatistics, blocks: torch.Tensor, pages: torch.Tensor
 ) -> None:
-    """Recomputes the statistics of full pages from the keys in the cache, in place (UNIQUE, Eq. 1-2).
+    """Recomputes the statistics of full pages from the keys in the cache, in place (UNIQUE: Eq. 1-2).
 
     Idempotent: whatever the block's memory held before, and however often a page is rewritten, the statistics
     follow from the keys alone.
@@ -32,17 +32,17 @@ def update_page_statistics(
     """
     if blocks.shape != pages.shape or blocks.dim() != 1:
         raise ValueError(f"blocks and pages: got {tuple(blocks.shape)} and {tuple(pages.shape)}, allowed: equal 1-D")
-    if keys.pages_per_block != statistics.mean.shape[2]:
+    if keys.pages_per_block != statistics.pages_per_block:
         raise ValueError(
-            f"statistics: got {statistics.mean.shape[2]} pages per block, allowed: the keys' {keys.pages_per_block}"
+            f"statistics: got {statistics.pages_per_block} pages per block, allowed: the keys' {keys.pages_per_block}"
         )
     if not blocks.numel():
         return
     implementation = reference.update_page_statistics
-    if blocks.device.type == "cpu" and (keys.view.dtype, statistics.mean.dtype) == (torch.bfloat16, torch.int8):
+    if blocks.device.type == "cpu" and (keys.view.dtype, statistics.vectors.dtype) == (torch.bfloat16, torch.int8):
         from sparse_kernels.page_statistics import cpu
 
-        implementation = cpu.update_page_statistics
+        implementation = cpu.IMPLEMENTATIONS.get(statistics.kind.name, implementation)
     implementation(keys, statistics, blocks, pages)
 
 
@@ -59,7 +59,7 @@ def write_cache(
     """Stores new keys and values in the cache and the statistics of every page they complete, in place.
 
     The statistics are those of `update_page_statistics`, of the keys as the cache stores them: in a float8 cache of
-    `key / key_scale`, in those units (UNIQUE, Eq. 1-2). Only pages whose last token is written are touched.
+    `key / key_scale`, in those units (UNIQUE: Eq. 1-2). Only pages whose last token is written are touched.
     Idempotent. On a GPU it is one launch that neither waits for the host nor depends on the slots' values, so a CUDA
     graph may hold it; there, and only there, statistics of keys that are not finite are finite words all the same.
 
@@ -125,8 +125,11 @@ def _check_write(
         raise ValueError(
             f"page_size: got {page_size}, allowed: a power of two that divides the block size {block_size}"
         )
-    if statistics is not None and statistics.mean.shape[1:] != (num_kv_heads, block_size // page_size, width // 2):
+    if statistics is None:
+        return
+    got = *statistics.vectors.shape[1:3], statistics.head_size
+    if got != (num_kv_heads, block_size // page_size, width // 2):
         raise ValueError(
-            f"statistics: got means {tuple(statistics.mean.shape[1:])}, allowed: {num_kv_heads} heads, "
-            f"{block_size // page_size} pages per block, head size {width // 2}"
+            f"statistics: got {got[0]} heads, {got[1]} pages per block, head size {got[2]}, allowed: {num_kv_heads} "
+            f"heads, {block_size // page_size} pages per block, head size {width // 2}"
         )

@@ -1,4 +1,4 @@
-"""Page statistics on CPU, compiled: reads and writes the cache where the pages lie. bfloat16 keys, int8 means.
+"""Mean and spread of pages on CPU, compiled: reads and writes the cache where the pages lie. bfloat16 keys, int8 means.
 
 The sums are those of the reference, in float64, where their order does not show in the result.
 """
@@ -79,6 +79,7 @@ def update_page_statistics(
     """See `api.update_page_statistics`."""
     addresses = keys.head_major
     mean, scale, std = statistics.memory
+    assert statistics.spread is not None
     _update(
         addresses.location,
         addresses.length,
@@ -87,10 +88,14 @@ def update_page_statistics(
         keys.head_size,
         keys.num_kv_heads,
         mean,
-        statistics.mean.stride()[:2],
+        statistics.vectors.stride()[:2],
         scale,
         std,
-        statistics.std.stride()[:2],
+        statistics.spread.stride()[:2],
         blocks.numpy(),
         pages.numpy(),
     )
+
+
+IMPLEMENTATIONS = {"mean_and_spread": update_page_statistics}
+"""By name of the kind; the others run the reference."""

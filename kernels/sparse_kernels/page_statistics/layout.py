@@ -5,46 +5,65 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args
+from itertools import pairwise
+from typing import Any, Literal, get_args
 
 import torch
 
+from sparse_kernels.page_statistics.kinds import KINDS, StatisticsKind
 from sparse_kernels.paging import memory_of
 
 StatisticsFormat = Literal["int8", "fp8", "bf16"]
 STATISTICS_FORMATS: tuple[StatisticsFormat, ...] = get_args(StatisticsFormat)
 
-_MEAN_DTYPE: dict[StatisticsFormat, torch.dtype] = {
+_VECTOR_DTYPE: dict[StatisticsFormat, torch.dtype] = {
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
     "bf16": torch.bfloat16,
 }
 _SCALAR_DTYPE = torch.bfloat16
-LARGEST_MEAN: dict[torch.dtype, float] = {torch.int8: 126.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
-"""Largest magnitude of an 8-bit mean; what the page's scale maps its largest element to."""
+LARGEST: dict[torch.dtype, float] = {torch.int8: 126.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
+"""Largest magnitude of an 8-bit element; what a vector's scale maps its largest element to."""
 
 
-class _Views(NamedTuple):
-    mean: torch.Tensor
-    scale: torch.Tensor | None
-    std: torch.Tensor
+@dataclass(frozen=True)
+class PageStatistics:
+    """Statistics of every page of a cache, as views into its blocks."""
 
+    kind: StatisticsKind
+    """What the numbers mean."""
+    vectors: torch.Tensor
+    """`[num_blocks, num_kv_heads, pages_per_block, kind.vectors * head_size]`, int8, float8_e4m3fn or bfloat16: the
+    vectors of a record one after the other, each divided by its scale where there is one."""
+    scales: torch.Tensor | None
+    """`[num_blocks, num_kv_heads, pages_per_block, kind.vectors]` bfloat16; None for bf16 vectors."""
+    spread: torch.Tensor | None
+    """`[num_blocks, num_kv_heads, pages_per_block]` bfloat16; None if the kind has none."""
 
-class PageStatistics(_Views):
-    """Statistics of every page of a cache, as views into its blocks (UNIQUE, Eq. 1-2).
+    @property
+    def head_size(self) -> int:
+        """Elements of a vector."""
+        return self.vectors.shape[3] // self.kind.vectors
 
-    mean: `[num_blocks, num_kv_heads, pages_per_block, head_size]`, int8, float8_e4m3fn or bfloat16: the mean key,
-        divided by `scale` where there is one.
-    scale: `[num_blocks, num_kv_heads, pages_per_block]` bfloat16; None for bf16 means.
-    std: `[num_blocks, num_kv_heads, pages_per_block]` bfloat16: L2 norm over the head of the per-dimension population
-        standard deviation.
-    """
+    @property
+    def pages_per_block(self) -> int:
+        """Pages in one cache block."""
+        return self.vectors.shape[2]
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """The views there are: vectors, scales, spread."""
+        return tuple(part for part in (self.vectors, self.scales, self.spread) if part is not None)
 
     @cached_property
     def memory(self) -> tuple[Any, Any, Any]:
-        """The memory of mean, scale and std (see `memory_of`), for formats that have all three."""
-        assert self.scale is not None
-        return memory_of(self.mean), memory_of(self.scale), memory_of(self.std)
+        """The memory of vectors, scales and spread (see `memory_of`), for 8-bit formats.
+
+        Without a spread that of the scales stands in for it: finite numbers, to be multiplied by zero.
+        """
+        assert self.scales is not None
+        scales = memory_of(self.scales)
+        return memory_of(self.vectors), scales, scales if self.spread is None else memory_of(self.spread)
 
 
 @dataclass(frozen=True)
@@ -52,8 +71,8 @@ class StatisticsLayout:
     """Bytes of one page's record, and how many rows of the cache the records of a block take.
 
     Every `unit_tokens` tokens of a block are followed, at the block's end, by `unit_rows` rows of
-    `2 * head_size` cache elements. Within those rows all means of the block come first, then all scales, then all
-    standard deviations, so that a scoring kernel reads long runs.
+    `2 * head_size` cache elements. Within those rows the vectors of all pages of the block come first, then all scales,
+    then all spreads, so that a scoring kernel reads long runs.
 
     Every 16-bit word written there is a finite bfloat16. The block's memory may next belong to a layer of another
     shape, and attention kernels multiply stale values by a weight of zero, which hides everything but NaN and
@@ -65,24 +84,35 @@ class StatisticsLayout:
     head_size: int
     """Elements per key."""
     format: StatisticsFormat
-    """How the mean key is stored."""
+    """How the vectors of a record are stored."""
     cache_itemsize: int = 2
     """Bytes of one cache element."""
+    kind: StatisticsKind = KINDS["mean_and_spread"]
+    """What a record holds."""
+
+    @property
+    def _vector_bytes(self) -> int:
+        return self.kind.vectors * self.head_size * _VECTOR_DTYPE[self.format].itemsize
+
+    @property
+    def _scale_bytes(self) -> int:
+        return 0 if self.format == "bf16" else self.kind.vectors * _SCALAR_DTYPE.itemsize
 
     @property
     def record_bytes(self) -> int:
-        """Bytes of one page's mean, scale and standard deviation."""
-        scalars = 1 if self.format == "bf16" else 2
-        return self.head_size * _MEAN_DTYPE[self.format].itemsize + scalars * _SCALAR_DTYPE.itemsize
+        """Bytes of one page's vectors, scales and spread."""
+        return self._vector_bytes + self._scale_bytes + self.kind.has_spread * _SCALAR_DTYPE.itemsize
 
     @property
     def unit_tokens(self) -> int:
         """Tokens that share a whole number of rows; a block holds a multiple of this.
 
-        8-bit records of two 8-token pages fit one row of a two-byte cache. Two bf16 means do not, nor do 8-bit
-        records in a one-byte cache, so those share rows over 64 tokens: 7.8 % instead of 12.5 % at head size 128.
+        Records of one 8-bit vector of two 8-token pages fit one row of a two-byte cache. Two bf16 vectors do not, nor
+        do two 8-bit ones in a record, nor 8-bit records in a one-byte cache, so those share rows over 64 tokens: 7.8 %
+        instead of 12.5 % at head size 128.
         """
-        return 64 if self.format == "bf16" or self.cache_itemsize == 1 else max(16, self.page_size)
+        small = 2 * self._vector_bytes <= self.head_size * self.cache_itemsize
+        return max(16, self.page_size) if small else 64
 
     @property
     def unit_rows(self) -> int:
@@ -128,13 +158,15 @@ class StatisticsLayout:
         """
         pages = block_size // self.page_size
         raw = rows.flatten(2).view(torch.uint8)
-        mean_dtype = _MEAN_DTYPE[self.format]
-        mean_bytes = pages * self.head_size * mean_dtype.itemsize
-        mean = raw[..., :mean_bytes].view(mean_dtype).unflatten(-1, (pages, self.head_size))
-        scalars = [
-            raw[..., start : start + pages * _SCALAR_DTYPE.itemsize].view(_SCALAR_DTYPE)
-            for start in range(mean_bytes, pages * self.record_bytes, pages * _SCALAR_DTYPE.itemsize)
-        ]
-        if self.format == "bf16":
-            return PageStatistics(mean, None, scalars[0])
-        return PageStatistics(mean, *scalars)
+        vectors, scales, spread = (
+            raw[..., start * pages : stop * pages]
+            for start, stop in pairwise(
+                (0, self._vector_bytes, self._vector_bytes + self._scale_bytes, self.record_bytes)
+            )
+        )
+        return PageStatistics(
+            self.kind,
+            vectors.view(_VECTOR_DTYPE[self.format]).unflatten(-1, (pages, -1)),
+            scales.view(_SCALAR_DTYPE).unflatten(-1, (pages, -1)) if self._scale_bytes else None,
+            spread.view(_SCALAR_DTYPE) if self.kind.has_spread else None,
+        )

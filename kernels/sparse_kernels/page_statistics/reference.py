@@ -1,53 +1,49 @@
 """Page statistics in torch: the specification, and what runs where there is no compiled path.
 
-For page p of B keys k_i in R^D (UNIQUE, Eq. 1-2):
-
-    mu_p = (1/B) sum_i k_i            sigma_p = || std_i(k_i) ||_2        (population std, per dimension)
+What a record holds is said by its kind (`kinds/`); here it is rounded to its format and stored.
 """
 
 from __future__ import annotations
 
 import torch
 
-from sparse_kernels.page_statistics.layout import LARGEST_MEAN, PageStatistics
+from sparse_kernels.page_statistics.kinds import StatisticsKind
+from sparse_kernels.page_statistics.layout import LARGEST, PageStatistics
 from sparse_kernels.paging import PagedTensor
 
 
-def page_mean_and_std(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact statistics of pages of keys.
+def summarise(kind: StatisticsKind, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The record of each page, before it is stored.
 
     Args:
+        kind: what a record holds.
         keys: `[..., page_size, head_size]`, any float dtype.
 
     Returns:
-        The mean `[..., head_size]` and the standard deviation `[...]`, float32.
+        The vectors `[..., kind.vectors, head_size]` and the spread `[...]` or None, float32.
     """
-    # In float64 the order of a sum does not show once the result is rounded.
-    keys = keys.double()
-    mean = keys.mean(dim=-2)
-    deviation = keys - mean.unsqueeze(-2)
-    std = deviation.square().mean(dim=-2).sum(dim=-1).sqrt()
-    return mean.float(), std.float()
+    vectors, spread = kind.summarise(keys.double())
+    return vectors.float(), None if spread is None else spread.float()
 
 
-def quantise_mean(mean: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Means in 8 bits with one scale per page.
+def quantise(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Vectors in 8 bits with one scale each.
 
     No byte is 0x7f or 0xff, so that any two of them form a finite bfloat16 (see `StatisticsLayout`): float8 has its
     NaN there, and int8 goes without 127 and -1.
 
     Args:
-        mean: `[..., head_size]` float32.
+        vectors: `[..., head_size]` float32.
         dtype: torch.int8 or torch.float8_e4m3fn.
 
     Returns:
-        The quantised mean `[..., head_size]` and its scale `[...]` bfloat16 (0 for an all-zero mean), such that
-        `quantised * scale` is the mean up to one step.
+        The quantised vectors `[..., head_size]` and their scales `[...]` bfloat16 (0 for a vector of zeros), such that
+        `quantised * scale` is the vector up to one step.
     """
-    largest = LARGEST_MEAN[dtype]
+    largest = LARGEST[dtype]
     # Rounded up, so that the largest element still fits.
-    scale = (mean.abs().amax(dim=-1) / largest * (1 + 2**-8)).bfloat16()
-    scaled = mean / torch.where(scale > 0, scale, 1.0).float().unsqueeze(-1)
+    scale = (vectors.abs().amax(dim=-1) / largest * (1 + 2**-8)).bfloat16()
+    scaled = vectors / torch.where(scale > 0, scale, 1.0).float().unsqueeze(-1)
     if dtype == torch.int8:
         step = scaled.round()
         scaled = torch.where(step == -1, torch.where(scaled > -1, 0.0, -2.0), step)
@@ -64,14 +60,15 @@ def update_page_statistics(
 ) -> None:
     """See `api.update_page_statistics`."""
     heads = torch.arange(keys.num_kv_heads, device=blocks.device)
-    mean, std = page_mean_and_std(keys.gather(blocks[:, None], heads, pages[:, None]))
-    if statistics.scale is None:
-        stored = mean.to(statistics.mean.dtype)
+    vectors, spread = summarise(statistics.kind, keys.gather(blocks[:, None], heads, pages[:, None]))
+    if statistics.scales is None:
+        stored = vectors.to(statistics.vectors.dtype)
     else:
-        stored, scale = quantise_mean(mean, statistics.mean.dtype)
-        statistics.scale[blocks, :, pages] = scale
-    _bits(statistics.mean)[blocks, :, pages] = _bits(stored)
-    statistics.std[blocks, :, pages] = std.to(statistics.std.dtype)
+        stored, scales = quantise(vectors, statistics.vectors.dtype)
+        statistics.scales[blocks, :, pages] = scales
+    _bits(statistics.vectors)[blocks, :, pages] = _bits(stored.flatten(-2))
+    if spread is not None and statistics.spread is not None:
+        statistics.spread[blocks, :, pages] = spread.to(statistics.spread.dtype)
 
 
 def as_stored(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparse_kernels.page_statistics.layout import LARGEST_MEAN, PageStatistics
+from sparse_kernels.page_statistics.layout import LARGEST, PageStatistics
 
 # Adding and subtracting 1.5 * 2**23 rounds a small float32 to the nearest integer, ties to even. Triton's own
 # rounding lives in libdevice, which its interpreter does not have.
@@ -125,7 +125,7 @@ def _write_cache(
             heads = first_head + tl.arange(0, HEADS)
             head_exists = heads < NUM_KV_HEADS
             if LARGEST is not None:
-                # The arithmetic of `reference.quantise_mean`.
+                # The arithmetic of `reference.quantise`.
                 scale = tl.div_rn(tl.max(tl.abs(mean), axis=1), LARGEST) * (1 + 2**-8)
                 scale = scale.to(tl.bfloat16)
                 scale_page = mean_scale_ptr + block * mean_scale_strides[0] + page * mean_scale_strides[2]
@@ -156,7 +156,7 @@ def write_cache(
     """See `api.write_cache`."""
     num_slots = slot_mapping.shape[0]
     _, num_kv_heads, head_size = key.shape
-    mean, mean_scale, std = statistics or (None, None, None)
+    mean, mean_scale, std = (None, None, None) if statistics is None else (statistics.vectors, statistics.scales, statistics.spread)
     dims = triton.next_power_of_2(head_size)
     elements = next(launch.elements for launch in _LAUNCHES if num_slots <= launch.num_slots)
     heads = min(max(elements // dims, 1), triton.next_power_of_2(num_kv_heads))
@@ -180,7 +180,7 @@ def write_cache(
         HEAD_SIZE=head_size,
         BLOCK_SIZE=cache.shape[2],
         PAGE_SIZE=page_size,
-        LARGEST=LARGEST_MEAN.get(mean.dtype) if mean is not None else None,
+        LARGEST=LARGEST.get(mean.dtype) if mean is not None else None,
         HEADS=heads,
         DIMS=dims,
         num_warps=min(max(heads * dims * page_size // _PAGE_ELEMENTS_PER_WARP, 1), 16),

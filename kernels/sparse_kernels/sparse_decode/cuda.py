@@ -111,7 +111,7 @@ def sparse_decode(
     macros = {
         "QUERY": FORMATS[query.dtype],
         "KV": FORMATS[keys.view.dtype],
-        "MEAN": FORMATS[torch.int8 if statistics is None else statistics.mean.dtype],
+        "MEAN": FORMATS[torch.int8 if statistics is None else statistics.vectors.dtype],
         "OUTPUT": FORMATS[out.dtype],
         "GROUP": group_size,
         "HEAD_SIZE": head_size,

@@ -1,0 +1,11 @@
+"""Kinds of page statistics: one file a kind, one row here."""
+
+from sparse_kernels.page_statistics.kinds.base import StatisticsKind
+from sparse_kernels.page_statistics.kinds.bounds import Bounds
+from sparse_kernels.page_statistics.kinds.mean_and_spread import MeanAndSpread
+from sparse_kernels.page_statistics.kinds.representatives import Representatives
+
+KINDS: dict[str, StatisticsKind] = {kind.name: kind for kind in (MeanAndSpread(), Bounds(), Representatives())}
+"""Every kind of page statistics by name; formats, layouts, kernels and tests follow from this table."""
+
+__all__ = ["KINDS", "StatisticsKind"]

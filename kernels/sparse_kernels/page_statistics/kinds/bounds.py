@@ -1,0 +1,30 @@
+"""Quest (arXiv 2406.10774): the smallest box that holds a page's keys."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_kernels.page_statistics.kinds.base import StatisticsKind
+
+
+class Bounds(StatisticsKind):
+    """Element-wise maximum M and minimum m of a page's keys.
+
+        s_p(q) = sum_d max(q_d m_d, q_d M_d) = max(q, 0) . M_p + min(q, 0) . m_p
+
+    which no logit of the page exceeds. In bf16 the bounds of a bf16 cache are exact; in 8 bits each is off by up to a
+    step of its scale.
+    """
+
+    name = "bounds"
+    vectors = 2
+
+    @staticmethod
+    def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `StatisticsKind.summarise`."""
+        return torch.stack([keys.amax(dim=-2), keys.amin(dim=-2)], dim=-2), None
+
+    @staticmethod
+    def features(query: torch.Tensor, std_weight: float) -> torch.Tensor:
+        """See `StatisticsKind.features`: the positive and the negative part of the query."""
+        return torch.stack([query.clamp(min=0), query.clamp(max=0)], dim=-2)

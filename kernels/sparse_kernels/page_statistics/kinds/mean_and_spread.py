@@ -1,0 +1,25 @@
+"""UNIQUE (arXiv 2605.27740): the mean key, and how far the keys lie from it."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_kernels.page_statistics.kinds.base import StatisticsKind
+
+
+class MeanAndSpread(StatisticsKind):
+    """Mean and standard deviation of a page's keys (Eq. 1-3).
+
+        mu_p = (1/B) sum_i k_i        sigma_p = || std_i(k_i) ||_2        s_p(q) = q . mu_p + lambda ||q||_2 sigma_p
+
+    The standard deviation is the population's, per dimension; the paper does not say which.
+    """
+
+    name = "mean_and_spread"
+    has_spread = True
+
+    @staticmethod
+    def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `StatisticsKind.summarise`."""
+        mean = keys.mean(dim=-2, keepdim=True)
+        return mean, (keys - mean).square().mean(dim=-2).sum(dim=-1).sqrt()

@@ -1,0 +1,35 @@
+"""InfLLM (arXiv 2402.04617): a few keys that stand for their page."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_kernels.page_statistics.kinds.base import StatisticsKind
+
+
+class Representatives(StatisticsKind):
+    """The mean of the page's representative keys.
+
+        r_i = k_i . (1/B) sum_j k_j        R = the B / 4 keys of largest r_i        s_p(q) = q . (1/|R|) sum_(i in R) k_i
+
+    From the paper: the representatives are the keys of largest representative score, and a page's relevance is the sum
+    of its representatives' dot products with the query. That sum is one dot product with their mean, up to a factor
+    that all pages share, so the mean is all a record holds.
+
+    Other than in the paper: a key's representative score is the mean of its dot products with the page's keys, not with
+    the queries that follow it. Those queries are not in the cache when the page fills, and whatever depended on them
+    would differ with how a prompt was cut into chunks and with what a prefix-cache hit skipped. Keys have positions,
+    which the paper leaves out of its retrieval. Pages are chosen per KV head by the best of its query heads, as by
+    every policy here; in the paper all heads of a layer share their choice. The paper takes 4 keys of 128; less than one
+    of 8 would be left of that share, so it is a quarter.
+    """
+
+    name = "representatives"
+
+    @staticmethod
+    def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `StatisticsKind.summarise`."""
+        merit = (keys * keys.mean(dim=-2, keepdim=True)).sum(dim=-1)
+        best = merit.topk(max(keys.shape[-2] // 4, 1), dim=-1).indices
+        chosen = keys.gather(-2, best.unsqueeze(-1).expand(*best.shape, keys.shape[-1]))
+        return chosen.mean(dim=-2, keepdim=True), None

@@ -1,0 +1,54 @@
+"""What the policies that score pages by their statistics share."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+import torch
+from pydantic import Field
+from sparse_kernels.page_score import score_pages
+from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsFormat, StatisticsLayout
+from sparse_kernels.page_topk import select_pages
+
+from vllm_sparse_plugin.policies.base import DecodeSettings, Selection
+
+
+class ScoredSelection(Selection):
+    """Scores every page by its statistics and reads the best ones."""
+
+    statistics_kind: ClassVar[str]
+    """What is kept of a page's keys, and so how it is scored: a name in `KINDS`."""
+    recent_pages: Annotated[int, Field(ge=0, le=64)] = 1
+    """Newest complete pages that are always read, within the budget. A token that begins a page has no other way to
+    be sure of its neighbours."""
+    statistics: StatisticsFormat = "int8"
+    """How the vectors of a page's statistics are stored: `int8` and `fp8` with one scale per vector, or `bf16`. All but
+    one vector of 8 bits in a two-byte cache need blocks of a multiple of 64 tokens."""
+
+    @property
+    def std_weight(self) -> float:
+        """lambda, the weight of the spread in a page's score, for statistics that have one."""
+        return 0.0
+
+    @property
+    def reserved_pages(self) -> int:
+        return self.sink_pages + self.recent_pages
+
+    def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout:
+        return StatisticsLayout(
+            self.page_size, head_size, self.statistics, cache_itemsize, KINDS[self.statistics_kind]
+        )
+
+    def decode_settings(self) -> DecodeSettings:
+        return DecodeSettings(self.budget_pages, self.sink_pages, self.recent_pages, self.std_weight)
+
+    def select(
+        self,
+        query: torch.Tensor,
+        statistics: PageStatistics | None,
+        block_table: torch.Tensor,
+        num_pages: torch.Tensor,
+    ) -> torch.Tensor:
+        assert statistics is not None
+        scores = score_pages(query, statistics, block_table, num_pages, self.std_weight)
+        return select_pages(scores, num_pages, self.budget_pages, self.sink_pages, self.recent_pages)
