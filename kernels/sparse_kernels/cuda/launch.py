@@ -17,6 +17,7 @@ FORMATS: dict[torch.dtype, int] = {
     torch.float16: 1,
     torch.float8_e4m3fn: 2,
     torch.int8: 3,
+    torch.uint8: 4,
 }
 """Element formats by the numbers that common.cuh gives them."""
 

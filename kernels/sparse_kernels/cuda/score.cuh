@@ -10,15 +10,45 @@ struct Statistics {
     i64 block_stride;
 };
 
+// Flips fixed signs, then applies a Hadamard matrix to a row that is spread over a warp; `x` are the lane's consecutive
+// elements.
+template <int HEAD_SIZE>
+DEVICE void rotate(float (&x)[HEAD_SIZE / WARP], int lane) {
+    constexpr int PER_LANE = HEAD_SIZE / WARP;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++)
+        if ((lane * PER_LANE + i + 1) * 0x9e3779b1u >> 15 & 1) x[i] = -x[i];
+#pragma unroll
+    for (int offset = 1; offset < PER_LANE; offset *= 2)
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++)
+            if (!(i & offset)) {
+                float low = x[i], high = x[i + offset];
+                x[i] = low + high, x[i + offset] = low - high;
+            }
+#pragma unroll
+    for (int offset = 1; offset < WARP; offset *= 2)
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) {
+            float other = __shfl_xor_sync(FULL, x[i], offset);
+            x[i] = lane & offset ? other - x[i] : x[i] + other;
+        }
+    float norm = rsqrtf((float)HEAD_SIZE);
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) x[i] *= norm;
+}
+
 // The query heads of one KV head, in the format of the means they meet.
 //
 // int8 means are met by queries in 16-bit fixed point, split into two signed bytes that take two rows of the matrix
 // tile: the dot product is an exact integer, and no mean is ever converted. float8 means are met in fp16, bf16 means
-// in bf16.
+// in bf16. A sketch holds the two-bit codes of four means in a byte for each dimension: masked, not shifted, the bytes
+// are those codes times 1, 4, 16 or 64, and the shift that undoes it comes after the dot product.
 template <int MEAN, int GROUP, int HEAD_SIZE>
 struct ScoreQuery {
     static constexpr int ROWS = Heads<GROUP>::ROWS;
     static constexpr int TILES = Heads<GROUP>::TILES;
+    static constexpr bool FIXED_POINT = MEAN == INT8 || MEAN == SKETCH;
     static constexpr int MEAN_BYTES = MEAN == BF16 ? 2 : 1;
     // 16-byte pieces of a mean that one lane holds.
     static constexpr int PIECES = HEAD_SIZE * MEAN_BYTES / 64;
@@ -38,8 +68,12 @@ struct ScoreQuery {
     float spread[TILES];
 
     // One row, spread over a warp; `x` are the lane's consecutive elements.
-    static DEVICE void prepare(Shared& shared, int row, const float (&x)[HEAD_SIZE / WARP], float std_weight, int lane) {
+    static DEVICE void prepare(Shared& shared, int row, const float (&query)[HEAD_SIZE / WARP], float std_weight, int lane) {
         constexpr int PER_LANE = HEAD_SIZE / WARP;
+        float x[PER_LANE];
+#pragma unroll
+        for (int i = 0; i < PER_LANE; i++) x[i] = query[i];
+        if constexpr (MEAN == SKETCH) rotate<HEAD_SIZE>(x, lane);
         float square = 0, largest = 0;
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
@@ -50,14 +84,16 @@ struct ScoreQuery {
         largest = warp_max(largest);
         // Fixed point for int8; a power of two that brings the query into the range of fp16 for float8.
         float step = 1;
-        if (MEAN == INT8) step = largest / 32512.0f;
+        if (FIXED_POINT) step = largest / 32512.0f;
         if (MEAN == FP8 && largest > 0) step = exp2f(floorf(log2f(largest)) - 8.0f);
         float inverse = step > 0 ? 1.0f / step : 0.0f;
+        int sum = 0;
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             int d = lane * PER_LANE + i;
-            if constexpr (MEAN == INT8) {
+            if constexpr (FIXED_POINT) {
                 int fixed = max(-32512, min(32512, __float2int_rn(x[i] * inverse)));
+                sum += fixed;
                 int high = (fixed + 128) >> 8;
                 shared.planes[0][row][d] = (u8)high;
                 shared.planes[1][row][d] = (u8)(fixed - high * 256);
@@ -65,9 +101,10 @@ struct ScoreQuery {
                 shared.halves[row][d] = (u16)pack_pair<MEAN == BF16 ? BF16 : FP16>(x[i] * inverse, 0);
             }
         }
+        if constexpr (MEAN == SKETCH) sum = __reduce_add_sync(FULL, sum);
         if (lane == 0) {
             shared.step[row] = step;
-            shared.spread[row] = std_weight * norm;
+            shared.spread[row] = MEAN == SKETCH ? (float)sum : std_weight * norm;
         }
     }
 
@@ -77,7 +114,7 @@ struct ScoreQuery {
         for (int tile = 0; tile < TILES; tile++) {
             step[tile] = shared.step[8 * tile + g];
             spread[tile] = shared.spread[8 * tile + g];
-            if constexpr (MEAN == INT8) {
+            if constexpr (FIXED_POINT) {
 #pragma unroll
                 for (int piece = 0; piece < PIECES; piece++)
 #pragma unroll
@@ -114,6 +151,31 @@ struct ScoreQuery {
                 }
                 out[tile][0] = (float)(c[0] * 256 + c[2]) * step[tile];
                 out[tile][1] = (float)(c[1] * 256 + c[3]) * step[tile];
+            }
+        } else if constexpr (MEAN == SKETCH) {
+#pragma unroll
+            for (int tile = 0; tile < TILES; tile++) {
+                int best[2];
+#pragma unroll
+                for (int part = 0; part < 4; part++) {
+                    u32 mask = 0x03030303u << 2 * part;
+                    int c[4] = {0, 0, 0, 0};
+#pragma unroll
+                    for (int piece = 0; piece < PIECES; piece++) {
+                        const u32(&f)[8] = fragments[tile][piece];
+                        const uint4& codes = mean[piece];
+                        mma_s8_u8(c, f[0], f[4], f[1], f[5], codes.x & mask, codes.y & mask);
+                        mma_s8_u8(c, f[2], f[6], f[3], f[7], codes.z & mask, codes.w & mask);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 2; i++) {
+                        int sum = (c[i] * 256 + c[2 + i]) >> 2 * part;
+                        best[i] = part ? max(best[i], sum) : sum;
+                    }
+                }
+                // Codes stand for themselves less 1.5.
+#pragma unroll
+                for (int i = 0; i < 2; i++) out[tile][i] = ((float)(2 * best[i]) - 3 * spread[tile]) * (0.5f * step[tile]);
             }
         } else {
             float c[4] = {0, 0, 0, 0};
@@ -189,7 +251,7 @@ struct ScoreBatch {
             if constexpr (PAIR_IN_BLOCK) {
                 i64 at = scalars(2 * t);
                 if (MEAN != BF16) scales[u] = __ldg((const u32*)((const u8*)head.scale + at));
-                stds[u] = __ldg((const u32*)((const u8*)head.std + at));
+                if (MEAN != SKETCH) stds[u] = __ldg((const u32*)((const u8*)head.std + at));
             } else {
                 i64 even = scalars(2 * t), odd = scalars(2 * t + 1);
                 auto both = [&](const u16* values) {
@@ -197,7 +259,7 @@ struct ScoreBatch {
                            (u32)__ldg((const u16*)((const u8*)values + odd)) << 16;
                 };
                 if (MEAN != BF16) scales[u] = both(head.scale);
-                stds[u] = both(head.std);
+                if (MEAN != SKETCH) stds[u] = both(head.std);
             }
         }
     }
@@ -217,7 +279,7 @@ struct ScoreBatch {
                 for (int i = 0; i < 2; i++) {
                     float unit = MEAN == BF16 ? 1.0f : bf16_to_float(i ? scales[u] >> 16 : scales[u] & 0xffff);
                     float sigma = bf16_to_float(i ? stds[u] >> 16 : stds[u] & 0xffff);
-                    scores[i] = fmaf(dots[tile][i], unit, query.spread[tile] * sigma);
+                    scores[i] = MEAN == SKETCH ? dots[tile][i] * unit : fmaf(dots[tile][i], unit, query.spread[tile] * sigma);
                 }
                 u32 both = pack_bf16(scores[0], scores[1]);
                 best[u] = tile ? max_or_nan_bf16(best[u], both) : both;

@@ -1,4 +1,4 @@
-"""Page scores on CPU, compiled: reads the statistics where they lie in the cache. int8 vectors, linear kinds only."""
+"""Page scores on CPU, compiled: reads the statistics where they lie in the cache. int8 vectors of linear kinds; sketches."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 
 from sparse_kernels.compiled import FASTMATH, narrow, widen
 from sparse_kernels.page_statistics import PageStatistics
+from sparse_kernels.page_statistics.kinds.sketch import PARTS, rotate
 
 
 @functools.cache
@@ -79,6 +80,75 @@ def _kernel(group_size: int, head_size: int, vectors: int, has_spread: bool) -> 
     return score_int8
 
 
+@functools.cache
+def _sketch_kernel(group_size: int, head_size: int) -> Any:
+    """Compiled for one model's shape, like `_kernel`."""
+
+    @numba.njit(fastmath=FASTMATH, nogil=True, parallel=True, cache=True)
+    def score_sketches(
+        queries, sketches, strides, steps, step_strides, pages_per_block, block_table, num_pages, scores
+    ):
+        num_tokens, num_kv_heads = scores.shape[:2]
+        for row in numba.prange(num_tokens * num_kv_heads):
+            token, head = row // num_kv_heads, row % num_kv_heads
+            # Copies of its own: the compiler then knows that nothing else writes to them.
+            heads = np.empty((group_size, head_size), np.float32)
+            middle = np.zeros(group_size, np.float32)
+            for g in range(group_size):
+                for d in range(head_size):
+                    heads[g, d] = queries[token, head, g, d]
+                    middle[g] += np.float32(1.5) * heads[g, d]
+            codes = np.empty((PARTS, head_size), np.float32)
+            length = num_pages[token]
+            for page in range(length):
+                block, within = block_table[token, page // pages_per_block], page % pages_per_block
+                # Unsigned, because a negative index would have to be looked for.
+                start = np.uint64(block * strides[0] + head * strides[1] + within * head_size)
+                for d in range(head_size):
+                    byte = sketches[start + np.uint64(d)]
+                    codes[0, d] = np.float32(byte & np.uint8(3))
+                    codes[1, d] = np.float32(byte >> np.uint8(2) & np.uint8(3))
+                    codes[2, d] = np.float32(byte >> np.uint8(4) & np.uint8(3))
+                    codes[3, d] = np.float32(byte >> np.uint8(6))
+                best = np.float32(-np.inf)
+                for g in range(group_size):
+                    for j in range(PARTS):
+                        dot = np.float32(0)
+                        for d in range(head_size):
+                            dot += heads[g, d] * codes[j, d]
+                        dot -= middle[g]
+                        # A NaN, once there, stays.
+                        best = best if best > dot or best != best else dot
+                step = widen(steps[np.uint64(block * step_strides[0] + head * step_strides[1] + within)])
+                scores[token, head, page] = narrow(best * step)
+            for page in range(length, scores.shape[2]):
+                scores[token, head, page] = 0xFF80
+
+    return score_sketches
+
+
+def _score_sketches(
+    query: torch.Tensor,
+    statistics: PageStatistics,
+    block_table: torch.Tensor,
+    num_pages: torch.Tensor,
+    scores: torch.Tensor,
+) -> None:
+    sketches, steps, _ = statistics.memory
+    assert statistics.scales is not None
+    _sketch_kernel(*query.shape[2:])(
+        rotate(query.float()).numpy(),
+        sketches,
+        statistics.vectors.stride()[:2],
+        steps,
+        statistics.scales.stride()[:2],
+        statistics.pages_per_block,
+        block_table.numpy(),
+        num_pages.numpy(),
+        scores.view(torch.uint16).numpy(),
+    )
+
+
 def score_pages(
     query: torch.Tensor,
     statistics: PageStatistics,
@@ -87,13 +157,16 @@ def score_pages(
     std_weight: float,
 ) -> torch.Tensor:
     """See `api.score_pages`."""
+    num_tokens, num_kv_heads = query.shape[:2]
+    scores = torch.empty((num_tokens, num_kv_heads, int(num_pages.max())), dtype=torch.bfloat16)
+    if statistics.vectors.dtype == torch.uint8:
+        _score_sketches(query, statistics, block_table, num_pages, scores)
+        return scores
     kind = statistics.kind
     assert statistics.scales is not None
     records, scales, spreads = statistics.memory
     scale_strides = statistics.scales.stride()[:2]
     spread_strides = scale_strides if statistics.spread is None else statistics.spread.stride()[:2]
-    num_tokens, num_kv_heads = query.shape[:2]
-    scores = torch.empty((num_tokens, num_kv_heads, int(num_pages.max())), dtype=torch.bfloat16)
     _kernel(*query.shape[2:], kind.vectors, kind.has_spread)(
         kind.features(query.float(), std_weight).numpy(),
         records,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from sparse_kernels.page_statistics import PageStatistics
+from sparse_kernels.page_statistics.kinds.sketch import unpack
 
 
 def _rows_of(table: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
@@ -16,7 +17,8 @@ def _rows_of(table: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
     # 8-bit floats cannot be gathered, their bits can.
     bits = torch.uint8 if table.dtype == torch.float8_e4m3fn else table.dtype
     picked = table.view(bits).transpose(0, 1).index_select(1, blocks)
-    return picked.view(table.dtype).flatten(1, 2).float()
+    rows = picked.view(table.dtype).flatten(1, 2)
+    return unpack(rows) if table.dtype == torch.uint8 else rows.float()
 
 
 def score_pages(

@@ -5,6 +5,7 @@ from sparse_kernels.page_statistics.kinds import KINDS, StatisticsKind
 from sparse_kernels.page_statistics.layout import (
     STATISTICS_FORMATS,
     PageStatistics,
+    RecordFormat,
     StatisticsFormat,
     StatisticsLayout,
 )
@@ -13,6 +14,7 @@ __all__ = [
     "KINDS",
     "STATISTICS_FORMATS",
     "PageStatistics",
+    "RecordFormat",
     "StatisticsFormat",
     "StatisticsKind",
     "StatisticsLayout",

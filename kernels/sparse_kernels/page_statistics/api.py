@@ -39,7 +39,8 @@ def update_page_statistics(
     if not blocks.numel():
         return
     implementation = reference.update_page_statistics
-    if blocks.device.type == "cpu" and (keys.view.dtype, statistics.vectors.dtype) == (torch.bfloat16, torch.int8):
+    compiled = keys.view.dtype == torch.bfloat16 and statistics.vectors.dtype in (torch.int8, torch.uint8)
+    if blocks.device.type == "cpu" and compiled:
         from sparse_kernels.page_statistics import cpu
 
         implementation = cpu.IMPLEMENTATIONS.get(statistics.kind.name, implementation)

@@ -14,13 +14,18 @@ from sparse_kernels.page_statistics.kinds import KINDS, StatisticsKind
 from sparse_kernels.paging import memory_of
 
 StatisticsFormat = Literal["int8", "fp8", "bf16"]
+"""Formats that any vector can be stored in."""
 STATISTICS_FORMATS: tuple[StatisticsFormat, ...] = get_args(StatisticsFormat)
+RecordFormat = StatisticsFormat | Literal["int2"]
+"""`int2` is for sketches alone."""
 
-_VECTOR_DTYPE: dict[StatisticsFormat, torch.dtype] = {
+_VECTOR_DTYPE: dict[RecordFormat, torch.dtype] = {
+    "int2": torch.uint8,
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
     "bf16": torch.bfloat16,
 }
+_BITS: dict[RecordFormat, int] = {"int2": 2, "int8": 8, "fp8": 8, "bf16": 16}
 _SCALAR_DTYPE = torch.bfloat16
 LARGEST: dict[torch.dtype, float] = {torch.int8: 126.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
 """Largest magnitude of an 8-bit element; what a vector's scale maps its largest element to."""
@@ -34,16 +39,19 @@ class PageStatistics:
     """What the numbers mean."""
     vectors: torch.Tensor
     """`[num_blocks, num_kv_heads, pages_per_block, kind.vectors * head_size]`, int8, float8_e4m3fn or bfloat16: the
-    vectors of a record one after the other, each divided by its scale where there is one."""
+    vectors of a record one after the other, each divided by its scale where there is one. Or, in two bits,
+    `[num_blocks, num_kv_heads, pages_per_block, head_size]` uint8: see `kinds.sketch.pack`."""
     scales: torch.Tensor | None
-    """`[num_blocks, num_kv_heads, pages_per_block, kind.vectors]` bfloat16; None for bf16 vectors."""
+    """`[num_blocks, num_kv_heads, pages_per_block, kind.vectors]` bfloat16, of two-bit vectors one for all; None for
+    bf16 vectors."""
     spread: torch.Tensor | None
     """`[num_blocks, num_kv_heads, pages_per_block]` bfloat16; None if the kind has none."""
 
     @property
     def head_size(self) -> int:
         """Elements of a vector."""
-        return self.vectors.shape[3] // self.kind.vectors
+        per_byte = 4 if self.vectors.dtype == torch.uint8 else 1
+        return self.vectors.shape[3] * per_byte // self.kind.vectors
 
     @property
     def pages_per_block(self) -> int:
@@ -83,20 +91,25 @@ class StatisticsLayout:
     """Tokens per page."""
     head_size: int
     """Elements per key."""
-    format: StatisticsFormat
+    format: RecordFormat
     """How the vectors of a record are stored."""
     cache_itemsize: int = 2
     """Bytes of one cache element."""
     kind: StatisticsKind = KINDS["mean_and_spread"]
     """What a record holds."""
 
+    def __post_init__(self) -> None:
+        if self.format not in self.kind.formats:
+            raise ValueError(f"format: got {self.format!r}, allowed for {self.kind.name}: {', '.join(self.kind.formats)}")
+
     @property
     def _vector_bytes(self) -> int:
-        return self.kind.vectors * self.head_size * _VECTOR_DTYPE[self.format].itemsize
+        return self.kind.vectors * self.head_size * _BITS[self.format] // 8
 
     @property
     def _scale_bytes(self) -> int:
-        return 0 if self.format == "bf16" else self.kind.vectors * _SCALAR_DTYPE.itemsize
+        scales = {"bf16": 0, "int2": 1}.get(self.format, self.kind.vectors)
+        return scales * _SCALAR_DTYPE.itemsize
 
     @property
     def record_bytes(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from sparse_kernels.page_statistics.kinds import StatisticsKind
+from sparse_kernels.page_statistics.kinds.sketch import pack
 from sparse_kernels.page_statistics.layout import LARGEST, PageStatistics
 from sparse_kernels.paging import PagedTensor
 
@@ -63,10 +64,13 @@ def update_page_statistics(
     vectors, spread = summarise(statistics.kind, keys.gather(blocks[:, None], heads, pages[:, None]))
     if statistics.scales is None:
         stored = vectors.to(statistics.vectors.dtype)
+    elif statistics.vectors.dtype == torch.uint8:
+        stored, step = pack(vectors)
+        statistics.scales[blocks, :, pages] = step.unsqueeze(-1)
     else:
         stored, scales = quantise(vectors, statistics.vectors.dtype)
         statistics.scales[blocks, :, pages] = scales
-    _bits(statistics.vectors)[blocks, :, pages] = _bits(stored.flatten(-2))
+    _bits(statistics.vectors)[blocks, :, pages] = _bits(stored.flatten(2))
     if spread is not None and statistics.spread is not None:
         statistics.spread[blocks, :, pages] = spread.to(statistics.spread.dtype)
 

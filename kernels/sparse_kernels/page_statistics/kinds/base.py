@@ -26,6 +26,8 @@ class StatisticsKind(ABC):
     """Vectors in a record."""
     has_spread: ClassVar[bool] = False
     """Whether a record holds a scalar besides its vectors."""
+    formats: ClassVar[tuple[str, ...]] = ("int8", "fp8", "bf16")
+    """How its vectors can be stored, of the layout's formats."""
 
     @staticmethod
     @abstractmethod
