@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from sparse_kernels.page_score.reference import score_pages as reference_scores
-from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout, update_page_statistics
+from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsLayout, update_page_statistics
 from sparse_kernels.page_topk.reference import select_pages as reference_selection
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention.reference import attend_pages as reference_attention
@@ -39,6 +39,10 @@ class Case:
     eight_bit_cache: bool = False
     seed: int = 0
 
+    @property
+    def kind(self) -> str:
+        return "sketch" if self.format == "int2" else "mean_and_spread"
+
 
 CASES = {
     "ragged": Case((3000, 517, 1, 4096, 700)),
@@ -53,6 +57,11 @@ CASES = {
     "bf16 means": Case((3000, 517, 4096), format="bf16"),
     "bf16 means, group of 16": Case((3000, 517, 4096), group=16, head_size=64, format="bf16"),
     "fp8 means": Case((3000, 517, 4096), format="fp8"),
+    "sketches": Case((3000, 517, 1, 4096, 700), format="int2"),
+    "sketches, group of 16, pages of 16": Case((3000, 1501), group=16, page_size=16, k=32, format="int2"),
+    "sketches, heads of 64, small blocks": Case((3000, 517), group=3, head_size=64, block_size=16, format="int2"),
+    "sketches, heads of 256, one head": Case((3000, 517), group=1, head_size=256, format="int2"),
+    "sketches, fp8 cache": Case((3000, 517, 4096), format="int2", eight_bit_cache=True),
     "three query tokens": Case((3000, 517, 4096), queries=3),
     "padded requests": Case((3000, 0, 517, 0)),
     "learned sinks": Case((3000, 517, 4096), sinks=True),
@@ -73,16 +82,16 @@ class Inputs:
     def __init__(self, case: Case) -> None:
         contexts = [max(1, context) for context in case.contexts]
         batch = make_batch(
-            contexts, case.num_kv_heads, case.head_size, case.block_size, case.page_size, case.format, case.seed
+            contexts, case.num_kv_heads, case.head_size, case.block_size, case.page_size, case.format, case.kind, case.seed
         )
-        layout = StatisticsLayout(case.page_size, case.head_size, case.format)
+        layout = StatisticsLayout(case.page_size, case.head_size, case.format, kind=KINDS[case.kind])
         rows = case.block_size + layout.rows(case.block_size)
         memory = torch.empty(0, dtype=torch.bfloat16).set_(batch.paged_keys.view.untyped_storage())
         cache = memory.view(-1, case.num_kv_heads, rows, 2 * case.head_size)
         self.query_scale = self.key_scale = self.value_scale = None
         if case.eight_bit_cache:
             # Statistics are those of the keys as they are stored.
-            layout = StatisticsLayout(case.page_size, case.head_size, case.format, cache_itemsize=1)
+            layout = StatisticsLayout(case.page_size, case.head_size, case.format, 1, KINDS[case.kind])
             eight = cache.nan_to_num(0, 0, 0).clamp(-400, 400).to(torch.float8_e4m3fn)
             more = layout.rows(case.block_size)
             tokens = eight[:, :, : case.block_size]

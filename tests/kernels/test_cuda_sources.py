@@ -11,7 +11,7 @@ pytest.importorskip("cuda.bindings", reason="needs cuda-bindings")
 from sparse_kernels.cuda.launch import FORMATS, compile_source
 
 ROOT = Path(sparse_kernels.__file__).parent
-BF16, FP16, FP8, INT8 = FORMATS.values()
+BF16, FP16, FP8, INT8, SKETCH = FORMATS.values()
 SHAPE = {"GROUP": 4, "HEAD_SIZE": 128, "PAGES_PER_BLOCK": 8}
 LAUNCH = {"WARPS": 8, "BLOCKS_PER_SM": 2}
 SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "MEAN": INT8, "CHUNK": 1024, "PIPELINED": 0}
@@ -24,6 +24,7 @@ CASES = {
     "score int8": ("page_score/score.cu", SCORE),
     "score fp8": ("page_score/score.cu", SCORE | {"MEAN": FP8, "QUERY": FP16}),
     "score bf16": ("page_score/score.cu", SCORE | {"MEAN": BF16, "PIPELINED": 1}),
+    "score sketches": ("page_score/score.cu", SCORE | {"MEAN": SKETCH}),
     "score groups of 16, blocks of a page": ("page_score/score.cu", SCORE | {"GROUP": 16, "PAGES_PER_BLOCK": 1}),
     "top-k": ("page_topk/topk.cu", TOPK),
     "top-k of candidates": ("page_topk/topk.cu", TOPK | {"CANDIDATES": 1, "PAGES_PER_BLOCK": 8, "PER_THREAD": 4}),
@@ -37,6 +38,7 @@ HOPPER = {
     "attend cluster": ("sparse_attention/attend.cu", ATTEND | {"CLUSTER": 8}),
     "decode fused": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1}),
     "decode cluster": ("sparse_decode/decode.cu", DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "WARPS": 16}),
+    "decode sketches": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "MEAN": SKETCH}),
     "decode fp8": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "CLUSTER": 2, "KV": FP8, "QUERY": FP8}),
 }
 

@@ -1,15 +1,15 @@
 import pytest
 import torch
 from sparse_kernels.page_score import reference, score_pages
-from sparse_kernels.page_statistics import KINDS, STATISTICS_FORMATS
+from sparse_kernels.page_statistics import STATISTICS_FORMATS
 from sparse_kernels.page_statistics.reference import quantise
-from support.paged import make_batch
+from support.paged import VECTOR_KINDS, make_batch
 
 CONTEXTS = [1000, 8, 7, 505, 64, 72, 999]
 SHAPES = [(1, 1, 64), (2, 4, 64), (1, 16, 128), (2, 3, 96), (1, 8, 256), (4, 1, 128)]
 # Compiled for each shape and kind: the default's kind in all shapes, the others in two.
 CASES = [
-    (kind, *shape) for kind in KINDS for shape in (SHAPES if kind == "mean_and_spread" else [(2, 4, 64), (2, 3, 96)])
+    (kind, *shape) for kind in VECTOR_KINDS for shape in (SHAPES if kind == "mean_and_spread" else [(2, 4, 64), (2, 3, 96)])
 ]
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from sparse_kernels.page_statistics import KINDS, STATISTICS_FORMATS, StatisticsLayout, reference, update_page_statistics
 from sparse_kernels.paging import PagedTensor
-from support.paged import garbage, make_batch
+from support.paged import VECTOR_KINDS, garbage, make_batch
 
 
 def exact_record(kind: str, keys: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
@@ -33,7 +33,7 @@ def stored_vectors(batch, request: int) -> torch.Tensor:
 @pytest.mark.parametrize("page_size", [8, 16, 32])
 @pytest.mark.parametrize("statistics", STATISTICS_FORMATS)
 @pytest.mark.parametrize(("head_size", "num_kv_heads"), [(64, 2), (96, 1), (128, 4), (256, 1)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", VECTOR_KINDS)
 def test_statistics_of_full_pages(kind, statistics, page_size, head_size, num_kv_heads):
     batch = make_batch(
         [200, 64, 7, 63, 65], num_kv_heads, head_size, page_size=page_size, statistics=statistics, kind=kind
@@ -61,7 +61,7 @@ def test_statistics_of_full_pages(kind, statistics, page_size, head_size, num_kv
         torch.testing.assert_close(found.double(), spread, rtol=2**-8, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", VECTOR_KINDS)
 @pytest.mark.parametrize("statistics", STATISTICS_FORMATS)
 def test_rewriting_a_page_leaves_no_trace_of_the_old_one(kind, statistics):
     first = make_batch([128], 2, 64, statistics=statistics, kind=kind, seed=1)
@@ -117,7 +117,7 @@ def test_no_pages_is_no_work():
 
 
 @pytest.mark.parametrize("statistics", STATISTICS_FORMATS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", VECTOR_KINDS)
 def test_every_word_is_a_finite_bfloat16(kind, statistics):
     """Another layer's kernel may multiply these words by zero."""
     layout = StatisticsLayout(8, 64, statistics, kind=KINDS[kind])
@@ -134,7 +134,7 @@ def test_every_word_is_a_finite_bfloat16(kind, statistics):
 @pytest.mark.parametrize("head_size", [32, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("statistics", STATISTICS_FORMATS)
 @pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.uint8], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", VECTOR_KINDS)
 def test_records_fit_their_rows_and_do_not_overlap(kind, cache_dtype, statistics, head_size, page_size):
     layout = StatisticsLayout(page_size, head_size, statistics, cache_dtype.itemsize, KINDS[kind])
     block_size = 2 * layout.unit_tokens

@@ -6,8 +6,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from sparse_kernels.page_statistics import STATISTICS_FORMATS, PageStatistics, StatisticsLayout, reference, write_cache
-from support.paged import garbage
+from sparse_kernels.page_statistics import KINDS, STATISTICS_FORMATS, PageStatistics, StatisticsLayout, reference, write_cache
+from sparse_kernels.page_statistics.kinds.sketch import unpack
+from support.paged import VECTOR_KINDS, garbage
 
 FLOAT8 = torch.float8_e4m3fn
 LARGEST_KEY = 1024.0
@@ -49,12 +50,13 @@ class Shape:
     statistics: str | None = "int8"
     cache_dtype: torch.dtype = torch.bfloat16
     dtype: torch.dtype = torch.bfloat16
+    kind: str = "mean_and_spread"
 
     def __str__(self) -> str:
         cache, inputs = (str(dtype).removeprefix("torch.") for dtype in (self.cache_dtype, self.dtype))
         return (
             f"page{self.page_size}-block{self.block_size}-{self.num_kv_heads}x{self.head_size}-{self.statistics}-"
-            f"{inputs}-in-{cache}"
+            f"{inputs}-in-{cache}-{self.kind}"
         )
 
 
@@ -143,6 +145,25 @@ SHAPES = [
     Shape(cache_dtype=FLOAT8, page_size=16, head_size=128, statistics="fp8"),
     Shape(cache_dtype=FLOAT8, page_size=32, head_size=96, statistics="bf16", dtype=torch.float16),
     Shape(cache_dtype=FLOAT8, block_size=16, statistics=None),
+    *(
+        Shape(kind=kind, **shape)
+        for kind in VECTOR_KINDS
+        if kind != "mean_and_spread"
+        for shape in (
+            {},
+            {"page_size": 16, "head_size": 128, "statistics": "fp8", "cache_dtype": FLOAT8},
+            {"page_size": 32, "head_size": 96, "statistics": "bf16", "num_kv_heads": 5},
+        )
+    ),
+    *(
+        Shape(kind="sketch", statistics="int2", **shape)
+        for shape in (
+            {},
+            {"page_size": 16, "head_size": 128, "cache_dtype": FLOAT8},
+            {"page_size": 32, "head_size": 256, "num_kv_heads": 1, "dtype": torch.float32},
+            {"block_size": 16, "num_kv_heads": 8},
+        )
+    ),
 ]
 
 
@@ -172,7 +193,9 @@ class Memory:
     def _layout(shape: Shape) -> StatisticsLayout | None:
         if shape.statistics is None:
             return None
-        return StatisticsLayout(shape.page_size, shape.head_size, shape.statistics, shape.cache_dtype.itemsize)
+        return StatisticsLayout(
+            shape.page_size, shape.head_size, shape.statistics, shape.cache_dtype.itemsize, KINDS[shape.kind]
+        )
 
     def to(self, device: str) -> "Memory":
         return Memory(self.shape, self.raw.to(device, copy=True))
@@ -244,6 +267,8 @@ def kernel(*args) -> None:
 
 def rank(x: torch.Tensor) -> torch.Tensor:
     """Position of each value among those its format can store: neighbours differ by one."""
+    if x.dtype == torch.uint8:
+        return unpack(x)
     if x.dtype == torch.int8:
         # -1 is not stored.
         return x.int() + (x < 0)
@@ -258,21 +283,19 @@ def assert_same_memory(actual: Memory, expected: Memory, slots: list[list[int]])
     last = torch.tensor(sorted({slot for mapping in slots for slot in mapping if slot % page_size == page_size - 1}))
     if expected.views is not None and last.numel():
         where = last // expected.shape.block_size, slice(None), last % expected.shape.block_size // page_size
-        for name, mine, wanted in zip(PageStatistics._fields, actual.views, expected.views, strict=True):
-            if wanted is None:
-                continue
-            bits = torch.int8 if wanted.dtype.itemsize == 1 else torch.int16
+        for mine, wanted in zip(actual.views.parts, expected.views.parts, strict=True):
+            bits = {torch.uint8: torch.uint8, torch.bfloat16: torch.int16}.get(wanted.dtype, torch.int8)
             got = mine.view(bits)[where].view(wanted.dtype)
             want = wanted.view(bits)[where].view(wanted.dtype)
             # Sums in another order: a float32 rounding, which may end on the other side of a rounding of the format.
             # Keys and values have none: every other byte is compared exactly.
             steps = (rank(got) - rank(want)).abs()
-            if wanted.dtype == torch.bfloat16 and name == "mean":
+            if wanted is expected.views.vectors and wanted.dtype == torch.bfloat16:
                 # Where a page's keys cancel, that rounding is relative to them and not to their mean: half an ulp of
                 # the largest for each of the page's terms, in both sums.
                 cancelled = (got.float() - want.float()).abs() <= page_size * LARGEST_KEY * 2**-23
                 steps = steps.masked_fill(cancelled, 0)
-            assert steps.max() <= 1, f"{name} is {int(steps.max())} steps off"
+            assert steps.max() <= 1, f"{int(steps.max())} steps off"
             mine.view(bits)[where] = wanted.view(bits)[where]
     differs = (actual.bytes != expected.bytes).nonzero()
     assert differs.numel() == 0, f"bytes differ at {differs[:4].tolist()} and {len(differs) - 4} more"
@@ -330,22 +353,26 @@ def test_rows_and_statistics_are_those_of_the_stored_keys(shape, implementation)
                 now, then = (x[block, :, offset].view(torch.uint8) for x in (memory.raw, before))
                 assert torch.equal(now, then)
     keys = memory.cache[6, :, :page, :dims].double()
-    mean, scale, std = (part if part is None else part[6, :, 0].double() for part in memory.views)
+    views = memory.views
+    mean, spread = views.vectors[6, :, 0].double(), views.spread[6, :, 0].double()
+    scale = None if views.scales is None else views.scales[6, :, 0, 0].double()
     exact = keys.mean(dim=1)
     largest = exact.abs().amax(dim=-1, keepdim=True)
     allowed = exact.abs() / 256 if scale is None else largest / 125
     assert ((mean * (1 if scale is None else scale[:, None]) - exact).abs() <= allowed + 1e-5 * largest).all()
     if scale is not None:
         assert (scale * 126 >= largest.squeeze(1)).all(), "the largest element does not fit"
-    torch.testing.assert_close(std, keys.std(dim=1, correction=0).norm(dim=-1), rtol=2**-8, atol=0)
+    torch.testing.assert_close(spread, keys.std(dim=1, correction=0).norm(dim=-1), rtol=2**-8, atol=0)
 
 
 @on_devices
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's NumPy
-@pytest.mark.parametrize("statistics", STATISTICS_FORMATS)
+@pytest.mark.parametrize(
+    ("kind", "statistics"), [(kind.name, statistics) for kind in KINDS.values() for statistics in kind.formats]
+)
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf, 3e38], ids=str)
-def test_keys_that_are_not_finite_leave_finite_statistics(statistics, poison, device):
-    shape = Shape(statistics=statistics)
+def test_keys_that_are_not_finite_leave_finite_statistics(kind, statistics, poison, device):
+    shape = Shape(statistics=statistics, kind=kind)
     memory = Memory(shape, torch.zeros_like(Memory.dirty(shape).raw)).to(device)
     (launch,) = random_launches(shape, [[*tokens(64, 1, 0, 8), *tokens(64, 3, 0, 8)]])
     launch.key[3, 1, 7] = poison
@@ -354,8 +381,19 @@ def test_keys_that_are_not_finite_leave_finite_statistics(statistics, poison, de
     words = memory.to("cpu").raw[:, :, 64:].view(torch.bfloat16)
     assert words.isfinite().all()
     assert words[3].count_nonzero() > 0
-    # The page is not hidden from a selection that looks at means and spreads.
-    assert memory.views.spread[1, 1, 0] == torch.finfo(torch.bfloat16).max
+    # The page is not hidden from a selection that looks at spreads or at bounds.
+    views, largest = memory.to("cpu").views, torch.finfo(torch.bfloat16).max
+    if kind == "mean_and_spread":
+        assert views.spread[1, 1, 0] == largest
+    elif kind == "bounds":
+        stored = views.vectors[1, 1, 0].double().view(2, -1)[:, 7]
+        stored *= 1 if views.scales is None else views.scales[1, 1, 0].double()
+        torch.testing.assert_close(stored / largest, torch.tensor([1.0, -1.0]).double(), rtol=0.2, atol=0)
+    elif kind == "sketch":
+        assert views.scales[1, 1, 0] == largest
+        query = torch.randn(8, 64)
+        found = (query @ unpack(views.vectors[1, 1, 0]).view(4, 64).T).amax(dim=-1)
+        assert (found > 0).all()
 
 
 @on_devices
@@ -366,12 +404,12 @@ def test_constant_and_zero_keys(device):
     launch.key[:8] = 0
     launch.key[8:] = 3
     launch.to(device).run(kernel, memory)
-    mean, scale, std = memory.to("cpu").views
-    assert mean[0, :, 0].eq(0).all()
-    assert scale[0, :, 0].eq(0).all()
-    assert std[0, :, :2].eq(0).all()
+    views = memory.to("cpu").views
+    assert views.vectors[0, :, 0].eq(0).all()
+    assert views.scales[0, :, 0].eq(0).all()
+    assert views.spread[0, :, :2].eq(0).all()
     torch.testing.assert_close(
-        mean[0, :, 1] * scale[0, :, 1, None].float(), torch.full((3, 64), 3.0), rtol=0.01, atol=0
+        views.vectors[0, :, 1] * views.scales[0, :, 1].float(), torch.full((3, 64), 3.0), rtol=0.01, atol=0
     )
 
 
@@ -465,7 +503,7 @@ BAD = [
     ({"slot_mapping": torch.tensor([0], dtype=torch.int32)}, "slot_mapping: got torch.int32"),
     ({"page_size": 12}, "page_size: got 12, allowed: a power of two that divides the block size 64"),
     ({"page_size": 128}, "page_size: got 128"),
-    ({"page_size": 16}, "statistics: got means"),
+    ({"page_size": 16}, "statistics: got 3 heads, 8 pages per block, head size 64, allowed: 3 heads, 4 pages"),
     ({"cache": Memory.dirty(Shape(cache_dtype=FLOAT8)).cache}, "key_scale and value_scale"),
 ]
 

@@ -6,6 +6,9 @@ import torch
 from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsLayout, update_page_statistics
 from sparse_kernels.paging import PagedTensor
 
+VECTOR_KINDS = [name for name, kind in KINDS.items() if "int8" in kind.formats]
+"""Kinds of statistics whose vectors are stored one after the other, in any format."""
+
 
 def garbage(*shape: int, generator: torch.Generator, finite: bool = False) -> torch.Tensor:
     """Memory as it may be found: huge values, NaN and infinities unless `finite`, as bfloat16 bits."""

@@ -16,8 +16,10 @@ template <int HEAD_SIZE>
 DEVICE void rotate(float (&x)[HEAD_SIZE / WARP], int lane) {
     constexpr int PER_LANE = HEAD_SIZE / WARP;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++)
-        if ((lane * PER_LANE + i + 1) * 0x9e3779b1u >> 15 & 1) x[i] = -x[i];
+    for (int i = 0; i < PER_LANE; i++) {
+        u32 drawn = (lane * PER_LANE + i + 1) * 0x9e3779b1u;
+        if ((drawn ^ drawn >> 15) * 0x85ebca77u >> 31) x[i] = -x[i];
+    }
 #pragma unroll
     for (int offset = 1; offset < PER_LANE; offset *= 2)
 #pragma unroll

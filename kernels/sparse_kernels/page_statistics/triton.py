@@ -16,7 +16,6 @@ from sparse_kernels.page_statistics.layout import LARGEST, PageStatistics
 # Adding and subtracting 1.5 * 2**23 rounds a small float32 to the nearest integer, ties to even. Triton's own
 # rounding lives in libdevice, which its interpreter does not have.
 _ROUND = tl.constexpr(1.5 * 2**23)
-_LARGEST_BF16 = tl.constexpr(torch.finfo(torch.bfloat16).max)
 _LARGEST_E4M3 = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 
 
@@ -54,19 +53,22 @@ def _write_cache(
     slot_ptr,
     key_scale_ptr,
     value_scale_ptr,
-    mean_ptr,
-    mean_scale_ptr,
-    std_ptr,
+    vectors_ptr,
+    scales_ptr,
+    spread_ptr,
     key_strides,
     value_strides,
     cache_strides,
-    mean_strides,
-    mean_scale_strides,
-    std_strides,
+    vectors_strides,
+    scales_strides,
+    spread_strides,
     NUM_KV_HEADS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
+    SUMMARISE: tl.constexpr,
+    PACK: tl.constexpr,
+    VECTORS: tl.constexpr,
     LARGEST: tl.constexpr,
     HEADS: tl.constexpr,
     DIMS: tl.constexpr,
@@ -99,7 +101,7 @@ def _write_cache(
     tl.store(cache_row, _as_stored(key, key_scale, dtype), mask=exists)
     tl.store(cache_row + HEAD_SIZE, _as_stored(value, value_scale, dtype), mask=exists)
 
-    if mean_ptr is not None:  # noqa: SIM102 - decided when compiling, the next one when running
+    if vectors_ptr is not None:  # noqa: SIM102 - decided when compiling, the next one when running
         if slot % PAGE_SIZE == PAGE_SIZE - 1:
             # Other programs of this launch may be writing the page's earlier keys right now. Those keys stand in the
             # rows before this one and are taken from there; what is older is in the cache.
@@ -112,35 +114,37 @@ def _write_cache(
             written = _as_stored(written, key_scale, dtype).to(tl.float32)
             keys = tl.where(here, written, cached.to(tl.float32))
 
-            # Eq. 1-2. What is not finite becomes the largest spread: such a page is read, not hidden, and leaves
-            # nothing behind that would spoil the block's next owner (see `StatisticsLayout`).
-            mean = tl.sum(keys, axis=0) / PAGE_SIZE
-            deviation = keys - mean[None, :]
-            variance = tl.sum(deviation * deviation, axis=0) / PAGE_SIZE
-            std = tl.sqrt_rn(tl.sum(tl.reshape(variance, (HEADS, DIMS)), axis=1))
-            std = tl.where(std <= _LARGEST_BF16, std, _LARGEST_BF16)
-            mean = tl.reshape(tl.where(tl.abs(mean) <= _LARGEST_BF16, mean, 0.0), (HEADS, DIMS))
+            record = SUMMARISE(keys, PAGE_SIZE, HEADS, DIMS)
 
             page = offset // PAGE_SIZE
             heads = first_head + tl.arange(0, HEADS)
             head_exists = heads < NUM_KV_HEADS
-            if LARGEST is not None:
-                # The arithmetic of `reference.quantise`.
-                scale = tl.div_rn(tl.max(tl.abs(mean), axis=1), LARGEST) * (1 + 2**-8)
-                scale = scale.to(tl.bfloat16)
-                scale_page = mean_scale_ptr + block * mean_scale_strides[0] + page * mean_scale_strides[2]
-                tl.store(scale_page + heads * mean_scale_strides[1], scale, mask=head_exists)
-                divisor = scale.to(tl.float32)
-                scaled = tl.div_rn(mean, tl.where(divisor > 0, divisor, 1.0)[:, None])
-                if mean_ptr.dtype.element_ty == tl.int8:
-                    step = (scaled + _ROUND) - _ROUND
-                    scaled = tl.where(step == -1.0, tl.where(scaled > -1.0, 0.0, -2.0), step)
-                mean = tl.clamp(scaled, -LARGEST, LARGEST)
-            mean = tl.reshape(mean, (HEADS * DIMS,)).to(mean_ptr.dtype.element_ty)
-            mean_page = mean_ptr + block * mean_strides[0] + page * mean_strides[2]
-            tl.store(mean_page + head * mean_strides[1] + dim, mean, mask=exists)
-            std_page = std_ptr + block * std_strides[0] + page * std_strides[2]
-            tl.store(std_page + heads * std_strides[1], std.to(tl.bfloat16), mask=head_exists)
+            record_page = vectors_ptr + block * vectors_strides[0] + page * vectors_strides[2]
+            if PACK is not None:
+                packed, scale = PACK(record, HEADS, DIMS)
+                tl.store(record_page + head * vectors_strides[1] + dim, packed, mask=exists)
+                scale_page = scales_ptr + block * scales_strides[0] + page * scales_strides[2]
+                tl.store(scale_page + heads * scales_strides[1], scale, mask=head_exists)
+            for v in tl.static_range(VECTORS if PACK is None else 0):
+                vector = record[v]
+                if LARGEST is not None:
+                    # The arithmetic of `reference.quantise`.
+                    vector = tl.reshape(vector, (HEADS, DIMS))
+                    scale = tl.div_rn(tl.max(tl.abs(vector), axis=1), LARGEST) * (1 + 2**-8)
+                    scale = scale.to(tl.bfloat16)
+                    scale_page = scales_ptr + block * scales_strides[0] + page * scales_strides[2] + v
+                    tl.store(scale_page + heads * scales_strides[1], scale, mask=head_exists)
+                    divisor = scale.to(tl.float32)
+                    scaled = tl.div_rn(vector, tl.where(divisor > 0, divisor, 1.0)[:, None])
+                    if vectors_ptr.dtype.element_ty == tl.int8:
+                        step = (scaled + _ROUND) - _ROUND
+                        scaled = tl.where(step == -1.0, tl.where(scaled > -1.0, 0.0, -2.0), step)
+                    vector = tl.reshape(tl.clamp(scaled, -LARGEST, LARGEST), (HEADS * DIMS,))
+                place = record_page + head * vectors_strides[1] + v * HEAD_SIZE + dim
+                tl.store(place, vector.to(vectors_ptr.dtype.element_ty), mask=exists)
+            if spread_ptr is not None:
+                spread_page = spread_ptr + block * spread_strides[0] + page * spread_strides[2]
+                tl.store(spread_page + heads * spread_strides[1], record[VECTORS].to(tl.bfloat16), mask=head_exists)
 
 
 def write_cache(
@@ -156,7 +160,9 @@ def write_cache(
     """See `api.write_cache`."""
     num_slots = slot_mapping.shape[0]
     _, num_kv_heads, head_size = key.shape
-    mean, mean_scale, std = (None, None, None) if statistics is None else (statistics.vectors, statistics.scales, statistics.spread)
+    kind = vectors = scales = spread = None
+    if statistics is not None:
+        kind, vectors, scales, spread = statistics.kind, statistics.vectors, statistics.scales, statistics.spread
     dims = triton.next_power_of_2(head_size)
     elements = next(launch.elements for launch in _LAUNCHES if num_slots <= launch.num_slots)
     heads = min(max(elements // dims, 1), triton.next_power_of_2(num_kv_heads))
@@ -167,20 +173,23 @@ def write_cache(
         slot_mapping,
         key_scale,
         value_scale,
-        mean,
-        mean_scale,
-        std,
+        vectors,
+        scales,
+        spread,
         key.stride(),
         value.stride(),
         cache.stride(),
-        mean.stride() if mean is not None else (),
-        mean_scale.stride() if mean_scale is not None else (),
-        std.stride() if std is not None else (),
+        vectors.stride() if vectors is not None else (),
+        scales.stride() if scales is not None else (),
+        spread.stride() if spread is not None else (),
         NUM_KV_HEADS=num_kv_heads,
         HEAD_SIZE=head_size,
         BLOCK_SIZE=cache.shape[2],
         PAGE_SIZE=page_size,
-        LARGEST=LARGEST.get(mean.dtype) if mean is not None else None,
+        SUMMARISE=kind.triton_summarise if kind is not None else None,
+        PACK=kind.triton_pack if kind is not None else None,
+        VECTORS=kind.vectors if kind is not None else 0,
+        LARGEST=LARGEST.get(vectors.dtype) if vectors is not None else None,
         HEADS=heads,
         DIMS=dims,
         num_warps=min(max(heads * dims * page_size // _PAGE_ELEMENTS_PER_WARP, 1), 16),

@@ -3,9 +3,23 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+
+from sparse_kernels.optional_triton import jit, tl
+
+
+@jit
+def finite_or(x, replacement):  # type: ignore[no-untyped-def]
+    """`x`, or `replacement` where bfloat16 has no finite number for it."""
+    return tl.where(tl.abs(x) <= 3.3895313892515355e38, x, replacement)
+
+
+@jit
+def query_itself(query, std_weight):  # type: ignore[no-untyped-def]
+    """The features of most kinds."""
+    return (query,)
 
 
 class StatisticsKind(ABC):
@@ -28,6 +42,17 @@ class StatisticsKind(ABC):
     """Whether a record holds a scalar besides its vectors."""
     formats: ClassVar[tuple[str, ...]] = ("int8", "fp8", "bf16")
     """How its vectors can be stored, of the layout's formats."""
+    triton_summarise: ClassVar[Any]
+    """`summarise` in Triton, for `page_statistics.triton`: `(keys, PAGE_SIZE, HEADS, DIMS)` to a tuple of the vectors,
+    `[HEADS * DIMS]` each, and the spread `[HEADS]` if there is one. Keys are `[PAGE_SIZE, HEADS * DIMS]` float32, zero
+    beyond the size of a head. The results are finite whatever the keys (see `StatisticsLayout`)."""
+    triton_features: ClassVar[Any] = query_itself
+    """`features` in Triton, for `page_score.triton`: `(query, std_weight)` to a tuple of what the vectors are multiplied
+    with, of the query's shape; float32."""
+    triton_pack: ClassVar[Any] = None
+    """For formats below 8 bits: `(record, HEADS, DIMS)` to the bytes `[HEADS * DIMS]` and the scale `[HEADS]`, bfloat16."""
+    triton_combine: ClassVar[Any] = None
+    """`combine` in Triton: `(products)`, a tuple of float32 tensors, to one of them; None for their sum."""
 
     @staticmethod
     @abstractmethod
@@ -65,6 +90,11 @@ class StatisticsKind(ABC):
             `[...]` float32.
         """
         return products.sum(dim=-1)
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the CUDA kernels of the decode step score records of this kind: one vector that meets the query."""
+        return self.vectors == 1 and type(self).features is StatisticsKind.features and self.is_linear
 
     @property
     def is_linear(self) -> bool:

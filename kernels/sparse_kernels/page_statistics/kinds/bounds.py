@@ -4,7 +4,24 @@ from __future__ import annotations
 
 import torch
 
+from sparse_kernels.optional_triton import jit, tl
+
 from sparse_kernels.page_statistics.kinds.base import StatisticsKind
+
+
+@jit
+def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    # What is not finite has no bounds: such a page is read, not hidden.
+    largest = 3.3895313892515355e38
+    finite = tl.abs(keys) <= largest
+    most = tl.max(tl.where(finite, keys, largest), axis=0)
+    least = tl.min(tl.where(finite, keys, -largest), axis=0)
+    return most, least
+
+
+@jit
+def _features(query, std_weight):  # type: ignore[no-untyped-def]
+    return tl.maximum(query, 0.0), tl.minimum(query, 0.0)
 
 
 class Bounds(StatisticsKind):
@@ -18,6 +35,8 @@ class Bounds(StatisticsKind):
 
     name = "bounds"
     vectors = 2
+    triton_summarise = _summarise
+    triton_features = _features
 
     @staticmethod
     def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from sparse_kernels.page_statistics.kinds.base import StatisticsKind
+from sparse_kernels.optional_triton import jit, tl
+
+from sparse_kernels.page_statistics.kinds.base import StatisticsKind, finite_or
+
+
+@jit
+def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    mean = tl.sum(keys, axis=0) / PAGE_SIZE
+    deviation = keys - mean[None, :]
+    variance = tl.sum(deviation * deviation, axis=0) / PAGE_SIZE
+    spread = tl.sqrt_rn(tl.sum(tl.reshape(variance, (HEADS, DIMS)), axis=1))
+    # A page whose statistics are not finite has the largest spread: it is read, not hidden.
+    return finite_or(mean, 0.0), finite_or(spread, 3.3895313892515355e38)
 
 
 class MeanAndSpread(StatisticsKind):
@@ -17,6 +29,7 @@ class MeanAndSpread(StatisticsKind):
 
     name = "mean_and_spread"
     has_spread = True
+    triton_summarise = _summarise
 
     @staticmethod
     def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

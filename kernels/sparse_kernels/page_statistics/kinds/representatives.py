@@ -4,7 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from sparse_kernels.page_statistics.kinds.base import StatisticsKind
+from sparse_kernels.optional_triton import jit, tl
+
+from sparse_kernels.page_statistics.kinds.base import StatisticsKind, finite_or
+
+
+@jit
+def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    mean = tl.sum(keys, axis=0) / PAGE_SIZE
+    merit = tl.sum(tl.reshape(keys * mean[None, :], (PAGE_SIZE, HEADS, DIMS)), axis=2)
+    # A key is among the best if fewer than that many come before it; equal ones come in their order.
+    one, other = merit[:, None, :], merit[None, :, :]
+    token = tl.arange(0, PAGE_SIZE)
+    earlier = (token[None, :] < token[:, None])[:, :, None]
+    before = tl.sum(((other > one) | ((other == one) & earlier)).to(tl.int32), axis=1)
+    count: tl.constexpr = max(PAGE_SIZE // 4, 1)
+    chosen = tl.reshape(tl.broadcast_to((before < count)[:, :, None], (PAGE_SIZE, HEADS, DIMS)), keys.shape)
+    return (finite_or(tl.sum(tl.where(chosen, keys, 0.0), axis=0) / count, 0.0),)
 
 
 class Representatives(StatisticsKind):
@@ -25,11 +41,13 @@ class Representatives(StatisticsKind):
     """
 
     name = "representatives"
+    triton_summarise = _summarise
 
     @staticmethod
     def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `StatisticsKind.summarise`."""
         merit = (keys * keys.mean(dim=-2, keepdim=True)).sum(dim=-1)
-        best = merit.topk(max(keys.shape[-2] // 4, 1), dim=-1).indices
+        # Stable, so that of equal keys the earlier one is taken.
+        best = merit.sort(dim=-1, descending=True, stable=True).indices[..., : max(keys.shape[-2] // 4, 1)]
         chosen = keys.gather(-2, best.unsqueeze(-1).expand(*best.shape, keys.shape[-1]))
         return chosen.mean(dim=-2, keepdim=True), None

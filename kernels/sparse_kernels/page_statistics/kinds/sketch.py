@@ -7,20 +7,25 @@ from functools import cache
 
 import torch
 
+from sparse_kernels.optional_triton import jit, tl
 from sparse_kernels.page_statistics.kinds.base import StatisticsKind
 
 PARTS = 4
 """Quarters of a page; their two-bit codes of one dimension share a byte."""
 STEP = 0.9957
 """Distance of four levels that keeps most of a normal distribution of variance 1."""
-_SIGN_MULTIPLIER = 0x9E3779B1
+_LARGEST = torch.finfo(torch.bfloat16).max
 
 
 @cache
 def signs(head_size: int) -> torch.Tensor:
-    """`[head_size]` float64 of 1 and -1: -1 where bit 15 of `(d + 1) * 0x9E3779B1` is set."""
-    bits = [((d + 1) * _SIGN_MULTIPLIER >> 15) & 1 for d in range(head_size)]
-    return torch.tensor([1.0 - 2.0 * bit for bit in bits], dtype=torch.float64)
+    """`[head_size]` float64 of 1 and -1, drawn by a hash in 32-bit arithmetic that every implementation can compute."""
+
+    def flipped(d: int) -> int:
+        x = (d + 1) * 0x9E3779B1 & 0xFFFFFFFF
+        return (x ^ x >> 15) * 0x85EBCA77 >> 31 & 1
+
+    return torch.tensor([1.0 - 2.0 * flipped(d) for d in range(head_size)], dtype=torch.float64)
 
 
 @cache
@@ -45,6 +50,52 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     return x @ _rotation(x.shape[-1]).to(x)
 
 
+@jit
+def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    ELEMENTS: tl.constexpr = HEADS * DIMS
+    QUARTER: tl.constexpr = PAGE_SIZE // 4
+    x = tl.sum(tl.reshape(keys, (4, QUARTER, ELEMENTS)), axis=1) / QUARTER
+    dim = (tl.arange(0, ELEMENTS) % DIMS).to(tl.uint32)
+    drawn = (dim + 1) * 0x9E3779B1
+    flipped = ((drawn ^ (drawn >> 15)) * 0x85EBCA77) >> 31
+    x = tl.where((flipped == 1)[None, :], -x, x)
+    for stage in tl.static_range(8):
+        half: tl.constexpr = 1 << stage
+        if half < DIMS:
+            pairs = tl.permute(tl.reshape(x, (2 * ELEMENTS // half, 2, half)), (0, 2, 1))
+            low, high = tl.split(pairs)
+            x = tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), (4, ELEMENTS))
+    x = x * (DIMS**-0.5)
+    even, odd = tl.split(tl.permute(tl.reshape(x, (2, 2, ELEMENTS)), (2, 0, 1)))
+    newest, third = tl.split(even)
+    second, oldest = tl.split(odd)
+    # Keys come newest first, parts oldest first.
+    return oldest, third, second, newest
+
+
+@jit
+def _pack(record, HEADS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
+    power = tl.zeros((HEADS,), tl.float32)
+    for v in tl.static_range(4):
+        part = tl.reshape(record[v], (HEADS, DIMS))
+        power += tl.sum(part * part, axis=1)
+    power = power / (4 * DIMS)
+    finite = power <= 3.3895313892515355e38
+    step = tl.where(finite, tl.sqrt_rn(power) * 0.9957, 3.3895313892515355e38).to(tl.bfloat16)
+    divisor = step.to(tl.float32)
+    divisor = tl.where(divisor > 0, divisor, 1.0)[:, None]
+    packed = tl.zeros((HEADS, DIMS), tl.int32)
+    for v in tl.static_range(4):
+        scaled = tl.div_rn(tl.reshape(record[v], (HEADS, DIMS)), divisor) + 1.5
+        # Rounds to the nearest integer, ties to even.
+        code = tl.clamp((scaled + 12582912.0) - 12582912.0, 0.0, 3.0)
+        code = tl.where(finite[:, None], code, 3.0 - 3.0 * (v % 2))
+        packed = packed | (code.to(tl.int32) << (2 * v))
+    first, second = tl.split(tl.reshape(packed, (HEADS * DIMS // 2, 2)))
+    second = tl.where((first >= 128) & ((second & 0x7F) == 0x7F), second & 0xFE, second)
+    return tl.reshape(tl.join(first, second), (HEADS * DIMS,)).to(tl.uint8), step
+
+
 class Sketch(StatisticsKind):
     """Four keys in the bytes of one.
 
@@ -60,6 +111,13 @@ class Sketch(StatisticsKind):
     name = "sketch"
     vectors = PARTS
     formats = ("int2",)
+    triton_summarise = _summarise
+    triton_pack = _pack
+
+    @property
+    def is_fused(self) -> bool:
+        """See `StatisticsKind.is_fused`: the CUDA kernels know sketches."""
+        return True
 
     @staticmethod
     def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -93,13 +151,12 @@ def pack(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         `[..., head_size]` uint8 and the step `[...]` bfloat16.
     """
     power = vectors.double().square().mean(dim=(-2, -1))
-    finite = (power <= torch.finfo(torch.bfloat16).max).unsqueeze(-1).unsqueeze(-1)
-    largest = torch.finfo(torch.bfloat16).max
-    step = torch.where(finite[..., 0, 0], (power.sqrt() * STEP).float(), largest).bfloat16()
-    divisor = torch.where(step > 0, step, 1.0).float().unsqueeze(-1).unsqueeze(-1)
+    finite = power <= _LARGEST
+    step = torch.where(finite, (power.sqrt() * STEP).float(), _LARGEST).bfloat16()
+    divisor = torch.where(step > 0, step, 1.0).float()[..., None, None]
     codes = (vectors / divisor + 1.5).round().clamp(0, 3)
     both_signs = torch.tensor([3.0, 0.0, 3.0, 0.0], device=vectors.device)[:, None]
-    codes = torch.where(finite, codes, both_signs).to(torch.uint8)
+    codes = torch.where(finite[..., None, None], codes, both_signs).to(torch.uint8)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8, device=vectors.device)[:, None]
     packed = (codes << shifts).sum(dim=-2, dtype=torch.uint8)
     words = packed.contiguous().view(torch.int16)
