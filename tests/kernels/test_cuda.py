@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from sparse_kernels.page_score.reference import score_pages as reference_scores
-from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout, update_page_statistics
+from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsLayout, update_page_statistics
 from sparse_kernels.page_topk.reference import select_pages as reference_selection
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention.reference import attend_pages as reference_attention
@@ -30,6 +30,7 @@ class Case:
     block_size: int = 64
     page_size: int = 8
     format: str = "int8"
+    kind: str = "mean_and_spread"
     queries: int = 1
     k: int = 64
     dense_tokens: int = 0
@@ -53,6 +54,11 @@ CASES = {
     "bf16 means": Case((3000, 517, 4096), format="bf16"),
     "bf16 means, group of 16": Case((3000, 517, 4096), group=16, head_size=64, format="bf16"),
     "fp8 means": Case((3000, 517, 4096), format="fp8"),
+    "bounds": Case((3000, 517, 4096), kind="bounds"),
+    "bounds, three query tokens": Case((3000, 517, 4096), kind="bounds", queries=3, head_size=64, format="bf16"),
+    "bounds, group of 16": Case((3000, 517), kind="bounds", group=16, page_size=16, k=32, format="fp8"),
+    "representatives": Case((3000, 517, 4096), kind="representatives"),
+    "representatives in bf16": Case((3000, 517, 4096), kind="representatives", format="bf16"),
     "three query tokens": Case((3000, 517, 4096), queries=3),
     "padded requests": Case((3000, 0, 517, 0)),
     "learned sinks": Case((3000, 517, 4096), sinks=True),
@@ -73,16 +79,17 @@ class Inputs:
     def __init__(self, case: Case) -> None:
         contexts = [max(1, context) for context in case.contexts]
         batch = make_batch(
-            contexts, case.num_kv_heads, case.head_size, case.block_size, case.page_size, case.format, case.seed
-        )
-        layout = StatisticsLayout(case.page_size, case.head_size, case.format)
+            contexts, case.num_kv_heads, case.head_size, case.block_size, case.page_size, case.format, case.kind,
+            case.seed,
+        )  # fmt: skip
+        layout = StatisticsLayout(case.page_size, case.head_size, case.format, kind=KINDS[case.kind])
         rows = case.block_size + layout.rows(case.block_size)
         memory = torch.empty(0, dtype=torch.bfloat16).set_(batch.paged_keys.view.untyped_storage())
         cache = memory.view(-1, case.num_kv_heads, rows, 2 * case.head_size)
         self.query_scale = self.key_scale = self.value_scale = None
         if case.eight_bit_cache:
             # Statistics are those of the keys as they are stored.
-            layout = StatisticsLayout(case.page_size, case.head_size, case.format, cache_itemsize=1)
+            layout = StatisticsLayout(case.page_size, case.head_size, case.format, 1, KINDS[case.kind])
             eight = cache.nan_to_num(0, 0, 0).clamp(-400, 400).to(torch.float8_e4m3fn)
             more = layout.rows(case.block_size)
             tokens = eight[:, :, : case.block_size]

@@ -6,7 +6,14 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from sparse_kernels.page_statistics import KINDS, STATISTICS_FORMATS, PageStatistics, StatisticsLayout, reference, write_cache
+from sparse_kernels.page_statistics import (
+    KINDS,
+    STATISTICS_FORMATS,
+    PageStatistics,
+    StatisticsLayout,
+    reference,
+    write_cache,
+)
 from support.paged import garbage
 
 FLOAT8 = torch.float8_e4m3fn
