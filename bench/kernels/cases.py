@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from sparse_kernels.page_statistics import StatisticsFormat, StatisticsLayout
+from sparse_kernels.page_statistics import KINDS, RecordFormat, StatisticsLayout
+
+DEFAULT_FORMAT: RecordFormat = "int2"
 
 
 def size_text(number: int) -> str:
@@ -54,11 +56,12 @@ class Geometry:
         """Factor of the logits."""
         return float(self.head_size**-0.5)
 
-    def layout(self, statistics: StatisticsFormat) -> StatisticsLayout:
+    def layout(self, statistics: RecordFormat) -> StatisticsLayout:
         """How the statistics of a block lie in its rows; the cache is bfloat16."""
-        return StatisticsLayout(self.page_size, self.head_size, statistics)
+        kind = next(kind for kind in KINDS.values() if statistics in kind.formats)
+        return StatisticsLayout(self.page_size, self.head_size, statistics, kind=kind)
 
-    def block_elements(self, statistics: StatisticsFormat) -> int:
+    def block_elements(self, statistics: RecordFormat) -> int:
         """Elements of a block, statistics included."""
         rows = self.block_size + self.layout(statistics).rows(self.block_size)
         return self.num_kv_heads * rows * 2 * self.head_size
@@ -72,14 +75,14 @@ class DecodeCase:
     context: int
     group: int
     """Query heads of a KV head."""
-    format: StatisticsFormat = "int8"
-    """How mean keys are stored."""
+    format: RecordFormat = DEFAULT_FORMAT
+    """How the statistics of pages are stored: `int2` are sketches, the others means."""
 
     @property
     def name(self) -> str:
         """In the grammar of vLLM's attention benchmarks: requests, query tokens, context."""
         text = f"{self.batch}q1s{size_text(self.context)} g{self.group}"
-        return text if self.format == "int8" else f"{text} {self.format}"
+        return text if self.format == DEFAULT_FORMAT else f"{text} {self.format}"
 
     def lengths(self, geometry: Geometry) -> list[int]:
         """Tokens of each request, the new one included.
@@ -130,7 +133,7 @@ class Grid:
     batches: Sequence[int] = (1, 4, 8, 32)
     contexts: Sequence[int] = (2048, 8192, 32768, 131072, 524288)
     groups: Sequence[int] = (4, 8, 1)
-    formats: Sequence[StatisticsFormat] = ("int8", "fp8", "bf16")
+    formats: Sequence[RecordFormat] = (DEFAULT_FORMAT, "int8", "fp8", "bf16")
     rows: Sequence[int] = (8, 64, 256)
     pages: Sequence[int] = (1024, 4096, 16384, 65536, 131072)
 
@@ -156,7 +159,7 @@ class Grid:
                 plan += [("score", case) for group in self.groups for case in self._decode_cases(group, other)]
         return plan
 
-    def _decode_cases(self, group: int, statistics: StatisticsFormat) -> list[DecodeCase]:
+    def _decode_cases(self, group: int, statistics: RecordFormat) -> list[DecodeCase]:
         return [DecodeCase(batch, context, group, statistics) for batch in self.batches for context in self.contexts]
 
 
@@ -164,7 +167,7 @@ QUICK = Grid(
     batches=(1, 32),
     contexts=(8192, 131072),
     groups=(4,),
-    formats=("int8",),
+    formats=(DEFAULT_FORMAT,),
     rows=(8, 256),
     pages=(4096, 16384),
 )

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from sparse_kernels.page_score.reference import score_pages
+from sparse_kernels.page_statistics.kinds.sketch import pack, unpack
 from sparse_kernels.page_statistics.reference import quantise, summarise
 from sparse_kernels.page_topk.reference import select_pages
 from sparse_kernels.sparse_attention.reference import attend_pages
@@ -251,11 +252,18 @@ def _require_statistics(
     name: str,
 ) -> None:
     table = inputs.statistics
-    found = table.vectors[blocks, :, pages].float().unflatten(-1, vectors.shape[-2:])
+    found, two_bits = table.vectors[blocks, :, pages], table.vectors.dtype == torch.uint8
+    found = (unpack(found) if two_bits else found.float()).unflatten(-1, vectors.shape[-2:])
     step = _BF16_STEP * vectors.abs()
     if table.scales is not None:
         scale = table.scales[blocks, :, pages].float().unsqueeze(-1)
-        wanted_scale = quantise(vectors, table.vectors.dtype)[1].float().unsqueeze(-1)
+        if two_bits:
+            packed, wanted_scale = pack(vectors)
+            wanted_scale = wanted_scale.float()[..., None, None]
+            # What two bits keep of the outer elements is far from them.
+            vectors = unpack(packed).unflatten(-1, vectors.shape[-2:]) * wanted_scale
+        else:
+            wanted_scale = quantise(vectors, table.vectors.dtype)[1].float().unsqueeze(-1)
         if not bool(((scale - wanted_scale).abs() <= 2 * _BF16_STEP * wanted_scale).all()):
             raise CheckError(f"{name}: the scale of a completed page is off")
         found, step = found * scale, 1.02 * scale

@@ -15,7 +15,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.kernels.cases import size_text
+from bench.kernels.cases import DEFAULT_FORMAT, size_text
 from bench.kernels.runner import MEASURED, Row
 
 
@@ -67,7 +67,7 @@ def _distinct(rows: Sequence[Row], dimension: str) -> list[Any]:
 
 
 def _default_format(row: Row) -> bool:
-    return bool(row["case"].get("format", "int8") == "int8")
+    return bool(row["case"].get("format", DEFAULT_FORMAT) == DEFAULT_FORMAT)
 
 
 def _file_name(text: str) -> str:

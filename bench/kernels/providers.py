@@ -11,9 +11,10 @@ from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 import torch
+from sparse_kernels.page_statistics import STATISTICS_FORMATS, RecordFormat
 
 from bench.kernels import checks, traffic
-from bench.kernels.cases import Geometry
+from bench.kernels.cases import Case, DecodeCase, Geometry
 from bench.kernels.workload import DecodeInputs, TopKInputs, Workload
 
 Inputs = TypeVar("Inputs")
@@ -45,6 +46,12 @@ class Provider(Generic[Inputs]):
     check: Callable[[Inputs, checks.Calls], None]
     traffic: Callable[[Any, Geometry], int]
     """Bytes of a case."""
+    formats: Sequence[RecordFormat] | None = None
+    """Formats of statistics it can read; None for all, or where there are none."""
+
+    def serves(self, case: Case) -> bool:
+        """Whether a case is one for this provider."""
+        return self.formats is None or not isinstance(case, DecodeCase) or case.format in self.formats
 
 
 @dataclass(frozen=True)
@@ -348,7 +355,12 @@ PROVIDERS: dict[str, Op[Any]] = {
         (
             Provider("unique", imported(_SCORE_PAGES), _score, checks.scores, traffic.score),
             Provider(
-                "three launches", imported("bench.kernels.unfused:score_pages"), _score, checks.scores, traffic.score
+                "three launches",
+                imported("bench.kernels.unfused:score_pages"),
+                _score,
+                checks.scores,
+                traffic.score,
+                STATISTICS_FORMATS,
             ),
         ),
     ),

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from sparse_kernels.page_statistics import PageStatistics, StatisticsFormat
+from sparse_kernels.page_statistics import PageStatistics, RecordFormat
 from sparse_kernels.page_statistics.reference import update_page_statistics
 from sparse_kernels.paging import PagedTensor
 
@@ -91,7 +91,7 @@ class Workload:
         self._generator = torch.Generator(device).manual_seed(seed)
         self._memory = torch.empty(0, dtype=torch.bfloat16, device=device)
         self._cache = self._memory
-        self._format: StatisticsFormat | None = None
+        self._format: RecordFormat | None = None
         self._order = torch.randperm(max_blocks, generator=self._generator, device=device).int()
 
     def cache_bytes(self, case: DecodeCase) -> int:
@@ -162,7 +162,7 @@ class Workload:
         pages = pages.masked_fill(pages == width, -1)
         return torch.nn.functional.pad(pages, (0, geometry.k - pages.shape[-1]), value=-1).int()
 
-    def _lay_out(self, statistics: StatisticsFormat) -> None:
+    def _lay_out(self, statistics: RecordFormat) -> None:
         """Random keys and values in every block, and the statistics that follow from them."""
         if statistics == self._format:
             return
@@ -179,7 +179,7 @@ class Workload:
             self._fill(self._cache[begin : begin + _FILL_BLOCKS], statistics)
         self._format = statistics
 
-    def _fill(self, part: torch.Tensor, statistics: StatisticsFormat) -> None:
+    def _fill(self, part: torch.Tensor, statistics: RecordFormat) -> None:
         geometry = self.geometry
         part.normal_(generator=self._generator)
         keys = PagedTensor.from_rows(part[:, :, : geometry.block_size, : geometry.head_size], geometry.page_size)

@@ -1,9 +1,20 @@
+from importlib.util import find_spec
+
 import pytest
 import torch
+from sparse_kernels.optional_triton import tl
 from sparse_kernels.page_score import reference, score_pages
+<<<<<<< HEAD
 from sparse_kernels.page_statistics import STATISTICS_FORMATS
 from sparse_kernels.page_statistics.reference import quantise
 from support.paged import VECTOR_KINDS, make_batch
+=======
+from sparse_kernels.page_statistics import KINDS, STATISTICS_FORMATS, StatisticsLayout, update_page_statistics
+from sparse_kernels.page_statistics.reference import quantise
+from sparse_kernels.page_statistics.kinds import StatisticsKind
+from sparse_kernels.paging import PagedTensor
+from support.paged import make_batch
+>>>>>>> policies
 
 CONTEXTS = [1000, 8, 7, 505, 64, 72, 999]
 SHAPES = [(1, 1, 64), (2, 4, 64), (1, 16, 128), (2, 3, 96), (1, 8, 256), (4, 1, 128)]
@@ -11,6 +22,14 @@ SHAPES = [(1, 1, 64), (2, 4, 64), (1, 16, 128), (2, 3, 96), (1, 8, 256), (4, 1, 
 CASES = [
     (kind, *shape) for kind in VECTOR_KINDS for shape in (SHAPES if kind == "mean_and_spread" else [(2, 4, 64), (2, 3, 96)])
 ]
+
+
+def assert_within_one_rounding(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """Neighbouring bfloat16 numbers differ by one."""
+    ordinals = [
+        torch.where(bits < 0, bits ^ 0x7FFF, bits) for bits in (s.view(torch.int16).int() for s in (actual, expected))
+    ]
+    assert (ordinals[0] - ordinals[1]).abs().le(1).all()
 
 
 def exact_scores(batch, query: torch.Tensor, request: int, std_weight: float, statistics: str) -> torch.Tensor:
@@ -69,11 +88,7 @@ def test_compiled_scores_are_the_reference_within_one_rounding(kind, num_kv_head
     batch = make_batch(CONTEXTS, num_kv_heads, head_size, kind=kind)
     query = torch.randn(len(CONTEXTS), num_kv_heads, group_size, head_size).bfloat16()
     arguments = query, batch.statistics, batch.block_table, batch.num_pages, 1.0
-    compiled, expected = score_pages(*arguments), reference.score_pages(*arguments)
-    ordinal = [
-        torch.where(bits < 0, bits ^ 0x7FFF, bits) for bits in (s.view(torch.int16).int() for s in (compiled, expected))
-    ]
-    assert (ordinal[0] - ordinal[1]).abs().max() <= 1
+    assert_within_one_rounding(score_pages(*arguments), reference.score_pages(*arguments))
 
 
 @pytest.mark.parametrize("statistics", ["int8", "bf16"])
@@ -116,3 +131,119 @@ def test_mismatched_shapes_are_refused():
         score_pages(torch.zeros(1, 1, 2, 64), batch.statistics, batch.block_table, batch.num_pages, 1.0)
     with pytest.raises(ValueError, match="block_table and num_pages"):
         score_pages(torch.zeros(2, 2, 2, 64), batch.statistics, batch.block_table, batch.num_pages, 1.0)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("beside a GPU Triton compiles its kernels: test_cuda.py")
+    # What Triton imports at the first launch must be interpreted too.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+UNWRITTEN = 7.0
+
+
+def triton_scores(batch, query: torch.Tensor, std_weight: float, lengths: torch.Tensor, page_size: int = 0):
+    from sparse_kernels.page_score import triton
+
+    width = batch.block_table.shape[1] * batch.statistics.pages_per_block
+    scores = torch.full((len(query), query.shape[1], width), UNWRITTEN).bfloat16()
+    # A slice of a wider tensor, as vLLM's query is.
+    wide = torch.cat([query.flatten(1, 2), torch.full_like(query[:, 0], torch.nan)], dim=1)
+    triton.launch_scores(
+        wide[:, : query.shape[1] * query.shape[2]], batch.statistics, batch.block_table.int(), lengths.int(),
+        page_size, std_weight, scores,
+    )  # fmt: skip
+    return scores
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(
+    ("statistics", "num_kv_heads", "group_size", "head_size"),
+    [("int8", 2, 4, 64), ("fp8", 1, 3, 96), ("bf16", 2, 1, 64)],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_triton_scores_are_the_reference_within_one_rounding(kind, statistics, num_kv_heads, group_size, head_size):
+    batch = make_batch([1000, 8, 7, 505], num_kv_heads, head_size, statistics=statistics, kind=kind)
+    query = torch.randn(4, num_kv_heads, group_size, head_size).bfloat16()
+    expected = reference.score_pages(query, batch.statistics, batch.block_table, batch.num_pages, 0.7)
+    actual = triton_scores(batch, query, 0.7, batch.num_pages)
+    for request, pages in enumerate(batch.num_pages.tolist()):
+        assert_within_one_rounding(actual[request, :, :pages], expected[request, :, :pages])
+        assert actual[request, :, pages:].eq(UNWRITTEN).all(), "written beyond a row's pages"
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_triton_scores_of_several_query_tokens_end_where_each_token_does():
+    batch = make_batch([519, 130], 2, 64, kind="bounds")
+    query = torch.randn(6, 2, 4, 64).bfloat16()
+    lengths = torch.tensor([517, 518, 519, 128, 129, 130]) // 8
+    table = batch.block_table.repeat_interleave(3, dim=0)
+    expected = reference.score_pages(query, batch.statistics, table, lengths, 0.0)
+    actual = triton_scores(batch, query, 0.0, batch.context_lens, page_size=8)
+    for token, pages in enumerate(lengths.tolist()):
+        assert_within_one_rounding(actual[token, :, :pages], expected[token, :, :pages])
+        assert actual[token, :, pages:].eq(UNWRITTEN).all()
+
+
+class Deviation(StatisticsKind):
+    """A score that no kind has: its records are not linear in, and its weight is in the features."""
+
+    name = "deviation"
+    vectors = 2
+    has_spread = True
+
+    @staticmethod
+    def summarise(keys):
+        mean = keys.mean(dim=-2)
+        return torch.stack([mean, (keys - mean.unsqueeze(-2)).square().mean(dim=-2)], dim=-2), keys.amax(dim=(-1, -2))
+
+    @staticmethod
+    def features(query, std_weight):
+        return torch.stack([query, (std_weight * query).square()], dim=-2)
+
+    @staticmethod
+    def combine(products):
+        return products[..., 0] + products[..., 1].clamp(min=0).sqrt()
+
+
+def deviation_features(query, std_weight):
+    return query, std_weight * query * std_weight * query
+
+
+def deviation_combine(products):
+    return products[0] + tl.sqrt_rn(tl.maximum(products[1], 0.0))
+
+
+@pytest.mark.parametrize("implementation", ["api", "triton"])
+def test_a_new_kind_needs_nothing_but_its_class(implementation, request):
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(6, 2, 64, 128, generator=generator).bfloat16()
+    layout = StatisticsLayout(8, 64, "bf16", kind=Deviation())
+    views = layout.views(torch.zeros(6, 2, layout.rows(64), 128).bfloat16(), 64)
+    pages = torch.arange(48)
+    update_page_statistics(PagedTensor.from_rows(rows[..., :64], 8), views, pages // 8, pages % 8)
+    query = torch.randn(1, 2, 4, 64, generator=generator).bfloat16()
+    arguments = query, views, torch.arange(6)[None], torch.tensor([48]), 2.0
+    keys = rows[..., :64].double().unflatten(2, (8, 8)).transpose(1, 2).flatten(0, 1)
+    variance = keys.var(dim=2, correction=0).bfloat16().double()
+    exact = torch.einsum("hgd,phd->hgp", query[0].double(), keys.mean(dim=2).bfloat16().double())
+    exact += 2 * torch.einsum("hgd,phd->hgp", query[0].double().square(), variance).sqrt()
+    exact += 2 * query[0].double().norm(dim=-1)[..., None] * keys.amax(dim=(2, 3)).T[:, None]
+    if implementation == "api":
+        scores = score_pages(*arguments)
+    else:
+        request.getfixturevalue("interpreted")
+        from sparse_kernels.page_score import triton
+        from triton import jit
+
+        Deviation.triton_features, Deviation.triton_combine = jit(deviation_features), jit(deviation_combine)
+
+        scores = torch.zeros(1, 2, 48).bfloat16()
+        triton.launch_scores(
+            query.flatten(1, 2), views, torch.arange(6).int()[None], torch.tensor([48]).int(), 0, 2.0, scores
+        )
+    assert ((scores[0].double() - exact.amax(dim=1)).abs() <= exact.amax(dim=1).abs() * 2**-7).all()

@@ -1,6 +1,12 @@
 import pytest
 import torch
-from sparse_kernels.page_statistics import KINDS, STATISTICS_FORMATS, StatisticsLayout, reference, update_page_statistics
+from sparse_kernels.page_statistics import (
+    KINDS,
+    STATISTICS_FORMATS,
+    StatisticsLayout,
+    reference,
+    update_page_statistics,
+)
 from sparse_kernels.paging import PagedTensor
 from support.paged import VECTOR_KINDS, garbage, make_batch
 

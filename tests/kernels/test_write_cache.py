@@ -6,7 +6,14 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from sparse_kernels.page_statistics import KINDS, STATISTICS_FORMATS, PageStatistics, StatisticsLayout, reference, write_cache
+from sparse_kernels.page_statistics import (
+    KINDS,
+    STATISTICS_FORMATS,
+    PageStatistics,
+    StatisticsLayout,
+    reference,
+    write_cache,
+)
 from sparse_kernels.page_statistics.kinds.sketch import unpack
 from support.paged import VECTOR_KINDS, garbage
 

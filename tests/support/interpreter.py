@@ -17,6 +17,7 @@ def interpret_kernels() -> None:
         return
     os.environ["TRITON_INTERPRET"] = "1"
     try:
+        import sparse_kernels.page_score.triton
         import sparse_kernels.page_statistics.triton  # noqa: F401
         from triton.runtime import interpreter
     finally:

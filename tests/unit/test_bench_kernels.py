@@ -117,8 +117,8 @@ def test_the_plan_starts_with_the_first_group_and_ends_with_other_formats():
     assert plan[0] == ("decode", DecodeCase(1, 2048, 4))
     decodes = [case for _, case in plan if isinstance(case, DecodeCase)]
     assert sum(op == "topk" for op, _ in plan) == 15
-    assert [case.format for case in decodes] == sorted((c.format for c in decodes), key=["int8", "fp8", "bf16"].index)
-    assert {op for op, case in plan if getattr(case, "format", "int8") != "int8"} == {"score"}
+    assert [case.format for case in decodes] == sorted((c.format for c in decodes), key=["int2", "int8", "fp8", "bf16"].index)
+    assert {op for op, case in plan if getattr(case, "format", "int2") != "int2"} == {"score"}
     first_other_group = next(index for index, (_, case) in enumerate(plan) if getattr(case, "group", 4) != 4)
     assert {op for op, _ in plan[:first_other_group]} == set(OPS)
 
@@ -138,7 +138,7 @@ def test_the_cache_is_as_large_as_the_largest_case_that_fits():
 def test_bytes_of_one_request():
     case, geometry = DecodeCase(1, 2048, 4), Geometry()
     query = 8 * 4 * 128 * 2
-    record = 8 * (128 + 4)
+    record = 8 * (128 + 2)
     token = 8 * 2 * 128 * 2
     assert traffic.dense(case, geometry) == 2048 * token + 2 * query
     assert traffic.score(case, geometry) == 256 * (record + 8 * 2) + query
@@ -190,7 +190,7 @@ def test_short_contexts_have_fewer_pages_than_the_selection_holds(workload):
     assert pages[0, 0].tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
 
 
-@pytest.mark.parametrize("statistics", ["int8", "fp8", "bf16"])
+@pytest.mark.parametrize("statistics", ["int2", "int8", "fp8", "bf16"])
 def test_needles_are_selected_and_gone_afterwards(workload, statistics):
     inputs = workload.decode_inputs(DecodeCase(3, 768, 2, statistics))
     before = [workload._cache.view(torch.int16).clone(), inputs.token_rows.clone()]
@@ -358,7 +358,7 @@ def test_a_measured_case_has_times_share_and_speed_ups(workload):
     assert rows[0] == {
         "op": "score",
         "provider": "ours",
-        "case": {"batch": 1, "context": 512, "group": 2, "format": "int8"},
+        "case": {"batch": 1, "context": 512, "group": 2, "format": "int2"},
         "case_name": "1q1s512 g2",
         "bytes": 10_000_000,
         "status": "measured",
@@ -554,7 +554,7 @@ def results(tmp_path):
 def test_results_are_read_as_they_were_written(results):
     run_line, rows = report.read_results(results)
     assert run_line == json.loads(json.dumps(RUN))
-    assert len(rows) == sum(len(PROVIDERS[op].providers) for op, _ in QUICK.plan())
+    assert len(rows) == sum(provider.serves(case) for op, case in QUICK.plan() for provider in PROVIDERS[op].providers)
 
 
 def test_the_table_shows_times_ratios_and_what_is_missing(results):

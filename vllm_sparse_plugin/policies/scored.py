@@ -35,9 +35,7 @@ class ScoredSelection(Selection):
         return self.sink_pages + self.recent_pages
 
     def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout:
-        return StatisticsLayout(
-            self.page_size, head_size, self.statistics, cache_itemsize, KINDS[self.statistics_kind]
-        )
+        return StatisticsLayout(self.page_size, head_size, self.statistics, cache_itemsize, KINDS[self.statistics_kind])
 
     def decode_settings(self) -> DecodeSettings:
         return DecodeSettings(self.budget_pages, self.sink_pages, self.recent_pages, self.std_weight)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import Field
-from sparse_kernels.page_statistics import KINDS, StatisticsFormat, StatisticsLayout
+from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 
 from vllm_sparse_plugin.policies.scored import ScoredSelection
 
@@ -14,7 +14,7 @@ class UniqueSelection(ScoredSelection):
     """UNIQUE: score every page by small statistics of its keys, read the best ones."""
 
     statistics_kind = "mean_and_spread"
-    statistics: Literal["sketch"] | StatisticsFormat = "sketch"  # type: ignore[assignment]
+    statistics: Literal["sketch", "int8", "fp8", "bf16"] = "sketch"  # type: ignore[assignment]
     """What is kept of a page's keys: a `sketch`, the means of its quarters in two bits an element, or the paper's mean
     and standard deviation, the mean in `int8` or `fp8` with one scale per page or in `bf16`, which needs blocks of a
     multiple of 64 tokens. A sketch takes the bytes of an int8 mean and tells pages apart that share their mean."""

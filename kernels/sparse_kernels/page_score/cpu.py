@@ -67,7 +67,9 @@ def _kernel(group_size: int, head_size: int, vectors: int, has_spread: bool) -> 
                 best[:] = -np.inf
                 for g in range(group_size):
                     for page in range(count):
-                        score = norm[g] * widen(spreads[first_spread + np.uint64(page)]) if has_spread else np.float32(0)
+                        score = (
+                            norm[g] * widen(spreads[first_spread + np.uint64(page)]) if has_spread else np.float32(0)
+                        )
                         for v in range(vectors):
                             score += dots[g, v, page] * widen(scales[first_scale + np.uint64(page * vectors + v)])
                         # A NaN, once there, stays.

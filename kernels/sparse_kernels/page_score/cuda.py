@@ -1,4 +1,7 @@
-"""Page scores on CUDA: reads the statistics where they lie in the cache, writes bfloat16 scores and nothing else."""
+"""Page scores on CUDA: reads the statistics where they lie in the cache, writes bfloat16 scores and nothing else.
+
+For records of one vector that the query itself meets; Triton scores the others.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,11 @@ def launch_of(statistics: PageStatistics) -> Launch:
     if statistics.vectors.shape[3] * statistics.vectors.element_size() > 128:
         return Launch(chunk=1024, warps=8, blocks_per_sm=2, pipelined=False)
     return Launch(chunk=1024, warps=8, blocks_per_sm=3, pipelined=False)
+
+
+def weight_of(statistics: PageStatistics | None, std_weight: float) -> float:
+    """The weight of what `statistics_arguments` gives for the spread: zero where records have none."""
+    return float(std_weight) if statistics is not None and statistics.kind.has_spread else 0.0
 
 
 def statistics_arguments(statistics: PageStatistics | None) -> tuple[object, ...]:
@@ -63,6 +71,11 @@ def launch_scores(
         scores: `[num_tokens, num_kv_heads, >= pages]` bfloat16 to write to; beyond a row's pages nothing is written.
         launch: how to launch; by default as `launch_of` says.
     """
+    if not statistics.kind.is_fused:
+        from sparse_kernels.page_score import triton
+
+        triton.launch_scores(query, statistics, block_table, lengths, page_size, std_weight, scores)
+        return
     num_tokens, num_query_heads, head_size = query.shape
     _, num_kv_heads, pages_per_block, _ = statistics.vectors.shape
     launch = launch or launch_of(statistics)
@@ -83,7 +96,11 @@ def launch_scores(
         query, int64(query.stride(0)), int64(query.stride(1)),
         *statistics_arguments(statistics),
         block_table, int64(block_table.stride(0)), lengths, int32(num_tokens // len(lengths)), int32(page_size),
+<<<<<<< HEAD
         float(std_weight), scores, int64(scores.stride(1)),
+=======
+        int32(num_kv_heads), weight_of(statistics, std_weight), scores, int64(scores.stride(1)),
+>>>>>>> policies
     )  # fmt: skip
 
 

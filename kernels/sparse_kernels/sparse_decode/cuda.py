@@ -2,7 +2,7 @@
 
 One launch scores, selects and attends: with few rows (query tokens times KV heads), where launches and latencies are
 most of the cost, a cluster of blocks to a row, with many one block. Before compute capability 9.0, which has no
-clusters, scoring is a launch of its own.
+clusters, scoring is a launch of its own, and so it is for the kinds of statistics that `page_score.triton` scores.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from sparse_kernels.cuda.launch import FORMATS, int32, int64, kernel
-from sparse_kernels.page_score.cuda import launch_scores, statistics_arguments
+from sparse_kernels.page_score.cuda import launch_scores, statistics_arguments, weight_of
 from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.page_topk.cuda import MAX_SEGMENT, check_k
 from sparse_kernels.paging import PagedTensor
@@ -108,10 +108,12 @@ def sparse_decode(
     # Columns beyond what the kernels can select from stand for no context that is served.
     max_pages = min(block_table.shape[1] * keys.pages_per_block, MAX_SEGMENT)
     launch = launch or launch_of(num_tokens * num_kv_heads, group_size, head_size, query.device)
+    if statistics is not None and not statistics.kind.is_fused:
+        launch = launch._replace(fused=False)
     macros = {
         "QUERY": FORMATS[query.dtype],
         "KV": FORMATS[keys.view.dtype],
-        "MEAN": FORMATS[torch.int8 if statistics is None else statistics.vectors.dtype],
+        "MEAN": FORMATS[statistics.vectors.dtype if statistics is not None and launch.fused else torch.int8],
         "OUTPUT": FORMATS[out.dtype],
         "GROUP": group_size,
         "HEAD_SIZE": head_size,
@@ -137,8 +139,13 @@ def sparse_decode(
         *statistics_arguments(statistics),
         scores, int64(0 if scores is None else scores.stride(1)),
         block_table, int64(block_table.stride(0)), seq_lens, dense_requests,
+<<<<<<< HEAD
         int32(num_tokens // len(seq_lens)), int32(k), int32(sink_pages), int32(recent_pages),
         int32(dense_tokens), float(std_weight), float(scale), float(softcap), sinks, query_scale, key_scale,
+=======
+        int32(num_tokens // len(seq_lens)), int32(num_kv_heads), int32(k), int32(sink_pages), int32(recent_pages),
+        int32(dense_tokens), weight_of(statistics, std_weight), float(scale), float(softcap), sinks, query_scale, key_scale,
+>>>>>>> policies
         value_scale, out, int64(out.stride(0)),
         shared_bytes=shared_bytes,
     )  # fmt: skip

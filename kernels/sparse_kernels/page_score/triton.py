@@ -1,0 +1,137 @@
+"""Page scores on a GPU for the kinds of statistics that the CUDA kernels do not score; any kind that has Triton features.
+
+One program scores a run of pages for one token and KV head. The grid follows from the width of the block table, and
+lengths are read on the device, so a CUDA graph may hold the launch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from sparse_kernels.page_statistics import PageStatistics
+
+_PAGES = 64
+"""Pages of a program: their vectors fill the registers of a few warps."""
+
+
+@triton.jit
+def _page_score(
+    query_ptr,
+    vectors_ptr,
+    scales_ptr,
+    spread_ptr,
+    table_ptr,
+    lengths_ptr,
+    scores_ptr,
+    query_strides,
+    vectors_strides,
+    scales_strides,
+    spread_strides,
+    table_stride,
+    scores_stride,
+    std_weight,
+    tokens_per_request,
+    num_kv_heads,
+    page_size,
+    FEATURES: tl.constexpr,
+    COMBINE: tl.constexpr,
+    VECTORS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+    PAGES_PER_BLOCK: tl.constexpr,
+    PAGES: tl.constexpr,
+):
+    row = tl.program_id(1)
+    token = row // num_kv_heads
+    request = token // tokens_per_request
+    count = tl.load(lengths_ptr + request)
+    if page_size > 0:
+        # Lengths are those of contexts, of which the tokens of a request are the last.
+        count = (count - (tokens_per_request - 1 - token % tokens_per_request)) // page_size
+    first = tl.program_id(0) * PAGES
+    if first >= count:
+        return
+    head = (row % num_kv_heads).to(tl.int64)
+    page = first + tl.arange(0, PAGES)
+    exists = page < count
+    block = tl.load(table_ptr + request.to(tl.int64) * table_stride + page // PAGES_PER_BLOCK, mask=exists, other=0).to(
+        tl.int64
+    )
+    within = page % PAGES_PER_BLOCK
+    record = vectors_ptr + block * vectors_strides[0] + head * vectors_strides[1] + within * vectors_strides[2]
+    dim = tl.arange(0, DIMS)
+    real = dim < HEAD_SIZE
+    best = tl.full((PAGES,), float("-inf"), tl.float32)
+    # What the heads of a group read again, they find in the nearest cache.
+    for g in range(GROUP):
+        query_row = query_ptr + token.to(tl.int64) * query_strides[0] + (head * GROUP + g) * query_strides[1]
+        query = tl.load(query_row + dim, mask=real, other=0.0).to(tl.float32)
+        features = FEATURES(query, std_weight)
+        products = ()
+        for v in tl.static_range(VECTORS):
+            place = record[:, None] + v * HEAD_SIZE + dim[None, :]
+            vector = tl.load(place, mask=exists[:, None] & real[None, :], other=0.0).to(tl.float32)
+            product = tl.sum(vector * features[v][None, :], axis=1)
+            if scales_ptr is not None:
+                scale = scales_ptr + block * scales_strides[0] + head * scales_strides[1] + within * scales_strides[2]
+                product *= tl.load(scale + v, mask=exists, other=0.0).to(tl.float32)
+            products = products + (product,)  # noqa: RUF005 - Triton's tuples only add
+        if COMBINE is not None:
+            score = COMBINE(products)
+        else:
+            score = products[0]
+            for v in tl.static_range(1, VECTORS):
+                score += products[v]
+        if spread_ptr is not None:
+            spread = spread_ptr + block * spread_strides[0] + head * spread_strides[1] + within * spread_strides[2]
+            norm = std_weight * tl.sqrt_rn(tl.sum(query * query, axis=0))
+            score += norm * tl.load(spread, mask=exists, other=0.0).to(tl.float32)
+        best = tl.maximum(best, score, propagate_nan=tl.PropagateNan.ALL)
+    tl.store(scores_ptr + row.to(tl.int64) * scores_stride + page, best.to(tl.bfloat16), mask=exists)
+
+
+def launch_scores(
+    query: torch.Tensor,
+    statistics: PageStatistics,
+    block_table: torch.Tensor,
+    lengths: torch.Tensor,
+    page_size: int,
+    std_weight: float,
+    scores: torch.Tensor,
+) -> None:
+    """See `cuda.launch_scores`."""
+    num_tokens, num_query_heads, head_size = query.shape
+    kind, num_kv_heads = statistics.kind, statistics.vectors.shape[1]
+    scales, spread = statistics.scales, statistics.spread
+    width = block_table.shape[1] * statistics.pages_per_block
+    _page_score[(triton.cdiv(width, _PAGES), num_tokens * num_kv_heads)](
+        query,
+        statistics.vectors,
+        scales,
+        spread,
+        block_table,
+        lengths,
+        scores,
+        query.stride(),
+        statistics.vectors.stride(),
+        () if scales is None else scales.stride(),
+        () if spread is None else spread.stride(),
+        block_table.stride(0),
+        scores.stride(1),
+        float(std_weight),
+        num_tokens // len(lengths),
+        num_kv_heads,
+        page_size,
+        FEATURES=kind.triton_features,
+        COMBINE=kind.triton_combine,
+        VECTORS=kind.vectors,
+        GROUP=num_query_heads // num_kv_heads,
+        HEAD_SIZE=head_size,
+        DIMS=triton.next_power_of_2(head_size),
+        PAGES_PER_BLOCK=statistics.pages_per_block,
+        PAGES=_PAGES,
+        num_warps=4,
+    )
