@@ -40,10 +40,6 @@ class Case:
     eight_bit_cache: bool = False
     seed: int = 0
 
-    @property
-    def kind(self) -> str:
-        return "sketch" if self.format == "int2" else "mean_and_spread"
-
 
 CASES = {
     "ragged": Case((3000, 517, 1, 4096, 700)),
@@ -58,19 +54,16 @@ CASES = {
     "bf16 means": Case((3000, 517, 4096), format="bf16"),
     "bf16 means, group of 16": Case((3000, 517, 4096), group=16, head_size=64, format="bf16"),
     "fp8 means": Case((3000, 517, 4096), format="fp8"),
-<<<<<<< HEAD
-    "sketches": Case((3000, 517, 1, 4096, 700), format="int2"),
-    "sketches, group of 16, pages of 16": Case((3000, 1501), group=16, page_size=16, k=32, format="int2"),
-    "sketches, heads of 64, small blocks": Case((3000, 517), group=3, head_size=64, block_size=16, format="int2"),
-    "sketches, heads of 256, one head": Case((3000, 517), group=1, head_size=256, format="int2"),
-    "sketches, fp8 cache": Case((3000, 517, 4096), format="int2", eight_bit_cache=True),
-=======
+    "sketches": Case((3000, 517, 1, 4096, 700), kind="sketch", format="int2"),
+    "sketches, group of 16, pages of 16": Case((3000, 1501), group=16, page_size=16, k=32, kind="sketch", format="int2"),
+    "sketches, heads of 64, small blocks": Case((3000, 517), group=3, head_size=64, block_size=16, kind="sketch", format="int2"),
+    "sketches, heads of 256, one head": Case((3000, 517), group=1, head_size=256, kind="sketch", format="int2"),
+    "sketches, fp8 cache": Case((3000, 517, 4096), eight_bit_cache=True, kind="sketch", format="int2"),
     "bounds": Case((3000, 517, 4096), kind="bounds"),
     "bounds, three query tokens": Case((3000, 517, 4096), kind="bounds", queries=3, head_size=64, format="bf16"),
     "bounds, group of 16": Case((3000, 517), kind="bounds", group=16, page_size=16, k=32, format="fp8"),
     "representatives": Case((3000, 517, 4096), kind="representatives"),
     "representatives in bf16": Case((3000, 517, 4096), kind="representatives", format="bf16"),
->>>>>>> policies
     "three query tokens": Case((3000, 517, 4096), queries=3),
     "padded requests": Case((3000, 0, 517, 0)),
     "learned sinks": Case((3000, 517, 4096), sinks=True),
@@ -91,14 +84,9 @@ class Inputs:
     def __init__(self, case: Case) -> None:
         contexts = [max(1, context) for context in case.contexts]
         batch = make_batch(
-<<<<<<< HEAD
-            contexts, case.num_kv_heads, case.head_size, case.block_size, case.page_size, case.format, case.kind, case.seed
-        )
-=======
             contexts, case.num_kv_heads, case.head_size, case.block_size, case.page_size, case.format, case.kind,
             case.seed,
         )  # fmt: skip
->>>>>>> policies
         layout = StatisticsLayout(case.page_size, case.head_size, case.format, kind=KINDS[case.kind])
         rows = case.block_size + layout.rows(case.block_size)
         memory = torch.empty(0, dtype=torch.bfloat16).set_(batch.paged_keys.view.untyped_storage())

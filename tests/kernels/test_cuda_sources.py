@@ -38,14 +38,11 @@ HOPPER = {
     "attend cluster": ("sparse_attention/attend.cu", ATTEND | {"CLUSTER": 8}),
     "decode fused": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1}),
     "decode cluster": ("sparse_decode/decode.cu", DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "WARPS": 16}),
-<<<<<<< HEAD
     "decode sketches": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "MEAN": SKETCH}),
-=======
     "decode cluster, scores from memory": (
         "sparse_decode/decode.cu",
         DECODE | ONE_BLOCK_PER_SM | {"CLUSTER": 8, "WARPS": 16},
     ),
->>>>>>> policies
     "decode fp8": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "CLUSTER": 2, "KV": FP8, "QUERY": FP8}),
 }
 

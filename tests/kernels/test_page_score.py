@@ -4,17 +4,11 @@ import pytest
 import torch
 from sparse_kernels.optional_triton import tl
 from sparse_kernels.page_score import reference, score_pages
-<<<<<<< HEAD
-from sparse_kernels.page_statistics import STATISTICS_FORMATS
-from sparse_kernels.page_statistics.reference import quantise
-from support.paged import VECTOR_KINDS, make_batch
-=======
 from sparse_kernels.page_statistics import KINDS, STATISTICS_FORMATS, StatisticsLayout, update_page_statistics
-from sparse_kernels.page_statistics.reference import quantise
 from sparse_kernels.page_statistics.kinds import StatisticsKind
+from sparse_kernels.page_statistics.reference import quantise
 from sparse_kernels.paging import PagedTensor
-from support.paged import make_batch
->>>>>>> policies
+from support.paged import VECTOR_KINDS, make_batch
 
 CONTEXTS = [1000, 8, 7, 505, 64, 72, 999]
 SHAPES = [(1, 1, 64), (2, 4, 64), (1, 16, 128), (2, 3, 96), (1, 8, 256), (4, 1, 128)]
@@ -165,7 +159,7 @@ def triton_scores(batch, query: torch.Tensor, std_weight: float, lengths: torch.
     ("statistics", "num_kv_heads", "group_size", "head_size"),
     [("int8", 2, 4, 64), ("fp8", 1, 3, 96), ("bf16", 2, 1, 64)],
 )
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", VECTOR_KINDS)
 def test_triton_scores_are_the_reference_within_one_rounding(kind, statistics, num_kv_heads, group_size, head_size):
     batch = make_batch([1000, 8, 7, 505], num_kv_heads, head_size, statistics=statistics, kind=kind)
     query = torch.randn(4, num_kv_heads, group_size, head_size).bfloat16()

@@ -21,8 +21,6 @@ FORMATS: dict[torch.dtype, int] = {
 }
 """Element formats by the numbers that common.cuh gives them."""
 
-_STATIC_SHARED_BYTES = 48 * 1024
-
 
 def compile_source(source: Path, architecture: str, macros: dict[str, int]) -> Any:
     """Compiles one CUDA source file; needs no GPU.
@@ -64,7 +62,7 @@ class Kernel:
     threads: int
     overlaps: bool
     """Whether launches may begin while the kernel before them ends: every kernel waits for it before it reads."""
-    _shared_bytes: int = _STATIC_SHARED_BYTES
+    _shared_bytes: int = 0
 
     def reserve_shared(self, num_bytes: int) -> None:
         """Allows launches with up to `num_bytes` of dynamic shared memory.
@@ -76,14 +74,20 @@ class Kernel:
 
         if num_bytes <= self._shared_bytes:
             return
-        status, *_ = driver.cuKernelSetAttribute(
-            driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-            num_bytes,
-            driver.CUkernel(int(self.handle.handle)),
-            driver.CUdevice(_device_index(self.device)),
-        )
-        if status != driver.CUresult.CUDA_SUCCESS:
-            raise ValueError(f"shared memory of a block: got {num_bytes} bytes, allowed: less ({status.name})")
+        attributes = driver.CUfunction_attribute
+        for attribute, value in (
+            (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, num_bytes),
+            # Else the driver may leave room for one block where two fit.
+            (attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+        ):
+            status, *_ = driver.cuKernelSetAttribute(
+                attribute,
+                value,
+                driver.CUkernel(int(self.handle.handle)),
+                driver.CUdevice(_device_index(self.device)),
+            )
+            if status != driver.CUresult.CUDA_SUCCESS:
+                raise ValueError(f"shared memory of a block: got {num_bytes} bytes, allowed: less ({status.name})")
         self._shared_bytes = num_bytes
 
     def launch(self, grid: tuple[int, ...], *arguments: object, shared_bytes: int = 0) -> None:

@@ -96,11 +96,7 @@ def launch_scores(
         query, int64(query.stride(0)), int64(query.stride(1)),
         *statistics_arguments(statistics),
         block_table, int64(block_table.stride(0)), lengths, int32(num_tokens // len(lengths)), int32(page_size),
-<<<<<<< HEAD
-        float(std_weight), scores, int64(scores.stride(1)),
-=======
-        int32(num_kv_heads), weight_of(statistics, std_weight), scores, int64(scores.stride(1)),
->>>>>>> policies
+        weight_of(statistics, std_weight), scores, int64(scores.stride(1)),
     )  # fmt: skip
 
 
