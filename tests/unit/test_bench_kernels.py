@@ -331,7 +331,7 @@ def test_a_write_passes_and_leaves_the_cache_as_it_was(workload, decode_inputs):
 def test_incomplete_and_excessive_writes_fail(decode_inputs):
     def careless():
         write(decode_inputs)
-        decode_inputs.statistics.spread[decode_inputs.slots[1] // 64, 0, 2] = 7.0
+        decode_inputs.statistics.scales[decode_inputs.slots[1] // 64, 0, 2] = 7.0
 
     def next_to_it():
         write(decode_inputs)

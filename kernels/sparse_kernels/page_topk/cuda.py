@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -13,17 +14,27 @@ _SOURCE = Path(__file__).with_name("topk.cu")
 MAX_SEGMENT = 64 * 1024
 """Pages that one block selects from: their keys take two bytes of shared memory each."""
 _MAX_K = 1024
-# Warps of a block and keys of a thread by the pages of a row; as measured on an H200, few threads with many keys where
-# there are more rows than multiprocessors.
+class Launch(NamedTuple):
+    """How the keys of a row lie in the threads of a block."""
+
+    pages: int
+    """Largest number of pages this row of the table is for."""
+    warps: int
+    per_thread: int
+
+
+# As measured on an H200: many keys in few threads, since every warp brings instructions of its own; fewer threads still
+# where several blocks share a multiprocessor.
 _LAUNCHES = (
-    (1024, 8, 4),
-    (2048, 8, 8),
-    (4096, 16, 8),
-    (8192, 16, 16),
-    (16384, 32, 16),
-    (32768, 32, 32),
-    (65536, 32, 64),
+    Launch(1024, 8, 4),
+    Launch(2048, 8, 8),
+    Launch(4096, 8, 16),
+    Launch(8192, 16, 16),
+    Launch(16384, 16, 32),
+    Launch(32768, 16, 64),
+    Launch(65536, 16, 128),
 )
+_CROWDED = (*_LAUNCHES[:3], Launch(8192, 8, 32), Launch(16384, 8, 64), *_LAUNCHES[5:])
 
 
 def check_k(k: int) -> None:
@@ -49,13 +60,15 @@ def select_pages(
         scores = torch.nn.functional.pad(scores, (0, -width % 8), value=-torch.inf).contiguous()
     lengths = num_pages.int()
     rows = num_tokens * num_kv_heads
+    multiprocessors = torch.cuda.get_device_properties(scores.device).multi_processor_count
     pages = torch.empty((num_tokens, num_kv_heads, k), dtype=torch.int32, device=scores.device)
     counts = torch.empty((num_tokens, num_kv_heads), dtype=torch.int32, device=scores.device)
 
     def launch(
         size: int, segments: int, candidates: torch.Tensor | None, table: torch.Tensor | None, out: torch.Tensor
     ) -> None:
-        warps, per_thread = next((warps, keys) for limit, warps, keys in _LAUNCHES if size <= limit)
+        launches = _CROWDED if rows > multiprocessors else _LAUNCHES
+        _, warps, per_thread = next(each for each in launches if size <= each.pages)
         macros = {
             "WARPS": warps,
             "PER_THREAD": per_thread,

@@ -48,9 +48,7 @@ page_topk(const u16* scores, i64 scores_stride, const int* num_pages, int k, int
     const u16* row_scores = scores + row * scores_stride;
     shared.clear(thread);
     depend_on_previous();
-#if !SK_LATE
     release_next();
-#endif
 
     constexpr int RUN = RegisterKeys::RUN, RUNS = RegisterKeys::RUNS;
     RegisterKeys keys{{}, (u16*)memory, 0, thread};
@@ -121,7 +119,4 @@ page_topk(const u16* scores, i64 scores_stride, const int* num_pages, int k, int
         for (int i = length + thread; i < k; i += THREADS) out[i] = -1;
     }
     if (counts && thread == 0) counts[row] = min(k, length);
-#if SK_LATE
-    release_next();
-#endif
 }

@@ -51,6 +51,13 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 
 @jit
+def _butterfly(x, HALF: tl.constexpr, ELEMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
+    # A stage of the Hadamard transform: sums and differences of what lies HALF apart.
+    low, high = tl.split(tl.permute(tl.reshape(x, (2 * ELEMENTS // HALF, 2, HALF)), (0, 2, 1)))
+    return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), (4, ELEMENTS))
+
+
+@jit
 def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
     ELEMENTS: tl.constexpr = HEADS * DIMS
     QUARTER: tl.constexpr = PAGE_SIZE // 4
@@ -60,11 +67,8 @@ def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.cons
     flipped = ((drawn ^ (drawn >> 15)) * 0x85EBCA77) >> 31
     x = tl.where((flipped == 1)[None, :], -x, x)
     for stage in tl.static_range(8):
-        half: tl.constexpr = 1 << stage
-        if half < DIMS:
-            pairs = tl.permute(tl.reshape(x, (2 * ELEMENTS // half, 2, half)), (0, 2, 1))
-            low, high = tl.split(pairs)
-            x = tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), (4, ELEMENTS))
+        if 2**stage < DIMS:
+            x = _butterfly(x, 2**stage, ELEMENTS)
     x = x * (DIMS**-0.5)
     even, odd = tl.split(tl.permute(tl.reshape(x, (2, 2, ELEMENTS)), (2, 0, 1)))
     newest, third = tl.split(even)
