@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from sparse_kernels.page_topk import reference, select_pages
 
+from bench.study.scores import PageScore
 from bench.study.settings import Setting, Stress
 
 _ATTENTION = "study"
@@ -97,7 +98,7 @@ class _Step:
     transforms: list[Transform]
     setting: Setting
     lengths: torch.Tensor
-    pages_read: list[float]
+    pages_read: list[torch.Tensor]
 
 
 class Decoder:
@@ -129,7 +130,7 @@ class Decoder:
     def decode(self, prefix: Prefix, tails: Sequence[Sequence[int]], setting: Setting) -> Decoded:
         """Decode each of `tails` after the document, one independent request each."""
         lengths = torch.tensor([len(tail) for tail in tails], device=self.device)
-        padded = torch.zeros(len(tails), int(lengths.max()), dtype=torch.int64)
+        padded = torch.zeros(len(tails), max(map(len, tails)), dtype=torch.int64)
         for row, tail in zip(padded, tails, strict=True):
             row[: len(tail)] = torch.tensor(tail)
         padded = padded.to(self.device)
@@ -139,12 +140,11 @@ class Decoder:
         pages_read = self._step.pages_read
         self._step = None
         likely = logits[:, :-1].log_softmax(dim=-1).gather(-1, padded[:, 1:, None]).squeeze(-1)
-        return Decoded(
-            logits.argmax(dim=-1).cpu(), likely.cpu(), sum(pages_read) / len(pages_read) if pages_read else 0.0
-        )
+        read = torch.stack(pages_read).mean().item() if pages_read else 0.0
+        return Decoded(logits.argmax(dim=-1).cpu(), likely.cpu(), read)
 
     def _attention(self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
-        """Attention of transformers: `[batch, heads, tokens, head_size]` in, `[batch, tokens, heads, head_size]` out."""
+        """What transformers calls: `[batch, heads, tokens, size]` in, `[batch, tokens, heads, size]` out."""
         key, value = key.bfloat16(), value.bfloat16()
         if self._prefix is not None:
             self._prefix.keys.append(key[0])
@@ -190,7 +190,7 @@ class Decoder:
             chosen = self._select(scores, complete, setting)
             kept = (chosen >= 0).float().sum(dim=-1).mean(dim=-1).view(tails, tokens)
             real = torch.arange(tokens, device=rows.device) < step.lengths[:, None]
-            step.pages_read.append(float((kept * real).sum() / real.sum()))
+            step.pages_read.append((kept * real).sum() / real.sum())
 
         own_logits = torch.einsum("xthgd,xhsd->xthgs", query, own_keys).flatten(0, 1) * scale
         position = start + torch.arange(own, device=rows.device)
@@ -234,7 +234,8 @@ class Decoder:
                 output[part] = torch.bmm(weights[..., :width], picked_values).view_as(output[part])
                 weights_of_own[part] = weights[..., width:].view_as(own_logits[part])
         of_own = torch.einsum("xthgs,xhsd->xthgd", weights_of_own.unflatten(0, (tails, tokens)), own_values)
-        return output.unflatten(0, (tails, tokens)).add_(of_own).flatten(2, 3)
+        output = output.unflatten(0, (tails, tokens)).add_(of_own)
+        return output.flatten(2, 3)
 
     def _scores(
         self, layer: int, rows: torch.Tensor, query: torch.Tensor, pages: torch.Tensor, complete: torch.Tensor
@@ -242,9 +243,10 @@ class Decoder:
         """`[num_rows, num_kv_heads, num_pages]` bfloat16."""
         step = self._step
         assert step is not None
+        assert step.setting.score is not None
         score, setting = step.setting.score, step.setting
         group = rows.shape[2]
-        summary = self._summary(step.prefix, setting)[layer]
+        summary = self._summary(step.prefix, score, setting.page_size)[layer]
         tokens = query.shape[1]
         of_tail = score.score(query.transpose(1, 2).flatten(2, 3), score.summarise(pages))
         of_tail = of_tail.unflatten(2, (tokens, group)).transpose(1, 2).flatten(0, 1)
@@ -274,14 +276,13 @@ class Decoder:
                 self._stressed.popitem(last=False)
         return self._stressed[key]
 
-    def _summary(self, prefix: Prefix, setting: Setting) -> list[Any]:
-        key = (prefix, setting.page_size, setting.score.summary_key)
+    def _summary(self, prefix: Prefix, score: PageScore, page_size: int) -> list[Any]:
+        key = (prefix, page_size, score.summary_key)
         if key not in self._summaries:
             summaries = []
             for keys in prefix.keys:
-                end = keys.shape[1] // setting.page_size * setting.page_size
-                pages = keys[:, :end].float().unflatten(1, (-1, setting.page_size))
-                summaries.append(setting.score.summarise(pages))
+                end = keys.shape[1] // page_size * page_size
+                summaries.append(score.summarise(keys[:, :end].float().unflatten(1, (-1, page_size))))
             self._summaries[key] = summaries
             while len(self._summaries) > _SUMMARIES_KEPT:
                 self._summaries.popitem(last=False)

@@ -7,8 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import get_args
 
+from bench.study.documents import TASKS
 from bench.study.scores import Interval, Mean, MeanFormat, Moments, Newest, Oracle, PageScore, Parts
 from bench.study.settings import Setting
+from vllm_sparse_plugin.needles import STRESS_TASKS
 
 BUDGETS = (2048, 1024, 512, 256, 128, 64)
 SMALL_BUDGETS = (128, 64)
@@ -18,8 +20,8 @@ FORMATS: tuple[MeanFormat, ...] = get_args(MeanFormat)
 MAIN_CONTEXT = 16384
 CONTEXTS = (4096, 8192, 16384, 32768)
 
-PAIRS = Parts(4, 4, steps=2, dropped=2)
-"""Four means of two tokens in 4 bits, and two steps: two bytes per element of a key."""
+PAIRS = Parts(4, 4, steps=4, dropped=4)
+"""Four means of two tokens in 4 bits, each with its step: two bytes per element of a key."""
 DIFFERENCES = Parts(4, 2, dropped=4, base=True)
 """The mean in int8 and four differences from it in 2 bits, and two steps: as many bytes."""
 HALF = Parts(4, 2)
@@ -58,12 +60,15 @@ class Stage:
     settings: tuple[Setting, ...]
     of_text: bool = False
     """Whether the newest tokens of the documents are decoded instead of the questions."""
+    tasks: tuple[str, ...] = TASKS
+    """Of the documents."""
 
 
 def _core() -> Iterator[Setting]:
     """The fewest that tell whether a score meets its targets."""
     yield Setting()
     yield from grid((Mean("int8", 0.75), Mean("int8", 1.0), Interval(16), PAIRS, DIFFERENCES), (8,), (512, 128, 64))
+    yield from grid((Parts(4, 4, steps=2, dropped=2),), (8,), (512, 128, 64))
     yield from grid((HALF, Interval(8), Moments("diag", 3.0, 8)), (8,), (128, 64))
     yield streaming_llm(4, 512)
 
@@ -94,6 +99,9 @@ def _search() -> Iterator[Setting]:
         *runs,
         Parts(2, 8, steps=2),
         Parts(4, 4, steps=4),
+        Parts(4, 4, steps=2, dropped=2),
+        Parts(4, 4, rotated=True, steps=4, dropped=4),
+        Parts(8, 2, rotated=True, steps=2, dropped=2),
         Parts(8, 2, rotated=True, steps=8),
         *(Parts(2, 4, rotated) for rotated in (False, True)),
         *(Parts(4, 2, rotated) for rotated in (False, True)),
@@ -169,6 +177,7 @@ STAGES = (
     Stage("core", (MAIN_CONTEXT,), _distinct(_core())),
     Stage("text", (MAIN_CONTEXT,), _distinct(_text()), of_text=True),
     Stage("targets", (MAIN_CONTEXT,), _distinct(_targets())),
+    Stage("look-alikes", (MAIN_CONTEXT,), _distinct(_targets()), tasks=STRESS_TASKS),
     Stage("search", (MAIN_CONTEXT,), _distinct(_search())),
     Stage("stress", (MAIN_CONTEXT,), _distinct(_stress())),
     Stage("factorial", (MAIN_CONTEXT,), _distinct(_factorial())),

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from multiprocessing import get_context
@@ -108,7 +107,9 @@ def _build(task: str, context: int, count: int, seed: int) -> list[Document]:
 def _open(path: Path, commit: str | None) -> tuple[IO[str], set[tuple[str, str]]]:
     """The result file to append to, and what it holds already."""
     done: set[tuple[str, str]] = set()
-    if path.exists() and path.stat().st_size:
+    if path.exists() and (written := path.read_text(encoding="utf-8")):
+        # A process that was killed may have left part of a line.
+        path.write_text(written[: written.rfind("\n") + 1], encoding="utf-8")
         done = {(row["document"], row["setting"]) for run in read_runs(path) for row in run.rows}
     try:
         file = path.open("a", encoding="utf-8")
@@ -134,19 +135,19 @@ def measure(
     end = time.monotonic() + time_limit
     file, done = _open(output, commit)
     on_gpu = torch.device(device).type == "cuda"
-    pairs = [
-        (context, task) for context in dict.fromkeys(c for stage in stages for c in stage.contexts) for task in TASKS
-    ]
+    builds = dict.fromkeys(build for stage in stages for build in _builds(stage, documents))
     processes = (os.cpu_count() or 1) if on_gpu else 1
-    with file, ProcessPoolExecutor(min(processes, len(pairs)), get_context("spawn")) as pool:
-        futures = {pair: pool.submit(_build, pair[1], pair[0], documents, seed) for pair in pairs}
+    with file, ProcessPoolExecutor(min(processes, len(builds)), get_context("spawn")) as pool:
+        futures = {build: pool.submit(_build, *build, seed) for build in builds}
         decoder = Decoder(NEEDLE_8M, device)
-        prefills = _Prefills(decoder, cache, kept=len(TASKS) * documents if on_gpu else 1)
+        prefills = _Prefills(decoder, cache, kept=2 * len(TASKS) * documents if on_gpu else 1)
         with Progress(console=open_console()) as progress:
             for stage in stages:
                 for context in stage.contexts:
                     bar = progress.add_task(f"{stage.name} {context}", total=documents * len(TASKS))
-                    for document in _in_turn(futures, context):
+                    by_task = [futures[build].result() for build in _builds(stage, documents) if build[1] == context]
+                    # The first document of every task, then the second, and so on.
+                    for document in (document for row in zip(*by_task, strict=True) for document in row):
                         name = f"{TEXT}-{document.name}" if stage.of_text else document.name
                         for setting in _lacking(stage, name, done):
                             if time.monotonic() > end:
@@ -164,10 +165,10 @@ def measure(
     return True
 
 
-def _in_turn(futures: dict[tuple[int, str], Future[list[Document]]], context: int) -> Iterator[Document]:
-    """The first document of every task, then the second, and so on."""
-    for documents in zip(*(futures[context, task].result() for task in TASKS), strict=True):
-        yield from documents
+def _builds(stage: Stage, documents: int) -> list[tuple[str, int, int]]:
+    """Task, length and number of documents; fewer tasks get more documents each."""
+    count = documents * len(TASKS) // len(stage.tasks)
+    return [(task, context, count) for context in stage.contexts for task in stage.tasks]
 
 
 def _lacking(stage: Stage, document: str, done: set[tuple[str, str]]) -> list[Setting]:

@@ -36,7 +36,8 @@ def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes below `2**bits` as bytes, lowest bits first: `[..., n]` to `[..., n * bits // 8]` uint8."""
     per_byte = 8 // bits
     shifts = torch.arange(per_byte, device=codes.device) * bits
-    return (codes.long().unflatten(-1, (-1, per_byte)) << shifts).sum(dim=-1).to(torch.uint8)
+    packed: torch.Tensor = (codes.long().unflatten(-1, (-1, per_byte)) << shifts).sum(dim=-1)
+    return packed.to(torch.uint8)
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
@@ -61,7 +62,7 @@ def rotation(size: int, device: torch.device) -> torch.Tensor:
     while len(matrix) < block:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     signs = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    blocks = torch.block_diag(*[matrix / math.sqrt(block)] * (size // block))
+    blocks: torch.Tensor = torch.block_diag(*[matrix / math.sqrt(block)] * (size // block))  # type: ignore[no-untyped-call]
     return (signs[:, None] * blocks).to(device)
 
 
@@ -220,10 +221,7 @@ class Moments(PageScore):
     def score(self, query: torch.Tensor, summary: Summary) -> torch.Tensor:
         mean, variance = summary
         spread = matmul(query.square(), variance)
-        if self.kind == "diag":
-            spread = spread.clamp_(min=0).sqrt_()
-        else:
-            spread = spread / math.sqrt(query.shape[-1])
+        spread = spread.sqrt_() if self.kind == "diag" else spread.div_(math.sqrt(query.shape[-1]))
         return matmul(query, mean).add_(spread, alpha=self.weight)
 
     def record_bytes(self, page_size: int, head_size: int) -> int:
@@ -256,7 +254,7 @@ class Parts(PageScore):
 
     @property
     def label(self) -> str:
-        options = "r" * self.rotated + (f"s{self.steps}" if self.steps > 1 else "") + "d" * bool(self.dropped)
+        options = "r" * self.rotated + f"s{self.steps}" * (self.steps > 1) + f"d{self.dropped}" * (self.dropped > 0)
         return f"{'mean+' if self.base else ''}parts{self.count}x{self.bits}{options}"
 
     def summarise(self, keys: torch.Tensor) -> Summary:
@@ -290,7 +288,8 @@ class Parts(PageScore):
     def score(self, query: torch.Tensor, summary: Summary) -> torch.Tensor:
         if self.rotated:
             query = query @ rotation(query.shape[-1], query.device)
-        return matmul(query, summary[0]).unflatten(-1, (self.count, -1)).amax(dim=-2)
+        products: torch.Tensor = matmul(query, summary[0]).unflatten(-1, (self.count, -1))
+        return products.amax(dim=-2)
 
     def record_bytes(self, page_size: int, head_size: int) -> int:
         steps = 2 * self.steps if self.bits < 16 else 0
@@ -317,7 +316,7 @@ class Oracle(PageScore):
 
     def score(self, query: torch.Tensor, summary: Summary) -> torch.Tensor:
         keys, tokens = summary
-        logits = matmul(query, keys).unflatten(-1, (len(tokens), -1))
+        logits: torch.Tensor = matmul(query, keys).unflatten(-1, (len(tokens), -1))
         if self.kind == "logit":
             return logits.amax(dim=-2)
         root = math.sqrt(query.shape[-1])

@@ -10,7 +10,6 @@ import torch
 
 from bench.study.scores import PageScore
 
-
 Stress = Literal["none", "channels", "offset"]
 """Keys as larger models have them: a few channels of 8 times the size, or an offset that all keys share."""
 
