@@ -1,0 +1,66 @@
+"""Documents with the tails that are decoded after them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from vllm_sparse_plugin.needles import QUESTIONS_PER_DOCUMENT, Question, build_questions, is_correct
+
+TASKS = ("multikey", "manykeys", "multiquery", "kv")
+"""Those whose documents hold several needles: a document of `single` costs a prefill for one question."""
+TEXT = "text"
+"""The document's own newest tokens, which hold no needle."""
+TEXT_TOKENS = 256
+
+
+@dataclass(frozen=True)
+class Tail:
+    """What follows a document: a question and its right answer."""
+
+    tokens: list[int]
+    """Question and answer."""
+    answer_tokens: int
+    """How many of them are the answer."""
+    question: Question
+
+    def is_right(self, best: list[int], tokenizer: Any) -> bool:
+        """Whether a greedy decode gives the answer, `best[i]` being the first choice after token i."""
+        begin = len(self.tokens) - self.answer_tokens
+        if best[begin - 1 : len(self.tokens) - 1] != self.tokens[begin:]:
+            return False
+        after = tokenizer.decode([best[len(self.tokens) - 1]], skip_special_tokens=True)
+        return is_correct(self.question, self.question.answer + after)
+
+
+@dataclass(frozen=True)
+class Document:
+    """Tokens that are prefilled once, and what is decoded after them."""
+
+    name: str
+    """Unique among documents."""
+    tokens: list[int]
+    tails: list[Tail]
+
+
+def build_documents(tokenizer: Any, task: str, context_tokens: int, count: int, seed: int) -> list[Document]:
+    """`count` documents of `task`, each with `QUESTIONS_PER_DOCUMENT` questions."""
+    questions = build_questions(tokenizer, task, context_tokens, count * QUESTIONS_PER_DOCUMENT, seed)
+    documents = []
+    for index in range(count):
+        own = questions[index * QUESTIONS_PER_DOCUMENT : (index + 1) * QUESTIONS_PER_DOCUMENT]
+        tails = []
+        prefix: list[int] = []
+        for question in own:
+            encoded = tokenizer(question.prompt, return_offsets_mapping=True)
+            boundary = question.prompt.rindex("\n")
+            tokens, ends = encoded["input_ids"], [end for _, end in encoded["offset_mapping"]]
+            # A token that lies across the boundary belongs to the question.
+            begin = next(i for i, end in enumerate(ends) if end > boundary)
+            answer = tokenizer.encode(f" {question.answer}", add_special_tokens=False)
+            tails.append(Tail([*tokens[begin:], *answer], len(answer), question))
+            if prefix and prefix != tokens[:begin]:
+                raise AssertionError(f"{task}: questions about one document begin differently")
+            prefix = tokens[:begin]
+        documents.append(Document(f"{task}-{context_tokens}-{seed}-{index}", prefix, tails))
+    return documents

@@ -1,0 +1,342 @@
+"""Page scores: what is kept of a page, and how it is scored.
+
+Every score estimates the largest logit q . k over the keys k of a page, or the mass of its softmax, up to what is the
+same for all pages. Arithmetic is float32 on what the stored bytes mean.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, ClassVar, Literal
+
+import torch
+from sparse_kernels.page_statistics.reference import page_mean_and_std, quantise_mean
+
+Summary = tuple[torch.Tensor, ...]
+"""What is kept of pages, each `[..., num_pages, *]`."""
+
+MeanFormat = Literal["bf16", "fp8", "int8", "int4"]
+
+
+def finite(packed: torch.Tensor) -> torch.Tensor:
+    """Packed codes with no 16-bit word that is a bfloat16 infinity or NaN.
+
+    Where bits 7 to 14 of a word are all set, bit 8 is cleared: the lowest bit of a code of 1, 2, 4 or 8 bits.
+
+    Args:
+        packed: `[..., num_bytes]` uint8, an even number of them.
+    """
+    words = packed.contiguous().view(torch.int16)
+    return torch.where((words & 0x7F80) == 0x7F80, words & ~0x0100, words).view(torch.uint8)
+
+
+def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes below `2**bits` as bytes, lowest bits first: `[..., n]` to `[..., n * bits // 8]` uint8."""
+    per_byte = 8 // bits
+    shifts = torch.arange(per_byte, device=codes.device) * bits
+    packed: torch.Tensor = (codes.long().unflatten(-1, (-1, per_byte)) << shifts).sum(dim=-1)
+    return packed.to(torch.uint8)
+
+
+def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inverse of `pack`, uint8."""
+    shifts = torch.arange(0, 8, bits, device=packed.device, dtype=torch.uint8)
+    return ((packed.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(-2)
+
+
+def stored(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes as they are read back after a stay in memory, float32."""
+    return unpack(finite(pack(codes, bits)), bits).float()
+
+
+@cache
+def rotation(size: int, device: torch.device) -> torch.Tensor:
+    """`[size, size]` float32 orthogonal: a Hadamard matrix with drawn signs, in blocks where `size` is no power of 2.
+
+    It spreads what a few dimensions of a key hold over all of them, so that one step fits all.
+    """
+    block = size & -size
+    matrix = torch.ones(1, 1)
+    while len(matrix) < block:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    signs = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    blocks: torch.Tensor = torch.block_diag(*[matrix / math.sqrt(block)] * (size // block))  # type: ignore[no-untyped-call]
+    return (signs[:, None] * blocks).to(device)
+
+
+def matmul(query: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """`[..., num_rows, size]` with `[..., num_pages, size]` to `[..., num_rows, num_pages]`."""
+    return query @ kept.transpose(-1, -2)
+
+
+def row(kept: torch.Tensor) -> torch.Tensor:
+    """One number per page, `[..., num_pages]`, to be combined with `[..., num_rows, num_pages]`."""
+    return kept.unsqueeze(-2)
+
+
+@dataclass(frozen=True)
+class PageScore:
+    """One way to keep and score pages."""
+
+    family: ClassVar[str]
+
+    @property
+    def label(self) -> str:
+        """Name in result files."""
+        return self.family
+
+    @property
+    def summary_key(self) -> Any:
+        """Scores with equal keys keep the same of a page."""
+        return self
+
+    def summarise(self, keys: torch.Tensor) -> Summary:
+        """What is kept of pages.
+
+        Args:
+            keys: `[..., num_pages, page_size, head_size]` float32 that bfloat16 can hold.
+        """
+        raise NotImplementedError
+
+    def score(self, query: torch.Tensor, summary: Summary) -> torch.Tensor:
+        """Scores of rows of queries `[..., num_rows, head_size]` float32: `[..., num_rows, num_pages]` float32."""
+        raise NotImplementedError
+
+    def record_bytes(self, page_size: int, head_size: int) -> int:
+        """Bytes read per page and KV head to score it."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Mean(PageScore):
+    """UNIQUE (Eq. 1-3): q . mean + weight * ||q|| * std; `mean` alone for a weight of 0."""
+
+    family: ClassVar[str] = "unique"
+    format: MeanFormat = "int8"
+    weight: float = 0.75
+
+    @property
+    def label(self) -> str:
+        return f"unique-{self.format}-{self.weight:g}" if self.weight else f"mean-{self.format}"
+
+    @property
+    def summary_key(self) -> Any:
+        return self.family, self.format
+
+    def summarise(self, keys: torch.Tensor) -> Summary:
+        mean, std = page_mean_and_std(keys)
+        std = std.bfloat16().float()
+        if self.format == "bf16":
+            return mean.bfloat16().float(), torch.ones_like(std), std
+        if self.format == "int4":
+            scale = (mean.abs().amax(dim=-1) / 7.5 * (1 + 2**-8)).bfloat16().float()
+            codes = (mean / scale.clamp(min=1e-30).unsqueeze(-1) + 7.5).round().clamp(0, 15)
+            return stored(codes, 4) - 7.5, scale, std
+        dtype = torch.int8 if self.format == "int8" else torch.float8_e4m3fn
+        codes, scale = quantise_mean(mean, dtype)
+        return codes.float(), scale.float(), std
+
+    def score(self, query: torch.Tensor, summary: Summary) -> torch.Tensor:
+        mean, scale, std = summary
+        raw = matmul(query, mean).mul_(row(scale))
+        if self.weight == 0:
+            return raw
+        return torch.addcmul(raw, self.weight * query.norm(dim=-1, keepdim=True), row(std))
+
+    def record_bytes(self, page_size: int, head_size: int) -> int:
+        spread = 2 if self.weight else 0
+        bits = {"bf16": 16, "fp8": 8, "int8": 8, "int4": 4}[self.format]
+        return head_size * bits // 8 + (0 if self.format == "bf16" else 2) + spread
+
+
+@dataclass(frozen=True)
+class Interval(PageScore):
+    """Quest: sum_d max(q_d min_d, q_d max_d) = q . centre + |q| . half_width, the second times `factor`."""
+
+    family: ClassVar[str] = "quest"
+    bits: int = 16
+    factor: float = 1.0
+
+    @property
+    def label(self) -> str:
+        return f"quest{self.bits}" + ("" if self.factor == 1 else f"-{self.factor:g}")
+
+    @property
+    def summary_key(self) -> Any:
+        return self.family, self.bits
+
+    def summarise(self, keys: torch.Tensor) -> Summary:
+        low, high = keys.amin(dim=-2), keys.amax(dim=-2)
+        centre, half = (low + high) / 2, (high - low) / 2
+        if self.bits == 16:
+            return centre, half
+        top = 2**self.bits - 1
+        # One scale for both: a step of the half width is half a step of the centre.
+        scale = torch.maximum(centre.abs().amax(dim=-1), half.amax(dim=-1)) / (top / 2) * (1 + 2**-8)
+        scale = scale.bfloat16().float().clamp(min=1e-30).unsqueeze(-1)
+        middle = stored((centre / scale + top / 2).round().clamp(0, top), self.bits) - top / 2
+        wide = stored((half / scale * 2).round().clamp(0, top), self.bits) / 2
+        return middle * scale, wide * scale
+
+    def score(self, query: torch.Tensor, summary: Summary) -> torch.Tensor:
+        centre, half = summary
+        return matmul(query, centre).add_(matmul(query.abs() * self.factor, half))
+
+    def record_bytes(self, page_size: int, head_size: int) -> int:
+        return 2 * head_size * self.bits // 8 + (0 if self.bits == 16 else 2)
+
+
+@dataclass(frozen=True)
+class Moments(PageScore):
+    """Mean and per-dimension standard deviation, the latter in few bits.
+
+    diag: q . mean + weight * sqrt(sum_d q_d^2 var_d). gauss: q . mean + weight * sum_d q_d^2 var_d / sqrt(head_size),
+    which for 1/2 is the second-order expansion of log mean exp(q . k / sqrt(head_size)), times sqrt(head_size).
+    """
+
+    family: ClassVar[str] = "moments"
+    kind: Literal["diag", "gauss"] = "gauss"
+    weight: float = 0.25
+    spread_bits: int = 8
+
+    @property
+    def label(self) -> str:
+        return f"{self.kind}{self.spread_bits}-{self.weight:g}"
+
+    @property
+    def summary_key(self) -> Any:
+        return self.family, self.spread_bits
+
+    def summarise(self, keys: torch.Tensor) -> Summary:
+        mean = keys.mean(dim=-2)
+        std = (keys - mean.unsqueeze(-2)).square().mean(dim=-2).sqrt()
+        codes, scale = quantise_mean(mean, torch.int8)
+        top = 2**self.spread_bits - 1
+        step = (std.amax(dim=-1) / top * (1 + 2**-8)).bfloat16().float().clamp(min=1e-30).unsqueeze(-1)
+        spread = stored((std / step).round().clamp(0, top), self.spread_bits) * step
+        return codes.float() * scale.float().unsqueeze(-1), spread.square()
+
+    def score(self, query: torch.Tensor, summary: Summary) -> torch.Tensor:
+        mean, variance = summary
+        spread = matmul(query.square(), variance)
+        spread = spread.sqrt_() if self.kind == "diag" else spread.div_(math.sqrt(query.shape[-1]))
+        return matmul(query, mean).add_(spread, alpha=self.weight)
+
+    def record_bytes(self, page_size: int, head_size: int) -> int:
+        return head_size + head_size * self.spread_bits // 8 + 4
+
+
+GAUSSIAN_STEP = {1: 1.5958, 2: 0.9957, 4: 0.3352}
+"""Step of the uniform quantiser with the least squared error for a standard normal, by its bits."""
+
+
+@dataclass(frozen=True)
+class Parts(PageScore):
+    """Means of `count` runs of the page's tokens in `bits` bits each; the largest product counts.
+
+    With `count` equal to the page size these are the keys themselves. A kept value is `(code - (2**bits - 1) / 2)`
+    times a step that follows from the root mean square of what shares it.
+    """
+
+    family: ClassVar[str] = "parts"
+    count: int = 4
+    bits: int = 4
+    rotated: bool = False
+    """Whether keys and queries are multiplied by `rotation` first."""
+    steps: int = 1
+    """Steps kept per page, each shared by `count / steps` parts."""
+    dropped: int = 0
+    """Leading elements that are not kept: the steps take their place."""
+    base: bool = False
+    """Whether the page's mean is kept in int8 as well, and the parts are differences from it."""
+
+    @property
+    def label(self) -> str:
+        options = "r" * self.rotated + f"s{self.steps}" * (self.steps > 1) + f"d{self.dropped}" * (self.dropped > 0)
+        return f"{'mean+' if self.base else ''}parts{self.count}x{self.bits}{options}"
+
+    def summarise(self, keys: torch.Tensor) -> Summary:
+        if self.rotated:
+            keys = keys @ rotation(keys.shape[-1], keys.device)
+        parts = keys.unflatten(-2, (self.count, -1)).mean(dim=-2)
+        base = parts.new_zeros(())
+        if self.base:
+            codes, scale = quantise_mean(keys.mean(dim=-2), torch.int8)
+            base = (codes.float() * scale.float().unsqueeze(-1)).unsqueeze(-2)
+        rest = parts - base
+        rest[..., : self.dropped] = 0
+        if self.bits == 16:
+            rest = rest.bfloat16().float()
+        else:
+            top = 2**self.bits - 1
+            shared = rest.unflatten(-2, (self.steps, -1))
+            if self.bits == 8:
+                step = shared.abs().amax(dim=(-2, -1), keepdim=True) / (top / 2) * (1 + 2**-8)
+            else:
+                kept = rest.shape[-1] - self.dropped
+                square = shared.square().sum(dim=(-2, -1), keepdim=True) / (shared.shape[-2] * kept)
+                step = square.sqrt() * GAUSSIAN_STEP[self.bits]
+            step = step.bfloat16().float().clamp(min=1e-30)
+            codes = stored((shared / step + top / 2).round().clamp(0, top), self.bits)
+            rest = ((codes - top / 2) * step).flatten(-3, -2)
+            rest[..., : self.dropped] = 0
+        # Part-major, so that the largest over the parts is taken over runs.
+        return ((base + rest).transpose(-2, -3).flatten(-3, -2).contiguous(),)
+
+    def score(self, query: torch.Tensor, summary: Summary) -> torch.Tensor:
+        if self.rotated:
+            query = query @ rotation(query.shape[-1], query.device)
+        products: torch.Tensor = matmul(query, summary[0]).unflatten(-1, (self.count, -1))
+        return products.amax(dim=-2)
+
+    def record_bytes(self, page_size: int, head_size: int) -> int:
+        steps = 2 * self.steps if self.bits < 16 else 0
+        return self.count * (head_size - self.dropped) * self.bits // 8 + steps + (head_size + 2) * self.base
+
+
+@dataclass(frozen=True)
+class Oracle(PageScore):
+    """The true logits: the largest of a page (`logit`), or the log of its softmax mass (`mass`)."""
+
+    family: ClassVar[str] = "oracle"
+    kind: Literal["logit", "mass"] = "logit"
+
+    @property
+    def label(self) -> str:
+        return f"oracle-{self.kind}"
+
+    @property
+    def summary_key(self) -> Any:
+        return self.family
+
+    def summarise(self, keys: torch.Tensor) -> Summary:
+        return keys.transpose(-2, -3).flatten(-3, -2).contiguous(), keys.new_zeros(keys.shape[-2])
+
+    def score(self, query: torch.Tensor, summary: Summary) -> torch.Tensor:
+        keys, tokens = summary
+        logits: torch.Tensor = matmul(query, keys).unflatten(-1, (len(tokens), -1))
+        if self.kind == "logit":
+            return logits.amax(dim=-2)
+        root = math.sqrt(query.shape[-1])
+        return torch.logsumexp(logits / root, dim=-2) * root
+
+    def record_bytes(self, page_size: int, head_size: int) -> int:
+        return 2 * page_size * head_size
+
+
+@dataclass(frozen=True)
+class Newest(PageScore):
+    """StreamingLLM: no scores; a setting's `recent_pages` take the whole budget."""
+
+    family: ClassVar[str] = "streaming_llm"
+
+    def summarise(self, keys: torch.Tensor) -> Summary:
+        return (keys.new_zeros(keys.shape[:-2]),)
+
+    def score(self, query: torch.Tensor, summary: Summary) -> torch.Tensor:
+        return query.new_zeros(1).expand(*query.shape[:-1], summary[0].shape[-1])
+
+    def record_bytes(self, page_size: int, head_size: int) -> int:
+        return 0
