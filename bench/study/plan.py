@@ -26,7 +26,9 @@ DIFFERENCES = Parts(4, 2, dropped=4, base=True)
 """The mean in int8 and four differences from it in 2 bits, and two steps: as many bytes."""
 HALF = Parts(4, 2)
 """Four means of two tokens in 2 bits: as many bytes as UNIQUE's int8 mean."""
-CANDIDATES: tuple[PageScore, ...] = (PAIRS, DIFFERENCES, HALF)
+SKETCH = Parts(4, 2, rotated=True)
+"""The same after a rotation, as `statistics: sketch` keeps them."""
+CANDIDATES: tuple[PageScore, ...] = (SKETCH, PAIRS, DIFFERENCES, HALF)
 RIVALS: tuple[PageScore, ...] = (
     Mean("int8", 0.75),
     Mean("int8", 1.0),
@@ -67,7 +69,8 @@ class Stage:
 def _core() -> Iterator[Setting]:
     """The fewest that tell whether a score meets its targets."""
     yield Setting()
-    yield from grid((Mean("int8", 0.75), Mean("int8", 1.0), Interval(16), PAIRS, DIFFERENCES), (8,), (512, 128, 64))
+    scores = (SKETCH, Mean("int8", 0.75), Mean("int8", 1.0), Interval(16), PAIRS, DIFFERENCES)
+    yield from grid(scores, (8,), (512, 128, 64))
     yield from grid((Parts(4, 4, steps=2, dropped=2),), (8,), (512, 128, 64))
     yield from grid((HALF, Interval(8), Moments("diag", 3.0, 8)), (8,), (128, 64))
     yield streaming_llm(4, 512)
@@ -78,7 +81,7 @@ def _text() -> Iterator[Setting]:
     yield Setting()
     for budget in (512, 128, 64):
         yield streaming_llm(4, budget)
-        yield from grid((Mean("int8", 0.75), PAIRS), (8,), (budget,))
+        yield from grid((SKETCH, Mean("int8", 0.75), PAIRS), (8,), (budget,))
 
 
 def _targets() -> Iterator[Setting]:

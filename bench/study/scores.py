@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cache
 from typing import Any, ClassVar, Literal
 
 import torch
-from sparse_kernels.page_statistics.reference import page_mean_and_std, quantise_mean
+from sparse_kernels.page_statistics import KINDS
+from sparse_kernels.page_statistics.kinds.sketch import rotate
+from sparse_kernels.page_statistics.reference import quantise, summarise
 
 Summary = tuple[torch.Tensor, ...]
 """What is kept of pages, each `[..., num_pages, *]`."""
@@ -49,21 +50,6 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 def stored(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes as they are read back after a stay in memory, float32."""
     return unpack(finite(pack(codes, bits)), bits).float()
-
-
-@cache
-def rotation(size: int, device: torch.device) -> torch.Tensor:
-    """`[size, size]` float32 orthogonal: a Hadamard matrix with drawn signs, in blocks where `size` is no power of 2.
-
-    It spreads what a few dimensions of a key hold over all of them, so that one step fits all.
-    """
-    block = size & -size
-    matrix = torch.ones(1, 1)
-    while len(matrix) < block:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    signs = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    blocks: torch.Tensor = torch.block_diag(*[matrix / math.sqrt(block)] * (size // block))  # type: ignore[no-untyped-call]
-    return (signs[:, None] * blocks).to(device)
 
 
 def matmul(query: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
@@ -126,7 +112,9 @@ class Mean(PageScore):
         return self.family, self.format
 
     def summarise(self, keys: torch.Tensor) -> Summary:
-        mean, std = page_mean_and_std(keys)
+        vectors, std = summarise(KINDS["mean_and_spread"], keys)
+        assert std is not None
+        mean = vectors.squeeze(-2)
         std = std.bfloat16().float()
         if self.format == "bf16":
             return mean.bfloat16().float(), torch.ones_like(std), std
@@ -135,7 +123,7 @@ class Mean(PageScore):
             codes = (mean / scale.clamp(min=1e-30).unsqueeze(-1) + 7.5).round().clamp(0, 15)
             return stored(codes, 4) - 7.5, scale, std
         dtype = torch.int8 if self.format == "int8" else torch.float8_e4m3fn
-        codes, scale = quantise_mean(mean, dtype)
+        codes, scale = quantise(mean, dtype)
         return codes.float(), scale.float(), std
 
     def score(self, query: torch.Tensor, summary: Summary) -> torch.Tensor:
@@ -212,7 +200,7 @@ class Moments(PageScore):
     def summarise(self, keys: torch.Tensor) -> Summary:
         mean = keys.mean(dim=-2)
         std = (keys - mean.unsqueeze(-2)).square().mean(dim=-2).sqrt()
-        codes, scale = quantise_mean(mean, torch.int8)
+        codes, scale = quantise(mean, torch.int8)
         top = 2**self.spread_bits - 1
         step = (std.amax(dim=-1) / top * (1 + 2**-8)).bfloat16().float().clamp(min=1e-30).unsqueeze(-1)
         spread = stored((std / step).round().clamp(0, top), self.spread_bits) * step
@@ -244,7 +232,7 @@ class Parts(PageScore):
     count: int = 4
     bits: int = 4
     rotated: bool = False
-    """Whether keys and queries are multiplied by `rotation` first."""
+    """Whether keys and queries are rotated first, as sketches are."""
     steps: int = 1
     """Steps kept per page, each shared by `count / steps` parts."""
     dropped: int = 0
@@ -259,11 +247,11 @@ class Parts(PageScore):
 
     def summarise(self, keys: torch.Tensor) -> Summary:
         if self.rotated:
-            keys = keys @ rotation(keys.shape[-1], keys.device)
+            keys = rotate(keys)
         parts = keys.unflatten(-2, (self.count, -1)).mean(dim=-2)
         base = parts.new_zeros(())
         if self.base:
-            codes, scale = quantise_mean(keys.mean(dim=-2), torch.int8)
+            codes, scale = quantise(keys.mean(dim=-2), torch.int8)
             base = (codes.float() * scale.float().unsqueeze(-1)).unsqueeze(-2)
         rest = parts - base
         rest[..., : self.dropped] = 0
@@ -287,7 +275,7 @@ class Parts(PageScore):
 
     def score(self, query: torch.Tensor, summary: Summary) -> torch.Tensor:
         if self.rotated:
-            query = query @ rotation(query.shape[-1], query.device)
+            query = rotate(query)
         products: torch.Tensor = matmul(query, summary[0]).unflatten(-1, (self.count, -1))
         return products.amax(dim=-2)
 

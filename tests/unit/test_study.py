@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, 
 from bench.study import data, plan
 from bench.study.pipeline import Decoder
 from bench.study.run import _build, chosen_stages, measure
-from bench.study.scores import Interval, Mean, Moments, Oracle, Parts, finite, pack, rotation, unpack
+from bench.study.scores import Interval, Mean, Moments, Oracle, Parts, finite, pack, unpack
 from bench.study.settings import Setting
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -232,12 +232,6 @@ def test_the_recommended_record_is_two_bytes_per_element():
         assert plan.PAIRS.record_bytes(8, head_size) == 2 * head_size
         assert plan.DIFFERENCES.record_bytes(8, head_size) == 2 * head_size
         assert plan.HALF.record_bytes(8, head_size) < Mean("int8").record_bytes(8, head_size)
-
-
-@pytest.mark.parametrize("size", [64, 96, 128])
-def test_rotations_keep_products(size):
-    matrix = rotation(size, torch.device("cpu"))
-    torch.testing.assert_close(matrix @ matrix.T, torch.eye(size), rtol=0, atol=1e-5)
 
 
 def test_queries_of_a_group_agree_by_the_largest_score_or_by_their_softmax():

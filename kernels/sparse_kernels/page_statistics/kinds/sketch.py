@@ -29,13 +29,13 @@ def signs(head_size: int) -> torch.Tensor:
 
 
 @cache
-def _rotation(head_size: int) -> torch.Tensor:
+def _rotation(head_size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     size = head_size & -head_size
     block = torch.ones(1, 1, dtype=torch.float64)
     while len(block) < size:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
     blocks = torch.block_diag(*[block / math.sqrt(size)] * (head_size // size))
-    return signs(head_size)[:, None] * blocks
+    return (signs(head_size)[:, None] * blocks).to(device, dtype)
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
@@ -47,7 +47,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     Returns:
         As `x`.
     """
-    return x @ _rotation(x.shape[-1]).to(x)
+    return x @ _rotation(x.shape[-1], x.dtype, x.device)
 
 
 @jit
