@@ -14,12 +14,11 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
-from sparse_kernels.page_statistics import STATISTICS_FORMATS
 
 from bench.children import run_python
 from bench.engine import Variant, WrongBackendError, free_engines, start_engine
@@ -30,8 +29,10 @@ from vllm_sparse_plugin.cli.provenance import describe_gpu, open_report
 from vllm_sparse_plugin.config import KEY
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.needles import TASKS, Question, answer_tokens, is_correct
+from vllm_sparse_plugin.policies.unique import UniqueSelection
 
 PAGE_SIZE = 8
+STATISTICS: tuple[str, ...] = get_args(UniqueSelection.model_fields["statistics"].annotation)
 DEFAULT_PAGES = (64, 32, 16, 8)
 DEFAULT_CONTEXTS = (4096, 8192, 16384, 32768)
 _MAX_NUM_SEQS = 32
@@ -45,7 +46,7 @@ class Setting:
     pages: int | None = None
     """Budget in pages; None for dense attention."""
     statistics: str | None = None
-    """Format of the mean keys; None for dense attention."""
+    """Statistics of pages; None for dense attention."""
 
     @property
     def name(self) -> str:
@@ -109,7 +110,7 @@ def accuracy(
     sparse: Annotated[list[str] | None, typer.Option(help="Sparse variant, repeatable; `unique`.")] = None,
     pages: Annotated[list[int] | None, typer.Option(help="Budget in pages of 8 tokens; 64, 32, 16 and 8.")] = None,
     statistics: Annotated[
-        list[str] | None, typer.Option(help=f"Format of mean keys, repeatable; {', '.join(STATISTICS_FORMATS)}.")
+        list[str] | None, typer.Option(help=f"Statistics of pages, repeatable; {', '.join(STATISTICS)}.")
     ] = None,
     context: Annotated[list[int] | None, typer.Option(help="Context in tokens; 4096, 8192, 16384 and 32768.")] = None,
     task: Annotated[list[str] | None, typer.Option(help=f"Task, repeatable; {', '.join(TASKS)}.")] = None,
@@ -127,7 +128,7 @@ def accuracy(
     end = time.monotonic() + deadline
     tasks, contexts = task or list(TASKS), context or list(DEFAULT_CONTEXTS)
     settings = all_settings(
-        dense or ["dense"], sparse or ["unique"], pages or list(DEFAULT_PAGES), statistics or list(STATISTICS_FORMATS)
+        dense or ["dense"], sparse or ["unique"], pages or list(DEFAULT_PAGES), statistics or list(STATISTICS)
     )
     console = open_console()
     failed = []

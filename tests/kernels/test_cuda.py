@@ -55,8 +55,12 @@ CASES = {
     "bf16 means, group of 16": Case((3000, 517, 4096), group=16, head_size=64, format="bf16"),
     "fp8 means": Case((3000, 517, 4096), format="fp8"),
     "sketches": Case((3000, 517, 1, 4096, 700), kind="sketch", format="int2"),
-    "sketches, group of 16, pages of 16": Case((3000, 1501), group=16, page_size=16, k=32, kind="sketch", format="int2"),
-    "sketches, heads of 64, small blocks": Case((3000, 517), group=3, head_size=64, block_size=16, kind="sketch", format="int2"),
+    "sketches, group of 16, pages of 16": Case(
+        (3000, 1501), group=16, page_size=16, k=32, kind="sketch", format="int2"
+    ),
+    "sketches, heads of 64, small blocks": Case(
+        (3000, 517), group=3, head_size=64, block_size=16, kind="sketch", format="int2"
+    ),
     "sketches, heads of 256, one head": Case((3000, 517), group=1, head_size=256, kind="sketch", format="int2"),
     "sketches, fp8 cache": Case((3000, 517, 4096), eight_bit_cache=True, kind="sketch", format="int2"),
     "bounds": Case((3000, 517, 4096), kind="bounds"),

@@ -4,7 +4,7 @@ import pytest
 import torch
 from sparse_kernels.optional_triton import tl
 from sparse_kernels.page_score import reference, score_pages
-from sparse_kernels.page_statistics import KINDS, STATISTICS_FORMATS, StatisticsLayout, update_page_statistics
+from sparse_kernels.page_statistics import STATISTICS_FORMATS, StatisticsLayout, update_page_statistics
 from sparse_kernels.page_statistics.kinds import StatisticsKind
 from sparse_kernels.page_statistics.reference import quantise
 from sparse_kernels.paging import PagedTensor
@@ -14,7 +14,9 @@ CONTEXTS = [1000, 8, 7, 505, 64, 72, 999]
 SHAPES = [(1, 1, 64), (2, 4, 64), (1, 16, 128), (2, 3, 96), (1, 8, 256), (4, 1, 128)]
 # Compiled for each shape and kind: the default's kind in all shapes, the others in two.
 CASES = [
-    (kind, *shape) for kind in VECTOR_KINDS for shape in (SHAPES if kind == "mean_and_spread" else [(2, 4, 64), (2, 3, 96)])
+    (kind, *shape)
+    for kind in VECTOR_KINDS
+    for shape in (SHAPES if kind == "mean_and_spread" else [(2, 4, 64), (2, 3, 96)])
 ]
 
 

@@ -25,7 +25,9 @@ def test_bytes_of_a_small_example() -> None:
     assert step == torch.tensor(vectors.double().square().mean().sqrt().item() * 0.9957).bfloat16()
     # Codes of dimension 0: 3, 2, 1, 0; of dimension 1: 0, 2, 1, 3.
     assert packed.tolist() == [3 | 2 << 2 | 1 << 4 | 0 << 6, 0 | 2 << 2 | 1 << 4 | 3 << 6]
-    assert torch.equal(unpack(packed).view(4, 2) * 2, torch.tensor([[3.0, -3.0], [1.0, 1.0], [-1.0, -1.0], [-3.0, 3.0]]))
+    assert torch.equal(
+        unpack(packed).view(4, 2) * 2, torch.tensor([[3.0, -3.0], [1.0, 1.0], [-1.0, -1.0], [-3.0, 3.0]])
+    )
 
 
 @settings(deadline=None)
@@ -91,7 +93,8 @@ def test_compiled_and_reference_agree(num_kv_heads: int, group_size: int, head_s
     ordinal = [
         torch.where(bits < 0, bits ^ 0x7FFF, bits)
         for bits in (
-            scores.view(torch.int16).int() for scores in (score_pages(*arguments), score_reference.score_pages(*arguments))
+            scores.view(torch.int16).int()
+            for scores in (score_pages(*arguments), score_reference.score_pages(*arguments))
         )
     ]
     assert (ordinal[0] - ordinal[1]).abs().max() <= 1

@@ -8,7 +8,6 @@ import pytest
 import torch
 from sparse_kernels.page_statistics import (
     KINDS,
-    STATISTICS_FORMATS,
     PageStatistics,
     StatisticsLayout,
     reference,

@@ -117,7 +117,9 @@ def test_the_plan_starts_with_the_first_group_and_ends_with_other_formats():
     assert plan[0] == ("decode", DecodeCase(1, 2048, 4))
     decodes = [case for _, case in plan if isinstance(case, DecodeCase)]
     assert sum(op == "topk" for op, _ in plan) == 15
-    assert [case.format for case in decodes] == sorted((c.format for c in decodes), key=["int2", "int8", "fp8", "bf16"].index)
+    assert [case.format for case in decodes] == sorted(
+        (c.format for c in decodes), key=["int2", "int8", "fp8", "bf16"].index
+    )
     assert {op for op, case in plan if getattr(case, "format", "int2") != "int2"} == {"score"}
     first_other_group = next(index for index, (_, case) in enumerate(plan) if getattr(case, "group", 4) != 4)
     assert {op for op, _ in plan[:first_other_group]} == set(OPS)

@@ -14,7 +14,6 @@ from sparse_kernels.page_statistics.kinds.sketch import PARTS, STEP, signs
 from sparse_kernels.page_statistics.layout import PageStatistics
 from sparse_kernels.paging import PagedTensor
 
-
 _LARGEST = float(torch.finfo(torch.bfloat16).max)
 _LARGEST_BITS = np.uint16(0x7F7F)
 

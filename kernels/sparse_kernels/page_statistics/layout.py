@@ -100,7 +100,9 @@ class StatisticsLayout:
 
     def __post_init__(self) -> None:
         if self.format not in self.kind.formats:
-            raise ValueError(f"format: got {self.format!r}, allowed for {self.kind.name}: {', '.join(self.kind.formats)}")
+            raise ValueError(
+                f"format: got {self.format!r}, allowed for {self.kind.name}: {', '.join(self.kind.formats)}"
+            )
 
     @property
     def _vector_bytes(self) -> int:

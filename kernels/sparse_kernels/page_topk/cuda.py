@@ -14,6 +14,8 @@ _SOURCE = Path(__file__).with_name("topk.cu")
 MAX_SEGMENT = 64 * 1024
 """Pages that one block selects from: their keys take two bytes of shared memory each."""
 _MAX_K = 1024
+
+
 class Launch(NamedTuple):
     """How the keys of a row lie in the threads of a block."""
 

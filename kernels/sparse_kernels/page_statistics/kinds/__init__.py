@@ -6,7 +6,9 @@ from sparse_kernels.page_statistics.kinds.mean_and_spread import MeanAndSpread
 from sparse_kernels.page_statistics.kinds.representatives import Representatives
 from sparse_kernels.page_statistics.kinds.sketch import Sketch
 
-KINDS: dict[str, StatisticsKind] = {kind.name: kind for kind in (MeanAndSpread(), Bounds(), Representatives(), Sketch())}
+KINDS: dict[str, StatisticsKind] = {
+    kind.name: kind for kind in (MeanAndSpread(), Bounds(), Representatives(), Sketch())
+}
 """Every kind of page statistics by name; formats, layouts, kernels and tests follow from this table."""
 
 __all__ = ["KINDS", "StatisticsKind"]

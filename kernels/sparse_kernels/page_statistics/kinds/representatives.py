@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from sparse_kernels.optional_triton import jit, tl
-
 from sparse_kernels.page_statistics.kinds.base import StatisticsKind, finite_or
 
 
