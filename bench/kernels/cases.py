@@ -8,7 +8,7 @@ from typing import Any
 
 from sparse_kernels.page_statistics import KINDS, RecordFormat, StatisticsLayout
 
-DEFAULT_FORMAT: RecordFormat = "int2"
+DEFAULT_FORMAT: RecordFormat = "int8"
 
 
 def size_text(number: int) -> str:
@@ -133,7 +133,7 @@ class Grid:
     batches: Sequence[int] = (1, 4, 8, 32)
     contexts: Sequence[int] = (2048, 8192, 32768, 131072, 524288)
     groups: Sequence[int] = (4, 8, 1)
-    formats: Sequence[RecordFormat] = (DEFAULT_FORMAT, "int8", "fp8", "bf16")
+    formats: Sequence[RecordFormat] = (DEFAULT_FORMAT, "int2", "fp8", "bf16")
     rows: Sequence[int] = (8, 64, 256)
     pages: Sequence[int] = (1024, 4096, 16384, 65536, 131072)
 
