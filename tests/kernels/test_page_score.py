@@ -5,8 +5,8 @@ import torch
 from sparse_kernels.optional_triton import tl
 from sparse_kernels.page_score import reference, score_pages
 from sparse_kernels.page_statistics import KINDS, STATISTICS_FORMATS, StatisticsLayout, update_page_statistics
-from sparse_kernels.page_statistics.reference import quantise
 from sparse_kernels.page_statistics.kinds import StatisticsKind
+from sparse_kernels.page_statistics.reference import quantise
 from sparse_kernels.paging import PagedTensor
 from support.paged import make_batch
 

@@ -1,10 +1,12 @@
-"""Page scores on a GPU for the kinds of statistics that the CUDA kernels do not score; any kind that has Triton features.
+"""Page scores on a GPU for the kinds of statistics that the CUDA kernels do not score.
 
 One program scores a run of pages for one token and KV head. The grid follows from the width of the block table, and
 lengths are read on the device, so a CUDA graph may hold the launch.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -70,7 +72,7 @@ def _page_score(
         query_row = query_ptr + token.to(tl.int64) * query_strides[0] + (head * GROUP + g) * query_strides[1]
         query = tl.load(query_row + dim, mask=real, other=0.0).to(tl.float32)
         features = FEATURES(query, std_weight)
-        products = ()
+        products: Any = ()
         for v in tl.static_range(VECTORS):
             place = record[:, None] + v * HEAD_SIZE + dim[None, :]
             vector = tl.load(place, mask=exists[:, None] & real[None, :], other=0.0).to(tl.float32)

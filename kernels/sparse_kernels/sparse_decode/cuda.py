@@ -133,7 +133,7 @@ def sparse_decode(
         scores, int64(0 if scores is None else scores.stride(1)),
         block_table, int64(block_table.stride(0)), seq_lens, dense_requests,
         int32(num_tokens // len(seq_lens)), int32(num_kv_heads), int32(k), int32(sink_pages), int32(recent_pages),
-        int32(dense_tokens), weight_of(statistics, std_weight), float(scale), float(softcap), sinks, query_scale, key_scale,
-        value_scale, out, int64(out.stride(0)),
+        int32(dense_tokens), weight_of(statistics, std_weight), float(scale), float(softcap), sinks, query_scale,
+        key_scale, value_scale, out, int64(out.stride(0)),
         shared_bytes=shared_bytes,
     )  # fmt: skip
