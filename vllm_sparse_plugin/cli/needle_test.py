@@ -23,11 +23,13 @@ from vllm_sparse_plugin.cli.arguments import parse_additional_config
 from vllm_sparse_plugin.cli.provenance import open_report
 from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server, unwind_on_termination
 from vllm_sparse_plugin.config import KEY, resolve
-from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.needles import STRESS_TASKS, TASKS, Question, answer_tokens, build_questions, is_correct
 from vllm_sparse_plugin.registration import BACKENDS
 
 _DENSE = "dense"
+"""Name of vLLM's own attention in tables and reports, unless it is compared with our backend of that name."""
+_VLLM = "vllm"
 _EXAMPLE_PROMPT = (
     "import json\n\n\ndef load(path):\n    with open(path) as file:\n        return json.load(file)\n"
     "\nThe special magic number for zudewi bizino is: 4815162.\n"
@@ -102,15 +104,16 @@ def needle_test(
                     asked += build_questions(tokenizer, kind, size, questions, seed)
         with open_report(json_path, model, "json") as report:
             results = {}
-            for name, settings in ((backend, sparse), (_DENSE, dense)):
+            reference = _VLLM if backend.lower() == _DENSE else _DENSE
+            for name, settings in ((backend, sparse), (reference, dense)):
                 results[name] = _run(name, settings, asked, console)
                 for result in results[name]:
                     print(json.dumps(_record(name, result)), file=report)
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(3) from None
-    console.print(_table(backend, results[backend], results[_DENSE], kv_read_share))
-    if not _enough(backend, results, min_ratio, console):
+    console.print(_table(backend, results[backend], reference, results[reference], kv_read_share))
+    if not _enough(backend, reference, results, min_ratio, console):
         raise typer.Exit(1)
 
 
@@ -133,7 +136,7 @@ def _check(
         if size > limit:
             raise ConfigurationError(f"context: got {size} tokens, allowed: at most the model's {limit}")
     if backend.upper() not in BACKENDS:
-        allowed = " or ".join(name.lower() for name in BACKENDS)
+        allowed = choices(name.lower() for name in BACKENDS)
         raise ConfigurationError(f"backend: got {backend!r}, allowed: {allowed}")
     if not 0 <= min_ratio <= 1:
         raise ConfigurationError(f"min_ratio: got {min_ratio}, allowed: 0 to 1")
@@ -198,10 +201,12 @@ def _keep(settings: ServerSettings, console: Console) -> None:
                 client.models.list()
 
 
-def _table(backend: str, sparse: list[_Result], dense: list[_Result], kv_read_share: Callable[[int], float]) -> Table:
+def _table(
+    backend: str, sparse: list[_Result], reference: str, dense: list[_Result], kv_read_share: Callable[[int], float]
+) -> Table:
     """Return one row for each task and context."""
     table = Table(Column("task", no_wrap=True), title="Needles: accuracy and seconds spent in the questions")
-    for heading in ("context", _DENSE, backend, "share of KV read", f"{_DENSE} seconds", f"{backend} seconds"):
+    for heading in ("context", reference, backend, "share of KV read", f"{reference} seconds", f"{backend} seconds"):
         table.add_column(heading, justify="right")
 
     def row(result: _Result) -> tuple[str, int]:
@@ -221,16 +226,18 @@ def _accuracy(results: list[_Result]) -> float:
     return sum(result.correct for result in results) / len(results)
 
 
-def _enough(backend: str, results: dict[str, list[_Result]], min_ratio: float, console: Console) -> bool:
+def _enough(
+    backend: str, reference: str, results: dict[str, list[_Result]], min_ratio: float, console: Console
+) -> bool:
     """Print the total and return whether the sparse accuracy reaches `min_ratio` of the dense one."""
     correct = {name: sum(result.correct for result in part) for name, part in results.items()}
-    if correct[_DENSE] == 0:
+    if correct[reference] == 0:
         console.print("Total: dense attention answered no question, so there is nothing to compare with.")
         return False
-    ratio = correct[backend] / correct[_DENSE]
-    total = len(results[_DENSE])
+    ratio = correct[backend] / correct[reference]
+    total = len(results[reference])
     console.print(
-        f"Total: {backend} {correct[backend]}/{total}, {_DENSE} {correct[_DENSE]}/{total}: "
+        f"Total: {backend} {correct[backend]}/{total}, {reference} {correct[reference]}/{total}: "
         f"{backend} reaches {ratio:.3f} of the accuracy of dense attention ({min_ratio} needed)."
     )
     return ratio >= min_ratio

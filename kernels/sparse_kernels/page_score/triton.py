@@ -6,8 +6,6 @@ lengths are read on the device, so a CUDA graph may hold the launch.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -72,7 +70,7 @@ def _page_score(
         query_row = query_ptr + token.to(tl.int64) * query_strides[0] + (head * GROUP + g) * query_strides[1]
         query = tl.load(query_row + dim, mask=real, other=0.0).to(tl.float32)
         features = FEATURES(query, std_weight)
-        products: Any = ()
+        products = ()
         for v in tl.static_range(VECTORS):
             place = record[:, None] + v * HEAD_SIZE + dim[None, :]
             vector = tl.load(place, mask=exists[:, None] & real[None, :], other=0.0).to(tl.float32)
@@ -80,11 +78,11 @@ def _page_score(
             if scales_ptr is not None:
                 scale = scales_ptr + block * scales_strides[0] + head * scales_strides[1] + within * scales_strides[2]
                 product *= tl.load(scale + v, mask=exists, other=0.0).to(tl.float32)
-            products = products + (product,)  # noqa: RUF005 - Triton's tuples only add
+            products = products + (product,)  # type: ignore[assignment]  # noqa: RUF005 - Triton's tuples only add
         if COMBINE is not None:
             score = COMBINE(products)
         else:
-            score = products[0]
+            score = products[0]  # type: ignore[misc]
             for v in tl.static_range(1, VECTORS):
                 score += products[v]
         if spread_ptr is not None:
