@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
@@ -61,9 +62,11 @@ def needle_test(
         list[str] | None, typer.Option(help=f"Task, repeatable; {', '.join(TASKS)}. Also {', '.join(STRESS_TASKS)}.")
     ] = None,
     questions: Annotated[int, typer.Option(help="Questions for each task and context.")] = 8,
-    backend: Annotated[str, typer.Option(help="Sparse attention backend to test.")] = "unique",
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Attention backend of ours to test, repeatable; unique.")
+    ] = None,
     additional_config: Annotated[
-        str | None, typer.Option(help="Passed to the sparse server's --additional-config.", metavar="JSON")
+        str | None, typer.Option(help="Passed to each sparse server's --additional-config.", metavar="JSON")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of documents and needles.")] = 0,
     min_ratio: Annotated[float, typer.Option(help="Accuracy needed, as a fraction of the dense accuracy.")] = 0.95,
@@ -75,20 +78,25 @@ def needle_test(
         bool, typer.Option("--keep", help="Only start the sparse server, until Ctrl-C; ask nothing.")
     ] = False,
 ) -> None:
-    """Ask a sparse and a dense server the same needle questions and compare their accuracy.
+    """Ask sparse servers and a dense one the same needle questions and compare their accuracy.
 
-    Exit code 0 if the sparse backend reaches the accuracy needed, 1 if not, 2 for bad input, 3 if a server fails.
+    Exit code 0 if every backend reaches the accuracy needed, 1 if not, 2 for bad input, 3 if a server fails.
     """
     model = (model or Path(__file__).parents[2] / "models" / "needle-8m").resolve()
-    contexts = context or [4096, 16384]
-    kv_read_share = _check(model, contexts, backend, min_ratio, additional_config)
-    sparse = ServerSettings(model, max(contexts), backend, additional_config)
-    dense = replace(sparse, backend=None, additional_config=None)
+    contexts, backends = context or [4096, 16384], backend or ["unique"]
+    kv_read_shares = _check(model, contexts, backends, min_ratio, additional_config)
+    dense = ServerSettings(model, max(contexts), None)
+    # Our own backend of that name has it; then vLLM's goes by vLLM's.
+    reference = _VLLM if _DENSE in map(str.lower, backends) else _DENSE
+    servers = {name: replace(dense, backend=name, additional_config=additional_config) for name in backends}
+    servers[reference] = dense
     console = Console()
     unwind_on_termination()
     try:
         if keep:
-            _keep(sparse, console)
+            if len(backends) > 1:
+                raise ConfigurationError(f"backend: got {len(backends)} of them, allowed with keep: one")
+            _keep(servers[backends[0]], console)
             return
         # Imported late: the other commands need not wait for it.
         from transformers import AutoTokenizer
@@ -104,25 +112,26 @@ def needle_test(
                     asked += build_questions(tokenizer, kind, size, questions, seed)
         with open_report(json_path, model, "json") as report:
             results = {}
-            reference = _VLLM if backend.lower() == _DENSE else _DENSE
-            for name, settings in ((backend, sparse), (reference, dense)):
+            for name, settings in servers.items():
                 results[name] = _run(name, settings, asked, console)
                 for result in results[name]:
                     print(json.dumps(_record(name, result)), file=report)
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(3) from None
-    console.print(_table(backend, results[backend], reference, results[reference], kv_read_share))
-    if not _enough(backend, reference, results, min_ratio, console):
+    for name in backends:
+        console.print(_table(name, results[name], reference, results[reference], kv_read_shares[name]))
+    enough = [_enough(name, reference, results, min_ratio, console) for name in backends]
+    if not all(enough):
         raise typer.Exit(1)
 
 
 def _check(
-    model: Path, contexts: list[int], backend: str, min_ratio: float, additional_config: str | None
-) -> Callable[[int], float]:
+    model: Path, contexts: list[int], backends: list[str], min_ratio: float, additional_config: str | None
+) -> dict[str, Callable[[int], float]]:
     """Raise ConfigurationError for what can be refused before a server is started.
 
-    Returns the share of the KV cache's bytes that the sparse backend reads, by context in tokens.
+    Returns the share of the KV cache's bytes that each backend reads, by context in tokens.
     """
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
@@ -135,14 +144,15 @@ def _check(
     for size in contexts:
         if size > limit:
             raise ConfigurationError(f"context: got {size} tokens, allowed: at most the model's {limit}")
-    if backend.upper() not in BACKENDS:
-        allowed = choices(name.lower() for name in BACKENDS)
-        raise ConfigurationError(f"backend: got {backend!r}, allowed: {allowed}")
+    for name in backends:
+        if name.upper() not in BACKENDS or backends.count(name) > 1:
+            allowed = choices(known.lower() for known in BACKENDS)
+            raise ConfigurationError(f"backend: got {name!r}, allowed: {allowed}, each once")
     if not 0 <= min_ratio <= 1:
         raise ConfigurationError(f"min_ratio: got {min_ratio}, allowed: 0 to 1")
     settings = parse_additional_config(additional_config or "{}").get(KEY)
-    selection = resolve(settings, BACKENDS[backend.upper()]).selection
-    return lambda context_tokens: selection.kv_read_share(context_tokens, head_size)
+    selections = {name: resolve(settings, BACKENDS[name.upper()]).selection for name in backends}
+    return {name: partial(selection.kv_read_share, head_size=head_size) for name, selection in selections.items()}
 
 
 def _record(backend: str, result: _Result) -> dict[str, object]:
