@@ -45,7 +45,8 @@ class Variant:
             ConfigurationError: for anything else.
         """
         name, _, dtype = text.partition(":")
-        known = [DENSE, *(backend.lower() for backend in (*DENSE_BACKENDS, *BACKENDS))]
+        # Ours of that name is no variant: what is compared here is vLLM as it comes.
+        known = list(dict.fromkeys([DENSE, *(backend.lower() for backend in (*DENSE_BACKENDS, *BACKENDS))]))
         dtype = dtype or "auto"
         if name.lower() not in known or dtype not in KV_CACHE_DTYPES:
             raise ConfigurationError(

@@ -10,7 +10,8 @@ import torch
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
-from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.policies import Selection
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -47,9 +48,10 @@ def settings_of(vllm_config: VllmConfig) -> Any:
 
 def block_multiple(config: ResolvedConfig, head_size: int, cache_itemsize: int, kernel_block: int) -> int:
     """The block size must be a multiple of this many tokens."""
-    layout = config.selection.statistics_layout(head_size, cache_itemsize)
-    unit = layout.unit_tokens if layout else config.selection.page_size
-    return math.lcm(kernel_block, unit)
+    if config.pages is None:
+        return kernel_block
+    layout = config.pages.statistics_layout(head_size, cache_itemsize)
+    return math.lcm(kernel_block, layout.unit_tokens if layout else config.pages.page_size)
 
 
 def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
@@ -66,7 +68,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     settings = settings_of(vllm_config)
     if name is None:
         if settings is not None:
-            allowed = " or ".join(backend.lower() for backend in backends)
+            allowed = choices(backend.lower() for backend in backends)
             raise ConfigurationError(f"{KEY}: got settings but no attention backend of ours, allowed: {allowed}")
         return
     config = resolve(settings, backends[name])
@@ -99,9 +101,9 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         expect(model.runner_type == "generate", "runner", model.runner_type, "generate")
         expect(not _has_alibi(model.hf_config), "model", f"{architecture} with ALiBi", "models with rotary positions")
         dtypes = (torch.bfloat16,) if on_cpu else (torch.bfloat16, torch.float16)
-        expect(model.dtype in dtypes, "dtype", _short(model.dtype), _or(tuple(map(_short, dtypes))))
-        if on_cuda:
-            _expect_cuda_shapes(expect, vllm_config, config, (capability[0], capability[1]))
+        expect(model.dtype in dtypes, "dtype", _short(model.dtype), choices(tuple(map(_short, dtypes))))
+        if on_cuda and config.pages is not None:
+            _expect_cuda_shapes(expect, vllm_config, config.pages, (capability[0], capability[1]))
         if not found:
             itemsize = 1 if cache.cache_dtype in _EIGHT_BIT_CACHES else 2
             multiple = block_multiple(
@@ -112,42 +114,44 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
                 cache.block_size % multiple == 0 or (on_cuda and not cache.user_specified_block_size),
                 "block_size",
                 cache.block_size,
-                f"a multiple of {multiple} (pages of {config.selection.page_size} tokens)",
+                f"a multiple of {multiple}" + (f" (pages of {config.pages.page_size} tokens)" if config.pages else ""),
             )
     cache_dtypes = ("auto", "bfloat16") if on_cpu else ("auto", "bfloat16", "float16", *_EIGHT_BIT_CACHES)
-    expect(cache.cache_dtype in cache_dtypes, "kv_cache_dtype", cache.cache_dtype, _or(cache_dtypes))
+    expect(cache.cache_dtype in cache_dtypes, "kv_cache_dtype", cache.cache_dtype, choices(cache_dtypes))
     dcp, pcp = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     expect(dcp == 1, "decode_context_parallel_size", dcp, "1")
     expect(pcp == 1, "prefill_context_parallel_size", pcp, "1")
     if transfer := vllm_config.kv_transfer_config:
         connector = transfer.kv_connector
-        expect(connector in CONNECTORS, "kv_connector", connector, f"one that keeps page statistics: {_or(CONNECTORS)}")
+        expect(
+            connector in CONNECTORS, "kv_connector", connector, f"one that keeps page statistics: {choices(CONNECTORS)}"
+        )
     if speculative := vllm_config.speculative_config:
-        expect(speculative.method in SPECULATORS, "speculative method", speculative.method, _or(SPECULATORS))
+        expect(speculative.method in SPECULATORS, "speculative method", speculative.method, choices(SPECULATORS))
     return found
 
 
 def _expect_cuda_shapes(
     expect: Callable[[bool, str, Any, str], None],
     vllm_config: VllmConfig,
-    config: ResolvedConfig,
+    pages: Selection,
     capability: tuple[int, int],
 ) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     head_size = model.get_head_size()
-    expect(head_size in CUDA_HEAD_SIZES, "head size", head_size, _or(tuple(map(str, CUDA_HEAD_SIZES))))
+    expect(head_size in CUDA_HEAD_SIZES, "head size", head_size, choices(tuple(map(str, CUDA_HEAD_SIZES))))
     heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
     group = heads // kv_heads
     expect(group <= CUDA_MAX_GROUP, "query heads to a KV head", group, f"up to {CUDA_MAX_GROUP}")
-    means = getattr(config.selection, "statistics", None)
+    means = getattr(pages, "statistics", None)
     expect(means != "fp8" or capability >= (8, 9), "selection.statistics", means, "int8 or bf16 on this GPU")
     old = capability < (9, 0)
     width, widest = group * head_size, CUDA_MAX_OLD_WIDTH
     expect(not old or width <= widest, "query heads to a KV head times head size", width, f"up to {widest} on this GPU")
-    longest = (CUDA_MAX_OLD_PAGES if old else CUDA_MAX_PAGES) * config.selection.page_size
+    longest = (CUDA_MAX_OLD_PAGES if old else CUDA_MAX_PAGES) * pages.page_size
     expect(model.max_model_len <= longest, "max_model_len", model.max_model_len, f"up to {longest}")
-    budget, most = config.selection.budget_tokens, CUDA_MAX_BUDGET_PAGES * config.selection.page_size
-    expect(budget <= most, "budget_tokens", budget, f"up to {most} (pages of {config.selection.page_size} tokens)")
+    budget, most = pages.budget_tokens, CUDA_MAX_BUDGET_PAGES * pages.page_size
+    expect(budget <= most, "budget_tokens", budget, f"up to {most} (pages of {pages.page_size} tokens)")
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -158,8 +162,3 @@ def _has_alibi(hf_config: Any) -> bool:
     attention = getattr(hf_config, "attn_config", None)
     nested = attention.get("alibi") if isinstance(attention, Mapping) else getattr(attention, "alibi", False)
     return bool(hf_config.model_type == "bloom" or getattr(hf_config, "alibi", False) or nested)
-
-
-def _or(names: tuple[str, ...]) -> str:
-    *first, last = names
-    return f"{', '.join(first)} or {last}" if first else last

@@ -21,8 +21,8 @@ from pydantic import Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.policies import POLICIES, Selection, UniqueSelection
+from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.policies import POLICIES, Policy, Selection, UniqueSelection
 from vllm_sparse_plugin.policies.base import Section
 
 KEY = "sparse_attention"
@@ -52,10 +52,15 @@ class ResolvedConfig:
     """Dotted field name to source, for the values that are not the schema's defaults."""
 
     @property
-    def selection(self) -> Selection:
+    def selection(self) -> Policy:
         """The selection part."""
-        selection: Selection = self.config.selection
+        selection: Policy = self.config.selection
         return selection
+
+    @property
+    def pages(self) -> Selection | None:
+        """The selection part if it chooses pages; None if everything is dense."""
+        return self.selection if isinstance(self.selection, Selection) else None
 
 
 def preset_names() -> list[str]:
@@ -101,13 +106,13 @@ def resolve(settings: Mapping[str, Any] | None, backend_preset: str) -> Resolved
 
 def describe_fields() -> list[tuple[str, str, Any, str]]:
     """Every field of the schema, for documentation: (dotted name, allowed values, default, description)."""
-    shared = Selection.model_fields
     names = [policy.name() for policy in POLICIES]
-    rows = [("selection.policy", _choices(names), names[0], "Which pages a decode step reads.")]
-    rows += [_row(f"selection.{name}", field, "") for name, field in shared.items() if name != "policy"]
-    for policy in POLICIES:
-        own = {name: field for name, field in policy.model_fields.items() if name not in shared}
-        rows += [_row(f"selection.{field.alias or name}", field, f"{policy.name()}: ") for name, field in own.items()]
+    rows = [("selection.policy", choices(names), names[0], "Which pages a decode step reads.")]
+    fields = {name: field for policy in POLICIES for name, field in policy.model_fields.items() if name != "policy"}
+    everywhere = Selection.model_fields
+    for name, field in fields.items():
+        owners = ", ".join(policy.name() for policy in POLICIES if name in policy.model_fields)
+        rows.append(_row(f"selection.{field.alias or name}", field, "" if name in everywhere else f"{owners}: "))
     top = SparseAttentionConfig.model_fields
     return rows + [_row(name, field, "") for name, field in top.items() if name != "selection"]
 
@@ -118,7 +123,7 @@ def _row(name: str, field: FieldInfo, prefix: str) -> tuple[str, str, Any, str]:
 
 def _read_preset(field: str, name: Any) -> dict[str, Any]:
     if name not in preset_names():
-        raise ConfigurationError(f"{field}: got {name!r}, allowed: {_choices(preset_names())}")
+        raise ConfigurationError(f"{field}: got {name!r}, allowed: {choices(preset_names())}")
     text = resources.files("vllm_sparse_plugin.configs").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     return _parse(f"preset {name}", text)
 
@@ -178,10 +183,10 @@ def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
             known = _known_keys(error["loc"][:-1])
             close = difflib.get_close_matches(path[-1], known, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
-            return f"{name}{where}: unknown key{hint}, allowed: {_choices(known)}"
+            return f"{name}{where}: unknown key{hint}, allowed: {choices(known)}"
         case "union_tag_invalid" | "union_tag_not_found":
             got = got.get("policy") if isinstance(got, dict) else got
-            return f"{name}.policy{where}: got {got!r}, allowed: {_choices(sorted(tags))}"
+            return f"{name}.policy{where}: got {got!r}, allowed: {choices(sorted(tags))}"
     field = _field(path)
     return f"{name}{where}: got {got!r}, allowed: {_allowed(field) if field else 'a mapping of settings'}"
 
@@ -201,13 +206,9 @@ def _field(path: list[str]) -> FieldInfo | None:
 
 
 def _allowed(field: FieldInfo) -> str:
-    if choices := get_args(field.annotation):
-        return _choices([str(choice) for choice in choices])
+    if literals := get_args(field.annotation):
+        return choices([str(literal) for literal in literals])
     kind = "an integer" if field.annotation is int else "a number"
     least = next(bound.ge for bound in field.metadata if isinstance(bound, Ge))
     most = next(bound.le for bound in field.metadata if isinstance(bound, Le))
     return f"{kind} from {least:g} to {most:.10g}"
-
-
-def _choices(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]}"

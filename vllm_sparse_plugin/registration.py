@@ -10,6 +10,7 @@ BACKENDS: dict[str, str] = {
     "INFLLM": "infllm",
     "MEAN": "mean",
     "STREAMING_LLM": "streaming_llm",
+    "DENSE": "dense",
 }
 """Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
 

@@ -79,9 +79,7 @@ def _table(op: str, rows: Sequence[Row]) -> Table:
     for name, found in cases.items():
         subject = found[providers[0]]
         shares, speed_ups = subject.get("share_of_read_bandwidth"), subject.get("speed_up", {})
-        cells = [
-            f"{_times(found[each])}{_ratio(speed_ups.get(each))}" if each in found else "-" for each in providers
-        ]
+        cells = [f"{_times(found[each])}{_ratio(speed_ups.get(each))}" if each in found else "-" for each in providers]
         table.add_row(name, *cells, f"{shares['cold']:.0%}" if shares else "-")
     return table
 

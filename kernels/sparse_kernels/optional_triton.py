@@ -5,19 +5,19 @@ Without it `jit` leaves functions as they are; nothing calls them then.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
-tl: Any
-jit: Any
-try:
-    import triton.language as tl
-    from triton import jit
-except ImportError:
-    tl = None
 
-    def jit(function: Any) -> Any:
-        """Stands in for `triton.jit`."""
-        return function
+def _leave(function: Any) -> Any:
+    return function
 
+
+tl: Any = None
+jit: Any = _leave
+if find_spec("triton") is not None:
+    import triton
+
+    tl, jit = triton.language, triton.jit
 
 __all__ = ["jit", "tl"]

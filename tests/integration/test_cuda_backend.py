@@ -60,6 +60,7 @@ def builder(monkeypatch):
     made = object.__new__(SparseCUDAMetadataBuilder)
     made.reorder_batch_threshold = 4
     made.any_dense_layer = False
+    made.any_sparse_layer = True
     made.dense_requests = torch.zeros(16, dtype=torch.bool)
     made.any_dense_request = False
     return made

@@ -235,14 +235,31 @@ def test_where_sparse_begins(model, context, settings, sparse):
     (assert_sparse if sparse else assert_dense)(harness, request, output)
 
 
-def test_streaming_llm_reads_sinks_and_newest(model):
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 3, 8).bfloat16()], ids=["plain", "sinks"])
+def test_dense_is_vllms_own_attention(model, sinks):
+    extras = {} if sinks is None else {"sinks": sinks}
+    outputs = []
+    for backend in ("dense", "cpu_attn"):
+        harness = LayerHarness(model, backend=backend, seed=3, **extras)
+        requests = [harness.request(n) for n in (1500, 40)]
+        steps = [harness.step([(requests[0], 1500), (requests[1], 40)])]
+        steps += [harness.step([(request, 1) for request in requests]) for _ in range(3)]
+        outputs.append([output for step in steps for output in step])
+        assert harness.spec.num_states == harness.block_size, "no statistics, no rows"
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(*outputs, strict=True))
+
+
+@pytest.mark.parametrize("extras", [{}, {"sinks": torch.linspace(-1, 3, 8).bfloat16()}], ids=["plain", "sinks"])
+def test_streaming_llm_reads_sinks_and_newest(model, extras):
     settings = {"selection": {"budget_tokens": 64, "sink_pages": 2}, "min_context_tokens": 0}
-    harness = LayerHarness(model, settings=settings, backend="streaming_llm")
+    harness = LayerHarness(model, settings=settings, backend="streaming_llm", **extras)
     assert harness.spec.num_states == harness.block_size, "no statistics, no rows"
     request = harness.request(203)
     harness.step([(request, 203)])
     (output,) = harness.step([(request, 1)])
     visible = torch.zeros(2, 204, dtype=torch.bool)
     visible[:, :16] = visible[:, 19 * 8 :] = True
-    arguments = request.fresh[0].unflatten(0, (2, -1)), request.keys, request.values, harness.layer.impl.scale, visible
+    impl = harness.layer.impl
+    query = request.fresh[0].unflatten(0, (2, -1))
+    arguments = query, request.keys, request.values, impl.scale, visible, impl.sinks
     assert_as_accurate(output[0], dense_attention(*arguments), dense_attention(*arguments, dtype=torch.float32))

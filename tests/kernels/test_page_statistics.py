@@ -150,8 +150,8 @@ def test_records_fit_their_rows_and_do_not_overlap(kind, cache_dtype, statistics
         raw = part.view(torch.uint8)
         assert raw.eq(0).all(), "two parts share bytes"
         raw.fill_(value)
-    # Bytes of vectors over bytes of keys and values; scalars and padding take a row in 64 tokens, or are part of the one
-    # row in 16 that small records share.
+    # Bytes of vectors over bytes of keys and values; scalars and padding take a row in 64 tokens, or are part of the
+    # one row in 16 that small records share.
     record_bytes = {"int8": 1, "fp8": 1, "bf16": 2}[statistics] * KINDS[kind].vectors
     share = record_bytes / (2 * cache_dtype.itemsize * page_size)
     assert share <= layout.memory_overhead <= max(share + 1 / 64, 1 / 16)

@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles, for every kind of statistics and the oldest and the newest architecture; no GPU needed."""
+"""Every Triton kernel compiles for every kind of statistics, on the oldest and newest architecture, without a GPU."""
 
 import os
 import subprocess

@@ -142,6 +142,14 @@ REFUSED = {
         {"block_size": 48, "additional_config": settings(page_size=32)},
         f"block_size: got 48, {UNIQUE}a multiple of 32 (pages of 32 tokens)",
     ),
+    "two vectors of a record in blocks of 32": (
+        {"attention_backend": "quest", "block_size": 32},
+        "block_size: got 32, allowed with attention backend quest: a multiple of 64 (pages of 8 tokens)",
+    ),
+    "dense in blocks of 48": (
+        {"attention_backend": "dense", "block_size": 48},
+        "block_size: got 48, allowed with attention backend dense: a multiple of 32",
+    ),
     "decode context parallelism": (
         {"decode_context_parallel_size": 2, "tensor_parallel_size": 4},
         f"decode_context_parallel_size: got 2, {UNIQUE}1",
@@ -165,11 +173,13 @@ REFUSED = {
     ),
     "settings without a backend": (
         {"attention_backend": None, "additional_config": settings()},
-        "sparse_attention: got settings but no attention backend of ours, allowed: unique or streaming_llm",
+        "sparse_attention: got settings but no attention backend of ours, "
+        "allowed: unique, quest, infllm, mean, streaming_llm or dense",
     ),
     "settings with vLLM's backend": (
         {"attention_backend": "CPU_ATTN", "additional_config": {"sparse_attention": {}}},
-        "sparse_attention: got settings but no attention backend of ours, allowed: unique or streaming_llm",
+        "sparse_attention: got settings but no attention backend of ours, "
+        "allowed: unique, quest, infllm, mean, streaming_llm or dense",
     ),
     "settings that are no mapping": (
         {"additional_config": {"sparse_attention": 5}},
@@ -223,7 +233,8 @@ def test_alibi_that_is_off_is_served(folder):
 
 ADMITTED = {
     "defaults": {},
-    "other backend": {"attention_backend": "streaming_llm"},
+    **{f"backend {name.lower()}": {"attention_backend": name.lower()} for name in BACKENDS},
+    "dense in blocks of 32": {"attention_backend": "dense", "block_size": 32},
     "block of 32": {"block_size": 32},
     "block of 96": {"block_size": 96},
     "pages of 32 in blocks of 32": {"block_size": 32, "additional_config": settings(page_size=32)},
@@ -245,7 +256,7 @@ ADMITTED = {
 def test_admitted(case, folder):
     config = engine_config(folder(), **ADMITTED[case])
     chosen = [config.attention_config.backend, *config.attention_config.backend_per_kind.values()]
-    assert {member.name for member in chosen if member} <= {"UNIQUE", "STREAMING_LLM"}
+    assert {member.name for member in chosen if member} <= set(BACKENDS)
 
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:
@@ -283,6 +294,12 @@ def test_refused_on_cuda(case, folder, monkeypatch):
     with pytest.raises(ConfigurationError) as caught:
         admit(config, BACKENDS)
     assert str(caught.value) == sentence.format(UNIQUE)
+
+
+def test_dense_attention_has_no_limits_of_our_kernels(folder, monkeypatch):
+    config = engine_config(folder(head_dim=80, max_position_embeddings=1 << 20), attention_backend="dense")
+    on_cuda(monkeypatch)
+    admit(config, BACKENDS)
 
 
 def test_refused_on_an_old_gpu(folder, monkeypatch):

@@ -9,9 +9,17 @@ from hypothesis import strategies as st
 
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, SparseAttentionConfig, describe_fields, preset_names, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.policies import POLICIES, StreamingLLMSelection, UniqueSelection
+from vllm_sparse_plugin.policies import (
+    POLICIES,
+    DensePolicy,
+    QuestSelection,
+    Selection,
+    StreamingLLMSelection,
+    UniqueSelection,
+)
 from vllm_sparse_plugin.registration import BACKENDS
 
+SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -30,6 +38,10 @@ LITERAL = [row for row in FIELDS if row[2].annotation not in (int, float) and ro
 
 def ids(rows: list[tuple]) -> list[str]:
     return [f"{policy or 'top'}-{name}" for policy, name, _ in rows]
+
+
+def fields_of(policy: str) -> list[str]:
+    return [name for owner, name, _ in FIELDS if owner == policy]
 
 
 def bounds(field) -> tuple[float, float]:
@@ -157,10 +169,9 @@ def test_described_fields_are_all_fields_with_their_defaults():
     names = [name for name, *_ in rows]
     assert set(names) == {path_of(policy, name).removeprefix(f"{KEY}.") for policy, name, _ in FIELDS}
     assert len(names) == len(set(names))
-    dumped = SparseAttentionConfig().model_dump(by_alias=True)
     for name, allowed, default, description in rows:
-        section, _, key = name.rpartition(".")
-        assert default == (dumped[section] if section else dumped)[key]
+        found = {field.default for _, key, field in FIELDS if key == name.rpartition(".")[2]}
+        assert name == "selection.policy" or found == {default}
         assert allowed
         assert description.rpartition(": ")[2]
         assert "\n" not in description
@@ -182,7 +193,7 @@ def test_both_ends_of_a_range_are_accepted(policy, name, field):
     others = {"budget_tokens": 1 << 20} if policy else {}
     for value in bounds(field):
         if name == "budget_tokens":
-            others = {"sink_pages": 0} | ({"recent_pages": 0} if policy == "unique" else {})
+            others = {"sink_pages": 0} | ({"recent_pages": 0} if "recent_pages" in fields_of(policy) else {})
         given_settings = setting(policy, name, value)
         given_settings.get("selection", {}).update({key: other for key, other in others.items() if key != name})
         config = resolve(given_settings, "unique").config.model_dump(by_alias=True)
@@ -209,7 +220,9 @@ def test_a_value_that_is_not_among_the_choices_is_refused_with_the_choices(polic
 
 
 ALLOWED_TOP = "selection, first_dense_layers, min_context_tokens, preset or config"
-ALLOWED_UNIQUE = "policy, page_size, budget_tokens, sink_pages, lambda, recent_pages or statistics"
+ALLOWED_UNIQUE = "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics or lambda"
+ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
+ALLOWED_PRESETS = "dense, infllm, mean, quest, streaming_llm, unique or unique_wide"
 ALLOWED_STREAMING = "policy, page_size, budget_tokens or sink_pages"
 BAD = {
     "unknown top-level key": (
@@ -250,13 +263,17 @@ BAD = {
         f"sparse_attention.selection.recent_pages: unknown key (did you mean 'sink_pages'?), "
         f"allowed: {ALLOWED_STREAMING}",
     ),
+    "key of a selection for dense attention": (
+        {"selection": {"policy": "dense", "budget_tokens": 512}},
+        "sparse_attention.selection.budget_tokens: unknown key, allowed: policy",
+    ),
     "unknown policy": (
         {"selection": {"policy": "h2o"}},
-        "sparse_attention.selection.policy: got 'h2o', allowed: streaming_llm or unique",
+        f"sparse_attention.selection.policy: got 'h2o', allowed: {ALLOWED_POLICIES}",
     ),
     "policy of another type": (
         {"selection": {"policy": ["unique"]}},
-        "sparse_attention.selection.policy: got ['unique'], allowed: streaming_llm or unique",
+        f"sparse_attention.selection.policy: got ['unique'], allowed: {ALLOWED_POLICIES}",
     ),
     "selection that is no mapping": (
         {"selection": "unique"},
@@ -283,15 +300,15 @@ BAD = {
     ),
     "unknown preset": (
         {"preset": "fast"},
-        "sparse_attention.preset: got 'fast', allowed: streaming_llm, unique or unique_wide",
+        f"sparse_attention.preset: got 'fast', allowed: {ALLOWED_PRESETS}",
     ),
     "preset outside of configs": (
         {"preset": "../configs/unique"},
-        "sparse_attention.preset: got '../configs/unique', allowed: streaming_llm, unique or unique_wide",
+        f"sparse_attention.preset: got '../configs/unique', allowed: {ALLOWED_PRESETS}",
     ),
     "preset of another type": (
         {"preset": {}},
-        "sparse_attention.preset: got {}, allowed: streaming_llm, unique or unique_wide",
+        f"sparse_attention.preset: got {{}}, allowed: {ALLOWED_PRESETS}",
     ),
     "file that does not exist": (
         {"config": "/nonexistent/a.yaml"},
@@ -400,7 +417,7 @@ def test_any_settings_resolve_or_are_refused_in_one_line(given_settings, preset)
     if isinstance(outcome, str):
         assert len(outcome.splitlines()) == 1
     else:
-        assert outcome.selection.budget_pages > outcome.selection.reserved_pages
+        assert outcome.pages is None or outcome.pages.budget_pages > outcome.pages.reserved_pages
 
 
 @settings(max_examples=200, deadline=None)
@@ -412,14 +429,14 @@ def test_any_file_resolves_or_is_refused_in_one_line(tmp_path_factory, data):
     assert not isinstance(outcome, str) or len(outcome.splitlines()) == 1
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name())
+@pytest.mark.parametrize("policy", SELECTIONS, ids=lambda policy: policy.name())
 def test_a_context_within_the_budget_is_read_whole(policy):
     selection = policy()
     for context in (1, 8, selection.budget_tokens, selection.budget_tokens + selection.page_size - 1):
         assert selection.kv_read_share(context, 64) == 1.0
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name())
+@pytest.mark.parametrize("policy", SELECTIONS, ids=lambda policy: policy.name())
 def test_the_share_that_is_read_falls_with_the_context_and_grows_with_the_budget(policy):
     selection = policy()
     contexts = range(selection.budget_tokens + selection.page_size, 1 << 15, 8 * selection.page_size)
@@ -435,4 +452,13 @@ def test_the_share_counts_statistics_and_the_incomplete_page():
     # Head size 64: 256 bytes of a token's key and value, 68 of a page's record.
     assert UniqueSelection().kv_read_share(4096, 64) == (512 * 256 + 512 * 68) / (4096 * 256)
     assert UniqueSelection().kv_read_share(4099, 64) == (515 * 256 + 512 * 68) / (4099 * 256)
+    assert QuestSelection().kv_read_share(4096, 64) == (512 * 256 + 512 * 132) / (4096 * 256)
     assert StreamingLLMSelection().kv_read_share(4099, 64) == 515 / 4099
+    assert DensePolicy().kv_read_share(4099, 64) == 1.0
+
+
+def test_a_setting_of_several_policies_is_described_once_with_their_names():
+    described = {name: text for name, _, _, text in describe_fields()}
+    assert described["selection.recent_pages"].startswith("unique, quest, infllm, mean: Newest complete pages")
+    assert described["selection.lambda"].startswith("unique: ")
+    assert described["selection.budget_tokens"].startswith("Tokens of complete pages")

@@ -97,7 +97,9 @@ def is_sparse_layer(layer: Attention, sparse: ResolvedConfig) -> bool:
     """Whether decoding tokens of a layer attend sparsely."""
     # A layer that shares another's cache can only read statistics that the other one writes.
     owner = layer.kv_sharing_target_layer_name or layer.layer_name
-    return layer.sliding_window is None and extract_layer_index(owner) >= sparse.config.first_dense_layers
+    if sparse.pages is None or layer.sliding_window is not None:
+        return False
+    return extract_layer_index(owner) >= sparse.config.first_dense_layers
 
 
 def report_memory(

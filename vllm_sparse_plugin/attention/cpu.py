@@ -28,6 +28,7 @@ from vllm_sparse_plugin.attention import packing
 from vllm_sparse_plugin.attention.base import SparseBackend, is_sparse_layer, report_memory
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.policies import Selection
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -93,11 +94,11 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         backend: type[SparseCPUBackend] = next(iter(layers.values())).attn_backend
         self.sparse = backend.config()
-        self.page_size = self.sparse.selection.page_size
-
+        self.pages = self.sparse.pages
         self.isa = packing.supported_isa(self.isa)
         self._set_isa_to_layers(layer_names)
-        packing.check_packing(self.isa, self.block_size, self.head_dim, self.page_size, self.dtype)
+        if self.pages is not None:
+            packing.check_packing(self.isa, self.block_size, self.head_dim, self.pages.page_size, self.dtype)
         statistics = backend.statistics_layout(kv_cache_spec)
         for layer in layers.values():
             layer.impl.configure(self.sparse, self.isa, self.block_size, statistics)
@@ -114,13 +115,17 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         whole = super().build(common_prefix_len, common, fast_build)
         metadata = SparseCPUMetadata(**{field.name: getattr(whole, field.name) for field in fields(whole)})
 
+        if self.pages is None:
+            return metadata
+
+        page_size = self.pages.page_size
         slots = common.slot_mapping[: common.num_actual_tokens]
-        filled = slots[(slots >= 0) & (slots % self.page_size == self.page_size - 1)]
+        filled = slots[(slots >= 0) & (slots % page_size == page_size - 1)]
         if len(filled):
-            metadata.filled = filled // self.block_size, filled % self.block_size // self.page_size
+            metadata.filled = filled // self.block_size, filled % self.block_size // page_size
 
         query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
-        sparse_requests = self._sparse_requests(common, query_lens)
+        sparse_requests = self._sparse_requests(common, query_lens, self.pages)
         if not sparse_requests.any():
             return metadata
         request_of_token = torch.repeat_interleave(query_lens)
@@ -133,7 +138,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             tokens,
             common.block_table_tensor[requests].long(),
             context_lens,
-            context_lens // self.page_size,
+            context_lens // page_size,
         )
         if len(tokens) < common.num_actual_tokens:
             metadata.dense_tokens = (~is_sparse).nonzero().squeeze(1)
@@ -142,11 +147,13 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             )
         return metadata
 
-    def _sparse_requests(self, common: CommonAttentionMetadata, query_lens: torch.Tensor) -> torch.Tensor:
+    def _sparse_requests(
+        self, common: CommonAttentionMetadata, query_lens: torch.Tensor, pages: Selection
+    ) -> torch.Tensor:
         """`[num_reqs]` bool: decoding requests whose context exceeds the budget."""
         assert self.reorder_batch_threshold is not None
         sparse = (query_lens > 0) & (query_lens <= self.reorder_batch_threshold)
-        sparse &= common.seq_lens // self.page_size > self.sparse.selection.budget_pages
+        sparse &= common.seq_lens // pages.page_size > pages.budget_pages
         sparse &= common.seq_lens >= self.sparse.config.min_context_tokens
         if common.is_prefilling is not None:
             sparse &= ~common.is_prefilling
@@ -188,7 +195,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
 
     def configure(self, sparse: ResolvedConfig, isa: str, block_size: int, statistics: StatisticsLayout | None) -> None:
         """What the metadata builder knows of the cache, for the layer's own use."""
-        self.selection = sparse.selection
+        self.selection = sparse.pages
         self.isa = isa
         self.block_size = block_size
         self.statistics_layout = statistics
@@ -198,6 +205,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         """Compiles what this layer needs, on a cache of its own, so that no request waits for it."""
         self._bind(torch.zeros(2, self.num_kv_heads, spec.num_states, 2 * self.head_size, dtype=spec.dtype))
         first = torch.zeros(1, dtype=torch.int64)
+        assert self.selection is not None
         lens = first + self.selection.page_size + 1
         if self.statistics is not None:
             update_page_statistics(self.keys, self.statistics, first, first)
@@ -211,8 +219,10 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         """Views of the layer's cache, made once: they cost as much as a kernel."""
         self.pages_of = kv_cache
         self.token_rows = kv_cache[:, :, : self.block_size]
-        self.keys, self.values = packing.paged_keys_and_values(self.token_rows, self.isa, self.selection.page_size)
         self.statistics = None
+        if self.selection is None:
+            return
+        self.keys, self.values = packing.paged_keys_and_values(self.token_rows, self.isa, self.selection.page_size)
         if self.statistics_layout is not None:
             rows = kv_cache[:, :, self.block_size :]
             self.statistics = self.statistics_layout.views(rows, self.block_size)
@@ -268,6 +278,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
 
     def _decode(self, query: torch.Tensor, decode: DecodeTokens) -> torch.Tensor:
         """Select and attend; `[num_tokens, num_heads, head_size]` in and out."""
+        assert self.selection is not None
         grouped = query.unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
         pages = self.selection.select(grouped, self.statistics, decode.block_table, decode.num_pages)
         return attend_pages(

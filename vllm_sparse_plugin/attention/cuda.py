@@ -61,7 +61,8 @@ class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        unit: int = cls.config().selection.page_size
+        pages = cls.config().pages
+        unit: int = pages.page_size if pages else 1
         if isinstance(kv_cache_spec, AttentionSpec) and (layout := cls.statistics_layout(kv_cache_spec)):
             unit = layout.unit_tokens
         return [MultipleOf(math.lcm(CUDA_KERNEL_BLOCK, unit))]
@@ -72,6 +73,8 @@ class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
+        if cls.config().pages is None:
+            return bool(super().supports_head_size(head_size))
         return head_size in CUDA_HEAD_SIZES
 
     @classmethod
@@ -128,6 +131,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             layer.impl.configure(sparse, self.block_size, statistics)
             layer.impl.is_sparse = is_sparse_layer(layer, sparse)
         self.any_dense_layer = not all(layer.impl.is_sparse for layer in layers.values())
+        self.any_sparse_layer = any(layer.impl.is_sparse for layer in layers.values())
         if statistics is not None:
             report_memory(backend.get_name(), vllm_config, kv_cache_spec, statistics, len(layers))
         # What captured graphs read: never reallocated.
@@ -139,7 +143,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseCUDAMetadata:
         common = common_attn_metadata
-        runs = self._decode_runs(common)
+        runs = self._decode_runs(common) if self.any_sparse_layer else []
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)
         whole = None
@@ -235,8 +239,9 @@ class SparseCUDAImpl(FlashAttentionImpl):
 
     def configure(self, sparse: ResolvedConfig, block_size: int, statistics: StatisticsLayout | None) -> None:
         """What the metadata builder knows of the cache, for the layer's own use."""
-        self.page_size = sparse.selection.page_size
-        self.decode_settings = sparse.selection.decode_settings()
+        # Without a selection nothing follows from the size of a page.
+        self.page_size = sparse.pages.page_size if sparse.pages else CUDA_KERNEL_BLOCK
+        self.decode_settings = sparse.pages.decode_settings() if sparse.pages else None
         self.dense_tokens = sparse.config.min_context_tokens - 1
         self.block_size = block_size
         self.statistics_layout = statistics
@@ -302,6 +307,7 @@ class SparseCUDAImpl(FlashAttentionImpl):
         scales: Any = layer
         eight_bit_query, eight_bit_cache = query.dtype.itemsize == 1, self.keys.view.dtype.itemsize == 1
         for decode in attn_metadata.decode:
+            assert self.decode_settings is not None
             sparse_decode(
                 query[decode.tokens],
                 self.keys,

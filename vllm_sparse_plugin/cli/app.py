@@ -12,7 +12,7 @@ from vllm_sparse_plugin import __version__
 from vllm_sparse_plugin.cli.arguments import parse_additional_config, run_app
 from vllm_sparse_plugin.cli.needle_test import needle_test
 from vllm_sparse_plugin.config import KEY, SparseAttentionConfig, resolve
-from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.registration import BACKENDS
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -52,7 +52,7 @@ def show_config(
     """Print the resolved configuration and where each value came from."""
     preset = BACKENDS.get(backend.upper())
     if preset is None:
-        allowed = " or ".join(name.lower() for name in BACKENDS)
+        allowed = choices(name.lower() for name in BACKENDS)
         raise ConfigurationError(f"backend: got {backend!r}, allowed: {allowed}")
     resolved = resolve(parse_additional_config(additional_config).get(KEY), preset)
     table = Table("field", "value", "from", title=f"vllm_sparse_plugin {__version__}, attention backend {backend}")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
@@ -23,11 +24,13 @@ from vllm_sparse_plugin.cli.arguments import parse_additional_config
 from vllm_sparse_plugin.cli.provenance import open_report
 from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server, unwind_on_termination
 from vllm_sparse_plugin.config import KEY, resolve
-from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.needles import STRESS_TASKS, TASKS, Question, answer_tokens, build_questions, is_correct
 from vllm_sparse_plugin.registration import BACKENDS
 
 _DENSE = "dense"
+"""Name of vLLM's own attention in tables and reports, unless it is compared with our backend of that name."""
+_VLLM = "vllm"
 _EXAMPLE_PROMPT = (
     "import json\n\n\ndef load(path):\n    with open(path) as file:\n        return json.load(file)\n"
     "\nThe special magic number for zudewi bizino is: 4815162.\n"
@@ -59,9 +62,11 @@ def needle_test(
         list[str] | None, typer.Option(help=f"Task, repeatable; {', '.join(TASKS)}. Also {', '.join(STRESS_TASKS)}.")
     ] = None,
     questions: Annotated[int, typer.Option(help="Questions for each task and context.")] = 8,
-    backend: Annotated[str, typer.Option(help="Sparse attention backend to test.")] = "unique",
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Attention backend of ours to test, repeatable; unique.")
+    ] = None,
     additional_config: Annotated[
-        str | None, typer.Option(help="Passed to the sparse server's --additional-config.", metavar="JSON")
+        str | None, typer.Option(help="Passed to each sparse server's --additional-config.", metavar="JSON")
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of documents and needles.")] = 0,
     min_ratio: Annotated[float, typer.Option(help="Accuracy needed, as a fraction of the dense accuracy.")] = 0.95,
@@ -73,20 +78,25 @@ def needle_test(
         bool, typer.Option("--keep", help="Only start the sparse server, until Ctrl-C; ask nothing.")
     ] = False,
 ) -> None:
-    """Ask a sparse and a dense server the same needle questions and compare their accuracy.
+    """Ask sparse servers and a dense one the same needle questions and compare their accuracy.
 
-    Exit code 0 if the sparse backend reaches the accuracy needed, 1 if not, 2 for bad input, 3 if a server fails.
+    Exit code 0 if every backend reaches the accuracy needed, 1 if not, 2 for bad input, 3 if a server fails.
     """
     model = (model or Path(__file__).parents[2] / "models" / "needle-8m").resolve()
-    contexts = context or [4096, 16384]
-    kv_read_share = _check(model, contexts, backend, min_ratio, additional_config)
-    sparse = ServerSettings(model, max(contexts), backend, additional_config)
-    dense = replace(sparse, backend=None, additional_config=None)
+    contexts, backends = context or [4096, 16384], backend or ["unique"]
+    kv_read_shares = _check(model, contexts, backends, min_ratio, additional_config)
+    dense = ServerSettings(model, max(contexts), None)
+    # Our own backend of that name has it; then vLLM's goes by vLLM's.
+    reference = _VLLM if _DENSE in map(str.lower, backends) else _DENSE
+    servers = {name: replace(dense, backend=name, additional_config=additional_config) for name in backends}
+    servers[reference] = dense
     console = Console()
     unwind_on_termination()
     try:
         if keep:
-            _keep(sparse, console)
+            if len(backends) > 1:
+                raise ConfigurationError(f"backend: got {len(backends)} of them, allowed with keep: one")
+            _keep(servers[backends[0]], console)
             return
         # Imported late: the other commands need not wait for it.
         from transformers import AutoTokenizer
@@ -102,24 +112,26 @@ def needle_test(
                     asked += build_questions(tokenizer, kind, size, questions, seed)
         with open_report(json_path, model, "json") as report:
             results = {}
-            for name, settings in ((backend, sparse), (_DENSE, dense)):
+            for name, settings in servers.items():
                 results[name] = _run(name, settings, asked, console)
                 for result in results[name]:
                     print(json.dumps(_record(name, result)), file=report)
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(3) from None
-    console.print(_table(backend, results[backend], results[_DENSE], kv_read_share))
-    if not _enough(backend, results, min_ratio, console):
+    for name in backends:
+        console.print(_table(name, results[name], reference, results[reference], kv_read_shares[name]))
+    enough = [_enough(name, reference, results, min_ratio, console) for name in backends]
+    if not all(enough):
         raise typer.Exit(1)
 
 
 def _check(
-    model: Path, contexts: list[int], backend: str, min_ratio: float, additional_config: str | None
-) -> Callable[[int], float]:
+    model: Path, contexts: list[int], backends: list[str], min_ratio: float, additional_config: str | None
+) -> dict[str, Callable[[int], float]]:
     """Raise ConfigurationError for what can be refused before a server is started.
 
-    Returns the share of the KV cache's bytes that the sparse backend reads, by context in tokens.
+    Returns the share of the KV cache's bytes that each backend reads, by context in tokens.
     """
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
@@ -132,14 +144,15 @@ def _check(
     for size in contexts:
         if size > limit:
             raise ConfigurationError(f"context: got {size} tokens, allowed: at most the model's {limit}")
-    if backend.upper() not in BACKENDS:
-        allowed = " or ".join(name.lower() for name in BACKENDS)
-        raise ConfigurationError(f"backend: got {backend!r}, allowed: {allowed}")
+    for name in backends:
+        if name.upper() not in BACKENDS or backends.count(name) > 1:
+            allowed = choices(known.lower() for known in BACKENDS)
+            raise ConfigurationError(f"backend: got {name!r}, allowed: {allowed}, each once")
     if not 0 <= min_ratio <= 1:
         raise ConfigurationError(f"min_ratio: got {min_ratio}, allowed: 0 to 1")
     settings = parse_additional_config(additional_config or "{}").get(KEY)
-    selection = resolve(settings, BACKENDS[backend.upper()]).selection
-    return lambda context_tokens: selection.kv_read_share(context_tokens, head_size)
+    selections = {name: resolve(settings, BACKENDS[name.upper()]).selection for name in backends}
+    return {name: partial(selection.kv_read_share, head_size=head_size) for name, selection in selections.items()}
 
 
 def _record(backend: str, result: _Result) -> dict[str, object]:
@@ -198,10 +211,12 @@ def _keep(settings: ServerSettings, console: Console) -> None:
                 client.models.list()
 
 
-def _table(backend: str, sparse: list[_Result], dense: list[_Result], kv_read_share: Callable[[int], float]) -> Table:
+def _table(
+    backend: str, sparse: list[_Result], reference: str, dense: list[_Result], kv_read_share: Callable[[int], float]
+) -> Table:
     """Return one row for each task and context."""
     table = Table(Column("task", no_wrap=True), title="Needles: accuracy and seconds spent in the questions")
-    for heading in ("context", _DENSE, backend, "share of KV read", f"{_DENSE} seconds", f"{backend} seconds"):
+    for heading in ("context", reference, backend, "share of KV read", f"{reference} seconds", f"{backend} seconds"):
         table.add_column(heading, justify="right")
 
     def row(result: _Result) -> tuple[str, int]:
@@ -221,16 +236,18 @@ def _accuracy(results: list[_Result]) -> float:
     return sum(result.correct for result in results) / len(results)
 
 
-def _enough(backend: str, results: dict[str, list[_Result]], min_ratio: float, console: Console) -> bool:
+def _enough(
+    backend: str, reference: str, results: dict[str, list[_Result]], min_ratio: float, console: Console
+) -> bool:
     """Print the total and return whether the sparse accuracy reaches `min_ratio` of the dense one."""
     correct = {name: sum(result.correct for result in part) for name, part in results.items()}
-    if correct[_DENSE] == 0:
+    if correct[reference] == 0:
         console.print("Total: dense attention answered no question, so there is nothing to compare with.")
         return False
-    ratio = correct[backend] / correct[_DENSE]
-    total = len(results[_DENSE])
+    ratio = correct[backend] / correct[reference]
+    total = len(results[reference])
     console.print(
-        f"Total: {backend} {correct[backend]}/{total}, {_DENSE} {correct[_DENSE]}/{total}: "
+        f"Total: {backend} {correct[backend]}/{total}, {reference} {correct[reference]}/{total}: "
         f"{backend} reaches {ratio:.3f} of the accuracy of dense attention ({min_ratio} needed)."
     )
     return ratio >= min_ratio

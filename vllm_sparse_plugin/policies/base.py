@@ -1,4 +1,4 @@
-"""What every selection policy has: its settings, its statistics, and the choice itself."""
+"""What policies have: their settings, their statistics, and the choice itself."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DecodeSettings(NamedTuple):
     recent_pages: int
     """Newest complete pages among them, whatever the query."""
     std_weight: float
-    """Weight of the standard deviation in a page's score."""
+    """Weight of the spread in a page's score."""
 
 
 class Section(BaseModel):
@@ -31,11 +31,29 @@ class Section(BaseModel):
     )
 
 
-class Selection(Section):
-    """Settings shared by every policy that reads a fixed budget of pages."""
+class Policy(Section):
+    """What a decode step reads."""
 
     policy: Any
     """Name of the selection policy."""
+
+    @classmethod
+    def name(cls) -> str:
+        """Name of the policy, as in `selection.policy`."""
+        return str(cls.model_fields["policy"].default)
+
+    def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout | None:
+        """How the policy's page statistics lie in the KV block; None if it needs none."""
+        return None
+
+    def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
+        """Bytes a decode step reads (pages and statistics) over the bytes of dense attention."""
+        return 1.0
+
+
+class Selection(Policy):
+    """A policy that reads a fixed budget of pages; the settings that all of them share."""
+
     page_size: Literal[8, 16, 32] = 8
     """Tokens per page, the unit of selection; divides vLLM's block size."""
     budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 512
@@ -60,19 +78,10 @@ class Selection(Section):
         """Pages of the budget that are read whatever the query."""
         return self.sink_pages
 
-    @classmethod
-    def name(cls) -> str:
-        """Name of the policy, as in `selection.policy`."""
-        return str(cls.model_fields["policy"].default)
-
     @property
     def budget_pages(self) -> int:
         """Complete pages read per KV head in a decode step."""
         return self.budget_tokens // self.page_size
-
-    def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout | None:
-        """How the policy's page statistics lie in the KV block; None if it needs none."""
-        return None
 
     def select(
         self,
@@ -90,7 +99,7 @@ class Selection(Section):
             num_pages: `[num_tokens]` int64, complete pages of each token's context.
 
         Returns:
-            `[num_tokens, num_kv_heads, budget_pages]` int64, logical page indices, -1 for none.
+            `[num_tokens, num_kv_heads, budget_pages]` int64 (on CUDA int32), logical page indices, -1 for none.
         """
         raise NotImplementedError
 
@@ -99,7 +108,6 @@ class Selection(Section):
         return DecodeSettings(self.budget_pages, self.sink_pages, recent_pages=0, std_weight=0.0)
 
     def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
-        """Bytes a sparse decode step reads (pages and statistics) over the bytes of dense attention."""
         if context_tokens // self.page_size <= self.budget_pages:
             return 1.0
         token_bytes = 2 * head_size * cache_itemsize

@@ -1,4 +1,4 @@
-"""StreamingLLM (arXiv 2309.17453): the first pages and the newest ones, whatever the query."""
+"""StreamingLLM (arXiv 2309.17453): the first tokens and the newest ones, whatever the query."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ from vllm_sparse_plugin.policies.base import Selection
 
 
 class StreamingLLMSelection(Selection):
-    """StreamingLLM: the sink pages, and the newest pages for the rest of the budget."""
+    """StreamingLLM: the sink pages, and the newest pages for the rest of the budget.
+
+    The paper keeps 4 initial tokens and a window of the newest ones. Both are whole pages here: one of `sink_pages`
+    holds the paper's 4 tokens, and the window is the rest of `budget_tokens` plus the incomplete page, so it grows by
+    up to a page before it moves on. Keys keep the positions of the text; the paper counts positions within what is
+    kept, which matters beyond the length the model was trained for.
+    """
 
     policy: Literal["streaming_llm"] = "streaming_llm"
     """Name of the selection policy."""

@@ -15,10 +15,10 @@ class UniqueSelection(ScoredSelection):
 
     statistics_kind = "mean_and_spread"
     statistics: Literal["sketch", "int8", "fp8", "bf16"] = "int8"  # type: ignore[assignment]
-    """What is kept of a page's keys: the paper's mean and standard deviation, the mean in `int8` or `fp8` with one scale
-    per page or in `bf16`, which needs blocks of a multiple of 64 tokens; or a `sketch`, the means of its quarters in two
-    bits an element. A sketch takes the bytes of an int8 mean and finds single keys that a mean hides, but loses keys that
-    differ little beside what they have in common."""
+    """What is kept of a page's keys: the paper's mean and standard deviation, the mean in `int8` or `fp8` with one
+    scale per page or in `bf16`, which needs blocks of a multiple of 64 tokens; or a `sketch`, the means of its quarters
+    in two bits an element. A sketch takes the bytes of an int8 mean and finds single keys that a mean hides, but loses
+    keys that differ little beside what they have in common."""
     policy: Literal["unique"] = "unique"
     """Name of the selection policy."""
     lambda_: Annotated[float, Field(alias="lambda", ge=0.0, le=16.0)] = 1.0

@@ -1,4 +1,4 @@
-"""Page scores on CPU, compiled: reads the statistics where they lie in the cache. int8 vectors of linear kinds; sketches."""
+"""Page scores on CPU, compiled: reads the statistics where they lie. int8 vectors of linear kinds, sketches."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ def _kernel(group_size: int, head_size: int, vectors: int, has_spread: bool) -> 
 
     @numba.njit(fastmath=FASTMATH, nogil=True, parallel=True, cache=True)
     def score_int8(
+        query,
         features,
         records,
         record_strides,
         scales,
-        scale_strides,
         spreads,
-        spread_strides,
+        scalar_strides,
         pages_per_block,
         block_table,
         num_pages,
@@ -36,17 +36,18 @@ def _kernel(group_size: int, head_size: int, vectors: int, has_spread: bool) -> 
         num_tokens, num_kv_heads = scores.shape[:2]
         for row in numba.prange(num_tokens * num_kv_heads):
             token, head = row // num_kv_heads, row % num_kv_heads
-            # A copy of its own: the compiler then knows that nothing else writes to it.
             heads = np.empty((group_size, vectors, head_size), np.float32)
-            norm = np.zeros(group_size, np.float32)
+            norm = np.empty(group_size, np.float32)
             for g in range(group_size):
                 square = np.float32(0)
+                for d in range(head_size):
+                    square += query[token, head, g, d] * query[token, head, g, d]
+                # Without spreads what stands in for them is finite.
+                norm[g] = std_weight * np.sqrt(square) if has_spread else np.float32(0)
                 for v in range(vectors):
                     for d in range(head_size):
-                        heads[g, v, d] = features[token, head, g, v, d]
-                        square += heads[g, v, d] * heads[g, v, d]
-                norm[g] = std_weight * np.sqrt(square)
-            dots = np.empty((group_size, vectors, pages_per_block), np.float32)
+                        heads[g, v, d] = features[token, head, g, v * head_size + d]
+            dots = np.empty((group_size * vectors, pages_per_block), np.float32)
             best = np.empty(pages_per_block, np.float32)
             length = num_pages[token]
             for first in range(0, length, pages_per_block):
@@ -54,8 +55,7 @@ def _kernel(group_size: int, head_size: int, vectors: int, has_spread: bool) -> 
                 count = min(pages_per_block, length - first)
                 # Unsigned, because a negative index would have to be looked for.
                 first_record = np.uint64(block * record_strides[0] + head * record_strides[1])
-                first_scale = np.uint64(block * scale_strides[0] + head * scale_strides[1])
-                first_spread = np.uint64(block * spread_strides[0] + head * spread_strides[1])
+                scalars = np.uint64(block * scalar_strides[0] + head * scalar_strides[1])
                 for page in range(count):
                     for v in range(vectors):
                         start = first_record + np.uint64((page * vectors + v) * head_size)
@@ -63,15 +63,19 @@ def _kernel(group_size: int, head_size: int, vectors: int, has_spread: bool) -> 
                             dot = np.float32(0)
                             for d in range(head_size):
                                 dot += heads[g, v, d] * np.float32(records[start + np.uint64(d)])
-                            dots[g, v, page] = dot
+                            dots[g * vectors + v, page] = dot
                 best[:] = -np.inf
                 for g in range(group_size):
                     for page in range(count):
-                        score = (
-                            norm[g] * widen(spreads[first_spread + np.uint64(page)]) if has_spread else np.float32(0)
-                        )
-                        for v in range(vectors):
-                            score += dots[g, v, page] * widen(scales[first_scale + np.uint64(page * vectors + v)])
+                        at = scalars + np.uint64(page)
+                        if vectors == 1:
+                            # In one expression, which the compiler makes a vector's.
+                            score = dots[g, page] * widen(scales[at]) + norm[g] * widen(spreads[at])
+                        else:
+                            score = norm[g] * widen(spreads[at])
+                            for v in range(vectors):
+                                scale = widen(scales[scalars + np.uint64(page * vectors + v)])
+                                score += dots[g * vectors + v, page] * scale
                         # A NaN, once there, stays.
                         best[page] = best[page] if best[page] > score or best[page] != best[page] else score
                 for page in range(count):
@@ -167,16 +171,16 @@ def score_pages(
     kind = statistics.kind
     assert statistics.scales is not None
     records, scales, spreads = statistics.memory
-    scale_strides = statistics.scales.stride()[:2]
-    spread_strides = scale_strides if statistics.spread is None else statistics.spread.stride()[:2]
+    heads = query.float()
+    numpy_heads = heads.numpy()
     _kernel(*query.shape[2:], kind.vectors, kind.has_spread)(
-        kind.features(query.float(), std_weight).numpy(),
+        numpy_heads,
+        numpy_heads if kind.is_fused else kind.features(heads, std_weight).flatten(-2).numpy(),
         records,
         statistics.vectors.stride()[:2],
         scales,
-        scale_strides,
         spreads,
-        spread_strides,
+        statistics.scales.stride()[:2],
         statistics.pages_per_block,
         block_table.numpy(),
         num_pages.numpy(),

@@ -35,13 +35,13 @@ def score_pages(
     scores = query.new_full((num_tokens, num_kv_heads, max(lengths)), -torch.inf, dtype=torch.bfloat16)
     query = query.float()
     norm = std_weight * query.norm(dim=-1, keepdim=True)
-    # [num_tokens, num_kv_heads, vectors, group_size, head_size]
+    # By token, head and vector: [group_size, head_size].
     features = kind.features(query, std_weight).transpose(2, 3)
     # One row at a time: the arithmetic of a row must not depend on its neighbours' lengths.
     for token, length in enumerate(lengths):
         blocks = block_table[token, : -(-length // pages_per_block)]
         vectors = _rows_of(statistics.vectors, blocks).unflatten(-1, (kind.vectors, -1))
-        # [num_kv_heads, vectors, group_size, pages]
+        # By head and vector: [group_size, pages].
         products = features[token] @ vectors.permute(0, 2, 3, 1)
         if statistics.scales is not None:
             products *= _rows_of(statistics.scales, blocks).transpose(1, 2).unsqueeze(2)

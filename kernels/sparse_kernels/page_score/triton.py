@@ -1,4 +1,4 @@
-"""Page scores on a GPU for the kinds of statistics that the CUDA kernels do not score; any kind that has Triton features.
+"""Page scores on a GPU for the kinds of statistics that the CUDA kernels do not score.
 
 One program scores a run of pages for one token and KV head. The grid follows from the width of the block table, and
 lengths are read on the device, so a CUDA graph may hold the launch.
@@ -78,11 +78,11 @@ def _page_score(
             if scales_ptr is not None:
                 scale = scales_ptr + block * scales_strides[0] + head * scales_strides[1] + within * scales_strides[2]
                 product *= tl.load(scale + v, mask=exists, other=0.0).to(tl.float32)
-            products = products + (product,)  # noqa: RUF005 - Triton's tuples only add
+            products = products + (product,)  # type: ignore[assignment]  # noqa: RUF005 - Triton's tuples only add
         if COMBINE is not None:
             score = COMBINE(products)
         else:
-            score = products[0]
+            score = products[0]  # type: ignore[misc]
             for v in tl.static_range(1, VECTORS):
                 score += products[v]
         if spread_ptr is not None:

@@ -11,13 +11,13 @@ from sparse_kernels.optional_triton import jit, tl
 
 
 @jit
-def finite_or(x, replacement):  # type: ignore[no-untyped-def]
+def finite_or(x, replacement):
     """`x`, or `replacement` where bfloat16 has no finite number for it."""
     return tl.where(tl.abs(x) <= 3.3895313892515355e38, x, replacement)
 
 
 @jit
-def query_itself(query, std_weight):  # type: ignore[no-untyped-def]
+def query_itself(query, std_weight):
     """The features of most kinds."""
     return (query,)
 
@@ -30,8 +30,8 @@ class StatisticsKind(ABC):
 
         s(q) = combine(phi_1(q) . x_1, ..., phi_V(q) . x_V) + lambda ||q||_2 y
 
-    where phi are the query's `features`. Records follow from the page's keys alone, whatever their order, so they can be
-    computed when a page fills and again whenever it is rewritten.
+    where phi are the query's `features`. Records follow from the page's keys alone, so they can be computed when a page
+    fills and again whenever it is rewritten.
     """
 
     name: ClassVar[str]
@@ -47,10 +47,11 @@ class StatisticsKind(ABC):
     `[HEADS * DIMS]` each, and the spread `[HEADS]` if there is one. Keys are `[PAGE_SIZE, HEADS * DIMS]` float32, zero
     beyond the size of a head. The results are finite whatever the keys (see `StatisticsLayout`)."""
     triton_features: ClassVar[Any] = query_itself
-    """`features` in Triton, for `page_score.triton`: `(query, std_weight)` to a tuple of what the vectors are multiplied
-    with, of the query's shape; float32."""
+    """`features` in Triton, for `page_score.triton`: `(query, std_weight)` to a tuple of what the vectors are
+    multiplied with, of the query's shape; float32."""
     triton_pack: ClassVar[Any] = None
-    """For formats below 8 bits: `(record, HEADS, DIMS)` to the bytes `[HEADS * DIMS]` and the scale `[HEADS]`, bfloat16."""
+    """For formats below 8 bits: `(record, HEADS, DIMS)` to the bytes `[HEADS * DIMS]` and the scale `[HEADS]`,
+    bfloat16."""
     triton_combine: ClassVar[Any] = None
     """`combine` in Triton: `(products)`, a tuple of float32 tensors, to one of them; None for their sum."""
 

@@ -9,7 +9,7 @@ from sparse_kernels.page_statistics.kinds.base import StatisticsKind
 
 
 @jit
-def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
     # What is not finite has no bounds: such a page is read, not hidden.
     largest = 3.3895313892515355e38
     finite = tl.abs(keys) <= largest
@@ -19,7 +19,7 @@ def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.cons
 
 
 @jit
-def _features(query, std_weight):  # type: ignore[no-untyped-def]
+def _features(query, std_weight):
     return tl.maximum(query, 0.0), tl.minimum(query, 0.0)
 
 

@@ -9,7 +9,7 @@ from sparse_kernels.page_statistics.kinds.base import StatisticsKind, finite_or
 
 
 @jit
-def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
     mean = tl.sum(keys, axis=0) / PAGE_SIZE
     deviation = keys - mean[None, :]
     variance = tl.sum(deviation * deviation, axis=0) / PAGE_SIZE

@@ -9,7 +9,7 @@ from sparse_kernels.page_statistics.kinds.base import StatisticsKind, finite_or
 
 
 @jit
-def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
     mean = tl.sum(keys, axis=0) / PAGE_SIZE
     merit = tl.sum(tl.reshape(keys * mean[None, :], (PAGE_SIZE, HEADS, DIMS)), axis=2)
     # A key is among the best if fewer than that many come before it; equal ones come in their order.
@@ -25,7 +25,7 @@ def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.cons
 class Representatives(StatisticsKind):
     """The mean of the page's representative keys.
 
-        r_i = k_i . (1/B) sum_j k_j        R = the B / 4 keys of largest r_i        s_p(q) = q . (1/|R|) sum_(i in R) k_i
+        r_i = k_i . (1/B) sum_j k_j      R = the B / 4 keys of largest r_i      s_p(q) = q . (1/|R|) sum_(i in R) k_i
 
     From the paper: the representatives are the keys of largest representative score, and a page's relevance is the sum
     of its representatives' dot products with the query. That sum is one dot product with their mean, up to a factor
@@ -35,8 +35,8 @@ class Representatives(StatisticsKind):
     the queries that follow it. Those queries are not in the cache when the page fills, and whatever depended on them
     would differ with how a prompt was cut into chunks and with what a prefix-cache hit skipped. Keys have positions,
     which the paper leaves out of its retrieval. Pages are chosen per KV head by the best of its query heads, as by
-    every policy here; in the paper all heads of a layer share their choice. The paper takes 4 keys of 128; less than one
-    of 8 would be left of that share, so it is a quarter.
+    every policy here; in the paper all heads of a layer share their choice. The paper takes 4 keys of 128; less than
+    one of 8 would be left of that share, so it is a quarter.
     """
 
     name = "representatives"

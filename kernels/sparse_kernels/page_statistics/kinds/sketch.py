@@ -35,14 +35,15 @@ def _rotation(head_size: int, dtype: torch.dtype, device: torch.device) -> torch
     while len(block) < size:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
     blocks = torch.block_diag(*[block / math.sqrt(size)] * (head_size // size))
-    return (signs(head_size)[:, None] * blocks).to(device, dtype)
+    rotation: torch.Tensor = signs(head_size)[:, None] * blocks
+    return rotation.to(device, dtype)
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Flips fixed signs, then applies a Hadamard matrix: it changes no dot product, and no dimension stands out after it.
+    """Flips fixed signs, then applies a Hadamard matrix: no dot product changes, and no dimension stands out after it.
 
     Args:
-        x: `[..., head_size]`; a head size that is no power of two is rotated in blocks of the largest one that divides it.
+        x: `[..., head_size]`; a head size that is no power of two is rotated in blocks of the largest that divides it.
 
     Returns:
         As `x`.
@@ -51,26 +52,26 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 
 @jit
-def _butterfly(x, HALF: tl.constexpr, ELEMENTS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _butterfly(x, HALF: tl.constexpr, ELEMENTS: tl.constexpr):
     # A stage of the Hadamard transform: sums and differences of what lies HALF apart.
     low, high = tl.split(tl.permute(tl.reshape(x, (2 * ELEMENTS // HALF, 2, HALF)), (0, 2, 1)))
     return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), (4, ELEMENTS))
 
 
 @jit
-def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    ELEMENTS: tl.constexpr = HEADS * DIMS
-    QUARTER: tl.constexpr = PAGE_SIZE // 4
-    x = tl.sum(tl.reshape(keys, (4, QUARTER, ELEMENTS)), axis=1) / QUARTER
-    dim = (tl.arange(0, ELEMENTS) % DIMS).to(tl.uint32)
+def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
+    elements: tl.constexpr = HEADS * DIMS
+    quarter: tl.constexpr = PAGE_SIZE // 4
+    x = tl.sum(tl.reshape(keys, (4, quarter, elements)), axis=1) / quarter
+    dim = (tl.arange(0, elements) % DIMS).to(tl.uint32)
     drawn = (dim + 1) * 0x9E3779B1
     flipped = ((drawn ^ (drawn >> 15)) * 0x85EBCA77) >> 31
     x = tl.where((flipped == 1)[None, :], -x, x)
     for stage in tl.static_range(8):
         if 2**stage < DIMS:
-            x = _butterfly(x, 2**stage, ELEMENTS)
+            x = _butterfly(x, 2**stage, elements)
     x = x * (DIMS**-0.5)
-    even, odd = tl.split(tl.permute(tl.reshape(x, (2, 2, ELEMENTS)), (2, 0, 1)))
+    even, odd = tl.split(tl.permute(tl.reshape(x, (2, 2, elements)), (2, 0, 1)))
     newest, third = tl.split(even)
     second, oldest = tl.split(odd)
     # Keys come newest first, parts oldest first.
@@ -78,7 +79,7 @@ def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.cons
 
 
 @jit
-def _pack(record, HEADS: tl.constexpr, DIMS: tl.constexpr):  # type: ignore[no-untyped-def]
+def _pack(record, HEADS: tl.constexpr, DIMS: tl.constexpr):
     power = tl.zeros((HEADS,), tl.float32)
     for v in tl.static_range(4):
         part = tl.reshape(record[v], (HEADS, DIMS))
@@ -143,8 +144,8 @@ class Sketch(StatisticsKind):
 def pack(vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Four vectors in two bits an element.
 
-    An element is stored as a code c from 0 to 3 and stands for `(c - 1.5) * step`. Byte d holds the codes of dimension d,
-    the first vector's in its lowest bits. Where two bytes would form an infinite or NaN bfloat16 (see
+    An element is stored as a code c from 0 to 3 and stands for `(c - 1.5) * step`. Byte d holds the codes of dimension
+    d, the first vector's in its lowest bits. Where two bytes would form an infinite or NaN bfloat16 (see
     `StatisticsLayout`), the lowest bit of the second is cleared. A page whose keys are not all finite gets the largest
     step and codes by which every query finds it.
 

@@ -1,0 +1,18 @@
+"""UNIQUE without its offset: the pages whose mean key matches the query best."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from vllm_sparse_plugin.policies.scored import ScoredSelection
+
+
+class MeanSelection(ScoredSelection):
+    """Score every page by its mean key alone, read the best ones: what UNIQUE's offset is compared with.
+
+    Its records are UNIQUE's; the spread in them has no weight.
+    """
+
+    statistics_kind = "mean_and_spread"
+    policy: Literal["mean"] = "mean"
+    """Name of the selection policy."""
