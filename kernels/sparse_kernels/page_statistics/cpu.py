@@ -1,6 +1,7 @@
 """Page statistics on CPU, compiled: reads and writes the cache where the pages lie.
 
-Of bfloat16 keys; int8 means and sketches. The sums are those of the reference, in float64, where their order does not show in the result.
+Of bfloat16 keys; int8 means and sketches. The sums are those of the reference, in float64, where their order does not
+show in the result.
 """
 
 from __future__ import annotations
