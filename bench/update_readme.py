@@ -117,21 +117,90 @@ def decode() -> str:
     return f"{_table(headings, rows)}\n\n{_provenance('decode_cpu.jsonl', run)}"
 
 
-def decode_gpu() -> str:
-    """Time per token on a GPU by context and batch."""
-    names = ["decode_h200_flash_attn.jsonl", "decode_h200_unique.jsonl"]
-    runs = [_lines(name) for name in names]
-    times = [{(line["context_tokens"], line["batch"]): line["ms_per_token"] for line in found} for _, found in runs]
-    dense, unique = times
+def _decode_pair(dense_name: str, sparse_name: str) -> tuple[list[list[str]], str]:
+    """Rows of a dense and a sparse result file, and where they come from."""
+    (_, dense), (run, sparse) = _lines(dense_name), _lines(sparse_name)
+    times = {(line["context_tokens"], line["batch"]): line["ms_per_token"] for line in dense}
     rows = [
         [f"{context:,}", str(batch), f"{before:.2f}", f"{now:.2f}", f"{before / now:.2f}"]
-        for (context, batch), now in sorted(unique.items())
-        if (before := dense.get((context, batch)))
+        for line in sparse
+        if (before := times.get((context := line["context_tokens"], batch := line["batch"])))
+        and (now := line["ms_per_token"])
     ]
+    rival = f"FlashAttention 3: the same with `--variant flash_attn`; [data](bench/results/{dense_name})."
+    return rows, f"{_provenance(sparse_name, run)} {rival}"
+
+
+def decode_gpu() -> str:
+    """Time per token on a GPU by context and batch."""
+    rows, source = _decode_pair("decode_h200_flash_attn.jsonl", "decode_h200_unique.jsonl")
     headings = ["context", "requests", "FlashAttention 3, ms per token", "`unique`, ms per token", "ratio"]
-    source = _provenance(names[1], runs[1][0])
-    rival = f"FlashAttention 3: the same with `--variant flash_attn`; [data](bench/results/{names[0]})."
-    return "\n\n".join([_table(headings, rows), f"{source} {rival}"])
+    return "\n\n".join([_table(headings, rows), source])
+
+
+def decode_sketch() -> str:
+    """The same with sketches, bf16 and fp8 caches."""
+    parts = []
+    headings = ["context", "requests", "FlashAttention 3, ms per token", "`unique`, sketches, ms per token", "ratio"]
+    for title, dense, sparse in (
+        ("bf16 cache:", "decode_h200_sketch_flash_attn.jsonl", "decode_h200_sketch.jsonl"),
+        ("fp8 cache:", "decode_h200_fp8_flash_attn.jsonl", "decode_h200_fp8_sketch.jsonl"),
+    ):
+        rows, source = _decode_pair(dense, sparse)
+        parts += [title, _table(headings, rows), source]
+    return "\n\n".join(parts)
+
+
+def kernels_gpu() -> str:
+    """Selection and scoring beside their rivals on a GPU."""
+    run, found = _lines("kernels_h200.jsonl")
+    times: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for row in found:
+        times.setdefault((row["op"], row["case_name"]), {})[row["provider"]] = row
+
+    def line(op: str, case: str, rivals: list[str]) -> list[str]:
+        here = times[op, case]
+        own = here["unique"]["warm"]["median_us"]
+        others = (here[rival]["warm"]["median_us"] for rival in rivals)
+        return [case, f"{own:.1f}", *(f"{other:.1f} ({other / own:.1f}x)" for other in others)]
+
+    rivals = ["flashinfer.top_k", "torch.topk"]
+    cases = [f"{rows} x {pages}" for rows in (8, 64, 256) for pages in ("1K", "4K", "16K", "64K")]
+    topk = _table(["rows x pages, k = 64", "ours, µs", *rivals], [line("topk", case, rivals) for case in cases])
+    scores = [line("score", f"{case} g4 int8", ["three launches"]) for case in ("1q1s128K", "8q1s32K", "32q1s128K")]
+    for cells, case in zip(scores, ("1q1s128K", "8q1s32K", "32q1s128K"), strict=True):
+        cells.append(f"{times['score', f'{case} g4 int8']['unique']['share_of_read_bandwidth']['warm']:.0%}")
+    headings = ["requests and context, int8 means", "ours, µs", "three launches", "of read bandwidth"]
+    return "\n\n".join([topk, _table(headings, scores), _provenance("kernels_h200.jsonl", run)])
+
+
+def accuracy_gpu() -> str:
+    """Needles answered on a GPU by budget."""
+    runs = [_lines(name) for name in ("accuracy_h200_means.jsonl", "accuracy_h200_sketch.jsonl")]
+    contexts = (4096, 8192, 16384, 32768)
+    counts: dict[str, dict[int, list[int]]] = {}
+    for (_, found), keeps in zip(runs, (("dense", "int8"), ("sketch",)), strict=True):
+        for row in found:
+            if any(keep in row["setting"] for keep in keeps):
+                count = counts.setdefault(row["setting"], {}).setdefault(row["context_tokens"], [0, 0, 0])
+                count[0] += row["correct"]
+                count[1] += row["questions"]
+                count[2] += 1
+    tasks = max(count[2] for by_context in counts.values() for count in by_context.values())
+    rows = [
+        [
+            name,
+            *(
+                f"{here[0]}/{here[1]}" if (here := by_context.get(context)) and here[2] == tasks else "-"
+                for context in contexts
+            ),
+        ]
+        for name, by_context in counts.items()
+    ]
+    rows = [row for row in rows if any(cell != "-" for cell in row[1:])]
+    names = ("accuracy_h200_means.jsonl", "accuracy_h200_sketch.jsonl")
+    sources = [_provenance(name, run) for name, (run, _) in zip(names, runs, strict=True)]
+    return "\n\n".join([_table(["statistics and pages of 8", *(f"{c:,}" for c in contexts)], rows), *sources])
 
 
 def operations() -> str:
@@ -154,6 +223,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "look-alikes": look_alikes,
     "decode": decode,
     "decode-gpu": decode_gpu,
+    "decode-sketch": decode_sketch,
+    "kernels-gpu": kernels_gpu,
+    "accuracy-gpu": accuracy_gpu,
     "operations": operations,
     "configuration": configuration,
 }
