@@ -177,6 +177,5 @@ def _reason(error: OpenAIError) -> str:
 
 def first_line(error: BaseException) -> str:
     """Return the reason that an error gives, on one line."""
-    if isinstance(error, ValidationError):
-        return str(error.errors()[0]["msg"])
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)

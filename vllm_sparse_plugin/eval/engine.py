@@ -31,16 +31,15 @@ class Engine:
         Raises:
             ConfigurationError: if the model is too short, or vLLM refuses the arguments.
         """
-        if forcing:
-            arguments = {**arguments, "logits_processors": [FORCED_TOKENS_PROCESSOR]}
+        more = {"logits_processors": [FORCED_TOKENS_PROCESSOR]} if forcing else {}
         try:
             longest = EngineArgs(model=model, **arguments).create_model_config().max_model_len
             if longest < most_tokens:
                 raise ConfigurationError(f"context: got {most_tokens} tokens, allowed: at most the model's {longest}")
-            self._llm = LLM(model=model, **{"max_model_len": most_tokens, **arguments})
+            self._llm = LLM(model=model, **{"max_model_len": most_tokens, **more, **arguments})
         except (TypeError, ValueError, OSError) as error:
             raise ConfigurationError(
-                f"in_process: got {model!r} with {arguments} ({first_line(error)}), allowed: what vLLM serves"
+                f"in_process: got {model!r} with {arguments} ({first_line(error):.160}), allowed: what vLLM serves"
             ) from None
         self._batch = batch
 
