@@ -7,7 +7,9 @@ own. The needles that are asked for are spread evenly over the depth of the docu
 
 import importlib.util
 import random
+import uuid
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate
@@ -63,9 +65,17 @@ class Question:
     prompt: str
     answer: str
 
+    @property
+    def parts(self) -> tuple[str, str]:
+        """The document, and the question: the last line with the line break before it."""
+        end = self.prompt.rindex("\n")
+        return self.prompt[:end], self.prompt[end:]
+
 
 @dataclass(frozen=True)
-class _Needle:
+class Needle:
+    """A key, its value, and the line of a document that states both."""
+
     key: str
     value: str
     text: str
@@ -104,12 +114,12 @@ def build_questions(tokenizer: Tokenizer, task: str, context_tokens: int, count:
     for first in range(0, count, per_document):
         asked = min(per_document, count - first)
         if task == "denseneedle":
-            needles = _magic_needles(rng, size // _DENSENEEDLE_CHARS)
+            needles = magic_needles(rng, size // _DENSENEEDLE_CHARS)
             haystack = "".join(needle.text for needle in needles)
             placed = []
         else:
-            needles = (_kv_needles if task == "kv" else _magic_needles)(rng, _NEEDLES_PER_DOCUMENT[task])
-            haystack = _stretch(start + first * size, size)
+            needles = (_kv_needles if task == "kv" else magic_needles)(rng, _NEEDLES_PER_DOCUMENT[task])
+            haystack = library_text(start + first * size, size)
             depths = (
                 [(i + 0.5) / len(needles) for i in range(len(needles))] if task != "single" else [(first + 0.5) / count]
             )
@@ -129,10 +139,20 @@ def build_questions(tokenizer: Tokenizer, task: str, context_tokens: int, count:
 
 def is_correct(question: Question, completion: str) -> bool:
     """Return whether the first line of `completion`, stripped of whitespace, is exactly the answer."""
-    return completion.strip().split("\n", 1)[0].strip() == question.answer
+    return first_line(completion) == question.answer
 
 
-def _ask(task: str, needles: list[_Needle], index: int) -> tuple[str, str]:
+def first_line(completion: str) -> str:
+    """Return the first line with anything on it, stripped of whitespace."""
+    return completion.strip().split("\n", 1)[0].strip()
+
+
+def longest_fit(largest: int, tokens: Callable[[int], int], limit: int) -> int:
+    """Return the largest size from 0 to `largest` whose number of tokens is at most `limit`, 0 if none is."""
+    return bisect_right(range(1, largest + 1), False, key=lambda size: tokens(size) > limit)
+
+
+def _ask(task: str, needles: list[Needle], index: int) -> tuple[str, str]:
     """Return the text of the question for needle `index` and its answer."""
     if task == "kv":
         return f'\nKey "{needles[index].key}" has the value:', needles[index].value
@@ -145,26 +165,42 @@ def _ask(task: str, needles: list[_Needle], index: int) -> tuple[str, str]:
     return f"\nWhat is the special magic number for {needles[index].key}? Answer:", needles[index].value
 
 
-def _magic_needles(rng: random.Random, count: int) -> list[_Needle]:
-    def word() -> str:
-        return "".join(rng.choice("bdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(3))
-
-    keys: dict[str, None] = {}
-    while len(keys) < count:
-        keys[f"{word()} {word()}"] = None
-    values = [str(rng.randrange(1_000_000, 10_000_000)) for _ in keys]
-    return [
-        _Needle(key, value, f"\nThe special magic number for {key} is: {value}.\n")
-        for key, value in zip(keys, values, strict=True)
-    ]
+def made_up_word(rng: random.Random) -> str:
+    """Return a word of three syllables that no language has, most likely."""
+    return "".join(rng.choice("bdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(3))
 
 
-def _kv_needles(rng: random.Random, count: int) -> list[_Needle]:
+def _uuid(rng: random.Random) -> str:
+    return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+
+
+_KEYS: dict[str, Callable[[random.Random], str]] = {
+    "words": lambda rng: f"{made_up_word(rng)} {made_up_word(rng)}",
+    "uuid": _uuid,
+}
+_VALUES: dict[str, Callable[[random.Random], str]] = {
+    "number": lambda rng: str(rng.randrange(1_000_000, 10_000_000)),
+    "uuid": _uuid,
+}
+
+
+def magic_needles(
+    rng: random.Random, count: int, keys: str = "words", values: str = "number", values_per_key: int = 1
+) -> list[Needle]:
+    """Return needles of `count` keys (words or uuid) with values (number or uuid), a key's one after the other."""
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
+        drawn[_KEYS[keys](rng)] = None
+    pairs = [(key, _VALUES[values](rng)) for key in drawn for _ in range(values_per_key)]
+    return [Needle(key, value, f"\nThe special magic {values} for {key} is: {value}.\n") for key, value in pairs]
+
+
+def _kv_needles(rng: random.Random, count: int) -> list[Needle]:
     pairs = [(f"{rng.getrandbits(32):08x}", f"{rng.getrandbits(32):08x}") for _ in range(count)]
-    return [_Needle(key, value, f'\n"{key}": "{value}",\n') for key, value in pairs]
+    return [Needle(key, value, f'\n"{key}": "{value}",\n') for key, value in pairs]
 
 
-def _with_needles(code: str, placed: list[tuple[float, str]]) -> str:
+def with_needles(code: str, placed: list[tuple[float, str]]) -> str:
     """Return `code` with each needle in place of the line break at or before its depth (0 to 1, ascending)."""
     parts = []
     begin = 0
@@ -180,11 +216,10 @@ def _longest_document(
 ) -> str:
     """Return the longest beginning of `haystack`, with needles, that has at most `limit` tokens with `question`."""
 
-    def too_long(size: int) -> bool:
-        return len(tokenizer.encode(_with_needles(haystack[:size], placed) + question)) > limit
+    def tokens(size: int) -> int:
+        return len(tokenizer.encode(with_needles(haystack[:size], placed) + question))
 
-    size = bisect_right(range(1, len(haystack) + 1), False, key=too_long)
-    return _with_needles(haystack[:size], placed)
+    return with_needles(haystack[: longest_fit(len(haystack), tokens, limit)], placed)
 
 
 @cache
@@ -198,7 +233,7 @@ def _library_source() -> str:
     return "".join(sources)
 
 
-def _stretch(start: int, size: int) -> str:
+def library_text(start: int, size: int) -> str:
     """Return `size` characters of the library's source from the first whole line after `start`, going round."""
     source = _library_source()
     begin = source.find("\n", start % len(source)) + 1

@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 from openai import OpenAI
 from rich.console import Console
+from support.needle_text import write_needle_text
 from transformers import AutoTokenizer
+from typer.testing import CliRunner
 
+from vllm_sparse_plugin.cli.app import app
 from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server
+from vllm_sparse_plugin.eval import FORCED_TOKENS_PROCESSOR
+from vllm_sparse_plugin.eval.results import ResultFile, read_results
 from vllm_sparse_plugin.needles import build_questions, is_correct
 
 MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
@@ -47,21 +52,73 @@ def questions():
     ]
 
 
+def evaluate(client: OpenAI, output: Path, *arguments: str) -> tuple[ResultFile, float, float]:
+    """Run `vllm-sparse eval` and return its results, and how many tokens the server prefilled and decoded for them."""
+    names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
+    before = [metric(client, name) for name in names]
+    base = ["--base-url", str(client.base_url), "--tokenizer", str(MODEL), "--output", str(output)]
+    done = CliRunner().invoke(app, ["eval", *base, *arguments], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    prefilled, decoded = (metric(client, name) - count for name, count in zip(names, before, strict=True))
+    return read_results(output), prefilled, decoded
+
+
 @pytest.fixture(scope="module")
-def answers(questions):
-    """The answers of a plain sparse server, and its prefix-cache hits between the questions of a document."""
-    with run_server("unique", settings("unique", "--max-num-batched-tokens", "16384"), Console()) as client:
+def unique_server(questions, tmp_path_factory):
+    """What a plain sparse server answers, and what `vllm-sparse eval` finds at it.
+
+    Its answers are those of servers without the processor that forces tokens, as other tests show.
+    """
+    server = settings("unique", "--max-num-batched-tokens", "16384", "--logits-processors", FORCED_TOKENS_PROCESSOR)
+    with run_server("unique", server, Console()) as client:
         first, hits = [], []
         for question in questions:
             before = metric(client, "vllm:prefix_cache_hits_total")
             first.append(ask(client, question.prompt)[0])
             hits.append(metric(client, "vllm:prefix_cache_hits_total") - before)
-        together = [ask(client, [question.prompt for question in questions])]
+        together = ask(client, [question.prompt for question in questions])
         texts = [
             client.completions.create(model=MODEL.name, prompt=q.prompt, temperature=0, max_tokens=16).choices[0].text
             for q in questions
         ]
-        return first, hits, together[0], texts
+        folder = tmp_path_factory.mktemp("eval")
+        asked = ["--task", "multikey", "--task", "niah_multiquery", "--questions", "2"]
+        runs = [
+            evaluate(client, folder / f"{start}.jsonl", *asked, "--decode-from", start)
+            for start in ("prompt", "question")
+        ]
+        text = write_needle_text(folder / "text.txt", MODEL)
+        runs.append(evaluate(client, folder / "text.jsonl", *text.options))
+        return (first, hits, together, texts), runs
+
+
+@pytest.fixture(scope="module")
+def answers(unique_server):
+    """The answers of a plain sparse server, and its prefix-cache hits between the questions of a document."""
+    return unique_server[0]
+
+
+def test_evaluation_decodes_the_question_where_asked_to_and_finds_the_same_answers(unique_server):
+    (prompt, prefilled, decoded), (question, prefilled_less, decoded_more), _ = unique_server[1]
+    from_prompt, from_question = (list(file.results.values()) for file in (prompt, question))
+    assert len(from_prompt) == 4
+    assert [each.score for each in from_prompt] == [each.score for each in from_question] == [1] * 4
+    assert [each.digest for each in from_prompt] == [each.digest for each in from_question]
+    assert {each.forced_tokens for each in from_prompt} == {0}
+    assert min(each.forced_tokens for each in from_question) > 15
+    forced = sum(each.forced_tokens for each in from_question)
+    # The engine itself says that it decoded the questions.
+    assert prefilled == sum(each.prompt_tokens for each in from_prompt)
+    assert prefilled_less == prefilled - forced
+    assert decoded_more == decoded + forced
+
+
+def test_decoded_text_is_scored_as_the_policy_sees_it(unique_server):
+    file, prefilled, decoded = unique_server[1][2]
+    (result,) = file.results.values()
+    assert (prefilled + decoded, decoded) == (result.prompt_tokens, result.forced_tokens)
+    # The needle is in the budget, so its number is no surprise; streaming_llm does not see it (test_evaluation.py).
+    assert result.score < 1
 
 
 def test_needles_are_found_and_a_shared_prefix_is_served_from_the_cache(questions, answers):

@@ -11,18 +11,18 @@ import typer
 from vllm_sparse_plugin.errors import ConfigurationError
 
 
-def parse_additional_config(text: str) -> dict[str, Any]:
-    """The value of `--additional-config`.
+def parse_additional_config(text: str, field: str = "additional_config") -> dict[str, Any]:
+    """The value of `--additional-config`, or of another option that takes a JSON object.
 
     Raises:
-        ConfigurationError: if it is not a JSON object.
+        ConfigurationError: names `field` if it is no such object.
     """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"additional_config: got text that is not JSON ({error}), allowed: JSON") from None
+        raise ConfigurationError(f"{field}: got text that is not JSON ({error}), allowed: JSON") from None
     if not isinstance(value, dict):
-        raise ConfigurationError(f"additional_config: got {text!r}, allowed: a JSON object")
+        raise ConfigurationError(f"{field}: got {text!r}, allowed: a JSON object")
     return value
 
 

@@ -8,16 +8,14 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from openai import OpenAI
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 from vllm_sparse_plugin.cli.arguments import parse_additional_config
@@ -25,7 +23,11 @@ from vllm_sparse_plugin.cli.provenance import open_report
 from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server, unwind_on_termination
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError, choices
-from vllm_sparse_plugin.needles import STRESS_TASKS, TASKS, Question, answer_tokens, build_questions, is_correct
+from vllm_sparse_plugin.eval.endpoints import Server
+from vllm_sparse_plugin.eval.items import Item, PlannedItem, Prompter
+from vllm_sparse_plugin.eval.results import Result, ask
+from vllm_sparse_plugin.eval.tasks import needle_items
+from vllm_sparse_plugin.needles import STRESS_TASKS, TASKS, first_line
 from vllm_sparse_plugin.registration import BACKENDS
 
 _DENSE = "dense"
@@ -39,18 +41,6 @@ _EXAMPLE_PROMPT = (
     "\ndef keys(path):\n    return sorted(load(path))\n"
     "\nWhat is the special magic number for zudewi bizino? Answer:"
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Result:
-    question: Question
-    completion: str
-    prompt_tokens: int
-    seconds: float
-
-    @property
-    def correct(self) -> bool:
-        return is_correct(self.question, self.completion)
 
 
 def needle_test(
@@ -102,18 +92,20 @@ def needle_test(
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(model)
+            prompter = Prompter(AutoTokenizer.from_pretrained(model))
         except (OSError, ValueError):
             raise ConfigurationError(f"model: got {str(model)!r}, allowed: a folder with a tokenizer") from None
         with console.status("Writing the questions"):
-            asked: list[Question] = []
-            for size in contexts:
-                for kind in task or TASKS:
-                    asked += build_questions(tokenizer, kind, size, questions, seed)
+            items = [
+                item
+                for size in contexts
+                for kind in task or TASKS
+                for item in needle_items(prompter, kind, size, questions, seed)
+            ]
         with open_report(json_path, model, "json") as report:
             results = {}
             for name, settings in servers.items():
-                results[name] = _run(name, settings, asked, console)
+                results[name] = _run(name, settings, items, prompter, console)
                 for result in results[name]:
                     print(json.dumps(_record(name, result)), file=report)
     except ServerError as error:
@@ -155,46 +147,34 @@ def _check(
     return {name: partial(selection.kv_read_share, head_size=head_size) for name, selection in selections.items()}
 
 
-def _record(backend: str, result: _Result) -> dict[str, object]:
+def _record(backend: str, result: Result) -> dict[str, object]:
     """Return what the JSON lines file has of one answer; the prompt follows from the options and is left out."""
     return {
         "backend": backend,
-        "task": result.question.task,
-        "context_tokens": result.question.context_tokens,
+        "task": result.task,
+        "context_tokens": result.context_tokens,
         "prompt_tokens": result.prompt_tokens,
-        "answer": result.question.answer,
+        "answer": result.answers[0],
         "completion": result.completion,
-        "correct": result.correct,
-        "seconds": round(result.seconds, 4),
+        "correct": result.score == 1,
+        "seconds": result.seconds,
     }
 
 
-def _run(name: str, settings: ServerSettings, questions: list[Question], console: Console) -> list[_Result]:
+def _run(name: str, settings: ServerSettings, items: list[Item], prompter: Prompter, console: Console) -> list[Result]:
     """Start a server, ask everything, stop it."""
-    with (
-        run_server(name, settings, console) as client,
-        Progress(
-            SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            console=console,
-        ) as progress,
-    ):  # fmt: skip
-        results: list[_Result] = []
-        bar = progress.add_task(name, total=len(questions))
-        for question in questions:
-            results.append(_ask(client, settings.model.name, question))
-            text = f"{name}: {question.task} {question.context_tokens}, accuracy so far {_accuracy(results):.2f}"
-            progress.update(bar, advance=1, description=text)
-        progress.update(bar, description=f"{name}: accuracy {_accuracy(results):.2f}")
-    return results
+    planned = [PlannedItem(item.id, partial(_built, item)) for item in items]
+    with run_server(name, settings, console) as client:
+        server = Server(client, settings.model.name, concurrency=1)
+        return list(ask(server, planned, "prompt", prompter, _score, console, name))
 
 
-def _ask(client: OpenAI, model: str, question: Question) -> _Result:
-    begin = time.perf_counter()
-    reply = client.completions.create(
-        model=model, prompt=question.prompt, temperature=0, max_tokens=answer_tokens(question.task)
-    )
-    seconds = time.perf_counter() - begin
-    return _Result(question, reply.choices[0].text, reply.usage.prompt_tokens if reply.usage else 0, seconds)
+def _built(item: Item) -> Item:
+    return item
+
+
+def _score(item: Item, completion: str) -> float:
+    return float(first_line(completion) in item.answers)
 
 
 def _keep(settings: ServerSettings, console: Console) -> None:
@@ -212,18 +192,20 @@ def _keep(settings: ServerSettings, console: Console) -> None:
 
 
 def _table(
-    backend: str, sparse: list[_Result], reference: str, dense: list[_Result], kv_read_share: Callable[[int], float]
+    backend: str, sparse: list[Result], reference: str, dense: list[Result], kv_read_share: Callable[[int], float]
 ) -> Table:
     """Return one row for each task and context."""
     table = Table(Column("task", no_wrap=True), title="Needles: accuracy and seconds spent in the questions")
     for heading in ("context", reference, backend, "share of KV read", f"{reference} seconds", f"{backend} seconds"):
         table.add_column(heading, justify="right")
 
-    def row(result: _Result) -> tuple[str, int]:
-        return result.question.task, result.question.context_tokens
+    def row(result: Result) -> tuple[str, int]:
+        return result.task, result.context_tokens
 
     for ((task, context_tokens), ours), (_, theirs) in zip(groupby(sparse, row), groupby(dense, row), strict=True):
-        cells = [(_accuracy(part), sum(result.seconds for result in part)) for part in (list(theirs), list(ours))]
+        cells = [
+            (_correct(part) / len(part), sum(result.seconds for result in part)) for part in map(list, (theirs, ours))
+        ]
         table.add_row(
             task, str(context_tokens), *(f"{accuracy:.2f}" for accuracy, _ in cells),
             f"{kv_read_share(context_tokens):.1%}",
@@ -232,15 +214,15 @@ def _table(
     return table
 
 
-def _accuracy(results: list[_Result]) -> float:
-    return sum(result.correct for result in results) / len(results)
+def _correct(results: list[Result]) -> int:
+    return sum(result.score == 1 for result in results)
 
 
 def _enough(
-    backend: str, reference: str, results: dict[str, list[_Result]], min_ratio: float, console: Console
+    backend: str, reference: str, results: dict[str, list[Result]], min_ratio: float, console: Console
 ) -> bool:
     """Print the total and return whether the sparse accuracy reaches `min_ratio` of the dense one."""
-    correct = {name: sum(result.correct for result in part) for name, part in results.items()}
+    correct = {name: _correct(part) for name, part in results.items()}
     if correct[reference] == 0:
         console.print("Total: dense attention answered no question, so there is nothing to compare with.")
         return False

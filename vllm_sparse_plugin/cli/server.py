@@ -17,6 +17,8 @@ from pathlib import Path
 from openai import DefaultHttpxClient, OpenAI, OpenAIError
 from rich.console import Console
 
+from vllm_sparse_plugin.eval.endpoints import EndpointError
+
 _SERVE = [sys.executable, "-m", "vllm_sparse_plugin", "serve"]
 _ANSWER_SECONDS = 600
 
@@ -89,7 +91,7 @@ def run_server(name: str, settings: ServerSettings, console: Console) -> Iterato
         with console.status(f"Starting the {name} server, log in {log}"):
             _wait_until_healthy(client, process, f"http://127.0.0.1:{port}/health", settings.start_seconds)
         yield client
-    except (OpenAIError, TimeoutError, ChildProcessError) as error:
+    except (OpenAIError, EndpointError, TimeoutError, ChildProcessError) as error:
         tail = "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-settings.log_lines :])
         message = f"the {name} server {_reason(error, process, settings)}; the end of its log {log}:\n{tail}"
         raise ServerError(message) from error
@@ -119,6 +121,8 @@ def _reason(error: Exception, process: subprocess.Popen[bytes], settings: Server
         return f"was not ready after {settings.start_seconds:g} seconds"
     if isinstance(error, ChildProcessError):
         return f"was asked by a command that failed ({error})"
+    if isinstance(error, EndpointError):
+        return str(error)
     return f"did not answer a question ({' '.join(str(error).split())})"
 
 

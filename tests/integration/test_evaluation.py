@@ -1,0 +1,51 @@
+"""`vllm-sparse eval` with an engine in its own process, under a policy that cannot see the needles."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.needle_text import write_needle_text
+
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.eval.engine import Engine
+from vllm_sparse_plugin.eval.results import read_results
+
+MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
+
+
+def test_an_engine_in_the_process_decodes_under_its_policy(tmp_path):
+    output, text = tmp_path / "results.jsonl", write_needle_text(tmp_path / "text.txt", MODEL)
+    engine = ["--in-process", "--model", str(MODEL), "--attention-backend", "streaming_llm", "--concurrency", "2"]
+    engine += ["--engine-args", json.dumps({"enforce_eager": True})]
+    command = [sys.executable, "-m", "vllm_sparse_plugin", "eval", *engine, "--output", str(output), *text.options]
+    done = subprocess.run([*command, "--task", "multikey", "--decode-from", "question"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = read_results(output)
+    assert found.settings["engine"] == {"enforce_eager": True, "attention_backend": "streaming_llm"}
+    needle, prose = found.results.values()
+    assert (needle.task, needle.score) == ("multikey", 0)
+    # Log probabilities of the prompt would be dense, and as low as those of unique (test_engine.py).
+    assert (prose.metric, prose.forced_tokens > 15) == ("nll", True)
+    assert prose.score > 2
+
+
+REFUSED = {
+    "length": (40_000, {}, "context: got 40000 tokens, allowed: at most the model's 32768"),
+    "argument": (4096, {"nope": 1}, "in_process: got '.*' with {'nope': 1} .*'nope'.*, allowed: what vLLM serves"),
+    "backend": (4096, {"attention_backend": "nope"}, "in_process: .*Unknown attention backend: 'NOPE'.*, allowed: "),
+    "settings": (
+        4096,
+        {"attention_backend": "unique", "additional_config": {"sparse_attention": {"selection": {"page_size": 12}}}},
+        "sparse_attention.selection.page_size: got 12, allowed: 8, 16 or 32",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_engine_that_cannot_be_started_is_refused_in_one_sentence(case):
+    most_tokens, arguments, sentence = REFUSED[case]
+    with pytest.raises(ConfigurationError, match=sentence) as caught:
+        Engine(str(MODEL), arguments, most_tokens, forcing=True, batch=1)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,80 @@
+"""A server with OpenAI's completions API that needs no model."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+
+@dataclass
+class StubServer:
+    """What a stub answers and what it was asked; change it at any time."""
+
+    answer: Callable[[list[int]], list[int]]
+    """Token ids after those of a prompt and its forced tokens."""
+    decode: Callable[[list[int]], str]
+    models: tuple[str, ...] = ("stub",)
+    max_model_len: int | None = 8192
+    forces: bool = True
+    logprob: float = -0.5
+    """Of every token."""
+    answers_left: int | None = None
+    """Requests that are answered before all others get an error; None for all."""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+
+@contextmanager
+def serve(stub: StubServer) -> Iterator[StubServer]:
+    """Serve a stub on a port of this machine until the end."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def reply(self, body: dict[str, Any], status: int = 200) -> None:
+            data = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self) -> None:
+            more = {"max_model_len": stub.max_model_len} if stub.max_model_len else {}
+            models = [{"id": name, "object": "model", "created": 0, "owned_by": "me", **more} for name in stub.models]
+            self.reply({"object": "list", "data": models})
+
+        def do_POST(self) -> None:
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            stub.requests.append(request)
+            if stub.answers_left is not None:
+                stub.answers_left -= 1
+                if stub.answers_left < 0:
+                    self.reply({"message": "the engine\nis dead", "type": "BadRequestError"}, 400)
+                    return
+            forced = (request.get("vllm_xargs") or {}).get("forced_token_ids", []) if stub.forces else []
+            room = request["max_tokens"] - len(forced)
+            tokens = forced + (stub.answer([*request["prompt"], *forced])[:room] if room else [])
+            choice: dict[str, Any] = {"index": 0, "text": stub.decode(tokens), "finish_reason": "stop"}
+            if request.get("return_token_ids"):
+                choice["token_ids"] = tokens
+            if request.get("logprobs") is not None:
+                choice["logprobs"] = {"token_logprobs": [stub.logprob] * len(tokens)}
+            self.reply({"id": "1", "object": "text_completion", "created": 0, "model": "stub", "choices": [choice]})
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    stub.url = f"http://127.0.0.1:{server.server_port}/v1"
+    try:
+        yield stub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()

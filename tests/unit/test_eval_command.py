@@ -1,0 +1,428 @@
+import functools
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from support.completions import StubServer, serve
+from transformers import AutoTokenizer
+
+from vllm_sparse_plugin.cli import evaluate, main
+from vllm_sparse_plugin.eval.results import ResultFile, read_results
+from vllm_sparse_plugin.needles import library_text
+
+MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
+NEEDLES = ["--task", "multikey", "--questions", "4", "--label", "mine"]
+
+
+@functools.cache
+def tokenizer():
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+def find(tokens: list[int]) -> list[int]:
+    """The answer of a perfect reader to a question for one needle."""
+    document, question = tokenizer().decode(tokens).rsplit("\n", 1)
+    key = re.fullmatch(r"What is the special magic number for (.+)\? Answer:", question)[1]
+    value = re.search(rf"magic number for {key} is: (\d+)\.", document)[1]
+    return tokenizer().encode(f" {value}", add_special_tokens=False)
+
+
+@pytest.fixture
+def stub():
+    with serve(StubServer(find, tokenizer().decode)) as running:
+        yield running
+
+
+@pytest.fixture
+def output(tmp_path) -> Path:
+    return tmp_path / "results.jsonl"
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, stub, output):
+    def call(*arguments: str, base: tuple[str, ...] | None = None) -> tuple[int, str, str]:
+        if base is None:
+            base = ("--base-url", stub.url, "--tokenizer", str(MODEL), "--output", str(output))
+        monkeypatch.setattr(sys, "argv", ["vllm-sparse", "eval", *base, *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return call
+
+
+def refused(result: tuple[int, str, str], code: int = 2) -> str:
+    found, _, err = result
+    assert found == code
+    assert "Traceback" not in err
+    (line,) = err.splitlines()
+    return line.removeprefix("error: ")
+
+
+def cells(out: str, task: str) -> list[str]:
+    (line,) = (line for line in out.splitlines() if line.startswith(f"│ {task} "))
+    return [cell.strip() for cell in line.split("│")[1:-1]]
+
+
+def rewrite(source: Path, target: Path, label: str, **scores: float) -> None:
+    """Copy a file of results under another label, with other scores of some items."""
+    lines = [json.loads(line) for line in source.read_text().splitlines()]
+    lines[0]["settings"]["label"] = label
+    for line in lines[1:]:
+        line["score"] = scores.get(line["id"], line["score"])
+    target.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_a_run_from_the_prompt(run, stub, output):
+    code, out, err = run(*NEEDLES)
+    assert (code, err) == (0, "")
+    assert cells(out, "multikey") == ["multikey", "4,096", "4", "1.000 [0.510, 1.000]"]
+    held = read_results(output)
+    assert (held.label, list(held.results)) == ("mine", [f"multikey/4096/{i}" for i in range(4)])
+    about = json.loads(output.read_text().splitlines()[0])
+    assert {"date", "command", "model", "versions", "hardware", "settings"} <= about.keys()
+    assert about["settings"]["decode_from"] == "prompt"
+    assert {"rapidfuzz", "scipy"} <= about["versions"].keys()
+    for asked, result in zip(stub.requests, held.results.values(), strict=True):
+        assert asked["temperature"] == 0
+        assert asked["max_tokens"] == 16
+        assert "vllm_xargs" not in asked
+        assert "logprobs" not in asked
+        assert (len(asked["prompt"]), result.forced_tokens) == (result.prompt_tokens, 0)
+        assert result.completion == f" {result.answers[0]}"
+        assert (result.score, result.metric) == (1, "exact_first_line")
+
+
+def test_a_run_from_the_question_forces_its_tokens(run, stub, output):
+    run(*NEEDLES)
+    prompts = [asked["prompt"] for asked in stub.requests]
+    before = read_results(output).results
+    output.unlink()
+    stub.requests.clear()
+    code, out, _ = run(*NEEDLES, "--decode-from", "question")
+    assert code == 0
+    assert "mine, from the question" in out
+    after = read_results(output).results
+    for asked, prompt, result in zip(stub.requests, prompts, after.values(), strict=True):
+        forced = asked["vllm_xargs"]["forced_token_ids"]
+        assert asked["prompt"] + forced == prompt
+        assert tokenizer().decode(forced).startswith("\nWhat is the special magic number for ")
+        assert (asked["min_tokens"], asked["max_tokens"]) == (len(forced), len(forced) + 16)
+        assert asked["return_token_ids"] is True
+        assert result.forced_tokens == len(forced)
+        assert result.completion == f" {result.answers[0]}"
+    assert [each.digest for each in after.values()] == [each.digest for each in before.values()]
+
+
+def test_a_run_that_was_cut_short_goes_on(run, stub, output):
+    stub.answers_left = 2
+    assert refused(run(*NEEDLES), 3) == (
+        "the model stub did not answer a question (HTTP 400: the engine is dead); the same command goes on from here"
+    )
+    assert len(read_results(output).results) == 2
+    kept = output.read_text()
+    output.write_text(kept + '{"id": "multikey/4096/2", "ta')  # the end of a run that was killed
+    stub.answers_left = None
+    stub.requests.clear()
+    code, out, _ = run(*NEEDLES)
+    assert code == 0
+    assert len(stub.requests) == 2
+    assert cells(out, "multikey")[2] == "4"
+    text = output.read_text()
+    assert text.startswith(kept)
+    # Each part has the line that describes its run.
+    assert ["settings" in line for line in text.splitlines()] == [True, False, False, True, False, False]
+    stub.requests.clear()
+    assert run(*NEEDLES)[0] == 0
+    assert (stub.requests, output.read_text()) == ([], text)
+
+
+OTHER_SETTINGS = {
+    "seed": (["--seed", "1"], "seed 0, allowed: one made with 1"),
+    "questions": (["--questions", "5"], "questions 4, allowed: one made with 5"),
+    "decode_from": (["--decode-from", "question"], "decode_from 'prompt', allowed: one made with 'question'"),
+    "label": (["--label", "other"], "label 'mine', allowed: one made with 'other'"),
+    "tasks": (["--task", "kv"], "tasks ['multikey'], allowed: one made with ['multikey', 'kv']"),
+    "contexts": (["--context", "5000"], "contexts None, allowed: one made with [5000]"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_SETTINGS)
+def test_a_file_made_with_other_settings_is_refused_and_kept(run, output, case):
+    run(*NEEDLES)
+    text = output.read_text()
+    more, sentence = OTHER_SETTINGS[case]
+    assert refused(run(*NEEDLES, *more)) == f"output: got {str(output)!r} made with {sentence}, or a new file"
+    assert output.read_text() == text
+
+
+def test_another_file_of_the_same_name_is_noticed(run, output, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(library_text(0, 60_000))
+    ask = ["--text", str(text), "--context", "2048", "--questions", "2", "--scored-tokens", "8"]
+    assert run(*ask)[0] == 0
+    text.write_text(library_text(5_000, 60_000))
+    assert "made with files {'text.txt': " in refused(run(*ask))
+
+
+def test_perplexity_is_decoded_whatever_the_mode(run, stub, output, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(library_text(0, 60_000))
+    stub.logprob = -0.25
+    code, out, _ = run("--text", str(text), "--context", "2048", "--questions", "3", "--scored-tokens", "8")
+    assert code == 0
+    for asked, result in zip(stub.requests, read_results(output).results.values(), strict=True):
+        assert len(asked["vllm_xargs"]["forced_token_ids"]) == asked["max_tokens"] == result.forced_tokens == 8
+        assert (len(asked["prompt"]), asked["logprobs"], asked["temperature"]) == (2040, 0, 0)
+        assert (result.score, result.metric, result.completion) == (0.25, "nll", "")
+    value = f"{math.exp(0.25):.3f}"
+    assert cells(out, "perplexity") == ["perplexity", "2,048", "3", f"{value} [{value}, {value}]"]
+
+
+def test_requests_are_under_way_together_and_answers_stay_in_order(run, stub, output):
+    assert run(*NEEDLES, "--concurrency", "3")[0] == 0
+    held = read_results(output)
+    assert list(held.results) == [f"multikey/4096/{i}" for i in range(4)]
+    assert all(result.score == 1 for result in held.results.values())
+
+
+def test_longbench_is_scored_by_its_metric(run, stub, output, tmp_path):
+    records = [
+        {"dataset": "qasper", "context": "A text.", "input": "Who?", "answers": ["red house"], "all_classes": None}
+    ] * 3
+    path = tmp_path / "qasper.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    stub.answer = lambda _: tokenizer().encode(" The red, big house!", add_special_tokens=False)
+    code, out, _ = run("--file", str(path), "--decode-from", "question")
+    assert code == 0
+    # The context is the model's, since none was asked for.
+    assert cells(out, "qasper")[:3] == ["qasper", "8,192", "3"]
+    assert [result.score for result in read_results(output).results.values()] == [0.8] * 3
+
+
+def test_ruler_is_asked_if_nothing_else_is(run, stub, output):
+    stub.answer = lambda _: []
+    code, out, _ = run("--questions", "1")
+    assert code == 0
+    assert "qa_1 is left out: it needs a file, --squad." in out
+    assert "qa_2 is left out: it needs a file, --hotpotqa." in out
+    tasks = [result.task for result in read_results(output).results.values()]
+    assert len(tasks) == 11
+    assert cells(out, "all")[2] == "11"
+
+
+def test_results_side_by_side(run, output, tmp_path):
+    run(*NEEDLES)
+    other, picture = tmp_path / "other.jsonl", tmp_path / "scores.svg"
+    rewrite(output, other, "theirs", **{"multikey/4096/1": 0})
+    code, out, err = run("show", str(output), str(other), "--plot", str(picture), base=())
+    assert (code, err) == (0, "")
+    assert cells(out, "multikey") == ["multikey", "4,096", "4", "1.000 [0.510, 1.000]", "0.750 [0.301, 0.954]"]
+    drawn = picture.read_text()
+    assert all(f"<!-- {name} -->" in drawn for name in ("mine", "theirs", "multikey", "4K"))
+
+
+def test_a_comparison_on_the_same_items(run, output, tmp_path):
+    run(*NEEDLES)
+    other, picture = tmp_path / "other.jsonl", tmp_path / "differences.png"
+    rewrite(output, other, "theirs", **{"multikey/4096/1": 0, "multikey/4096/2": 0})
+    code, out, err = run("compare", str(output), str(other), "--plot", str(picture), base=())
+    assert (code, err) == (0, "")
+    # Two of four lost: 2 / 2**2.
+    assert cells(out, "multikey")[:5] == ["multikey", "4,096", "4", "1.000", "0.500"]
+    assert cells(out, "multikey")[5].startswith("-0.500 [-0.8")
+    assert cells(out, "multikey")[6] == "0.500"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_only_shared_items_are_compared(run, output, tmp_path):
+    run(*NEEDLES)
+    other = tmp_path / "other.jsonl"
+    rewrite(output, other, "theirs")
+    other.write_text("".join(other.read_text().splitlines(keepends=True)[:3]))
+    assert cells(run("compare", str(output), str(other), base=())[1], "multikey")[2] == "2"
+
+
+def test_a_ratio_of_perplexities(run, stub, output, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(library_text(0, 60_000))
+    run("--text", str(text), "--context", "2048", "--questions", "2", "--scored-tokens", "8")
+    other = tmp_path / "other.jsonl"
+    rewrite(output, other, "theirs", **{f"perplexity/2048/{i}": 0.6 for i in range(2)})
+    out = run("compare", str(output), str(other), base=())[1]
+    ratio = f"{math.exp(0.1):.3f}"
+    assert cells(out, "perplexity")[5] == f"{ratio} [{ratio}, {ratio}]"
+
+
+def test_files_of_other_questions_are_not_compared(run, output, tmp_path):
+    run(*NEEDLES)
+    other = tmp_path / "other.jsonl"
+    lines = output.read_text()
+    other.write_text(re.sub(r'"digest":"\w+"', '"digest":"0"', lines))
+    assert refused(run("compare", str(output), str(other), base=())) == (
+        f"results: got {str(output)!r} and {str(other)!r}, whose item multikey/4096/0 differs, allowed: runs with the "
+        "same tokenizer, seed and files"
+    )
+    other.write_text(lines.replace("multikey/4096", "multikey/5000"))
+    assert "without an item in common, allowed: runs of" in refused(run("compare", str(output), str(other), base=()))
+
+
+BAD_RESULTS = {
+    "missing": (None, "(No such file or directory)"),
+    "empty": ("", "(line 1: "),
+    "no JSON": ("{", "(line 1: "),
+    "a number": ("5\n", "(line 1: "),
+    "another file": ('{"versions": {}}\n', "(line 1: an unknown record)"),
+    "a broken line": ('{"settings": {"label": "x"}}\n{"id": 1}\n', "(line 2: an unknown record)"),
+}
+
+
+@pytest.mark.parametrize("command", ["show", "compare"])
+@pytest.mark.parametrize("case", BAD_RESULTS)
+def test_a_file_that_is_no_result_gets_one_sentence(run, output, case, command):
+    content, reason = BAD_RESULTS[case]
+    if content is not None:
+        output.write_text(content)
+    files = [str(output)] * (2 if command == "compare" else 1)
+    message = refused(run(command, *files, base=()))
+    assert message.startswith(f"results: got {str(output)!r} {reason}")
+    assert message.endswith("allowed: a file of `vllm-sparse eval`")
+
+
+@pytest.mark.parametrize("content", [each for each, _ in BAD_RESULTS.values() if each])
+def test_a_file_that_is_no_result_is_not_written_to(run, output, content):
+    output.write_text(content)
+    assert f"results: got {str(output)!r} (line " in refused(run(*NEEDLES))
+    assert output.read_text() == content
+
+
+REFUSED = {
+    "context too long": (["--context", "8193"], "context: got 8193 tokens, allowed: at most the 8192 of stub"),
+    "context too short": (["--context", "4095"], "context: got 4095 tokens, allowed: 4096 or more"),
+    "unknown task": (["--task", "foo"], "task: got 'foo', allowed: ruler, needles, "),
+    "file missing": (["--task", "qa_1"], "task: got qa_1 without a file, allowed: with --squad FILE"),
+    "mode": (["--decode-from", "answer"], "decode_from: got 'answer', allowed: prompt or question"),
+    "plot": (["--plot", "x.pdf"], "plot: got 'x.pdf', allowed: a name that ends in .png or .svg"),
+    "engine": (
+        ["--attention-backend", "unique"],
+        "attention_backend: got a setting of the engine, allowed: with --in-p",
+    ),
+    "engine JSON": (["--engine-args", "["], "engine_args: got text that is not JSON ("),
+    "chat": (["--chat"], "chat: got a tokenizer without a chat template, allowed: "),
+    "longbench": (["--file", "missing.jsonl"], "file: got 'missing.jsonl' (No such file or directory), allowed: "),
+    "prompts": (
+        ["--file", "x", "--prompts", "missing"],
+        "prompts: got 'missing' (No such file or directory), allowed: ",
+    ),
+    "text": (["--text", "missing.txt"], "text: got 'missing.txt' (No such file or directory), allowed: a file of text"),
+    "model": (["--model", "other"], "model: got 'other', allowed at http://127.0.0.1:"),
+    "tokenizer": (
+        ["--tokenizer", "missing"],
+        "tokenizer: got 'missing', allowed: a folder with a tokenizer, or a name ",
+    ),
+    "output": (
+        ["--output", "missing/x"],
+        "output: got 'missing/x' (No such file or directory), allowed: a file that can",
+    ),
+    "no model": (["--in-process"], "model: got none, allowed with --in-process: a folder or name"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_gets_one_sentence_before_anything_is_asked(run, stub, tmp_path, monkeypatch, case):
+    monkeypatch.chdir(tmp_path)
+    arguments, sentence = REFUSED[case]
+    assert refused(run(*arguments)).startswith(sentence)
+    assert stub.requests == []
+
+
+def test_no_output_is_refused(run):
+    assert refused(run("--task", "kv", base=())) == "output: got none, allowed: a file for the results"
+
+
+def test_a_server_that_cannot_be_reached(run, stub, output):
+    with serve(StubServer(find, tokenizer().decode)) as gone:
+        pass
+    base = ("--base-url", gone.url, "--tokenizer", str(MODEL), "--output", str(output))
+    message = refused(run(*NEEDLES, base=base))
+    assert re.fullmatch(r"base_url: got '.+/v1/' \(.*refused\), allowed: the address of an OpenAI-co.+ server", message)
+    assert not output.exists()
+
+
+def test_one_of_several_models_has_to_be_named(run, stub):
+    stub.models = ("one", "two")
+    assert refused(run(*NEEDLES)).startswith("model: got None, allowed at http://")
+    assert run(*NEEDLES, "--model", "two")[0] == 0
+    assert {asked["model"] for asked in stub.requests} == {"two"}
+
+
+def test_a_file_of_prompts_needs_the_models_length(run, stub, tmp_path):
+    stub.max_model_len = None
+    record = {"dataset": "trec", "context": "x", "input": "y", "answers": ["z"], "all_classes": ["z"]}
+    (tmp_path / "f.jsonl").write_text(json.dumps(record))
+    arguments = ["--file", str(tmp_path / "f.jsonl")]
+    assert refused(run(*arguments)) == "context: got none, allowed with --file here: the most tokens of a prompt"
+    stub.answer = lambda _: []
+    assert run(*arguments, "--context", "2048")[0] == 0
+
+
+def test_a_server_that_does_not_force_tokens_is_noticed(run, stub, output):
+    stub.forces = False
+    stub.answer = lambda _: [5] * 40
+    assert refused(run(*NEEDLES, "--decode-from", "question"), 3) == (
+        "the model stub does not force tokens; start it with --logits-processors "
+        "vllm_sparse_plugin.forced_tokens:ForcedTokens; the same command goes on from here"
+    )
+    assert read_results(output).results == {}
+
+
+@pytest.mark.parametrize("logprob", [0, None])
+def test_log_probabilities_of_the_forced_choice_are_noticed(run, stub, tmp_path, logprob):
+    text = tmp_path / "text.txt"
+    text.write_text(library_text(0, 60_000))
+    stub.logprob = logprob
+    assert refused(run("--text", str(text), "--context", "2048", "--questions", "1", "--scored-tokens", "8"), 3) == (
+        "the model stub does not return the model's log probabilities; start it with --logprobs-mode raw_logprobs; the "
+        "same command goes on from here"
+    )
+
+
+def test_perplexity_alone_has_no_plot_of_differences(run, output, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(library_text(0, 60_000))
+    run("--text", str(text), "--context", "2048", "--questions", "1", "--scored-tokens", "8")
+    picture = str(tmp_path / "x.png")
+    assert "plot: got perplexity alone" in refused(run("compare", str(output), str(output), "--plot", picture, base=()))
+    assert run("show", str(output), "--plot", picture, base=())[0] == 0
+
+
+def test_a_picture_that_cannot_be_written(run, output, tmp_path):
+    run(*NEEDLES)
+    picture = str(tmp_path / "missing" / "x.png")
+    message = refused(run("show", str(output), "--plot", picture, base=()))
+    assert message == f"plot: got {picture!r} (No such file or directory), allowed: a file that can be written"
+
+
+def test_a_missing_extra_is_named(run, monkeypatch):
+    monkeypatch.setattr(evaluate, "_EXTRA", {"no_such_module": "no-such-package"})
+    for arguments in ((*NEEDLES,), ("show", "x"), ("compare", "x", "y")):
+        message = refused(run(*arguments, base=() if "x" in arguments else None))
+        assert message == (
+            "vllm-sparse eval: got no no-such-package, allowed: with the extra, pip install 'vllm-sparse-plugin[eval]'"
+        )
+
+
+def test_the_key_of_a_server_is_not_written(run, stub, output, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
+    run(*NEEDLES)
+    assert "secret-key" not in output.read_text()
+
+
+def test_an_empty_file_is_a_new_one(run, output):
+    output.touch()
+    assert run(*NEEDLES)[0] == 0
+    assert isinstance(read_results(output), ResultFile)

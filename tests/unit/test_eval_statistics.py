@@ -1,0 +1,95 @@
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from vllm_sparse_plugin.eval.statistics import estimate_difference, estimate_mean
+
+
+def pairs(both: int, first: int, second: int, neither: int) -> tuple[list[int], list[int]]:
+    """Answers that both, only the first, only the second or neither got right."""
+    return [1] * (both + first) + [0] * (second + neither), [1] * both + [0] * first + [1] * second + [0] * neither
+
+
+def test_wilson_interval_of_the_textbook():
+    # Wilson's interval for 81 of 263 in Newcombe, Statistics in Medicine 17, 1998, table I.
+    found = estimate_mean([1] * 81 + [0] * 182)
+    assert (round(found.low, 4), round(found.high, 4), found.count) == (0.2553, 0.3662, 263)
+
+
+@pytest.mark.parametrize(("right", "low", "high"), [(40, 0.9124, 1), (0, 0, 0.0876)])
+def test_nothing_wrong_is_not_certainty(right, low, high):
+    found = estimate_mean([1] * right + [0] * (40 - right))
+    assert found.low == pytest.approx(low, abs=1e-4)
+    assert found.high == pytest.approx(high, abs=1e-4)
+
+
+def test_graded_scores_get_the_interval_of_students_t_where_they_are_normal():
+    scores = np.random.default_rng(1).normal(0.5, 0.1, 12)
+    found = estimate_mean(scores.tolist())
+    expected = stats.ttest_1samp(scores, 0).confidence_interval(0.95)
+    half = (expected.high - expected.low) / 2
+    assert found.value == pytest.approx(scores.mean())
+    assert found.low == pytest.approx(expected.low, abs=0.2 * half)
+    assert found.high == pytest.approx(expected.high, abs=0.2 * half)
+
+
+def test_one_graded_score_says_nothing_about_its_spread():
+    found = estimate_mean([0.4])
+    assert (found.value, found.low, found.high) == (0.4, -math.inf, math.inf)
+
+
+def test_estimates_are_the_same_every_time():
+    scores = [0.25, 0.5, 0.75, 1]
+    assert estimate_mean(scores) == estimate_mean(scores)
+    assert estimate_difference(scores, scores[::-1]) == estimate_difference(scores, scores[::-1])
+
+
+# From the tests of the R package contingencytables (Fagerland and others, 2017), with first minus second.
+NEWCOMBE = {"Cavo": ((59, 6, 16, 80), -0.0621, -0.1186, -0.0046), "two": ((1, 0, 0, 1), 0, -0.5734, 0.5734)}
+
+
+@pytest.mark.parametrize("case", NEWCOMBE)
+def test_newcombe_interval_of_paired_proportions(case):
+    table, value, low, high = NEWCOMBE[case]
+    first, second = pairs(*table)
+    found = estimate_difference(second, first)
+    assert [round(each, 4) for each in (found.value, found.low, found.high)] == [value, low, high]
+    turned = estimate_difference(first, second)
+    assert (turned.low, turned.high) == pytest.approx((-found.high, -found.low))
+    assert turned.p_value == found.p_value
+
+
+def test_mcnemars_exact_test():
+    # 5 changes, all one way: 2 / 2**5.
+    first, second = pairs(14, 5, 0, 22)
+    assert estimate_difference(first, second).p_value == pytest.approx(2 / 32)
+    assert estimate_difference(first, first).p_value == 1
+
+
+def test_equal_answers_still_have_an_interval():
+    found = estimate_difference([1] * 40, [1] * 40)
+    assert found.value == 0
+    assert found.low == pytest.approx(-0.0876, abs=1e-4)
+    assert found.high == pytest.approx(0.0876, abs=1e-4)
+
+
+def test_graded_differences_are_paired():
+    first = np.linspace(0, 0.8, 20)
+    second = first + np.where(np.arange(20) % 2, 0.15, 0.05)
+    found = estimate_difference(first.tolist(), second.tolist())
+    assert found.value == pytest.approx(0.1)
+    # The spread of the scores themselves is far larger.
+    assert 0.07 < found.low < 0.1 < found.high < 0.13
+    assert found.p_value < 0.001
+
+
+def test_permutation_test_of_few_differences_is_exact():
+    # All eight signs of three equal differences: two are as extreme.
+    assert estimate_difference([0.1, 0.2, 0.3], [0.2, 0.3, 0.4]).p_value == pytest.approx(2 / 8)
+
+
+def test_graded_scores_without_a_difference():
+    found = estimate_difference([0.5, 0.25], [0.5, 0.25])
+    assert (found.value, found.p_value) == (0, 1)

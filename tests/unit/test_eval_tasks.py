@@ -1,0 +1,408 @@
+import functools
+import json
+import re
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from vllm_sparse_plugin import needles
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.eval import ruler
+from vllm_sparse_plugin.eval.items import Item, Prompter
+from vllm_sparse_plugin.eval.metrics import METRICS, score
+from vllm_sparse_plugin.eval.tasks import FILE_OPTIONS, GROUPS, NAMES, choose_tasks, plan_perplexity, plan_tasks
+
+CONTEXT = 4096
+TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}\n{% endfor %}<|assistant|>"
+MAGIC = re.compile(r"^The special magic (number|uuid) for (.+) is: (.+)\.$", re.MULTILINE)
+
+
+@functools.cache
+def tokenizer():
+    return AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "models" / "needle-8m")
+
+
+@functools.cache
+def prompter() -> Prompter:
+    return Prompter(tokenizer())
+
+
+def chat_prompter(template: str = TEMPLATE) -> Prompter:
+    chat = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "models" / "needle-8m")
+    chat.chat_template = template
+    return Prompter(chat, chat=True)
+
+
+@functools.cache
+def item(task: str, context: int = CONTEXT, index: int = 0, seed: int = 0) -> Item:
+    return ruler.build_item(ruler.TASKS[task], task, prompter(), context, index, seed)
+
+
+def text(found: Item) -> tuple[str, str]:
+    return prompter().decode(found.context), prompter().decode(found.question)
+
+
+@pytest.mark.parametrize("task", ruler.TASKS)
+def test_prompts_fill_the_context_and_leave_room_for_the_answer(task):
+    found = item(task)
+    assert found.id == f"{task}/{CONTEXT}/0"
+    limit = CONTEXT - found.answer_tokens
+    assert 0.97 * limit <= len(found.context) + len(found.question) <= limit
+
+
+def test_a_prompt_is_as_long_as_it_may_be():
+    # One character more of text, of which a token has a few, would be too long or the same.
+    for index in range(3):
+        found = item("niah_single_1", index=index)
+        assert len(found.context) + len(found.question) == CONTEXT - found.answer_tokens
+
+
+@pytest.mark.parametrize("task", ruler.TASKS)
+def test_answers_fit_their_room(task):
+    answer = ", ".join(item(task).answers)
+    if task == "cwe":
+        answer = " ".join(f"{i}. {word}" for i, word in enumerate(item(task).answers, 1))
+    assert len(prompter().encode_plain(f" {answer}")) <= item(task).answer_tokens
+
+
+@pytest.mark.parametrize("task", ruler.TASKS)
+def test_the_right_answer_scores_all_and_another_nothing(task):
+    found = item(task)
+    assert score(found, f" {', '.join(found.answers)}.") == 1
+    assert score(found, " no idea") == 0
+    assert score(found, found.answers[0]) == pytest.approx(1 / len(found.answers))
+
+
+@pytest.mark.parametrize("task", ruler.TASKS)
+def test_the_same_seed_gives_the_same_prompt_and_another_another(task):
+    again = ruler.build_item(ruler.TASKS[task], task, prompter(), CONTEXT, 0, 0)
+    assert again == item(task)
+    assert again.digest == item(task).digest
+    others = [item(task, index=1), item(task, seed=1)]
+    assert {found.answers for found in others}.isdisjoint({again.answers})
+    assert len({found.digest for found in (again, *others)}) == 3
+
+
+# Kinds of values and keys, different keys in the text (None: as many as fit), values of a key, keys asked for.
+NEEDLES = {
+    "niah_single_1": ("number", "words", 1, 1, 1),
+    "niah_single_2": ("number", "words", 1, 1, 1),
+    "niah_single_3": ("uuid", "words", 1, 1, 1),
+    "niah_multikey_1": ("number", "words", 4, 1, 1),
+    "niah_multikey_2": ("number", "words", None, 1, 1),
+    "niah_multikey_3": ("uuid", "uuid", None, 1, 1),
+    "niah_multivalue": ("number", "words", 1, 4, 1),
+    "niah_multiquery": ("number", "words", 4, 1, 4),
+}
+PATTERNS = {
+    "number": r"\d{7}",
+    "words": r"[a-z]{6} [a-z]{6}",
+    "uuid": r"[0-9a-f]{8}-[0-9a-f]{4}-4[0-9a-f]{3}-[0-9a-f]{4}-[0-9a-f]{12}",
+}
+
+
+@pytest.mark.parametrize("task", NEEDLES)
+def test_the_keys_asked_for_have_the_values_of_the_answer(task):
+    kind, key_kind, keys, values_per_key, asked = NEEDLES[task]
+    found = item(task)
+    context, question = text(found)
+    needles_found = [(key, value) for kind_found, key, value in MAGIC.findall(context) if kind_found == kind]
+    counts = Counter(key for key, _ in needles_found)
+    assert len(counts) == keys if keys else len(counts) > 30
+    assert set(counts.values()) == {values_per_key}
+    for key, value in needles_found:
+        assert re.fullmatch(PATTERNS[key_kind], key)
+        assert re.fullmatch(PATTERNS[kind], value)
+    wanted = re.fullmatch(rf"\nWhat (?:is|are|are all) the special magic {kind}s? for (.+)\? Answer:", question)[1]
+    assert len(wanted.split(", ")) == asked
+    expected = [value for key in wanted.split(", ") for found_key, value in needles_found if found_key == key]
+    assert Counter(found.answers) == Counter(expected)
+
+
+def test_a_small_model_knows_the_words_of_the_questions():
+    _, question = text(item("niah_single_1"))
+    assert re.fullmatch(r"\nWhat is the special magic number for \w+ \w+\? Answer:", question)
+
+
+def test_needles_lie_at_all_depths():
+    depths = []
+    for index in range(12):
+        context, _ = text(item("niah_single_1", index=index))
+        depths.append(context.index(item("niah_single_1", index=index).answers[0]) / len(context))
+    assert min(depths) < 0.3
+    assert max(depths) > 0.7
+
+
+@pytest.mark.parametrize("task", ["niah_single_1", "niah_single_2"])
+def test_haystacks_are_noise_or_source_code(task):
+    context, _ = text(item(task))
+    assert ("river" in context, "def " in context) == ((True, False) if task == "niah_single_1" else (False, True))
+
+
+def test_variables_are_assigned_along_one_chain():
+    found = item("vt")
+    context, question = text(found)
+    shown, _, asked = context.partition("Answer: ")
+    value = re.fullmatch(r"\nFind all variables that are assigned the value (\d+)\. Answer:", question)[1]
+    assert value not in shown
+    chain = [name for name, before in re.findall(r"^VAR (\w+) = (?:VAR )?(\w+)$", asked, re.MULTILINE)]
+    assert tuple(chain) == found.answers
+    assert len(set(chain)) == 5
+    assigned = dict(re.findall(r"^VAR (\w+) = (?:VAR )?(\w+)$", asked, re.MULTILINE))
+    assert [assigned[name] for name in chain] == [value, *chain[:-1]]
+    example = dict(re.findall(r"^VAR (\w+) = (?:VAR )?(\w+)$", shown, re.MULTILINE))
+    assert not set(example) & set(chain)
+    assert asked.startswith(", ".join(example))
+
+
+def test_common_words_are_thirty_times_in_the_list_and_the_others_three_times():
+    found = item("cwe")
+    context, question = text(found)
+    listed = re.findall(r"(\d+)\. (\w+)", context.rpartition("than others.\n")[2])
+    assert [int(number) for number, _ in listed] == list(range(1, len(listed) + 1))
+    counts = Counter(word for _, word in listed)
+    assert {word for word, count in counts.items() if count == 30} == set(found.answers)
+    assert set(counts.values()) == {30, 3}
+    assert len(found.answers) == 10
+    assert "10 most common words" in question
+    example, answer = re.search(r"than others\.\n(.+)\n.+ Answer: (.+)\n", context).groups()
+    most = [word for word, count in Counter(re.findall(r"\d+\. (\w+)", example)).items() if count == 3]
+    assert set(most) == set(re.findall(r"\d+\. (\w+)", answer))
+    assert not set(most) & set(counts)
+
+
+def test_the_most_frequent_coded_words_come_after_the_dots():
+    found = item("fwe")
+    context, _ = text(found)
+    ranked = Counter(context.partition("\n")[2].split()).most_common()
+    assert [word for word, _ in ranked[:4]] == ["...", *found.answers]
+    counts = [count for _, count in ranked]
+    # The square of the rank.
+    assert counts[1] / counts[0] == pytest.approx(1 / 4, rel=0.02)
+    assert counts[2] / counts[0] == pytest.approx(1 / 9, rel=0.02)
+    assert counts[3] > counts[4]
+
+
+SENTENCE = "The house of {0} stands in the town of {0}town, and {0} has lived there for many years with two dogs. "
+
+
+@pytest.fixture
+def squad(tmp_path) -> Path:
+    articles = [
+        {
+            "paragraphs": [
+                {
+                    "context": f"P{i}. " + SENTENCE.format(f"Name{i}") * 3,
+                    "qas": [
+                        {"question": f"Where does Name{i} live?", "answers": [{"text": f"Name{i}town"}] * 2},
+                        {"question": "Unanswerable?", "answers": [], "is_impossible": True},
+                    ],
+                }
+            ]
+        }
+        for i in range(120)
+    ]
+    path = tmp_path / "squad.json"
+    path.write_text(json.dumps({"data": articles}))
+    return path
+
+
+@pytest.fixture
+def hotpotqa(tmp_path) -> Path:
+    questions = [
+        {
+            "question": f"Who owns dogs in Name{i}town?",
+            "answer": f"Name{i}",
+            "context": [[f"Title {j}", [SENTENCE.format(f"Name{j}")] * 3] for j in (i, (i + 1) % 120)],
+        }
+        for i in range(120)
+    ]
+    path = tmp_path / "hotpotqa.json"
+    path.write_text(json.dumps(questions))
+    return path
+
+
+@pytest.mark.parametrize("name", FILE_OPTIONS)
+def test_questions_of_a_file_are_among_documents_that_fill_the_context(name, request):
+    option = FILE_OPTIONS[name]
+    files = {option: request.getfixturevalue(option)}
+    planned = plan_tasks([name], files, prompter(), [CONTEXT], 2, 0)
+    found = [each.build() for each in planned]
+    assert [each.id for each in planned] == [each.id for each in found] == [f"{name}/{CONTEXT}/{i}" for i in range(2)]
+    assert found[0].answers != found[1].answers
+    for each in found:
+        limit = CONTEXT - 32
+        assert limit - 8 <= len(each.context) + len(each.question) <= limit
+        context, question = text(each)
+        (answer,) = each.answers
+        number = re.search(r"Name(\d+)", answer)[1]
+        assert f"Name{number}" in question
+        documents = re.split(r"Document \d+:\n", context)[1:]
+        numbers = [int(each) for each in re.findall(r"Document (\d+):", context)]
+        assert numbers == list(range(1, len(documents) + 1))
+        assert len(documents) > 20
+        # Whole, wherever they are.
+        complete = SENTENCE.format(f"Name{number}") * 3
+        assert sum(complete.strip() in document for document in documents) == 1
+        if name == "qa_2":
+            other = SENTENCE.format(f"Name{(int(number) + 1) % 120}") * 3
+            assert sum(other.strip() in document for document in documents) == 1
+        assert each.metric == "string_match_part"
+        assert score(each, f"In {answer.upper()}.") == 1
+
+
+def test_a_file_with_too_little_text_is_refused(squad):
+    small = json.loads(squad.read_text())
+    small["data"] = small["data"][:5]
+    squad.write_text(json.dumps(small))
+    with pytest.raises(ConfigurationError, match=r"qa_1: got text for \d+ tokens, allowed: enough to fill 4064"):
+        plan_tasks(["qa_1"], {"squad": squad}, prompter(), [CONTEXT], 1, 0)[0].build()
+
+
+def test_more_questions_than_a_file_has_are_refused(squad):
+    planned = plan_tasks(["qa_1"], {"squad": squad}, prompter(), [CONTEXT], 121, 0)
+    with pytest.raises(ConfigurationError, match="questions: got 121, allowed: the 120 of squad"):
+        planned[120].build()
+
+
+BAD_FILES = {
+    "missing": (None, "No such file or directory"),
+    "no JSON": ("{", "JSONDecodeError"),
+    "other JSON": ('{"data": [{"title": 1}]}', "KeyError: 'paragraphs'"),
+    "a number": ("5", "TypeError"),
+    "no question": ('{"data": []}', "without a question"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_file_in_another_format_is_refused_in_one_sentence(tmp_path, case):
+    content, reason = BAD_FILES[case]
+    path = tmp_path / "file.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigurationError) as caught:
+        plan_tasks(["qa_1"], {"squad": path}, prompter(), [CONTEXT], 1, 0)
+    message = str(caught.value)
+    assert message.startswith(f"squad: got {str(path)!r}")
+    assert reason in message
+    assert message.endswith("allowed: JSON in SQuAD's format")
+
+
+def test_a_context_that_is_too_small_for_a_task_is_refused():
+    with pytest.raises(ConfigurationError, match="context: got 1024 tokens, allowed: more for the task cwe"):
+        item("cwe", 1024)
+    with pytest.raises(ConfigurationError, match="context: got 1024 tokens, allowed: 4096 or more"):
+        plan_tasks(["vt"], {}, prompter(), [CONTEXT, 1024], 1, 0)
+
+
+def test_the_thirteen_tasks_and_the_needles_are_groups():
+    assert len(GROUPS["ruler"]) == 13
+    assert GROUPS["needles"] == needles.TASKS
+    assert len(set(NAMES)) == len(NAMES)
+    assert all(task.metric in METRICS for task in ruler.TASKS.values())
+
+
+def test_tasks_without_their_file_are_left_out_of_a_group_and_refused_by_name():
+    names, left_out = choose_tasks(["ruler", "kv", "vt"], {})
+    assert names == [*ruler.TASKS, "kv"]
+    assert left_out == ["qa_1", "qa_2"]
+    assert choose_tasks(["ruler"], {"hotpotqa": Path("x")})[1] == ["qa_1"]
+    with pytest.raises(ConfigurationError, match="task: got qa_2 without a file, allowed: with --hotpotqa FILE"):
+        choose_tasks(["qa_2"], {"squad": Path("x")})
+    with pytest.raises(ConfigurationError, match=r"task: got 'niah', allowed: ruler, needles, niah_single_1, "):
+        choose_tasks(["niah"], {})
+
+
+def test_needles_are_those_of_the_command_cut_at_the_question():
+    questions = needles.build_questions(tokenizer(), "multikey", CONTEXT, 2, 3)
+    found = [each.build() for each in plan_tasks(["multikey"], {}, prompter(), [CONTEXT], 2, 3)]
+    for question, each in zip(questions, found, strict=True):
+        assert each.context + each.question == tokenizer().encode(question.prompt)
+        assert prompter().decode(each.question).startswith("\nWhat is the special magic number for ")
+        assert each.answers == (question.answer,)
+        assert (each.answer_tokens, each.metric) == (needles.answer_tokens("multikey"), "exact_first_line")
+    assert found[0].context == found[1].context
+
+
+@pytest.mark.parametrize("task", ["niah_multikey_1", "vt"])
+def test_both_parts_are_exactly_the_whole_prompt(task):
+    found = item(task)
+    context, question = text(found)
+    assert found.context + found.question == tokenizer().encode(context + question)
+    assert found.context[0] == tokenizer().bos_token_id
+
+
+def test_a_token_over_the_boundary_belongs_to_the_question():
+    # `return` is one token, `ret` and `urn` are others.
+    whole = tokenizer().encode("def f(): return")
+    context, question = prompter().split("def f(): ret", "urn")
+    assert context + question == whole
+    assert prompter().decode(question).endswith("return")
+
+
+def test_a_chat_template_holds_the_question_and_its_special_tokens():
+    chat = chat_prompter()
+    context, question = chat.split("Some text.\n", "\nWhat is it?", " Answer:")
+    assert chat.decode(context) == "<|user|>Some text.\n"
+    assert chat.decode(question) == "\nWhat is it?\n<|assistant|> Answer:"
+    assert context + question == chat.encode("Some text.\n\nWhat is it?", " Answer:")
+    assert tokenizer().bos_token_id not in context
+
+
+def test_a_chat_template_that_loses_the_question_is_refused():
+    with pytest.raises(ConfigurationError, match="chat: got a template that changes the question"):
+        chat_prompter("{{ messages[0].content | upper }}").split("Some text.\n", "\nWhat is it?")
+    with pytest.raises(ConfigurationError, match="chat: got a tokenizer without a chat template"):
+        Prompter(tokenizer(), chat=True)
+
+
+def test_a_chat_template_takes_its_tokens_from_the_context():
+    found = ruler.build_item(ruler.TASKS["niah_single_1"], "niah_single_1", chat_prompter(), CONTEXT, 0, 0)
+    limit = CONTEXT - 128
+    assert limit - 3 <= len(found.context) + len(found.question) <= limit
+
+
+@pytest.fixture
+def prose(tmp_path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(needles.library_text(0, 40_000))
+    return path
+
+
+def test_perplexity_scores_the_newest_tokens_of_windows_that_share_none(prose):
+    planned = plan_perplexity([prose], prompter(), [1024, 2048], 3, 100)
+    found = [each.build() for each in planned]
+    assert [each.id for each in planned] == [each.id for each in found]
+    assert [each.id for each in found[:4]] == [*(f"perplexity/1024/{i}" for i in range(3)), "perplexity/2048/0"]
+    tokens = tokenizer().encode(prose.read_text(), add_special_tokens=False)
+    ends = []
+    for each in found[:3]:
+        assert len(each.context) + len(each.question) == 1024
+        assert len(each.question) == 100
+        assert each.context[0] == tokenizer().bos_token_id
+        window = each.context[1:] + each.question
+        start = next(i for i in range(len(tokens)) if tokens[i : i + len(window)] == window)
+        ends.append(start + len(window))
+        assert (each.metric, each.answer_tokens) == ("nll", 0)
+    assert ends[0] == 1023
+    assert ends[-1] == len(tokens)
+    assert min(second - first for first, second in pairwise(ends)) >= 100
+
+
+def test_too_little_text_is_refused(prose, tmp_path):
+    with pytest.raises(
+        ConfigurationError, match=r"text: got \d+ tokens, allowed: 131071 or more for 1 windows of 131072"
+    ):
+        plan_perplexity([prose], prompter(), [131072], 1, 100)
+    for scored in (0, 1024):
+        with pytest.raises(ConfigurationError, match=f"scored_tokens: got {scored}, allowed: 1 to 1022"):
+            plan_perplexity([prose], prompter(), [1024], 1, scored)
+    missing = tmp_path / "missing"
+    with pytest.raises(ConfigurationError, match=r"text: got '.*missing' \(No such file or directory\), allowed: "):
+        plan_perplexity([missing], prompter(), [1024], 1, 100)
+    missing.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigurationError, match=r"text: got '.*missing' \(not UTF-8\), allowed: a file of text"):
+        plan_perplexity([missing], prompter(), [1024], 1, 100)

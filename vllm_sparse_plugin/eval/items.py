@@ -1,0 +1,112 @@
+"""What is asked: prompts in a model's own tokens, cut where the question begins, and how to score the answers."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import takewhile
+from operator import eq
+from typing import Any
+
+from vllm_sparse_plugin.errors import ConfigurationError
+
+PERPLEXITY = "perplexity"
+"""The task of text to score."""
+NLL = "nll"
+"""A metric that is no score: mean negative log likelihood of a token in nats; `exp` of its mean is the perplexity."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt and how its answer is scored."""
+
+    id: str
+    """Task, context and number, the same in every run that asks it."""
+    task: str
+    context_tokens: int
+    """Tokens that prompt and answer together fill at most."""
+    context: list[int]
+    """Token ids up to the question."""
+    question: list[int]
+    """Token ids from the question on; for perplexity the text to score."""
+    answers: tuple[str, ...]
+    answer_tokens: int
+    """Room for the answer; 0 for perplexity."""
+    metric: str
+    """Name in `metrics.METRICS`, or `NLL`."""
+    classes: tuple[str, ...] = ()
+    """For classification: the labels to choose from."""
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hexadecimal digits that differ where prompts or answers do."""
+        parts = [array("q", self.context + self.question).tobytes(), *(answer.encode() for answer in self.answers)]
+        return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class PlannedItem:
+    """An item that is not built before it is asked."""
+
+    id: str
+    build: Callable[[], Item]
+
+
+class Prompter:
+    """Turns texts into prompts: with the special tokens of the model, and in its chat template if asked to."""
+
+    def __init__(self, tokenizer: Any, chat: bool = False) -> None:
+        """Take a transformers tokenizer.
+
+        Raises:
+            ConfigurationError: if a chat template is asked for and there is none.
+        """
+        if chat and not tokenizer.chat_template:
+            raise ConfigurationError("chat: got a tokenizer without a chat template, allowed: one with a template")
+        self._tokenizer = tokenizer
+        self._chat = chat
+
+    @property
+    def begin(self) -> list[int]:
+        """The ids that begin every text: the model's `bos`, if its tokenizer adds it."""
+        return [token for token in self._tokenizer.encode("")[:1] if token == self._tokenizer.bos_token_id]
+
+    def encode(self, text: str, prefix: str = "") -> list[int]:
+        """Return the ids of a whole prompt; `prefix` begins the model's answer."""
+        return self._encode(self._render(text) + prefix)
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the ids of a stretch of text, without special tokens or template."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of ids, without special tokens."""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def split(self, context: str, question: str, prefix: str = "") -> tuple[list[int], list[int]]:
+        """Return the ids before and from the question, together exactly those of the whole prompt.
+
+        A token that holds the end of the context and the beginning of the question belongs to the question.
+
+        Raises:
+            ConfigurationError: if the chat template does not keep the question's text.
+        """
+        whole = self._render(context + question) + prefix
+        begin = whole.rfind(question.rstrip()) if self._chat else len(context)
+        if begin < 0:
+            raise ConfigurationError("chat: got a template that changes the question, allowed: one that keeps it")
+        ids = self._encode(whole)
+        shared = sum(takewhile(bool, map(eq, ids, self._encode(whole[:begin]))))
+        return ids[:shared], ids[shared:]
+
+    def _render(self, text: str) -> str:
+        if not self._chat:
+            return text
+        message = [{"role": "user", "content": text}]
+        return str(self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
+
+    def _encode(self, text: str) -> list[int]:
+        # A chat template writes the special tokens itself.
+        return list(self._tokenizer.encode(text, add_special_tokens=not self._chat))

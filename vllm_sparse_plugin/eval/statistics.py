@@ -1,0 +1,117 @@
+"""Intervals of 95 % for scores and for paired differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+_LEVEL = 0.95
+_RESAMPLES = 9999
+_SEED = 0
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean with the interval that holds the true one with 95 % confidence."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How much larger the mean of the second of two paired samples is."""
+
+    value: float
+    low: float
+    high: float
+    p_value: float
+    """Of a test that there is no difference."""
+    count: int
+
+
+def estimate_mean(scores: Sequence[float]) -> Estimate:
+    """Estimate a mean: Wilson's interval where all scores are 0 or 1, else a bootstrap.
+
+    One score that is neither says nothing about its spread: the interval is everything.
+    """
+    count = len(scores)
+    mean = sum(scores) / count
+    if _all_binary(scores):
+        interval = stats.binomtest(round(sum(scores)), count).proportion_ci(_LEVEL, method="wilson")
+        return Estimate(mean, float(interval.low), float(interval.high), count)
+    return Estimate(mean, *_bootstrap(scores), count)
+
+
+def estimate_difference(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """Estimate the mean of `second - first` over the same items.
+
+    Where all scores are 0 or 1: Newcombe's interval for paired proportions (Statistics in Medicine 17, 1998, method
+    10) and McNemar's exact test. Else: a paired bootstrap and a permutation test of the signs.
+    """
+    differences = [after - before for before, after in zip(first, second, strict=True)]
+    mean, count = sum(differences) / len(differences), len(differences)
+    if _all_binary([*first, *second]):
+        gained, lost = differences.count(1), differences.count(-1)
+        p_value = float(stats.binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
+        return Difference(mean, *_newcombe(first, second), p_value, count)
+    if not any(differences):
+        return Difference(mean, *_bootstrap(differences), 1.0, count)
+    test = stats.permutation_test(
+        (np.array(differences),),
+        np.mean,
+        permutation_type="samples",
+        n_resamples=_RESAMPLES,
+        rng=np.random.default_rng(_SEED),
+    )
+    return Difference(mean, *_bootstrap(differences), float(test.pvalue), count)
+
+
+def _all_binary(scores: Sequence[float]) -> bool:
+    return all(score in (0, 1) for score in scores)
+
+
+def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
+    """Percentiles, expanded as Student's t demands: a bootstrap of few values is too narrow otherwise.
+
+    Hesterberg, What Teachers Should Know About the Bootstrap, The American Statistician 69, 2015.
+    """
+    count = len(values)
+    if count < 2:
+        return -math.inf, math.inf
+    reach = math.sqrt(count / (count - 1)) * stats.t.ppf((1 + _LEVEL) / 2, count - 1)
+    found = stats.bootstrap(
+        (np.array(values),),
+        np.mean,
+        confidence_level=1 - 2 * stats.norm.sf(reach),
+        n_resamples=_RESAMPLES,
+        method="percentile",
+        rng=np.random.default_rng(_SEED),
+    )
+    return float(found.confidence_interval.low), float(found.confidence_interval.high)
+
+
+def _newcombe(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
+    """The interval of `second - first`: both Wilson intervals, combined with the correlation of the answers."""
+    before, after = estimate_mean(first), estimate_mean(second)
+    count = len(first)
+    both = sum(a * b for a, b in zip(first, second, strict=True))
+    right, also = sum(first), sum(second)
+    neither = count - right - also + both
+    margins = right * (count - right) * also * (count - also)
+    covariance = both * neither - (right - both) * (also - both)
+    if covariance > 0:
+        covariance = max(covariance - count / 2, 0)
+    phi = covariance / math.sqrt(margins) if margins else 0.0
+    down, up = after.value - after.low, before.high - before.value
+    low = math.sqrt(max(down**2 - 2 * phi * down * up + up**2, 0))
+    down, up = before.value - before.low, after.high - after.value
+    high = math.sqrt(max(up**2 - 2 * phi * up * down + down**2, 0))
+    mean = after.value - before.value
+    return mean - low, mean + high
