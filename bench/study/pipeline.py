@@ -234,8 +234,7 @@ class Decoder:
                 output[part] = torch.bmm(weights[..., :width], picked_values).view_as(output[part])
                 weights_of_own[part] = weights[..., width:].view_as(own_logits[part])
         of_own = torch.einsum("xthgs,xhsd->xthgd", weights_of_own.unflatten(0, (tails, tokens)), own_values)
-        output = output.unflatten(0, (tails, tokens)).add_(of_own)
-        return output.flatten(2, 3)
+        return output.view_as(of_own).add_(of_own).flatten(2, 3)
 
     def _scores(
         self, layer: int, rows: torch.Tensor, query: torch.Tensor, pages: torch.Tensor, complete: torch.Tensor

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +29,8 @@ from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
 Row = dict[str, Any]
+Build = tuple[str, int, int]
+"""Task, context in tokens and number of documents."""
 
 
 def chosen_stages(names: list[str] | None, contexts: list[int] | None, patterns: list[str] | None) -> list[Stage]:
@@ -127,7 +132,7 @@ def measure(
     documents: int,
     seed: int,
     device: str,
-    cache: Path | None,
+    cache_folder: Path | None,
     time_limit: float,
     commit: str | None,
 ) -> bool:
@@ -136,22 +141,19 @@ def measure(
     file, done = _open(output, commit)
     on_gpu = torch.device(device).type == "cuda"
     builds = dict.fromkeys(build for stage in stages for build in _builds(stage, documents))
-    processes = (os.cpu_count() or 1) if on_gpu else 1
-    with file, ProcessPoolExecutor(min(processes, len(builds)), get_context("spawn")) as pool:
-        futures = {build: pool.submit(_build, *build, seed) for build in builds}
+    with file, _builder(builds, seed, on_gpu) as built:
         decoder = Decoder(NEEDLE_8M, device)
-        prefills = _Prefills(decoder, cache, kept=2 * len(TASKS) * documents if on_gpu else 1)
+        prefills = _Prefills(decoder, cache_folder, kept=2 * len(TASKS) * documents if on_gpu else 1)
         with Progress(console=open_console()) as progress:
             for stage in stages:
                 for context in stage.contexts:
                     bar = progress.add_task(f"{stage.name} {context}", total=documents * len(TASKS))
-                    by_task = [futures[build].result() for build in _builds(stage, documents) if build[1] == context]
+                    by_task = [built(build) for build in _builds(stage, documents) if build[1] == context]
                     # The first document of every task, then the second, and so on.
                     for document in (document for row in zip(*by_task, strict=True) for document in row):
                         name = f"{TEXT}-{document.name}" if stage.of_text else document.name
                         for setting in _lacking(stage, name, done):
                             if time.monotonic() > end:
-                                pool.shutdown(cancel_futures=True)
                                 return False
                             begin = time.perf_counter()
                             prefix = prefills.get(document)
@@ -165,8 +167,20 @@ def measure(
     return True
 
 
-def _builds(stage: Stage, documents: int) -> list[tuple[str, int, int]]:
-    """Task, length and number of documents; fewer tasks get more documents each."""
+@contextmanager
+def _builder(builds: Iterable[Build], seed: int, ahead: bool) -> Iterator[Callable[[Build], list[Document]]]:
+    """Yields what returns the documents of a build: made when asked for, or `ahead` by processes of their own."""
+    if not ahead:
+        yield cache(lambda build: _build(*build, seed))
+        return
+    with ProcessPoolExecutor(os.cpu_count() or 1, get_context("spawn")) as pool:
+        futures = {build: pool.submit(_build, *build, seed) for build in builds}
+        yield lambda build: futures[build].result()
+        pool.shutdown(cancel_futures=True)
+
+
+def _builds(stage: Stage, documents: int) -> list[Build]:
+    """The documents of a stage; where there are fewer tasks, more of each."""
     count = documents * len(TASKS) // len(stage.tasks)
     return [(task, context, count) for context in stage.contexts for task in stage.tasks]
 

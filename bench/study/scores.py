@@ -62,7 +62,7 @@ def rotation(size: int, device: torch.device) -> torch.Tensor:
     while len(matrix) < block:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     signs = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    blocks: torch.Tensor = torch.block_diag(*[matrix / math.sqrt(block)] * (size // block))  # type: ignore[no-untyped-call]
+    blocks: torch.Tensor = torch.block_diag(*[matrix / math.sqrt(block)] * (size // block))
     return (signs[:, None] * blocks).to(device)
 
 

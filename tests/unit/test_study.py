@@ -1,6 +1,7 @@
 """The study: its pipeline beside the references decoding token by token, its records, its files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -297,20 +298,26 @@ def test_a_run_goes_on_where_time_ended_it(tmp_path, monkeypatch):
         plan.Stage("answers", (4096,), settings, tasks=("kv",)),
         plan.Stage("text", (4096,), settings[:1], of_text=True, tasks=("kv",)),
     ]
-    output, cache = tmp_path / "raw.jsonl", tmp_path / "cache"
-    clock = iter([0.0, 1.0, 2.0])
-    monkeypatch.setattr(run.time, "monotonic", lambda: next(clock, 1000.0))
-    assert not measure(output, stages, 1, 0, "cpu", cache, 10.0, None)
-    begun = [json.loads(line) for line in output.read_text().splitlines()]
-    assert len(begun) == 1 + 2
-    clock = iter([])
-    monkeypatch.setattr(run.time, "monotonic", lambda: 0.0)
-    assert measure(output, stages, 1, 0, "cpu", cache, 10.0, None)
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    rows = [row for row in rows if "setting" in row]
-    assert rows[:2] == begun[1:]
-    assert len(rows) == len({(row["document"], row["setting"]) for row in rows}) == 4
-    assert measure(output, stages, 1, 0, "cpu", cache, 10.0, None)
+    output, folder = tmp_path / "raw.jsonl", tmp_path / "cache"
+
+    def go_on(stages, time_limit=1e6):
+        return measure(output, stages, 1, 0, "cpu", folder, time_limit, None)
+
+    def rows():
+        lines = [json.loads(line) for line in output.read_text().splitlines()]
+        return [line for line in lines if "setting" in line]
+
+    assert not go_on(stages, time_limit=0)
+    assert not rows()
+    assert go_on([replace(stages[0], settings=settings[:2])])
+    begun = rows()
+    assert len(begun) == 2
+    with output.open("a") as file:
+        file.write('{"document": "kv-4096-0-0", "sett')
+    assert go_on(stages)
+    assert rows()[:2] == begun
+    assert len(rows()) == len({(row["document"], row["setting"]) for row in rows()}) == 4
+    assert [path.name for path in folder.iterdir()] == ["kv-4096-0-0.pt"]
 
     collected = tmp_path / "collected.jsonl"
     data.collect_runs([output], collected)
@@ -322,15 +329,15 @@ def test_a_run_goes_on_where_time_ended_it(tmp_path, monkeypatch):
 
 
 def test_comparisons_are_paired():
-    ours = data.Cell("a", 1, {f"kv-{i}": "1111" for i in range(6)})
-    theirs = data.Cell("b", 1, {f"kv-{i}": "1110" for i in range(6)} | {"kv-9": "0000"})
+    ours = data.Cell("a", 1, right={f"kv-{i}": "1111" for i in range(6)})
+    theirs = data.Cell("b", 1, right={f"kv-{i}": "1110" for i in range(6)} | {"kv-9": "0000"})
     found = data.compare(ours, theirs)
     assert found.difference == pytest.approx(0.25)
     assert found.difference_interval == pytest.approx((0.25, 0.25))
     assert found.ratio == pytest.approx(4 / 3)
     assert found.p == pytest.approx(2 * 0.5**6)
     assert data.compare(ours, ours).p == 1
-    assert data.Cell("c", 1, {"kv-0": "1" * 9 + "0"}).interval == pytest.approx((0.5958, 0.9821), abs=1e-4)
+    assert data.Cell("c", 1, right={"kv-0": "1" * 9 + "0"}).interval == pytest.approx((0.5958, 0.9821), abs=1e-4)
 
 
 @pytest.mark.parametrize("arguments", [(["nothing"], None, None), (None, [12], None), (None, None, ["no-such-*"])])
