@@ -83,6 +83,8 @@ class Transform:
             slow = torch.cat([slow, slow + size // 2])
             drawn = torch.randn(heads, 1, len(slow), generator=generator)
             offset[..., slow] = _OUTLYING * drawn * keys.float().square().mean(dim=(1, 2)).sqrt().cpu()[:, None, None]
+        elif stress == "centred":
+            offset = -keys.float().mean(dim=1, keepdim=True)
         return cls(factor.to(keys.device), offset.to(keys.device))
 
     def keys(self, keys: torch.Tensor) -> torch.Tensor:

@@ -369,7 +369,8 @@ class Page:
         folder.mkdir(exist_ok=True)
         for name, figure in (("budgets", self._budgets()), ("bytes", self._bytes()), ("lambda", self._lambda())):
             if figure:
-                figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+                with mpl.rc_context({"svg.hashsalt": name}):
+                    figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
                 plt.close(figure)
 
     def _budgets(self) -> Figure:

@@ -105,7 +105,8 @@ def _read_text(decoder: Decoder, prefix: Prefix, document: Document, setting: Se
     return {"loss": round(-decoded.log_probability.mean().item(), 5), "pages_read": round(decoded.pages_read, 2)}
 
 
-def _build(task: str, context: int, count: int, seed: int) -> list[Document]:
+def _build(build: Build, seed: int) -> list[Document]:
+    task, context, count = build
     return build_documents(load_tokenizer(NEEDLE_8M), task, context, count, seed)
 
 
@@ -171,10 +172,10 @@ def measure(
 def _builder(builds: Iterable[Build], seed: int, ahead: bool) -> Iterator[Callable[[Build], list[Document]]]:
     """Yields what returns the documents of a build: made when asked for, or `ahead` by processes of their own."""
     if not ahead:
-        yield cache(lambda build: _build(*build, seed))
+        yield cache(lambda build: _build(build, seed))
         return
     with ProcessPoolExecutor(os.cpu_count() or 1, get_context("spawn")) as pool:
-        futures = {build: pool.submit(_build, *build, seed) for build in builds}
+        futures = {build: pool.submit(_build, build, seed) for build in builds}
         yield lambda build: futures[build].result()
         pool.shutdown(cancel_futures=True)
 

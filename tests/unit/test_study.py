@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -17,8 +18,19 @@ from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, 
 from bench.study import data, plan
 from bench.study.pipeline import Decoder
 from bench.study.run import _build, chosen_stages, measure
-from bench.study.scores import Interval, Mean, Moments, Oracle, Parts, finite, pack, rotation, unpack
-from bench.study.settings import Setting
+from bench.study.scores import (
+    Interval,
+    Mean,
+    Moments,
+    Oracle,
+    Parts,
+    TwoLevel,
+    finite,
+    pack,
+    rotation,
+    unpack,
+)  # fmt: skip
+from bench.study.settings import Setting, Stress
 from vllm_sparse_plugin.errors import ConfigurationError
 
 LAYERS, KV_HEADS, GROUP, HEAD_SIZE, BLOCK = 2, 2, 2, 32, 64
@@ -137,7 +149,7 @@ def test_decode_selects_and_says_what_the_references_do_token_by_token(folder, d
         assert torch.equal(decoded.best[i, : len(tail)], logits.argmax(dim=-1))
 
 
-@pytest.mark.parametrize("stress", ["none", "channels", "offset"])
+@pytest.mark.parametrize("stress", get_args(Stress))
 def test_a_budget_of_everything_is_dense(decoder, stress):
     prefix = decoder.prefill(tokens(DOCUMENT, 0))
     tails = [tokens(length, length) for length in TAILS]
@@ -216,6 +228,17 @@ def test_parts_in_few_bits_are_off_by_what_their_bits_explain(score, error):
     assert 0.2 * error < (found - wanted).std() / spread < error
 
 
+def test_coarse_pages_prune_what_fine_pages_would_choose_from():
+    keys, query = pages()
+    coarse, fine = Oracle("logit"), Mean("bf16", 1.0)
+    score = TwoLevel(coarse, fine, ratio=4, share=0.25)
+    found, whole = score.score(query, score.summarise(keys)), fine.score(query, fine.summarise(keys))
+    best = per_key(keys, query)[:, :, :48].amax(dim=-1).unflatten(-1, (12, 4)).amax(dim=-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(3).indices, True)
+    kept = torch.cat([kept.repeat_interleave(4, dim=-1), torch.ones_like(kept[..., :2])], dim=-1)
+    assert torch.equal(found, whole.masked_fill(~kept, -torch.inf))
+
+
 def test_no_stored_word_is_an_infinity_or_nan_and_no_code_moves_by_more_than_one():
     words = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     kept = finite(words.view(torch.uint8))
@@ -233,6 +256,37 @@ def test_the_recommended_record_is_two_bytes_per_element():
         assert plan.PAIRS.record_bytes(8, head_size) == 2 * head_size
         assert plan.DIFFERENCES.record_bytes(8, head_size) == 2 * head_size
         assert plan.HALF.record_bytes(8, head_size) < Mean("int8").record_bytes(8, head_size)
+
+
+def test_the_recommended_record_scores_as_specified():
+    keys, query = pages()
+    keys[0, 0, :, 8:12] = 9.0  # four codes of 15: a word that has to be made finite
+    size, half = keys.shape[-1], keys.shape[-1] // 2
+    scores = plan.PAIRS.score(query, plan.PAIRS.summarise(keys))
+    cleared = 0
+    for head, page in ((0, 0), (0, 7), (1, 49)):
+        record = bytearray()
+        for part in keys[head, page].unflatten(0, (4, 2)).mean(dim=1):
+            step = (0.3352 * part[4:].square().mean().sqrt()).bfloat16()
+            codes = (part / step.float() + 7.5).round().clamp(0, 15).int().tolist()
+            row = bytearray(step.view(torch.int16).numpy().tobytes())
+            row += bytes(codes[2 * j] | codes[2 * j + 1] << 4 for j in range(2, half))
+            for at in range(2, half, 2):
+                if int.from_bytes(row[at : at + 2], "little") & 0x7F80 == 0x7F80:
+                    row[at + 1] &= 0xFE
+                    cleared += 1
+            record += row
+        assert len(record) == 2 * size
+        assert torch.frombuffer(record, dtype=torch.bfloat16).isfinite().all()
+        products = []
+        for i in range(4):
+            row = record[i * half : (i + 1) * half]
+            step = torch.frombuffer(row[:2], dtype=torch.bfloat16).float()
+            codes = torch.tensor([nibble for byte in row[2:] for nibble in (byte & 15, byte >> 4)]).float()
+            kept = query[head, :, 4:]
+            products.append(step * (kept @ codes - 7.5 * kept.sum(dim=-1)))
+        torch.testing.assert_close(scores[head, :, page], torch.stack(products).amax(dim=0), rtol=1e-4, atol=1e-3)
+    assert cleared
 
 
 @pytest.mark.parametrize("size", [64, 96, 128])
@@ -259,14 +313,14 @@ def test_a_share_of_the_mass_cuts_the_worst_pages_only():
 
 
 def test_names_of_settings_are_unique():
-    for stage in plan.STAGES:
-        assert len({setting.name for setting in stage.settings}) == len(set(stage.settings)) == len(stage.settings)
+    settings = {*plan._core(), *plan._text(), *plan._targets(), *plan._search(), *plan._stress(), *plan._lengths()}
+    assert len({setting.name for setting in settings}) == len(settings) > 200
 
 
 def test_documents_are_the_same_every_time_and_share_their_beginning():
-    first, again = (_build("kv", 4096, 1, 0)[0] for _ in range(2))
+    first, again = (_build(("kv", 4096, 1), 0)[0] for _ in range(2))
     assert first == again
-    assert first != _build("kv", 4096, 1, 1)[0]
+    assert first != _build(("kv", 4096, 1), 1)[0]
     assert len(first.tails) == 8
     for tail in first.tails:
         assert len(first.tokens) + len(tail.tokens) <= 4096
@@ -277,7 +331,7 @@ def test_an_answer_is_right_only_as_a_whole():
     from bench.quality.questions import load_tokenizer
 
     tokenizer = load_tokenizer(NEEDLE_8M)
-    tail = _build("multiquery", 4096, 1, 0)[0].tails[0]
+    tail = _build(("multiquery", 4096, 1), 0)[0].tails[0]
     end = tokenizer.encode("<|eos|>", add_special_tokens=False)[0]
     digit = tokenizer.encode("7", add_special_tokens=False)[0]
     best = [*tail.tokens[1:], end]
