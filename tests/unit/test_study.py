@@ -15,9 +15,11 @@ from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention.reference import attend_pages
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from bench.study import data, plan
+from bench.models import NEEDLE_8M
+from bench.quality.questions import load_tokenizer
+from bench.study import data, plan, run
+from bench.study.documents import load_documents
 from bench.study.pipeline import Decoder
-from bench.study.run import _build, chosen_stages, measure
 from bench.study.scores import (
     Interval,
     Mean,
@@ -317,21 +319,22 @@ def test_names_of_settings_are_unique():
     assert len({setting.name for setting in settings}) == len(settings) > 200
 
 
-def test_documents_are_the_same_every_time_and_share_their_beginning():
-    first, again = (_build(("kv", 4096, 1), 0)[0] for _ in range(2))
-    assert first == again
-    assert first != _build(("kv", 4096, 1), 1)[0]
+def needles(task: str, seed: int = 0, folder: Path | None = None):
+    return load_documents(folder, load_tokenizer(NEEDLE_8M), task, 4096, 1, seed)
+
+
+def test_documents_are_the_same_every_time_and_share_their_beginning(tmp_path):
+    first, again, kept, read = (needles("kv", folder=where)[0] for where in (None, None, tmp_path, tmp_path))
+    assert first == again == kept == read
+    assert first != needles("kv", seed=1)[0]
     assert len(first.tails) == 8
     for tail in first.tails:
         assert len(first.tokens) + len(tail.tokens) <= 4096
 
 
 def test_an_answer_is_right_only_as_a_whole():
-    from bench.models import NEEDLE_8M
-    from bench.quality.questions import load_tokenizer
-
     tokenizer = load_tokenizer(NEEDLE_8M)
-    tail = _build(("multiquery", 4096, 1), 0)[0].tails[0]
+    tail = needles("multiquery")[0].tails[0]
     end = tokenizer.encode("<|eos|>", add_special_tokens=False)[0]
     digit = tokenizer.encode("7", add_special_tokens=False)[0]
     best = [*tail.tokens[1:], end]
@@ -344,8 +347,6 @@ def test_an_answer_is_right_only_as_a_whole():
 
 
 def test_a_run_goes_on_where_time_ended_it(tmp_path, monkeypatch):
-    from bench.study import run
-
     monkeypatch.setattr(run, "TASKS", ("kv",))
     settings = (Setting(), Setting(Mean(), budget_tokens=64), Setting(plan.PAIRS, budget_tokens=64))
     stages = [
@@ -355,7 +356,7 @@ def test_a_run_goes_on_where_time_ended_it(tmp_path, monkeypatch):
     output, folder = tmp_path / "raw.jsonl", tmp_path / "cache"
 
     def go_on(stages, time_limit=1e6):
-        return measure(output, stages, 1, 0, "cpu", folder, time_limit, None)
+        return run.measure(output, stages, 1, 0, "cpu", folder, (0, 1), time_limit, None)
 
     def rows():
         lines = [json.loads(line) for line in output.read_text().splitlines()]
@@ -371,7 +372,7 @@ def test_a_run_goes_on_where_time_ended_it(tmp_path, monkeypatch):
     assert go_on(stages)
     assert rows()[:2] == begun
     assert len(rows()) == len({(row["document"], row["setting"]) for row in rows()}) == 4
-    assert [path.name for path in folder.iterdir()] == ["kv-4096-0-0.pt"]
+    assert {path.name for path in folder.iterdir()} == {"kv-4096-0-0.pt", "kv-4096-0x1.json"}
 
     collected = tmp_path / "collected.jsonl"
     data.collect_runs([output], collected)
@@ -383,6 +384,7 @@ def test_a_run_goes_on_where_time_ended_it(tmp_path, monkeypatch):
 
 
 def test_comparisons_are_paired():
+    pytest.importorskip("scipy")
     ours = data.Cell("a", 1, right={f"kv-{i}": "1111" for i in range(6)})
     theirs = data.Cell("b", 1, right={f"kv-{i}": "1110" for i in range(6)} | {"kv-9": "0000"})
     found = data.compare(ours, theirs)
@@ -397,4 +399,4 @@ def test_comparisons_are_paired():
 @pytest.mark.parametrize("arguments", [(["nothing"], None, None), (None, [12], None), (None, None, ["no-such-*"])])
 def test_what_the_plan_lacks_is_refused(arguments):
     with pytest.raises(ConfigurationError, match="allowed"):
-        chosen_stages(*arguments)
+        run.chosen_stages(*arguments)
