@@ -400,3 +400,12 @@ def test_comparisons_are_paired():
 def test_what_the_plan_lacks_is_refused(arguments):
     with pytest.raises(ConfigurationError, match="allowed"):
         run.chosen_stages(*arguments)
+
+
+def test_the_page_is_up_to_date():
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("scipy")
+    from bench.study.__main__ import PAGE, RESULTS
+    from bench.study.report import write_page
+
+    write_page(PAGE, RESULTS, check=True)
