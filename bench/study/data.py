@@ -95,7 +95,7 @@ def compare(cell: Cell, other: Cell) -> Comparison:
 
     return Comparison(
         (gained - lost) / len(pairs),
-        interval((sums - others) * (len(documents) / len(pairs))),
+        interval((sums - others) / len(pairs)),
         ours.sum() / max(theirs.sum(), 1),
         interval(sums / np.maximum(others, 1)),
         p,

@@ -83,6 +83,8 @@ class Transform:
             slow = torch.cat([slow, slow + size // 2])
             drawn = torch.randn(heads, 1, len(slow), generator=generator)
             offset[..., slow] = _OUTLYING * drawn * keys.float().square().mean(dim=(1, 2)).sqrt().cpu()[:, None, None]
+        elif stress == "centred":
+            offset = -keys.float().mean(dim=1, keepdim=True)
         return cls(factor.to(keys.device), offset.to(keys.device))
 
     def keys(self, keys: torch.Tensor) -> torch.Tensor:
@@ -234,7 +236,7 @@ class Decoder:
                 output[part] = torch.bmm(weights[..., :width], picked_values).view_as(output[part])
                 weights_of_own[part] = weights[..., width:].view_as(own_logits[part])
         of_own = torch.einsum("xthgs,xhsd->xthgd", weights_of_own.unflatten(0, (tails, tokens)), own_values)
-        together: torch.Tensor = output.unflatten(0, (tails, tokens)).add_(of_own)
+        together: torch.Tensor = output.view_as(of_own).add_(of_own)
         return together.flatten(2, 3)
 
     def _scores(

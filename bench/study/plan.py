@@ -8,8 +8,8 @@ from itertools import product
 from typing import get_args
 
 from bench.study.documents import TASKS
-from bench.study.scores import Interval, Mean, MeanFormat, Moments, Newest, Oracle, PageScore, Parts
-from bench.study.settings import Setting
+from bench.study.scores import Interval, Mean, MeanFormat, Moments, Newest, Oracle, PageScore, Parts, TwoLevel
+from bench.study.settings import Setting, Stress
 from vllm_sparse_plugin.needles import STRESS_TASKS
 
 BUDGETS = (2048, 1024, 512, 256, 128, 64)
@@ -132,12 +132,13 @@ def _search() -> Iterator[Setting]:
         yield Setting(score, 8, budget, recent_pages=0)
     for score, share in product((PAIRS, Oracle("mass")), (0.9, 0.95, 0.99)):
         yield Setting(score, 8, 512, group="softmax", mass=share)
-    yield from grid(
-        (Parts(4, 4, steps=2, dropped=2), Parts(2, 8), Interval(8), Oracle("logit")), (4, 16, 32), SMALL_BUDGETS
-    )
-    yield from grid(
-        (Parts(8, 2, rotated=True), Parts(16, 1, rotated=True), Parts(16, 2, rotated=True)), (16,), SMALL_BUDGETS
-    )
+    yield from grid((*CANDIDATES, Parts(2, 8), Interval(8), Oracle("logit")), (4, 16, 32), SMALL_BUDGETS)
+    # As many bytes per token as pages of 8 have, or half as many.
+    wider = (Parts(8, 4, steps=8, dropped=4), Parts(8, 2), Parts(8, 2, rotated=True), Parts(16, 2, rotated=True))
+    yield from grid((*wider, Parts(16, 1, rotated=True)), (16,), SMALL_BUDGETS)
+    for coarse, fine in product((Mean("int8", 1.0), PAIRS), (PAIRS, Interval(8))):
+        yield from grid((TwoLevel(coarse, fine, share=share) for share in (0.125, 0.25)), (8,), SMALL_BUDGETS)
+    yield from grid((Mean("int8", weight, slow=True) for weight in (0.5, 1.0, 1.5, 2.0)), (8,), SMALL_BUDGETS)
 
 
 def _stress() -> Iterator[Setting]:
@@ -157,7 +158,7 @@ def _stress() -> Iterator[Setting]:
         Oracle("logit"),
     )
     settings = [Setting(), *grid(scores, (8,), (128, 64))]
-    yield from (replace(setting, stress=kind) for kind in ("channels", "offset") for setting in settings)
+    yield from (replace(setting, stress=kind) for kind in get_args(Stress)[1:] for setting in settings)
 
 
 def _factorial() -> Iterator[Setting]:

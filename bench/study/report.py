@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -104,7 +105,9 @@ class Page:
         """Where the numbers come from."""
         lines = []
         for results in self.all:
-            for command, about in {run.about["command"]: run.about for run in results.runs}.items():
+            # One line for all the shards of a run.
+            abouts = {re.sub(r"\d+(?=/\d+\b|\.jsonl)", "I", run.about["command"]): run.about for run in results.runs}
+            for command, about in abouts.items():
                 hardware = ", ".join(str(value) for name, value in about["hardware"].items() if name != "driver")
                 versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
                 path = f"[{results.path.name}](../results/{results.path.name})"
@@ -369,7 +372,8 @@ class Page:
         folder.mkdir(exist_ok=True)
         for name, figure in (("budgets", self._budgets()), ("bytes", self._bytes()), ("lambda", self._lambda())):
             if figure:
-                figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+                with mpl.rc_context({"svg.hashsalt": name}):
+                    figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
                 plt.close(figure)
 
     def _budgets(self) -> Figure:

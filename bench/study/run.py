@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from multiprocessing import get_context
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,7 +17,7 @@ from rich.progress import Progress
 from bench.models import NEEDLE_8M
 from bench.quality.questions import load_tokenizer
 from bench.report import open_console, read_runs
-from bench.study.documents import TASKS, TEXT, TEXT_TOKENS, Document, build_documents
+from bench.study.documents import TASKS, TEXT, TEXT_TOKENS, Document, load_documents
 from bench.study.pipeline import Decoder, Prefix
 from bench.study.plan import STAGES, Stage
 from bench.study.settings import Setting
@@ -26,6 +25,8 @@ from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
 Row = dict[str, Any]
+Build = tuple[str, int, int]
+"""Task, context in tokens and number of documents."""
 
 
 def chosen_stages(names: list[str] | None, contexts: list[int] | None, patterns: list[str] | None) -> list[Stage]:
@@ -54,13 +55,12 @@ def chosen_stages(names: list[str] | None, contexts: list[int] | None, patterns:
 
 
 class _Prefills:
-    """Documents after their prefill: in memory, and in a folder if there is one."""
+    """Documents after their prefill: on a GPU in memory, and for a CPU, where it takes long, in a folder."""
 
     def __init__(self, decoder: Decoder, folder: Path | None, kept: int) -> None:
-        self._decoder, self._folder, self._kept = decoder, folder, kept
+        on_cpu = decoder.device.type == "cpu"
+        self._decoder, self._folder, self._kept = decoder, folder if on_cpu else None, 1 if on_cpu else kept
         self._prefixes: dict[str, Prefix] = {}
-        if folder:
-            folder.mkdir(parents=True, exist_ok=True)
 
     def get(self, document: Document) -> Prefix:
         """Prefill a document unless that has been done."""
@@ -72,15 +72,14 @@ class _Prefills:
 
     def _load(self, document: Document) -> Prefix:
         path = self._folder / f"{document.name}.pt" if self._folder else None
-        device = self._decoder.device
         if path and path.exists():
             tokens, keys, values = torch.load(path)
             if tokens == document.tokens:
-                return Prefix(list(keys.to(device)), list(values.to(device)))
+                return Prefix(list(keys), list(values))
         prefix = self._decoder.prefill(document.tokens)
         if path:
             part = path.with_suffix(".part")
-            torch.save((document.tokens, torch.stack(prefix.keys).cpu(), torch.stack(prefix.values).cpu()), part)
+            torch.save((document.tokens, torch.stack(prefix.keys), torch.stack(prefix.values)), part)
             part.replace(path)
         return prefix
 
@@ -98,10 +97,6 @@ def _read_text(decoder: Decoder, prefix: Prefix, document: Document, setting: Se
     begin = prefix.num_tokens - TEXT_TOKENS
     decoded = decoder.decode(prefix.first(begin), [document.tokens[begin:]], setting)
     return {"loss": round(-decoded.log_probability.mean().item(), 5), "pages_read": round(decoded.pages_read, 2)}
-
-
-def _build(task: str, context: int, count: int, seed: int) -> list[Document]:
-    return build_documents(load_tokenizer(NEEDLE_8M), task, context, count, seed)
 
 
 def _open(path: Path, commit: str | None) -> tuple[IO[str], set[tuple[str, str]]]:
@@ -127,46 +122,54 @@ def measure(
     documents: int,
     seed: int,
     device: str,
-    cache: Path | None,
+    folder: Path | None,
+    shard: tuple[int, int],
     time_limit: float,
     commit: str | None,
 ) -> bool:
     """Measure what the file lacks; return whether the time was enough."""
     end = time.monotonic() + time_limit
     file, done = _open(output, commit)
-    on_gpu = torch.device(device).type == "cuda"
-    builds = dict.fromkeys(build for stage in stages for build in _builds(stage, documents))
-    processes = (os.cpu_count() or 1) if on_gpu else 1
-    with file, ProcessPoolExecutor(min(processes, len(builds)), get_context("spawn")) as pool:
-        futures = {build: pool.submit(_build, *build, seed) for build in builds}
+    with file, Progress(console=open_console()) as progress:
+        source = document_source(seed, folder)
         decoder = Decoder(NEEDLE_8M, device)
-        prefills = _Prefills(decoder, cache, kept=2 * len(TASKS) * documents if on_gpu else 1)
-        with Progress(console=open_console()) as progress:
-            for stage in stages:
-                for context in stage.contexts:
-                    bar = progress.add_task(f"{stage.name} {context}", total=documents * len(TASKS))
-                    by_task = [futures[build].result() for build in _builds(stage, documents) if build[1] == context]
-                    # The first document of every task, then the second, and so on.
-                    for document in (document for row in zip(*by_task, strict=True) for document in row):
-                        name = f"{TEXT}-{document.name}" if stage.of_text else document.name
-                        for setting in _lacking(stage, name, done):
-                            if time.monotonic() > end:
-                                pool.shutdown(cancel_futures=True)
-                                return False
-                            begin = time.perf_counter()
-                            prefix = prefills.get(document)
-                            read = _read_text if stage.of_text else _answer
-                            row = {"document": name, "setting": setting.name}
-                            row |= read(decoder, prefix, document, setting)
-                            row["seconds"] = round(time.perf_counter() - begin, 3)
-                            print(json.dumps(row), file=file, flush=True)
-                            done.add((name, setting.name))
-                        progress.advance(bar)
+        prefills = _Prefills(decoder, folder, kept=2 * len(TASKS) * documents)
+        for stage in stages:
+            for context in stage.contexts:
+                by_task = [source(build) for build in builds_of(stage, documents) if build[1] == context]
+                # The first document of every task, then the second, and so on.
+                in_turn = [document for row in zip(*by_task, strict=True) for document in row][shard[0] :: shard[1]]
+                for document in progress.track(in_turn, description=f"{stage.name} {context}"):
+                    name = f"{TEXT}-{document.name}" if stage.of_text else document.name
+                    for setting in _lacking(stage, name, done):
+                        if time.monotonic() > end:
+                            return False
+                        begin = time.perf_counter()
+                        prefix = prefills.get(document)
+                        read = _read_text if stage.of_text else _answer
+                        row = {"document": name, "setting": setting.name}
+                        row |= read(decoder, prefix, document, setting)
+                        row["seconds"] = round(time.perf_counter() - begin, 3)
+                        print(json.dumps(row), file=file, flush=True)
+                        done.add((name, setting.name))
     return True
 
 
-def _builds(stage: Stage, documents: int) -> list[tuple[str, int, int]]:
-    """Task, length and number of documents; fewer tasks get more documents each."""
+def document_source(seed: int, folder: Path | None) -> Callable[[Build], list[Document]]:
+    """What returns the documents of a build, each made or read once."""
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer(NEEDLE_8M)
+
+    def load(build: Build) -> list[Document]:
+        task, context, count = build
+        return load_documents(folder, tokenizer, task, context, count, seed)
+
+    return cache(load)
+
+
+def builds_of(stage: Stage, documents: int) -> list[Build]:
+    """The documents of a stage; where there are fewer tasks, more of each."""
     count = documents * len(TASKS) // len(stage.tasks)
     return [(task, context, count) for context in stage.contexts for task in stage.tasks]
 

@@ -52,6 +52,12 @@ def stored(codes: torch.Tensor, bits: int) -> torch.Tensor:
     return unpack(finite(pack(codes, bits)), bits).float()
 
 
+def _mean_and_std(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    vectors, std = summarise(KINDS["mean_and_spread"], keys)
+    assert std is not None
+    return vectors.squeeze(-2), std
+
+
 def matmul(query: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     """`[..., num_rows, size]` with `[..., num_pages, size]` to `[..., num_rows, num_pages]`."""
     return query @ kept.transpose(-1, -2)
@@ -102,19 +108,26 @@ class Mean(PageScore):
     family: ClassVar[str] = "unique"
     format: MeanFormat = "int8"
     weight: float = 0.75
+    slow: bool = False
+    """Whether the spread, and the query's norm, leave out the half of the dimensions that rotates fastest."""
 
     @property
     def label(self) -> str:
-        return f"unique-{self.format}-{self.weight:g}" if self.weight else f"mean-{self.format}"
+        name = f"unique-{self.format}-{self.weight:g}" if self.weight else f"mean-{self.format}"
+        return name + "-slow" * self.slow
 
     @property
     def summary_key(self) -> Any:
-        return self.family, self.format
+        return self.family, self.format, self.slow
+
+    def _spreading(self, x: torch.Tensor) -> torch.Tensor:
+        quarter = x.shape[-1] // 4
+        return torch.cat([x[..., quarter : 2 * quarter], x[..., 3 * quarter :]], dim=-1) if self.slow else x
 
     def summarise(self, keys: torch.Tensor) -> Summary:
-        vectors, std = summarise(KINDS["mean_and_spread"], keys)
-        assert std is not None
-        mean = vectors.squeeze(-2)
+        mean, std = _mean_and_std(keys)
+        if self.slow:
+            std = _mean_and_std(self._spreading(keys))[1]
         std = std.bfloat16().float()
         if self.format == "bf16":
             return mean.bfloat16().float(), torch.ones_like(std), std
@@ -131,7 +144,7 @@ class Mean(PageScore):
         raw = matmul(query, mean).mul_(row(scale))
         if self.weight == 0:
             return raw
-        return torch.addcmul(raw, self.weight * query.norm(dim=-1, keepdim=True), row(std))
+        return torch.addcmul(raw, self.weight * self._spreading(query).norm(dim=-1, keepdim=True), row(std))
 
     def record_bytes(self, page_size: int, head_size: int) -> int:
         spread = 2 if self.weight else 0
@@ -282,6 +295,51 @@ class Parts(PageScore):
     def record_bytes(self, page_size: int, head_size: int) -> int:
         steps = 2 * self.steps if self.bits < 16 else 0
         return self.count * (head_size - self.dropped) * self.bits // 8 + steps + (head_size + 2) * self.base
+
+
+@dataclass(frozen=True)
+class TwoLevel(PageScore):
+    """Coarse pages prune, fine pages decide.
+
+    Each query head keeps the best `share` of the coarse pages, of `ratio` pages each; the rest is not scored.
+    """
+
+    family: ClassVar[str] = "two-level"
+    coarse: PageScore
+    fine: PageScore
+    ratio: int = 4
+    share: float = 0.25
+
+    @property
+    def label(self) -> str:
+        return f"{self.coarse.label}>{self.fine.label}-{self.share:g}"
+
+    @property
+    def summary_key(self) -> Any:
+        return self.family, self.coarse.summary_key, self.fine.summary_key, self.ratio
+
+    def summarise(self, keys: torch.Tensor) -> Summary:
+        # Pages that do not fill a coarse one are not pruned.
+        whole = keys.shape[-3] // self.ratio * self.ratio
+        grouped = keys[..., :whole, :, :].unflatten(-3, (-1, self.ratio)).flatten(-3, -2)
+        coarse = self.coarse.summarise(grouped)
+        return *coarse, *self.fine.summarise(keys)
+
+    def score(self, query: torch.Tensor, summary: Summary) -> torch.Tensor:
+        size = len(summary) // 2
+        fine = self.fine.score(query, summary[size:])
+        coarse = self.coarse.score(query, summary[:size])
+        number = coarse.shape[-1]
+        if number < self.ratio:
+            return fine
+        least = coarse.topk(math.ceil(number * self.share), dim=-1).values[..., -1:]
+        pruned = (coarse < least).repeat_interleave(self.ratio, dim=-1)
+        fine[..., : pruned.shape[-1]].masked_fill_(pruned, -torch.inf)
+        return fine
+
+    def record_bytes(self, page_size: int, head_size: int) -> int:
+        coarse = self.coarse.record_bytes(page_size * self.ratio, head_size) / self.ratio
+        return round(coarse + self.share * self.fine.record_bytes(page_size, head_size))
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from typing import Literal
 
 import torch
 
-from bench.study.scores import PageScore
+from bench.study.scores import Newest, PageScore
 
-Stress = Literal["none", "channels", "offset"]
-"""Keys as larger models have them: a few channels of 8 times the size, or an offset that all keys share."""
+Stress = Literal["none", "channels", "offset", "centred"]
+"""Keys as larger models have them: a few channels of 8 times the size, or an offset that all keys share; or the
+opposite, the document's mean key subtracted from all."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Setting:
         if self.score is None:
             return "dense" if self.stress == "none" else f"dense/{self.stress}"
         options = {
+            f"recent{self.recent_pages}": self.recent_pages != 1 and not isinstance(self.score, Newest),
             self.group: self.group != "max",
             f"dense{self.dense_layers}": self.dense_layers > 0,
             f"mass{self.mass:g}": self.mass < 1,

@@ -1,7 +1,9 @@
 """The study: its pipeline beside the references decoding token by token, its records, its files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,11 +15,13 @@ from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention.reference import attend_pages
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from bench.study import data, plan
+from bench.models import NEEDLE_8M
+from bench.quality.questions import load_tokenizer
+from bench.study import data, plan, run
+from bench.study.documents import load_documents
 from bench.study.pipeline import Decoder
-from bench.study.run import _build, chosen_stages, measure
-from bench.study.scores import Interval, Mean, Moments, Oracle, Parts, finite, pack, unpack
-from bench.study.settings import Setting
+from bench.study.scores import Interval, Mean, Moments, Oracle, Parts, TwoLevel, finite, pack, unpack
+from bench.study.settings import Setting, Stress
 from vllm_sparse_plugin.errors import ConfigurationError
 
 LAYERS, KV_HEADS, GROUP, HEAD_SIZE, BLOCK = 2, 2, 2, 32, 64
@@ -136,7 +140,7 @@ def test_decode_selects_and_says_what_the_references_do_token_by_token(folder, d
         assert torch.equal(decoded.best[i, : len(tail)], logits.argmax(dim=-1))
 
 
-@pytest.mark.parametrize("stress", ["none", "channels", "offset"])
+@pytest.mark.parametrize("stress", get_args(Stress))
 def test_a_budget_of_everything_is_dense(decoder, stress):
     prefix = decoder.prefill(tokens(DOCUMENT, 0))
     tails = [tokens(length, length) for length in TAILS]
@@ -215,6 +219,17 @@ def test_parts_in_few_bits_are_off_by_what_their_bits_explain(score, error):
     assert 0.2 * error < (found - wanted).std() / spread < error
 
 
+def test_coarse_pages_prune_what_fine_pages_would_choose_from():
+    keys, query = pages()
+    coarse, fine = Oracle("logit"), Mean("bf16", 1.0)
+    score = TwoLevel(coarse, fine, ratio=4, share=0.25)
+    found, whole = score.score(query, score.summarise(keys)), fine.score(query, fine.summarise(keys))
+    best = per_key(keys, query)[:, :, :48].amax(dim=-1).unflatten(-1, (12, 4)).amax(dim=-1)
+    kept = torch.zeros_like(best, dtype=torch.bool).scatter(-1, best.topk(3).indices, True)
+    kept = torch.cat([kept.repeat_interleave(4, dim=-1), torch.ones_like(kept[..., :2])], dim=-1)
+    assert torch.equal(found, whole.masked_fill(~kept, -torch.inf))
+
+
 def test_no_stored_word_is_an_infinity_or_nan_and_no_code_moves_by_more_than_one():
     words = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     kept = finite(words.view(torch.uint8))
@@ -232,6 +247,37 @@ def test_the_recommended_record_is_two_bytes_per_element():
         assert plan.PAIRS.record_bytes(8, head_size) == 2 * head_size
         assert plan.DIFFERENCES.record_bytes(8, head_size) == 2 * head_size
         assert plan.HALF.record_bytes(8, head_size) < Mean("int8").record_bytes(8, head_size)
+
+
+def test_the_recommended_record_scores_as_specified():
+    keys, query = pages()
+    keys[0, 0, :, 8:12] = 9.0  # four codes of 15: a word that has to be made finite
+    size, half = keys.shape[-1], keys.shape[-1] // 2
+    scores = plan.PAIRS.score(query, plan.PAIRS.summarise(keys))
+    cleared = 0
+    for head, page in ((0, 0), (0, 7), (1, 49)):
+        record = bytearray()
+        for part in keys[head, page].unflatten(0, (4, 2)).mean(dim=1):
+            step = (0.3352 * part[4:].square().mean().sqrt()).bfloat16()
+            codes = (part / step.float() + 7.5).round().clamp(0, 15).int().tolist()
+            row = bytearray(step.view(torch.int16).numpy().tobytes())
+            row += bytes(codes[2 * j] | codes[2 * j + 1] << 4 for j in range(2, half))
+            for at in range(2, half, 2):
+                if int.from_bytes(row[at : at + 2], "little") & 0x7F80 == 0x7F80:
+                    row[at + 1] &= 0xFE
+                    cleared += 1
+            record += row
+        assert len(record) == 2 * size
+        assert torch.frombuffer(record, dtype=torch.bfloat16).isfinite().all()
+        products = []
+        for i in range(4):
+            row = record[i * half : (i + 1) * half]
+            step = torch.frombuffer(row[:2], dtype=torch.bfloat16).float()
+            codes = torch.tensor([nibble for byte in row[2:] for nibble in (byte & 15, byte >> 4)]).float()
+            kept = query[head, :, 4:]
+            products.append(step * (kept @ codes - 7.5 * kept.sum(dim=-1)))
+        torch.testing.assert_close(scores[head, :, page], torch.stack(products).amax(dim=0), rtol=1e-4, atol=1e-3)
+    assert cleared
 
 
 def test_queries_of_a_group_agree_by_the_largest_score_or_by_their_softmax():
@@ -252,25 +298,26 @@ def test_a_share_of_the_mass_cuts_the_worst_pages_only():
 
 
 def test_names_of_settings_are_unique():
-    for stage in plan.STAGES:
-        assert len({setting.name for setting in stage.settings}) == len(set(stage.settings)) == len(stage.settings)
+    settings = {*plan._core(), *plan._text(), *plan._targets(), *plan._search(), *plan._stress(), *plan._lengths()}
+    assert len({setting.name for setting in settings}) == len(settings) > 200
 
 
-def test_documents_are_the_same_every_time_and_share_their_beginning():
-    first, again = (_build("kv", 4096, 1, 0)[0] for _ in range(2))
-    assert first == again
-    assert first != _build("kv", 4096, 1, 1)[0]
+def needles(task: str, seed: int = 0, folder: Path | None = None):
+    return load_documents(folder, load_tokenizer(NEEDLE_8M), task, 4096, 1, seed)
+
+
+def test_documents_are_the_same_every_time_and_share_their_beginning(tmp_path):
+    first, again, kept, read = (needles("kv", folder=where)[0] for where in (None, None, tmp_path, tmp_path))
+    assert first == again == kept == read
+    assert first != needles("kv", seed=1)[0]
     assert len(first.tails) == 8
     for tail in first.tails:
         assert len(first.tokens) + len(tail.tokens) <= 4096
 
 
 def test_an_answer_is_right_only_as_a_whole():
-    from bench.models import NEEDLE_8M
-    from bench.quality.questions import load_tokenizer
-
     tokenizer = load_tokenizer(NEEDLE_8M)
-    tail = _build("multiquery", 4096, 1, 0)[0].tails[0]
+    tail = needles("multiquery")[0].tails[0]
     end = tokenizer.encode("<|eos|>", add_special_tokens=False)[0]
     digit = tokenizer.encode("7", add_special_tokens=False)[0]
     best = [*tail.tokens[1:], end]
@@ -283,28 +330,32 @@ def test_an_answer_is_right_only_as_a_whole():
 
 
 def test_a_run_goes_on_where_time_ended_it(tmp_path, monkeypatch):
-    from bench.study import run
-
     monkeypatch.setattr(run, "TASKS", ("kv",))
     settings = (Setting(), Setting(Mean(), budget_tokens=64), Setting(plan.PAIRS, budget_tokens=64))
     stages = [
         plan.Stage("answers", (4096,), settings, tasks=("kv",)),
         plan.Stage("text", (4096,), settings[:1], of_text=True, tasks=("kv",)),
     ]
-    output, cache = tmp_path / "raw.jsonl", tmp_path / "cache"
-    clock = iter([0.0, 1.0, 2.0])
-    monkeypatch.setattr(run.time, "monotonic", lambda: next(clock, 1000.0))
-    assert not measure(output, stages, 1, 0, "cpu", cache, 10.0, None)
-    begun = [json.loads(line) for line in output.read_text().splitlines()]
-    assert len(begun) == 1 + 2
-    clock = iter([])
-    monkeypatch.setattr(run.time, "monotonic", lambda: 0.0)
-    assert measure(output, stages, 1, 0, "cpu", cache, 10.0, None)
-    rows = [json.loads(line) for line in output.read_text().splitlines()]
-    rows = [row for row in rows if "setting" in row]
-    assert rows[:2] == begun[1:]
-    assert len(rows) == len({(row["document"], row["setting"]) for row in rows}) == 4
-    assert measure(output, stages, 1, 0, "cpu", cache, 10.0, None)
+    output, folder = tmp_path / "raw.jsonl", tmp_path / "cache"
+
+    def go_on(stages, time_limit=1e6):
+        return run.measure(output, stages, 1, 0, "cpu", folder, (0, 1), time_limit, None)
+
+    def rows():
+        lines = [json.loads(line) for line in output.read_text().splitlines()]
+        return [line for line in lines if "setting" in line]
+
+    assert not go_on(stages, time_limit=0)
+    assert not rows()
+    assert go_on([replace(stages[0], settings=settings[:2])])
+    begun = rows()
+    assert len(begun) == 2
+    with output.open("a") as file:
+        file.write('{"document": "kv-4096-0-0", "sett')
+    assert go_on(stages)
+    assert rows()[:2] == begun
+    assert len(rows()) == len({(row["document"], row["setting"]) for row in rows()}) == 4
+    assert {path.name for path in folder.iterdir()} == {"kv-4096-0-0.pt", "kv-4096-0x1.json"}
 
     collected = tmp_path / "collected.jsonl"
     data.collect_runs([output], collected)
@@ -316,18 +367,28 @@ def test_a_run_goes_on_where_time_ended_it(tmp_path, monkeypatch):
 
 
 def test_comparisons_are_paired():
-    ours = data.Cell("a", 1, {f"kv-{i}": "1111" for i in range(6)})
-    theirs = data.Cell("b", 1, {f"kv-{i}": "1110" for i in range(6)} | {"kv-9": "0000"})
+    pytest.importorskip("scipy")
+    ours = data.Cell("a", 1, right={f"kv-{i}": "1111" for i in range(6)})
+    theirs = data.Cell("b", 1, right={f"kv-{i}": "1110" for i in range(6)} | {"kv-9": "0000"})
     found = data.compare(ours, theirs)
     assert found.difference == pytest.approx(0.25)
     assert found.difference_interval == pytest.approx((0.25, 0.25))
     assert found.ratio == pytest.approx(4 / 3)
     assert found.p == pytest.approx(2 * 0.5**6)
     assert data.compare(ours, ours).p == 1
-    assert data.Cell("c", 1, {"kv-0": "1" * 9 + "0"}).interval == pytest.approx((0.5958, 0.9821), abs=1e-4)
+    assert data.Cell("c", 1, right={"kv-0": "1" * 9 + "0"}).interval == pytest.approx((0.5958, 0.9821), abs=1e-4)
 
 
 @pytest.mark.parametrize("arguments", [(["nothing"], None, None), (None, [12], None), (None, None, ["no-such-*"])])
 def test_what_the_plan_lacks_is_refused(arguments):
     with pytest.raises(ConfigurationError, match="allowed"):
-        chosen_stages(*arguments)
+        run.chosen_stages(*arguments)
+
+
+def test_the_page_is_up_to_date():
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("scipy")
+    from bench.study.__main__ import PAGE, RESULTS
+    from bench.study.report import write_page
+
+    write_page(PAGE, RESULTS, check=True)
