@@ -31,6 +31,7 @@ from bench.study.plan import (
     MAIN_CONTEXT,
     PAGE_SIZES,
     PAIRS,
+    SKETCH,
     SMALL_BUDGETS,
     STAGES,
     streaming_llm,
@@ -47,7 +48,7 @@ UNIQUE = Mean("int8", 0.75)
 _FIGURES = "figures"
 _NOT_YET = "Not measured yet."
 _MAIN: tuple[PageScore, ...] = (
-    UNIQUE, Mean("int8", 1.0), Mean("int8", 0.0), Interval(16), Interval(8), HALF, DIFFERENCES, PAIRS, Oracle("logit"),
+    UNIQUE, Mean("int8", 1.0), Mean("int8", 0.0), Interval(16), Interval(8), HALF, SKETCH, DIFFERENCES, PAIRS, Oracle("logit"),
     Oracle("mass"),
 )  # fmt: skip
 
@@ -126,7 +127,7 @@ class Page:
         dense = self.cell(Setting())
         rows = []
         goals: list[tuple[int, float | None, float]] = [(512, None, 0.99), (128, 0.0, 0.96), (64, None, 0.9)]
-        for score in (UNIQUE, Mean("int8", 1.0), Interval(16), HALF, DIFFERENCES, PAIRS):
+        for score in (UNIQUE, Mean("int8", 1.0), Interval(16), HALF, SKETCH, DIFFERENCES, PAIRS):
             for budget, margin, least in goals:
                 cell = self.cell(Setting(score, 8, budget))
                 if not cell or not dense:
