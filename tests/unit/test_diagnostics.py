@@ -1,13 +1,19 @@
+import json
 import math
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
 from sparse_kernels.paging import PagedTensor
 
+from vllm_sparse_plugin.cli import main
 from vllm_sparse_plugin.diagnostics import live
+from vllm_sparse_plugin.diagnostics.forward import LayerInputs, PagedLayer
 from vllm_sparse_plugin.diagnostics.quality import Quality, measure
+from vllm_sparse_plugin.policies import POLICIES, QuestSelection, Selection, StreamingLLMSelection, UniqueSelection
 
 PAGE = 4
 HEADS, GROUP, SIZE = 2, 3, 8
@@ -150,3 +156,129 @@ def test_where_vllm_collects_from_files_they_are_put_beside_its_own(registry, mo
     assert samples(registry) == {}
     live.MultiProcessCollector(registry, path=str(tmp_path))
     assert samples(registry)["vllm_sparse_attention_mass_count", "0", "1"] == 1
+
+
+SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
+
+
+@pytest.fixture
+def inputs() -> LayerInputs:
+    """Queries at the positions 297 to 299 that match some keys well."""
+    keys, values = torch.randn(2, 2, 300, 64).bfloat16()
+    query = torch.randn(3, 2, 4, 64) + 2 * keys[:, [40, 41, 250]].transpose(0, 1).unsqueeze(2).float()
+    return LayerInputs(query.bfloat16(), keys, values, 0.125)
+
+
+@pytest.mark.parametrize("policy", SELECTIONS, ids=lambda policy: policy.name())
+def test_a_larger_budget_gets_more_and_one_of_everything_all(policy, inputs):
+    paged = PagedLayer(inputs, policy())
+    found = [paged.quality(policy(budget_tokens=8 * pages)) for pages in (4, 8, 16, 37)]
+    masses = [float(quality.mass.mean()) for quality in found]
+    assert masses[:3] == sorted(set(masses[:3]))
+    for quality in found[:3]:
+        assert (quality.mass <= quality.oracle_mass + 1e-6).all()
+        assert quality.recall.mean() < 1
+    for part in found[3]:
+        torch.testing.assert_close(part, torch.ones_like(part))
+
+
+def test_the_pages_judged_are_those_of_the_policys_score(inputs):
+    """Quest with exact bounds, from its formula alone."""
+    selection = QuestSelection(budget_tokens=64, statistics="bf16", sink_pages=0, recent_pages=0)
+    quality = PagedLayer(inputs, selection).quality()
+    pages = inputs.keys[:, :296].float().unflatten(1, (37, 8))
+    query = inputs.query.float()[..., None, :]
+    products = torch.maximum(query * pages.amax(dim=2)[None, :, None], query * pages.amin(dim=2)[None, :, None])
+    scores = products.sum(dim=-1).amax(dim=2).bfloat16()
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :8]
+    expected = measure(inputs.query, inputs.keys, inputs.values, inputs.context_lens, best, 8, 0.125)
+    for found, wanted in zip(quality, expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_streaming_llm_misses_what_lies_between(inputs):
+    ours, window = (PagedLayer(inputs, policy(budget_tokens=64)) for policy in (UniqueSelection, StreamingLLMSelection))
+    assert ours.quality().mass.mean() > window.quality().mass.mean() + 0.1
+
+
+def refused(monkeypatch, capsys, *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["vllm-sparse", "diagnose", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    return err.removeprefix("error: ").rstrip("\n")
+
+
+REFUSED = {
+    "dense": (["--backend", "dense"], "backend: got 'dense', allowed: unique, quest, infllm, mean or streaming_llm"),
+    "unknown backend": (["--backend", "h2o"], "backend: got 'h2o', allowed: unique, "),
+    "budget": (
+        ["--budget-tokens", "100"],
+        "sparse_attention.selection.budget_tokens: got 100, allowed: a multiple of ",
+    ),
+    "dense by its settings": (
+        ["--additional-config", '{"sparse_attention": {"selection": {"policy": "dense"}}}'],
+        "sparse_attention.selection.budget_tokens: unknown key, allowed: policy",
+    ),
+    "settings": (["--additional-config", '{"sparse_attention": 5}'], "sparse_attention: got 5, allowed: a JSON object"),
+    "layer": (["--layer", "8"], "layer: got 8, allowed: 0 to 7"),
+    "model": (["--model", "/nonexistent"], "model: got '/nonexistent', allowed: a folder with a config.json "),
+    "no file": (["--prompts", "/nonexistent"], "prompts: got '/nonexistent' (No such file or directory), allowed: "),
+    "context": (["--context", "100"], "context: got 100 tokens, allowed: from 4096 to 32768"),
+    "task": (["--task", "riddle"], "task: got 'riddle', allowed: single, "),
+    "questions": (["--questions", "0"], "questions: got 0, allowed: 1 or more"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_diagnose_refuses(case, monkeypatch, capsys):
+    arguments, sentence = REFUSED[case]
+    assert refused(monkeypatch, capsys, *arguments).startswith(sentence)
+
+
+BAD_PROMPTS = {
+    "empty": ("\n", "without a line, allowed: one or more"),
+    "no JSON": ('{"prompt": "a"}\n{', "prompts: got '{' in line 2, allowed: a JSON object with the text `prompt`"),
+    "no prompt": ('{"completion": "a"}', "in line 1, allowed: a JSON object"),
+    "number": ('{"prompt": 5}', "in line 1, allowed: a JSON object"),
+    "list": ("[1]", "prompts: got '[1]' in line 1, allowed: a JSON object"),
+    "too long": (json.dumps({"prompt": "word " * 40_000}), "tokens in line 1, allowed: the model's 32768"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+def test_diagnose_refuses_prompts(case, monkeypatch, capsys, tmp_path):
+    text, sentence = BAD_PROMPTS[case]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    assert sentence in refused(monkeypatch, capsys, "--prompts", str(path))
+
+
+def test_diagnose_of_prompts(monkeypatch, capsys, tmp_path):
+    prompts, report = tmp_path / "prompts.jsonl", tmp_path / "report.jsonl"
+    text = " ".join(f"line {i}: return value_{i * 37 % 101}" for i in range(80))
+    lines = [{"prompt": text}, {"prompt": text, "completion": " line 80: return value_31"}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["--prompts", str(prompts), "--backend", "unique", "--backend", "streaming_llm", "--layer", "2"]
+    arguments += ["--budget-tokens", "128", "--budget-tokens", "64", "--queries", "5", "--by", "head"]
+    monkeypatch.setattr(sys, "argv", ["vllm-sparse", "diagnose", *arguments, "--json", str(report)])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    run, *rows = map(json.loads, Path(report).read_text().splitlines())
+    assert run["model"] == "needle-8m"
+    # Prompts, backends, budgets, KV heads.
+    assert len(rows) == 2 * 2 * 2 * 2
+    assert {row["layer"] for row in rows} == {2}
+    assert {row["queries"] for row in rows if row["prompt"] == "line 1"} == {5}
+    assert rows[-1]["queries"] > 5
+    by_budget = {
+        budget: sum(row["mass"] for row in rows if row["budget_tokens"] == budget and row["backend"] == "unique")
+        for budget in (64, 128)
+    }
+    assert 0 < by_budget[64] < by_budget[128]
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert len(table) == 2 * 2 * 2

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from vllm_sparse_plugin import __version__
 from vllm_sparse_plugin.cli.arguments import parse_additional_config, run_app
+from vllm_sparse_plugin.cli.diagnose import diagnose
 from vllm_sparse_plugin.cli.needle_test import needle_test
 from vllm_sparse_plugin.config import KEY, SparseAttentionConfig, resolve
 from vllm_sparse_plugin.errors import ConfigurationError, choices
@@ -62,6 +63,7 @@ def show_config(
 
 
 app.command("needles")(needle_test)
+app.command()(diagnose)
 
 
 def _flatten(config: SparseAttentionConfig) -> list[tuple[str, Any]]:
