@@ -10,6 +10,7 @@ import torch
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
+from vllm_sparse_plugin.diagnostics.live import expose
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.policies import Selection
 
@@ -74,6 +75,8 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     config = resolve(settings, backends[name])
     for field, got, allowed in _unsupported(vllm_config, config):
         raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
+    if config.config.diagnostics.sample_every:
+        expose()
 
 
 def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[str, Any, str]]:
@@ -116,6 +119,16 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
                 cache.block_size,
                 f"a multiple of {multiple}" + (f" (pages of {config.pages.page_size} tokens)" if config.pages else ""),
             )
+    if every := config.config.diagnostics.sample_every:
+        mode = vllm_config.compilation_config.cudagraph_mode
+        field = f"{KEY}.diagnostics.sample_every"
+        expect(config.pages is not None, field, every, "0")
+        expect(
+            not on_cuda or not mode.has_full_cudagraphs(),
+            field,
+            f"{every} with CUDA graphs in mode {mode.name}",
+            "0, or --enforce-eager, or --compilation-config.cudagraph_mode PIECEWISE",
+        )
     cache_dtypes = ("auto", "bfloat16") if on_cpu else ("auto", "bfloat16", "float16", *_EIGHT_BIT_CACHES)
     expect(cache.cache_dtype in cache_dtypes, "kv_cache_dtype", cache.cache_dtype, choices(cache_dtypes))
     dcp, pcp = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size

@@ -32,6 +32,15 @@ _SOURCES = ("preset", "config")
 AnySelection = Annotated[reduce(or_, POLICIES), Field(discriminator="policy")]  # type: ignore[valid-type]
 
 
+class Diagnostics(Section):
+    """Measuring the selections of a running server."""
+
+    sample_every: Annotated[int, Field(ge=0, le=1 << 30)] = 0
+    """One in so many steps that decode sparsely has one of its tokens attend to everything as well; how the selection
+    compares is added to the `vllm_sparse_` metrics at `/metrics`, by layer and KV head. 0 for none. On a GPU not with
+    full CUDA graphs."""
+
+
 class SparseAttentionConfig(Section):
     """Settings of the decode pipeline. Prefill is always dense."""
 
@@ -41,6 +50,15 @@ class SparseAttentionConfig(Section):
     """Leading layers that stay dense."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
     """Shortest context that is made sparse; shorter ones are served dense."""
+    diagnostics: Diagnostics = Diagnostics()
+    """Measuring the selections of a running server."""
+
+
+_SECTIONS: dict[str, dict[str, FieldInfo]] = {
+    "selection": {field.alias or name: field for policy in POLICIES for name, field in policy.model_fields.items()},
+    "diagnostics": dict(Diagnostics.model_fields),
+}
+"""Fields of the parts of the configuration that are mappings, by the keys a user writes."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +126,15 @@ def describe_fields() -> list[tuple[str, str, Any, str]]:
     """Every field of the schema, for documentation: (dotted name, allowed values, default, description)."""
     names = [policy.name() for policy in POLICIES]
     rows = [("selection.policy", choices(names), names[0], "Which pages a decode step reads.")]
-    fields = {name: field for policy in POLICIES for name, field in policy.model_fields.items() if name != "policy"}
-    everywhere = Selection.model_fields
-    for name, field in fields.items():
-        owners = ", ".join(policy.name() for policy in POLICIES if name in policy.model_fields)
-        rows.append(_row(f"selection.{field.alias or name}", field, "" if name in everywhere else f"{owners}: "))
-    top = SparseAttentionConfig.model_fields
-    return rows + [_row(name, field, "") for name, field in top.items() if name != "selection"]
+    for key, field in _SECTIONS["selection"].items():
+        owners = [policy.name() for policy in POLICIES if key in _keys(policy)]
+        if key != "policy":
+            rows.append(_row(f"selection.{key}", field, "" if key in _keys(Selection) else f"{', '.join(owners)}: "))
+    top = {name: field for name, field in SparseAttentionConfig.model_fields.items() if name not in _SECTIONS}
+    rows += [_row(name, field, "") for name, field in top.items()]
+    for section, fields in _SECTIONS.items():
+        rows += [_row(f"{section}.{name}", field, "") for name, field in fields.items() if section != "selection"]
+    return rows
 
 
 def _row(name: str, field: FieldInfo, prefix: str) -> tuple[str, str, Any, str]:
@@ -194,14 +214,18 @@ def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
 def _known_keys(section: tuple[int | str, ...]) -> list[str]:
     if not section:
         return [*SparseAttentionConfig.model_fields, *_SOURCES]
-    policy = next(policy for policy in POLICIES if policy.name() == section[-1])
+    if section[0] != "selection":
+        return list(_SECTIONS[str(section[0])])
+    return _keys(next(policy for policy in POLICIES if policy.name() == section[-1]))
+
+
+def _keys(policy: type[Policy]) -> list[str]:
     return [field.alias or name for name, field in policy.model_fields.items()]
 
 
 def _field(path: list[str]) -> FieldInfo | None:
-    if path[:1] == ["selection"]:
-        fields = {field.alias or name: field for policy in POLICIES for name, field in policy.model_fields.items()}
-        return fields.get(path[1]) if len(path) > 1 else None
+    if path[:1] and path[0] in _SECTIONS:
+        return _SECTIONS[path[0]].get(path[1]) if len(path) > 1 else None
     return SparseAttentionConfig.model_fields.get(path[0]) if path else None
 
 

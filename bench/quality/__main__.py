@@ -5,7 +5,6 @@ from __future__ import annotations
 import typer
 
 from bench.quality.accuracy import accuracy, accuracy_engines
-from bench.quality.recall import recall
 from vllm_sparse_plugin.cli.arguments import run_app
 from vllm_sparse_plugin.cli.server import unwind_on_termination
 
@@ -20,7 +19,6 @@ def _quality() -> None:
 
 app.command()(accuracy)
 app.command(hidden=True)(accuracy_engines)
-app.command()(recall)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Needle questions for both measurements of quality."""
+"""Needle questions for engines of several settings."""
 
 from __future__ import annotations
 

@@ -48,8 +48,8 @@ UNIQUE = Mean("int8", 0.75)
 _FIGURES = "figures"
 _NOT_YET = "Not measured yet."
 _MAIN: tuple[PageScore, ...] = (
-    UNIQUE, Mean("int8", 1.0), Mean("int8", 0.0), Interval(16), Interval(8), HALF, SKETCH, DIFFERENCES, PAIRS, Oracle("logit"),
-    Oracle("mass"),
+    UNIQUE, Mean("int8", 1.0), Mean("int8", 0.0), Interval(16), Interval(8), HALF, SKETCH, DIFFERENCES, PAIRS,
+    Oracle("logit"), Oracle("mass"),
 )  # fmt: skip
 
 

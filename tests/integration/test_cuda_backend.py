@@ -15,6 +15,7 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder
 from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.diagnostics.live import StepSampler
 
 HEADS, GROUP, SIZE, BLOCK = 2, 2, 64, 64
 SCALE = 0.2
@@ -61,6 +62,7 @@ def builder(monkeypatch):
     made.reorder_batch_threshold = 4
     made.any_dense_layer = False
     made.any_sparse_layer = True
+    made.sampler = StepSampler(0)
     made.dense_requests = torch.zeros(16, dtype=torch.bool)
     made.any_dense_request = False
     return made

@@ -134,10 +134,20 @@ def test_a_batch_answers_as_its_requests_alone(answers):
     assert together == alone
 
 
-def test_small_prefill_chunks_and_no_prefix_cache_give_the_same_answers(questions, answers):
-    server = settings("unique", "--max-num-batched-tokens", "512", "--no-enable-prefix-caching")
+def test_small_prefill_chunks_no_prefix_cache_and_diagnostics_give_the_same_answers(questions, answers):
+    config = {"diagnostics": {"sample_every": 4}}
+    server = settings("unique", "--max-num-batched-tokens", "512", "--no-enable-prefix-caching", config=config)
     with run_server("chunked", server, Console()) as client:
         assert [ask(client, question.prompt)[0] for question in questions] == answers[0]
+        means, counts = [], []
+        for name in ("attention_mass", "page_recall", "output_cosine"):
+            counts.append(metric(client, f"vllm_sparse_{name}_count"))
+            means.append(metric(client, f"vllm_sparse_{name}_sum") / counts[-1])
+    layers_and_heads = 8 * 2
+    assert counts[0] > 0
+    assert counts == [counts[0]] * 3
+    assert counts[0] % layers_and_heads == 0
+    assert all(0.2 < mean <= 1 for mean in means), means
 
 
 def test_ngram_speculation_keeps_greedy_answers(questions, answers):

@@ -8,6 +8,7 @@ from support.layer import LayerHarness, Request
 from support.paged import assert_as_accurate, dense_attention
 
 from vllm_sparse_plugin.attention import packing
+from vllm_sparse_plugin.diagnostics.live import LayerQuality
 
 SMALL = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
 DENSE_TOLERANCE = 2e-2
@@ -247,6 +248,46 @@ def test_dense_is_vllms_own_attention(model, sinks):
         outputs.append([output for step in steps for output in step])
         assert harness.spec.num_states == harness.block_size, "no statistics, no rows"
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*outputs, strict=True))
+
+
+SAMPLED = {**SMALL, "diagnostics": {"sample_every": 2}}
+
+
+@pytest.mark.parametrize("backend", ["unique", "quest", "streaming_llm"])
+def test_sampled_steps_measure_what_was_read(model, backend, monkeypatch):
+    recorded = []
+    monkeypatch.setattr(LayerQuality, "record", lambda self, *arguments: recorded.append((self, arguments)))
+    harness = LayerHarness(model, settings=SAMPLED, backend=backend, layer_index=3, sinks=torch.randn(8).bfloat16())
+    requests = [harness.request(n) for n in (200, 20, 333)]
+    harness.step([(request, n) for request, n in zip(requests, (200, 20, 333), strict=True)])
+    outputs = [harness.step([(request, 1) for request in requests]) for _ in range(4)]
+    # Two requests decode sparsely; every second step has one of them measured, first one, then the other.
+    assert len(recorded) == 2
+    for (quality, arguments), index, step in zip(recorded, (2, 0), (1, 3), strict=True):
+        assert (quality.layer, quality.first_kv_head) == (3, 0)
+        query, _, _, table, context, pages, scale, sinks, softcap = arguments
+        request = requests[index]
+        assert context == len(request.keys) - (3 - step)
+        blocks = table[torch.arange(-(-context // harness.block_size))]
+        assert blocks.tolist() == request.blocks[: len(blocks)]
+        seen = torch.zeros(2, context, dtype=torch.bool)
+        seen[:, context // 8 * 8 :] = True
+        for head in range(2):
+            for page in pages[0, head].tolist():
+                seen[head, page * 8 : page * 8 + 8] = True
+        plain = request.keys[:context], request.values[:context]
+        exact = dense_attention(query[0], *plain, scale, seen, sinks, softcap)
+        assert_as_accurate(outputs[step][index][0], exact, exact.float())
+
+
+def test_without_sampling_no_step_measures(model, monkeypatch):
+    harness = LayerHarness(model, settings=SMALL)
+    assert harness.layer.impl.quality is None
+    request = harness.request(200)
+    harness.step([(request, 200)])
+    for _ in range(3):
+        harness.step([(request, 1)])
+        assert harness.metadata.decode.sampled is None
 
 
 @pytest.mark.parametrize("extras", [{}, {"sinks": torch.linspace(-1, 3, 8).bfloat16()}], ids=["plain", "sinks"])

@@ -9,7 +9,6 @@ import torch
 
 from bench.engine import Variant, WrongBackendError
 from bench.models import NEEDLE_8M, SHAPES, open_model
-from bench.quality import recall
 from bench.quality.__main__ import main as quality_main
 from bench.quality.accuracy import all_settings, unfinished
 from bench.quality.accuracy import tables as accuracy_tables
@@ -350,23 +349,12 @@ ACCURACY = QUALITY | {
     "unknown format": (["--statistics", "int3"], "sparse_attention.selection.statistics: got 'int3', allowed: "),
     "no budget": (["--pages", "1"], "sparse_attention.selection.budget_tokens: got 8, allowed: "),
 }
-RECALL = QUALITY | {
-    "unknown format": (["--statistics", "int3"], "statistics: got 'int3', allowed: int8, fp8, bf16"),
-    "layer too deep": (["--layer", "8"], "layer: got 8, allowed: 0 to 7"),
-    "budget too large": (["--pages", "512"], "pages: got 512, allowed: at most half of the smallest context, 256"),
-}
 
 
 @pytest.mark.parametrize("case", ACCURACY)
 def test_accuracy_refuses(refused, tmp_path, case):
     arguments, sentence = ACCURACY[case]
     assert refused(quality_main, "accuracy", "--output", str(tmp_path / "out"), *arguments).startswith(sentence)
-
-
-@pytest.mark.parametrize("case", RECALL)
-def test_recall_refuses(refused, tmp_path, case):
-    arguments, sentence = RECALL[case]
-    assert refused(quality_main, "recall", "--output", str(tmp_path / "out"), *arguments).startswith(sentence)
 
 
 def test_accuracy_measures_every_budget_and_format():
@@ -398,42 +386,6 @@ def test_after_a_failure_the_engines_behind_it_are_still_asked():
     assert unfinished(found, rows, 2) == 1
     assert unfinished(found, rows * 2, 2) == 2
     assert unfinished(found[:1], rows, 2) == 0
-
-
-@pytest.fixture
-def layer() -> recall.Layer:
-    """Queries at the positions 297 to 299 that match some keys well."""
-    keys, values = torch.randn(2, 2, 300, 64).bfloat16()
-    query = torch.randn(3, 2, 4, 64) + 2 * keys[:, [40, 41, 250]].transpose(0, 1).unsqueeze(2).float()
-    return recall.Layer(query.bfloat16(), keys, values)
-
-
-@pytest.mark.parametrize("statistics", ["int8", "fp8", "bf16"])
-def test_a_budget_of_everything_recalls_everything(layer, statistics):
-    truth = recall.attend_dense(layer, 0.125)
-    (columns,) = recall.compare(layer, recall.PagedLayer(layer, statistics), truth, [37], 0.125)
-    assert columns["recall_of_mass"] == columns["recall_of_logit"] == 1
-    assert columns["mass"] == pytest.approx(1)
-    assert columns["cosine_p05"] == pytest.approx(1, abs=1e-5)
-
-
-def test_a_small_budget_reads_at_most_what_the_oracle_reads(layer):
-    truth = recall.attend_dense(layer, 0.125)
-    found = list(recall.compare(layer, recall.PagedLayer(layer, "bf16"), truth, [16, 8, 4], 0.125))
-    for columns in found:
-        assert 0 < columns["recall_of_mass"] < 1
-        assert columns["mass"] <= columns["oracle_mass"] + 1e-6 < 1
-    assert found[0]["mass"] > found[1]["mass"] > found[2]["mass"]
-
-
-def test_the_dense_truth_is_causal_attention(layer):
-    truth = recall.attend_dense(layer, 0.125)
-    query = layer.query.permute(1, 2, 0, 3).flatten(0, 1).float()
-    keys, values = (rows.float().repeat_interleave(4, dim=0) for rows in (layer.keys, layer.values))
-    mask = torch.arange(300) <= torch.arange(297, 300)[:, None]
-    expected = torch.nn.functional.scaled_dot_product_attention(query, keys, values, mask, scale=0.125)
-    torch.testing.assert_close(truth.output, expected.transpose(0, 1))
-    torch.testing.assert_close(truth.mass.sum(dim=-1), torch.ones(3, 2))
 
 
 def test_shapes_have_what_is_read_of_a_model():

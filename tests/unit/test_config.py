@@ -7,7 +7,15 @@ from annotated_types import Ge, Le
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_sparse_plugin.config import KEY, ResolvedConfig, SparseAttentionConfig, describe_fields, preset_names, resolve
+from vllm_sparse_plugin.config import (
+    KEY,
+    Diagnostics,
+    ResolvedConfig,
+    SparseAttentionConfig,
+    describe_fields,
+    preset_names,
+    resolve,
+)
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import (
     POLICIES,
@@ -24,8 +32,10 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def all_fields() -> list[tuple[str | None, str, object]]:
-    """(policy or None for the top level, key as the user writes it, pydantic's field)."""
-    found = [(None, name, field) for name, field in SparseAttentionConfig.model_fields.items() if name != "selection"]
+    """(policy, section or None for the top level; key as the user writes it; pydantic's field)."""
+    top = SparseAttentionConfig.model_fields
+    found = [(None, name, field) for name, field in top.items() if name not in ("selection", "diagnostics")]
+    found += [("diagnostics", name, field) for name, field in Diagnostics.model_fields.items()]
     for policy in POLICIES:
         found += [(policy.name(), field.alias or name, field) for name, field in policy.model_fields.items()]
     return found
@@ -51,11 +61,14 @@ def bounds(field) -> tuple[float, float]:
 
 
 def setting(policy: str | None, name: str, value: object) -> dict:
-    return {name: value} if policy is None else {"selection": {"policy": policy, name: value}}
+    if policy in (None, "diagnostics"):
+        return {policy: {name: value}} if policy else {name: value}
+    return {"selection": {"policy": policy, name: value}}
 
 
 def path_of(policy: str | None, name: str) -> str:
-    return f"{KEY}.{name}" if policy is None else f"{KEY}.selection.{name}"
+    section = {None: "", "diagnostics": "diagnostics."}.get(policy, "selection.")
+    return f"{KEY}.{section}{name}"
 
 
 def refusal(given_settings: object, preset: str = "unique") -> str:
@@ -190,14 +203,15 @@ def test_a_number_out_of_range_is_refused_with_the_range(policy, name, field, en
 @pytest.mark.parametrize(("policy", "name", "field"), BOUNDED, ids=ids(BOUNDED))
 def test_both_ends_of_a_range_are_accepted(policy, name, field):
     # What else the budget must hold is tested on its own.
-    others = {"budget_tokens": 1 << 20} if policy else {}
+    others = {"budget_tokens": 1 << 20} if "budget_tokens" in fields_of(policy) else {}
     for value in bounds(field):
         if name == "budget_tokens":
             others = {"sink_pages": 0} | ({"recent_pages": 0} if "recent_pages" in fields_of(policy) else {})
         given_settings = setting(policy, name, value)
         given_settings.get("selection", {}).update({key: other for key, other in others.items() if key != name})
         config = resolve(given_settings, "unique").config.model_dump(by_alias=True)
-        assert (config["selection"] if policy else config)[name] == value
+        section = path_of(policy, name).removeprefix(f"{KEY}.").rpartition(".")[0]
+        assert (config[section] if section else config)[name] == value
 
 
 @pytest.mark.parametrize(("policy", "name", "field"), BOUNDED, ids=ids(BOUNDED))
@@ -219,7 +233,7 @@ def test_a_value_that_is_not_among_the_choices_is_refused_with_the_choices(polic
         assert str(choice) in message
 
 
-ALLOWED_TOP = "selection, first_dense_layers, min_context_tokens, preset or config"
+ALLOWED_TOP = "selection, first_dense_layers, min_context_tokens, diagnostics, preset or config"
 ALLOWED_UNIQUE = "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics or lambda"
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
 ALLOWED_PRESETS = "dense, infllm, mean, quest, streaming_llm, unique or unique_wide"
@@ -297,6 +311,18 @@ BAD = {
         {"selection": {"policy": "streaming_llm", "budget_tokens": 16, "sink_pages": 2}},
         "sparse_attention.selection.budget_tokens: got 16, "
         "allowed: a multiple of page_size (8), from 24 to 1048576",
+    ),
+    "unknown key of the diagnostics": (
+        {"diagnostics": {"sample": 5}},
+        "sparse_attention.diagnostics.sample: unknown key (did you mean 'sample_every'?), allowed: sample_every",
+    ),
+    "value of the diagnostics": (
+        {"diagnostics": {"sample_every": -1}},
+        "sparse_attention.diagnostics.sample_every: got -1, allowed: an integer from 0 to 1073741824",
+    ),
+    "diagnostics that are no mapping": (
+        {"diagnostics": 5},
+        "sparse_attention.diagnostics: got 5, allowed: a mapping of settings",
     ),
     "unknown preset": (
         {"preset": "fast"},

@@ -17,6 +17,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin.admission import settings_of
 from vllm_sparse_plugin.config import ResolvedConfig, resolve
+from vllm_sparse_plugin.diagnostics.live import LayerQuality
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -100,6 +101,15 @@ def is_sparse_layer(layer: Attention, sparse: ResolvedConfig) -> bool:
     if sparse.pages is None or layer.sliding_window is not None:
         return False
     return extract_layer_index(owner) >= sparse.config.first_dense_layers
+
+
+def layer_quality(layer: Attention, vllm_config: VllmConfig) -> LayerQuality:
+    """What measures a layer's sampled tokens, its KV heads numbered over all tensor-parallel workers."""
+    parallel = vllm_config.parallel_config
+    total = vllm_config.model_config.get_total_num_kv_heads()
+    # Tensor-parallel workers are numbered first; with fewer heads than workers, some have copies of one.
+    first = parallel.rank % parallel.tensor_parallel_size * total // parallel.tensor_parallel_size
+    return LayerQuality(extract_layer_index(layer.layer_name), first)
 
 
 def report_memory(

@@ -25,8 +25,9 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin.attention import packing
-from vllm_sparse_plugin.attention.base import SparseBackend, is_sparse_layer, report_memory
+from vllm_sparse_plugin.attention.base import SparseBackend, is_sparse_layer, layer_quality, report_memory
 from vllm_sparse_plugin.config import ResolvedConfig
+from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import Selection
 
@@ -65,6 +66,8 @@ class DecodeTokens:
     """`[num_tokens]` int64, tokens that each may attend, itself included."""
     num_pages: torch.Tensor
     """`[num_tokens]` int64, complete pages among them."""
+    sampled: int | None = None
+    """Index of the token whose selection is measured, if one's is."""
 
 
 @dataclass
@@ -100,9 +103,12 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.pages is not None:
             packing.check_packing(self.isa, self.block_size, self.head_dim, self.pages.page_size, self.dtype)
         statistics = backend.statistics_layout(kv_cache_spec)
+        self.sampler = StepSampler(self.sparse.config.diagnostics.sample_every)
         for layer in layers.values():
             layer.impl.configure(self.sparse, self.isa, self.block_size, statistics)
             layer.impl.is_sparse = is_sparse_layer(layer, self.sparse)
+            if self.sampler.every:
+                layer.impl.quality = layer_quality(layer, vllm_config)
         for impl in {layer.impl.num_heads: layer.impl for layer in layers.values() if layer.impl.is_sparse}.values():
             impl.warm_up(self.kv_cache_spec)
         if statistics is not None:
@@ -139,6 +145,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             common.block_table_tensor[requests].long(),
             context_lens,
             context_lens // page_size,
+            self.sampler.pick(len(tokens)),
         )
         if len(tokens) < common.num_actual_tokens:
             metadata.dense_tokens = (~is_sparse).nonzero().squeeze(1)
@@ -186,6 +193,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
 
     is_sparse: bool = False
     """Whether decoding tokens of this layer attend sparsely."""
+    quality: LayerQuality | None = None
+    """Measures sampled tokens, if any are to be."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -281,6 +290,19 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         assert self.selection is not None
         grouped = query.unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
         pages = self.selection.select(grouped, self.statistics, decode.block_table, decode.num_pages)
+        if decode.sampled is not None and self.quality is not None:
+            token = slice(decode.sampled, decode.sampled + 1)
+            self.quality.record(
+                grouped[token],
+                self.keys,
+                self.values,
+                decode.block_table[decode.sampled],
+                int(decode.context_lens[decode.sampled]),
+                pages[token],
+                self.scale,
+                self.sinks,
+                self.logits_soft_cap,
+            )
         return attend_pages(
             grouped,
             self.keys,

@@ -28,8 +28,16 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
 from vllm_sparse_plugin.admission import CUDA_HEAD_SIZES, CUDA_KERNEL_BLOCK
-from vllm_sparse_plugin.attention.base import DecodeRun, SparseBackend, decode_runs, is_sparse_layer, report_memory
+from vllm_sparse_plugin.attention.base import (
+    DecodeRun,
+    SparseBackend,
+    decode_runs,
+    is_sparse_layer,
+    layer_quality,
+    report_memory,
+)
 from vllm_sparse_plugin.config import ResolvedConfig
+from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
 from vllm_sparse_plugin.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -109,6 +117,8 @@ class SparseCUDAMetadata(FlashAttentionMetadata):
     speculate differently far."""
     prefill: FlashAttentionMetadata | None = None
     """Metadata of the batch that the other requests form; None if there are none."""
+    sampled: int | None = None
+    """Index of the decoding token whose selection is measured, if one's is."""
 
 
 class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -127,9 +137,12 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         backend: type[SparseCUDABackend] = next(iter(layers.values())).attn_backend
         sparse = backend.config()
         statistics = backend.statistics_layout(kv_cache_spec)
+        self.sampler = StepSampler(sparse.config.diagnostics.sample_every)
         for layer in layers.values():
             layer.impl.configure(sparse, self.block_size, statistics)
             layer.impl.is_sparse = is_sparse_layer(layer, sparse)
+            if self.sampler.every:
+                layer.impl.quality = layer_quality(layer, vllm_config)
         self.any_dense_layer = not all(layer.impl.is_sparse for layer in layers.values())
         self.any_sparse_layer = any(layer.impl.is_sparse for layer in layers.values())
         if statistics is not None:
@@ -161,6 +174,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                 slot_mapping=common.slot_mapping,
             )
         metadata.num_decode_tokens = num_decode_tokens
+        metadata.sampled = self.sampler.pick(num_decode_tokens)
         if num_decodes:
             dense = self._dense_requests(common, num_decodes)
             for run in runs:
@@ -228,6 +242,8 @@ class SparseCUDAImpl(FlashAttentionImpl):
     can_return_lse_for_decode: bool = False
     is_sparse: bool = False
     """Whether decoding tokens of this layer attend sparsely."""
+    quality: LayerQuality | None = None
+    """Measures sampled tokens, if any are to be."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -241,6 +257,7 @@ class SparseCUDAImpl(FlashAttentionImpl):
         """What the metadata builder knows of the cache, for the layer's own use."""
         # Without a selection nothing follows from the size of a page.
         self.page_size = sparse.pages.page_size if sparse.pages else CUDA_KERNEL_BLOCK
+        self.selection = sparse.pages
         self.decode_settings = sparse.pages.decode_settings() if sparse.pages else None
         self.dense_tokens = sparse.config.min_context_tokens - 1
         self.block_size = block_size
@@ -326,6 +343,33 @@ class SparseCUDAImpl(FlashAttentionImpl):
                 value_scale=scales._v_scale if eight_bit_cache else None,
                 out=output[decode.tokens],
             )
+            sampled = attn_metadata.sampled
+            if sampled is not None and decode.tokens.start <= sampled < decode.tokens.stop:
+                self._measure(query, decode, sampled, scales)
         if attn_metadata.prefill:
             dense(attn_metadata.prefill, attn_metadata.num_decode_tokens)
         return output
+
+    def _measure(self, query: torch.Tensor, decode: DecodeRequests, sampled: int, scales: Any) -> None:
+        """Records the quality of one token's selection; waits for the device, so never part of a CUDA graph."""
+        assert self.selection is not None
+        if self.quality is None:
+            return
+        per_request = (decode.tokens.stop - decode.tokens.start) // len(decode.seq_lens)
+        request, index = divmod(sampled - decode.tokens.start, per_request)
+        context = int(decode.seq_lens[request]) - (per_request - 1 - index)
+        complete = context // self.page_size
+        if context <= self.dense_tokens or complete <= self.selection.budget_pages or decode.dense[request]:
+            return
+        scale, row = self.scale, query[sampled : sampled + 1]
+        if row.dtype.itemsize == 1:
+            scale *= float(scales._q_scale)
+        if self.keys.view.dtype.itemsize == 1:
+            scale *= float(scales._k_scale)
+        grouped = row.to(torch.bfloat16).unflatten(1, (self.num_kv_heads, -1))
+        table = decode.block_table[request]
+        num_pages = torch.tensor([complete], device=query.device)
+        pages = self.selection.select(grouped, self.statistics, table[None].long(), num_pages)
+        self.quality.record(
+            grouped, self.keys, self.values, table, context, pages, scale, self.sink_logits, self.logits_soft_cap
+        )

@@ -218,9 +218,7 @@ def _correct(results: list[Result]) -> int:
     return sum(result.score == 1 for result in results)
 
 
-def _enough(
-    backend: str, reference: str, results: dict[str, list[Result]], min_ratio: float, console: Console
-) -> bool:
+def _enough(backend: str, reference: str, results: dict[str, list[Result]], min_ratio: float, console: Console) -> bool:
     """Print the total and return whether the sparse accuracy reaches `min_ratio` of the dense one."""
     correct = {name: _correct(part) for name, part in results.items()}
     if correct[reference] == 0:

@@ -1,0 +1,284 @@
+import json
+import math
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry, generate_latest
+from sparse_kernels.paging import PagedTensor
+
+from vllm_sparse_plugin.cli import main
+from vllm_sparse_plugin.diagnostics import live
+from vllm_sparse_plugin.diagnostics.forward import LayerInputs, PagedLayer
+from vllm_sparse_plugin.diagnostics.quality import Quality, measure
+from vllm_sparse_plugin.policies import POLICIES, QuestSelection, Selection, StreamingLLMSelection, UniqueSelection
+
+PAGE = 4
+HEADS, GROUP, SIZE = 2, 3, 8
+
+
+def by_hand(query, keys, values, context, pages, scale, sinks, softcap) -> dict[str, list[float]]:
+    """One query token, one head and one token after the other, in Python's floats."""
+    result = {name: [] for name in Quality._fields}
+    complete = context // PAGE
+    for head in range(HEADS):
+        read = {int(page) for page in pages[head] if page >= 0}
+        shares, cosines = [[0.0] * (complete + 1) for _ in range(GROUP)], []
+        for g in range(GROUP):
+            logits = [float(query[head, g].double() @ keys[head, n].double()) * scale for n in range(context)]
+            if softcap:
+                logits = [softcap * math.tanh(x / softcap) for x in logits]
+            weights = [math.exp(x) for x in logits]
+            for n, weight in enumerate(weights):
+                shares[g][n // PAGE] += weight / sum(weights)
+            sink = 0.0 if sinks is None else math.exp(float(sinks[head * GROUP + g]))
+            outputs = []
+            for seen in (range(context), [n for n in range(context) if n // PAGE in read or n // PAGE == complete]):
+                total = sum(weights[n] for n in seen) + sink
+                outputs.append(sum(weights[n] / total * values[head, n].double() for n in seen))
+            cosines.append(float(torch.nn.functional.cosine_similarity(*outputs, dim=0)))
+        share = [sum(of_head[p] for of_head in shares) / GROUP for p in range(complete + 1)]
+        best = sorted(range(complete), key=lambda p, share=share: (-share[p], p))[: len(read)]
+        result["mass"].append(sum(share[p] for p in read) + share[complete])
+        result["oracle_mass"].append(sum(share[p] for p in best) + share[complete])
+        result["recall"].append(len(read & set(best)) / len(read))
+        result["cosine"].append(sum(cosines) / GROUP)
+    return result
+
+
+@pytest.mark.parametrize("softcap", [0.0, 2.0], ids=["plain", "softcap"])
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 4, HEADS * GROUP)], ids=["plain", "sinks"])
+def test_quality_is_what_a_loop_finds(sinks, softcap):
+    torch.manual_seed(1)
+    contexts = [37, 38, 40]
+    query = torch.randn(3, HEADS, GROUP, SIZE).bfloat16()
+    keys, values = torch.randn(HEADS, 40, SIZE).bfloat16(), torch.randn(HEADS, 40, SIZE).bfloat16()
+    pages = torch.tensor([[[0, 3, 8], [1, 5, -1]], [[0, 3, 8], [6, 7, 8]], [[0, 4, 9], [2, 5, -1]]])
+    quality = measure(query, keys, values, torch.tensor(contexts), pages, PAGE, 0.5, sinks, softcap)
+    for token, context in enumerate(contexts):
+        expected = by_hand(query[token], keys, values, context, pages[token], 0.5, sinks, softcap)
+        for name, found in quality._asdict().items():
+            torch.testing.assert_close(found[token], torch.tensor(expected[name]), atol=1e-5, rtol=1e-5, msg=name)
+
+
+def test_reading_everything_is_perfect():
+    query = torch.randn(1, HEADS, GROUP, SIZE)
+    keys, values = torch.randn(2, HEADS, 19, SIZE)
+    pages = torch.arange(4).expand(1, HEADS, 4)
+    quality = measure(query, keys, values, torch.tensor([19]), pages, PAGE, 0.3)
+    for part in quality:
+        torch.testing.assert_close(part, torch.ones(1, HEADS))
+
+
+def test_reading_the_best_pages_is_the_oracle():
+    query = torch.randn(1, HEADS, GROUP, SIZE) * 3
+    keys, values = torch.randn(2, HEADS, 32, SIZE)
+    weights = torch.einsum("qhgd,hnd->qhgn", query, keys).softmax(dim=-1)
+    best = weights.unflatten(-1, (8, PAGE)).sum(dim=-1).mean(dim=2).topk(3, dim=-1).indices
+    quality = measure(query, keys, values, torch.tensor([32]), best, PAGE, 1.0)
+    assert quality.recall.eq(1).all()
+    torch.testing.assert_close(quality.mass, quality.oracle_mass)
+    assert quality.mass.lt(1).all()
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_one_step_in_so_many_is_sampled_and_not_always_the_same_token(every):
+    sampler = live.StepSampler(every)
+    picked = [sampler.pick(num_tokens=4) for _ in range(8 * every)]
+    assert [i for i, token in enumerate(picked) if token is not None] == list(range(every - 1, 8 * every, every))
+    assert set(picked) - {None} == {0, 1, 2, 3}
+
+
+def test_no_sampling_picks_nothing():
+    sampler = live.StepSampler(0)
+    assert [sampler.pick(4) for _ in range(5)] == [None] * 5
+    assert live.StepSampler(1).pick(0) is None
+
+
+@pytest.fixture
+def registry(monkeypatch: pytest.MonkeyPatch) -> CollectorRegistry:
+    for name in (live._VLLM_FOLDER, live._OUR_FOLDER):
+        monkeypatch.delenv(name, raising=False)
+    found = CollectorRegistry()
+    monkeypatch.setattr(live, "REGISTRY", found)
+    return found
+
+
+def samples(registry: CollectorRegistry) -> dict[tuple[str, str, str], float]:
+    found = {}
+    for family in registry.collect():
+        assert family.type == "summary"
+        for sample in family.samples:
+            found[sample.name, sample.labels["layer"], sample.labels["kv_head"]] = sample.value
+    return found
+
+
+def record(layer: int, first_kv_head: int, seed: int) -> Quality:
+    generator = torch.Generator().manual_seed(seed)
+    block_rows = torch.randn(5, HEADS, 16, 2 * SIZE, generator=generator).bfloat16()
+    keys, values = (PagedTensor.from_rows(rows, PAGE) for rows in block_rows.split(SIZE, dim=-1))
+    query = torch.randn(1, HEADS, GROUP, SIZE, generator=generator)
+    table, context, pages = torch.tensor([3, 1, 4, 0]), 45, torch.tensor([[[0, 3, 9], [1, 2, 10]]])
+    live.LayerQuality(layer, first_kv_head).record(query, keys, values, table, context, pages, 0.4, None, 0.0)
+    tokens = block_rows[table].transpose(0, 1).flatten(1, 2)[:, :context]
+    return measure(query, *tokens.split(SIZE, dim=-1), torch.tensor([context]), pages, PAGE, 0.4)
+
+
+def test_what_is_recorded_reaches_the_registry_of_the_process_that_serves_metrics(registry, monkeypatch):
+    live.expose()
+    live.expose()  # as every process of an engine does
+    first, second = record(7, 2, seed=0), record(7, 2, seed=1)
+    record(8, 2, seed=2)
+    found = samples(registry)
+    for field, name in (("mass", "attention_mass"), ("recall", "page_recall"), ("cosine", "output_cosine")):
+        for head in range(HEADS):
+            expected = sum(float(getattr(quality, field)[0, head]) for quality in (first, second))
+            where = "7", str(2 + head)
+            assert found[f"vllm_sparse_{name}_sum", *where] == pytest.approx(expected)
+            assert found[f"vllm_sparse_{name}_count", *where] == 2
+    assert len(found) == 3 * 2 * 2 * HEADS
+    assert b"# TYPE vllm_sparse_page_recall summary" in generate_latest(registry)
+    # A worker that was started meanwhile adds to the same numbers.
+    with monkeypatch.context() as worker:
+        worker.setattr(os, "getpid", lambda: 99_999_999)
+        live._file.cache_clear()
+        record(7, 2, seed=0)
+    live._file.cache_clear()
+    assert samples(registry)["vllm_sparse_page_recall_count", "7", "2"] == 3
+
+
+def test_where_vllm_collects_from_files_they_are_put_beside_its_own(registry, monkeypatch, tmp_path):
+    monkeypatch.setenv(live._VLLM_FOLDER, str(tmp_path))
+    live.expose()
+    record(0, 0, seed=0)
+    assert samples(registry) == {}
+    live.MultiProcessCollector(registry, path=str(tmp_path))
+    assert samples(registry)["vllm_sparse_attention_mass_count", "0", "1"] == 1
+
+
+SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
+
+
+@pytest.fixture
+def inputs() -> LayerInputs:
+    """Queries at the positions 297 to 299 that match some keys well."""
+    keys, values = torch.randn(2, 2, 300, 64).bfloat16()
+    query = torch.randn(3, 2, 4, 64) + 2 * keys[:, [40, 41, 250]].transpose(0, 1).unsqueeze(2).float()
+    return LayerInputs(query.bfloat16(), keys, values, 0.125)
+
+
+@pytest.mark.parametrize("policy", SELECTIONS, ids=lambda policy: policy.name())
+def test_a_larger_budget_gets_more_and_one_of_everything_all(policy, inputs):
+    paged = PagedLayer(inputs, policy())
+    found = [paged.quality(policy(budget_tokens=8 * pages)) for pages in (4, 8, 16, 37)]
+    masses = [float(quality.mass.mean()) for quality in found]
+    assert masses[:3] == sorted(set(masses[:3]))
+    for quality in found[:3]:
+        assert (quality.mass <= quality.oracle_mass + 1e-6).all()
+        assert quality.recall.mean() < 1
+    for part in found[3]:
+        torch.testing.assert_close(part, torch.ones_like(part))
+
+
+def test_the_pages_judged_are_those_of_the_policys_score(inputs):
+    """Quest with exact bounds, from its formula alone."""
+    selection = QuestSelection(budget_tokens=64, statistics="bf16", sink_pages=0, recent_pages=0)
+    quality = PagedLayer(inputs, selection).quality()
+    pages = inputs.keys[:, :296].float().unflatten(1, (37, 8))
+    query = inputs.query.float()[..., None, :]
+    products = torch.maximum(query * pages.amax(dim=2)[None, :, None], query * pages.amin(dim=2)[None, :, None])
+    scores = products.sum(dim=-1).amax(dim=2).bfloat16()
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :8]
+    expected = measure(inputs.query, inputs.keys, inputs.values, inputs.context_lens, best, 8, 0.125)
+    for found, wanted in zip(quality, expected, strict=True):
+        torch.testing.assert_close(found, wanted)
+
+
+def test_streaming_llm_misses_what_lies_between(inputs):
+    ours, window = (PagedLayer(inputs, policy(budget_tokens=64)) for policy in (UniqueSelection, StreamingLLMSelection))
+    assert ours.quality().mass.mean() > window.quality().mass.mean() + 0.1
+
+
+def refused(monkeypatch, capsys, *arguments: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["vllm-sparse", "diagnose", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    return err.removeprefix("error: ").rstrip("\n")
+
+
+REFUSED = {
+    "dense": (["--backend", "dense"], "backend: got 'dense', allowed: unique, quest, infllm, mean or streaming_llm"),
+    "unknown backend": (["--backend", "h2o"], "backend: got 'h2o', allowed: unique, "),
+    "budget": (
+        ["--budget-tokens", "100"],
+        "sparse_attention.selection.budget_tokens: got 100, allowed: a multiple of ",
+    ),
+    "dense by its settings": (
+        ["--additional-config", '{"sparse_attention": {"selection": {"policy": "dense"}}}'],
+        "sparse_attention.selection.budget_tokens: unknown key, allowed: policy",
+    ),
+    "settings": (["--additional-config", '{"sparse_attention": 5}'], "sparse_attention: got 5, allowed: a JSON object"),
+    "layer": (["--layer", "8"], "layer: got 8, allowed: 0 to 7"),
+    "model": (["--model", "/nonexistent"], "model: got '/nonexistent', allowed: a folder with a config.json "),
+    "no file": (["--prompts", "/nonexistent"], "prompts: got '/nonexistent' (No such file or directory), allowed: "),
+    "context": (["--context", "100"], "context: got 100 tokens, allowed: from 4096 to 32768"),
+    "task": (["--task", "riddle"], "task: got 'riddle', allowed: single, "),
+    "questions": (["--questions", "0"], "questions: got 0, allowed: 1 or more"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_diagnose_refuses(case, monkeypatch, capsys):
+    arguments, sentence = REFUSED[case]
+    assert refused(monkeypatch, capsys, *arguments).startswith(sentence)
+
+
+BAD_PROMPTS = {
+    "empty": ("\n", "without a line, allowed: one or more"),
+    "no JSON": ('{"prompt": "a"}\n{', "prompts: got '{' in line 2, allowed: a JSON object with the text `prompt`"),
+    "no prompt": ('{"completion": "a"}', "in line 1, allowed: a JSON object"),
+    "number": ('{"prompt": 5}', "in line 1, allowed: a JSON object"),
+    "list": ("[1]", "prompts: got '[1]' in line 1, allowed: a JSON object"),
+    "too long": (json.dumps({"prompt": "word " * 40_000}), "tokens in line 1, allowed: the model's 32768"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_PROMPTS)
+def test_diagnose_refuses_prompts(case, monkeypatch, capsys, tmp_path):
+    text, sentence = BAD_PROMPTS[case]
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    assert sentence in refused(monkeypatch, capsys, "--prompts", str(path))
+
+
+def test_diagnose_of_prompts(monkeypatch, capsys, tmp_path):
+    prompts, report = tmp_path / "prompts.jsonl", tmp_path / "report.jsonl"
+    text = " ".join(f"line {i}: return value_{i * 37 % 101}" for i in range(80))
+    lines = [{"prompt": text}, {"prompt": text, "completion": " line 80: return value_31"}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    arguments = ["--prompts", str(prompts), "--backend", "unique", "--backend", "streaming_llm", "--layer", "2"]
+    arguments += ["--budget-tokens", "128", "--budget-tokens", "64", "--queries", "5", "--by", "head"]
+    monkeypatch.setattr(sys, "argv", ["vllm-sparse", "diagnose", *arguments, "--json", str(report)])
+    monkeypatch.setenv("COLUMNS", "200")
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    run, *rows = map(json.loads, Path(report).read_text().splitlines())
+    assert run["model"] == "needle-8m"
+    # Prompts, backends, budgets, KV heads.
+    assert len(rows) == 2 * 2 * 2 * 2
+    assert {row["layer"] for row in rows} == {2}
+    assert {row["queries"] for row in rows if row["prompt"] == "line 1"} == {5}
+    assert rows[-1]["queries"] > 5
+    by_budget = {
+        budget: sum(row["mass"] for row in rows if row["budget_tokens"] == budget and row["backend"] == "unique")
+        for budget in (64, 128)
+    }
+    assert 0 < by_budget[64] < by_budget[128]
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("│")]
+    assert len(table) == 2 * 2 * 2

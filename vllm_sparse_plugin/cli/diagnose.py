@@ -1,0 +1,243 @@
+"""The command `vllm-sparse diagnose`: what selections get of dense attention, by layer, head and budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from vllm_sparse_plugin.cli.arguments import parse_additional_config
+from vllm_sparse_plugin.cli.provenance import open_report
+from vllm_sparse_plugin.config import KEY, resolve
+from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.needles import MIN_CONTEXT_TOKENS, STRESS_TASKS, TASKS, build_questions
+from vllm_sparse_plugin.policies import Selection
+from vllm_sparse_plugin.registration import BACKENDS
+
+DEFAULT_BUDGETS = (512, 256, 128, 64)
+_COLUMNS = ("mass", "oracle_mass", "recall", "cosine")
+
+
+class _Prompt(NamedTuple):
+    name: str
+    tokens: list[int]
+    queries: int
+    """How many of the newest tokens have their queries measured."""
+
+
+class _Compared(NamedTuple):
+    backend: str
+    """Whose preset."""
+    first_dense_layers: int
+    budgets: list[Selection]
+    """The selection with each budget."""
+
+
+def diagnose(
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder; models/needle-8m of the checkout if left out.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with `prompt` and, if not the prompt's own end is of interest, `completion`; needle "
+            "questions with their answers if left out."
+        ),
+    ] = None,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Attention backend of ours whose preset to judge, repeatable; unique.")
+    ] = None,
+    additional_config: Annotated[
+        str, typer.Option(help="JSON, as given to vLLM's --additional-config, for each backend.", metavar="JSON")
+    ] = "{}",
+    budget_tokens: Annotated[
+        list[int] | None,
+        typer.Option(help=f"Budget, repeatable; {choices(map(str, DEFAULT_BUDGETS))}."),
+    ] = None,
+    layer: Annotated[list[int] | None, typer.Option(min=0, help="Layer, repeatable; all of them.")] = None,
+    queries: Annotated[
+        int, typer.Option(min=1, help="Newest tokens whose queries are measured where there is no completion.")
+    ] = 16,
+    context: Annotated[int, typer.Option(help="Context of needle questions in tokens.")] = 8192,
+    task: Annotated[
+        list[str] | None, typer.Option(help=f"Task of needle questions, repeatable; {', '.join(TASKS)}.")
+    ] = None,
+    questions: Annotated[int, typer.Option(help="Needle questions for each task.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of documents and needles.")] = 0,
+    by: Annotated[
+        Literal["budget", "layer", "head"], typer.Option(help="What each line of the table is for.")
+    ] = "budget",
+    device: Annotated[str | None, typer.Option(help="Torch device; the GPU if there is one.")] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write a JSON line for the run and one for each layer and head.", metavar="PATH"),
+    ] = None,
+) -> None:
+    """Run a model once over each prompt and compare each policy's selections with dense attention.
+
+    For every layer, KV head and budget: the share of true attention weight on the tokens read, beside that of an oracle
+    that reads as many pages; the share of the oracle's pages read; and the cosine of the outputs. Means over the tokens
+    that produce the completion, or the newest of the prompt.
+    """
+    model = (model or Path(__file__).parents[2] / "models" / "needle-8m").resolve()
+    compared = [
+        _compared(name, additional_config, budget_tokens or list(DEFAULT_BUDGETS)) for name in backend or ["unique"]
+    ]
+    limit, layers = _limits(model)
+    if layer and max(layer) >= layers:
+        raise ConfigurationError(f"layer: got {max(layer)}, allowed: 0 to {layers - 1}")
+    given = None if prompts is None else _read(prompts)
+    # Imported late: bad input need not wait for them.
+    import torch
+    from transformers import AutoTokenizer
+
+    from vllm_sparse_plugin.diagnostics.forward import load
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):
+        raise ConfigurationError(f"model: got {str(model)!r}, allowed: a folder with a tokenizer") from None
+    console = Console()
+    if given is None:
+        _check_needles(context, task or list(TASKS), questions, limit)
+        with console.status("Writing the questions"):
+            given = [
+                {"name": f"{kind} {number}", "prompt": question.prompt, "completion": f" {question.answer}"}
+                for kind in task or TASKS
+                for number, question in enumerate(build_questions(tokenizer, kind, context, questions, seed))
+            ]
+    encoded = [_encode(tokenizer, one, queries, limit) for one in given]
+    rows: list[dict[str, Any]] = []
+    with open_report(json_path, model, "json") as report:
+        run = load(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        for prompt in track(encoded, "Comparing", console=console, transient=True):
+            for index, inputs in enumerate(run(prompt.tokens, prompt.queries)):
+                if inputs is None or (layer and index not in layer):
+                    continue
+                for row in _rows(prompt, index, inputs, compared):
+                    rows.append(row)
+                    print(json.dumps(row), file=report, flush=True)
+    if not rows:
+        raise ConfigurationError("layer: got none that selects pages, allowed: a layer of full attention")
+    console.print(_table(rows, by))
+
+
+def _compared(backend: str, additional_config: str, budgets: list[int]) -> _Compared:
+    known = [name.lower() for name, preset in BACKENDS.items() if resolve(None, preset).pages]
+    if backend.lower() not in known:
+        raise ConfigurationError(f"backend: got {backend!r}, allowed: {choices(known)}")
+    settings = parse_additional_config(additional_config).get(KEY) or {}
+    selections = []
+    for budget in budgets:
+        merged = settings
+        if isinstance(settings, dict) and isinstance(settings.get("selection", {}), dict):
+            merged = settings | {"selection": settings.get("selection", {}) | {"budget_tokens": budget}}
+        resolved = resolve(merged, BACKENDS[backend.upper()])
+        if resolved.pages is None:
+            raise ConfigurationError(f"{KEY}.selection.policy: got 'dense', allowed: one that selects pages")
+        selections.append(resolved.pages)
+    return _Compared(backend.lower(), resolved.config.first_dense_layers, selections)
+
+
+def _limits(model: Path) -> tuple[int, int]:
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        return int(config["max_position_embeddings"]), int(config["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigurationError(
+            f"model: got {str(model)!r}, allowed: a folder with a config.json that has max_position_embeddings and "
+            "num_hidden_layers"
+        ) from None
+
+
+def _read(path: Path) -> list[dict[str, str]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no file of UTF-8 text"
+        raise ConfigurationError(f"prompts: got {str(path)!r} ({reason}), allowed: a readable file") from None
+    found = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            entry = None
+        texts = [entry.get("prompt"), entry.get("completion", "")] if isinstance(entry, dict) else [None]
+        if not all(isinstance(text, str) for text in texts) or not texts[0]:
+            raise ConfigurationError(
+                f"prompts: got {line[:60]!r} in line {number}, allowed: a JSON object with the text `prompt` and "
+                "perhaps `completion`"
+            )
+        found.append({"name": f"line {number}", "prompt": texts[0], "completion": texts[1]})
+    if not found:
+        raise ConfigurationError(f"prompts: got {str(path)!r} without a line, allowed: one or more")
+    return found
+
+
+def _check_needles(context: int, tasks: list[str], questions: int, limit: int) -> None:
+    if not MIN_CONTEXT_TOKENS <= context <= limit:
+        raise ConfigurationError(f"context: got {context} tokens, allowed: from {MIN_CONTEXT_TOKENS} to {limit}")
+    for task in tasks:
+        if task not in (*TASKS, *STRESS_TASKS):
+            raise ConfigurationError(f"task: got {task!r}, allowed: {choices((*TASKS, *STRESS_TASKS))}")
+    if questions < 1:
+        raise ConfigurationError(f"questions: got {questions}, allowed: 1 or more")
+
+
+def _encode(tokenizer: Any, given: dict[str, str], queries: int, limit: int) -> _Prompt:
+    tokens = tokenizer.encode(given["prompt"])
+    completion = tokenizer.encode(given["completion"], add_special_tokens=False) if given["completion"] else []
+    if completion:
+        # The last token asks for what comes after it.
+        tokens, queries = [*tokens, *completion[:-1]], len(completion)
+    if len(tokens) > limit:
+        raise ConfigurationError(f"prompts: got {len(tokens)} tokens in {given['name']}, allowed: the model's {limit}")
+    return _Prompt(given["name"], tokens, min(queries, len(tokens)))
+
+
+def _rows(prompt: _Prompt, index: int, inputs: Any, compared: list[_Compared]) -> Iterator[dict[str, Any]]:
+    """One for each backend, budget and KV head of a layer."""
+    from vllm_sparse_plugin.diagnostics.forward import PagedLayer
+
+    for backend, first_dense_layers, selections in compared:
+        if index < first_dense_layers:
+            continue
+        paged = PagedLayer(inputs, selections[0])
+        for selection in selections:
+            quality = paged.quality(selection)
+            for head in range(inputs.keys.shape[0]):
+                yield {
+                    "prompt": prompt.name,
+                    "context_tokens": len(prompt.tokens),
+                    "queries": prompt.queries,
+                    "backend": backend,
+                    "policy": selection.name(),
+                    "page_size": selection.page_size,
+                    "budget_tokens": selection.budget_tokens,
+                    "layer": index,
+                    "kv_head": head,
+                    **{name: round(getattr(quality, name)[:, head].mean().item(), 6) for name in _COLUMNS},
+                }
+
+
+def _table(rows: list[dict[str, Any]], by: str) -> Table:
+    """Means over everything that has no column of its own."""
+    keys = ["backend", "budget_tokens", *{"budget": [], "layer": ["layer"], "head": ["layer", "kv_head"]}[by]]
+    table = Table(*(key.replace("_", " ") for key in keys), title="Selections beside dense attention, means")
+    for column in _COLUMNS:
+        table.add_column(column.replace("_", " "), justify="right")
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    for group, found in groups.items():
+        means = (sum(row[column] for row in found) / len(found) for column in _COLUMNS)
+        table.add_row(*map(str, group), *(f"{mean:.4f}" for mean in means))
+    return table
