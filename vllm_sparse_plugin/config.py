@@ -126,10 +126,17 @@ def describe_fields() -> list[tuple[str, str, Any, str]]:
     """Every field of the schema, for documentation: (dotted name, allowed values, default, description)."""
     names = [policy.name() for policy in POLICIES]
     rows = [("selection.policy", choices(names), names[0], "Which pages a decode step reads.")]
-    for key, field in _SECTIONS["selection"].items():
-        owners = [policy.name() for policy in POLICIES if key in _keys(policy)]
-        if key != "policy":
-            rows.append(_row(f"selection.{key}", field, "" if key in _keys(Selection) else f"{', '.join(owners)}: "))
+    for key in _SECTIONS["selection"]:
+        if key == "policy":
+            continue
+        # Policies may allow different values for a setting of one name.
+        owners: dict[tuple[str, Any, str | None], list[str]] = {}
+        for policy in POLICIES:
+            if field := _fields(policy).get(key):
+                owners.setdefault((_allowed(field), field.default, field.description), []).append(policy.name())
+        for names in owners.values():
+            field = next(_fields(policy)[key] for policy in POLICIES if policy.name() == names[0])
+            rows.append(_row(f"selection.{key}", field, "" if key in _keys(Selection) else f"{', '.join(names)}: "))
     top = {name: field for name, field in SparseAttentionConfig.model_fields.items() if name not in _SECTIONS}
     rows += [_row(name, field, "") for name, field in top.items()]
     for section, fields in _SECTIONS.items():
@@ -207,7 +214,7 @@ def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
         case "union_tag_invalid" | "union_tag_not_found":
             got = got.get("policy") if isinstance(got, dict) else got
             return f"{name}.policy{where}: got {got!r}, allowed: {choices(sorted(tags))}"
-    field = _field(path)
+    field = _field(path, error["loc"])
     return f"{name}{where}: got {got!r}, allowed: {_allowed(field) if field else 'a mapping of settings'}"
 
 
@@ -220,12 +227,18 @@ def _known_keys(section: tuple[int | str, ...]) -> list[str]:
 
 
 def _keys(policy: type[Policy]) -> list[str]:
-    return [field.alias or name for name, field in policy.model_fields.items()]
+    return list(_fields(policy))
 
 
-def _field(path: list[str]) -> FieldInfo | None:
+def _fields(policy: type[Policy]) -> dict[str, FieldInfo]:
+    return {field.alias or name: field for name, field in policy.model_fields.items()}
+
+
+def _field(path: list[str], location: tuple[int | str, ...]) -> FieldInfo | None:
     if path[:1] and path[0] in _SECTIONS:
-        return _SECTIONS[path[0]].get(path[1]) if len(path) > 1 else None
+        policy = next((policy for policy in POLICIES if path[0] == "selection" and policy.name() in location), None)
+        fields = _fields(policy) if policy else _SECTIONS[path[0]]
+        return fields.get(path[1]) if len(path) > 1 else None
     return SparseAttentionConfig.model_fields.get(path[0]) if path else None
 
 

@@ -477,7 +477,8 @@ def write_page(path: Path, results: Path, check: bool) -> None:
     page = Page(found, path.parent)
     text = path.read_text(encoding="utf-8")
     new = rendered(text, page)
-    if check:
-        sys.exit(0 if new == text else "bench/study/README.md is out of date: run python -m bench.study report")
-    path.write_text(new, encoding="utf-8")
-    page.draw()
+    if not check:
+        path.write_text(new, encoding="utf-8")
+        page.draw()
+    elif new != text:
+        sys.exit("bench/study/README.md is out of date: run python -m bench.study report")
