@@ -119,6 +119,8 @@ class Results:
 def collect_runs(raw: list[Path], output: Path) -> None:
     """Fold what `run` wrote into one line for each setting and length, after the lines of the runs.
 
+    Collected files may be among `raw`: their documents join those of the others.
+
     Raises:
         ConfigurationError: if a file cannot be read or written.
     """
@@ -128,6 +130,14 @@ def collect_runs(raw: list[Path], output: Path) -> None:
         if run.rows:
             abouts.append(run.about)
         for row in run.rows:
+            if "document" not in row:
+                kept = Cell(**row)
+                key = kept.context_tokens, kept.look_alikes, kept.setting
+                cell = cells.setdefault(key, Cell(key[2], key[0], key[1]))
+                cell.pages_read += kept.pages_read * len(kept.right)
+                cell.right |= kept.right
+                cell.loss |= kept.loss
+                continue
             name = row["document"].removeprefix(f"{TEXT}-")
             task, context, _, index = name.split("-")
             key = int(context), task in STRESS_TASKS, row["setting"]

@@ -338,9 +338,21 @@ class Page:
             spread = math.sqrt(sum((each - mean) ** 2 for each in differences) / max(len(differences) - 1, 1))
             error = 1.96 * spread / math.sqrt(len(differences))
             rows.append(
-                [f"`{setting.name}`", f"{math.exp(loss):.3f}", f"{mean:+.4f} ± {error:.4f}", self.share(setting)]
+                [
+                    f"`{setting.name}`",
+                    str(len(cell.loss)),
+                    f"{math.exp(loss):.3f}",
+                    f"{mean:+.4f} ± {error:.4f}",
+                    self.share(setting),
+                ]
             )
-        headings = ["setting", "perplexity of the newest text", "loss minus dense, paired", "needles answered"]
+        headings = [
+            "setting",
+            "documents",
+            "perplexity of the newest text",
+            "loss minus dense, paired",
+            "needles answered",
+        ]
         return table(headings, rows) if rows else _NOT_YET
 
     def agreement(self) -> str:

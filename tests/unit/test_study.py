@@ -365,6 +365,15 @@ def test_a_run_goes_on_where_time_ended_it(tmp_path, monkeypatch):
     assert dense.loss.keys() == dense.right.keys() == {"kv-0"}
     assert len(results.cells) == 3
 
+    alone, joined = tmp_path / "answers.jsonl", tmp_path / "joined.jsonl"
+    lines = output.read_text().splitlines(keepends=True)
+    alone.write_text("".join(line for line in lines if '"loss"' not in line))
+    data.collect_runs([alone], alone)
+    text = tmp_path / "text.jsonl"
+    text.write_text("".join(line for line in lines if '"right"' not in line))
+    data.collect_runs([alone, text], joined)
+    assert data.Results(joined).cells == results.cells
+
 
 def test_comparisons_are_paired():
     pytest.importorskip("scipy")
