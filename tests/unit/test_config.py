@@ -181,7 +181,7 @@ def test_described_fields_are_all_fields_with_their_defaults():
     rows = describe_fields()
     names = [name for name, *_ in rows]
     assert set(names) == {path_of(policy, name).removeprefix(f"{KEY}.") for policy, name, _ in FIELDS}
-    assert len(names) == len(set(names))
+    assert len(rows) == len({(name, allowed) for name, allowed, *_ in rows})
     for name, allowed, default, description in rows:
         found = {field.default for _, key, field in FIELDS if key == name.rpartition(".")[2]}
         assert name == "selection.policy" or found == {default}
