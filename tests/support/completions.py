@@ -23,6 +23,10 @@ class StubServer:
     forces: bool = True
     logprob: float = -0.5
     """Of every token."""
+    body: str | None = None
+    """Answers a question for the models instead."""
+    answer_body: str | None = None
+    """Answers all other questions instead."""
     answers_left: int | None = None
     """Requests that are answered before all others get an error; None for all."""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -37,8 +41,8 @@ def serve(stub: StubServer) -> Iterator[StubServer]:
         def log_message(self, *_: object) -> None:
             pass
 
-        def reply(self, body: dict[str, Any], status: int = 200) -> None:
-            data = json.dumps(body).encode()
+        def reply(self, body: dict[str, Any] | str, status: int = 200) -> None:
+            data = (body if isinstance(body, str) else json.dumps(body)).encode()
             self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(data)))
@@ -46,13 +50,19 @@ def serve(stub: StubServer) -> Iterator[StubServer]:
             self.wfile.write(data)
 
         def do_GET(self) -> None:
+            if self.path == "/version":
+                self.reply({"version": "0.32.0"})
+                return
             more = {"max_model_len": stub.max_model_len} if stub.max_model_len else {}
             models = [{"id": name, "object": "model", "created": 0, "owned_by": "me", **more} for name in stub.models]
-            self.reply({"object": "list", "data": models})
+            self.reply(stub.body or {"object": "list", "data": models})
 
         def do_POST(self) -> None:
             request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             stub.requests.append(request)
+            if stub.answer_body is not None:
+                self.reply(stub.answer_body)
+                return
             if stub.answers_left is not None:
                 stub.answers_left -= 1
                 if stub.answers_left < 0:

@@ -86,6 +86,7 @@ def test_a_run_from_the_prompt(run, stub, output):
     about = json.loads(output.read_text().splitlines()[0])
     assert {"date", "command", "model", "versions", "hardware", "settings"} <= about.keys()
     assert about["settings"]["decode_from"] == "prompt"
+    assert about["server"] == {"vllm": "0.32.0"}
     assert {"rapidfuzz", "scipy"} <= about["versions"].keys()
     for asked, result in zip(stub.requests, held.results.values(), strict=True):
         assert asked["temperature"] == 0
@@ -340,6 +341,19 @@ def test_bad_input_gets_one_sentence_before_anything_is_asked(run, stub, tmp_pat
     assert stub.requests == []
 
 
+def test_files_of_the_same_name_are_refused(run, tmp_path):
+    (tmp_path / "a").mkdir()
+    for path in (tmp_path / "x.txt", tmp_path / "a" / "x.txt"):
+        path.write_text(library_text(0, 60_000))
+    texts = ["--text", str(tmp_path / "x.txt"), "--text", str(tmp_path / "a" / "x.txt")]
+    assert refused(run(*texts, "--context", "1024")) == "file: got x.txt twice, allowed: files of different names"
+
+
+def test_a_context_given_twice_is_asked_once(run, stub):
+    assert run(*NEEDLES, "--context", "4096", "--context", "4096")[0] == 0
+    assert len(stub.requests) == 4
+
+
 def test_no_output_is_refused(run):
     assert refused(run("--task", "kv", base=())) == "output: got none, allowed: a file for the results"
 
@@ -351,6 +365,29 @@ def test_a_server_that_cannot_be_reached(run, stub, output):
     message = refused(run(*NEEDLES, base=base))
     assert re.fullmatch(r"base_url: got '.+/v1/' \(.*refused\), allowed: the address of an OpenAI-co.+ server", message)
     assert not output.exists()
+
+
+@pytest.mark.parametrize("url", ["foo", "http://[bad", "ftp://x/", "http://nosuchhost.invalid/v1"])
+def test_an_address_that_is_none(run, output, url):
+    message = refused(run(*NEEDLES, "--base-url", url))
+    assert message.startswith(f"base_url: got '{url.removesuffix('/')}")
+    assert message.endswith("), allowed: the address of an OpenAI-compatible server")
+
+
+@pytest.mark.parametrize("body", ["<html>", "[]", '{"data": 5}', '{"data": [{}]}'])
+def test_a_server_of_something_else(run, stub, body):
+    stub.body = body
+    message = refused(run(*NEEDLES))
+    assert re.match(r"(base_url: got 'http.+, allowed: the address|model: got None, allowed at)", message)
+
+
+@pytest.mark.parametrize("body", ["<html>", "[]", "{}", '{"choices": []}', '{"choices": [{"logprobs": 5}]}'])
+def test_answers_in_another_shape(run, stub, output, body):
+    stub.answer_body = body
+    assert refused(run(*NEEDLES, "--decode-from", "question"), 3).startswith(
+        "the model stub did not answer a question ("
+    )
+    assert read_results(output).results == {}
 
 
 def test_one_of_several_models_has_to_be_named(run, stub):

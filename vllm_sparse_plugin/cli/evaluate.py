@@ -104,7 +104,7 @@ def evaluate(
     report.check_plot(plot)
     console = _open_console()
 
-    contexts, server = context or [_CONTEXT], None
+    contexts, server = list(dict.fromkeys(context or [_CONTEXT])), None
     if not in_process:
         server = Server(connect(base_url, os.environ.get("OPENAI_API_KEY", "none")), model, concurrency)
         model = server.model
@@ -122,6 +122,7 @@ def evaluate(
         console.print(f"{name} is left out: it needs a file, --{tasks.FILE_OPTIONS[name]}.")
     count = questions or _QUESTIONS
     planned = tasks.plan_tasks(names, files, prompter, contexts, count, seed)
+    limit = None
     if text:
         planned += tasks.plan_perplexity(text, prompter, contexts, count, scored_tokens)
     if file:
@@ -144,6 +145,7 @@ def evaluate(
         "questions": questions,
         "seed": seed,
         "scored_tokens": scored_tokens,
+        "file_tokens": limit,
         "files": _digests([*files.values(), *(file or []), *(text or []), *([prompts] if prompts else [])]),
         "engine": engine,
         "python": platform.python_version(),  # whose library is the haystack
@@ -160,6 +162,8 @@ def evaluate(
             else:
                 endpoint = server
             about = describe_run(Path(model), packages=list(_EXTRA.values()))
+            if server is not None:
+                about["server"] = {"vllm": server.version()}
             with output.open("a", encoding="utf-8") as lines:
                 print(json.dumps({**about, "settings": settings}), file=lines, flush=True)
                 for result in results.ask(endpoint, missing, decode_from, prompter, metrics.score, console, title):
@@ -234,5 +238,13 @@ def _open_prompter(name: str, chat: bool) -> Prompter:
 
 
 def _digests(paths: Sequence[Path]) -> dict[str, str]:
-    """The beginning of each file's SHA-256, by its name."""
+    """Return the beginning of each file's SHA-256, by its name.
+
+    Raises:
+        ConfigurationError: if two have the same name, by which items are known.
+    """
+    names = [path.name for path in paths]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigurationError(f"file: got {name} twice, allowed: files of different names")
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in paths}

@@ -19,6 +19,9 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.eval import FORCED_TOKENS_ARGUMENT, FORCED_TOKENS_PROCESSOR
 
 _ANSWER_SECONDS = 3600
+_ADDRESS = "the address of an OpenAI-compatible server"
+_FAILURES = (OpenAIError, ValueError, TypeError, AttributeError, LookupError)
+"""What the client raises: its own errors, and whatever comes of an answer in another shape."""
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -74,10 +77,8 @@ class Server:
         url = str(client.base_url)
         try:
             served = {each.id: each for each in client.models.list()}
-        except OpenAIError as error:
-            raise ConfigurationError(
-                f"base_url: got {url!r} ({_reason(error)}), allowed: the address of an OpenAI-compatible server"
-            ) from None
+        except _FAILURES as error:
+            raise ConfigurationError(f"base_url: got {url!r} ({_reason(error)}), allowed: {_ADDRESS}") from None
         if model is None and len(served) == 1:
             (model,) = served
         if model not in served:
@@ -87,20 +88,27 @@ class Server:
         self.max_model_len: int | None = (served[model].model_extra or {}).get("max_model_len")
         """Most tokens of prompt and answer together, if the server says."""
 
+    def version(self) -> str | None:
+        """Return the version of vLLM that serves, None where another program does."""
+        url = str(self._client.base_url).rstrip("/").removesuffix("/v1") + "/version"
+        with suppress(*_FAILURES):
+            return str(self._client.get(url, cast_to=dict[str, str])["version"])
+        return None
+
     def complete(self, requests: Iterable[Request]) -> Iterator[Reply]:
         """Answer with a few requests under way at a time; more are made ready meanwhile."""
         waiting: deque[Future[Reply]] = deque()
         remaining = iter(requests)
-        with ThreadPoolExecutor(self._concurrency) as pool:
-            try:
-                while True:
-                    for request in islice(remaining, 2 * self._concurrency - len(waiting)):
-                        waiting.append(pool.submit(self._complete, request))
-                    if not waiting:
-                        return
-                    yield waiting.popleft().result()
-            finally:
-                pool.shutdown(wait=True, cancel_futures=True)
+        pool = ThreadPoolExecutor(self._concurrency)
+        try:
+            while True:
+                for request in islice(remaining, 2 * self._concurrency - len(waiting)):
+                    waiting.append(pool.submit(self._complete, request))
+                if not waiting:
+                    return
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
 
     def _complete(self, request: Request) -> Reply:
         scored = request.answer_tokens == 0
@@ -118,21 +126,29 @@ class Server:
                 max_tokens=len(request.forced) + request.answer_tokens,
                 extra_body=extra,
             )
-        except OpenAIError as error:
+            choice = completion.choices[0]
+            text, token_ids = str(choice.text), list((choice.model_extra or {}).get("token_ids") or [])
+            logprobs = list(choice.logprobs.token_logprobs or []) if scored and choice.logprobs else []
+        except _FAILURES as error:
             raise EndpointError(f"did not answer a question ({_reason(error)})") from None
         seconds = time.perf_counter() - begin
-        choice = completion.choices[0]
         if not request.forced:
-            return Reply(choice.text, [], seconds)
-        answer = after_forced(request, (choice.model_extra or {}).get("token_ids") or [])
-        logprobs = list(choice.logprobs.token_logprobs or []) if scored and choice.logprobs else []
+            return Reply(text, [], seconds)
+        answer = after_forced(request, token_ids)
         return Reply(answer, check_logprobs(request, logprobs), seconds)
 
 
 def connect(base_url: str, api_key: str) -> OpenAI:
-    """Return a client that waits long for an answer."""
-    # A proxy of the environment must not see local requests.
-    local = urlsplit(base_url).hostname in _LOCAL_HOSTS
+    """Return a client that waits long for an answer.
+
+    Raises:
+        ConfigurationError: if the address is none.
+    """
+    try:
+        # A proxy of the environment must not see local requests.
+        local = urlsplit(base_url).hostname in _LOCAL_HOSTS
+    except ValueError as error:
+        raise ConfigurationError(f"base_url: got {base_url!r} ({error}), allowed: {_ADDRESS}") from None
     return OpenAI(
         base_url=base_url,
         api_key=api_key,
@@ -164,7 +180,9 @@ def check_logprobs(request: Request, logprobs: list[float]) -> list[float]:
     return logprobs
 
 
-def _reason(error: OpenAIError) -> str:
+def _reason(error: Exception) -> str:
+    if not isinstance(error, OpenAIError):
+        return "not what OpenAI's interface answers"
     if isinstance(error, APIConnectionError):
         return first_line(error.__cause__ or error)
     if isinstance(error, APIStatusError):

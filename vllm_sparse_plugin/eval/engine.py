@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -12,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.eval import FORCED_TOKENS_ARGUMENT, FORCED_TOKENS_PROCESSOR
-from vllm_sparse_plugin.eval.endpoints import Reply, Request, after_forced, check_logprobs, first_line
+from vllm_sparse_plugin.eval.endpoints import EndpointError, Reply, Request, after_forced, check_logprobs, first_line
 
 
 class Engine:
@@ -30,7 +31,10 @@ class Engine:
 
         Raises:
             ConfigurationError: if the model is too short, or vLLM refuses the arguments.
+            EndpointError: if the engine does not start.
         """
+        # As the servers that other commands start; vLLM's CPU build would take nearly all memory.
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
         more = {"logits_processors": [FORCED_TOKENS_PROCESSOR]} if forcing else {}
         try:
             longest = EngineArgs(model=model, **arguments).create_model_config().max_model_len
@@ -41,6 +45,10 @@ class Engine:
             raise ConfigurationError(
                 f"in_process: got {model!r} with {arguments} ({first_line(error):.160}), allowed: what vLLM serves"
             ) from None
+        except ConfigurationError:
+            raise
+        except RuntimeError as error:
+            raise EndpointError(f"did not start ({first_line(error)})") from None
         self._batch = batch
 
     def complete(self, requests: Iterable[Request]) -> Iterator[Reply]:
@@ -59,7 +67,10 @@ class Engine:
             ]
             prompts: Any = [{"prompt_token_ids": request.prompt} for request in batch]
             begin = time.perf_counter()
-            outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
+            try:
+                outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
+            except (RuntimeError, ValueError) as error:
+                raise EndpointError(f"did not answer a question ({first_line(error)})") from None
             seconds = time.perf_counter() - begin
             for request, output in zip(batch, outputs, strict=True):
                 said = output.outputs[0]
