@@ -294,7 +294,7 @@ class Page:
                 for budget in SMALL_BUDGETS
             ]
             cells = [self.cell(setting) for setting in settings]
-            if all(cells[len(SMALL_BUDGETS) :]):
+            if any(cells[len(SMALL_BUDGETS) :]):
                 label, size = (score.label, str(self.bytes_of(score))) if score else ("dense", "")
                 rows.append([f"`{label}`", size, *(f"{cell.accuracy:.3f}" if cell else "-" for cell in cells)])
         headings = ["score", "bytes per page", *(f"{kind}, {budget}" for kind in kinds for budget in SMALL_BUDGETS)]
@@ -326,10 +326,12 @@ class Page:
     def text(self) -> str:
         """Loss of the newest text, where needles do not matter."""
         rows = []
-        dense = self.main.cells.get((MAIN_CONTEXT, False, "dense"))
+        key = (MAIN_CONTEXT, False, "dense")
+        source = next((each for each in self.all if (cell := each.cells.get(key)) and cell.loss), self.main)
+        dense = source.cells.get(key)
         stage = next(stage for stage in STAGES if stage.of_text)
         for setting in stage.settings:
-            cell = self.main.cells.get((MAIN_CONTEXT, False, setting.name))
+            cell = source.cells.get((MAIN_CONTEXT, False, setting.name))
             if not dense or not cell or cell.loss.keys() != dense.loss.keys() or not dense.loss:
                 continue
             loss = sum(cell.loss.values()) / len(cell.loss)
