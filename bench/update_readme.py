@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_sparse_plugin.config import describe_fields, resolve
+from vllm_sparse_plugin.registration import BACKENDS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -143,6 +144,29 @@ def operations() -> str:
     return _table(["µs per layer and token at a context of", *(f"{context:,}" for context in by_context)], rows)
 
 
+def policies() -> str:
+    """What each backend reads, and how it fares on needles at two budgets."""
+    runs = {tokens: _lines(f"needles_policies_{tokens}.jsonl") for tokens in (512, 128)}
+    dense_run, dense = _lines("needles_policy_dense.jsonl")
+    contexts = sorted({answer["context_tokens"] for answer in dense})
+    rows = []
+    for name, preset in BACKENDS.items():
+        backend, selection = name.lower(), resolve(None, preset).selection
+        layout = selection.statistics_layout(128, 2)
+        share = f"{selection.kv_read_share(16384, 128):.1%}"
+        found = [dense, dense] if backend == "dense" else [answers for _, answers in runs.values()]
+        cells = [_accuracies(answers, backend=backend, context_tokens=size) for answers in found for size in contexts]
+        about = (type(selection).__doc__ or "").partition("\n")[0]
+        rows.append([f"`{backend}`", about, str(layout.record_bytes) if layout else "-", share, *cells])
+    budgets = [f"{tokens} tokens at {size // 1024}K" for tokens in runs for size in contexts]
+    headings = ["backend", "what a decode step does", "bytes per page", "KV read at 16K", *budgets]
+    sources = [
+        *(_provenance(f"needles_policies_{tokens}.jsonl", run) for tokens, (run, _) in runs.items()),
+        _provenance("needles_policy_dense.jsonl", dense_run),
+    ]
+    return "\n\n".join([_table(headings, rows), *sources])
+
+
 def configuration() -> str:
     """The configuration schema."""
     rows = [[f"`{name}`", allowed, f"`{default}`", text] for name, allowed, default, text in describe_fields()]
@@ -155,6 +179,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "decode": decode,
     "decode-gpu": decode_gpu,
     "operations": operations,
+    "policies": policies,
     "configuration": configuration,
 }
 

@@ -40,7 +40,7 @@ class StatisticsKind(ABC):
     """Vectors in a record."""
     has_spread: ClassVar[bool] = False
     """Whether a record holds a scalar besides its vectors."""
-    triton_summarise: ClassVar[Any]
+    triton_summarise: ClassVar[Any] = None
     """`summarise` in Triton, for `page_statistics.triton`: `(keys, PAGE_SIZE, HEADS, DIMS)` to a tuple of the vectors,
     `[HEADS * DIMS]` each, and the spread `[HEADS]` if there is one. Keys are `[PAGE_SIZE, HEADS * DIMS]` float32, zero
     beyond the size of a head. The results are finite whatever the keys (see `StatisticsLayout`)."""
@@ -86,6 +86,16 @@ class StatisticsKind(ABC):
             `[...]` float32.
         """
         return products.sum(dim=-1)
+
+    @property
+    def runs_on_gpu(self) -> bool:
+        """Whether everything that the kind defines in torch is there in Triton."""
+        own = type(self)
+        return (
+            own.triton_summarise is not None
+            and (own.features is StatisticsKind.features) == (own.triton_features is query_itself)
+            and (own.combine is StatisticsKind.combine) == (own.triton_combine is None)
+        )
 
     @property
     def is_fused(self) -> bool:
