@@ -156,6 +156,9 @@ def _expect_cuda_shapes(
     heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
     group = heads // kv_heads
     expect(group <= CUDA_MAX_GROUP, "query heads to a KV head", group, f"up to {CUDA_MAX_GROUP}")
+    layout = pages.statistics_layout(head_size, 2)
+    served = layout is None or layout.kind.runs_on_gpu
+    expect(served, "selection.policy", pages.name(), "one whose page statistics have a Triton form, on a GPU")
     means = getattr(pages, "statistics", None)
     expect(means != "fp8" or capability >= (8, 9), "selection.statistics", means, "int8 or bf16 on this GPU")
     old = capability < (9, 0)

@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder
 from vllm_sparse_plugin.config import resolve
-from vllm_sparse_plugin.diagnostics.live import StepSampler
+from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
 
 HEADS, GROUP, SIZE, BLOCK = 2, 2, 64, 64
 SCALE = 0.2
@@ -69,8 +69,8 @@ def builder(monkeypatch):
 
 
 @pytest.fixture
-def layer(monkeypatch):
-    """A layer whose dense attention is torch's."""
+def layer(request, monkeypatch):
+    """A layer whose dense attention is torch's; of another backend's policy if the test names one."""
 
     def forward(self, layer, query, key, value, kv_cache, metadata, output, *scales):
         start = metadata.query_start_loc.tolist()
@@ -88,7 +88,8 @@ def layer(monkeypatch):
     made.num_kv_heads, made.head_size, made.scale, made.logits_soft_cap = HEADS, SIZE, SCALE, 0.0
     made.sinks = made.sink_logits = made.bound_to = None
     made.is_sparse = True
-    sparse = resolve({"selection": {"budget_tokens": 64}, "min_context_tokens": 0}, "unique")
+    preset = getattr(request, "param", "unique")
+    sparse = resolve({"selection": {"budget_tokens": 64}, "min_context_tokens": 0}, preset)
     made.configure(sparse, BLOCK, sparse.selection.statistics_layout(SIZE, 2))
     return made
 
@@ -104,7 +105,8 @@ def run(layer, builder, common):
         return torch.randn(*shape, generator=generator).bfloat16()
 
     blocks = int(common.block_table_tensor.max()) + 1
-    cache = torch.full((blocks, HEADS, BLOCK + BLOCK // 16, 2 * SIZE), torch.nan, dtype=torch.bfloat16)
+    rows = BLOCK + (layer.statistics_layout.rows(BLOCK) if layer.statistics_layout else 0)
+    cache = torch.full((blocks, HEADS, rows, 2 * SIZE), torch.nan, dtype=torch.bfloat16)
     for request, length in enumerate(common.seq_lens.tolist()):
         position = torch.arange(length)
         slots = common.block_table_tensor[request, position // BLOCK].long() * BLOCK + position % BLOCK
@@ -121,6 +123,7 @@ def run(layer, builder, common):
     return output.float(), whole.float(), metadata
 
 
+@pytest.mark.parametrize("layer", ["unique", "quest", "infllm", "mean", "streaming_llm"], indirect=True)
 def test_a_mixed_batch_decodes_sparsely_and_prefills_densely(layer, builder):
     common = common_metadata([4, 4, 1, 70], [300, 40, 500, 200], [False, False, False, True])
     output, dense, metadata = run(layer, builder, common)
@@ -175,3 +178,34 @@ def test_a_dense_layer_leaves_everything_to_flash_attention(layer, builder):
     layer.is_sparse = False
     output, dense, _ = run(layer, builder, common_metadata([1, 70], [300, 200], [False, True]))
     assert torch.equal(output, dense)
+
+
+def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
+    recorded = []
+    monkeypatch.setattr(LayerQuality, "record", lambda self, *arguments: recorded.append(arguments))
+    layer.quality = LayerQuality(0, 0)
+    common = common_metadata([4, 4, 1, 70], [300, 40, 500, 200], [False, False, False, True])
+    # The first request's last two tokens, one of a request that fits the budget, one of the third request.
+    for sampled, context in ((2, 299), (3, 300), (6, None), (8, 500)):
+        monkeypatch.setattr(StepSampler, "pick", lambda self, num_tokens, sampled=sampled: sampled)
+        recorded.clear()
+        run(layer, builder, common)
+        if context is None:
+            assert recorded == []
+            continue
+        ((query, _, _, table, length, pages, scale, sinks, softcap),) = recorded
+        assert (length, scale, sinks, softcap) == (context, SCALE, None, 0.0)
+        assert torch.equal(table, common.block_table_tensor[sampled // 4])
+        assert query.shape == (1, HEADS, GROUP, SIZE)
+        assert pages.shape == (1, HEADS, 8)
+        assert pages[..., 0].eq(0).all()
+        assert pages[..., -1].eq(context // 8 - 1).all()
+
+
+def test_a_dense_policy_leaves_everything_to_flash_attention(layer, builder):
+    layer.configure(resolve(None, "dense"), BLOCK, None)
+    layer.is_sparse = builder.any_sparse_layer = False
+    builder.any_dense_layer = True
+    output, dense, metadata = run(layer, builder, common_metadata([1, 70], [300, 200], [False, True]))
+    assert torch.equal(output, dense)
+    assert metadata.decode == []

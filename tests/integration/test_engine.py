@@ -185,9 +185,11 @@ def test_a_budget_beyond_the_context_gives_the_tokens_of_dense_attention():
     assert replies[0] == replies[1]
 
 
-def test_statistics_survive_random_schedules():
+@pytest.mark.parametrize("backend", ["unique", "quest"])
+def test_statistics_survive_random_schedules(backend):
     script = Path(__file__).with_name("statistics_fuzz.py")
-    result = subprocess.run([sys.executable, str(script), str(MODEL), "1"], capture_output=True, text=True, check=False)
+    command = [sys.executable, str(script), str(MODEL), "1", backend]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-2000:]
     seen = json.loads(result.stdout.splitlines()[-1])
     assert min(seen[kind] for kind in ("pages", "decodes", "chunks", "hits", "preemptions")) > 0, seen

@@ -2,6 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
+from sparse_kernels.page_statistics import KINDS, StatisticsKind
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -342,6 +343,21 @@ def test_fp8_statistics_need_a_gpu_that_knows_them(folder, monkeypatch):
     with pytest.raises(ConfigurationError) as caught:
         admit(config, BACKENDS)
     assert str(caught.value) == f"selection.statistics: got fp8, {UNIQUE}int8 or bf16 on this GPU"
+
+
+def test_statistics_without_a_triton_form_are_for_cpus(folder, monkeypatch):
+    config = engine_config(folder(head_dim=64), attention_backend="quest")
+    on_cuda(monkeypatch)
+    admit(config, BACKENDS)
+    for lacking in ("triton_summarise", "triton_features"):
+        with monkeypatch.context() as without:
+            without.setattr(type(KINDS["bounds"]), lacking, getattr(StatisticsKind, lacking))
+            with pytest.raises(ConfigurationError) as caught:
+                admit(config, BACKENDS)
+        assert str(caught.value) == (
+            "selection.policy: got quest, allowed with attention backend quest: one whose page statistics have a "
+            "Triton form, on a GPU"
+        )
 
 
 def test_wide_groups_need_clusters(folder, monkeypatch):

@@ -44,14 +44,14 @@ def _page_score(
     PAGES_PER_BLOCK: tl.constexpr,
     PAGES: tl.constexpr,
 ):
-    row = tl.program_id(1)
+    row = tl.program_id(0)
     token = row // num_kv_heads
     request = token // tokens_per_request
     count = tl.load(lengths_ptr + request)
     if page_size > 0:
         # Lengths are those of contexts, of which the tokens of a request are the last.
         count = (count - (tokens_per_request - 1 - token % tokens_per_request)) // page_size
-    first = tl.program_id(0) * PAGES
+    first = tl.program_id(1) * PAGES
     if first >= count:
         return
     head = (row % num_kv_heads).to(tl.int64)
@@ -107,7 +107,7 @@ def launch_scores(
     kind, num_kv_heads = statistics.kind, statistics.vectors.shape[1]
     scales, spread = statistics.scales, statistics.spread
     width = block_table.shape[1] * statistics.pages_per_block
-    _page_score[(triton.cdiv(width, _PAGES), num_tokens * num_kv_heads)](
+    _page_score[(num_tokens * num_kv_heads, triton.cdiv(width, _PAGES))](
         query,
         statistics.vectors,
         scales,

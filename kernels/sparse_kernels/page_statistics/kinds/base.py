@@ -42,7 +42,7 @@ class StatisticsKind(ABC):
     """Whether a record holds a scalar besides its vectors."""
     formats: ClassVar[tuple[str, ...]] = ("int8", "fp8", "bf16")
     """How its vectors can be stored, of the layout's formats."""
-    triton_summarise: ClassVar[Any]
+    triton_summarise: ClassVar[Any] = None
     """`summarise` in Triton, for `page_statistics.triton`: `(keys, PAGE_SIZE, HEADS, DIMS)` to a tuple of the vectors,
     `[HEADS * DIMS]` each, and the spread `[HEADS]` if there is one. Keys are `[PAGE_SIZE, HEADS * DIMS]` float32, zero
     beyond the size of a head. The results are finite whatever the keys (see `StatisticsLayout`)."""
@@ -91,6 +91,15 @@ class StatisticsKind(ABC):
             `[...]` float32.
         """
         return products.sum(dim=-1)
+
+    @property
+    def runs_on_gpu(self) -> bool:
+        """Whether a GPU can write records of the kind, and score them."""
+        own = type(self)
+        scored = (own.features is StatisticsKind.features) == (own.triton_features is query_itself) and (
+            own.combine is StatisticsKind.combine
+        ) == (own.triton_combine is None)
+        return own.triton_summarise is not None and (self.is_fused or scored)
 
     @property
     def is_fused(self) -> bool:
