@@ -15,7 +15,6 @@ from typing import Annotated, Any
 import typer
 
 from vllm_sparse_plugin.config import describe_fields, resolve
-from vllm_sparse_plugin.registration import BACKENDS
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
