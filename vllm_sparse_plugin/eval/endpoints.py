@@ -76,13 +76,13 @@ class Server:
         self._client, self._concurrency = client, concurrency
         url = str(client.base_url)
         try:
-            served = {each.id: each for each in client.models.list()}
+            served = {str(each.id): each for each in client.models.list() if each.id}
         except _FAILURES as error:
             raise ConfigurationError(f"base_url: got {url!r} ({_reason(error)}), allowed: {_ADDRESS}") from None
         if model is None and len(served) == 1:
             (model,) = served
         if model not in served:
-            raise ConfigurationError(f"model: got {model!r}, allowed at {url}: {', '.join(served)}")
+            raise ConfigurationError(f"model: got {model!r}, allowed at {url}: {', '.join(served) or 'nothing'}")
         self.model: str = model
         """Its name at the server."""
         self.max_model_len: int | None = (served[model].model_extra or {}).get("max_model_len")
