@@ -8,7 +8,7 @@ from typing import Any
 
 from sparse_kernels.page_statistics import KINDS, RecordFormat, StatisticsLayout
 
-DEFAULT_FORMAT: RecordFormat = "int8"
+DEFAULT_FORMAT: RecordFormat = "int4"
 
 
 def size_text(number: int) -> str:
@@ -76,7 +76,7 @@ class DecodeCase:
     group: int
     """Query heads of a KV head."""
     format: RecordFormat = DEFAULT_FORMAT
-    """How the statistics of pages are stored: `int2` are sketches, the others means."""
+    """How the statistics of pages are stored: `int4` are quarters, `int2` sketches, the others means."""
 
     @property
     def name(self) -> str:
@@ -133,7 +133,7 @@ class Grid:
     batches: Sequence[int] = (1, 4, 8, 32)
     contexts: Sequence[int] = (2048, 8192, 32768, 131072, 524288)
     groups: Sequence[int] = (4, 8, 1)
-    formats: Sequence[RecordFormat] = (DEFAULT_FORMAT, "int2", "fp8", "bf16")
+    formats: Sequence[RecordFormat] = (DEFAULT_FORMAT, "int8", "int2", "fp8", "bf16")
     rows: Sequence[int] = (8, 64, 256)
     pages: Sequence[int] = (1024, 4096, 16384, 65536, 131072)
 
@@ -141,8 +141,8 @@ class Grid:
         """Operations and cases in the order they are measured.
 
         The first group size comes first, with everything that does not depend on it; formats other than the first
-        come last, because each lays out and fills the cache anew. Only scoring reads the means, so only scoring is
-        measured in those.
+        come last, because each lays out and fills the cache anew. Of those the second has the whole decode of the first
+        group too; in the others only scoring is measured, since nothing else reads the statistics.
         """
         first_group, first_format = self.groups[0], self.formats[0]
         plan: list[tuple[str, Case]] = []
@@ -155,6 +155,8 @@ class Grid:
                 else:
                     plan += [(op, case) for case in self._decode_cases(group, first_format)]
         for other in self.formats[1:]:
+            if "decode" in self.ops and other == self.formats[1]:
+                plan += [("decode", case) for case in self._decode_cases(first_group, other)]
             if "score" in self.ops:
                 plan += [("score", case) for group in self.groups for case in self._decode_cases(group, other)]
         return plan
@@ -167,7 +169,7 @@ QUICK = Grid(
     batches=(1, 32),
     contexts=(8192, 131072),
     groups=(4,),
-    formats=(DEFAULT_FORMAT,),
+    formats=(DEFAULT_FORMAT, "int8"),
     rows=(8, 256),
     pages=(4096, 16384),
 )

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from sparse_kernels.page_score.reference import score_pages
-from sparse_kernels.page_statistics.kinds.sketch import pack, unpack
 from sparse_kernels.page_statistics.reference import quantise, summarise
 from sparse_kernels.page_topk.reference import select_pages
 from sparse_kernels.sparse_attention.reference import attend_pages
@@ -252,20 +251,22 @@ def _require_statistics(
     name: str,
 ) -> None:
     table = inputs.statistics
-    found, two_bits = table.vectors[blocks, :, pages], table.vectors.dtype == torch.uint8
-    found = (unpack(found) if two_bits else found.float()).unflatten(-1, vectors.shape[-2:])
+    codes = table.kind.codes
+    found = table.vectors[blocks, :, pages]
+    found = codes.unpack(found) if codes else found.float().unflatten(-1, vectors.shape[-2:])
     step = _BF16_STEP * vectors.abs()
     if table.scales is not None:
-        scale = table.scales[blocks, :, pages].float().unsqueeze(-1)
-        if two_bits:
-            packed, wanted_scale = pack(vectors)
-            wanted_scale = wanted_scale.float()[..., None, None]
-            # What two bits keep of the outer elements is far from them.
-            vectors = unpack(packed).unflatten(-1, vectors.shape[-2:]) * wanted_scale
+        scale = table.scales[blocks, :, pages].float()
+        if codes:
+            packed, steps = codes.pack(vectors)
+            wanted_scale = steps.float()
+            # What few bits keep of the outer elements is far from them.
+            vectors = codes.unpack(packed) * wanted_scale.repeat_interleave(codes.per_byte, dim=-1).unsqueeze(-1)
         else:
-            wanted_scale = quantise(vectors, table.vectors.dtype)[1].float().unsqueeze(-1)
+            wanted_scale = quantise(vectors, table.vectors.dtype)[1].float()
         if not bool(((scale - wanted_scale).abs() <= 2 * _BF16_STEP * wanted_scale).all()):
             raise CheckError(f"{name}: the scale of a completed page is off")
+        scale = scale.repeat_interleave(vectors.shape[-2] // scale.shape[-1], dim=-1).unsqueeze(-1)
         found, step = found * scale, 1.02 * scale
     if not bool(((found - vectors).abs() <= step).all()):
         raise CheckError(f"{name}: a vector of a completed page is off by {_largest((found - vectors).abs()):.3g}")

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from sparse_kernels.page_statistics import KINDS
-from sparse_kernels.page_statistics.kinds.sketch import rotate
+from sparse_kernels.page_statistics.kinds.quarters import rotate
 from sparse_kernels.page_statistics.reference import quantise, summarise
 
 Summary = tuple[torch.Tensor, ...]

@@ -8,10 +8,11 @@ import sparse_kernels
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 pytest.importorskip("cuda.bindings", reason="needs cuda-bindings")
 
-from sparse_kernels.cuda.launch import FORMATS, compile_source
+from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, compile_source
 
 ROOT = Path(sparse_kernels.__file__).parent
-BF16, FP16, FP8, INT8, SKETCH = FORMATS.values()
+BF16, FP16, FP8, INT8 = FORMATS.values()
+SKETCH, QUARTERS = CODE_FORMATS.values()
 SHAPE = {"GROUP": 4, "HEAD_SIZE": 128, "PAGES_PER_BLOCK": 8}
 LAUNCH = {"WARPS": 8, "BLOCKS_PER_SM": 2}
 SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "MEAN": INT8, "CHUNK": 1024, "PIPELINED": 0}
@@ -25,6 +26,7 @@ CASES = {
     "score fp8": ("page_score/score.cu", SCORE | {"MEAN": FP8, "QUERY": FP16}),
     "score bf16": ("page_score/score.cu", SCORE | {"MEAN": BF16, "PIPELINED": 1}),
     "score sketches": ("page_score/score.cu", SCORE | {"MEAN": SKETCH}),
+    "score quarters": ("page_score/score.cu", SCORE | {"MEAN": QUARTERS}),
     "score groups of 16, blocks of a page": ("page_score/score.cu", SCORE | {"GROUP": 16, "PAGES_PER_BLOCK": 1}),
     "top-k": ("page_topk/topk.cu", TOPK),
     "top-k of candidates": ("page_topk/topk.cu", TOPK | {"CANDIDATES": 1, "PAGES_PER_BLOCK": 8, "PER_THREAD": 4}),
@@ -39,6 +41,11 @@ HOPPER = {
     "decode fused": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1}),
     "decode cluster": ("sparse_decode/decode.cu", DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "WARPS": 16}),
     "decode sketches": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "MEAN": SKETCH}),
+    "decode quarters": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "MEAN": QUARTERS}),
+    "decode cluster, quarters, heads of 256": (
+        "sparse_decode/decode.cu",
+        DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "HEAD_SIZE": 256, "MEAN": QUARTERS},
+    ),
     "decode cluster, scores from memory": (
         "sparse_decode/decode.cu",
         DECODE | ONE_BLOCK_PER_SM | {"CLUSTER": 8, "WARPS": 16},

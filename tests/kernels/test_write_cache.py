@@ -13,7 +13,7 @@ from sparse_kernels.page_statistics import (
     reference,
     write_cache,
 )
-from sparse_kernels.page_statistics.kinds.sketch import unpack
+from sparse_kernels.page_statistics.codes import Codes
 from support.paged import VECTOR_KINDS, garbage
 
 FLOAT8 = torch.float8_e4m3fn
@@ -162,7 +162,8 @@ SHAPES = [
         )
     ),
     *(
-        Shape(kind="sketch", statistics="int2", **shape)
+        Shape(kind=kind, statistics=statistics, **shape)
+        for kind, statistics in (("quarters", "int4"), ("sketch", "int2"))
         for shape in (
             {},
             {"page_size": 16, "head_size": 128, "cache_dtype": FLOAT8},
@@ -271,10 +272,10 @@ def kernel(*args) -> None:
     triton.write_cache(*args)
 
 
-def rank(x: torch.Tensor) -> torch.Tensor:
+def rank(x: torch.Tensor, codes: Codes | None) -> torch.Tensor:
     """Position of each value among those its format can store: neighbours differ by one."""
     if x.dtype == torch.uint8:
-        return unpack(x)
+        return codes.unpack(x)
     if x.dtype == torch.int8:
         # -1 is not stored.
         return x.int() + (x < 0)
@@ -295,7 +296,8 @@ def assert_same_memory(actual: Memory, expected: Memory, slots: list[list[int]])
             want = wanted.view(bits)[where].view(wanted.dtype)
             # Sums in another order: a float32 rounding, which may end on the other side of a rounding of the format.
             # Keys and values have none: every other byte is compared exactly.
-            steps = (rank(got) - rank(want)).abs()
+            codes = expected.views.kind.codes
+            steps = (rank(got, codes) - rank(want, codes)).abs()
             if wanted is expected.views.vectors and wanted.dtype == torch.bfloat16:
                 # Where a page's keys cancel, that rounding is relative to them and not to their mean: half an ulp of
                 # the largest for each of the page's terms, in both sums.
@@ -395,10 +397,10 @@ def test_keys_that_are_not_finite_leave_finite_statistics(kind, statistics, pois
         stored = views.vectors[1, 1, 0].double().view(2, -1)[:, 7]
         stored *= 1 if views.scales is None else views.scales[1, 1, 0].double()
         torch.testing.assert_close(stored / largest, torch.tensor([1.0, -1.0]).double(), rtol=0.2, atol=0)
-    elif kind == "sketch":
-        assert views.scales[1, 1, 0] == largest
+    elif kind in ("quarters", "sketch"):
+        assert views.scales[1, 1, 0].eq(largest).all()
         query = torch.randn(8, 64)
-        found = (query @ unpack(views.vectors[1, 1, 0]).view(4, 64).T).amax(dim=-1)
+        found = (query @ views.kind.codes.unpack(views.vectors[1, 1, 0]).T).amax(dim=-1)
         assert (found > 0).all()
 
 

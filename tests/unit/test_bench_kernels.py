@@ -118,9 +118,10 @@ def test_the_plan_starts_with_the_first_group_and_ends_with_other_formats():
     decodes = [case for _, case in plan if isinstance(case, DecodeCase)]
     assert sum(op == "topk" for op, _ in plan) == 15
     assert [case.format for case in decodes] == sorted(
-        (c.format for c in decodes), key=["int8", "int2", "fp8", "bf16"].index
+        (c.format for c in decodes), key=["int4", "int8", "int2", "fp8", "bf16"].index
     )
-    assert {op for op, case in plan if getattr(case, "format", "int8") != "int8"} == {"score"}
+    assert {op for op, case in plan if getattr(case, "format", "int4") == "int8"} == {"decode", "score"}
+    assert {op for op, case in plan if getattr(case, "format", "int4") not in ("int4", "int8")} == {"score"}
     first_other_group = next(index for index, (_, case) in enumerate(plan) if getattr(case, "group", 4) != 4)
     assert {op for op, _ in plan[:first_other_group]} == set(OPS)
 
@@ -138,7 +139,7 @@ def test_the_cache_is_as_large_as_the_largest_case_that_fits():
 
 
 def test_bytes_of_one_request():
-    case, geometry = DecodeCase(1, 2048, 4), Geometry()
+    case, geometry = DecodeCase(1, 2048, 4, "int8"), Geometry()
     query = 8 * 4 * 128 * 2
     record = 8 * (128 + 4)
     token = 8 * 2 * 128 * 2
@@ -192,7 +193,7 @@ def test_short_contexts_have_fewer_pages_than_the_selection_holds(workload):
     assert pages[0, 0].tolist() == [0, 1, 2, 3, 4, -1, -1, -1]
 
 
-@pytest.mark.parametrize("statistics", ["int2", "int8", "fp8", "bf16"])
+@pytest.mark.parametrize("statistics", ["int4", "int2", "int8", "fp8", "bf16"])
 def test_needles_are_selected_and_gone_afterwards(workload, statistics):
     inputs = workload.decode_inputs(DecodeCase(3, 768, 2, statistics))
     before = [workload._cache.view(torch.int16).clone(), inputs.token_rows.clone()]
@@ -333,7 +334,7 @@ def test_a_write_passes_and_leaves_the_cache_as_it_was(workload, decode_inputs):
 def test_incomplete_and_excessive_writes_fail(decode_inputs):
     def careless():
         write(decode_inputs)
-        decode_inputs.statistics.spread[decode_inputs.slots[1] // 64, 0, 2] = 7.0
+        decode_inputs.statistics.scales[decode_inputs.slots[1] // 64, 0, 2] = 7.0
 
     def next_to_it():
         write(decode_inputs)
@@ -360,7 +361,7 @@ def test_a_measured_case_has_times_share_and_speed_ups(workload):
     assert rows[0] == {
         "op": "score",
         "provider": "ours",
-        "case": {"batch": 1, "context": 512, "group": 2, "format": "int8"},
+        "case": {"batch": 1, "context": 512, "group": 2, "format": "int4"},
         "case_name": "1q1s512 g2",
         "bytes": 10_000_000,
         "status": "measured",
@@ -564,7 +565,7 @@ def test_the_table_shows_times_ratios_and_what_is_missing(results):
     assert done.exit_code == 0, done.output
     assert "32q1s128K g4" in done.output
     assert "20.0 / 10.0  2.00x" in done.output
-    assert "unavailable, 4 rows: FlashInfer: ModuleNotFoundError: No module named 'no_such'" in done.output
+    assert "unavailable, 8 rows: FlashInfer: ModuleNotFoundError: No module named 'no_such'" in done.output
 
 
 def test_figures_are_drawn_without_a_gpu(results, tmp_path):

@@ -14,21 +14,27 @@ class UniqueSelection(ScoredSelection):
     """UNIQUE: score every page by small statistics of its keys, read the best ones."""
 
     statistics_kind = "mean_and_spread"
-    statistics: Literal["sketch", "int8", "fp8", "bf16"] = "int8"  # type: ignore[assignment]
-    """What is kept of a page's keys: the paper's mean and standard deviation, the mean in `int8` or `fp8` with one
-    scale per page or in `bf16`, which needs blocks of a multiple of 64 tokens; or a `sketch`, the means of its quarters
-    in two bits an element. A sketch takes the bytes of an int8 mean and finds single keys that a mean hides, but loses
-    keys that differ little beside what they have in common."""
+    statistics: Literal["auto", "quarters", "sketch", "int8", "fp8", "bf16"] = "auto"  # type: ignore[assignment]
+    """What is kept of a page's keys. The paper's mean and standard deviation, the mean in `int8` or `fp8` with one
+    scale per page or in `bf16`, which needs blocks of a multiple of 64 tokens. Or the means of the page's `quarters` in
+    four bits an element, which find single keys that a mean over the page hides, in the bytes of a bf16 mean. Or a
+    `sketch`, the quarters in two bits: as small as an int8 mean, but lost on keys with outlying channels. `auto` takes
+    quarters, and int8 in an 8-bit KV cache, where quarters would add an eighth to it."""
     policy: Literal["unique"] = "unique"
     """Name of the selection policy."""
     lambda_: Annotated[float, Field(alias="lambda", ge=0.0, le=16.0)] = 1.0
-    """Weight of the standard deviation in a page's score (the paper's lambda, Eq. 3); sketches have none."""
+    """Weight of the standard deviation in a page's score (the paper's lambda, Eq. 3), where there is one: with int8,
+    fp8 and bf16."""
 
     @property
     def std_weight(self) -> float:
-        return 0.0 if self.statistics == "sketch" else self.lambda_
+        return self.lambda_
 
     def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout:
-        if self.statistics == "sketch":
-            return StatisticsLayout(self.page_size, head_size, "int2", cache_itemsize, KINDS["sketch"])
-        return StatisticsLayout(self.page_size, head_size, self.statistics, cache_itemsize)
+        kept = self.statistics
+        if kept == "auto":
+            kept = "quarters" if cache_itemsize > 1 else "int8"
+        if kept == "quarters" or kept == "sketch":
+            kind = KINDS[kept]
+            return StatisticsLayout(self.page_size, head_size, kind.formats[0], cache_itemsize, kind)
+        return StatisticsLayout(self.page_size, head_size, kept, cache_itemsize)

@@ -14,6 +14,7 @@ typedef long long i64;
 #define FP8 2
 #define INT8 3
 #define SKETCH 4
+#define QUARTERS 5
 
 constexpr int WARP = 32;
 constexpr u32 FULL = 0xffffffffu;

@@ -17,9 +17,13 @@ FORMATS: dict[torch.dtype, int] = {
     torch.float16: 1,
     torch.float8_e4m3fn: 2,
     torch.int8: 3,
-    torch.uint8: 4,
 }
 """Element formats by the numbers that common.cuh gives them."""
+CODE_FORMATS = {2: 4, 4: 5}
+"""Codes of a few bits, by their bits."""
+
+_RESERVED_SHARED_BYTES = 1024
+"""What a block takes besides its own, since compute capability 8.0."""
 
 
 def compile_source(source: Path, architecture: str, macros: dict[str, int]) -> Any:
@@ -64,8 +68,12 @@ class Kernel:
     """Whether launches may begin while the kernel before them ends: every kernel waits for it before it reads."""
     _shared_bytes: int = 0
 
-    def reserve_shared(self, num_bytes: int) -> None:
+    def reserve_shared(self, num_bytes: int, blocks_per_sm: int = 1) -> None:
         """Allows launches with up to `num_bytes` of dynamic shared memory.
+
+        Args:
+            num_bytes: of a block.
+            blocks_per_sm: blocks that are to fit a multiprocessor.
 
         Raises:
             ValueError: if the device does not have as much.
@@ -75,10 +83,13 @@ class Kernel:
         if num_bytes <= self._shared_bytes:
             return
         attributes = driver.CUfunction_attribute
+        available = torch.cuda.get_device_properties(self.device).shared_memory_per_multiprocessor
+        share = min(100, -(-100 * blocks_per_sm * (num_bytes + _RESERVED_SHARED_BYTES) // available))
         for attribute, value in (
             (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, num_bytes),
-            # Else the driver may leave room for one block where two fit.
-            (attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, 100),
+            # Else the driver may leave room for one block where two fit. What is left is cache, through which every
+            # load in flight passes.
+            (attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, share),
         ):
             status, *_ = driver.cuKernelSetAttribute(
                 attribute,

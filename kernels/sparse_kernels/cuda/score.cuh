@@ -44,16 +44,25 @@ DEVICE void rotate(float (&x)[HEAD_SIZE / WARP], int lane) {
 //
 // int8 means are met by queries in 16-bit fixed point, split into two signed bytes that take two rows of the matrix
 // tile: the dot product is an exact integer, and no mean is ever converted. float8 means are met in fp16, bf16 means
-// in bf16. A sketch holds the two-bit codes of four means in a byte for each dimension: masked, not shifted, the bytes
-// are those codes times 1, 4, 16 or 64, and the shift that undoes it comes after the dot product.
+// in bf16. A byte of a sketch holds the two-bit codes of one dimension of four vectors, a byte of quarters the four-bit
+// codes of two: masked, not shifted, the bytes are those codes times a power of two, and the shift that undoes it comes
+// after the dot product. Quarters keep their steps in the place of the first two dimensions.
 template <int MEAN, int GROUP, int HEAD_SIZE>
 struct ScoreQuery {
     static constexpr int ROWS = Heads<GROUP>::ROWS;
     static constexpr int TILES = Heads<GROUP>::TILES;
-    static constexpr bool FIXED_POINT = MEAN == INT8 || MEAN == SKETCH;
-    static constexpr int MEAN_BYTES = MEAN == BF16 ? 2 : 1;
+    static constexpr bool CODES = MEAN == SKETCH || MEAN == QUARTERS;
+    static constexpr bool FIXED_POINT = MEAN == INT8 || CODES;
+    static constexpr bool HAS_SCALE = MEAN != BF16 && MEAN != QUARTERS;
+    static constexpr bool HAS_SPREAD = !CODES;
+    static constexpr int MEAN_BYTES = MEAN == BF16 || MEAN == QUARTERS ? 2 : 1;
+    static constexpr int RECORD_BYTES = HEAD_SIZE * MEAN_BYTES + 2 * HAS_SCALE + 2 * HAS_SPREAD;
     // 16-byte pieces of a mean that one lane holds.
     static constexpr int PIECES = HEAD_SIZE * MEAN_BYTES / 64;
+    // Rows of codes in a record, bits of a code.
+    static constexpr int CODE_ROWS = MEAN == QUARTERS ? 2 : 1, CODE_BITS = MEAN == QUARTERS ? 4 : 2;
+    // Pieces of a query; those of every row of codes meet the same.
+    static constexpr int QUERY_PIECES = CODES ? PIECES / CODE_ROWS : PIECES * (MEAN == FP8 ? 2 : 1);
 
     struct Shared {
         union {
@@ -65,7 +74,7 @@ struct ScoreQuery {
     };
 
     // Rows of a tile, as the matrix instructions want them.
-    u32 fragments[TILES][PIECES * (MEAN == FP8 ? 2 : 1)][8];
+    u32 fragments[TILES][QUERY_PIECES][8];
     float step[TILES];
     float spread[TILES];
 
@@ -76,6 +85,9 @@ struct ScoreQuery {
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) x[i] = query[i];
         if constexpr (MEAN == SKETCH) rotate<HEAD_SIZE>(x, lane);
+        if constexpr (MEAN == QUARTERS) {
+            if (lane == 0) x[0] = x[1] = 0;
+        }
         float square = 0, largest = 0;
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
@@ -103,10 +115,11 @@ struct ScoreQuery {
                 shared.halves[row][d] = (u16)pack_pair<MEAN == BF16 ? BF16 : FP16>(x[i] * inverse, 0);
             }
         }
-        if constexpr (MEAN == SKETCH) sum = __reduce_add_sync(FULL, sum);
+        // Codes stand for themselves less half of the largest.
+        if constexpr (CODES) sum = __reduce_add_sync(FULL, sum) * ((1 << CODE_BITS) - 1);
         if (lane == 0) {
-            shared.step[row] = step;
-            shared.spread[row] = MEAN == SKETCH ? (float)sum : std_weight * norm;
+            shared.step[row] = CODES ? 0.5f * step : step;
+            shared.spread[row] = CODES ? __int_as_float(sum) : std_weight * norm;
         }
     }
 
@@ -118,7 +131,7 @@ struct ScoreQuery {
             spread[tile] = shared.spread[8 * tile + g];
             if constexpr (FIXED_POINT) {
 #pragma unroll
-                for (int piece = 0; piece < PIECES; piece++)
+                for (int piece = 0; piece < QUERY_PIECES; piece++)
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
                         int d = 64 * piece + 16 * t + 4 * i;
@@ -154,30 +167,46 @@ struct ScoreQuery {
                 out[tile][0] = (float)(c[0] * 256 + c[2]) * step[tile];
                 out[tile][1] = (float)(c[1] * 256 + c[3]) * step[tile];
             }
-        } else if constexpr (MEAN == SKETCH) {
+        } else if constexpr (CODES) {
+            // Steps lie in the first lane of a page; the products of pages 2t and 2t+1 are in lane t of every head.
+            float units[CODE_ROWS][2];
+            if constexpr (MEAN == QUARTERS) {
+                u32 own = __byte_perm(mean[0].x, mean[PIECES / 2].x, 0x5410);
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    u32 both = __shfl_sync(FULL, own, 8 * (threadIdx.x % 4) + 4 * i);
+                    units[0][i] = bf16_to_float(both & 0xffff), units[CODE_ROWS - 1][i] = bf16_to_float(both >> 16);
+                }
+            }
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
-                int best[2];
 #pragma unroll
-                for (int part = 0; part < 4; part++) {
-                    u32 mask = 0x03030303u << 2 * part;
-                    int c[4] = {0, 0, 0, 0};
+                for (int row = 0; row < CODE_ROWS; row++) {
+                    int best[2];
 #pragma unroll
-                    for (int piece = 0; piece < PIECES; piece++) {
-                        const u32(&f)[8] = fragments[tile][piece];
-                        const uint4& codes = mean[piece];
-                        mma_s8_u8(c, f[0], f[4], f[1], f[5], codes.x & mask, codes.y & mask);
-                        mma_s8_u8(c, f[2], f[6], f[3], f[7], codes.z & mask, codes.w & mask);
+                    for (int part = 0; part < 4 / CODE_ROWS; part++) {
+                        u32 mask = ((1u << CODE_BITS) - 1) * 0x01010101u << CODE_BITS * part;
+                        int c[4] = {0, 0, 0, 0};
+#pragma unroll
+                        for (int piece = 0; piece < QUERY_PIECES; piece++) {
+                            const u32(&f)[8] = fragments[tile][piece];
+                            const uint4& codes = mean[row * QUERY_PIECES + piece];
+                            mma_s8_u8(c, f[0], f[4], f[1], f[5], codes.x & mask, codes.y & mask);
+                            mma_s8_u8(c, f[2], f[6], f[3], f[7], codes.z & mask, codes.w & mask);
+                        }
+#pragma unroll
+                        for (int i = 0; i < 2; i++) {
+                            int sum = (c[i] * 256 + c[2 + i]) >> CODE_BITS * part;
+                            best[i] = part ? max(best[i], sum) : sum;
+                        }
                     }
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
-                        int sum = (c[i] * 256 + c[2 + i]) >> 2 * part;
-                        best[i] = part ? max(best[i], sum) : sum;
+                        float found = (float)(2 * best[i] - __float_as_int(spread[tile])) * step[tile];
+                        if (MEAN == QUARTERS) found *= units[row][i];
+                        out[tile][i] = row ? fmaxf(out[tile][i], found) : found;
                     }
                 }
-                // Codes stand for themselves less 1.5.
-#pragma unroll
-                for (int i = 0; i < 2; i++) out[tile][i] = ((float)(2 * best[i]) - 3 * spread[tile]) * (0.5f * step[tile]);
             }
         } else {
             float c[4] = {0, 0, 0, 0};
@@ -234,40 +263,48 @@ struct ScoreBatch {
     };
 
     // The pages of a batch beyond `last` repeat others; `first` pages of ranges are multiples of eight.
-    DEVICE void load(const Statistics& head, const Blocks& blocks, int base, int last, int lane) {
+    DEVICE void load_tile(int u, const Statistics& head, const Blocks& blocks, int base, int last, int lane) {
         int g = lane / 4, t = lane % 4;
+        int page = min(base + 8 * u + g, last - 1);
+        const u8* p = head.mean + blocks.ids[u] * head.block_stride + page % PAGES_PER_BLOCK * MEAN_STRIDE + 16 * t;
 #pragma unroll
-        for (int u = 0; u < SCORE_TILES; u++) {
-            int page = min(base + 8 * u + g, last - 1);
-            const u8* p = head.mean + blocks.ids[u] * head.block_stride + page % PAGES_PER_BLOCK * MEAN_STRIDE + 16 * t;
-#pragma unroll
-            for (int piece = 0; piece < Query::PIECES; piece++) means[u][piece] = load16(p + 64 * piece);
-        }
-#pragma unroll
-        for (int u = 0; u < SCORE_TILES; u++) {
-            auto scalars = [&](int column) -> i64 {
-                int page = min(base + 8 * u + column, last - 1);
-                int block = TILE_IN_BLOCK ? blocks.ids[u] : __shfl_sync(FULL, blocks.ids[u], 4 * column);
-                return block * head.block_stride + page % PAGES_PER_BLOCK / (PAIR_IN_BLOCK ? 2 : 1) * (PAIR_IN_BLOCK ? 4 : 2);
+        for (int piece = 0; piece < Query::PIECES; piece++) means[u][piece] = load16(p + 64 * piece);
+    }
+
+    DEVICE void load_scalars(int u, const Statistics& head, const Blocks& blocks, int base, int last, int lane) {
+        int t = lane % 4;
+        auto scalars = [&](int column) -> i64 {
+            int page = min(base + 8 * u + column, last - 1);
+            int block = TILE_IN_BLOCK ? blocks.ids[u] : __shfl_sync(FULL, blocks.ids[u], 4 * column);
+            return block * head.block_stride + page % PAGES_PER_BLOCK / (PAIR_IN_BLOCK ? 2 : 1) * (PAIR_IN_BLOCK ? 4 : 2);
+        };
+        if constexpr (!Query::HAS_SCALE && !Query::HAS_SPREAD) {
+            return;
+        } else if constexpr (PAIR_IN_BLOCK) {
+            i64 at = scalars(2 * t);
+            if (Query::HAS_SCALE) scales[u] = __ldg((const u32*)((const u8*)head.scale + at));
+            if (Query::HAS_SPREAD) stds[u] = __ldg((const u32*)((const u8*)head.std + at));
+        } else {
+            i64 even = scalars(2 * t), odd = scalars(2 * t + 1);
+            auto both = [&](const u16* values) {
+                return __ldg((const u16*)((const u8*)values + even)) |
+                       (u32)__ldg((const u16*)((const u8*)values + odd)) << 16;
             };
-            if constexpr (PAIR_IN_BLOCK) {
-                i64 at = scalars(2 * t);
-                if (MEAN != BF16) scales[u] = __ldg((const u32*)((const u8*)head.scale + at));
-                if (MEAN != SKETCH) stds[u] = __ldg((const u32*)((const u8*)head.std + at));
-            } else {
-                i64 even = scalars(2 * t), odd = scalars(2 * t + 1);
-                auto both = [&](const u16* values) {
-                    return __ldg((const u16*)((const u8*)values + even)) |
-                           (u32)__ldg((const u16*)((const u8*)values + odd)) << 16;
-                };
-                if (MEAN != BF16) scales[u] = both(head.scale);
-                if (MEAN != SKETCH) stds[u] = both(head.std);
-            }
+            if (Query::HAS_SCALE) scales[u] = both(head.scale);
+            if (Query::HAS_SPREAD) stds[u] = both(head.std);
         }
     }
 
-    // The score, in bfloat16, of page base + `place(lane)`.
-    DEVICE u16 score(const Query& query, int lane) const {
+    DEVICE void load(const Statistics& head, const Blocks& blocks, int base, int last, int lane) {
+#pragma unroll
+        for (int u = 0; u < SCORE_TILES; u++) load_tile(u, head, blocks, base, last, lane);
+#pragma unroll
+        for (int u = 0; u < SCORE_TILES; u++) load_scalars(u, head, blocks, base, last, lane);
+    }
+
+    // The score, in bfloat16, of page base + `place(lane)`; calls `after(u)` once tile u has been read.
+    template <typename After>
+    DEVICE u16 score(const Query& query, int lane, After after) {
         int g = lane / 4;
         u32 best[SCORE_TILES];
 #pragma unroll
@@ -279,13 +316,17 @@ struct ScoreBatch {
                 float scores[2];
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    float unit = MEAN == BF16 ? 1.0f : bf16_to_float(i ? scales[u] >> 16 : scales[u] & 0xffff);
-                    float sigma = bf16_to_float(i ? stds[u] >> 16 : stds[u] & 0xffff);
-                    scores[i] = MEAN == SKETCH ? dots[tile][i] * unit : fmaf(dots[tile][i], unit, query.spread[tile] * sigma);
+                    float unit = Query::HAS_SCALE ? bf16_to_float(i ? scales[u] >> 16 : scales[u] & 0xffff) : 1.0f;
+                    scores[i] = dots[tile][i] * unit;
+                    if constexpr (Query::HAS_SPREAD) {
+                        float sigma = bf16_to_float(i ? stds[u] >> 16 : stds[u] & 0xffff);
+                        scores[i] = fmaf(dots[tile][i], unit, query.spread[tile] * sigma);
+                    }
                 }
                 u32 both = pack_bf16(scores[0], scores[1]);
                 best[u] = tile ? max_or_nan_bf16(best[u], both) : both;
             }
+            after(u);
         }
         // The maximum over the heads, which lie in lanes 4 apart. Lanes that no longer need the same tiles split them.
         constexpr int DISTINCT = Heads<GROUP>::DISTINCT;
@@ -310,14 +351,16 @@ struct ScoreBatch {
 };
 
 // Scores pages [first, last) of a row, the warps of a block together, and hands each to `emit(page, bf16 bits)`.
-// `first` is a multiple of eight. PIPELINED keeps one batch in flight while the one before is scored, and the block ids
-// of the one after: for few warps with many registers.
+// `first` is a multiple of eight. PIPELINED, for few warps with many registers, keeps one batch in flight while the one
+// before is scored, and the block ids of the one after; of wide records a batch takes half of the registers, so there a
+// tile is asked for again as soon as it has been scored.
 template <bool PIPELINED, int PAGES_PER_BLOCK, int MEAN, int GROUP, int HEAD_SIZE, typename Emit>
 DEVICE void score_range(const ScoreQuery<MEAN, GROUP, HEAD_SIZE>& query, const Statistics& head, const int* table,
                         int first, int last, int warp, int warps, int lane, Emit emit) {
     using Batch = ScoreBatch<PAGES_PER_BLOCK, MEAN, GROUP, HEAD_SIZE>;
     using Blocks = typename Batch::Blocks;
     constexpr int STEP = 8 * SCORE_TILES;
+    constexpr bool WIDE = Batch::MEAN_STRIDE > 128;
     int base = first + warp * STEP, stride = warps * STEP;
     if (base >= last) return;
     Blocks blocks(table, base, last, lane);
@@ -326,25 +369,38 @@ DEVICE void score_range(const ScoreQuery<MEAN, GROUP, HEAD_SIZE>& query, const S
         into.load(head, blocks, base, last, lane);
         if (base + stride < last) blocks = Blocks(table, base + stride, last, lane);
     };
-    auto score = [&] {
-        u16 bits = batch.score(query, lane);
+    auto score = [&](auto after) {
+        u16 bits = batch.score(query, lane, after);
         int page = base + Batch::place(lane);
         if (page < last) emit(page, bits);
     };
-    if constexpr (PIPELINED) {
+    auto nothing = [](int) {};
+    if constexpr (PIPELINED && WIDE) {
+        load(batch, base);
+#pragma unroll 1
+        for (; base < last; base += stride) {
+            bool more = base + stride < last;
+            score([&](int u) {
+                if (!more) return;
+                batch.load_tile(u, head, blocks, base + stride, last, lane);
+                batch.load_scalars(u, head, blocks, base + stride, last, lane);
+            });
+            if (base + 2 * stride < last) blocks = Blocks(table, base + 2 * stride, last, lane);
+        }
+    } else if constexpr (PIPELINED) {
         load(batch, base);
 #pragma unroll 1
         for (; base < last; base += stride) {
             Batch next;
             if (base + stride < last) load(next, base + stride);
-            score();
+            score(nothing);
             batch = next;
         }
     } else {
 #pragma unroll 1
         for (; base < last; base += stride) {
             load(batch, base);
-            score();
+            score(nothing);
         }
     }
 }

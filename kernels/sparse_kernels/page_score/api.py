@@ -48,9 +48,7 @@ def score_pages(
     if num_tokens == 0:
         return query.new_empty((0, num_kv_heads, 0), dtype=torch.bfloat16)
     implementation = reference.score_pages
-    compiled = (
-        statistics.vectors.dtype == torch.int8 and statistics.kind.is_linear
-    ) or statistics.kind.name == "sketch"
+    compiled = statistics.kind.codes or (statistics.vectors.dtype == torch.int8 and statistics.kind.is_linear)
     if query.device.type == "cpu" and compiled:
         from sparse_kernels.page_score import cpu
 

@@ -1,4 +1,4 @@
-"""Page scores on CPU, compiled: reads the statistics where they lie. int8 vectors of linear kinds, sketches."""
+"""Page scores on CPU, compiled: reads the statistics where they lie. int8 vectors of linear kinds, codes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 
 from sparse_kernels.compiled import FASTMATH, narrow, widen
 from sparse_kernels.page_statistics import PageStatistics
-from sparse_kernels.page_statistics.kinds.sketch import PARTS, rotate
 
 
 @functools.cache
@@ -87,67 +86,74 @@ def _kernel(group_size: int, head_size: int, vectors: int, has_spread: bool) -> 
 
 
 @functools.cache
-def _sketch_kernel(group_size: int, head_size: int) -> Any:
+def _codes_kernel(group_size: int, head_size: int, bits: int) -> Any:
     """Compiled for one model's shape, like `_kernel`."""
+    per_byte, mask = 8 // bits, (1 << bits) - 1
 
     @numba.njit(fastmath=FASTMATH, nogil=True, parallel=True, cache=True)
-    def score_sketches(
-        queries, sketches, strides, steps, step_strides, pages_per_block, block_table, num_pages, scores
+    def score_codes(
+        queries, dropped, records, strides, steps, step_strides, pages_per_block, block_table, num_pages, scores
     ):
         num_tokens, num_kv_heads = scores.shape[:2]
         for row in numba.prange(num_tokens * num_kv_heads):
             token, head = row // num_kv_heads, row % num_kv_heads
             # Copies of its own: the compiler then knows that nothing else writes to them.
-            heads = np.empty((group_size, head_size), np.float32)
+            heads = np.zeros((group_size, head_size), np.float32)
             middle = np.zeros(group_size, np.float32)
             for g in range(group_size):
-                for d in range(head_size):
+                for d in range(dropped, head_size):
                     heads[g, d] = queries[token, head, g, d]
-                    middle[g] += np.float32(1.5) * heads[g, d]
-            codes = np.empty((PARTS, head_size), np.float32)
+                    middle[g] += np.float32(mask / 2) * heads[g, d]
+            codes = np.empty((per_byte, head_size), np.float32)
             length = num_pages[token]
             for page in range(length):
                 block, within = block_table[token, page // pages_per_block], page % pages_per_block
                 # Unsigned, because a negative index would have to be looked for.
-                start = np.uint64(block * strides[0] + head * strides[1] + within * head_size)
-                for d in range(head_size):
-                    byte = sketches[start + np.uint64(d)]
-                    codes[0, d] = np.float32(byte & np.uint8(3))
-                    codes[1, d] = np.float32(byte >> np.uint8(2) & np.uint8(3))
-                    codes[2, d] = np.float32(byte >> np.uint8(4) & np.uint8(3))
-                    codes[3, d] = np.float32(byte >> np.uint8(6))
+                record = np.uint64(block * strides[0] + head * strides[1] + within * strides[2])
+                scalars = np.uint64(block * step_strides[0] + head * step_strides[1] + within * step_strides[2])
                 best = np.float32(-np.inf)
-                for g in range(group_size):
-                    for j in range(PARTS):
-                        dot = np.float32(0)
-                        for d in range(head_size):
-                            dot += heads[g, d] * codes[j, d]
-                        dot -= middle[g]
-                        # A NaN, once there, stays.
-                        best = best if best > dot or best != best else dot
-                step = widen(steps[np.uint64(block * step_strides[0] + head * step_strides[1] + within)])
-                scores[token, head, page] = narrow(best * step)
+                for shared in range(4 // per_byte):
+                    start = record + np.uint64(shared * head_size)
+                    for d in range(head_size):
+                        byte = records[start + np.uint64(d)]
+                        for j in range(per_byte):
+                            codes[j, d] = np.float32(byte >> np.uint8(bits * j) & np.uint8(mask))
+                    largest = np.float32(-np.inf)
+                    for g in range(group_size):
+                        for j in range(per_byte):
+                            dot = np.float32(0)
+                            for d in range(head_size):
+                                dot += heads[g, d] * codes[j, d]
+                            dot -= middle[g]
+                            # A NaN, once there, stays.
+                            largest = largest if largest > dot or largest != largest else dot
+                    largest *= widen(steps[scalars + np.uint64(shared * step_strides[3])])
+                    best = best if best > largest or best != best else largest
+                scores[token, head, page] = narrow(best)
             for page in range(length, scores.shape[2]):
                 scores[token, head, page] = 0xFF80
 
-    return score_sketches
+    return score_codes
 
 
-def _score_sketches(
+def _score_codes(
     query: torch.Tensor,
     statistics: PageStatistics,
     block_table: torch.Tensor,
     num_pages: torch.Tensor,
     scores: torch.Tensor,
 ) -> None:
-    sketches, steps, _ = statistics.memory
+    records, steps, _ = statistics.memory
+    codes = statistics.kind.codes
     assert statistics.scales is not None
-    _sketch_kernel(*query.shape[2:])(
-        rotate(query.float()).numpy(),
-        sketches,
-        statistics.vectors.stride()[:2],
+    assert codes is not None
+    _codes_kernel(*query.shape[2:], codes.bits)(
+        statistics.kind.features(query.float(), 0.0)[..., 0, :].numpy(),
+        codes.dropped,
+        records,
+        statistics.vectors.stride(),
         steps,
-        statistics.scales.stride()[:2],
+        statistics.scales.stride(),
         statistics.pages_per_block,
         block_table.numpy(),
         num_pages.numpy(),
@@ -165,8 +171,8 @@ def score_pages(
     """See `api.score_pages`."""
     num_tokens, num_kv_heads = query.shape[:2]
     scores = torch.empty((num_tokens, num_kv_heads, int(num_pages.max())), dtype=torch.bfloat16)
-    if statistics.vectors.dtype == torch.uint8:
-        _score_sketches(query, statistics, block_table, num_pages, scores)
+    if statistics.kind.codes:
+        _score_codes(query, statistics, block_table, num_pages, scores)
         return scores
     kind = statistics.kind
     assert statistics.scales is not None

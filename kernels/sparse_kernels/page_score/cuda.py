@@ -1,6 +1,6 @@
 """Page scores on CUDA: reads the statistics where they lie in the cache, writes bfloat16 scores and nothing else.
 
-For records of one vector that the query itself meets; Triton scores the others.
+For codes, and records of one vector that the query itself meets; Triton scores the others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_kernels.cuda.launch import FORMATS, int32, int64, kernel
+from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, int32, int64, kernel
 from sparse_kernels.page_statistics import PageStatistics
 
 _SOURCE = Path(__file__).with_name("score.cu")
@@ -28,8 +28,14 @@ class Launch(NamedTuple):
 def launch_of(statistics: PageStatistics) -> Launch:
     """The launch configuration for a format and head size: what fits the registers of a multiprocessor."""
     if statistics.vectors.shape[3] * statistics.vectors.element_size() > 128:
-        return Launch(chunk=1024, warps=8, blocks_per_sm=2, pipelined=False)
+        return Launch(chunk=1024, warps=8, blocks_per_sm=2, pipelined=statistics.kind.codes is not None)
     return Launch(chunk=1024, warps=8, blocks_per_sm=3, pipelined=False)
+
+
+def format_of(statistics: PageStatistics) -> int:
+    """The format of the vectors by the number that common.cuh gives it."""
+    codes = statistics.kind.codes
+    return FORMATS[statistics.vectors.dtype] if codes is None else CODE_FORMATS[codes.bits]
 
 
 def weight_of(statistics: PageStatistics | None, std_weight: float) -> float:
@@ -81,7 +87,7 @@ def launch_scores(
     launch = launch or launch_of(statistics)
     macros = {
         "QUERY": FORMATS[query.dtype],
-        "MEAN": FORMATS[statistics.vectors.dtype],
+        "MEAN": format_of(statistics),
         "GROUP": num_query_heads // num_kv_heads,
         "HEAD_SIZE": head_size,
         "PAGES_PER_BLOCK": pages_per_block,

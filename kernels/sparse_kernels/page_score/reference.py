@@ -9,16 +9,14 @@ from __future__ import annotations
 import torch
 
 from sparse_kernels.page_statistics import PageStatistics
-from sparse_kernels.page_statistics.kinds.sketch import unpack
 
 
 def _rows_of(table: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """`[num_kv_heads, len(blocks) * pages_per_block, ...]` float32, head-major."""
+    """`[num_kv_heads, len(blocks) * pages_per_block, ...]` head-major."""
     # 8-bit floats cannot be gathered, their bits can.
     bits = torch.uint8 if table.dtype == torch.float8_e4m3fn else table.dtype
     picked = table.view(bits).transpose(0, 1).index_select(1, blocks)
-    rows = picked.view(table.dtype).flatten(1, 2)
-    return unpack(rows) if table.dtype == torch.uint8 else rows.float()
+    return picked.view(table.dtype).flatten(1, 2)
 
 
 def score_pages(
@@ -40,13 +38,15 @@ def score_pages(
     # One row at a time: the arithmetic of a row must not depend on its neighbours' lengths.
     for token, length in enumerate(lengths):
         blocks = block_table[token, : -(-length // pages_per_block)]
-        vectors = _rows_of(statistics.vectors, blocks).unflatten(-1, (kind.vectors, -1))
+        vectors = _rows_of(statistics.vectors, blocks)
+        vectors = kind.codes.unpack(vectors) if kind.codes else vectors.float().unflatten(-1, (kind.vectors, -1))
         # By head and vector: [group_size, pages].
         products = features[token] @ vectors.permute(0, 2, 3, 1)
         if statistics.scales is not None:
-            products *= _rows_of(statistics.scales, blocks).transpose(1, 2).unsqueeze(2)
+            scales = _rows_of(statistics.scales, blocks).float().transpose(1, 2).unsqueeze(2)
+            products *= scales.repeat_interleave(kind.vectors // scales.shape[1], dim=1)
         raw = kind.combine(products.movedim(1, -1))
         if statistics.spread is not None:
-            raw = torch.addcmul(raw, norm[token], _rows_of(statistics.spread, blocks).unsqueeze(1))
+            raw = torch.addcmul(raw, norm[token], _rows_of(statistics.spread, blocks).float().unsqueeze(1))
         scores[token, :, :length] = raw.amax(dim=1)[:, :length]
     return scores

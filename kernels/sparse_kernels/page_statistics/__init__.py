@@ -2,13 +2,8 @@
 
 from sparse_kernels.page_statistics.api import update_page_statistics, write_cache
 from sparse_kernels.page_statistics.kinds import KINDS, StatisticsKind
-from sparse_kernels.page_statistics.layout import (
-    STATISTICS_FORMATS,
-    PageStatistics,
-    RecordFormat,
-    StatisticsFormat,
-    StatisticsLayout,
-)
+from sparse_kernels.page_statistics.kinds.base import STATISTICS_FORMATS, RecordFormat, StatisticsFormat
+from sparse_kernels.page_statistics.layout import PageStatistics, StatisticsLayout
 
 __all__ = [
     "KINDS",

@@ -1,6 +1,6 @@
 """Page statistics on CPU, compiled: reads and writes the cache where the pages lie.
 
-Of bfloat16 keys; int8 means and sketches. The sums are those of the reference, in float64, where their order does not
+Of bfloat16 keys; int8 means and codes. The sums are those of the reference, in float64, where their order does not
 show in the result.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from sparse_kernels.compiled import narrow, unpack_page, widen
-from sparse_kernels.page_statistics.kinds.sketch import PARTS, STEP, signs
+from sparse_kernels.page_statistics.kinds.quarters import Sketch, signs
 from sparse_kernels.page_statistics.layout import PageStatistics
 from sparse_kernels.paging import PagedTensor
 
@@ -104,7 +104,7 @@ def update_page_statistics(
 
 @numba.njit(nogil=True, cache=True)
 def _rotate(x, signs):
-    """`kinds.sketch.rotate` of a float64 vector, in place."""
+    """`kinds.quarters.rotate` of a float64 vector, in place."""
     size = x.size & -x.size
     x *= signs
     half = 1
@@ -118,66 +118,97 @@ def _rotate(x, signs):
 
 
 @numba.njit(nogil=True, parallel=True, cache=True)
-def _update_sketches(
-    keys, length, step, page_size, head_size, num_kv_heads, signs, sketches, strides, steps, step_strides, blocks, pages
+def _update_quarters(
+    keys,
+    length,
+    step,
+    page_size,
+    head_size,
+    num_kv_heads,
+    signs,
+    bits,
+    spacing,
+    dropped,
+    codes,
+    strides,
+    steps,
+    step_strides,
+    blocks,
+    pages,
 ):
+    top, per_byte = (1 << bits) - 1, 8 // bits
     for row in numba.prange(blocks.size * num_kv_heads):
         block, page, head = blocks[row // num_kv_heads], pages[row // num_kv_heads], row % num_kv_heads
         by_dim = np.empty((head_size, page_size), np.float32)
         unpack_page(keys, length, step, block, head, page, by_dim, 0, 0, page_size)
-        quarter = page_size // PARTS
-        parts = np.empty((PARTS, head_size), np.float64)
-        power = 0.0
-        for j in range(PARTS):
+        quarter = page_size // 4
+        parts = np.empty((4, head_size), np.float64)
+        for j in range(4):
             for d in range(head_size):
                 total = 0.0
                 for t in range(j * quarter, (j + 1) * quarter):
                     total += by_dim[d, t]
                 parts[j, d] = total / quarter
-            _rotate(parts[j], signs)
-            for d in range(head_size):
-                parts[j, d] = np.float32(parts[j, d])
-                power += parts[j, d] * parts[j, d]
-        power /= PARTS * head_size
-        finite = power <= _LARGEST
-        bits = narrow(np.float32(np.sqrt(power) * STEP)) if finite else _LARGEST_BITS
-        divisor = widen(bits) if widen(bits) > 0 else np.float32(1)
-        start = block * strides[0] + head * strides[1] + page * head_size
-        for d in range(head_size):
-            byte = 0
-            for j in range(PARTS):
-                code = 3 * (1 - j % 2)
-                if finite:
-                    code = int(min(max(np.rint(np.float32(parts[j, d]) / divisor + np.float32(1.5)), 0), 3))
-                byte |= code << 2 * j
-            # With the byte before it: no infinite or NaN bfloat16.
-            if d % 2 and byte & 0x7F == 0x7F and sketches[start + d - 1] & 0x80:
-                byte &= 0xFE
-            sketches[start + d] = byte
-        steps[block * step_strides[0] + head * step_strides[1] + page] = bits
+            if signs.size:
+                _rotate(parts[j], signs)
+        for shared in range(4 // per_byte):
+            first = shared * per_byte
+            power = 0.0
+            for j in range(first, first + per_byte):
+                for d in range(dropped, head_size):
+                    power += np.float64(np.float32(parts[j, d])) ** 2
+            power /= per_byte * (head_size - dropped)
+            finite = power <= _LARGEST
+            step_bits = narrow(np.float32(np.sqrt(power) * spacing)) if finite else _LARGEST_BITS
+            divisor = widen(step_bits) if widen(step_bits) > 0 else np.float32(1)
+            start = block * strides[0] + head * strides[1] + page * strides[2] + shared * head_size
+            for d in range(dropped, head_size):
+                byte = 0
+                for j in range(per_byte):
+                    code = top * (1 - j % 2)
+                    if finite:
+                        scaled = np.float32(parts[first + j, d]) / divisor + np.float32(top / 2)
+                        code = int(min(max(np.rint(scaled), 0), top))
+                    byte |= code << bits * j
+                # With the byte before it: no infinite or NaN bfloat16.
+                if d % 2 and byte & 0x7F == 0x7F and codes[start + d - 1] & 0x80:
+                    byte &= 0xFE
+                codes[start + d] = byte
+            at = block * step_strides[0] + head * step_strides[1] + page * step_strides[2] + shared * step_strides[3]
+            steps[at] = step_bits
 
 
-def update_sketches(keys: PagedTensor, statistics: PageStatistics, blocks: torch.Tensor, pages: torch.Tensor) -> None:
+def update_quarters(keys: PagedTensor, statistics: PageStatistics, blocks: torch.Tensor, pages: torch.Tensor) -> None:
     """See `api.update_page_statistics`."""
     addresses = keys.head_major
-    sketches, steps, _ = statistics.memory
+    stored, steps, _ = statistics.memory
+    codes = statistics.kind.codes
     assert statistics.scales is not None
-    _update_sketches(
+    assert codes is not None
+    rotated = isinstance(statistics.kind, Sketch)
+    _update_quarters(
         addresses.location,
         addresses.length,
         addresses.step,
         keys.page_size,
         keys.head_size,
         keys.num_kv_heads,
-        signs(keys.head_size).numpy(),
-        sketches,
-        statistics.vectors.stride()[:2],
+        (signs(keys.head_size) if rotated else torch.empty(0, dtype=torch.float64)).numpy(),
+        codes.bits,
+        codes.spacing,
+        codes.dropped,
+        stored,
+        statistics.vectors.stride(),
         steps,
-        statistics.scales.stride()[:2],
+        statistics.scales.stride(),
         blocks.numpy(),
         pages.numpy(),
     )
 
 
-IMPLEMENTATIONS = {"mean_and_spread": update_page_statistics, "sketch": update_sketches}
+IMPLEMENTATIONS = {
+    "mean_and_spread": update_page_statistics,
+    "quarters": update_quarters,
+    "sketch": update_quarters,
+}
 """By name of the kind; the others run the reference."""

@@ -6,26 +6,21 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 
 from sparse_kernels.page_statistics.kinds import KINDS, StatisticsKind
+from sparse_kernels.page_statistics.kinds.base import RecordFormat
 from sparse_kernels.paging import memory_of
-
-StatisticsFormat = Literal["int8", "fp8", "bf16"]
-"""Formats that any vector can be stored in."""
-STATISTICS_FORMATS: tuple[StatisticsFormat, ...] = get_args(StatisticsFormat)
-RecordFormat = StatisticsFormat | Literal["int2"]
-"""`int2` is for sketches alone."""
 
 _VECTOR_DTYPE: dict[RecordFormat, torch.dtype] = {
     "int2": torch.uint8,
+    "int4": torch.uint8,
     "int8": torch.int8,
     "fp8": torch.float8_e4m3fn,
     "bf16": torch.bfloat16,
 }
-_BITS: dict[RecordFormat, int] = {"int2": 2, "int8": 8, "fp8": 8, "bf16": 16}
 _SCALAR_DTYPE = torch.bfloat16
 LARGEST: dict[torch.dtype, float] = {torch.int8: 126.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
 """Largest magnitude of an 8-bit element; what a vector's scale maps its largest element to."""
@@ -39,10 +34,10 @@ class PageStatistics:
     """What the numbers mean."""
     vectors: torch.Tensor
     """`[num_blocks, num_kv_heads, pages_per_block, kind.vectors * head_size]`, int8, float8_e4m3fn or bfloat16: the
-    vectors of a record one after the other, each divided by its scale where there is one. Or, in two bits,
-    `[num_blocks, num_kv_heads, pages_per_block, head_size]` uint8: see `kinds.sketch.pack`."""
+    vectors of a record one after the other, each divided by its scale where there is one. Or
+    `[num_blocks, num_kv_heads, pages_per_block, kind.codes.rows * head_size]` uint8: see `Codes`."""
     scales: torch.Tensor | None
-    """`[num_blocks, num_kv_heads, pages_per_block, kind.vectors]` bfloat16, of two-bit vectors one for all; None for
+    """`[num_blocks, num_kv_heads, pages_per_block, kind.vectors]` bfloat16, or the steps of `kind.codes.rows`; None for
     bf16 vectors."""
     spread: torch.Tensor | None
     """`[num_blocks, num_kv_heads, pages_per_block]` bfloat16; None if the kind has none."""
@@ -50,8 +45,7 @@ class PageStatistics:
     @property
     def head_size(self) -> int:
         """Elements of a vector."""
-        per_byte = 4 if self.vectors.dtype == torch.uint8 else 1
-        return self.vectors.shape[3] * per_byte // self.kind.vectors
+        return self.vectors.shape[3] // (self.kind.codes.rows if self.kind.codes else self.kind.vectors)
 
     @property
     def pages_per_block(self) -> int:
@@ -106,11 +100,15 @@ class StatisticsLayout:
 
     @property
     def _vector_bytes(self) -> int:
-        return self.kind.vectors * self.head_size * _BITS[self.format] // 8
+        rows = self.kind.codes.rows if self.kind.codes else self.kind.vectors
+        return rows * self.head_size * _VECTOR_DTYPE[self.format].itemsize
 
     @property
     def _scale_bytes(self) -> int:
-        scales = {"bf16": 0, "int2": 1}.get(self.format, self.kind.vectors)
+        if self.kind.codes:
+            scales = 0 if self.kind.codes.dropped else self.kind.codes.rows
+        else:
+            scales = 0 if self.format == "bf16" else self.kind.vectors
         return scales * _SCALAR_DTYPE.itemsize
 
     @property
@@ -122,12 +120,13 @@ class StatisticsLayout:
     def unit_tokens(self) -> int:
         """Tokens that share a whole number of rows; a block holds a multiple of this.
 
-        Records of one 8-bit vector of two 8-token pages fit one row of a two-byte cache. Two bf16 vectors do not, nor
-        do two 8-bit ones in a record, nor 8-bit records in a one-byte cache, so those share rows over 64 tokens: 7.8 %
-        instead of 12.5 % at head size 128.
+        Records of two 8-token pages fit one row of a two-byte cache if they hold one 8-bit vector or codes. Two bf16
+        vectors do not, nor do two 8-bit ones in a record, nor 8-bit records in a one-byte cache, so those share rows
+        over 64 tokens: 7.8 % instead of 12.5 % at head size 128.
         """
         small = 2 * self._vector_bytes <= self.head_size * self.cache_itemsize
-        return max(16, self.page_size) if small else 64
+        exact = self.kind.codes is not None and self.record_bytes == self._vector_bytes
+        return max(16, self.page_size) if small or exact else 64
 
     @property
     def unit_rows(self) -> int:
@@ -179,9 +178,10 @@ class StatisticsLayout:
                 (0, self._vector_bytes, self._vector_bytes + self._scale_bytes, self.record_bytes)
             )
         )
-        return PageStatistics(
-            self.kind,
-            vectors.view(_VECTOR_DTYPE[self.format]).unflatten(-1, (pages, -1)),
-            scales.view(_SCALAR_DTYPE).unflatten(-1, (pages, -1)) if self._scale_bytes else None,
-            spread.view(_SCALAR_DTYPE) if self.kind.has_spread else None,
-        )
+        stored = vectors.view(_VECTOR_DTYPE[self.format]).unflatten(-1, (pages, -1))
+        steps: torch.Tensor | None = None
+        if self._scale_bytes:
+            steps = scales.view(_SCALAR_DTYPE).unflatten(-1, (pages, -1))
+        elif self.kind.codes:
+            steps = stored.view(_SCALAR_DTYPE).unflatten(-1, (self.kind.codes.rows, -1))[..., 0]
+        return PageStatistics(self.kind, stored, steps, spread.view(_SCALAR_DTYPE) if self.kind.has_spread else None)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from sparse_kernels.page_statistics.kinds import StatisticsKind
-from sparse_kernels.page_statistics.kinds.sketch import pack
 from sparse_kernels.page_statistics.layout import LARGEST, PageStatistics
 from sparse_kernels.paging import PagedTensor
 
@@ -64,9 +63,8 @@ def update_page_statistics(
     vectors, spread = summarise(statistics.kind, keys.gather(blocks[:, None], heads, pages[:, None]))
     if statistics.scales is None:
         stored = vectors.to(statistics.vectors.dtype)
-    elif statistics.vectors.dtype == torch.uint8:
-        stored, step = pack(vectors)
-        statistics.scales[blocks, :, pages] = step.unsqueeze(-1)
+    elif statistics.kind.codes:
+        stored, statistics.scales[blocks, :, pages] = statistics.kind.codes.pack(vectors)
     else:
         stored, scales = quantise(vectors, statistics.vectors.dtype)
         statistics.scales[blocks, :, pages] = scales

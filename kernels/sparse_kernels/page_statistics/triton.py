@@ -68,6 +68,8 @@ def _write_cache(
     PAGE_SIZE: tl.constexpr,
     SUMMARISE: tl.constexpr,
     PACK: tl.constexpr,
+    CODE_ROWS: tl.constexpr,
+    DROPPED: tl.constexpr,
     VECTORS: tl.constexpr,
     LARGEST: tl.constexpr,
     HEADS: tl.constexpr,
@@ -121,10 +123,13 @@ def _write_cache(
             head_exists = heads < NUM_KV_HEADS
             record_page = vectors_ptr + block * vectors_strides[0] + page * vectors_strides[2]
             if PACK is not None:
-                packed, scale = PACK(record, HEADS, DIMS)
-                tl.store(record_page + head * vectors_strides[1] + dim, packed, mask=exists)
-                scale_page = scales_ptr + block * scales_strides[0] + page * scales_strides[2]
-                tl.store(scale_page + heads * scales_strides[1], scale, mask=head_exists)
+                packed, steps = PACK(record, HEADS, DIMS)
+                for row in tl.static_range(CODE_ROWS):
+                    place = record_page + head * vectors_strides[1] + row * HEAD_SIZE + dim
+                    tl.store(place, packed[row], mask=exists & (dim >= DROPPED))
+                    step_page = scales_ptr + block * scales_strides[0] + page * scales_strides[2]
+                    step_page += row * scales_strides[3]
+                    tl.store(step_page + heads * scales_strides[1], steps[row], mask=head_exists)
             for v in tl.static_range(VECTORS if PACK is None else 0):
                 vector = record[v]
                 if LARGEST is not None:
@@ -160,8 +165,9 @@ def write_cache(
     """See `api.write_cache`."""
     num_slots = slot_mapping.shape[0]
     _, num_kv_heads, head_size = key.shape
-    kind = vectors = scales = spread = None
+    kind = codes = vectors = scales = spread = None
     if statistics is not None:
+        codes = statistics.kind.codes
         kind, vectors, scales, spread = statistics.kind, statistics.vectors, statistics.scales, statistics.spread
     dims = triton.next_power_of_2(head_size)
     elements = next(launch.elements for launch in _LAUNCHES if num_slots <= launch.num_slots)
@@ -188,6 +194,8 @@ def write_cache(
         PAGE_SIZE=page_size,
         SUMMARISE=kind.triton_summarise if kind is not None else None,
         PACK=kind.triton_pack if kind is not None else None,
+        CODE_ROWS=codes.rows if codes is not None else 0,
+        DROPPED=codes.dropped if codes is not None else 0,
         VECTORS=kind.vectors if kind is not None else 0,
         LARGEST=LARGEST.get(vectors.dtype) if vectors is not None else None,
         HEADS=heads,

@@ -105,7 +105,7 @@ def attend_pages(
     }
     compiled = kernel(_SOURCE, query.device, macros, 32 * launch.warps)
     shared_bytes = chain_bytes(launch.cluster, group_size, head_size) + merging_bytes(group_size, head_size)
-    compiled.reserve_shared(shared_bytes)
+    compiled.reserve_shared(shared_bytes, launch.blocks_per_sm)
     table = block_table.int()
     compiled.launch(
         (launch.cluster, num_kv_heads, num_tokens),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from sparse_kernels.cuda.launch import FORMATS, int32, int64, kernel
-from sparse_kernels.page_score.cuda import launch_scores, statistics_arguments, weight_of
+from sparse_kernels.page_score.cuda import format_of, launch_scores, statistics_arguments, weight_of
 from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.page_topk.cuda import MAX_SEGMENT, check_k
 from sparse_kernels.paging import PagedTensor
@@ -43,14 +43,28 @@ class Launch(NamedTuple):
 _LAUNCHES = (
     (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1)),
     (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),
-    (48, Launch(True, cluster=4, warps=8, blocks_per_sm=2)),
     (66, Launch(True, cluster=2, warps=16, blocks_per_sm=1)),
     (1 << 62, Launch(True, cluster=1, warps=8, blocks_per_sm=2)),
 )
+# Scores of a launch of their own read faster, which counts from this many pages on; of wide records in a large batch
+# already from half as many.
+_MANY_PAGES = 1 << 15
+_WIDE_RECORD_BYTES = 256
 
 
-def launch_of(num_rows: int, group_size: int, head_size: int, device: torch.device) -> Launch:
-    """The launch configuration of a batch."""
+def launch_of(
+    num_rows: int, group_size: int, head_size: int, max_pages: int, record_bytes: int, device: torch.device
+) -> Launch:
+    """The launch configuration of a batch.
+
+    Args:
+        num_rows: query tokens times KV heads.
+        group_size: query heads of a KV head.
+        head_size: elements of a head.
+        max_pages: pages of the longest context there can be.
+        record_bytes: bytes of a page's vectors; 0 if nothing is scored.
+        device: where it runs.
+    """
     major, _ = torch.cuda.get_device_capability(device)
     wide = is_wide(group_size, head_size)
     if major < 9:
@@ -58,6 +72,9 @@ def launch_of(num_rows: int, group_size: int, head_size: int, device: torch.devi
     launch = next(launch for most_rows, launch in _LAUNCHES if num_rows <= most_rows)
     if wide:
         launch = launch._replace(warps=8, blocks_per_sm=1)
+    crowded = num_rows > _LAUNCHES[-2][0] and record_bytes >= _WIDE_RECORD_BYTES
+    if record_bytes and max_pages >= (_MANY_PAGES // 2 if crowded else _MANY_PAGES + 1):
+        launch = launch._replace(fused=False)
     return launch._replace(cluster=max(launch.cluster, least_cluster(group_size, head_size)))
 
 
@@ -107,13 +124,16 @@ def sparse_decode(
     check_k(k)
     # Columns beyond what the kernels can select from stand for no context that is served.
     max_pages = min(block_table.shape[1] * keys.pages_per_block, MAX_SEGMENT)
-    launch = launch or launch_of(num_tokens * num_kv_heads, group_size, head_size, query.device)
+    record_bytes = 0 if statistics is None else statistics.vectors.shape[3] * statistics.vectors.element_size()
+    launch = launch or launch_of(
+        num_tokens * num_kv_heads, group_size, head_size, max_pages, record_bytes, query.device
+    )
     if statistics is not None and not statistics.kind.is_fused:
         launch = launch._replace(fused=False)
     macros = {
         "QUERY": FORMATS[query.dtype],
         "KV": FORMATS[keys.view.dtype],
-        "MEAN": FORMATS[statistics.vectors.dtype if statistics is not None and launch.fused else torch.int8],
+        "MEAN": format_of(statistics) if statistics is not None and launch.fused else FORMATS[torch.int8],
         "OUTPUT": FORMATS[out.dtype],
         "GROUP": group_size,
         "HEAD_SIZE": head_size,
@@ -126,7 +146,7 @@ def sparse_decode(
     }
     compiled = kernel(_SOURCE, query.device, macros, 32 * launch.warps)
     shared_bytes = _shared_bytes(launch, group_size, head_size, max_pages, k)
-    compiled.reserve_shared(shared_bytes)
+    compiled.reserve_shared(shared_bytes, launch.blocks_per_sm)
     scores = None
     if statistics is not None and not launch.fused:
         width = -(-max_pages // 8) * 8

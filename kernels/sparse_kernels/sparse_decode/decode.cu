@@ -71,7 +71,7 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
     int first = FUSED ? min(rank * share, num_pages) : 0, last = min(first + share, num_pages);
     if (FUSED && CLUSTER == 8 && selecting) {
         // Few rows: waiting for memory is all there is to do, so all of it waits at once.
-        constexpr int LINES = ceil_div(PAGES_PER_BLOCK * (HEAD_SIZE * Score::MEAN_BYTES + 4), 128);
+        constexpr int LINES = ceil_div(PAGES_PER_BLOCK * Score::RECORD_BYTES, 128);
         int block = first / PAGES_PER_BLOCK, lines = (ceil_div(last, PAGES_PER_BLOCK) - block) * LINES;
 #pragma unroll 2
         for (int i = thread; i < lines; i += THREADS)

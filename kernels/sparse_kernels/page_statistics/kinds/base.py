@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 
 from sparse_kernels.optional_triton import jit, tl
+from sparse_kernels.page_statistics.codes import Codes
+
+StatisticsFormat = Literal["int8", "fp8", "bf16"]
+"""Formats that any vector can be stored in."""
+STATISTICS_FORMATS: tuple[StatisticsFormat, ...] = get_args(StatisticsFormat)
+RecordFormat = StatisticsFormat | Literal["int2", "int4"]
+"""Codes of a few bits are for the kinds that have them."""
 
 
 @jit
@@ -40,8 +47,10 @@ class StatisticsKind(ABC):
     """Vectors in a record."""
     has_spread: ClassVar[bool] = False
     """Whether a record holds a scalar besides its vectors."""
-    formats: ClassVar[tuple[str, ...]] = ("int8", "fp8", "bf16")
+    formats: ClassVar[tuple[RecordFormat, ...]] = ("int8", "fp8", "bf16")
     """How its vectors can be stored, of the layout's formats."""
+    codes: ClassVar[Codes | None] = None
+    """How they are packed in a format below 8 bits, which is then the only one."""
     triton_summarise: ClassVar[Any] = None
     """`summarise` in Triton, for `page_statistics.triton`: `(keys, PAGE_SIZE, HEADS, DIMS)` to a tuple of the vectors,
     `[HEADS * DIMS]` each, and the spread `[HEADS]` if there is one. Keys are `[PAGE_SIZE, HEADS * DIMS]` float32, zero
@@ -50,8 +59,8 @@ class StatisticsKind(ABC):
     """`features` in Triton, for `page_score.triton`: `(query, std_weight)` to a tuple of what the vectors are
     multiplied with, of the query's shape; float32."""
     triton_pack: ClassVar[Any] = None
-    """For formats below 8 bits: `(record, HEADS, DIMS)` to the bytes `[HEADS * DIMS]` and the scale `[HEADS]`,
-    bfloat16."""
+    """`codes.pack` in Triton: `(record, HEADS, DIMS)` to a tuple of the rows of bytes, `[HEADS * DIMS]` each, and a
+    tuple of their steps, `[HEADS]` bfloat16."""
     triton_combine: ClassVar[Any] = None
     """`combine` in Triton: `(products)`, a tuple of float32 tensors, to one of them; None for their sum."""
 

@@ -1,0 +1,86 @@
+"""Vectors in fewer than 8 bits an element."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+_LARGEST = torch.finfo(torch.bfloat16).max
+
+
+@dataclass(frozen=True)
+class Codes:
+    """Four vectors of a record in `bits` bits an element.
+
+    An element is stored as a code c from 0 to `top` and stands for `(c - top / 2) * step`. Rows of `head_size` bytes
+    follow each other; byte d of a row holds dimension d of `8 / bits` vectors, the first in its lowest bits, and these
+    share a step. Where two bytes would form an infinite or NaN bfloat16 (see `StatisticsLayout`), the lowest bit of the
+    second is cleared. A row whose keys are not all finite gets the largest step and codes by which every query finds
+    it.
+    """
+
+    bits: int
+    """Bits of an element: 2 or 4."""
+    spacing: float
+    """The step for elements of root mean square 1. Of uniform quantisers with this many levels, the one with the least
+    squared error for a normal distribution has it."""
+    dropped: int = 0
+    """Leading dimensions that are not kept, 0 or 2: the step takes the place of two bytes of its row."""
+
+    @property
+    def top(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
+    @property
+    def per_byte(self) -> int:
+        """Vectors that share a byte, and a step."""
+        return 8 // self.bits
+
+    @property
+    def rows(self) -> int:
+        """Rows of `head_size` bytes, each with a step."""
+        return 4 // self.per_byte
+
+    def _shifts(self, device: torch.device) -> torch.Tensor:
+        return torch.arange(0, 8, self.bits, dtype=torch.uint8, device=device)[:, None]
+
+    def pack(self, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes and steps of vectors.
+
+        Args:
+            vectors: `[..., 4, head_size]` float32, an even head size.
+
+        Returns:
+            `[..., rows * head_size]` uint8 and the steps `[..., rows]` bfloat16.
+        """
+        shared = vectors.unflatten(-2, (self.rows, self.per_byte))
+        power = shared[..., self.dropped :].double().square().mean(dim=(-2, -1))
+        finite = power <= _LARGEST
+        step = torch.where(finite, (power.sqrt() * self.spacing).float(), _LARGEST).bfloat16()
+        divisor = torch.where(step > 0, step, 1.0).float()[..., None, None]
+        codes = (shared / divisor + self.top / 2).round().clamp(0, self.top)
+        both_signs = torch.tensor([float(self.top), 0.0] * (self.per_byte // 2), device=vectors.device)[:, None]
+        codes = torch.where(finite[..., None, None], codes, both_signs).to(torch.uint8)
+        packed = (codes << self._shifts(vectors.device)).sum(dim=-2, dtype=torch.uint8)
+        words = packed.contiguous().view(torch.int16)
+        packed = torch.where((words & 0x7F80) == 0x7F80, words & ~0x0100, words).view(torch.uint8)
+        if self.dropped:
+            packed[..., : self.dropped] = step.unsqueeze(-1).view(torch.uint8)
+        return packed.flatten(-2), step
+
+    def unpack(self, packed: torch.Tensor) -> torch.Tensor:
+        """The inverse of `pack`, in units of the steps.
+
+        Args:
+            packed: `[..., rows * head_size]` uint8.
+
+        Returns:
+            `[..., 4, head_size]` float32, zero in the dimensions that are not kept.
+        """
+        rows = packed.unflatten(-1, (self.rows, 1, -1))
+        values = ((rows >> self._shifts(packed.device)) & self.top).float() - self.top / 2
+        values[..., : self.dropped] = 0
+        vectors: torch.Tensor = values.flatten(-3, -2)
+        return vectors
