@@ -47,11 +47,12 @@ def settings_of(vllm_config: VllmConfig) -> Any:
     return additional.get(KEY) if isinstance(additional, Mapping) else None
 
 
-def block_multiple(config: ResolvedConfig, head_size: int, cache_itemsize: int, kernel_block: int) -> int:
+def block_multiple(vllm_config: VllmConfig, config: ResolvedConfig, kernel_block: int) -> int:
     """The block size must be a multiple of this many tokens."""
     if config.pages is None:
         return kernel_block
-    layout = config.pages.statistics_layout(head_size, cache_itemsize)
+    itemsize = 1 if vllm_config.cache_config.cache_dtype in _EIGHT_BIT_CACHES else 2
+    layout = config.pages.statistics_layout(vllm_config.model_config.get_head_size(), itemsize)
     return math.lcm(kernel_block, layout.unit_tokens if layout else config.pages.page_size)
 
 
@@ -95,6 +96,8 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
+    cache_dtypes = ("auto", "bfloat16") if on_cpu else ("auto", "bfloat16", "float16", *_EIGHT_BIT_CACHES)
+    expect(cache.cache_dtype in cache_dtypes, "kv_cache_dtype", cache.cache_dtype, choices(cache_dtypes))
     if model is not None:
         architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])
         expect(not model.use_mla, "model", f"{architecture} with MLA", "models with multi-head or grouped attention")
@@ -108,10 +111,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         if on_cuda and config.pages is not None:
             _expect_cuda_shapes(expect, vllm_config, config.pages, (capability[0], capability[1]))
         if not found:
-            itemsize = 1 if cache.cache_dtype in _EIGHT_BIT_CACHES else 2
-            multiple = block_multiple(
-                config, model.get_head_size(), itemsize, CPU_KERNEL_BLOCK if on_cpu else CUDA_KERNEL_BLOCK
-            )
+            multiple = block_multiple(vllm_config, config, CPU_KERNEL_BLOCK if on_cpu else CUDA_KERNEL_BLOCK)
             # On CUDA vLLM has not chosen the block size yet, unless the user has.
             expect(
                 cache.block_size % multiple == 0 or (on_cuda and not cache.user_specified_block_size),
@@ -129,8 +129,6 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             f"{every} with CUDA graphs in mode {mode.name}",
             "0, or --enforce-eager, or --compilation-config.cudagraph_mode PIECEWISE",
         )
-    cache_dtypes = ("auto", "bfloat16") if on_cpu else ("auto", "bfloat16", "float16", *_EIGHT_BIT_CACHES)
-    expect(cache.cache_dtype in cache_dtypes, "kv_cache_dtype", cache.cache_dtype, choices(cache_dtypes))
     dcp, pcp = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     expect(dcp == 1, "decode_context_parallel_size", dcp, "1")
     expect(pcp == 1, "prefill_context_parallel_size", pcp, "1")

@@ -32,7 +32,7 @@ from vllm_sparse_plugin.needles import TASKS, Question, answer_tokens, is_correc
 from vllm_sparse_plugin.policies.unique import UniqueSelection
 
 PAGE_SIZE = 8
-STATISTICS: tuple[str, ...] = get_args(UniqueSelection.model_fields["statistics"].annotation)
+STATISTICS = tuple(kind for kind in get_args(UniqueSelection.model_fields["statistics"].annotation) if kind != "auto")
 DEFAULT_PAGES = (64, 32, 16, 8)
 DEFAULT_CONTEXTS = (4096, 8192, 16384, 32768)
 _MAX_NUM_SEQS = 32

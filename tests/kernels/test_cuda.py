@@ -62,7 +62,7 @@ CASES = {
             ", group of 16, pages of 16": {"contexts": (3000, 1501), "group": 16, "page_size": 16, "k": 32},
             ", heads of 64, small blocks": {"contexts": (3000, 517), "group": 3, "head_size": 64, "block_size": 16},
             ", heads of 256, one head": {"contexts": (3000, 517), "group": 1, "head_size": 256},
-            ", fp8 cache": {"contexts": (3000, 517, 4096), "eight_bit_cache": True},
+            ", fp8 cache": {"contexts": (3000, 517, 4096), "block_size": 256, "eight_bit_cache": True},
         }.items()
     },
     "bounds": Case((3000, 517, 4096), kind="bounds"),
@@ -77,9 +77,11 @@ CASES = {
     "short contexts whole": Case((3000, 517, 4096), dense_tokens=3500),
     "few pages": Case((3000, 517, 4096), k=10),
     "many pages": Case((9000, 517), k=300),
-    "fp8 cache": Case((3000, 517, 4096), eight_bit_cache=True),
-    "fp8 cache and means, heads of 64": Case((3000, 517), group=8, head_size=64, format="fp8", eight_bit_cache=True),
-    "fp8 cache, group of 16": Case((3000, 517), group=16, eight_bit_cache=True),
+    "fp8 cache": Case((3000, 517, 4096), block_size=256, eight_bit_cache=True),
+    "fp8 cache and means, heads of 64": Case(
+        (3000, 517), group=8, head_size=64, block_size=256, format="fp8", eight_bit_cache=True
+    ),
+    "fp8 cache, group of 16": Case((3000, 517), group=16, block_size=512, eight_bit_cache=True),
     "newest pages": Case((3000, 517, 4096), statistics=False),
 }
 

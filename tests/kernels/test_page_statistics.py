@@ -162,14 +162,15 @@ def test_overhead_of_the_default_format_is_one_row_in_sixteen():
 
 
 @pytest.mark.parametrize("statistics", ["int8", "fp8"])
-def test_eight_bit_records_in_a_one_byte_cache_share_rows_over_64_tokens(statistics):
+def test_eight_bit_records_in_a_one_byte_cache_share_rows_over_256_tokens(statistics):
     layout = StatisticsLayout(8, 128, statistics, cache_itemsize=1)
-    assert (layout.unit_tokens, layout.unit_rows) == (64, 5)
+    assert (layout.unit_tokens, layout.unit_rows) == (256, 17)
+    assert layout.memory_overhead < 0.07
 
 
 @pytest.mark.parametrize(
     ("statistics", "cache_itemsize", "block_size", "unit"),
-    [("int8", 2, 24, 16), ("bf16", 2, 32, 64), ("int8", 1, 32, 64), ("bf16", 1, 96, 64)],
+    [("int8", 2, 24, 16), ("bf16", 2, 32, 64), ("int8", 1, 64, 256), ("bf16", 1, 384, 256)],
 )
 def test_blocks_that_hold_no_whole_unit_are_refused(statistics, cache_itemsize, block_size, unit):
     with pytest.raises(ValueError, match=rf"block_size: got {block_size}, allowed: a multiple of {unit} "):

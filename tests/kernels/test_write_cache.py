@@ -147,9 +147,9 @@ SHAPES = [
     Shape(dtype=torch.float16),
     Shape(dtype=torch.float32, head_size=96),
     Shape(statistics=None),
-    Shape(cache_dtype=FLOAT8),
-    Shape(cache_dtype=FLOAT8, page_size=16, head_size=128, statistics="fp8"),
-    Shape(cache_dtype=FLOAT8, page_size=32, head_size=96, statistics="bf16", dtype=torch.float16),
+    Shape(cache_dtype=FLOAT8, block_size=256),
+    Shape(cache_dtype=FLOAT8, block_size=256, page_size=16, head_size=128, statistics="fp8"),
+    Shape(cache_dtype=FLOAT8, block_size=512, page_size=32, head_size=96, statistics="bf16", dtype=torch.float16),
     Shape(cache_dtype=FLOAT8, block_size=16, statistics=None),
     *(
         Shape(kind=kind, **shape)
@@ -157,7 +157,7 @@ SHAPES = [
         if kind != "mean_and_spread"
         for shape in (
             {},
-            {"page_size": 16, "head_size": 128, "statistics": "fp8", "cache_dtype": FLOAT8},
+            {"page_size": 16, "block_size": 256, "head_size": 128, "statistics": "fp8", "cache_dtype": FLOAT8},
             {"page_size": 32, "head_size": 96, "statistics": "bf16", "num_kv_heads": 5},
         )
     ),
@@ -166,7 +166,7 @@ SHAPES = [
         for kind, statistics in (("quarters", "int4"), ("sketch", "int2"))
         for shape in (
             {},
-            {"page_size": 16, "head_size": 128, "cache_dtype": FLOAT8},
+            {"page_size": 16, "block_size": 256, "head_size": 128, "cache_dtype": FLOAT8},
             {"page_size": 32, "head_size": 256, "num_kv_heads": 1, "dtype": torch.float32},
             {"block_size": 16, "num_kv_heads": 8},
         )

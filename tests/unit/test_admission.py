@@ -385,8 +385,21 @@ def test_block_size_that_an_fp8_cache_cannot_have_on_cuda(folder, monkeypatch):
     on_cuda(monkeypatch)
     admit(config, BACKENDS)
     config.cache_config.cache_dtype = "fp8"
-    with pytest.raises(ConfigurationError, match=r"^block_size: got 32, .*: a multiple of 64 \(pages of 8 tokens\)$"):
+    with pytest.raises(ConfigurationError, match=r"^block_size: got 32, .*: a multiple of 256 \(pages of 8 tokens\)$"):
         admit(config, BACKENDS)
+
+
+def test_blocks_of_an_fp8_cache_are_as_long_as_its_statistics_need(folder, monkeypatch):
+    from vllm.config import set_current_vllm_config
+
+    from vllm_sparse_plugin.attention.cuda import SparseCUDABackend
+
+    backend = type("UNIQUE", (SparseCUDABackend,), {"preset": "unique"})
+    config = engine_config(folder(head_dim=128))
+    for dtype, wanted in (("auto", 64), ("fp8", 256)):
+        config.cache_config.cache_dtype = dtype
+        with set_current_vllm_config(config):
+            assert backend.get_preferred_block_size(16) == wanted
 
 
 UNCHOSEN = {

@@ -15,7 +15,7 @@ import torch
 from sparse_kernels.page_statistics import StatisticsLayout, write_cache
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_decode import sparse_decode
-from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config_or_none, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends.flash_attn import (
@@ -27,7 +27,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
-from vllm_sparse_plugin.admission import CUDA_HEAD_SIZES, CUDA_KERNEL_BLOCK
+from vllm_sparse_plugin.admission import CUDA_HEAD_SIZES, CUDA_KERNEL_BLOCK, block_multiple
 from vllm_sparse_plugin.attention.base import (
     DecodeRun,
     SparseBackend,
@@ -77,7 +77,11 @@ class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        return max(default_block_size, _PREFERRED_BLOCK)
+        current = get_current_vllm_config_or_none()
+        if current is None or current.model_config is None:
+            return max(default_block_size, _PREFERRED_BLOCK)
+        multiple = math.lcm(_PREFERRED_BLOCK, block_multiple(current, cls.config(), CUDA_KERNEL_BLOCK))
+        return math.ceil(default_block_size / multiple) * multiple
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:

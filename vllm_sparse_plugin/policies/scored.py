@@ -23,7 +23,7 @@ class ScoredSelection(Selection):
     be sure of its neighbours."""
     statistics: StatisticsFormat = "int8"
     """How the vectors of a page's statistics are stored: `int8` and `fp8` with one scale per vector, or `bf16`. All but
-    one vector of 8 bits in a two-byte cache need blocks of a multiple of 64 tokens."""
+    one vector of 8 bits need blocks of a multiple of 64 tokens, and a one-byte cache of 256."""
 
     @property
     def std_weight(self) -> float:

@@ -121,12 +121,15 @@ class StatisticsLayout:
         """Tokens that share a whole number of rows; a block holds a multiple of this.
 
         Records of two 8-token pages fit one row of a two-byte cache if they hold one 8-bit vector or codes. Two bf16
-        vectors do not, nor do two 8-bit ones in a record, nor 8-bit records in a one-byte cache, so those share rows
-        over 64 tokens: 7.8 % instead of 12.5 % at head size 128.
+        vectors do not, nor do two 8-bit ones in a record, so those share rows over 64 tokens: at head size 128 means
+        then take 7.8 % instead of 12.5 %. Nor do 8-bit records in a one-byte cache, where rows are half as long: over
+        256 tokens, 6.6 %.
         """
         small = 2 * self._vector_bytes <= self.head_size * self.cache_itemsize
         exact = self.kind.codes is not None and self.record_bytes == self._vector_bytes
-        return max(16, self.page_size) if small or exact else 64
+        if small or exact:
+            return max(16, self.page_size)
+        return 64 if self.cache_itemsize > 1 else 256
 
     @property
     def unit_rows(self) -> int:
