@@ -20,8 +20,9 @@ FORMATS: tuple[MeanFormat, ...] = get_args(MeanFormat)
 MAIN_CONTEXT = 16384
 CONTEXTS = (4096, 8192, 16384, 32768)
 
-PAIRS = Parts(4, 4, steps=4, dropped=4)
-"""Four means of two tokens in 4 bits, each with its step: two bytes per element of a key."""
+PAIRS = Parts(4, 4, steps=2, dropped=2)
+"""Four means of two tokens in 4 bits, two of them to a step: two bytes per element of a key. The default,
+`statistics: quarters`."""
 DIFFERENCES = Parts(4, 2, dropped=4, base=True)
 """The mean in int8 and four differences from it in 2 bits, and two steps: as many bytes."""
 HALF = Parts(4, 2)
@@ -71,7 +72,6 @@ def _core() -> Iterator[Setting]:
     yield Setting()
     scores = (SKETCH, Mean("int8", 0.75), Mean("int8", 1.0), Interval(16), PAIRS, DIFFERENCES)
     yield from grid(scores, (8,), (512, 128, 64))
-    yield from grid((Parts(4, 4, steps=2, dropped=2),), (8,), (512, 128, 64))
     yield from grid((HALF, Interval(8), Moments("diag", 3.0, 8)), (8,), (128, 64))
     yield streaming_llm(4, 512)
 
@@ -102,7 +102,7 @@ def _search() -> Iterator[Setting]:
         *runs,
         Parts(2, 8, steps=2),
         Parts(4, 4, steps=4),
-        Parts(4, 4, steps=2, dropped=2),
+        Parts(4, 4, steps=4, dropped=4),
         Parts(4, 4, rotated=True, steps=4, dropped=4),
         Parts(8, 2, rotated=True, steps=2, dropped=2),
         Parts(8, 2, rotated=True, steps=8),

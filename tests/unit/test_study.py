@@ -8,8 +8,8 @@ from typing import get_args
 import pytest
 import torch
 from sparse_kernels.page_score.reference import score_pages
-from sparse_kernels.page_statistics import StatisticsLayout
-from sparse_kernels.page_statistics.reference import update_page_statistics
+from sparse_kernels.page_statistics import KINDS, StatisticsLayout
+from sparse_kernels.page_statistics.reference import summarise, update_page_statistics
 from sparse_kernels.page_topk.reference import select_pages
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention.reference import attend_pages
@@ -242,42 +242,25 @@ def test_no_stored_word_is_an_infinity_or_nan_and_no_code_moves_by_more_than_one
         assert torch.equal(pack(before, bits), words.view(torch.uint8))
 
 
-def test_the_recommended_record_is_two_bytes_per_element():
+def test_records_of_the_candidates_are_two_bytes_per_element():
     for head_size in (64, 128):
         assert plan.PAIRS.record_bytes(8, head_size) == 2 * head_size
         assert plan.DIFFERENCES.record_bytes(8, head_size) == 2 * head_size
         assert plan.HALF.record_bytes(8, head_size) < Mean("int8").record_bytes(8, head_size)
 
 
-def test_the_recommended_record_scores_as_specified():
+@pytest.mark.parametrize(("score", "name"), [(plan.PAIRS, "quarters"), (plan.SKETCH, "sketch")])
+def test_what_is_measured_is_what_is_served(score, name):
     keys, query = pages()
-    keys[0, 0, :, 8:12] = 9.0  # four codes of 15: a word that has to be made finite
-    size, half = keys.shape[-1], keys.shape[-1] // 2
-    scores = plan.PAIRS.score(query, plan.PAIRS.summarise(keys))
-    cleared = 0
-    for head, page in ((0, 0), (0, 7), (1, 49)):
-        record = bytearray()
-        for part in keys[head, page].unflatten(0, (4, 2)).mean(dim=1):
-            step = (0.3352 * part[4:].square().mean().sqrt()).bfloat16()
-            codes = (part / step.float() + 7.5).round().clamp(0, 15).int().tolist()
-            row = bytearray(step.view(torch.int16).numpy().tobytes())
-            row += bytes(codes[2 * j] | codes[2 * j + 1] << 4 for j in range(2, half))
-            for at in range(2, half, 2):
-                if int.from_bytes(row[at : at + 2], "little") & 0x7F80 == 0x7F80:
-                    row[at + 1] &= 0xFE
-                    cleared += 1
-            record += row
-        assert len(record) == 2 * size
-        assert torch.frombuffer(record, dtype=torch.bfloat16).isfinite().all()
-        products = []
-        for i in range(4):
-            row = record[i * half : (i + 1) * half]
-            step = torch.frombuffer(row[:2], dtype=torch.bfloat16).float()
-            codes = torch.tensor([nibble for byte in row[2:] for nibble in (byte & 15, byte >> 4)]).float()
-            kept = query[head, :, 4:]
-            products.append(step * (kept @ codes - 7.5 * kept.sum(dim=-1)))
-        torch.testing.assert_close(scores[head, :, page], torch.stack(products).amax(dim=0), rtol=1e-4, atol=1e-3)
-    assert cleared
+    found = score.score(query, score.summarise(keys))
+    kind = KINDS[name]
+    codes, steps = kind.codes.pack(summarise(kind, keys)[0])
+    vectors = kind.codes.unpack(codes) * steps.float().repeat_interleave(kind.codes.per_byte, dim=-1).unsqueeze(-1)
+    products = torch.einsum("hqvd,hpvd->hqpv", kind.features(query, 0.0), vectors)
+    # Where two codes would not be a finite word, either clears a lowest bit, and not in the same places.
+    cleared = 2 * query.abs().amax() * steps.float().amax()
+    assert (found - kind.combine(products)).abs().amax() <= cleared
+    assert (found - kind.combine(products)).abs().median() < 1e-4 * found.abs().median()
 
 
 def test_queries_of_a_group_agree_by_the_largest_score_or_by_their_softmax():
