@@ -15,8 +15,8 @@ from sparse_kernels.page_statistics import KINDS
 from sparse_kernels.page_statistics.kinds.quarters import rotate
 from sparse_kernels.page_statistics.reference import quantise, summarise
 
-Summary = tuple[torch.Tensor, ...]
-"""What is kept of pages, each `[..., num_pages, *]`."""
+Summary = tuple[Any, ...]
+"""What is kept of pages, each `[..., num_pages, *]`; of two levels the summary of the coarse one comes last, whole."""
 
 MeanFormat = Literal["bf16", "fp8", "int8", "int4"]
 
@@ -322,13 +322,11 @@ class TwoLevel(PageScore):
         # Pages that do not fill a coarse one are not pruned.
         whole = keys.shape[-3] // self.ratio * self.ratio
         grouped = keys[..., :whole, :, :].unflatten(-3, (-1, self.ratio)).flatten(-3, -2)
-        coarse = self.coarse.summarise(grouped)
-        return *coarse, *self.fine.summarise(keys)
+        return *self.fine.summarise(keys), self.coarse.summarise(grouped)
 
     def score(self, query: torch.Tensor, summary: Summary) -> torch.Tensor:
-        size = len(summary) // 2
-        fine = self.fine.score(query, summary[size:])
-        coarse = self.coarse.score(query, summary[:size])
+        fine = self.fine.score(query, summary[:-1])
+        coarse = self.coarse.score(query, summary[-1])
         number = coarse.shape[-1]
         if number < self.ratio:
             return fine

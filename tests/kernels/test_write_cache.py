@@ -333,7 +333,9 @@ def test_kernel_agrees_with_the_reference_in_other_shapes(shape, device):
     check(shape, slots, device)
 
 
-@pytest.mark.parametrize("shape", [Shape(), Shape(page_size=16, statistics="bf16"), Shape(cache_dtype=FLOAT8)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [Shape(), Shape(page_size=16, statistics="bf16"), Shape(cache_dtype=FLOAT8, block_size=256)], ids=str
+)
 @pytest.mark.parametrize(
     "implementation",
     [reference.write_cache, pytest.param(kernel, marks=ON_CPU.marks)],
@@ -424,25 +426,25 @@ def test_constant_and_zero_keys(device):
 @on_devices
 def test_blocks_and_heads_beyond_two_to_the_31_elements(device):
     """In memory that is reserved but, on a CPU, hardly used."""
-    shape = Shape(cache_dtype=FLOAT8)
+    shape = Shape(cache_dtype=FLOAT8, block_size=256)
     small = Memory.dirty(shape, num_blocks=4)
     heads, rows, width = small.raw.shape[1:]
     # Neither stride needs 64 bits, some of their multiples do.
-    strides = 2**30 + 48, 2**30 + 5 * 2**12, width, 1
+    strides = 2**30 + 48, 2**30 + 20 * 2**12, width, 1
     size = 3 * strides[0] + 2 * strides[1] + rows * width
     if device == "cuda" and torch.cuda.mem_get_info()[0] < 2 * size:
         pytest.skip("needs 11 GB of GPU memory")
     huge = torch.empty(size, dtype=torch.uint8, device=device).view(FLOAT8).as_strided((4, heads, rows, width), strides)
     huge.view(torch.uint8).copy_(small.bytes)
     actual = Memory(shape, huge)
-    slots = [[*tokens(64, 3, 0, 8), *tokens(64, 2, 7, 9)]]
+    slots = [[*tokens(256, 3, 0, 8), *tokens(256, 2, 7, 9)]]
     (launch,) = random_launches(shape, slots)
     launch.run(reference.write_cache, small)
     launch.to(device).run(kernel, actual)
     near = torch.empty_like(small.bytes).copy_(actual.bytes).view(FLOAT8)
     # The second block's statistics page is due as well, of keys that are garbage but for the last.
-    assert_same_memory(Memory(shape, near[3:]), Memory(shape, small.raw[3:]), [tokens(64, 0, 0, 8)])
-    assert torch.equal(near[2, :, :64].view(torch.uint8), small.bytes[2, :, :64])
+    assert_same_memory(Memory(shape, near[3:]), Memory(shape, small.raw[3:]), [tokens(256, 0, 0, 8)])
+    assert torch.equal(near[2, :, :256].view(torch.uint8), small.bytes[2, :, :256])
     assert torch.equal(near[:2].view(torch.uint8), small.bytes[:2])
 
 
@@ -512,7 +514,7 @@ BAD = [
     ({"page_size": 12}, "page_size: got 12, allowed: a power of two that divides the block size 64"),
     ({"page_size": 128}, "page_size: got 128"),
     ({"page_size": 16}, "statistics: got 3 heads, 8 pages per block, head size 64, allowed: 3 heads, 4 pages"),
-    ({"cache": Memory.dirty(Shape(cache_dtype=FLOAT8)).cache}, "key_scale and value_scale"),
+    ({"cache": Memory.dirty(Shape(cache_dtype=FLOAT8, statistics=None)).cache}, "key_scale and value_scale"),
 ]
 
 

@@ -219,9 +219,10 @@ def test_parts_in_few_bits_are_off_by_what_their_bits_explain(score, error):
     assert 0.2 * error < (found - wanted).std() / spread < error
 
 
-def test_coarse_pages_prune_what_fine_pages_would_choose_from():
+@pytest.mark.parametrize("fine", [Mean("bf16", 1.0), Interval(8), plan.PAIRS], ids=lambda score: score.label)
+def test_coarse_pages_prune_what_fine_pages_would_choose_from(fine):
     keys, query = pages()
-    coarse, fine = Oracle("logit"), Mean("bf16", 1.0)
+    coarse = Oracle("logit")
     score = TwoLevel(coarse, fine, ratio=4, share=0.25)
     found, whole = score.score(query, score.summarise(keys)), fine.score(query, fine.summarise(keys))
     best = per_key(keys, query)[:, :, :48].amax(dim=-1).unflatten(-1, (12, 4)).amax(dim=-1)
