@@ -79,6 +79,7 @@ def _core() -> Iterator[Setting]:
 def _text() -> Iterator[Setting]:
     """The newest text instead of needles: what a window is good for."""
     yield Setting()
+    yield from (streaming_llm(4, budget) for budget in (4096, 2048, 1024))
     for budget in (512, 128, 64):
         yield streaming_llm(4, budget)
         yield from grid((SKETCH, Mean("int8", 0.75), PAIRS), (8,), (budget,))
