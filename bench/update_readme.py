@@ -138,21 +138,41 @@ def decode_gpu() -> str:
     return "\n\n".join([_table(headings, rows), source])
 
 
-def decode_sketch() -> str:
-    """The same with sketches, bf16 and fp8 caches."""
+def decode_more() -> str:
+    """The same with int8 means, in a bf16 and in an fp8 cache."""
     parts = []
-    headings = ["context", "requests", "FlashAttention 3, ms per token", "`unique`, sketches, ms per token", "ratio"]
+    headings = ["context", "requests", "FlashAttention 3, ms per token", "`unique`, int8 means, ms per token", "ratio"]
     for title, dense, sparse in (
-        ("bf16 cache:", "decode_h200_sketch_flash_attn.jsonl", "decode_h200_sketch.jsonl"),
-        ("fp8 cache:", "decode_h200_fp8_flash_attn.jsonl", "decode_h200_fp8_sketch.jsonl"),
+        ("bf16 cache:", "decode_h200_flash_attn.jsonl", "decode_h200_int8.jsonl"),
+        ("fp8 cache:", "decode_h200_fp8_flash_attn.jsonl", "decode_h200_fp8_unique.jsonl"),
     ):
         rows, source = _decode_pair(dense, sparse)
         parts += [title, _table(headings, rows), source]
     return "\n\n".join(parts)
 
 
+def serve_gpu() -> str:
+    """A server under load."""
+    found = {name: _lines(f"serve_h200_{name}.jsonl") for name in ("flash_attn", "unique")}
+    by_load: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    for name, (_, lines) in found.items():
+        for line in lines:
+            by_load.setdefault((line["workload"], line["concurrency"]), {})[name] = line
+    rows = []
+    for (workload, concurrency), here in by_load.items():
+        if len(here) == len(found):
+            cells = (
+                f"{here['flash_attn'][key]:,.{digits}f} / {here['unique'][key]:,.{digits}f}"
+                for key, digits in (("ttft_ms_median", 0), ("tpot_ms_median", 2), ("output_tokens_per_second", 1))
+            )
+            rows.append([workload.replace("_", " "), str(concurrency), *cells])
+    headings = ["prompts of 32K", "concurrency", "first token, ms", "per output token, ms", "output tokens per s"]
+    sources = [_provenance(f"serve_h200_{name}.jsonl", run) for name, (run, _) in found.items()]
+    return "\n\n".join([_table(headings, rows), *sources])
+
+
 def kernels_gpu() -> str:
-    """Selection and scoring beside their rivals on a GPU."""
+    """A decode step, selection and scoring beside their rivals on a GPU."""
     run, found = _lines("kernels_h200.jsonl")
     times: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in found:
@@ -171,17 +191,41 @@ def kernels_gpu() -> str:
     for cells, case in zip(scores, ("1q1s128K", "8q1s32K", "32q1s128K"), strict=True):
         cells.append(f"{times['score', f'{case} g4 int8']['unique']['share_of_read_bandwidth']['warm']:.0%}")
     headings = ["requests and context, int8 means", "ours, µs", "three launches", "of read bandwidth"]
-    return "\n\n".join([topk, _table(headings, scores), _provenance("kernels_h200.jsonl", run)])
+    whole = [
+        row
+        for batch in (1, 8, 32)
+        for context in ("2K", "8K", "32K", "128K", "512K")
+        if (row := _whole_decode(times, f"{batch}q1s{context} g4"))
+    ]
+    ours = ("`unique`, quarters, µs", "`unique`, int8, µs")
+    decodes = _table(["requests and context", *ours, "FlashAttention 3", "FlashInfer"], whole)
+    return "\n\n".join([decodes, topk, _table(headings, scores), _provenance("kernels_h200.jsonl", run)])
+
+
+def _whole_decode(times: dict[tuple[str, str], dict[str, dict[str, Any]]], case: str) -> list[str] | None:
+    """Cache write, statistics, scores, selection and attention beside dense attention; None if it was not measured."""
+    quarters, means = (times.get(("decode", name), {}) for name in (case, f"{case} int8"))
+    if not all("warm" in found.get("unique", {}) for found in (quarters, means)):
+        return None
+    own, small = (found["unique"]["warm"]["median_us"] for found in (quarters, means))
+    cells = [case.removesuffix(" g4"), f"{own:.1f}", f"{small:.1f}"]
+    for rival in ("FlashAttention 3", "FlashInfer"):
+        both = [found.get(rival, {}).get("warm", {}).get("median_us") for found in (quarters, means)]
+        cells.append(
+            "-" if None in both else f"{both[0]:.1f} ({both[0] / own:.1f}x), {both[1]:.1f} ({both[1] / small:.1f}x)"
+        )
+    return cells
 
 
 def accuracy_gpu() -> str:
     """Needles answered on a GPU by budget."""
-    runs = [_lines(name) for name in ("accuracy_h200_means.jsonl", "accuracy_h200_sketch.jsonl")]
+    names = ("accuracy_h200_quarters.jsonl", "accuracy_h200_means.jsonl")
+    runs = [_lines(name) for name in names]
     contexts = (4096, 8192, 16384, 32768)
     counts: dict[str, dict[int, list[int]]] = {}
-    for (_, found), keeps in zip(runs, (("dense", "int8"), ("sketch",)), strict=True):
+    for index, (_, found) in enumerate(runs):
         for row in found:
-            if any(keep in row["setting"] for keep in keeps):
+            if index == 0 or row["setting"] != "dense":
                 count = counts.setdefault(row["setting"], {}).setdefault(row["context_tokens"], [0, 0, 0])
                 count[0] += row["correct"]
                 count[1] += row["questions"]
@@ -198,7 +242,6 @@ def accuracy_gpu() -> str:
         for name, by_context in counts.items()
     ]
     rows = [row for row in rows if any(cell != "-" for cell in row[1:])]
-    names = ("accuracy_h200_means.jsonl", "accuracy_h200_sketch.jsonl")
     sources = [_provenance(name, run) for name, (run, _) in zip(names, runs, strict=True)]
     return "\n\n".join([_table(["statistics and pages of 8", *(f"{c:,}" for c in contexts)], rows), *sources])
 
@@ -223,7 +266,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "look-alikes": look_alikes,
     "decode": decode,
     "decode-gpu": decode_gpu,
-    "decode-sketch": decode_sketch,
+    "decode-more": decode_more,
+    "serve-gpu": serve_gpu,
     "kernels-gpu": kernels_gpu,
     "accuracy-gpu": accuracy_gpu,
     "operations": operations,
