@@ -128,30 +128,32 @@ def _marshal(argument: object) -> object:
     return argument
 
 
-def kernel(source: Path, device: torch.device, macros: dict[str, int], threads: int) -> Kernel:
-    """The entry function of a source file, named like the file's folder, compiled for a device.
+def kernel(source: Path, device: torch.device, macros: dict[str, int], threads: int, name: str | None = None) -> Kernel:
+    """The entry function of a source file, compiled for a device.
 
     Args:
         source: the CUDA source.
         device: where it will run.
         macros: compile-time constants, see `compile_source`.
         threads: threads of a block.
+        name: the function's; that of the file's folder if left out.
 
     Raises:
         RuntimeError: if the source does not compile.
     """
-    return _kernel(source, torch.device("cuda", _device_index(device)), tuple(sorted(macros.items())), threads)
+    where = torch.device("cuda", _device_index(device))
+    return _kernel(source, where, tuple(sorted(macros.items())), threads, name or source.parent.name)
 
 
 @functools.cache
-def _kernel(source: Path, device: torch.device, macros: tuple[tuple[str, int], ...], threads: int) -> Kernel:
+def _kernel(source: Path, device: torch.device, macros: tuple[tuple[str, int], ...], threads: int, name: str) -> Kernel:
     from cuda.core import Device
 
     Device(device.index).set_current()
     major, minor = torch.cuda.get_device_capability(device)
     suffix = "a" if major >= 9 else ""
     code = compile_source(source, f"sm_{major}{minor}{suffix}", dict(macros))
-    return Kernel(code.get_kernel(source.parent.name), device, threads, overlaps=major >= 9)
+    return Kernel(code.get_kernel(name), device, threads, overlaps=major >= 9)
 
 
 @functools.cache
