@@ -99,6 +99,20 @@ def route_groups(
     return scores >= routing.thresholds(context_lens)
 
 
+def group_scores(query: torch.Tensor, anchors: torch.Tensor, score: GroupScore) -> torch.Tensor:
+    """Scores of groups whose queries and key of token 0 are at hand (SinkRouter, Eq. 11 and 12).
+
+    Args:
+        query: `[..., group_size, head_size]`, any float dtype.
+        anchors: `[..., head_size]`, the keys of token 0.
+        score: of the cosines of a group's heads.
+
+    Returns:
+        `[...]`, at least float32.
+    """
+    return reference.aggregate(reference.cosines(query, anchors), GROUP_SCORES.index(score))
+
+
 def check_routing(routing: GroupRouting, num_kv_heads: int) -> None:
     """Raises ValueError unless thresholds and counts are those of as many KV heads."""
     shape = tuple(routing.coefficients.shape)
