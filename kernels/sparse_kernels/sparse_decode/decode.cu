@@ -61,7 +61,7 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
     const int* table = block_table + request * table_stride;
     bool whole = context <= dense_tokens || (dense_requests && dense_requests[request]);
     bool skipped = false;
-    if (thresholds && !whole) {
+    if (thresholds && context > 0 && !whole) {
         // The blocks of a row decide alike, so none waits for one that has left.
         Routing routing{thresholds, group_score, threshold_first, threshold_step, counts};
         float threshold = routing.threshold(head, context);
