@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from vllm_sparse_plugin.cli.arguments import parse_additional_config
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.registration import BACKENDS
+from vllm_sparse_plugin.routing import Routing
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -87,6 +89,30 @@ class Variant:
         if len(used) != 1 or self.backend not in (None, used[0]):
             raise WrongBackendError(f"{self.name}: vLLM runs {' and '.join(used) or 'no attention backend'}")
         return used[0]
+
+
+def force_routing(model: Model, additional_config: str | None, skip_ratio: float) -> str:
+    """Settings with which our backends skip a share of the KV groups whatever the data: of drawn weights no threshold
+    would, and so the time does not depend on them.
+
+    Args:
+        model: gives layers and KV heads.
+        additional_config: JSON to add to.
+        skip_ratio: share of the groups of all layers but the leading ones that are not routed.
+
+    Raises:
+        ConfigurationError: for a share that is none, or JSON that is no object.
+    """
+    if not 0 <= skip_ratio <= 1:
+        raise ConfigurationError(f"skip_ratio: got {skip_ratio}, allowed: 0 to 1")
+    heads, dense = int(model.config["num_key_value_heads"]), int(Routing.model_fields["dense_layers"].default)
+    thresholds = []
+    for layer in range(int(model.config["num_hidden_layers"])):
+        before, after = (round(skip_ratio * heads * max(0, routed)) for routed in (layer - dense, layer - dense + 1))
+        thresholds.append([-2] * (after - before) + [2] * (heads - after + before))
+    settings = parse_additional_config(additional_config or "{}")
+    ours = settings.get(KEY) or {}
+    return json.dumps(settings | {KEY: {**ours, "routing": {"threshold": thresholds}}})
 
 
 def start_engine(model: Model, variant: Variant, additional_config: str | None, **arguments: Any) -> tuple[LLM, str]:

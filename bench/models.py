@@ -51,6 +51,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Configurations of models whose weights do not matter for time."""
+SHAPES["llama-3.1-8b-512k"] = SHAPES["llama-3.1-8b"] | {"max_position_embeddings": 524288}
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
 from vllm_sparse_plugin.diagnostics.live import expose
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.policies import Selection
+from vllm_sparse_plugin.routing import Routing, identify
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,6 +38,8 @@ CUDA_MAX_BUDGET_PAGES = 1024
 CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector")
 """KV connectors that move whole blocks, statistics rows included."""
 _EIGHT_BIT_CACHES = ("fp8", "fp8_e4m3")
+LEARNED_SINKS = ("gpt_oss",)
+"""Model types whose attention has learned sinks."""
 SPECULATORS = ("ngram",)
 """Speculative methods whose drafts need no attention of their own."""
 
@@ -76,7 +79,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     config = resolve(settings, backends[name])
     for field, got, allowed in _unsupported(vllm_config, config):
         raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
-    if config.config.diagnostics.sample_every:
+    if config.config.diagnostics.sample_every or config.routing:
         expose()
 
 
@@ -108,8 +111,10 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         expect(not _has_alibi(model.hf_config), "model", f"{architecture} with ALiBi", "models with rotary positions")
         dtypes = (torch.bfloat16,) if on_cpu else (torch.bfloat16, torch.float16)
         expect(model.dtype in dtypes, "dtype", _short(model.dtype), choices(tuple(map(_short, dtypes))))
-        if on_cuda and config.pages is not None:
+        if on_cuda and config.is_sparse:
             _expect_cuda_shapes(expect, vllm_config, config.pages, (capability[0], capability[1]))
+        if config.routing is not None:
+            _expect_routable(expect, vllm_config, config.routing)
         if not found:
             multiple = block_multiple(vllm_config, config, CPU_KERNEL_BLOCK if on_cpu else CUDA_KERNEL_BLOCK)
             # On CUDA vLLM has not chosen the block size yet, unless the user has.
@@ -145,7 +150,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
 def _expect_cuda_shapes(
     expect: Callable[[bool, str, Any, str], None],
     vllm_config: VllmConfig,
-    pages: Selection,
+    pages: Selection | None,
     capability: tuple[int, int],
 ) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -154,6 +159,8 @@ def _expect_cuda_shapes(
     heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
     group = heads // kv_heads
     expect(group <= CUDA_MAX_GROUP, "query heads to a KV head", group, f"up to {CUDA_MAX_GROUP}")
+    if pages is None:
+        return
     layout = pages.statistics_layout(head_size, 2)
     served = layout is None or layout.kind.runs_on_gpu
     expect(served, "selection.policy", pages.name(), "one whose page statistics have a Triton form, on a GPU")
@@ -166,6 +173,32 @@ def _expect_cuda_shapes(
     expect(model.max_model_len <= longest, "max_model_len", model.max_model_len, f"up to {longest}")
     budget, most = pages.budget_tokens, CUDA_MAX_BUDGET_PAGES * pages.page_size
     expect(budget <= most, "budget_tokens", budget, f"up to {most} (pages of {pages.page_size} tokens)")
+
+
+def _expect_routable(expect: Callable[[bool, str, Any, str], None], vllm_config: VllmConfig, routing: Routing) -> None:
+    model = vllm_config.model_config
+    field = f"{KEY}.routing"
+    sinks = model.hf_config.model_type in LEARNED_SINKS
+    # What the first token is to other models, the learned sink is to these: there is nothing to route by.
+    expect(
+        not sinks, "model", f"{model.hf_config.model_type} with learned attention sinks", "models without, if routed"
+    )
+    layers, kv_heads = routing.shape
+    own = model.hf_text_config.num_hidden_layers
+    expect(layers in (None, own), f"{field}.threshold", f"a list of {layers}", f"the model's {own} layers")
+    heads = model.get_total_num_kv_heads()
+    wrong = next((count for count in kv_heads if count != heads), heads)
+    expect(wrong == heads, f"{field}.threshold", f"a layer's list of {wrong}", f"the model's {heads} KV heads")
+    longest = model.max_model_len
+    expect(routing.cubic is None or longest <= routing.longest, "max_model_len", longest,
+           f"up to {routing.longest} ({field}.longest, the longest context that its cubic was fitted to)")  # fmt: skip
+    if routing.model is not None:
+        served = identify(model.model, getattr(model.hf_config, "_commit_hash", None))
+        allowed = f"{routing.model} ({field}.model), whose thresholds these are"
+        expect(served.model.lower() == routing.model.lower(), "model", served.model, allowed)
+        known = served.revision is not None and routing.revision is not None
+        expect(not known or served.revision == routing.revision, "model", f"{served.model} at {served.revision}",
+               f"its revision {routing.revision} ({field}.revision), whose thresholds these are")  # fmt: skip
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -24,6 +24,7 @@ from pydantic_core import ErrorDetails
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.policies import POLICIES, Policy, Selection, UniqueSelection
 from vllm_sparse_plugin.policies.base import Section
+from vllm_sparse_plugin.routing import Routing
 
 KEY = "sparse_attention"
 """Key of our settings in vLLM's `--additional-config`."""
@@ -46,6 +47,8 @@ class SparseAttentionConfig(Section):
 
     selection: AnySelection = UniqueSelection()  # type: ignore[valid-type]
     """Which pages a decode step reads."""
+    routing: Routing | None = None
+    """Which KV groups a decode step skips; None for none."""
     first_dense_layers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Leading layers that stay dense."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
@@ -56,6 +59,7 @@ class SparseAttentionConfig(Section):
 
 _SECTIONS: dict[str, dict[str, FieldInfo]] = {
     "selection": {field.alias or name: field for policy in POLICIES for name, field in policy.model_fields.items()},
+    "routing": dict(Routing.model_fields),
     "diagnostics": dict(Diagnostics.model_fields),
 }
 """Fields of the parts of the configuration that are mappings, by the keys a user writes."""
@@ -76,9 +80,19 @@ class ResolvedConfig:
         return selection
 
     @property
+    def routing(self) -> Routing | None:
+        """The routing part, if there is one."""
+        return self.config.routing
+
+    @property
     def pages(self) -> Selection | None:
-        """The selection part if it chooses pages; None if everything is dense."""
+        """The selection part if it chooses pages; None if it reads everything."""
         return self.selection if isinstance(self.selection, Selection) else None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether decode steps of some layers run in our kernels."""
+        return self.pages is not None or self.routing is not None
 
 
 def preset_names() -> list[str]:
@@ -188,6 +202,12 @@ def _merge(
         into.clear()
         for name in [name for name in sources if name.startswith(prefix)]:
             del sources[name]
+    if prefix == "routing.":
+        # One form of the threshold replaces the other.
+        for form, other in (("threshold", "cubic"), ("cubic", "threshold")):
+            if form in values and other not in values:
+                into.pop(other, None)
+                sources.pop(prefix + other, None)
     for key, value in values.items():
         if isinstance(value, Mapping) and isinstance(into.setdefault(key, {}), dict):
             _merge(into[key], sources, value, source, f"{prefix}{key}.")
@@ -204,7 +224,7 @@ def _sentence(error: ErrorDetails, sources: Mapping[str, str]) -> str:
     where = f" (from {origin})" if origin and origin != "additional config" else ""
     got = error["input"]
     match error["type"]:
-        case "budget":
+        case "sentence":
             return f"{name}.{error['msg']}"
         case "extra_forbidden":
             known = _known_keys(error["loc"][:-1])
@@ -243,6 +263,8 @@ def _field(path: list[str], location: tuple[int | str, ...]) -> FieldInfo | None
 
 
 def _allowed(field: FieldInfo) -> str:
+    if said := next((text for text in field.metadata if isinstance(text, str)), None):
+        return said
     if literals := get_args(field.annotation):
         return choices([str(literal) for literal in literals])
     kind = "an integer" if field.annotation is int else "a number"

@@ -96,6 +96,10 @@ class DecodeCase:
         """Blocks of the cache that the requests take."""
         return self.batch * -(-self.context // geometry.block_size)
 
+    def skipped_groups(self, geometry: Geometry) -> int:
+        """KV groups that are made to be skipped where groups are routed."""
+        return round(SKIPPED * self.batch * geometry.num_kv_heads)
+
     def fields(self) -> dict[str, Any]:
         """The case as it is written to result files."""
         return asdict(self)
@@ -120,9 +124,13 @@ class TopKCase:
 
 Case = DecodeCase | TopKCase
 
-DECODE_OPS = ("decode", "score", "attend", "write")
-OPS = ("decode", "topk", "score", "attend", "write")
+DECODE_OPS = ("decode", "route", "route_unique", "score", "attend", "write")
+OPS = ("decode", "route", "route_unique", "topk", "score", "attend", "write")
 """Most telling first: a run that is cut short has these."""
+_OF_ONE_GROUP = ("route", "route_unique", "topk", "write")
+"""Measured with the first group size alone."""
+SKIPPED = 0.6
+"""Share of the KV groups that are made to be skipped where groups are routed."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +156,7 @@ class Grid:
         plan: list[tuple[str, Case]] = []
         for group in self.groups:
             for op in OPS:
-                if op not in self.ops or (op in ("topk", "write") and group != first_group):
+                if op not in self.ops or (op in _OF_ONE_GROUP and group != first_group):
                     continue
                 if op == "topk":
                     plan += [(op, TopKCase(rows, pages)) for rows in self.rows for pages in self.pages]

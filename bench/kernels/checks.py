@@ -108,7 +108,7 @@ def attended(inputs: DecodeInputs, calls: Calls) -> None:
         _require_close(call(), expected, name)
 
 
-def sparse_decode(inputs: DecodeInputs, calls: Calls) -> None:
+def sparse_decode(inputs: DecodeInputs, calls: Calls, skipped: torch.Tensor | None = None) -> None:
     """Scoring, selecting and attending end to end, with pages that leave no doubt which are the best."""
     rows = _requests(inputs)
     geometry = inputs.geometry
@@ -119,12 +119,23 @@ def sparse_decode(inputs: DecodeInputs, calls: Calls) -> None:
         pages = select_pages(found, lengths, geometry.k, geometry.sink_pages, geometry.recent_pages)
         expected = _attend(inputs, rows, pages)
         for name, call in calls.items():
-            _require_close(call()[rows], expected, name)
+            _require_routed(call(), rows, expected, skipped, name)
 
 
 def dense(inputs: DecodeInputs, calls: Calls) -> None:
     """Attention over the whole context."""
     _dense(inputs, calls, inputs.lengths)
+
+
+def routed(inputs: DecodeInputs, calls: Calls) -> None:
+    """Attention over the whole context, zero for the groups that are to be skipped."""
+    skipped = _skipped(inputs)
+    _dense(inputs, calls, inputs.lengths, skipped)
+
+
+def routed_sparse_decode(inputs: DecodeInputs, calls: Calls) -> None:
+    """The same of a fused decode step over selected pages."""
+    sparse_decode(inputs, calls, _skipped(inputs))
 
 
 def dense_prefix(inputs: DecodeInputs, calls: Calls) -> None:
@@ -166,6 +177,27 @@ def _require_close(actual: torch.Tensor, expected: torch.Tensor, name: str) -> N
         raise CheckError(f"{name}: relative error {_largest(difference):.3g}, allowed {_ATTENTION_ERROR:g}")
 
 
+def _skipped(inputs: DecodeInputs) -> torch.Tensor:
+    """`[batch, num_query_heads]` bool, the heads of groups that are to be skipped: those of the largest scores."""
+    scores = inputs.group_scores.flatten()
+    skipped = torch.zeros_like(scores, dtype=torch.bool)
+    skipped[scores.topk(inputs.case.skipped_groups(inputs.geometry)).indices] = True
+    return skipped.view(inputs.case.batch, -1).repeat_interleave(inputs.case.group, dim=1)
+
+
+def _require_routed(
+    output: torch.Tensor, rows: list[int], expected: torch.Tensor, skipped: torch.Tensor | None, name: str
+) -> None:
+    """Zeros of every request where groups are to be skipped and nowhere else, and some requests' other outputs."""
+    if skipped is None:
+        _require_close(output[rows], expected, name)
+        return
+    if not torch.equal(output.eq(0).all(dim=-1), skipped):
+        raise CheckError(f"{name}: other groups have an output of zero than those that are to be skipped")
+    active = ~skipped[rows]
+    _require_close(output[rows][active], expected[active], name)
+
+
 def _attend(inputs: DecodeInputs, rows: list[int], pages: torch.Tensor) -> torch.Tensor:
     return attend_pages(
         inputs.grouped_query[rows].float(),
@@ -180,11 +212,11 @@ def _attend(inputs: DecodeInputs, rows: list[int], pages: torch.Tensor) -> torch
     )
 
 
-def _dense(inputs: DecodeInputs, calls: Calls, lengths: list[int]) -> None:
+def _dense(inputs: DecodeInputs, calls: Calls, lengths: list[int], skipped: torch.Tensor | None = None) -> None:
     rows = sorted({0, inputs.case.batch - 1})
     expected = torch.stack([_dense_row(inputs, row, lengths[row]) for row in rows])
     for name, call in calls.items():
-        _require_close(call()[rows], expected, name)
+        _require_routed(call(), rows, expected, skipped, name)
 
 
 def _dense_row(inputs: DecodeInputs, request: int, length: int) -> torch.Tensor:

@@ -112,9 +112,19 @@ def _attend(loaded: list[Any], inputs: DecodeInputs) -> Call:
     )
 
 
-def _fused(loaded: list[Any], inputs: DecodeInputs) -> Call:
+def _routed(loaded: list[Any], inputs: DecodeInputs, skipped_groups: int | None) -> Call:
+    """Dense attention with so many groups skipped; None for none asked for."""
+    (routed_attention,) = loaded
+    routing = None if skipped_groups is None else inputs.routing(skipped_groups)
+    return lambda: routed_attention(
+        inputs.query, inputs.keys, inputs.values, inputs.block_table, inputs.seq_lens, routing, inputs.geometry.scale
+    )
+
+
+def _fused(loaded: list[Any], inputs: DecodeInputs, skipped_groups: int | None = None) -> Call:
     sparse_decode = loaded[0]
     geometry = inputs.geometry
+    routing = None if skipped_groups is None else inputs.routing(skipped_groups)
     return lambda: sparse_decode(
         inputs.query,
         inputs.keys,
@@ -127,6 +137,7 @@ def _fused(loaded: list[Any], inputs: DecodeInputs) -> Call:
         recent_pages=geometry.recent_pages,
         std_weight=geometry.std_weight,
         scale=geometry.scale,
+        routing=routing,
     )
 
 
@@ -305,6 +316,7 @@ def _torch_topk(loaded: list[Any], inputs: TopKInputs) -> Call:
 
 
 _SPARSE_DECODE = "sparse_kernels.sparse_decode:sparse_decode"
+_ROUTED_ATTENTION = "sparse_kernels.routed_attention:routed_attention"
 _WRITE_CACHE = "sparse_kernels.page_statistics:write_cache"
 _SCORE_PAGES = "sparse_kernels.page_score:score_pages"
 _SELECT_PAGES = "sparse_kernels.page_topk:select_pages"
@@ -333,6 +345,59 @@ PROVIDERS: dict[str, Op[Any]] = {
             Provider(
                 "unique, without the write", imported(_SPARSE_DECODE), _fused, checks.sparse_decode, traffic.sparse
             ),
+        ),
+    ),
+    "route": Op(
+        Workload.decode_inputs,
+        (
+            Provider(
+                "sinkrouter",
+                imported(_ROUTED_ATTENTION),
+                lambda loaded, inputs: _routed(loaded, inputs, inputs.case.skipped_groups(inputs.geometry)),
+                checks.routed,
+                traffic.routed,
+            ),
+            Provider(
+                "FlashAttention 3",
+                _load_flash_attention,
+                lambda loaded, inputs: _flash_attention(loaded, inputs, inputs.lengths),
+                checks.dense,
+                traffic.dense,
+            ),
+            Provider(
+                "sinkrouter, nothing skipped",
+                imported(_ROUTED_ATTENTION),
+                lambda loaded, inputs: _routed(loaded, inputs, 0),
+                checks.dense,
+                traffic.dense,
+            ),
+            Provider(
+                "sinkrouter, not routed",
+                imported(_ROUTED_ATTENTION),
+                lambda loaded, inputs: _routed(loaded, inputs, None),
+                checks.dense,
+                traffic.dense,
+            ),
+        ),
+    ),
+    "route_unique": Op(
+        Workload.decode_inputs,
+        (
+            Provider(
+                "unique, routed",
+                imported(_SPARSE_DECODE),
+                lambda loaded, inputs: _fused(loaded, inputs, inputs.case.skipped_groups(inputs.geometry)),
+                checks.routed_sparse_decode,
+                traffic.routed_sparse,
+            ),
+            Provider(
+                "unique, nothing skipped",
+                imported(_SPARSE_DECODE),
+                lambda loaded, inputs: _fused(loaded, inputs, 0),
+                checks.sparse_decode,
+                traffic.sparse,
+            ),
+            Provider("unique", imported(_SPARSE_DECODE), _fused, checks.sparse_decode, traffic.sparse),
         ),
     ),
     "topk": Op(

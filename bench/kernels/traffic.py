@@ -80,3 +80,19 @@ def sparse(case: DecodeCase, geometry: Geometry) -> int:
 def decode(case: DecodeCase, geometry: Geometry) -> int:
     """A whole step of sparse attention: the write of the new token, then `sparse`."""
     return write(case, geometry) + sparse(case, geometry)
+
+
+def _active_share(case: DecodeCase, geometry: Geometry) -> float:
+    return 1 - case.skipped_groups(geometry) / (case.batch * geometry.num_kv_heads)
+
+
+def routed(case: DecodeCase, geometry: Geometry) -> int:
+    """Dense attention of the groups that are not skipped, whose tokens are as many on average; all of the output."""
+    tokens = sum(case.lengths(geometry)) * _token_bytes(geometry)
+    return round(_active_share(case, geometry) * tokens) + 2 * _query_bytes(case, geometry)
+
+
+def routed_sparse(case: DecodeCase, geometry: Geometry) -> int:
+    """`sparse` for the groups that are not skipped."""
+    ends = 2 * _query_bytes(case, geometry)
+    return round(_active_share(case, geometry) * (sparse(case, geometry) - ends)) + ends

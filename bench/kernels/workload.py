@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from sparse_kernels.group_routing import GroupRouting
+from sparse_kernels.group_routing.api import GROUP_SCORES
+from sparse_kernels.group_routing.reference import score_groups
 from sparse_kernels.page_statistics import PageStatistics, RecordFormat
 from sparse_kernels.page_statistics.reference import update_page_statistics
 from sparse_kernels.paging import PagedTensor
@@ -55,6 +58,19 @@ class DecodeInputs:
     def grouped_query(self) -> torch.Tensor:
         """`[batch, num_kv_heads, group, head_size]`."""
         return self.query.view(len(self.query), self.geometry.num_kv_heads, self.case.group, -1)
+
+    @property
+    def group_scores(self) -> torch.Tensor:
+        """How routing scores each KV group, `[batch, num_kv_heads]` float32."""
+        return score_groups(self.grouped_query, self.keys, self.block_table[:, 0], GROUP_SCORES.index("mean"))
+
+    def routing(self, skipped_groups: int) -> GroupRouting:
+        """Routing that skips so many of the groups, which random keys and queries leave to the threshold."""
+        scores = self.group_scores.flatten().sort(descending=True).values
+        around = torch.cat([scores[:1] + 1, scores, scores[-1:] - 1])[skipped_groups : skipped_groups + 2]
+        coefficients = torch.zeros(self.geometry.num_kv_heads, 4, device=scores.device)
+        coefficients[:, 0] = around.mean()
+        return GroupRouting(coefficients)
 
     @property
     def lengths(self) -> list[int]:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
 from bench.children import run_python
-from bench.engine import Variant, WrongBackendError, start_engine
+from bench.engine import Variant, WrongBackendError, force_routing, start_engine
 from bench.models import SHAPES, Model, open_model
 from bench.report import open_console, read_runs, spread
 from vllm_sparse_plugin.cli.provenance import open_report
@@ -245,6 +245,10 @@ def decode(
     additional_config: Annotated[
         str | None, typer.Option(help="Passed to the engines of our backends.", metavar="JSON")
     ] = None,
+    skip_ratio: Annotated[
+        float | None,
+        typer.Option(help="Share of the KV groups that our backends are made to skip by routing, whatever the data."),
+    ] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that a time is taken over.")] = 64,
     repeats: Annotated[int, typer.Option(min=1, help="Repeats of each measurement.")] = 5,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Largest batch of the engine.")] = 32,
@@ -262,6 +266,8 @@ def decode(
     failed = []
     with open_model(model) as opened:
         _check(rows, opened, new_tokens, max_num_seqs)
+        if skip_ratio is not None:
+            additional_config = force_routing(opened, additional_config, skip_ratio)
         all_settings = [
             DecodeSettings(
                 model=model if opened.drawn_weights else str(opened.folder),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -108,6 +108,16 @@ class PagedTensor:
         block, head, group, page = view.stride()[:4]
         strides = block, head, group, page
         return PageAddresses(memory_of(view), strides, view.shape[3], offsets.flatten().numpy(), length, step)
+
+    @cached_property
+    def by_head(self) -> PagedTensor:
+        """The same pages with every block of every KV head numbered on its own, as a cache of one KV head: block b of
+        head h becomes block `b * num_kv_heads + h`.
+
+        Raises:
+            RuntimeError: if the heads of a block do not lie one after the other.
+        """
+        return replace(self, view=self.view.view(-1, 1, *self.view.shape[2:]))
 
     @property
     def _token_major(self) -> tuple[int, ...]:

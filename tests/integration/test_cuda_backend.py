@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sparse_kernels.group_routing import GroupRouting
 from support.paged import dense_attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
@@ -63,6 +64,7 @@ def builder(monkeypatch):
     made.any_dense_layer = False
     made.any_sparse_layer = True
     made.sampler = StepSampler(0)
+    made.group_counts = None
     made.dense_requests = torch.zeros(16, dtype=torch.bool)
     made.any_dense_request = False
     return made
@@ -87,9 +89,10 @@ def layer(request, monkeypatch):
     made = object.__new__(SparseCUDAImpl)
     made.num_kv_heads, made.head_size, made.scale, made.logits_soft_cap = HEADS, SIZE, SCALE, 0.0
     made.sinks = made.sink_logits = made.bound_to = None
-    made.is_sparse = True
+    made.selects = True
     preset = getattr(request, "param", "unique")
-    sparse = resolve({"selection": {"budget_tokens": 64}, "min_context_tokens": 0}, preset)
+    budget = {} if preset == "dense" else {"selection": {"budget_tokens": 64}}
+    sparse = resolve({**budget, "min_context_tokens": 0}, preset)
     made.configure(sparse, BLOCK, sparse.selection.statistics_layout(SIZE, 2))
     return made
 
@@ -175,7 +178,7 @@ def test_padded_requests_of_a_graph_are_one_run_with_the_rest(builder):
 
 def test_a_dense_layer_leaves_everything_to_flash_attention(layer, builder):
     builder.any_dense_layer = True
-    layer.is_sparse = False
+    layer.selects = False
     output, dense, _ = run(layer, builder, common_metadata([1, 70], [300, 200], [False, True]))
     assert torch.equal(output, dense)
 
@@ -202,9 +205,30 @@ def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
         assert pages[..., -1].eq(context // 8 - 1).all()
 
 
+@pytest.mark.parametrize("layer", ["unique", "quest", "streaming_llm", "dense"], indirect=True)
+@pytest.mark.parametrize("selects", [True, False])
+def test_skipped_groups_are_zero_and_others_keep_their_bits(layer, builder, selects):
+    if selects and layer.selection is None:
+        pytest.skip("a dense policy selects nothing")
+    common = common_metadata([4, 4, 1, 1, 70], [300, 40, 500, 90, 200], [False, False, False, True, True])
+    builder.reorder_batch_threshold, layer.selects, layer.dense_tokens = 4, selects, 50
+    layer.routing = GroupRouting(torch.tensor([[2.0, 0, 0, 0], [2.0, 0, 0, 0]]))
+    plain, dense, metadata = run(layer, builder, common)
+    layer.routing = GroupRouting(torch.tensor([[-2.0, 0, 0, 0], [2.0, 0, 0, 0]]))
+    routed, _, _ = run(layer, builder, common)
+    # Short contexts, prompts' single tokens and prompts are not routed.
+    skips = torch.tensor([True] * 4 + [False] * 4 + [True] + [False] * 71)
+    assert len(metadata.decode) == 2
+    assert routed[skips, :GROUP].eq(0).all()
+    assert torch.equal(routed[skips, GROUP:], plain[skips, GROUP:])
+    assert torch.equal(routed[~skips], plain[~skips])
+    if not selects:
+        torch.testing.assert_close(plain, dense, atol=2e-2, rtol=2e-2)
+
+
 def test_a_dense_policy_leaves_everything_to_flash_attention(layer, builder):
     layer.configure(resolve(None, "dense"), BLOCK, None)
-    layer.is_sparse = builder.any_sparse_layer = False
+    layer.selects = builder.any_sparse_layer = False
     builder.any_dense_layer = True
     output, dense, metadata = run(layer, builder, common_metadata([1, 70], [300, 200], [False, True]))
     assert torch.equal(output, dense)

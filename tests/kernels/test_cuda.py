@@ -4,10 +4,14 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from sparse_kernels.group_routing import GroupRouting
+from sparse_kernels.group_routing.api import GROUP_SCORES
+from sparse_kernels.group_routing.reference import score_groups
 from sparse_kernels.page_score.reference import score_pages as reference_scores
 from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsLayout, update_page_statistics
 from sparse_kernels.page_topk.reference import select_pages as reference_selection
 from sparse_kernels.paging import PagedTensor
+from sparse_kernels.routed_attention.reference import routed_attention as reference_routed
 from sparse_kernels.sparse_attention.reference import attend_pages as reference_attention
 from sparse_kernels.sparse_decode.reference import sparse_decode as reference_decode
 from support.paged import make_batch
@@ -38,6 +42,8 @@ class Case:
     softcap: float = 0.0
     statistics: bool = True
     eight_bit_cache: bool = False
+    skipped: float | None = None
+    score: str = "mean"
     seed: int = 0
 
 
@@ -83,6 +89,19 @@ CASES = {
     ),
     "fp8 cache, group of 16": Case((3000, 517), group=16, block_size=512, eight_bit_cache=True),
     "newest pages": Case((3000, 517, 4096), statistics=False),
+    "routed": Case((3000, 517, 1, 4096, 700), num_kv_heads=4, skipped=0.6),
+    "routed by the largest cosine": Case((511, 512, 513, 1024), num_kv_heads=4, skipped=0.5, score="max"),
+    "routed by the least cosine, group of 3": Case((2000, 1501), group=3, skipped=0.5, score="min"),
+    "routed multi-head, small blocks": Case((3000, 517, 8, 7, 4096), group=1, block_size=16, skipped=0.6),
+    "routed group of 16": Case((3000, 517, 4096), group=16, head_size=64, skipped=0.5),
+    "routed heads of 256": Case((2000, 1501), head_size=256, skipped=0.5),
+    "routed three query tokens": Case((3000, 517, 4096), queries=3, skipped=0.6),
+    "routed padded requests": Case((3000, 0, 517, 0), num_kv_heads=4, skipped=0.5),
+    "routed but for short contexts": Case((3000, 517, 4096), dense_tokens=1000, skipped=0.5),
+    "routed newest pages": Case((3000, 517, 4096), statistics=False, skipped=0.5),
+    "routed bounds": Case((3000, 517, 4096), kind="bounds", skipped=0.5),
+    "routed fp8 cache": Case((3000, 517, 4096), group=8, eight_bit_cache=True, skipped=0.5),
+    "everything skipped": Case((3000, 517, 4096), skipped=1.0),
 }
 
 
@@ -128,14 +147,35 @@ class Inputs:
         dtype = torch.float8_e4m3fn if case.eight_bit_cache else torch.bfloat16
         self.query = wide.to(dtype).cuda()[:, :heads]
         self.sinks = torch.randn(heads, generator=generator).cuda() if case.sinks else None
+        self.routing = None if case.skipped is None else self.forced(case, case.skipped)
+
+    def context_lens(self, case: Case) -> torch.Tensor:
+        from_end = torch.arange(case.queries - 1, -1, -1, device="cuda")
+        return (self.seq_lens[:, None] - from_end).flatten()
+
+    def group_scores(self, case: Case) -> torch.Tensor:
+        """Of every query token: `[num_tokens, num_kv_heads]`."""
+        grouped = self.query.float().unflatten(1, (case.num_kv_heads, case.group))
+        blocks = self.block_table[:, 0].repeat_interleave(case.queries)
+        return score_groups(grouped, self.keys, blocks, GROUP_SCORES.index(case.score))
+
+    def forced(self, case: Case, share: float) -> GroupRouting:
+        """Routing that skips a share of the groups, by a threshold in the middle between two scores."""
+        scores = self.group_scores(case).flatten().sort(descending=True).values
+        count = round(share * len(scores))
+        around = torch.cat([scores[:1] + 1, scores, scores[-1:] - 1])[count : count + 2]
+        coefficients = torch.zeros(case.num_kv_heads, 4, device="cuda")
+        coefficients[:, 0] = around.mean()
+        counts = torch.zeros(case.num_kv_heads, 2, dtype=torch.int64, device="cuda")
+        return GroupRouting(coefficients, case.score, counts=counts)  # type: ignore[arg-type]
 
     def arguments(self, case: Case) -> tuple[object, ...]:
         statistics: PageStatistics | None = self.statistics if case.statistics else None
         recent = 1 if case.statistics else 0
         return (
             self.query, self.keys, self.values, statistics, self.block_table, self.seq_lens, case.k, 1, recent,
-            STD_WEIGHT, SCALE, case.dense_tokens, None, self.sinks, case.softcap, self.query_scale, self.key_scale,
-            self.value_scale,
+            STD_WEIGHT, SCALE, case.dense_tokens, None, self.sinks, case.softcap, self.routing, self.query_scale,
+            self.key_scale, self.value_scale,
         )  # fmt: skip
 
 
@@ -197,6 +237,8 @@ def test_decode_equals_the_reference_whatever_the_launch(case: Case, monkeypatch
     assert_close(outputs[0], expected)
     for output in outputs[1:]:
         assert torch.equal(output, outputs[0])
+    if inputs.routing is not None:
+        assert torch.equal(outputs[0] == 0, expected == 0)
 
 
 def test_a_request_does_not_depend_on_its_neighbours() -> None:
@@ -253,6 +295,138 @@ def test_scores_and_attention_equal_the_references(case: Case) -> None:
             case.softcap,
         ),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("launch", range(3))
+def test_routing_that_skips_nothing_changes_no_bit_and_counts(launch: int) -> None:
+    case = Case((3000, 517, 1, 4096, 700), num_kv_heads=4)
+    inputs = Inputs(case)
+    how = launches(case.group, case.head_size)
+    if launch >= len(how):
+        pytest.skip("this GPU has one launch")
+    plain = decode(inputs, case, how[launch])
+    inputs.routing = inputs.forced(case, 0.0)
+    assert torch.equal(decode(inputs, case, how[launch]), plain)
+    assert inputs.routing.counts is not None
+    assert inputs.routing.counts.tolist() == [[0, 5]] * 4
+    inputs.routing = inputs.forced(case, 0.6)
+    routed = decode(inputs, case, how[launch]).unflatten(1, (4, 4))
+    skipped = inputs.group_scores(case) >= inputs.routing.coefficients[0, 0]
+    assert int(skipped.sum()) == 12
+    assert routed[skipped].eq(0).all()
+    assert torch.equal(routed[~skipped], plain.unflatten(1, (4, 4))[~skipped])
+    assert inputs.routing.counts[:, 0].tolist() == skipped.sum(dim=0).tolist()
+
+
+def routed(inputs: Inputs, case: Case, splits: int = 64, blocks: int | None = None) -> torch.Tensor:
+    from sparse_kernels.routed_attention import cuda
+
+    out = torch.full(inputs.query.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+    cuda.routed_attention(
+        *routed_arguments(inputs, case, splits), out, **({} if blocks is None else {"blocks": blocks})
+    )
+    return out
+
+
+def routed_arguments(inputs: Inputs, case: Case, splits: int) -> tuple[object, ...]:
+    return (
+        inputs.query, inputs.keys, inputs.values, inputs.block_table, inputs.seq_lens, inputs.routing, SCALE,
+        case.dense_tokens, None, case.softcap, inputs.query_scale, inputs.key_scale, inputs.value_scale, splits,
+    )  # fmt: skip
+
+
+ROUTED = {
+    "ragged": Case((3000, 517, 1, 20000, 700), num_kv_heads=4, skipped=0.6),
+    "piece boundaries": Case((255, 256, 257, 511, 512, 513, 16384, 16385), skipped=0.5),
+    "nothing routed": Case((3000, 517, 1, 20000, 700)),
+    "multi-head, small blocks": Case((3000, 517, 8, 7, 4096), group=1, block_size=16, skipped=0.6),
+    "group of 2": Case((1777, 90), group=2, skipped=0.5, score="max"),
+    "group of 3": Case((2000, 1501), group=3, block_size=32, skipped=0.5, score="min"),
+    "group of 8, heads of 64": Case((2000, 15010), group=8, head_size=64, block_size=16, skipped=0.5),
+    "group of 16": Case((2000, 15010), group=16, skipped=0.5),
+    "group of 16, heads of 256": Case((2000, 1501), group=16, head_size=256, skipped=0.5),
+    "three query tokens": Case((3000, 517, 4096), queries=3, skipped=0.6),
+    "padded requests": Case((3000, 0, 517, 0), skipped=0.5),
+    "softcap": Case((3000, 517), softcap=20.0, skipped=0.5),
+    "short contexts whole": Case((3000, 517, 4096), dense_tokens=1000, skipped=0.5),
+    "fp8 cache": Case((3000, 517, 15000), eight_bit_cache=True, skipped=0.5),
+    "fp8 cache, heads of 64": Case((3000, 517), group=8, head_size=64, eight_bit_cache=True, skipped=0.5),
+    "fp8 cache, group of 16": Case((3000, 517), group=16, eight_bit_cache=True),
+    "everything skipped": Case((3000, 517, 4096), skipped=1.0),
+}
+
+
+@pytest.mark.parametrize("splits", [1, 7, 64])
+@pytest.mark.parametrize("case", ROUTED.values(), ids=ROUTED)
+def test_routed_attention_equals_the_reference_whatever_the_launch(case: Case, splits: int) -> None:
+    inputs = Inputs(case)
+    expected = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
+    first, *others = [routed(inputs, case, splits, blocks) for blocks in (1 << 20, 1, 24)]
+    reference_routed(*routed_arguments(inputs, case, splits), expected)  # type: ignore[arg-type]
+    assert_close(first, expected)
+    assert torch.equal(first == 0, expected == 0)
+    for other in others:
+        assert torch.equal(other, first)
+
+
+def test_routed_attention_that_skips_nothing_changes_no_bit_and_counts() -> None:
+    case = Case((3000, 517, 1, 20000, 700), num_kv_heads=4)
+    inputs = Inputs(case)
+    plain = routed(inputs, case)
+    inputs.routing = inputs.forced(case, 0.0)
+    assert torch.equal(routed(inputs, case), plain)
+    inputs.routing = inputs.forced(case, 0.6)
+    output, counts = routed(inputs, case).unflatten(1, (4, 4)), inputs.routing.counts
+    skipped = inputs.group_scores(case) >= inputs.routing.coefficients[0, 0]
+    assert output[skipped].eq(0).all()
+    assert torch.equal(output[~skipped], plain.unflatten(1, (4, 4))[~skipped])
+    assert counts is not None
+    assert torch.equal(counts, torch.stack([skipped.sum(dim=0), torch.full((4,), 5, device="cuda")], dim=1))
+
+
+@pytest.mark.parametrize("dense", [True, False], ids=["routed attention", "decode"])
+def test_thresholds_follow_the_cubic_of_each_head(dense: bool) -> None:
+    case = Case((3000, 517, 20, 9000, 700, 130), num_kv_heads=4)
+    inputs = Inputs(case)
+    scores, lengths = inputs.group_scores(case), inputs.seq_lens
+    spread = float(scores.std())
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(8):
+        coefficients = (torch.randn(4, 4, generator=generator) * spread).cuda()
+        inputs.routing = GroupRouting(coefficients, shortest=256, longest=8192)
+        thresholds = inputs.routing.thresholds(lengths)
+        # Rounding decides nothing.
+        assert (scores - thresholds).abs().min() > 1e-5 * spread
+        output = routed(inputs, case) if dense else decode(inputs, case)
+        assert torch.equal(output.unflatten(1, (4, 4)).eq(0).all(dim=-1).all(dim=-1), scores >= thresholds)
+
+
+def test_a_routed_request_does_not_depend_on_its_neighbours() -> None:
+    case = Case((3000, 517, 1, 20000, 700) * 13, skipped=0.5)
+    inputs = Inputs(case)
+    together = routed(inputs, case)
+    for row in (0, 3, 42):
+        alone = Inputs(Case((1,)))
+        alone.query, alone.block_table = inputs.query[row : row + 1], inputs.block_table[row : row + 1]
+        alone.seq_lens, alone.routing = inputs.seq_lens[row : row + 1], inputs.routing
+        alone.keys, alone.values = inputs.keys, inputs.values
+        assert torch.equal(routed(alone, case)[0], together[row])
+
+
+def test_a_graph_of_routed_attention_serves_other_lengths() -> None:
+    case = Case((3000, 517, 20000), skipped=0.5)
+    inputs = Inputs(case)
+    routed(inputs, case)
+    from sparse_kernels.routed_attention import cuda
+
+    out = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cuda.routed_attention(*routed_arguments(inputs, case, 64), out)
+    for lengths in ((3000, 517, 20000), (1, 0, 2777), (600, 511, 15000)):
+        inputs.seq_lens.copy_(torch.tensor(lengths))
+        graph.replay()
+        assert torch.equal(out, routed(inputs, case))
 
 
 SCORES = {

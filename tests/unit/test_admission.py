@@ -11,6 +11,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm_sparse_plugin.admission import admit
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.registration import BACKENDS
+from vllm_sparse_plugin.routing import identify
 
 SMALL = {
     "vocab_size": 256,
@@ -175,12 +176,12 @@ REFUSED = {
     "settings without a backend": (
         {"attention_backend": None, "additional_config": settings()},
         "sparse_attention: got settings but no attention backend of ours, "
-        "allowed: unique, quest, infllm, mean, streaming_llm or dense",
+        "allowed: unique, quest, infllm, mean, streaming_llm, dense or sinkrouter",
     ),
     "settings with vLLM's backend": (
         {"attention_backend": "CPU_ATTN", "additional_config": {"sparse_attention": {}}},
         "sparse_attention: got settings but no attention backend of ours, "
-        "allowed: unique, quest, infllm, mean, streaming_llm or dense",
+        "allowed: unique, quest, infllm, mean, streaming_llm, dense or sinkrouter",
     ),
     "settings that are no mapping": (
         {"additional_config": {"sparse_attention": 5}},
@@ -189,7 +190,7 @@ REFUSED = {
     "unknown key": (
         {"additional_config": {"sparse_attention": {"selektion": 1}}},
         "sparse_attention.selektion: unknown key (did you mean 'selection'?), "
-        "allowed: selection, first_dense_layers, min_context_tokens, diagnostics, preset or config",
+        "allowed: selection, routing, first_dense_layers, min_context_tokens, diagnostics, preset or config",
     ),
     "key of the other backend's policy": (
         {"attention_backend": "streaming_llm", "additional_config": settings(statistics="fp8")},
@@ -232,7 +233,76 @@ def test_alibi_that_is_off_is_served(folder):
     assert engine_config(folder(alibi=False, attn_config={"alibi": False}))
 
 
+def routed(**settings: object) -> dict:
+    return {"attention_backend": "sinkrouter", "additional_config": {"sparse_attention": {"routing": settings}}}
+
+
+ROUTED = "allowed with attention backend sinkrouter: "
+CUBIC = {"cubic": [0.5, 0, 0, 0], "shortest": 16, "longest": 256}
+REFUSED_ROUTING = {
+    "thresholds of other layers": (
+        routed(threshold=[0.5] * 3),
+        f"sparse_attention.routing.threshold: got a list of 3, {ROUTED}the model's 2 layers",
+    ),
+    "thresholds of other heads": (
+        routed(threshold=[0.5, [0.5] * 4]),
+        f"sparse_attention.routing.threshold: got a layer's list of 4, {ROUTED}the model's 2 KV heads",
+    ),
+    "contexts beyond the fit": (
+        routed(**CUBIC),
+        f"max_model_len: got 512, {ROUTED}up to 256 (sparse_attention.routing.longest, the longest context that its "
+        "cubic was fitted to)",
+    ),
+    "another model": (
+        routed(threshold=0.5, model="Llama-3.1-8B"),
+        f"model: got FOLDER, {ROUTED}Llama-3.1-8B (sparse_attention.routing.model), whose thresholds these are",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_ROUTING)
+def test_refused_routing(case, folder):
+    arguments, sentence = REFUSED_ROUTING[case]
+    model = folder()
+    assert refusal(model, **arguments) == sentence.replace("FOLDER", Path(model).name)
+
+
+def test_refused_routing_of_learned_sinks(folder, monkeypatch):
+    config = engine_config(folder(), **routed(threshold=0.5))
+    monkeypatch.setattr(config.model_config.hf_config, "model_type", "gpt_oss")
+    with pytest.raises(ConfigurationError) as caught:
+        admit(config, BACKENDS)
+    assert str(caught.value) == f"model: got gpt_oss with learned attention sinks, {ROUTED}models without, if routed"
+
+
+def test_thresholds_are_those_of_one_revision(folder):
+    model = folder()
+    name, revision = identify(model)
+    assert engine_config(model, **routed(threshold=0.5, model=name.upper(), revision=revision))
+    folder(rope_theta=5e5)
+    assert refusal(model, **routed(threshold=0.5, model=name, revision=revision)) == (
+        f"model: got {name} at {identify(model).revision}, {ROUTED}its revision {revision} "
+        "(sparse_attention.routing.revision), whose thresholds these are"
+    )
+
+
+def test_a_model_is_known_by_its_place(tmp_path):
+    assert identify("meta-llama/Llama-3.1-8B", "abc") == ("Llama-3.1-8B", "abc")
+    assert identify("meta-llama/Llama-3.1-8B") == ("Llama-3.1-8B", None)
+    cached = tmp_path / "models--meta-llama--Llama-3.1-8B" / "snapshots" / "abc"
+    cached.mkdir(parents=True)
+    assert identify(str(cached)) == ("Llama-3.1-8B", "abc")
+    found = set()
+    for weights in (b"", b"1", b"2"):
+        (cached.parent / "model.safetensors").write_bytes(weights)
+        (cached.parent / "config.json").write_bytes(b"{}")
+        found.add(identify(str(cached.parent)))
+    assert len(found) == 3
+
+
 ADMITTED = {
+    "routing by layer and head": routed(threshold=[[0.5, 0.25], 0.5]),
+    "routing by a cubic": {**routed(**CUBIC), "max_model_len": 256},
     "defaults": {},
     **{f"backend {name.lower()}": {"attention_backend": name.lower()} for name in BACKENDS},
     "dense in blocks of 32": {"attention_backend": "dense", "block_size": 32},
@@ -295,6 +365,14 @@ def test_refused_on_cuda(case, folder, monkeypatch):
     with pytest.raises(ConfigurationError) as caught:
         admit(config, BACKENDS)
     assert str(caught.value) == sentence.format(UNIQUE)
+
+
+def test_routing_has_the_limits_of_our_kernels(folder, monkeypatch):
+    config = engine_config(folder(head_dim=80), attention_backend="sinkrouter")
+    on_cuda(monkeypatch)
+    with pytest.raises(ConfigurationError) as caught:
+        admit(config, BACKENDS)
+    assert str(caught.value) == f"head size: got 80, {ROUTED}64, 128 or 256"
 
 
 def test_dense_attention_has_no_limits_of_our_kernels(folder, monkeypatch):

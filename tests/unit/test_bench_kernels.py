@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from bench.kernels import checks, report, runner, timing, traffic
 from bench.kernels.cases import OPS, QUICK, DecodeCase, Geometry, Grid, TopKCase, parse_sizes, size_text
 from bench.kernels.cli import app, cache_blocks, grid_of
-from bench.kernels.providers import PROVIDERS, Op, Provider, imported
+from bench.kernels.providers import PROVIDERS, Op, Provider, _fused, _routed, imported
 from bench.kernels.workload import Workload, needles
 from vllm_sparse_plugin.cli.provenance import describe_run
 
@@ -150,6 +150,9 @@ def test_bytes_of_one_request():
     assert traffic.write(case, geometry) == 2 * token + 8 * token // 2 + record
     assert traffic.decode(case, geometry) == (traffic.write(case, geometry) + 256 * record + 64 * 8 * token + 2 * query)
     assert traffic.topk(TopKCase(64, 4096), geometry) == 64 * (4096 * 2 + 64 * 4)
+    # Five groups of eight are skipped.
+    assert traffic.routed(case, geometry) == 2048 * token * 3 // 8 + 2 * query
+    assert traffic.routed_sparse(case, geometry) == (256 * record + 64 * 8 * token) * 3 // 8 + 2 * query
 
 
 def test_bytes_follow_the_format_and_the_incomplete_page():
@@ -440,14 +443,14 @@ def test_a_lost_device_ends_the_run(workload):
 def test_the_table_of_providers():
     assert tuple(PROVIDERS) == OPS
     for op in PROVIDERS.values():
-        assert op.subject == "unique"
+        assert op.subject in ("unique", "sinkrouter", "unique, routed")
         names = [each.name for each in op.providers]
         assert len(set(names)) == len(names) > 1
 
 
 def test_everything_that_is_ours_runs_on_a_cpu(workload):
     ours = {
-        name: Op(op.inputs, [each for each in op.providers if each.name.startswith("unique")])
+        name: Op(op.inputs, [each for each in op.providers if each.name.startswith(("unique", "sinkrouter"))])
         for name, op in PROVIDERS.items()
     }
     plan = [(name, TopKCase(8, 256) if name == "topk" else DecodeCase(2, 768, 2)) for name in PROVIDERS]
@@ -455,7 +458,20 @@ def test_everything_that_is_ours_runs_on_a_cpu(workload):
     for row in rows:
         (each,) = [each for each in ours[row["op"]].providers if each.name == row["provider"]]
         assert row["status"] == ("measured" if loads(each) else "unavailable"), row
-    assert [row["status"] for row in rows if row["op"] in ("topk", "score", "attend")] == ["measured"] * 3
+    measured = ("topk", "score", "attend", "route", "route_unique")
+    assert [row["status"] for row in rows if row["op"] in measured] == ["measured"] * 9
+
+
+@pytest.mark.parametrize("op", ["route", "route_unique"])
+def test_routing_that_skips_another_group_fails(op, decode_inputs):
+    subject, *_ = PROVIDERS[op].providers
+    loaded, groups = subject.load(), decode_inputs.case.skipped_groups(SMALL)
+    assert groups == 5
+    subject.check(decode_inputs, {"call": subject.prepare(loaded, decode_inputs)})
+    make = _routed if op == "route" else _fused
+    for wrong in (groups - 1, groups + 1):
+        with pytest.raises(checks.CheckError):
+            subject.check(decode_inputs, {"call": make(loaded, decode_inputs, wrong)})
 
 
 def loads(each):
@@ -593,7 +609,7 @@ def test_options_replace_parts_of_the_grid():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["run", "--output", "x", "--only", "decode,sort"], "got 'sort', allowed: decode, topk, score"),
+        (["run", "--output", "x", "--only", "decode,sort"], "got 'sort', allowed: decode, route, route_unique, topk"),
         (["run", "--output", "x", "--contexts", "2M"], "got '2M', allowed: positive integers"),
         (["run", "--output", "x", "--time-limit", "0"], "Invalid value for '--time-limit'"),
         (["run", "--output", "x"], "no CUDA device"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.engine import Variant, WrongBackendError
+from bench.engine import Variant, WrongBackendError, force_routing
 from bench.models import NEEDLE_8M, SHAPES, open_model
 from bench.quality.__main__ import main as quality_main
 from bench.quality.accuracy import all_settings, unfinished
@@ -18,6 +18,7 @@ from bench.serving.decode import DecodeSettings, draw_prompts, forecast_seconds,
 from bench.serving.decode import table as decode_table
 from bench.serving.serve import Load, parse_result
 from bench.worker import BenchWorker
+from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 
 RUN = {"date": "2026-11-21", "model": "llama-3.1-8b", "versions": {}, "hardware": {"gpu": "NVIDIA H200"}}
@@ -61,6 +62,25 @@ def settings(**changes) -> DecodeSettings:
         "output": "unused",
     }
     return DecodeSettings(**values | changes)
+
+
+@pytest.mark.parametrize("ratio", [0, 0.25, 0.6, 1])
+def test_forced_routing_skips_its_share_of_the_groups_and_keeps_other_settings(ratio):
+    with open_model("llama-3.1-8b") as model:
+        text = force_routing(model, '{"sparse_attention": {"min_context_tokens": 5}, "other": 1}', ratio)
+    assert Variant.parse("unique").additional_config(text) == text
+    given = json.loads(text)
+    assert given.pop("other") == 1
+    resolved = resolve(given["sparse_attention"], "unique")
+    assert resolved.config.min_context_tokens == 5
+    skipped = [
+        torch.full((8,), 0.99) >= resolved.routing.of_layer(layer, range(8), "cpu").coefficients[:, 0]
+        for layer in range(32)
+    ]
+    assert int(torch.stack(skipped[2:]).sum()) == round(ratio * 30 * 8)
+    assert max(int(layer.sum()) for layer in skipped[2:]) - min(int(layer.sum()) for layer in skipped[2:]) <= 1
+    with pytest.raises(ConfigurationError, match="skip_ratio: got 2, allowed: 0 to 1"):
+        force_routing(model, None, 2)
 
 
 def test_the_shape_of_llama_is_that_of_its_checkpoint():
@@ -285,7 +305,10 @@ SERVING = {
         ["--variant", "unique", "--additional-config", '{"sparse_attention": {"selection": {"sink_pages": -1}}}'],
         "sparse_attention.selection.sink_pages: got -1, allowed: ",
     ),
-    "no model": (["--model", "missing"], "model: got 'missing', allowed: needle-8m, llama-3.1-8b or "),
+    "no model": (
+        ["--model", "missing"],
+        "model: got 'missing', allowed: needle-8m, llama-3.1-8b, llama-3.1-8b-512k or ",
+    ),
 }
 DECODE = SERVING | {
     "no batch": (["--grid", "2K="], "grid: got '2K=', allowed: CONTEXT=BATCH,..."),

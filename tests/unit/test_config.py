@@ -1,5 +1,6 @@
 from itertools import pairwise
 from pathlib import Path
+from typing import Literal, get_origin
 
 import pytest
 import yaml
@@ -26,16 +27,18 @@ from vllm_sparse_plugin.policies import (
     UniqueSelection,
 )
 from vllm_sparse_plugin.registration import BACKENDS
+from vllm_sparse_plugin.routing import Routing
 
 SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
+SECTIONS = {"routing": Routing.model_fields, "diagnostics": Diagnostics.model_fields}
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def all_fields() -> list[tuple[str | None, str, object]]:
     """(policy, section or None for the top level; key as the user writes it; pydantic's field)."""
     top = SparseAttentionConfig.model_fields
-    found = [(None, name, field) for name, field in top.items() if name not in ("selection", "diagnostics")]
-    found += [("diagnostics", name, field) for name, field in Diagnostics.model_fields.items()]
+    found = [(None, name, field) for name, field in top.items() if name not in ("selection", *SECTIONS)]
+    found += [(key, name, field) for key, of_section in SECTIONS.items() for name, field in of_section.items()]
     for policy in POLICIES:
         found += [(policy.name(), field.alias or name, field) for name, field in policy.model_fields.items()]
     return found
@@ -43,7 +46,7 @@ def all_fields() -> list[tuple[str | None, str, object]]:
 
 FIELDS = all_fields()
 BOUNDED = [row for row in FIELDS if row[2].annotation in (int, float)]
-LITERAL = [row for row in FIELDS if row[2].annotation not in (int, float) and row[1] != "policy"]
+LITERAL = [row for row in FIELDS if get_origin(row[2].annotation) is Literal and row[1] != "policy"]
 
 
 def ids(rows: list[tuple]) -> list[str]:
@@ -61,13 +64,18 @@ def bounds(field) -> tuple[float, float]:
 
 
 def setting(policy: str | None, name: str, value: object) -> dict:
-    if policy in (None, "diagnostics"):
+    if policy == "routing":
+        # Some threshold must be there, and the range of a cubic must not be empty.
+        cubic = {} if name in ("threshold", "cubic") else {"cubic": [0.5, 0, 0, 0]}
+        ends = {"longest": 1 << 24, "shortest": 1}
+        return {policy: {**cubic, **ends, name: value}}
+    if policy in (None, *SECTIONS):
         return {policy: {name: value}} if policy else {name: value}
     return {"selection": {"policy": policy, name: value}}
 
 
 def path_of(policy: str | None, name: str) -> str:
-    section = {None: "", "diagnostics": "diagnostics."}.get(policy, "selection.")
+    section = "" if policy is None else f"{policy}." if policy in SECTIONS else "selection."
     return f"{KEY}.{section}{name}"
 
 
@@ -102,16 +110,17 @@ def test_defaults_equal_the_preset_unique():
 @pytest.mark.parametrize("preset", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 def test_every_preset_resolves_for_every_backend_to_what_its_file_says(preset, backend_preset):
     resolved = resolve({"preset": preset}, backend_preset)
-    text = yaml.safe_load((CONFIGS / f"{preset}.yaml").read_text())["selection"]
-    dumped = resolved.config.model_dump(by_alias=True)["selection"]
-    assert {key: dumped[key] for key in text} == text
-    assert all(resolved.sources[f"selection.{key}"] == f"preset {preset}" for key in text)
+    dumped = resolved.config.model_dump(by_alias=True)
+    for section, text in yaml.safe_load((CONFIGS / f"{preset}.yaml").read_text()).items():
+        assert {key: dumped[section][key] for key in text} == text
+        assert all(resolved.sources[f"{section}.{key}"] == f"preset {preset}" for key in text)
 
 
 def test_preset_names_are_the_files_and_every_backend_has_one():
     assert preset_names() == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     for name, preset in BACKENDS.items():
-        assert resolve(None, preset).selection.name() == name.lower()
+        resolved = resolve(None, preset)
+        assert ("sinkrouter" if resolved.routing else resolved.selection.name()) == name.lower()
 
 
 def test_each_source_wins_over_the_ones_before_it(tmp_path):
@@ -205,6 +214,8 @@ def test_both_ends_of_a_range_are_accepted(policy, name, field):
     # What else the budget must hold is tested on its own.
     others = {"budget_tokens": 1 << 20} if "budget_tokens" in fields_of(policy) else {}
     for value in bounds(field):
+        if name in ("shortest", "longest"):
+            value += (name == "shortest" and value > 1) * -1
         if name == "budget_tokens":
             others = {"sink_pages": 0} | ({"recent_pages": 0} if "recent_pages" in fields_of(policy) else {})
         given_settings = setting(policy, name, value)
@@ -233,10 +244,10 @@ def test_a_value_that_is_not_among_the_choices_is_refused_with_the_choices(polic
         assert str(choice) in message
 
 
-ALLOWED_TOP = "selection, first_dense_layers, min_context_tokens, diagnostics, preset or config"
+ALLOWED_TOP = "selection, routing, first_dense_layers, min_context_tokens, diagnostics, preset or config"
 ALLOWED_UNIQUE = "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics or lambda"
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
-ALLOWED_PRESETS = "dense, infllm, mean, quest, streaming_llm, unique or unique_wide"
+ALLOWED_PRESETS = "dense, infllm, mean, quest, sinkrouter, streaming_llm, unique or unique_wide"
 ALLOWED_STREAMING = "policy, page_size, budget_tokens or sink_pages"
 BAD = {
     "unknown top-level key": (
@@ -323,6 +334,29 @@ BAD = {
     "diagnostics that are no mapping": (
         {"diagnostics": 5},
         "sparse_attention.diagnostics: got 5, allowed: a mapping of settings",
+    ),
+    "routing without a threshold": (
+        {"routing": {}},
+        "sparse_attention.routing.threshold: got none beside cubic none, allowed: one of the two; "
+        "vllm-sparse calibrate finds it",
+    ),
+    "routing with two thresholds": (
+        {"routing": {"threshold": 0.5, "cubic": [0.5, 0, 0, 0]}},
+        "sparse_attention.routing.threshold: got 0.5 beside cubic (0.5, 0.0, 0.0, 0.0), allowed: one of the two; "
+        "vllm-sparse calibrate finds it",
+    ),
+    "no range for a cubic": (
+        {"routing": {"cubic": [0.5, 0, 0, 0], "shortest": 4096, "longest": 4096}},
+        "sparse_attention.routing.longest: got 4096, allowed: more than shortest (4096)",
+    ),
+    "unknown key of the routing": (
+        {"routing": {"treshold": 0.5}},
+        "sparse_attention.routing.treshold: unknown key (did you mean 'threshold'?), allowed: score, threshold, "
+        "cubic, shortest, longest, dense_layers, model, revision, data or date",
+    ),
+    "routing that is no mapping": (
+        {"routing": 0.5},
+        "sparse_attention.routing: got 0.5, allowed: a mapping of settings",
     ),
     "unknown preset": (
         {"preset": "fast"},
@@ -414,6 +448,65 @@ def test_text_that_cannot_be_a_path_is_refused(path):
 
 def test_empty_file_changes_nothing(tmp_path):
     assert resolve({"config": write(tmp_path, "# nothing\n")}, "unique") == resolve(None, "unique")
+
+
+ROUTED = {
+    "threshold": "a number from -2 to 2, a list of one for each layer, or a list of lists with one for each KV head of "
+    "a layer",
+    "cubic": "a list of four numbers, c0 to c3",
+    "model": "a text",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("threshold", value) for value in (2.5, True, "0.5", [], [0.5, "x"], [[[0.5]]], {}, float("nan"))),
+        *(("cubic", value) for value in (0.5, [1, 2, 3], [1, 2, 3, [4]], [1, 2, 3, 1e7], "abcd")),
+        *(("model", value) for value in (5, ["a"])),
+    ],
+    ids=repr,
+)
+def test_bad_routing_is_refused_with_what_is_allowed(name, value):
+    settings = setting("routing", name, value)
+    assert refusal(settings) == f"{KEY}.routing.{name}: got {value!r}, allowed: {ROUTED[name]}"
+
+
+def test_one_form_of_threshold_replaces_the_other_of_an_earlier_source(tmp_path):
+    file = write(tmp_path, "routing: {cubic: [0.5, 0, 0.25, 0], shortest: 8, longest: 64, model: a}\n")
+    resolved = resolve({"config": file}, "sinkrouter")
+    assert resolved.routing == Routing(cubic=(0.5, 0.0, 0.25, 0.0), shortest=8, longest=64, model="a")
+    assert "routing.threshold" not in resolved.sources
+    again = resolve({"config": file, "routing": {"threshold": [0.25, 1]}}, "sinkrouter")
+    assert again.routing == Routing(threshold=(0.25, 1.0), shortest=8, longest=64, model="a")
+    assert again.sources["routing.threshold"] == "additional config"
+
+
+def test_routing_joins_any_selection_and_null_turns_it_off():
+    assert resolve(None, "unique").routing is None
+    joined = resolve({"routing": {"threshold": 0.75}}, "unique")
+    assert joined.pages == UniqueSelection()
+    assert joined.routing == Routing(threshold=0.75)
+    off = resolve({"routing": None}, "sinkrouter")
+    assert off.config == resolve(None, "dense").config
+    assert [resolved.is_sparse for resolved in (joined, off, resolve(None, "sinkrouter"))] == [True, False, True]
+
+
+def test_thresholds_of_a_layer():
+    heads = range(2, 4)
+    nested = Routing(threshold=[[0.0] * 4, [0.1, 0.2, 0.3, 0.4]])
+    assert nested.shape == (2, (4, 4))
+    assert nested.of_layer(1, heads, "cpu").coefficients.tolist() == [
+        [pytest.approx(0.3), 0, 0, 0],
+        [pytest.approx(0.4), 0, 0, 0],
+    ]
+    by_layer = Routing(threshold=[0.5, 0.25], score="max")
+    assert by_layer.shape == (2, ())
+    assert by_layer.of_layer(1, heads, "cpu").coefficients.tolist() == [[0.25, 0, 0, 0]] * 2
+    assert by_layer.of_layer(1, heads, "cpu").score == "max"
+    cubic = Routing(cubic=[0.5, 1, 2, 4], shortest=16, longest=64).of_layer(0, heads, "cpu")
+    assert cubic.coefficients.tolist() == [[0.5, 1, 2, 4]] * 2
+    assert (cubic.shortest, cubic.longest) == (16, 64)
 
 
 KEYS = st.sampled_from(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
+import torch
+from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.page_statistics import StatisticsLayout
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
@@ -17,7 +19,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin.admission import settings_of
 from vllm_sparse_plugin.config import ResolvedConfig, resolve
-from vllm_sparse_plugin.diagnostics.live import LayerQuality
+from vllm_sparse_plugin.diagnostics.live import GroupCounts, LayerQuality
+from vllm_sparse_plugin.errors import ConfigurationError
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -94,8 +97,8 @@ def decode_runs(query_lens: Sequence[int], longest: int) -> list[DecodeRun]:
     return runs
 
 
-def is_sparse_layer(layer: Attention, sparse: ResolvedConfig) -> bool:
-    """Whether decoding tokens of a layer attend sparsely."""
+def selects_pages(layer: Attention, sparse: ResolvedConfig) -> bool:
+    """Whether decoding tokens of a layer read selected pages."""
     # A layer that shares another's cache can only read statistics that the other one writes.
     owner = layer.kv_sharing_target_layer_name or layer.layer_name
     if sparse.pages is None or layer.sliding_window is not None:
@@ -103,13 +106,50 @@ def is_sparse_layer(layer: Attention, sparse: ResolvedConfig) -> bool:
     return extract_layer_index(owner) >= sparse.config.first_dense_layers
 
 
-def layer_quality(layer: Attention, vllm_config: VllmConfig) -> LayerQuality:
-    """What measures a layer's sampled tokens, its KV heads numbered over all tensor-parallel workers."""
+class RoutedLayers:
+    """The routing of a group of layers, and the counts of what they skip."""
+
+    def __init__(
+        self, layers: Mapping[str, Attention], sparse: ResolvedConfig, vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        """Takes the layers by name, of which sliding-window ones and leading ones are left alone.
+
+        Raises:
+            ConfigurationError: for a layer with learned sinks, which leave the first token nothing to stand for.
+        """
+        self.of_layer: dict[str, GroupRouting] = {}
+        self.counts: GroupCounts | None = None
+        routing = sparse.routing
+        if routing is None:
+            return
+        routed = {
+            name: layer
+            for name, layer in layers.items()
+            if layer.sliding_window is None and extract_layer_index(name) >= routing.dense_layers
+        }
+        if not routed:
+            return
+        if any(getattr(layer.impl, "sinks", None) is not None for layer in routed.values()):
+            raise ConfigurationError("model: got learned attention sinks, allowed with routing: models without")
+        first = first_kv_head(vllm_config)
+        heads = {name: range(first, first + layer.num_kv_heads) for name, layer in routed.items()}
+        indices = {name: extract_layer_index(name) for name in routed}
+        self.counts = GroupCounts([(indices[name], heads[name]) for name in routed], device)
+        for name, counts in zip(routed, self.counts.of_layers, strict=True):
+            self.of_layer[name] = routing.of_layer(indices[name], heads[name], device, counts)
+
+
+def first_kv_head(vllm_config: VllmConfig) -> int:
+    """The first of this worker's KV heads, numbered over all tensor-parallel workers."""
     parallel = vllm_config.parallel_config
     total = vllm_config.model_config.get_total_num_kv_heads()
     # Tensor-parallel workers are numbered first; with fewer heads than workers, some have copies of one.
-    first = parallel.rank % parallel.tensor_parallel_size * total // parallel.tensor_parallel_size
-    return LayerQuality(extract_layer_index(layer.layer_name), first)
+    return parallel.rank % parallel.tensor_parallel_size * total // parallel.tensor_parallel_size
+
+
+def layer_quality(layer: Attention, vllm_config: VllmConfig) -> LayerQuality:
+    """What measures a layer's sampled tokens."""
+    return LayerQuality(extract_layer_index(layer.layer_name), first_kv_head(vllm_config))
 
 
 def report_memory(

@@ -1,17 +1,19 @@
 """The sparse decode pipeline inside vLLM's CPU build.
 
 Prefill, short contexts, sliding-window layers and leading dense layers run vLLM's own CPU attention on the token
-rows of the cache; decoding tokens of long contexts run select and attend. Which requests are which is decided once
-per step by the metadata builder, from lengths alone.
+rows of the cache; decoding tokens of long contexts run route, select and attend. Which requests are which is decided
+once per step by the metadata builder, from lengths alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from sparse_kernels.page_statistics import StatisticsLayout, update_page_statistics
+from sparse_kernels.group_routing import GroupRouting, route_groups
+from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout, update_page_statistics
+from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention import attend_pages
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -25,14 +27,22 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin.attention import packing
-from vllm_sparse_plugin.attention.base import SparseBackend, is_sparse_layer, layer_quality, report_memory
+from vllm_sparse_plugin.attention.base import (
+    RoutedLayers,
+    SparseBackend,
+    layer_quality,
+    report_memory,
+    selects_pages,
+)
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.policies import Selection
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
+
+_WHOLE_PAGE = 16
+"""Tokens of a page where everything is read."""
 
 
 class SparseCPUBackend(SparseBackend, CPUAttentionBackend):
@@ -97,16 +107,19 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         backend: type[SparseCPUBackend] = next(iter(layers.values())).attn_backend
         self.sparse = backend.config()
-        self.pages = self.sparse.pages
+        self.page_size = self.sparse.pages.page_size if self.sparse.pages else _WHOLE_PAGE
         self.isa = packing.supported_isa(self.isa)
         self._set_isa_to_layers(layer_names)
-        if self.pages is not None:
-            packing.check_packing(self.isa, self.block_size, self.head_dim, self.pages.page_size, self.dtype)
+        if self.sparse.is_sparse:
+            packing.check_packing(self.isa, self.block_size, self.head_dim, self.page_size, self.dtype)
         statistics = backend.statistics_layout(kv_cache_spec)
         self.sampler = StepSampler(self.sparse.config.diagnostics.sample_every)
-        for layer in layers.values():
-            layer.impl.configure(self.sparse, self.isa, self.block_size, statistics)
-            layer.impl.is_sparse = is_sparse_layer(layer, self.sparse)
+        routed = RoutedLayers(layers, self.sparse, vllm_config, device)
+        self.group_counts = routed.counts
+        for name, layer in layers.items():
+            layer.impl.configure(self.sparse, self.isa, self.block_size, self.page_size, statistics)
+            layer.impl.selects = selects_pages(layer, self.sparse)
+            layer.impl.routing = routed.of_layer.get(name)
             if self.sampler.every:
                 layer.impl.quality = layer_quality(layer, vllm_config)
         for impl in {layer.impl.num_heads: layer.impl for layer in layers.values() if layer.impl.is_sparse}.values():
@@ -121,17 +134,19 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         whole = super().build(common_prefix_len, common, fast_build)
         metadata = SparseCPUMetadata(**{field.name: getattr(whole, field.name) for field in fields(whole)})
 
-        if self.pages is None:
+        if not self.sparse.is_sparse:
             return metadata
+        if self.group_counts is not None:
+            self.group_counts.step()
 
-        page_size = self.pages.page_size
+        page_size = self.page_size
         slots = common.slot_mapping[: common.num_actual_tokens]
         filled = slots[(slots >= 0) & (slots % page_size == page_size - 1)]
         if len(filled):
             metadata.filled = filled // self.block_size, filled % self.block_size // page_size
 
         query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
-        sparse_requests = self._sparse_requests(common, query_lens, self.pages)
+        sparse_requests = self._sparse_requests(common, query_lens)
         if not sparse_requests.any():
             return metadata
         request_of_token = torch.repeat_interleave(query_lens)
@@ -154,13 +169,12 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             )
         return metadata
 
-    def _sparse_requests(
-        self, common: CommonAttentionMetadata, query_lens: torch.Tensor, pages: Selection
-    ) -> torch.Tensor:
-        """`[num_reqs]` bool: decoding requests whose context exceeds the budget."""
+    def _sparse_requests(self, common: CommonAttentionMetadata, query_lens: torch.Tensor) -> torch.Tensor:
+        """`[num_reqs]` bool: decoding requests that are routed, or whose context exceeds the budget."""
         assert self.reorder_batch_threshold is not None
         sparse = (query_lens > 0) & (query_lens <= self.reorder_batch_threshold)
-        sparse &= common.seq_lens // pages.page_size > pages.budget_pages
+        if self.group_counts is None and self.sparse.pages is not None:
+            sparse &= common.seq_lens // self.page_size > self.sparse.pages.budget_pages
         sparse &= common.seq_lens >= self.sparse.config.min_context_tokens
         if common.is_prefilling is not None:
             sparse &= ~common.is_prefilling
@@ -188,11 +202,32 @@ def _subset(
     )
 
 
+def _by_head(statistics: PageStatistics) -> PageStatistics:
+    """The same statistics with every block of every KV head numbered on its own, like `PagedTensor.by_head`."""
+    vectors, scales, spread = (
+        None if part is None else part.view(-1, 1, *part.shape[2:])
+        for part in (statistics.vectors, statistics.scales, statistics.spread)
+    )
+    assert vectors is not None
+    return replace(statistics, vectors=vectors, scales=scales, spread=spread)
+
+
+class _Rows(NamedTuple):
+    """What a batch of tokens attends to."""
+
+    keys: PagedTensor
+    values: PagedTensor
+    statistics: PageStatistics | None
+    block_table: torch.Tensor
+
+
 class SparseCPUImpl(CPUAttentionBackendImpl):
     """One attention layer."""
 
-    is_sparse: bool = False
-    """Whether decoding tokens of this layer attend sparsely."""
+    selects: bool = False
+    """Whether decoding tokens of this layer read selected pages."""
+    routing: GroupRouting | None = None
+    """Which KV groups they skip, if any."""
     quality: LayerQuality | None = None
     """Measures sampled tokens, if any are to be."""
 
@@ -202,10 +237,23 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if self.alibi_slopes is not None:
             raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
 
-    def configure(self, sparse: ResolvedConfig, isa: str, block_size: int, statistics: StatisticsLayout | None) -> None:
+    @property
+    def is_sparse(self) -> bool:
+        """Whether decoding tokens of this layer attend in our kernels."""
+        return self.selects or self.routing is not None
+
+    def configure(
+        self,
+        sparse: ResolvedConfig,
+        isa: str,
+        block_size: int,
+        page_size: int,
+        statistics: StatisticsLayout | None,
+    ) -> None:
         """What the metadata builder knows of the cache, for the layer's own use."""
         self.selection = sparse.pages
         self.isa = isa
+        self.page_size = page_size
         self.block_size = block_size
         self.statistics_layout = statistics
         self.pages_of: torch.Tensor | None = None
@@ -214,14 +262,14 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         """Compiles what this layer needs, on a cache of its own, so that no request waits for it."""
         self._bind(torch.zeros(2, self.num_kv_heads, spec.num_states, 2 * self.head_size, dtype=spec.dtype))
         first = torch.zeros(1, dtype=torch.int64)
-        assert self.selection is not None
-        lens = first + self.selection.page_size + 1
+        lens = first + self.page_size + 1
         if self.statistics is not None:
             update_page_statistics(self.keys, self.statistics, first, first)
-        self._decode(
-            torch.zeros(1, self.num_heads, self.head_size, dtype=spec.dtype),
-            DecodeTokens(first, first.unsqueeze(1), lens, lens // self.selection.page_size),
-        )
+        grouped = torch.zeros(1, self.num_kv_heads, self.num_queries_per_kv, self.head_size, dtype=spec.dtype)
+        rows = _Rows(self.keys, self.values, self.statistics, first.unsqueeze(1))
+        self._attend(grouped, rows, lens, lens // self.page_size)
+        if self.routing is not None:
+            route_groups(grouped, self.keys, rows.block_table, lens, self.routing)
         self.pages_of = None
 
     def _bind(self, kv_cache: torch.Tensor) -> None:
@@ -229,12 +277,14 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         self.pages_of = kv_cache
         self.token_rows = kv_cache[:, :, : self.block_size]
         self.statistics = None
-        if self.selection is None:
+        if not self.is_sparse:
             return
-        self.keys, self.values = packing.paged_keys_and_values(self.token_rows, self.isa, self.selection.page_size)
-        if self.statistics_layout is not None:
+        self.keys, self.values = packing.paged_keys_and_values(self.token_rows, self.isa, self.page_size)
+        if self.selects and self.statistics_layout is not None:
             rows = kv_cache[:, :, self.block_size :]
             self.statistics = self.statistics_layout.views(rows, self.block_size)
+        if self.routing is not None:
+            self.statistics_by_head = self.statistics and _by_head(self.statistics)
 
     def do_kv_cache_update(
         self,
@@ -287,29 +337,61 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
 
     def _decode(self, query: torch.Tensor, decode: DecodeTokens) -> torch.Tensor:
         """Select and attend; `[num_tokens, num_heads, head_size]` in and out."""
-        assert self.selection is not None
         grouped = query.unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
-        pages = self.selection.select(grouped, self.statistics, decode.block_table, decode.num_pages)
         if decode.sampled is not None and self.quality is not None:
-            token = slice(decode.sampled, decode.sampled + 1)
-            self.quality.record(
-                grouped[token],
-                self.keys,
-                self.values,
-                decode.block_table[decode.sampled],
-                int(decode.context_lens[decode.sampled]),
-                pages[token],
-                self.scale,
-                self.sinks,
-                self.logits_soft_cap,
-            )
+            self._measure(grouped, decode, decode.sampled)
+        if self.routing is None:
+            rows = _Rows(self.keys, self.values, self.statistics, decode.block_table)
+            return self._attend(grouped, rows, decode.context_lens, decode.num_pages)
+        skipped = route_groups(grouped, self.keys, decode.block_table, decode.context_lens, self.routing)
+        if self.routing.counts is not None:
+            asked = torch.full((self.num_kv_heads,), len(query))
+            self.routing.counts.add_(torch.stack([skipped.sum(dim=0), asked], dim=1))
+        # The other groups form a batch of their own, each a token of a cache of one KV head.
+        token, head = (~skipped).nonzero(as_tuple=True)
+        blocks = decode.block_table[token] * self.num_kv_heads + head[:, None]
+        rows = _Rows(self.keys.by_head, self.values.by_head, self.statistics_by_head, blocks)
+        active = grouped[token, head].unsqueeze(1)
+        output = torch.zeros_like(grouped)
+        output[token, head] = self._attend(active, rows, decode.context_lens[token], decode.num_pages[token])
+        return output.flatten(1, 2)
+
+    def _attend(
+        self, grouped: torch.Tensor, rows: _Rows, context_lens: torch.Tensor, num_pages: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention of `[num_tokens, num_kv_heads, group_size, head_size]` over the pages that the layer reads."""
+        if self.selects:
+            assert self.selection is not None
+            pages = self.selection.select(grouped, rows.statistics, rows.block_table, num_pages)
+        else:
+            page = torch.arange(int(num_pages.max()) if len(num_pages) else 0)
+            pages = torch.where(page < num_pages[:, None], page, -1)[:, None].expand(-1, grouped.shape[1], -1)
         return attend_pages(
             grouped,
+            rows.keys,
+            rows.values,
+            rows.block_table,
+            context_lens,
+            pages,
+            self.scale,
+            self.sinks,
+            self.logits_soft_cap,
+        )
+
+    def _measure(self, grouped: torch.Tensor, decode: DecodeTokens, sampled: int) -> None:
+        """Records the quality of one token's selection, of all its groups."""
+        assert self.quality is not None
+        if not self.selects or self.selection is None:
+            return
+        token = slice(sampled, sampled + 1)
+        table, num_pages = decode.block_table[token], decode.num_pages[token]
+        self.quality.record(
+            grouped[token],
             self.keys,
             self.values,
-            decode.block_table,
-            decode.context_lens,
-            pages,
+            table[0],
+            int(decode.context_lens[sampled]),
+            self.selection.select(grouped[token], self.statistics, table, num_pages),
             self.scale,
             self.sinks,
             self.logits_soft_cap,

@@ -1,7 +1,8 @@
 """The sparse decode pipeline on NVIDIA GPUs.
 
 Prefill, sliding-window layers and leading dense layers run vLLM's FlashAttention on the token rows of the cache;
-decoding tokens run one fused kernel, which attends short contexts whole. What a step does is decided by the shape of
+decoding tokens run one fused kernel, which attends short contexts whole, or, where they are routed but read every page,
+one that splits long contexts. What a step does is decided by the shape of
 its batch alone, so a batch of decoding requests is one full CUDA graph.
 """
 
@@ -12,8 +13,10 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.page_statistics import StatisticsLayout, write_cache
 from sparse_kernels.paging import PagedTensor
+from sparse_kernels.routed_attention import SPLITS, routed_attention
 from sparse_kernels.sparse_decode import sparse_decode
 from vllm.config import VllmConfig, get_current_vllm_config_or_none, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -30,11 +33,12 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 from vllm_sparse_plugin.admission import CUDA_HEAD_SIZES, CUDA_KERNEL_BLOCK, block_multiple
 from vllm_sparse_plugin.attention.base import (
     DecodeRun,
+    RoutedLayers,
     SparseBackend,
     decode_runs,
-    is_sparse_layer,
     layer_quality,
     report_memory,
+    selects_pages,
 )
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
@@ -46,6 +50,16 @@ if TYPE_CHECKING:
 _PREFERRED_BLOCK = 64
 """Tokens of a block unless the user says otherwise: the statistics of a block and head are then one kilobyte in a row,
 which is what memory reads well."""
+
+
+_PIECES_BYTES = 1 << 30
+"""Memory, at most, for what a routed layer keeps of the pieces of contexts."""
+
+
+def splits_for(max_requests: int, num_heads: int, head_size: int) -> int:
+    """Pieces that a context is cut into, at most: one number for an engine, for a batch must not change a bit."""
+    piece_bytes = max_requests * num_heads * head_size * 4
+    return max(8, min(SPLITS, _PIECES_BYTES // piece_bytes))
 
 
 class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
@@ -85,7 +99,7 @@ class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        if cls.config().pages is None:
+        if not cls.config().is_sparse:
             return bool(super().supports_head_size(head_size))
         return head_size in CUDA_HEAD_SIZES
 
@@ -142,24 +156,30 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         sparse = backend.config()
         statistics = backend.statistics_layout(kv_cache_spec)
         self.sampler = StepSampler(sparse.config.diagnostics.sample_every)
-        for layer in layers.values():
+        # What captured graphs read: never reallocated.
+        max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
+        self.dense_requests = torch.zeros(max_requests, dtype=torch.bool, device=device)
+        self.any_dense_request = False
+        routed = RoutedLayers(layers, sparse, vllm_config, device)
+        self.group_counts = routed.counts
+        for name, layer in layers.items():
             layer.impl.configure(sparse, self.block_size, statistics)
-            layer.impl.is_sparse = is_sparse_layer(layer, sparse)
+            layer.impl.selects = selects_pages(layer, sparse)
+            layer.impl.routing = routed.of_layer.get(name)
+            layer.impl.splits = splits_for(max_requests, layer.num_heads, layer.head_size)
             if self.sampler.every:
                 layer.impl.quality = layer_quality(layer, vllm_config)
         self.any_dense_layer = not all(layer.impl.is_sparse for layer in layers.values())
         self.any_sparse_layer = any(layer.impl.is_sparse for layer in layers.values())
         if statistics is not None:
             report_memory(backend.get_name(), vllm_config, kv_cache_spec, statistics, len(layers))
-        # What captured graphs read: never reallocated.
-        max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
-        self.dense_requests = torch.zeros(max_requests, dtype=torch.bool, device=device)
-        self.any_dense_request = False
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseCUDAMetadata:
         common = common_attn_metadata
+        if self.group_counts is not None:
+            self.group_counts.step()
         runs = self._decode_runs(common) if self.any_sparse_layer else []
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)
@@ -244,8 +264,12 @@ class SparseCUDAImpl(FlashAttentionImpl):
 
     supports_dcp: bool = False
     can_return_lse_for_decode: bool = False
-    is_sparse: bool = False
-    """Whether decoding tokens of this layer attend sparsely."""
+    selects: bool = False
+    """Whether decoding tokens of this layer read selected pages."""
+    routing: GroupRouting | None = None
+    """Which KV groups they skip, if any."""
+    splits: int = SPLITS
+    """Pieces of a context, at most, where every page is read."""
     quality: LayerQuality | None = None
     """Measures sampled tokens, if any are to be."""
 
@@ -256,6 +280,11 @@ class SparseCUDAImpl(FlashAttentionImpl):
             raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
         self.sink_logits: torch.Tensor | None = None
         self.bound_to: torch.Tensor | None = None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether decoding tokens of this layer attend in our kernels."""
+        return self.selects or self.routing is not None
 
     def configure(self, sparse: ResolvedConfig, block_size: int, statistics: StatisticsLayout | None) -> None:
         """What the metadata builder knows of the cache, for the layer's own use."""
@@ -275,7 +304,7 @@ class SparseCUDAImpl(FlashAttentionImpl):
         self.keys = PagedTensor.from_rows(self.token_rows[..., : self.head_size], self.page_size)
         self.values = PagedTensor.from_rows(self.token_rows[..., self.head_size :], self.page_size)
         self.statistics = None
-        if self.is_sparse and self.statistics_layout is not None:
+        if self.selects and self.statistics_layout is not None:
             self.statistics = self.statistics_layout.views(kv_cache[:, :, self.block_size :], self.block_size)
         if self.sinks is not None:
             self.sink_logits = self.sinks.float()
@@ -328,24 +357,34 @@ class SparseCUDAImpl(FlashAttentionImpl):
         scales: Any = layer
         eight_bit_query, eight_bit_cache = query.dtype.itemsize == 1, self.keys.view.dtype.itemsize == 1
         for decode in attn_metadata.decode:
+            more: dict[str, Any] = {
+                "dense_tokens": self.dense_tokens,
+                "dense_requests": decode.dense,
+                "routing": self.routing,
+                "scale": self.scale,
+                "softcap": self.logits_soft_cap,
+                "query_scale": scales._q_scale if eight_bit_query else None,
+                "key_scale": scales._k_scale if eight_bit_cache else None,
+                "value_scale": scales._v_scale if eight_bit_cache else None,
+                "out": output[decode.tokens],
+            }
+            own = query[decode.tokens]
+            if not self.selects:
+                routed_attention(
+                    own, self.keys, self.values, decode.block_table, decode.seq_lens, splits=self.splits, **more
+                )
+                continue
             assert self.decode_settings is not None
             sparse_decode(
-                query[decode.tokens],
+                own,
                 self.keys,
                 self.values,
                 self.statistics,
                 decode.block_table,
                 decode.seq_lens,
-                **self.decode_settings._asdict(),
-                scale=self.scale,
-                dense_tokens=self.dense_tokens,
-                dense_requests=decode.dense,
                 sinks=self.sink_logits,
-                softcap=self.logits_soft_cap,
-                query_scale=scales._q_scale if eight_bit_query else None,
-                key_scale=scales._k_scale if eight_bit_cache else None,
-                value_scale=scales._v_scale if eight_bit_cache else None,
-                out=output[decode.tokens],
+                **self.decode_settings._asdict(),
+                **more,
             )
             sampled = attn_metadata.sampled
             if sampled is not None and decode.tokens.start <= sampled < decode.tokens.stop:

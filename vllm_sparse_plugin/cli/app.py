@@ -11,6 +11,7 @@ from rich.table import Table
 from vllm_sparse_plugin import __version__
 from vllm_sparse_plugin.cli import evaluate
 from vllm_sparse_plugin.cli.arguments import parse_additional_config, run_app
+from vllm_sparse_plugin.cli.calibrate import calibrate
 from vllm_sparse_plugin.cli.diagnose import diagnose
 from vllm_sparse_plugin.cli.needle_test import needle_test
 from vllm_sparse_plugin.config import KEY, SparseAttentionConfig, resolve
@@ -66,6 +67,7 @@ def show_config(
 app.command("needles")(needle_test)
 app.add_typer(evaluate.app, name="eval")
 app.command()(diagnose)
+app.command()(calibrate)
 
 
 def _flatten(config: SparseAttentionConfig) -> list[tuple[str, Any]]:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from vllm_sparse_plugin.cli.arguments import parse_additional_config
+from vllm_sparse_plugin.cli.arguments import model_limits, parse_additional_config, read_prompts
 from vllm_sparse_plugin.cli.provenance import open_report
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError, choices
@@ -89,15 +89,15 @@ def diagnose(
     compared = [
         _compared(name, additional_config, budget_tokens or list(DEFAULT_BUDGETS)) for name in backend or ["unique"]
     ]
-    limit, layers = _limits(model)
+    limit, layers = model_limits(model)
     if layer and max(layer) >= layers:
         raise ConfigurationError(f"layer: got {max(layer)}, allowed: 0 to {layers - 1}")
-    given = None if prompts is None else _read(prompts)
+    given = None if prompts is None else read_prompts(prompts)
     # Imported late: bad input need not wait for them.
     import torch
     from transformers import AutoTokenizer
 
-    from vllm_sparse_plugin.diagnostics.forward import load
+    from vllm_sparse_plugin.diagnostics.forward import CapturingModel
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
@@ -115,9 +115,9 @@ def diagnose(
     encoded = [_encode(tokenizer, one, queries, limit) for one in given]
     rows: list[dict[str, Any]] = []
     with open_report(json_path, model, "json") as report:
-        run = load(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        captured = CapturingModel(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
         for prompt in track(encoded, "Comparing", console=console, transient=True):
-            for index, inputs in enumerate(run(prompt.tokens, prompt.queries)):
+            for index, inputs in enumerate(captured.run(prompt.tokens, prompt.queries)):
                 if inputs is None or (layer and index not in layer):
                     continue
                 for row in _rows(prompt, index, inputs, compared):
@@ -143,43 +143,6 @@ def _compared(backend: str, additional_config: str, budgets: list[int]) -> _Comp
             raise ConfigurationError(f"{KEY}.selection.policy: got 'dense', allowed: one that selects pages")
         selections.append(resolved.pages)
     return _Compared(backend.lower(), resolved.config.first_dense_layers, selections)
-
-
-def _limits(model: Path) -> tuple[int, int]:
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        return int(config["max_position_embeddings"]), int(config["num_hidden_layers"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ConfigurationError(
-            f"model: got {str(model)!r}, allowed: a folder with a config.json that has max_position_embeddings and "
-            "num_hidden_layers"
-        ) from None
-
-
-def _read(path: Path) -> list[dict[str, str]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no file of UTF-8 text"
-        raise ConfigurationError(f"prompts: got {str(path)!r} ({reason}), allowed: a readable file") from None
-    found = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            entry = None
-        texts = [entry.get("prompt"), entry.get("completion", "")] if isinstance(entry, dict) else [None]
-        if not all(isinstance(text, str) for text in texts) or not texts[0]:
-            raise ConfigurationError(
-                f"prompts: got {line[:60]!r} in line {number}, allowed: a JSON object with the text `prompt` and "
-                "perhaps `completion`"
-            )
-        found.append({"name": f"line {number}", "prompt": texts[0], "completion": texts[1]})
-    if not found:
-        raise ConfigurationError(f"prompts: got {str(path)!r} without a line, allowed: one or more")
-    return found
 
 
 def _check_needles(context: int, tasks: list[str], questions: int, limit: int) -> None:

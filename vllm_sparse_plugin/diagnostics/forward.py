@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from sparse_kernels.page_statistics import update_page_statistics
@@ -20,8 +20,6 @@ from sparse_kernels.paging import PagedTensor
 from vllm_sparse_plugin.diagnostics.quality import Quality, measure
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import Selection
-
-_ATTENTION = "vllm_sparse_capture"
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,19 @@ class LayerInputs:
     scale: float
     """Factor of the logits."""
 
+    def weights(self, window: int | None = None) -> torch.Tensor:
+        """Attention weights: `[num_queries, num_kv_heads, group_size, num_tokens]` float32.
+
+        Args:
+            window: newest tokens that each query attends to; all of them if left out.
+        """
+        logits = torch.einsum("qhgd,hnd->qhgn", self.query.float(), self.keys.float()) * self.scale
+        token, context = torch.arange(self.keys.shape[1], device=logits.device), self.context_lens[:, None, None, None]
+        hidden = token >= context
+        if window:
+            hidden = hidden | (token < context - window)
+        return logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+
     @property
     def context_lens(self) -> torch.Tensor:
         """Tokens that each query attends to, itself included: `[num_queries]` int64."""
@@ -44,58 +55,114 @@ class LayerInputs:
         return torch.arange(tokens - queries + 1, tokens + 1, device=self.keys.device)
 
 
-def load(folder: Path, device: str) -> Callable[[list[int], int], list[LayerInputs | None]]:
-    """Loads a model and returns what runs it.
+Skip = Callable[[int, LayerInputs], torch.Tensor]
+"""Of a layer, by its index and what it sees, the groups that are skipped: `[num_queries, num_kv_heads]` bool."""
 
-    Args:
-        folder: the model's.
-        device: torch's name of the device.
 
-    Returns:
-        A function of token ids and a number of newest tokens whose queries are kept; it returns the layers in order,
-        None for one of sliding-window attention.
+class Decoded(NamedTuple):
+    """What comes of decoding given tokens."""
 
-    Raises:
-        ConfigurationError: if transformers cannot load the model; from the function, if its attention is of a form
-            that is not reproduced here.
-    """
-    from transformers import AttentionInterface, AutoModelForCausalLM
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.utils.logging import disable_progress_bar
+    layers: list[LayerInputs | None]
+    """Of every layer what its attention saw, None for one of sliding-window attention."""
+    predictions: list[int]
+    """The likeliest token after each."""
 
-    disable_progress_bar()
-    layers: list[LayerInputs | None] = []
-    newest = 0
 
-    def attend(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+class CapturingModel:
+    """A model of transformers whose attention layers hand over what they see."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        """Load a model.
+
+        Args:
+            folder: the model's.
+            device: torch's name of the device.
+
+        Raises:
+            ConfigurationError: if transformers cannot load the model; when it runs, if its attention is of a form that
+                is not reproduced here.
+        """
+        from transformers import AttentionInterface, AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        # One name for each model: transformers looks the function up at every call.
+        attention = f"vllm_sparse_capture_{id(self)}"
+        AttentionInterface.register(attention, self._attend)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, attn_implementation=attention, dtype=torch.bfloat16
+            )
+            model.to(device).eval()
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigurationError(f"model: got {folder.name!r} ({reason}), allowed: one of transformers") from None
+        self._model = model
+        self._device = device
+        self._name = folder.name
+        self._layers: list[LayerInputs | None] = []
+        self._newest = 0
+        self._skip: Skip | None = None
+
+    def run(self, tokens: list[int], queries: int) -> list[LayerInputs | None]:
+        """Run one text.
+
+        Args:
+            tokens: its ids.
+            queries: newest tokens whose queries are kept.
+
+        Returns:
+            The layers in order, None for one of sliding-window attention.
+        """
+        self._forward(tokens, queries, None, use_cache=False, logits_to_keep=1)
+        return list(self._layers)
+
+    def prefill(self, tokens: list[int]) -> Any:
+        """Run the beginning of a text, densely; returns transformers' cache of it."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self._model.config)
+        self._forward(tokens, 1, None, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return cache
+
+    def decode(self, cache: Any, tokens: list[int], skip: Skip | None = None) -> Decoded:
+        """Run the rest of a text as if its tokens were decoded one by one; the cache stays as it was.
+
+        Args:
+            cache: of the beginning.
+            tokens: ids of the rest.
+            skip: says of a layer which of its groups have an output of zero.
+        """
+        logits = self._forward(tokens, len(tokens), skip, past_key_values=cache, use_cache=True)
+        cache.crop(-len(tokens))
+        return Decoded(list(self._layers), logits[0].argmax(dim=-1).tolist())
+
+    def _forward(self, tokens: list[int], newest: int, skip: Skip | None, **more: Any) -> torch.Tensor:
+        self._newest, self._skip = newest, skip
+        self._layers.clear()
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(torch.tensor([tokens], device=self._device), **more).logits
+        return logits
+
+    def _attend(self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
         if kwargs.get("s_aux") is not None or kwargs.get("softcap"):
             raise ConfigurationError(
-                f"model: got {folder.name!r} with learned attention sinks or capped logits, allowed: models without; "
+                f"model: got {self._name!r} with learned attention sinks or capped logits, allowed: models without; "
                 "diagnostics.sample_every measures all on a server"
             )
         # [query heads, queries, size] to [queries, KV heads, group, size]
-        kept = query[0, :, -newest:].unflatten(0, (key.shape[1], -1)).permute(2, 0, 1, 3).contiguous()
-        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        layers.append(None if kwargs.get("sliding_window") else LayerInputs(kept, key[0], value[0], scale))
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
-
-    AttentionInterface.register(_ATTENTION, attend)
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=_ATTENTION, dtype=torch.bfloat16)
-        model.to(device).eval()
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigurationError(f"model: got {folder.name!r} ({reason}), allowed: one of transformers") from None
-
-    def run(tokens: list[int], queries: int) -> list[LayerInputs | None]:
-        nonlocal newest
-        newest = queries
-        layers.clear()
-        with torch.inference_mode():
-            model(torch.tensor([tokens], device=device), use_cache=False, logits_to_keep=1)
-        return list(layers)
-
-    return run
+        kept = query[0, :, -self._newest :].unflatten(0, (key.shape[1], -1)).permute(2, 0, 1, 3).contiguous()
+        window = kwargs.get("sliding_window")
+        inputs = LayerInputs(kept, key[0], value[0], kwargs.get("scaling") or query.shape[-1] ** -0.5)
+        self._layers.append(None if window else inputs)
+        if query.shape[2] == key.shape[2]:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        output = torch.einsum("qhgn,hnd->qhgd", inputs.weights(window), value[0].float())
+        if self._skip is not None and not window:
+            output[self._skip(len(self._layers) - 1, inputs)] = 0
+        return output.flatten(1, 2).to(query.dtype)[None], None
 
 
 class PagedLayer:

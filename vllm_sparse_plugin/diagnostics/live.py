@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,6 +32,10 @@ _METRICS = {
     "cosine": ("vllm_sparse_output_cosine", "Cosine of the outputs of sparse and dense attention."),
 }
 """By field of `Quality`: a summary's name and help; its `_sum` over its `_count` is the mean."""
+_SKIPPED = "vllm_sparse_group_skipped"
+_SKIPPED_TEXT = "Share of the KV groups of decoding tokens that routing skips, over all steps."
+COUNTED_STEPS = 16
+"""Steps between two looks at the counts of skipped groups."""
 
 
 def expose() -> None:
@@ -120,12 +125,47 @@ class LayerQuality:
             for head, value in enumerate(getattr(quality, field)[0].tolist()):
                 labels = [str(self.layer), str(self.first_kv_head + head)]
                 for suffix, amount in (("_sum", value), ("_count", 1.0)):
-                    self._add(metric, suffix, labels, text, amount)
+                    _add(metric, suffix, labels, text, amount)
 
-    @staticmethod
-    def _add(metric: str, suffix: str, labels: list[str], text: str, amount: float) -> None:
-        folder = os.environ.get(_VLLM_FOLDER) or os.environ[_OUR_FOLDER]
-        key = mmap_key(metric, metric + suffix, ["layer", "kv_head"], labels, text)
-        file = _file(folder)
-        value, _ = file.read_value(key)
-        file.write_value(key, value + amount, time.time())
+
+class GroupCounts:
+    """Groups that routed layers skip, counted where they attend and carried to the metrics without a wait for it."""
+
+    def __init__(self, layers: Sequence[tuple[int, range]], device: torch.device) -> None:
+        """Takes index and KV heads of each layer; heads are numbered over all workers."""
+        self.labels = [[str(layer), str(head)] for layer, heads in layers for head in heads]
+        counts = torch.zeros(len(self.labels), 2, dtype=torch.int64, device=device)
+        self.of_layers = counts.split([len(heads) for _, heads in layers])
+        """`[num_kv_heads, 2]` int64 of each layer, groups skipped and groups asked for; kernels add to them."""
+        self._counts = counts
+        self._copied = torch.zeros(counts.shape, dtype=torch.int64, pin_memory=counts.is_cuda)
+        self._event = torch.cuda.Event() if counts.is_cuda else None
+        self._known = torch.zeros(counts.shape, dtype=torch.int64)
+        self._steps = 0
+
+    def step(self) -> None:
+        """To be called once a step: now and then asks for the counts, and adds what has come since to the metrics.
+
+        What `/metrics` says is up to twice `COUNTED_STEPS` steps old.
+        """
+        self._steps += 1
+        if self._steps % COUNTED_STEPS:
+            return
+        if self._event is None or self._event.query():
+            new = self._copied - self._known
+            self._known.copy_(self._copied)
+            for labels, (skipped, asked) in zip(self.labels, new.tolist(), strict=True):
+                if asked:
+                    _add(_SKIPPED, "_sum", labels, _SKIPPED_TEXT, skipped)
+                    _add(_SKIPPED, "_count", labels, _SKIPPED_TEXT, asked)
+            self._copied.copy_(self._counts, non_blocking=True)
+            if self._event is not None:
+                self._event.record()
+
+
+def _add(metric: str, suffix: str, labels: list[str], text: str, amount: float) -> None:
+    folder = os.environ.get(_VLLM_FOLDER) or os.environ[_OUR_FOLDER]
+    key = mmap_key(metric, metric + suffix, ["layer", "kv_head"], labels, text)
+    file = _file(folder)
+    value, _ = file.read_value(key)
+    file.write_value(key, value + amount, time.time())

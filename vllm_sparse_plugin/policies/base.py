@@ -67,7 +67,7 @@ class Selection(Policy):
         least = self.page_size * (self.reserved_pages + 1)
         if self.budget_tokens % self.page_size or self.budget_tokens < least:
             raise PydanticCustomError(
-                "budget",
+                "sentence",
                 "budget_tokens: got {got}, allowed: a multiple of page_size ({page_size}), from {least} to 1048576",
                 {"got": self.budget_tokens, "page_size": self.page_size, "least": least},
             )

@@ -68,12 +68,12 @@ class Kernel:
     """Whether launches may begin while the kernel before them ends: every kernel waits for it before it reads."""
     _shared_bytes: int = 0
 
-    def reserve_shared(self, num_bytes: int, blocks_per_sm: int = 1) -> None:
+    def reserve_shared(self, num_bytes: int, blocks_per_sm: int | None = None) -> None:
         """Allows launches with up to `num_bytes` of dynamic shared memory.
 
         Args:
             num_bytes: of a block.
-            blocks_per_sm: blocks that are to fit a multiprocessor.
+            blocks_per_sm: blocks that are to fit a multiprocessor; as many as can if left out.
 
         Raises:
             ValueError: if the device does not have as much.
@@ -84,7 +84,9 @@ class Kernel:
             return
         attributes = driver.CUfunction_attribute
         available = torch.cuda.get_device_properties(self.device).shared_memory_per_multiprocessor
-        share = min(100, -(-100 * blocks_per_sm * (num_bytes + _RESERVED_SHARED_BYTES) // available))
+        share = 100
+        if blocks_per_sm:
+            share = min(100, -(-100 * blocks_per_sm * (num_bytes + _RESERVED_SHARED_BYTES) // available))
         for attribute, value in (
             (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, num_bytes),
             # Else the driver may leave room for one block where two fit. What is left is cache, through which every
@@ -139,30 +141,32 @@ def _marshal(argument: object) -> object:
     return argument
 
 
-def kernel(source: Path, device: torch.device, macros: dict[str, int], threads: int) -> Kernel:
-    """The entry function of a source file, named like the file's folder, compiled for a device.
+def kernel(source: Path, device: torch.device, macros: dict[str, int], threads: int, name: str | None = None) -> Kernel:
+    """The entry function of a source file, compiled for a device.
 
     Args:
         source: the CUDA source.
         device: where it will run.
         macros: compile-time constants, see `compile_source`.
         threads: threads of a block.
+        name: the function's; that of the file's folder if left out.
 
     Raises:
         RuntimeError: if the source does not compile.
     """
-    return _kernel(source, torch.device("cuda", _device_index(device)), tuple(sorted(macros.items())), threads)
+    where = torch.device("cuda", _device_index(device))
+    return _kernel(source, where, tuple(sorted(macros.items())), threads, name or source.parent.name)
 
 
 @functools.cache
-def _kernel(source: Path, device: torch.device, macros: tuple[tuple[str, int], ...], threads: int) -> Kernel:
+def _kernel(source: Path, device: torch.device, macros: tuple[tuple[str, int], ...], threads: int, name: str) -> Kernel:
     from cuda.core import Device
 
     Device(device.index).set_current()
     major, minor = torch.cuda.get_device_capability(device)
     suffix = "a" if major >= 9 else ""
     code = compile_source(source, f"sm_{major}{minor}{suffix}", dict(macros))
-    return Kernel(code.get_kernel(source.parent.name), device, threads, overlaps=major >= 9)
+    return Kernel(code.get_kernel(name), device, threads, overlaps=major >= 9)
 
 
 @functools.cache

@@ -29,7 +29,28 @@ struct ChainedAttention {
     // The block that works on tile i.
     static DEVICE int block_of(int i) { return i % CHAINS / PER_BLOCK; }
 
-    // `locate(i)` gives where tile i lies: the block of the cache, the first token in it and the valid tokens.
+    // Adds the tiles `first`, `first + stride` and so on, below `tiles`. `locate(i)` gives where tile i lies: the block
+    // of the cache, the first token in it and the valid tokens.
+    template <typename Locate>
+    static DEVICE void add_tiles(Attend& attention, const typename Attend::Query& query, const TokenRows& rows,
+                                 int first, int stride, int tiles, float scale, float softcap, int lane, Locate locate) {
+#pragma unroll 1
+        for (int i = first; i < tiles; i += IN_FLIGHT * stride) {
+            typename Attend::Tokens tokens[IN_FLIGHT];
+            TokenTile at[IN_FLIGHT];
+            int valid[IN_FLIGHT], count = min(IN_FLIGHT, ceil_div(tiles - i, stride));
+#pragma unroll
+            for (int n = 0; n < IN_FLIGHT; n++) {
+                // Beyond the last tile the first stands for nothing.
+                at[n] = locate(n < count ? i + n * stride : i);
+                valid[n] = n < count ? at[n].valid : 0;
+            }
+#pragma unroll
+            for (int n = 0; n < IN_FLIGHT; n++) tokens[n] = Attend::read(rows, at[n].block, at[n].token, valid[n], lane);
+            attention.add(query, tokens, valid, count, scale, softcap, lane);
+        }
+    }
+
     // All blocks of the cluster are known to run.
     template <int OUTPUT, typename Locate>
     static DEVICE void run(Shared& shared, Values& values, const TokenRows& rows, int tiles, float scale, float softcap,
@@ -40,21 +61,7 @@ struct ChainedAttention {
             int chain = rank * PER_BLOCK + c;
             Attend attention;
             attention.clear();
-#pragma unroll 1
-            for (int i = chain; i < tiles; i += IN_FLIGHT * CHAINS) {
-                typename Attend::Tokens tokens[IN_FLIGHT];
-                TokenTile at[IN_FLIGHT];
-                int valid[IN_FLIGHT], count = min(IN_FLIGHT, ceil_div(tiles - i, CHAINS));
-#pragma unroll
-                for (int n = 0; n < IN_FLIGHT; n++) {
-                    // Beyond the last tile the first stands for nothing.
-                    at[n] = locate(n < count ? i + n * CHAINS : i);
-                    valid[n] = n < count ? at[n].valid : 0;
-                }
-#pragma unroll
-                for (int n = 0; n < IN_FLIGHT; n++) tokens[n] = Attend::read(rows, at[n].block, at[n].token, valid[n], lane);
-                attention.add(shared.query, tokens, valid, count, scale, softcap, lane);
-            }
+            add_tiles(attention, shared.query, rows, chain, CHAINS, tiles, scale, softcap, lane, locate);
             int g = lane / 4;
 #pragma unroll
             for (int tile = 0; tile < Attend::TILES; tile++) {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from sparse_kernels.group_routing import GroupRouting
+from sparse_kernels.group_routing.api import check_routing
 from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_decode import reference
@@ -26,6 +28,7 @@ def sparse_decode(
     dense_requests: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
+    routing: GroupRouting | None = None,
     query_scale: torch.Tensor | None = None,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
@@ -56,6 +59,9 @@ def sparse_decode(
         dense_requests: `[num_requests]` bool, requests that are attended whole whatever their length.
         sinks: learned sink logits `[num_query_heads]` float32.
         softcap: logits become `softcap * tanh(logits / softcap)`; 0 for none.
+        routing: which KV groups have a zero output instead: of contexts beyond `dense_tokens`, but not of
+            `dense_requests`. Nothing of theirs is read but token 0's key; statistics that are scored by another kernel
+            are scored for them too. None for no such groups.
         query_scale: one float32; a float8 query times this is the query. Pages are scored by queries and keys as they
             are stored: positive factors do not change their order.
         key_scale: one float32; a float8 key times this is the key.
@@ -68,6 +74,30 @@ def sparse_decode(
     Raises:
         ValueError: if the shapes disagree or a dtype is not supported.
     """
+    check_batch(query, keys, block_table, seq_lens)
+    if routing is not None:
+        check_routing(routing, keys.num_kv_heads)
+    if k < max(sink_pages + recent_pages, 1):
+        raise ValueError(f"k: got {k}, allowed: at least {max(sink_pages + recent_pages, 1)}")
+    if out is None:
+        dtype = torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype
+        out = torch.empty(query.shape, dtype=dtype, device=query.device)
+    if len(query) == 0:
+        return out
+    implementation = reference.sparse_decode
+    if query.is_cuda:
+        from sparse_kernels.sparse_decode import cuda
+
+        implementation = cuda.sparse_decode
+    implementation(
+        query, keys, values, statistics, block_table, seq_lens, k, sink_pages, recent_pages, std_weight, scale,
+        dense_tokens, dense_requests, sinks, softcap, routing, query_scale, key_scale, value_scale, out,
+    )  # fmt: skip
+    return out
+
+
+def check_batch(query: torch.Tensor, keys: PagedTensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
+    """Raises ValueError unless queries, cache, block table and lengths are those of one batch of requests."""
     num_tokens, num_query_heads, head_size = query.shape
     num_requests = len(seq_lens)
     if num_requests == 0 or num_tokens % num_requests:
@@ -79,20 +109,3 @@ def sparse_decode(
         )
     if len(block_table) != num_requests:
         raise ValueError(f"block_table: got {len(block_table)} rows, allowed: one for each of {num_requests} requests")
-    if k < max(sink_pages + recent_pages, 1):
-        raise ValueError(f"k: got {k}, allowed: at least {max(sink_pages + recent_pages, 1)}")
-    if out is None:
-        dtype = torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype
-        out = torch.empty(query.shape, dtype=dtype, device=query.device)
-    if num_tokens == 0:
-        return out
-    implementation = reference.sparse_decode
-    if query.is_cuda:
-        from sparse_kernels.sparse_decode import cuda
-
-        implementation = cuda.sparse_decode
-    implementation(
-        query, keys, values, statistics, block_table, seq_lens, k, sink_pages, recent_pages, std_weight, scale,
-        dense_tokens, dense_requests, sinks, softcap, query_scale, key_scale, value_scale, out,
-    )  # fmt: skip
-    return out

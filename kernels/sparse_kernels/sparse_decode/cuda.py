@@ -1,8 +1,9 @@
 """A decode step on CUDA.
 
-One launch scores, selects and attends: with few rows (query tokens times KV heads), where launches and latencies are
-most of the cost, a cluster of blocks to a row, with many one block. Before compute capability 9.0, which has no
-clusters, scoring is a launch of its own, and so it is for the kinds of statistics that `page_score.triton` scores.
+One launch routes, scores, selects and attends: with few rows (query tokens times KV heads), where launches and the
+latency between them are most of the cost, a cluster of blocks to a row, with many one block. Before compute capability
+9.0, which has no clusters, scoring is a launch of its own, and so it is for the kinds of statistics that
+`page_score.triton` scores.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import NamedTuple
 import torch
 
 from sparse_kernels.cuda.launch import FORMATS, int32, int64, kernel
+from sparse_kernels.group_routing import GroupRouting
+from sparse_kernels.group_routing.cuda import routing_arguments
 from sparse_kernels.page_score.cuda import format_of, launch_scores, statistics_arguments, weight_of
 from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.page_topk.cuda import MAX_SEGMENT, check_k
@@ -111,6 +114,7 @@ def sparse_decode(
     dense_requests: torch.Tensor | None,
     sinks: torch.Tensor | None,
     softcap: float,
+    routing: GroupRouting | None,
     query_scale: torch.Tensor | None,
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
@@ -160,7 +164,7 @@ def sparse_decode(
         scores, int64(0 if scores is None else scores.stride(1)),
         block_table, int64(block_table.stride(0)), seq_lens, dense_requests,
         int32(num_tokens // len(seq_lens)), int32(k), int32(sink_pages), int32(recent_pages), int32(dense_tokens),
-        weight_of(statistics, std_weight), float(scale), float(softcap), sinks, query_scale, key_scale,
-        value_scale, out, int64(out.stride(0)),
+        *routing_arguments(routing), weight_of(statistics, std_weight), float(scale), float(softcap), sinks,
+        query_scale, key_scale, value_scale, out, int64(out.stride(0)),
         shared_bytes=shared_bytes,
     )  # fmt: skip

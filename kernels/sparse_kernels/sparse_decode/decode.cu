@@ -1,6 +1,7 @@
-// One decode step of sparse attention, a cluster of blocks to each query token and KV head: score, select and attend in
-// one launch, or select and attend with scores from memory. No block waits for another row's.
+// One decode step of sparse attention, a cluster of blocks to each query token and KV head: route, score, select and
+// attend in one launch, or route, select and attend with scores from memory. No block waits for another row's.
 #include "merge.cuh"
+#include "route.cuh"
 #include "score.cuh"
 #include "select.cuh"
 
@@ -34,6 +35,7 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
               const u16* scores, i64 scores_stride,    // of a row of scores, in elements; unless fused
               const int* block_table, i64 table_stride, const int* seq_lens, const u8* dense_requests,
               int tokens_per_request, int k, int sink_pages, int recent_pages, int dense_tokens,
+              const float4* thresholds, int group_score, float threshold_first, float threshold_step, u64* counts,
               float std_weight, float scale, float softcap, const float* sinks, const float* query_scale,
               const float* key_scale, const float* value_scale, u16* output, i64 output_token_stride) {
     extern __shared__ __align__(16) u8 memory[];
@@ -56,14 +58,33 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
 #pragma unroll
     for (int n = 0; n < PER_WARP; n++)
         load_row<QUERY, GROUP, HEAD_SIZE>(query, first_query, query_head_stride, warp + n * WARPS, lane, x[n]);
-    if (context <= 0) {
+    const int* table = block_table + request * table_stride;
+    bool whole = context <= dense_tokens || (dense_requests && dense_requests[request]);
+    bool skipped = false;
+    if (thresholds && context > 0 && !whole) {
+        // The blocks of a row decide alike, so none waits for one that has left.
+        Routing routing{thresholds, group_score, threshold_first, threshold_step, counts};
+        float threshold = routing.threshold(head, context);
+        const u8* anchor = keys + head * cache_head_stride + table[0] * cache_block_stride;
+        float* cosines = shared.attention.largest[0];
+#pragma unroll
+        for (int n = 0; n < PER_WARP; n++) {
+            int r = warp + n * WARPS;
+            if (r >= GROUP) break;
+            float c = cosine<KV, HEAD_SIZE>(anchor, x[n], lane);
+            if (lane == 0) cosines[r] = c;
+        }
+        __syncthreads();
+        skipped = routing.skips<GROUP>(cosines, threshold);
+        if (rank == 0 && thread == 0) routing.count(head, skipped);
+    }
+    if (context <= 0 || skipped) {
 #pragma unroll 1
         for (int i = rank * THREADS + thread; i < GROUP * HEAD_SIZE; i += CLUSTER * THREADS) out[i] = 0;
         return;
     }
-    const int* table = block_table + request * table_stride;
     int num_pages = context / PAGE_SIZE, tail = context % PAGE_SIZE;
-    bool dense = context <= dense_tokens || num_pages <= k || (dense_requests && dense_requests[request]);
+    bool dense = whole || num_pages <= k;
     bool selecting = !dense && (FUSED ? mean != nullptr : scores != nullptr);
     int* selected = (int*)(memory + dynamic_shared_bytes()) - k;
     int padded = ceil_div(num_pages, 8) * 8;

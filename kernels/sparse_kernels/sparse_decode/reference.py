@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from sparse_kernels.group_routing import GroupRouting
+from sparse_kernels.group_routing.api import GROUP_SCORES
+from sparse_kernels.group_routing.reference import score_groups
 from sparse_kernels.page_score.reference import score_pages
 from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.page_topk.reference import select_pages
@@ -27,6 +30,7 @@ def sparse_decode(
     dense_requests: torch.Tensor | None,
     sinks: torch.Tensor | None,
     softcap: float,
+    routing: GroupRouting | None,
     query_scale: torch.Tensor | None,
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
@@ -60,3 +64,10 @@ def sparse_decode(
             grouped, keys, values, table, torch.tensor([context], device=query.device), pages, factor, sinks, softcap
         )
         out[token] = (attended[0] * (1.0 if value_scale is None else value_scale)).to(out.dtype)
+        exempt = context <= dense_tokens or bool(dense_requests is not None and dense_requests[request])
+        if routing is not None and not exempt:
+            scores = score_groups(grouped, keys, table[:, 0], GROUP_SCORES.index(routing.score))
+            skipped = (scores >= routing.thresholds(torch.tensor([context], device=query.device)))[0]
+            out[token].unflatten(0, (num_kv_heads, -1))[skipped] = 0
+            if routing.counts is not None:
+                routing.counts.add_(torch.stack([skipped, torch.ones_like(skipped)], dim=1))

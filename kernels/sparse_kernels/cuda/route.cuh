@@ -1,0 +1,57 @@
+// Which KV groups are skipped, by the cosines of their queries with token 0's key.
+#pragma once
+#include "common.cuh"
+
+// Scores of a group, as the host numbers them; the third is the least cosine.
+#define SCORE_MEAN 0
+#define SCORE_MAX 1
+
+// The routing of one layer.
+struct Routing {
+    const float4* coefficients;  // of each KV head's threshold, a cubic; null: nothing is skipped
+    int score;
+    float first, step;  // the cubic's variable is (log2(context) - first) * step, within 0 and 1
+    u64* counts;        // of each KV head, groups skipped and groups asked for; null: not counted
+
+    DEVICE float threshold(int head, int context) const {
+        float x = fminf(fmaxf((log2f((float)context) - first) * step, 0.0f), 1.0f);
+        float4 c = coefficients[head];
+        return fmaf(fmaf(fmaf(c.w, x, c.z), x, c.y), x, c.x);
+    }
+
+    DEVICE void count(int head, bool skipped) const {
+        if (!counts) return;
+        if (skipped) atomicAdd(counts + 2 * head, 1ull);
+        atomicAdd(counts + 2 * head + 1, 1ull);
+    }
+
+    // Whether a group is a sink group, by the cosines of its heads: the same in every thread that asks.
+    template <int GROUP>
+    DEVICE bool skips(const float* cosines, float threshold) const {
+        float total = 0, largest = -2, least = 2;
+#pragma unroll
+        for (int h = 0; h < GROUP; h++) {
+            total += cosines[h];
+            largest = fmaxf(largest, cosines[h]);
+            least = fminf(least, cosines[h]);
+        }
+        return (score == SCORE_MEAN ? total / GROUP : score == SCORE_MAX ? largest : least) >= threshold;
+    }
+};
+
+// The cosine of a query head with a key, the head spread over a warp: `x` are the lane's consecutive elements.
+template <int KV, int HEAD_SIZE>
+DEVICE float cosine(const u8* key, const float (&x)[HEAD_SIZE / WARP], int lane) {
+    constexpr int PER_LANE = HEAD_SIZE / WARP;
+    float dot = 0, query_square = 0, key_square = 0;
+#pragma unroll
+    for (int i = 0; i < PER_LANE; i++) {
+        float k = load_float<KV>(key, lane * PER_LANE + i);
+        dot = fmaf(x[i], k, dot);
+        query_square = fmaf(x[i], x[i], query_square);
+        key_square = fmaf(k, k, key_square);
+    }
+    dot = warp_sum(dot);
+    float norms = sqrtf(warp_sum(query_square)) * sqrtf(warp_sum(key_square));
+    return dot / fmaxf(norms, 1e-30f);
+}

@@ -1,0 +1,122 @@
+"""Entry point of the group-routing operation."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+
+from sparse_kernels.group_routing import reference
+from sparse_kernels.paging import PagedTensor
+
+GroupScore = Literal["mean", "max", "min"]
+GROUP_SCORES: tuple[GroupScore, ...] = get_args(GroupScore)
+"""In the order in which the kernels number them."""
+
+
+@dataclass(frozen=True)
+class GroupRouting:
+    """When a KV group of one layer is a sink group (SinkRouter, Eq. 12 and 13).
+
+    The threshold of a context of n tokens is `c0 + c1 x + c2 x^2 + c3 x^3`, where x goes from 0 at `shortest` to 1 at
+    `longest` as the logarithm of n does, and stays there beyond. The paper normalises the length without saying how.
+    """
+
+    coefficients: torch.Tensor
+    """`[num_kv_heads, 4]` float32, contiguous: c0 to c3 of each KV head; a constant threshold has c0 alone."""
+    score: GroupScore = "mean"
+    """Of the cosines of a group's query heads."""
+    shortest: int = 1
+    """Tokens of the context at which x is 0."""
+    longest: int = 2
+    """Tokens of the context at which x is 1."""
+    counts: torch.Tensor | None = None
+    """`[num_kv_heads, 2]` int64, contiguous: groups skipped and groups asked for, which every decision is added to."""
+
+    @property
+    def log_range(self) -> tuple[float, float]:
+        """Base-2 logarithm of `shortest`, and what its distance is multiplied by to give x."""
+        first = math.log2(self.shortest)
+        return first, 1 / (math.log2(self.longest) - first)
+
+    def thresholds(self, context_lens: torch.Tensor) -> torch.Tensor:
+        """Thresholds of contexts.
+
+        Args:
+            context_lens: `[num_tokens]` integer, at least 1.
+
+        Returns:
+            `[num_tokens, num_kv_heads]` float32.
+        """
+        first, step = self.log_range
+        x = ((context_lens.float().log2() - first) * step).clamp(0, 1)[:, None]
+        c0, c1, c2, c3 = self.coefficients.unbind(dim=1)
+        return ((c3 * x + c2) * x + c1) * x + c0
+
+
+def route_groups(
+    query: torch.Tensor,
+    keys: PagedTensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    routing: GroupRouting,
+) -> torch.Tensor:
+    """Which KV groups are sink groups: the cosines of their queries with token 0's key reach the threshold.
+
+    SinkRouter, Eq. 11 to 13: `c_h = q_h . k_0 / (||q_h|| ||k_0||)`, one score of a group's c_h, and a sink group where
+    it is at least the threshold of the context's length. A NaN is no sink. A vector of zeros has a cosine of 0.
+
+    Args:
+        query: `[num_tokens, num_kv_heads, group_size, head_size]`, any float dtype. Positive factors do not matter.
+        keys: the cached keys.
+        block_table: `[num_tokens, max_blocks]` integer, physical block ids of each token's request.
+        context_lens: `[num_tokens]` integer, tokens each may attend, itself included; at least 1.
+        routing: thresholds of the layer. Its counts are left alone.
+
+    Returns:
+        `[num_tokens, num_kv_heads]` bool, True for sink groups, whose output is zero.
+
+    Raises:
+        ValueError: if the shapes disagree.
+    """
+    num_tokens, num_kv_heads, _, head_size = query.shape
+    if (num_kv_heads, head_size) != (keys.num_kv_heads, keys.head_size):
+        raise ValueError(
+            f"query: got {num_kv_heads} KV heads of size {head_size}, allowed: the keys' "
+            f"{keys.num_kv_heads} of size {keys.head_size}"
+        )
+    check_routing(routing, num_kv_heads)
+    if num_tokens == 0:
+        return torch.zeros((0, num_kv_heads), dtype=torch.bool, device=query.device)
+    implementation = reference.score_groups
+    if query.device.type == "cpu" and keys.view.dtype == torch.bfloat16:
+        from sparse_kernels.group_routing import cpu
+
+        implementation = cpu.score_groups
+    scores = implementation(query, keys, block_table[:, 0], GROUP_SCORES.index(routing.score))
+    return scores >= routing.thresholds(context_lens)
+
+
+def group_scores(query: torch.Tensor, anchors: torch.Tensor, score: GroupScore) -> torch.Tensor:
+    """Scores of groups whose queries and key of token 0 are at hand (SinkRouter, Eq. 11 and 12).
+
+    Args:
+        query: `[..., group_size, head_size]`, any float dtype.
+        anchors: `[..., head_size]`, the keys of token 0.
+        score: of the cosines of a group's heads.
+
+    Returns:
+        `[...]`, at least float32.
+    """
+    return reference.aggregate(reference.cosines(query, anchors), GROUP_SCORES.index(score))
+
+
+def check_routing(routing: GroupRouting, num_kv_heads: int) -> None:
+    """Raises ValueError unless thresholds and counts are those of as many KV heads."""
+    shape = tuple(routing.coefficients.shape)
+    if shape != (num_kv_heads, 4):
+        raise ValueError(f"coefficients: got {list(shape)}, allowed: [{num_kv_heads}, 4]")
+    if routing.counts is not None and tuple(routing.counts.shape) != (num_kv_heads, 2):
+        raise ValueError(f"counts: got {list(routing.counts.shape)}, allowed: [{num_kv_heads}, 2]")

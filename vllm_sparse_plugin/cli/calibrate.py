@@ -1,0 +1,243 @@
+"""The command `vllm-sparse calibrate`: SinkRouter's thresholds for a model, and whether it should be routed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+import yaml
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from vllm_sparse_plugin.cli.arguments import model_limits, read_prompts
+from vllm_sparse_plugin.cli.provenance import open_report
+from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.needles import MIN_CONTEXT_TOKENS, QUESTIONS_PER_DOCUMENT, TASKS, build_questions
+from vllm_sparse_plugin.routing import Routing, identify
+
+if TYPE_CHECKING:
+    from vllm_sparse_plugin.diagnostics.calibration import Outcome, Text, Verdict
+
+DEFAULT_TASKS = ("multikey", "kv")
+DEFAULT_LONGEST = 16384
+LENGTHS = 4
+"""Contexts that thresholds are found for, if the user names none: as many as a cubic has coefficients."""
+_TEXT_QUERIES = 64
+
+
+def calibrate(
+    model: Annotated[
+        Path | None, typer.Option(help="Model folder; models/needle-8m of the checkout if left out.")
+    ] = None,
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            help="JSON lines with `prompt` and perhaps `completion`, as long as the longest context: thresholds are "
+            "fitted to every other one and judged by the rest. Needle documents if left out."
+        ),
+    ] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            help=f"Context in tokens, repeatable, two or more; {LENGTHS} from {MIN_CONTEXT_TOKENS} to "
+            f"{DEFAULT_LONGEST}, or to the model's longest if that is less."
+        ),
+    ] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Task of needle documents, repeatable: {', '.join(TASKS)}; {' and '.join(DEFAULT_TASKS)}."),
+    ] = None,
+    skip_ratio: Annotated[float, typer.Option(help="Share of the groups to be skipped.")] = 0.6,
+    score: Annotated[Literal["mean", "max", "min"], typer.Option(help="Of the cosines of a group's heads.")] = "mean",
+    dense_layers: Annotated[int, typer.Option(min=0, help="Leading layers that are not routed.")] = 2,
+    seed: Annotated[int, typer.Option(help="Seed of documents and needles.")] = 0,
+    device: Annotated[str | None, typer.Option(help="Torch device; the GPU if there is one.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Preset to write; sinkrouter-MODEL.yaml if left out.", metavar="PATH")
+    ] = None,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write a JSON line for the run and one for its results.", metavar="PATH"),
+    ] = None,
+) -> None:
+    """Find the thresholds at which SinkRouter skips a share of a model's KV groups, and say whether to use them.
+
+    Runs the model in transformers. Thresholds are fitted to some documents and judged by others: the share of groups
+    skipped by length and task, how many of those attend to the first token, and the answers beside those of dense
+    attention. Writes a preset for this model alone, to be given as `--additional-config
+    '{"sparse_attention": {"config": "PATH"}}'`.
+    """
+    model = (model or Path(__file__).parents[2] / "models" / "needle-8m").resolve()
+    limit, layers = model_limits(model)
+    lengths = _lengths(context, limit, 2 if prompts else MIN_CONTEXT_TOKENS)
+    if not 0 < skip_ratio < 1:
+        raise ConfigurationError(f"skip_ratio: got {skip_ratio}, allowed: more than 0 and less than 1")
+    if dense_layers >= layers:
+        raise ConfigurationError(f"dense_layers: got {dense_layers}, allowed: 0 to {layers - 1}")
+    tasks = task or list(DEFAULT_TASKS)
+    for name in tasks:
+        if name not in TASKS:
+            raise ConfigurationError(f"task: got {name!r}, allowed: {choices(TASKS)}")
+    given = None if prompts is None else read_prompts(prompts)
+    if given is not None and len(given) < 2:
+        raise ConfigurationError(f"prompts: got one in {str(prompts)!r}, allowed: two or more")
+    output = output or Path(f"sinkrouter-{model.name}.yaml")
+    try:
+        output.touch()
+    except OSError as error:
+        raise ConfigurationError(
+            f"output: got {str(output)!r} ({error.strerror}), allowed: a file that can be written"
+        ) from None
+    # Imported late: bad input need not wait for them.
+    import torch
+    from transformers import AutoTokenizer
+
+    from vllm_sparse_plugin.diagnostics import calibration
+    from vllm_sparse_plugin.diagnostics.forward import CapturingModel
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError):
+        raise ConfigurationError(f"model: got {str(model)!r}, allowed: a folder with a tokenizer") from None
+    console = Console()
+    with console.status("Writing the documents"):
+        if given is None:
+            fitting, judging = (list(_needles(tokenizer, tasks, lengths, 2 * seed + part)) for part in (0, 1))
+            data = f"{_two_of_each(tasks)}, seed {seed}"
+        else:
+            texts = [tokenizer.encode(one["prompt"] + one["completion"]) for one in given]
+            fitting, judging = (list(_cut(texts[part::2], lengths)) for part in (0, 1))
+            data = f"{prompts.name if prompts else ''}, {len(texts)} texts"
+    identity = identify(str(model))
+    with open_report(json_path, model, "json") as report, Progress(console=console, transient=True) as progress:
+        captured = CapturingModel(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        bar = progress.add_task("Running the model", total=sum(text.length for text in (*fitting, *judging)))
+        outcome = calibration.calibrate(
+            captured, fitting, judging, skip_ratio, lambda tokens: progress.advance(bar, tokens), score, dense_layers, {
+                "model": identity.model, "revision": identity.revision,
+                "data": f"{data}, contexts of {', '.join(map(str, lengths))} tokens",
+                "date": datetime.now(UTC).date().isoformat(),
+            },
+        )  # fmt: skip
+        print(json.dumps({**asdict(outcome), "routing": outcome.routing.model_dump()}), file=report)
+    output.write_text(_preset(outcome.routing, outcome.verdict), encoding="utf-8")
+    for table in _tables(outcome):
+        console.print(table)
+    console.print(f"AUPRC of the score as a sign of a sink group: {_number(outcome.auprc)}.")
+    console.print(f"Wrote {output}.")
+    console.print(f"Routing is {'' if outcome.verdict.route else 'NOT '}recommended for {identity.model}: ", end="")
+    console.print(f"{outcome.verdict.reason}.", highlight=False)
+
+
+def _lengths(given: list[int] | None, limit: int, least: int) -> list[int]:
+    """The contexts to calibrate at, ascending."""
+    if given is None:
+        longest = min(DEFAULT_LONGEST, limit)
+        ratio = longest / MIN_CONTEXT_TOKENS
+        given = [round(MIN_CONTEXT_TOKENS * ratio ** (i / (LENGTHS - 1))) for i in range(LENGTHS)] if ratio > 1 else []
+    lengths = sorted(set(given))
+    if len(lengths) < 2 or lengths[0] < least or lengths[-1] > limit:
+        raise ConfigurationError(
+            f"context: got {', '.join(map(str, lengths)) or f'a model of {limit}'} tokens, allowed: two or more "
+            f"lengths from {least} to the model's {limit}"
+        )
+    return lengths
+
+
+def _two_of_each(tasks: Sequence[str]) -> str:
+    return f"needle documents ({', '.join(tasks)}; one of each length to fit to, one to judge by)"
+
+
+def _needles(tokenizer: Any, tasks: Sequence[str], lengths: Sequence[int], seed: int) -> Iterator[Text]:
+    """One document of each length and task, with its questions and answers."""
+    from vllm_sparse_plugin.diagnostics.calibration import Text
+    from vllm_sparse_plugin.eval.items import Prompter
+
+    prompter = Prompter(tokenizer)
+    for length in lengths:
+        for task in tasks:
+            count = 1 if task == "single" else QUESTIONS_PER_DOCUMENT
+            texts: dict[tuple[int, ...], Text] = {}
+            for question in build_questions(tokenizer, task, length, count, seed):
+                # Where a token spans the end of the document, questions do not share it.
+                document, asked = prompter.split(*question.parts)
+                answer = prompter.encode_plain(f" {question.answer}")
+                text = texts.setdefault(tuple(document), Text(task, length, document, [], []))
+                text.rest.append(asked + answer)
+                text.asked.append(len(answer))
+            yield from texts.values()
+
+
+def _cut(texts: list[list[int]], lengths: Sequence[int]) -> Iterator[Text]:
+    """The beginnings of texts, of whose last tokens the queries are looked at.
+
+    Raises:
+        ConfigurationError: for a text that is shorter than the longest context.
+    """
+    from vllm_sparse_plugin.diagnostics.calibration import Text
+
+    for length in lengths:
+        for tokens in texts:
+            if len(tokens) < length:
+                raise ConfigurationError(
+                    f"prompts: got a text of {len(tokens)} tokens, allowed: the longest context's {lengths[-1]} or more"
+                )
+            rest = min(_TEXT_QUERIES, length // 2)
+            yield Text("text", length, tokens[: length - rest], [tokens[length - rest : length]], [rest - 1])
+
+
+def _preset(routing: Routing, verdict: Verdict) -> str:
+    """The preset's YAML."""
+    about = "" if verdict.route else f"# Routing is not recommended for this model: {verdict.reason}.\n"
+    values = {name: list(value) if isinstance(value, tuple) else value for name, value in routing.model_dump().items()}
+    given = {name: value for name, value in values.items() if value is not None}
+    body = yaml.safe_dump({"selection": {"policy": "dense"}, "routing": given}, sort_keys=False, width=1000)
+    return f"# SinkRouter for {routing.model}, written by vllm-sparse calibrate.\n{about}{body}"
+
+
+def _tables(outcome: Outcome) -> Iterator[Table]:
+    from vllm_sparse_plugin.diagnostics.calibration import SWEEP
+
+    table = Table("context", "task", title="Documents that the thresholds were not fitted to")
+    for heading in ("threshold found", "skipped", "sink groups"):
+        table.add_column(heading, justify="right")
+    for row in outcome.rows:
+        table.add_row(
+            str(row["context_tokens"]), row["task"], f"{outcome.thresholds[row['context_tokens']]:.4f}",
+            f"{row['skipped']:.1%}", f"{row['sink_groups']:.1%}",
+        )  # fmt: skip
+    yield table
+    table = Table("context", "task", title="What is right of their answers")
+    for heading in ("dense", "routed", "tokens, dense", "tokens, routed"):
+        table.add_column(heading, justify="right")
+    for row in outcome.rows:
+        table.add_row(
+            str(row["context_tokens"]), row["task"],
+            *(f"{row[key]}/{row['answers']}" for key in ("dense_answers_right", "routed_answers_right")),
+            *(f"{row[key] / row['tokens']:.1%}" for key in ("dense_tokens_right", "routed_tokens_right")),
+        )  # fmt: skip
+    yield table
+    table = Table(title="By layer")
+    for heading in ("layer", "skipped", "attention on token 0", "sink groups"):
+        table.add_column(heading, justify="right")
+    for row in outcome.layers:
+        table.add_row(str(row["layer"]), f"{row['skipped']:.1%}", f"{row['mass']:.4f}", f"{row['sink_groups']:.1%}")
+    yield table
+    table = Table(title="Skipped groups that are sink groups, and sink groups that are skipped")
+    for heading in ("thresholds", "skipped", "precision", "recall"):
+        table.add_column(heading, justify="right")
+    named = [(f"for {share:.0%}", found) for share, found in zip(SWEEP, outcome.sweep, strict=True)]
+    for name, found in [*named, ("fitted", outcome.detection)]:
+        table.add_row(name, f"{found.skipped:.1%}", _number(found.precision), _number(found.recall))
+    yield table
+
+
+def _number(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.4f}"
