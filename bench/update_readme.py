@@ -192,7 +192,7 @@ def kernels_gpu() -> str:
         cells.append(f"{times['score', f'{case} g4 int8']['unique']['share_of_read_bandwidth']['warm']:.0%}")
     headings = ["requests and context, int8 means", "ours, µs", "three launches", "of read bandwidth"]
     named = (f"{batch}q1s{context} g4" for batch in (1, 8, 32) for context in ("2K", "8K", "32K", "128K", "512K"))
-    whole = [cells for case in named if (cells := _whole_decode(times, case))]
+    whole = [found_row for case in named if (found_row := _whole_decode(times, case))]
     ours = ("`unique`, quarters, µs", "`unique`, int8, µs")
     decodes = _table(["requests and context", *ours, "FlashAttention 3", "FlashInfer"], whole)
     return "\n\n".join([decodes, topk, _table(headings, scores), _provenance("kernels_h200.jsonl", run)])
