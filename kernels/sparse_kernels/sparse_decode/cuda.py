@@ -47,12 +47,14 @@ _LAUNCHES = (
     (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1)),
     (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),
     (66, Launch(True, cluster=2, warps=16, blocks_per_sm=1)),
+    (132, Launch(True, cluster=2, warps=8, blocks_per_sm=2)),
     (1 << 62, Launch(True, cluster=1, warps=8, blocks_per_sm=2)),
 )
-# Scores of a launch of their own read faster, which counts from this many pages on; of wide records in a large batch
-# already from half as many.
+# Scores of a launch of their own read faster, which counts beyond this many pages; with wide records and rows that
+# keep every multiprocessor busy already from half as many.
 _MANY_PAGES = 1 << 15
 _WIDE_RECORD_BYTES = 256
+_MANY_ROWS = 224
 
 
 def launch_of(
@@ -75,7 +77,7 @@ def launch_of(
     launch = next(launch for most_rows, launch in _LAUNCHES if num_rows <= most_rows)
     if wide:
         launch = launch._replace(warps=8, blocks_per_sm=1)
-    crowded = num_rows > _LAUNCHES[-2][0] and record_bytes >= _WIDE_RECORD_BYTES
+    crowded = num_rows > _MANY_ROWS and record_bytes >= _WIDE_RECORD_BYTES
     if record_bytes and max_pages >= (_MANY_PAGES // 2 if crowded else _MANY_PAGES + 1):
         launch = launch._replace(fused=False)
     return launch._replace(cluster=max(launch.cluster, least_cluster(group_size, head_size)))
