@@ -166,8 +166,9 @@ def _expect_cuda_shapes(
     expect(not old or width <= widest, "query heads to a KV head times head size", width, f"up to {widest} on this GPU")
     longest = (CUDA_MAX_OLD_PAGES if old else CUDA_MAX_PAGES) * pages.page_size
     expect(model.max_model_len <= longest, "max_model_len", model.max_model_len, f"up to {longest}")
-    budget, most = pages.budget_tokens, CUDA_MAX_BUDGET_PAGES * pages.page_size
-    expect(budget <= most, "budget_tokens", budget, f"up to {most} (pages of {pages.page_size} tokens)")
+    most = CUDA_MAX_BUDGET_PAGES * pages.page_size
+    fits = pages.budget_pages <= CUDA_MAX_BUDGET_PAGES
+    expect(fits, "budget_tokens", pages.budget_tokens, f"up to {most} (pages of {pages.page_size} tokens)")
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -11,6 +11,7 @@ BACKENDS: dict[str, str] = {
     "MEAN": "mean",
     "STREAMING_LLM": "streaming_llm",
     "DENSE": "dense",
+    "ART": "art",
 }
 """Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
 

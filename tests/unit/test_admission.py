@@ -175,12 +175,12 @@ REFUSED = {
     "settings without a backend": (
         {"attention_backend": None, "additional_config": settings()},
         "sparse_attention: got settings but no attention backend of ours, "
-        "allowed: unique, quest, infllm, mean, streaming_llm or dense",
+        "allowed: unique, quest, infllm, mean, streaming_llm, dense or art",
     ),
     "settings with vLLM's backend": (
         {"attention_backend": "CPU_ATTN", "additional_config": {"sparse_attention": {}}},
         "sparse_attention: got settings but no attention backend of ours, "
-        "allowed: unique, quest, infllm, mean, streaming_llm or dense",
+        "allowed: unique, quest, infllm, mean, streaming_llm, dense or art",
     ),
     "settings that are no mapping": (
         {"additional_config": {"sparse_attention": 5}},
@@ -189,7 +189,7 @@ REFUSED = {
     "unknown key": (
         {"additional_config": {"sparse_attention": {"selektion": 1}}},
         "sparse_attention.selektion: unknown key (did you mean 'selection'?), "
-        "allowed: selection, first_dense_layers, min_context_tokens, diagnostics, preset or config",
+        "allowed: selection, termination, first_dense_layers, min_context_tokens, diagnostics, preset or config",
     ),
     "key of the other backend's policy": (
         {"attention_backend": "streaming_llm", "additional_config": settings(statistics="fp8")},

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from sparse_kernels.page_statistics import StatisticsLayout, update_page_statistics
 from sparse_kernels.sparse_attention import attend_pages
+from sparse_kernels.termination import StopRule, visited_pages
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -205,6 +206,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
     def configure(self, sparse: ResolvedConfig, isa: str, block_size: int, statistics: StatisticsLayout | None) -> None:
         """What the metadata builder knows of the cache, for the layer's own use."""
         self.selection = sparse.pages
+        self.stop_rule = sparse.stop_rule
         self.isa = isa
         self.block_size = block_size
         self.statistics_layout = statistics
@@ -285,11 +287,34 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         output[decode.tokens] = self._decode(query[decode.tokens], decode)
         return output
 
+    def _until_stable(
+        self, grouped: torch.Tensor, decode: DecodeTokens, pages: torch.Tensor, rule: StopRule
+    ) -> torch.Tensor:
+        """The pages that are visited before the output is stable, in the order in which attention adds them up without
+        termination."""
+        visited = visited_pages(
+            grouped,
+            self.keys,
+            self.values,
+            decode.block_table,
+            decode.context_lens,
+            pages,
+            self.scale,
+            rule,
+            self.sinks,
+            self.logits_soft_cap,
+        )
+        slot = torch.arange(pages.shape[-1])
+        return torch.where(slot < visited.unsqueeze(-1), pages, -1).sort(dim=-1).values
+
     def _decode(self, query: torch.Tensor, decode: DecodeTokens) -> torch.Tensor:
         """Select and attend; `[num_tokens, num_heads, head_size]` in and out."""
         assert self.selection is not None
         grouped = query.unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
-        pages = self.selection.select(grouped, self.statistics, decode.block_table, decode.num_pages)
+        choose = self.selection.traverse if self.stop_rule else self.selection.select
+        pages = choose(grouped, self.statistics, decode.block_table, decode.num_pages)
+        if self.stop_rule:
+            pages = self._until_stable(grouped, decode, pages, self.stop_rule)
         if decode.sampled is not None and self.quality is not None:
             token = slice(decode.sampled, decode.sampled + 1)
             self.quality.record(

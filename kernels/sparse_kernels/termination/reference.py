@@ -1,0 +1,87 @@
+"""Termination in torch: the specification."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_kernels.paging import PagedTensor
+from sparse_kernels.sparse_attention.reference import attend_pages
+from sparse_kernels.termination.rule import StopRule, probe_elements
+
+
+def partial_outputs(
+    query: torch.Tensor,
+    keys: PagedTensor,
+    values: PagedTensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    pages: torch.Tensor,
+    scale: float,
+    block_tokens: int,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """o(t) for every block t, each computed by itself: `[num_tokens, num_kv_heads, blocks, group_size, head_size]`.
+
+    Arguments are those of `api.visited_pages`; float32. Behind the last block of a row o(t) stays as it is.
+    """
+    per_block = block_tokens // keys.page_size
+    ends = range(per_block, pages.shape[-1] + per_block, per_block)
+    outputs = [
+        attend_pages(
+            query.float(), keys, values, block_table, context_lens, pages[..., :end], scale, sinks, softcap
+        ).unflatten(1, query.shape[1:3])
+        for end in ends
+    ]
+    return torch.stack(outputs, dim=2)
+
+
+def stop_blocks(partial: torch.Tensor, rule: StopRule, probe: list[int], least_blocks: int = 0) -> torch.Tensor:
+    """The block after which each row stops, or one more than there are.
+
+    Args:
+        partial: `[num_tokens, num_kv_heads, blocks, group_size, head_size]`, see `partial_outputs`.
+        rule: when to stop.
+        probe: elements of an output that are watched.
+        least_blocks: blocks that are visited whatever the outputs.
+
+    Returns:
+        `[num_tokens, num_kv_heads]` int64, counted from 1.
+    """
+    blocks = partial.shape[2]
+    x = partial[..., probe]
+    stop = torch.full(partial.shape[:2], blocks + 1, device=partial.device)
+    if rule.patience == 0:
+        return stop
+    consecutive = torch.zeros_like(stop)
+    for t in range(2, blocks + 1):
+        now, before = x[:, :, t - 1], x[:, :, t - 2]
+        scale = (now - before).norm(dim=-1)
+        direction = 1 - (now * before).sum(dim=-1) / (now.norm(dim=-1) * before.norm(dim=-1))
+        stable = ((scale < rule.scale_tolerance) & (direction < rule.direction_tolerance)).all(dim=-1)
+        consecutive = torch.where(stable, consecutive + 1, 0)
+        stopping = (consecutive >= rule.patience) & (stop > blocks)
+        if t >= least_blocks:
+            stop = torch.where(stopping, t, stop)
+    return stop
+
+
+def visited_pages(
+    query: torch.Tensor,
+    keys: PagedTensor,
+    values: PagedTensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    pages: torch.Tensor,
+    scale: float,
+    rule: StopRule,
+    sinks: torch.Tensor | None,
+    softcap: float,
+) -> torch.Tensor:
+    """See `api.visited_pages`."""
+    partial = partial_outputs(
+        query, keys, values, block_table, context_lens, pages, scale, rule.block_tokens, sinks, softcap
+    )
+    per_block = rule.block_tokens // keys.page_size
+    stop = stop_blocks(partial, rule, probe_elements(values.head_size), -(-rule.least_pages // per_block))
+    return torch.minimum(stop * per_block, (pages >= 0).sum(dim=-1))
