@@ -114,7 +114,9 @@ def test_needles_refuses_additional_config(run, case):
 @pytest.mark.usefixtures("no_servers")
 def test_unknown_backend_is_refused(run, command, backend):
     message = refused(run(command, "--backend", backend))
-    allowed = "unique, quest, infllm, mean, streaming_llm, dense or art" + (", each once" if command == "needles" else "")
+    allowed = "unique, quest, infllm, mean, streaming_llm, dense or art" + (
+        ", each once" if command == "needles" else ""
+    )
     assert message == f"backend: got {backend!r}, allowed: {allowed}"
 
 

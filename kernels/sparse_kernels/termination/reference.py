@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sparse_kernels.paging import PagedTensor
-from sparse_kernels.sparse_attention.reference import attend_pages
+from sparse_kernels.sparse_attention.reference import logits_and_values
 from sparse_kernels.termination.rule import StopRule, probe_elements
 
 
@@ -21,19 +21,26 @@ def partial_outputs(
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """o(t) for every block t, each computed by itself: `[num_tokens, num_kv_heads, blocks, group_size, head_size]`.
+    """o(t) for every block t: `[num_tokens, num_kv_heads, blocks, group_size, head_size]`, sums in float64.
 
-    Arguments are those of `api.visited_pages`; float32. Behind the last block of a row o(t) stays as it is.
+    Arguments are those of `api.visited_pages`. Behind the last block of a row o(t) stays as it is.
     """
-    per_block = block_tokens // keys.page_size
-    ends = range(per_block, pages.shape[-1] + per_block, per_block)
-    outputs = [
-        attend_pages(
-            query.float(), keys, values, block_table, context_lens, pages[..., :end], scale, sinks, softcap
-        ).unflatten(1, query.shape[1:3])
-        for end in ends
-    ]
-    return torch.stack(outputs, dim=2)
+    num_tokens, num_kv_heads, group_size, _ = query.shape
+    pages = torch.nn.functional.pad(pages, (0, -pages.shape[-1] % (block_tokens // keys.page_size)), value=-1)
+    logits, attended = logits_and_values(query, keys, values, block_table, context_lens, pages, scale, softcap)
+    largest = logits.amax(dim=-1, keepdim=True)
+    sink = torch.full_like(largest, -torch.inf)
+    if sinks is not None:
+        sink = sinks.float().view(num_kv_heads, group_size, 1).repeat(num_tokens, 1, 1)
+        largest = torch.maximum(largest, sink)
+    weights, sink = (logits - largest).double().exp(), (sink - largest).double().exp()
+    # The incomplete page is the last of these; it and a learned sink are part of every o(t).
+    whole = logits.shape[-1] - keys.page_size
+    by_block = weights[..., :whole].unflatten(-1, (-1, block_tokens))
+    weighted = torch.einsum("rgbn,rbnd->rbgd", by_block, attended[:, :whole].double().unflatten(1, (-1, block_tokens)))
+    weighted = weighted.cumsum(dim=1) + (weights[..., whole:] @ attended[:, whole:].double())[:, None]
+    total = by_block.sum(dim=-1).cumsum(dim=-1) + weights[..., whole:].sum(dim=-1, keepdim=True) + sink
+    return (weighted / total.transpose(1, 2)[..., None]).unflatten(0, (num_tokens, num_kv_heads))
 
 
 def stop_blocks(partial: torch.Tensor, rule: StopRule, probe: list[int], least_blocks: int = 0) -> torch.Tensor:
