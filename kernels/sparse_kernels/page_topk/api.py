@@ -48,7 +48,7 @@ def select_pages(
 def best_first(
     pages: torch.Tensor, scores: torch.Tensor, num_pages: torch.Tensor, sink_pages: int = 0, recent_pages: int = 0
 ) -> torch.Tensor:
-    """Orders selected pages as a CUDA selection gives them: those always selected, then by descending score.
+    """Orders selected pages as a CUDA selection of some has them: those always selected, then by descending score.
 
     Args:
         pages: `[num_tokens, num_kv_heads, k]`, what `select_pages` returned for the other arguments.
@@ -60,9 +60,7 @@ def best_first(
     Returns:
         Like `pages`; equal scores by page, -1 last.
     """
-    if pages.is_cuda:
-        return pages
-    key = scores.float().gather(-1, pages.clamp(min=0))
+    key = scores.float().gather(-1, pages.clamp(min=0).long())
     key = key.masked_fill(key.isnan() | (pages < 0), -torch.inf)
     always = (pages >= 0) & ((pages < sink_pages) | (pages >= (num_pages - recent_pages)[:, None, None]))
     by_score = key.masked_fill(always, torch.inf).argsort(dim=-1, descending=True, stable=True)

@@ -6,9 +6,12 @@ import torch
 
 from sparse_kernels.page_score.reference import score_pages
 from sparse_kernels.page_statistics import PageStatistics
+from sparse_kernels.page_topk import best_first
 from sparse_kernels.page_topk.reference import select_pages
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention.reference import attend_pages
+from sparse_kernels.termination import StopRule
+from sparse_kernels.termination.reference import visited_pages
 
 
 def sparse_decode(
@@ -18,7 +21,7 @@ def sparse_decode(
     statistics: PageStatistics | None,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    k: int,
+    k: int | None,
     sink_pages: int,
     recent_pages: int,
     std_weight: float,
@@ -31,6 +34,9 @@ def sparse_decode(
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
     out: torch.Tensor,
+    rule: StopRule | None,
+    visited: torch.Tensor | None,
+    counters: torch.Tensor | None,
 ) -> None:
     """See `api.sparse_decode`; each token alone."""
     per_request = len(query) // len(seq_lens)
@@ -46,17 +52,36 @@ def sparse_decode(
         for each in (query_scale, key_scale):
             factor = factor if each is None else factor * float(each)
         table = block_table[request : request + 1].long()
-        lengths = torch.tensor([context // keys.page_size], device=query.device)
+        tokens = torch.tensor([context], device=query.device)
+        lengths = tokens // keys.page_size
         whole = context <= dense_tokens or bool(dense_requests is not None and dense_requests[request])
-        if whole or int(lengths) <= k:
+        whole |= k is not None and int(lengths) <= k
+        if whole:
             pages = torch.arange(int(lengths), device=query.device).expand(1, num_kv_heads, -1)
-        elif statistics is None:
-            kept = torch.arange(k, device=query.device)
-            pages = torch.where(kept < sink_pages, kept, int(lengths) - k + kept).expand(1, num_kv_heads, -1)
+        elif k is None or statistics is None:
+            # Sinks, then newest first.
+            kept = torch.arange(int(lengths) if k is None else k, device=query.device)
+            newest = int(lengths) - 1 - (kept - sink_pages)
+            pages = torch.where(kept < sink_pages, kept, newest).expand(1, num_kv_heads, -1)
         else:
             scores = score_pages(grouped, statistics, table, lengths, std_weight)
             pages = select_pages(scores, lengths, k, sink_pages, recent_pages)
-        attended = attend_pages(
-            grouped, keys, values, table, torch.tensor([context], device=query.device), pages, factor, sinks, softcap
-        )
+            if rule is not None:
+                pages = best_first(pages, scores, lengths, sink_pages, recent_pages)
+        if rule is not None:
+            count = (pages >= 0).sum(dim=-1)
+            if not whole:
+                # Tolerances are of the values as they are meant.
+                meant = rule._replace(scale_tolerance=rule.scale_tolerance / (float(value_scale) if value_scale else 1))
+                count = visited_pages(grouped, keys, values, table, tokens, pages, factor, meant, sinks, softcap)
+                pages = torch.where(torch.arange(pages.shape[-1], device=query.device) < count[..., None], pages, -1)
+            if visited is not None:
+                visited[token] = count[0]
+            if counters is not None and not whole:
+                read = count * keys.page_size
+                blocks = (read + rule.block_tokens - 1) // rule.block_tokens
+                tail = context % keys.page_size
+                row = torch.ones_like(read), blocks, read + tail, torch.full_like(read, context)
+                counters += torch.stack(row, dim=-1)[0]
+        attended = attend_pages(grouped, keys, values, table, tokens, pages, factor, sinks, softcap)
         out[token] = (attended[0] * (1.0 if value_scale is None else value_scale)).to(out.dtype)
