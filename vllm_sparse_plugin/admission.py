@@ -75,7 +75,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     config = resolve(settings, backends[name])
     for field, got, allowed in _unsupported(vllm_config, config):
         raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
-    if config.config.diagnostics.sample_every:
+    if config.config.diagnostics.sample_every or config.stop_rule:
         expose()
 
 
@@ -106,7 +106,9 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         dtypes = (torch.bfloat16,) if on_cpu else (torch.bfloat16, torch.float16)
         expect(model.dtype in dtypes, "dtype", _short(model.dtype), choices(tuple(map(_short, dtypes))))
         if on_cuda and config.pages is not None:
-            _expect_cuda_shapes(expect, vllm_config, config.pages, (capability[0], capability[1]))
+            _expect_cuda_shapes(
+                expect, vllm_config, config.pages, config.stop_rule is not None, (capability[0], capability[1])
+            )
         if not found:
             itemsize = 1 if cache.cache_dtype in _EIGHT_BIT_CACHES else 2
             multiple = block_multiple(
@@ -148,6 +150,7 @@ def _expect_cuda_shapes(
     expect: Callable[[bool, str, Any, str], None],
     vllm_config: VllmConfig,
     pages: Selection,
+    stops: bool,
     capability: tuple[int, int],
 ) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -162,6 +165,7 @@ def _expect_cuda_shapes(
     means = getattr(pages, "statistics", None)
     expect(means != "fp8" or capability >= (8, 9), "selection.statistics", means, "int8 or bf16 on this GPU")
     old = capability < (9, 0)
+    expect(not old or not stops, f"{KEY}.termination", "a rule", "null on this GPU")
     width, widest = group * head_size, CUDA_MAX_OLD_WIDTH
     expect(not old or width <= widest, "query heads to a KV head times head size", width, f"up to {widest} on this GPU")
     longest = (CUDA_MAX_OLD_PAGES if old else CUDA_MAX_PAGES) * pages.page_size

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+import torch
 from pydantic import Field
-from sparse_kernels.termination import StopRule
+from sparse_kernels.page_statistics import PageStatistics
+from sparse_kernels.paging import PagedTensor
+from sparse_kernels.termination import StopRule, count_visits, visited_pages
 
 from vllm_sparse_plugin.policies.base import Section, Selection
 
@@ -36,3 +39,44 @@ class Termination(Section):
         return StopRule(
             self.scale_tolerance, self.direction_tolerance, self.patience, self.block_tokens, selection.reserved_pages
         )
+
+
+def select_until_stable(
+    selection: Selection,
+    rule: StopRule,
+    query: torch.Tensor,
+    keys: PagedTensor,
+    values: PagedTensor,
+    statistics: PageStatistics | None,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    softcap: float,
+    counters: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The pages that are visited before the output is stable.
+
+    Args:
+        selection: what would be read without termination.
+        rule: when reading stops.
+        query: `[num_tokens, num_kv_heads, group_size, head_size]`.
+        keys: the cached keys.
+        values: the cached values.
+        statistics: views into the cache, for policies that have them.
+        block_table: `[num_tokens, max_blocks]` int64, physical block ids.
+        context_lens: `[num_tokens]` int64, tokens that each token attends to, itself included.
+        scale: factor of the logits.
+        sinks: learned sink logits `[num_query_heads]`.
+        softcap: as in `visited_pages`.
+        counters: `[num_kv_heads, 4]` int64 to add to, see `count_visits`.
+
+    Returns:
+        Like that of `Selection.select`, ascending behind the -1s: attention adds the pages up as without termination.
+    """
+    pages = selection.traverse(query, statistics, block_table, context_lens // selection.page_size)
+    visited = visited_pages(query, keys, values, block_table, context_lens, pages, scale, rule, sinks, softcap)
+    if counters is not None:
+        counters += count_visits(visited, context_lens, selection.page_size, rule.block_tokens)
+    slot = torch.arange(pages.shape[-1], device=pages.device)
+    return torch.where(slot < visited.unsqueeze(-1), pages, -1).sort(dim=-1).values

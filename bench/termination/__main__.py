@@ -127,9 +127,9 @@ def run(
                                 each = [agreement(layer, PAPER._replace(scale_tolerance=scale)) for layer in layers]
                                 add(sums, (scale,), each)
             about = {"context_tokens": context, "task": task, "questions": count}
-            for key, layers in sums.items():
+            for key, by_layer in sums.items():
                 row = {"scale": key[0]} if len(key) == 1 else {"order": key[0], "rule": key[1], "right": right[key]}
-                print(json.dumps(about | row | {"layers": layers}), file=file, flush=True)
+                print(json.dumps(about | row | {"layers": by_layer}), file=file, flush=True)
             console.print(f"{context} tokens, {task}: {right['newest first', 'never']} of {count} right")
 
 

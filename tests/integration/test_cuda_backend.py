@@ -63,6 +63,7 @@ def builder(monkeypatch):
     made.any_dense_layer = False
     made.any_sparse_layer = True
     made.sampler = StepSampler(0)
+    made.traversal = None
     made.dense_requests = torch.zeros(16, dtype=torch.bool)
     made.any_dense_request = False
     return made

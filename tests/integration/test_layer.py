@@ -291,6 +291,11 @@ def test_a_stopped_step_is_exact_over_what_it_visited(model, backend, sinks, mon
         exact, single = dense_attention(*arguments), dense_attention(*arguments, dtype=torch.float32)
         assert_as_accurate(output[0], exact, single)
         outputs.append(visible.sum(dim=1))
+        rows, blocks, tokens, contexts = harness.builder.traversal.counters[0].T
+        assert rows.tolist() == [len(outputs)] * 2
+        assert tokens.tolist() == sum(outputs).tolist()
+        assert contexts.tolist() == [sum(range(context - len(outputs) + 1, context + 1))] * 2
+        assert (blocks * 64 + (page_size - 1) * len(outputs) >= tokens).all()
     sharp, flat = outputs
     assert (sharp < flat).all(), "a query of the newest tokens stops before one of all"
 

@@ -1,9 +1,10 @@
 import pytest
 import torch
 from sparse_kernels.page_score import score_pages
-from sparse_kernels.page_topk import select_pages
+from sparse_kernels.page_topk import best_first, select_pages
 from sparse_kernels.sparse_attention import attend_pages
 from sparse_kernels.sparse_decode import sparse_decode
+from sparse_kernels.termination import StopRule, count_visits, visited_pages
 from support.paged import PagedBatch, dense_attention, make_batch
 
 SCALE = 0.1
@@ -110,3 +111,53 @@ def test_refuses_heads_that_do_not_fit():
     batch = make_batch([300], HEADS, SIZE)
     with pytest.raises(ValueError, match=r"query: got 3 heads of size 64, allowed: a multiple of 2 heads of size 64"):
         decode(batch, torch.zeros(1, 3, SIZE))
+
+
+RULE = StopRule(scale_tolerance=0.2, direction_tolerance=0.02, patience=2, block_tokens=64)
+
+
+@pytest.mark.parametrize("policy", ["best first", "newest of a budget", "every page"])
+def test_attention_that_stops_is_attention_over_the_pages_visited(policy):
+    contexts = [1500, 1501, 600, 100, 1]
+    batch = make_batch(contexts, HEADS, SIZE)
+    # Each query finds the newest key, in some requests better than in others.
+    newest = torch.stack([key[-1].repeat_interleave(GROUP, dim=0) for key in batch.keys])
+    query = (newest * torch.tensor([2.0, 0.5, 2.0, 1.0, 1.0])[:, None, None] + query_of(batch) * 0.3).bfloat16()
+    visited, counters = torch.full((5, HEADS), -1), torch.zeros(HEADS, 4, dtype=torch.int64)
+    k = {"best first": 64, "newest of a budget": 64, "every page": None}[policy]
+    statistics = batch.statistics if policy == "best first" else None
+    rule = RULE._replace(least_pages=1)
+    out = decode(
+        batch, query, k=k, recent_pages=0, statistics=statistics, rule=rule, visited=visited, counters=counters,
+        dense_tokens=100,
+    )  # fmt: skip
+    grouped = query.unflatten(1, (HEADS, GROUP))
+    counted = torch.zeros_like(counters)
+    for request, context in enumerate(contexts):
+        row, pages = slice(request, request + 1), context // 8
+        if k is not None and pages > k and statistics is not None:
+            scores = score_pages(grouped[row], statistics, batch.block_table[row], batch.num_pages[row], 0.75)
+            chosen = select_pages(scores, batch.num_pages[row], k, 1, 0)
+            chosen = best_first(chosen, scores, batch.num_pages[row], 1, 0)
+        else:
+            chosen = torch.tensor([0, *range(pages - 1, 0, -1)][: min(k or pages, pages)]).expand(1, HEADS, -1)
+        rest = batch.paged_keys, batch.paged_values, batch.block_table[row], batch.context_lens[row]
+        count = torch.full((1, HEADS), pages)
+        if context > 100 and pages > (k or 0):
+            count = visited_pages(grouped[row], *rest, chosen, SCALE, rule)
+            counted += count_visits(count, batch.context_lens[row], 8, 64)
+        assert visited[request].tolist() == count[0].tolist()
+        chosen = torch.where(torch.arange(chosen.shape[-1]) < count[..., None], chosen, -1)
+        torch.testing.assert_close(out[row], attend_pages(grouped[row], *rest, chosen, SCALE), atol=1e-2, rtol=1e-2)
+    assert torch.equal(counters, counted)
+    readable = batch.num_pages.clamp(max=k or 1500)[:, None]
+    assert (visited < readable).any(), "nothing stopped"
+    assert (visited == readable).any(), "nothing went on to the end"
+
+
+def test_every_page_needs_a_rule_and_a_rule_whole_pages():
+    batch = make_batch([300], HEADS, SIZE)
+    with pytest.raises(ValueError, match="k: got None without a rule, allowed: a number of pages"):
+        decode(batch, query_of(batch), k=None)
+    with pytest.raises(ValueError, match="block_tokens: got 12, allowed: a multiple of the page size 8"):
+        decode(batch, query_of(batch), rule=RULE._replace(block_tokens=12))

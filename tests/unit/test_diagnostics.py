@@ -158,6 +158,28 @@ def test_where_vllm_collects_from_files_they_are_put_beside_its_own(registry, mo
     assert samples(registry)["vllm_sparse_attention_mass_count", "0", "1"] == 1
 
 
+def test_how_far_attention_reads_reaches_the_metrics(registry, monkeypatch):
+    live.expose()
+    clock = iter([0.0, 0.5, 1.0, 1.5])
+    monkeypatch.setattr(live.time, "monotonic", lambda: next(clock))
+    traversal = live.Traversal([3, 5], first_kv_head=2, num_kv_heads=2, device=torch.device("cpu"))
+    traversal.counters[1, 0] = torch.tensor([4, 20, 1300, 9000])
+    traversal.publish()
+    traversal.counters[1, 0] += torch.tensor([1, 7, 400, 3000])
+    traversal.publish()
+    # Half a second later nothing is written, a second later the sums are, not what came on top.
+    found = samples(registry)
+    assert found["vllm_sparse_kv_read_share_sum", "5", "2"] == 1300
+    traversal.publish()
+    found = samples(registry)
+    assert found["vllm_sparse_traversal_blocks_sum", "5", "2"] == 27
+    assert found["vllm_sparse_traversal_blocks_count", "5", "2"] == 5
+    assert found["vllm_sparse_kv_read_share_sum", "5", "2"] == 1700
+    assert found["vllm_sparse_kv_read_share_count", "5", "2"] == 12000
+    assert found["vllm_sparse_kv_read_share_count", "3", "3"] == 0
+    assert len(found) == 2 * 2 * 2 * 2
+
+
 SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
 
 

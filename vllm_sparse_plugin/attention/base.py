@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from sparse_kernels.page_statistics import StatisticsLayout
 from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
@@ -17,7 +18,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin.admission import settings_of
 from vllm_sparse_plugin.config import ResolvedConfig, resolve
-from vllm_sparse_plugin.diagnostics.live import LayerQuality
+from vllm_sparse_plugin.diagnostics.live import LayerQuality, Traversal
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -104,12 +105,27 @@ def is_sparse_layer(layer: Attention, sparse: ResolvedConfig) -> bool:
 
 
 def layer_quality(layer: Attention, vllm_config: VllmConfig) -> LayerQuality:
-    """What measures a layer's sampled tokens, its KV heads numbered over all tensor-parallel workers."""
+    """What measures a layer's sampled tokens."""
+    return LayerQuality(extract_layer_index(layer.layer_name), _first_kv_head(vllm_config))
+
+
+def count_traversal(layers: Iterable[Attention], vllm_config: VllmConfig, device: torch.device) -> Traversal:
+    """Gives the sparse layers of a group counters of how far they read."""
+    sparse = [layer for layer in layers if layer.impl.is_sparse]
+    heads = max((layer.impl.num_kv_heads for layer in sparse), default=0)
+    numbers = [extract_layer_index(layer.layer_name) for layer in sparse]
+    traversal = Traversal(numbers, _first_kv_head(vllm_config), heads, device)
+    for layer, counters in zip(sparse, traversal.counters, strict=True):
+        layer.impl.counters = counters
+    return traversal
+
+
+def _first_kv_head(vllm_config: VllmConfig) -> int:
+    """Number of this worker's first KV head over all tensor-parallel workers."""
     parallel = vllm_config.parallel_config
     total = vllm_config.model_config.get_total_num_kv_heads()
     # Tensor-parallel workers are numbered first; with fewer heads than workers, some have copies of one.
-    first = parallel.rank % parallel.tensor_parallel_size * total // parallel.tensor_parallel_size
-    return LayerQuality(extract_layer_index(layer.layer_name), first)
+    return int(parallel.rank % parallel.tensor_parallel_size * total // parallel.tensor_parallel_size)
 
 
 def report_memory(

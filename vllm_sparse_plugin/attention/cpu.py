@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from sparse_kernels.page_statistics import StatisticsLayout, update_page_statistics
 from sparse_kernels.sparse_attention import attend_pages
-from sparse_kernels.termination import StopRule, visited_pages
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -26,11 +25,18 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin.attention import packing
-from vllm_sparse_plugin.attention.base import SparseBackend, is_sparse_layer, layer_quality, report_memory
+from vllm_sparse_plugin.attention.base import (
+    SparseBackend,
+    count_traversal,
+    is_sparse_layer,
+    layer_quality,
+    report_memory,
+)
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import Selection
+from vllm_sparse_plugin.termination import select_until_stable
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -112,6 +118,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 layer.impl.quality = layer_quality(layer, vllm_config)
         for impl in {layer.impl.num_heads: layer.impl for layer in layers.values() if layer.impl.is_sparse}.values():
             impl.warm_up(self.kv_cache_spec)
+        self.traversal = count_traversal(layers.values(), vllm_config, device) if self.sparse.stop_rule else None
         if statistics is not None:
             report_memory(backend.get_name(), vllm_config, self.kv_cache_spec, statistics, len(layers))
 
@@ -124,6 +131,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
         if self.pages is None:
             return metadata
+        if self.traversal is not None:
+            self.traversal.publish()
 
         page_size = self.pages.page_size
         slots = common.slot_mapping[: common.num_actual_tokens]
@@ -196,6 +205,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
     """Whether decoding tokens of this layer attend sparsely."""
     quality: LayerQuality | None = None
     """Measures sampled tokens, if any are to be."""
+    counters: torch.Tensor | None = None
+    """`[num_kv_heads, 4]` int64, see `count_visits`; only where attention may stop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -287,34 +298,27 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         output[decode.tokens] = self._decode(query[decode.tokens], decode)
         return output
 
-    def _until_stable(
-        self, grouped: torch.Tensor, decode: DecodeTokens, pages: torch.Tensor, rule: StopRule
-    ) -> torch.Tensor:
-        """The pages that are visited before the output is stable, in the order in which attention adds them up without
-        termination."""
-        visited = visited_pages(
-            grouped,
-            self.keys,
-            self.values,
-            decode.block_table,
-            decode.context_lens,
-            pages,
-            self.scale,
-            rule,
-            self.sinks,
-            self.logits_soft_cap,
-        )
-        slot = torch.arange(pages.shape[-1])
-        return torch.where(slot < visited.unsqueeze(-1), pages, -1).sort(dim=-1).values
-
     def _decode(self, query: torch.Tensor, decode: DecodeTokens) -> torch.Tensor:
         """Select and attend; `[num_tokens, num_heads, head_size]` in and out."""
         assert self.selection is not None
         grouped = query.unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
-        choose = self.selection.traverse if self.stop_rule else self.selection.select
-        pages = choose(grouped, self.statistics, decode.block_table, decode.num_pages)
-        if self.stop_rule:
-            pages = self._until_stable(grouped, decode, pages, self.stop_rule)
+        if self.stop_rule is None:
+            pages = self.selection.select(grouped, self.statistics, decode.block_table, decode.num_pages)
+        else:
+            pages = select_until_stable(
+                self.selection,
+                self.stop_rule,
+                grouped,
+                self.keys,
+                self.values,
+                self.statistics,
+                decode.block_table,
+                decode.context_lens,
+                self.scale,
+                self.sinks,
+                self.logits_soft_cap,
+                self.counters,
+            )
         if decode.sampled is not None and self.quality is not None:
             token = slice(decode.sampled, decode.sampled + 1)
             self.quality.record(

@@ -31,6 +31,7 @@ from vllm_sparse_plugin.admission import CUDA_HEAD_SIZES, CUDA_KERNEL_BLOCK
 from vllm_sparse_plugin.attention.base import (
     DecodeRun,
     SparseBackend,
+    count_traversal,
     decode_runs,
     is_sparse_layer,
     layer_quality,
@@ -39,6 +40,7 @@ from vllm_sparse_plugin.attention.base import (
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.termination import select_until_stable
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -147,6 +149,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         self.any_sparse_layer = any(layer.impl.is_sparse for layer in layers.values())
         if statistics is not None:
             report_memory(backend.get_name(), vllm_config, kv_cache_spec, statistics, len(layers))
+        self.traversal = count_traversal(layers.values(), vllm_config, device) if sparse.stop_rule else None
         # What captured graphs read: never reallocated.
         max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self.dense_requests = torch.zeros(max_requests, dtype=torch.bool, device=device)
@@ -156,6 +159,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseCUDAMetadata:
         common = common_attn_metadata
+        if self.traversal is not None:
+            self.traversal.publish()
         runs = self._decode_runs(common) if self.any_sparse_layer else []
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)
@@ -244,6 +249,8 @@ class SparseCUDAImpl(FlashAttentionImpl):
     """Whether decoding tokens of this layer attend sparsely."""
     quality: LayerQuality | None = None
     """Measures sampled tokens, if any are to be."""
+    counters: torch.Tensor | None = None
+    """`[num_kv_heads, 4]` int64, see `count_visits`; only where attention may stop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -258,6 +265,7 @@ class SparseCUDAImpl(FlashAttentionImpl):
         # Without a selection nothing follows from the size of a page.
         self.page_size = sparse.pages.page_size if sparse.pages else CUDA_KERNEL_BLOCK
         self.selection = sparse.pages
+        self.stop_rule = sparse.stop_rule
         self.decode_settings = sparse.pages.decode_settings() if sparse.pages else None
         self.dense_tokens = sparse.config.min_context_tokens - 1
         self.block_size = block_size
@@ -342,6 +350,8 @@ class SparseCUDAImpl(FlashAttentionImpl):
                 key_scale=scales._k_scale if eight_bit_cache else None,
                 value_scale=scales._v_scale if eight_bit_cache else None,
                 out=output[decode.tokens],
+                rule=self.stop_rule,
+                counters=self.counters,
             )
             sampled = attn_metadata.sampled
             if sampled is not None and decode.tokens.start <= sampled < decode.tokens.stop:
@@ -368,8 +378,19 @@ class SparseCUDAImpl(FlashAttentionImpl):
             scale *= float(scales._k_scale)
         grouped = row.to(torch.bfloat16).unflatten(1, (self.num_kv_heads, -1))
         table = decode.block_table[request]
-        num_pages = torch.tensor([complete], device=query.device)
-        pages = self.selection.select(grouped, self.statistics, table[None].long(), num_pages)
+        if self.stop_rule is None:
+            num_pages = torch.tensor([complete], device=query.device)
+            pages = self.selection.select(grouped, self.statistics, table[None].long(), num_pages)
+        else:
+            rule = self.stop_rule
+            if self.values.view.dtype.itemsize == 1:
+                # Of the values as they are meant, not as they are stored.
+                rule = rule._replace(scale_tolerance=rule.scale_tolerance / float(scales._v_scale))
+            context_lens = torch.tensor([context], device=query.device)
+            pages = select_until_stable(
+                self.selection, rule, grouped, self.keys, self.values, self.statistics, table[None].long(),
+                context_lens, scale, self.sink_logits, self.logits_soft_cap,
+            )  # fmt: skip
         self.quality.record(
             grouped, self.keys, self.values, table, context, pages, scale, self.sink_logits, self.logits_soft_cap
         )

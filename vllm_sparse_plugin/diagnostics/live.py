@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import math
 import os
 import shutil
 import tempfile
@@ -31,6 +32,13 @@ _METRICS = {
     "cosine": ("vllm_sparse_output_cosine", "Cosine of the outputs of sparse and dense attention."),
 }
 """By field of `Quality`: a summary's name and help; its `_sum` over its `_count` is the mean."""
+
+_TRAVERSAL = (
+    ("vllm_sparse_traversal_blocks", "Blocks that attention visited before it stopped, by token.", 1, 0),
+    ("vllm_sparse_kv_read_share", "Tokens read (sum) of those in the context (count), where it may stop.", 2, 3),
+)
+"""A summary's name and help, and the columns of `count_visits` that are its `_sum` and its `_count`."""
+_SECONDS_BETWEEN_WRITES = 1.0
 
 
 def expose() -> None:
@@ -120,12 +128,53 @@ class LayerQuality:
             for head, value in enumerate(getattr(quality, field)[0].tolist()):
                 labels = [str(self.layer), str(self.first_kv_head + head)]
                 for suffix, amount in (("_sum", value), ("_count", 1.0)):
-                    self._add(metric, suffix, labels, text, amount)
+                    file, key = _entry(metric, suffix, labels, text)
+                    file.write_value(key, file.read_value(key)[0] + amount, time.time())
 
-    @staticmethod
-    def _add(metric: str, suffix: str, labels: list[str], text: str, amount: float) -> None:
-        folder = os.environ.get(_VLLM_FOLDER) or os.environ[_OUR_FOLDER]
-        key = mmap_key(metric, metric + suffix, ["layer", "kv_head"], labels, text)
-        file = _file(folder)
-        value, _ = file.read_value(key)
-        file.write_value(key, value + amount, time.time())
+
+class Traversal:
+    """How far attention that may stop reads: counters on the device, and their way to the metrics.
+
+    Kernels add to the counters. Now and then they are copied to the host, behind the step that is running and without
+    waiting for it; what has arrived is written when a later step begins.
+    """
+
+    def __init__(self, layers: list[int], first_kv_head: int, num_kv_heads: int, device: torch.device) -> None:
+        self.layers = layers
+        self.first_kv_head = first_kv_head
+        shape = len(layers), num_kv_heads, 4
+        self.counters = torch.zeros(shape, dtype=torch.int64, device=device)
+        self.arrived = torch.zeros(shape, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.copied: torch.cuda.Event | None = None
+        self.written = -math.inf
+
+    def publish(self) -> None:
+        """To be called when a step begins."""
+        now = time.monotonic()
+        if self.copied is not None:
+            if self.copied.query():
+                self.copied = None
+                self._write()
+        elif now - self.written >= _SECONDS_BETWEEN_WRITES:
+            self.written = now
+            self.arrived.copy_(self.counters, non_blocking=True)
+            if self.counters.is_cuda:
+                self.copied = torch.cuda.Event()
+                self.copied.record()
+            else:
+                self._write()
+
+    def _write(self) -> None:
+        for layer, heads in zip(self.layers, self.arrived.tolist(), strict=True):
+            for head, counted in enumerate(heads):
+                labels = [str(layer), str(self.first_kv_head + head)]
+                for metric, text, *columns in _TRAVERSAL:
+                    for suffix, column in zip(("_sum", "_count"), columns, strict=True):
+                        file, key = _entry(metric, suffix, labels, text)
+                        file.write_value(key, float(counted[column]), time.time())
+
+
+def _entry(metric: str, suffix: str, labels: list[str], text: str) -> tuple[MmapedDict, str]:
+    """The file of this process and the key of a number in it."""
+    folder = os.environ.get(_VLLM_FOLDER) or os.environ[_OUR_FOLDER]
+    return _file(folder), mmap_key(metric, metric + suffix, ["layer", "kv_head"], labels, text)

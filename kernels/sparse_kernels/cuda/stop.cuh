@@ -131,27 +131,22 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
                 tokens[n] = Attend::template read<true>(rows, at.block, at.token, valid[n], lane);
             }
         };
-        auto add = [&]() {
-            if (count) attention.add(shared.query, tokens, valid, count, scale, softcap, lane);
-        };
-        if (stopping) {
-            if (rank == 0 && warp == 0) {
-                attention.clear();
+        if (stopping && rank == 0 && warp == 0) {
+            attention.clear();
 #pragma unroll 1
-                for (int i = 0; i < tail_tiles; i++) {
-                    TokenTile at = locate(page_tiles + i, page_tiles);
-                    typename Attend::Tokens one[1] = {Attend::read(rows, at.block, at.token, at.valid, lane)};
-                    int valid_one[1] = {at.valid};
-                    attention.add(shared.query, one, valid_one, 1, scale, softcap, lane);
-                }
-                watch(looks.tail, attention, lane);
-                __syncwarp();
-#pragma unroll 1
-                for (int peer = 1; peer < CLUSTER; peer++)
-#pragma unroll 1
-                    for (int i = lane; i < sizeof(looks.tail) / 4; i += WARP)
-                        Peers::store((float*)looks.tail + i, peer, ((const float*)looks.tail)[i]);
+            for (int i = 0; i < tail_tiles; i++) {
+                TokenTile at = locate(page_tiles + i, page_tiles);
+                typename Attend::Tokens one[1] = {Attend::read(rows, at.block, at.token, at.valid, lane)};
+                int valid_one[1] = {at.valid};
+                attention.add(shared.query, one, valid_one, 1, scale, softcap, lane);
             }
+            watch(looks.tail, attention, lane);
+            __syncwarp();
+#pragma unroll 1
+            for (int peer = 1; peer < CLUSTER; peer++)
+#pragma unroll 1
+                for (int i = lane; i < sizeof(looks.tail) / 4; i += WARP)
+                    Peers::store((float*)looks.tail + i, peer, ((const float*)looks.tail)[i]);
         }
         attention.clear();
         float before[HEADS_PER_WARP];
@@ -160,19 +155,20 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
             return !stopping || from + TILES >= visited ? visited + tail_tiles : from + TILES;
         };
         auto first_of = [&](int from) { return from + (chain - from & CHAINS - 1); };
-        read(first_of(0), end_of(0));
+        int from = 0, i = first_of(0), end = end_of(0);
+        read(i, end);
 #pragma unroll 1
-        for (int from = 0, wave = 0;; from += TILES, wave++) {
-            int end = end_of(from);
-            add();
-#pragma unroll 1
-            for (int i = first_of(from) + READS * CHAINS; i < end; i += READS * CHAINS) {
-                read(i, end);
-                add();
+        for (int wave = 0;;) {
+            if (count) attention.add(shared.query, tokens, valid, count, scale, softcap, lane);
+            i += READS * CHAINS;
+            bool same_wave = i < end;
+            if (!same_wave) {
+                if (!stopping || from + TILES >= visited) break;
+                from += TILES, i = first_of(from), end = end_of(from);
             }
-            if (!stopping || from + TILES >= visited) break;
             // The next wave is on its way while this one is looked at.
-            read(first_of(from + TILES), end_of(from + TILES));
+            read(i, end);
+            if (same_wave) continue;
             if (working) watch(looks.chains[warp], attention, lane);
             __syncthreads();
             tell(looks, wave, rank, warp, lane);
@@ -194,9 +190,10 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
 #pragma unroll
             for (int h = 0; h < GROUP; h++) stable &= looks.stable[h] != 0;
             consecutive = stable ? consecutive + 1 : 0;
-            if (rule.patience && consecutive >= rule.patience && from + TILES >= rule.least_tiles) {
-                visited = from + TILES;
-                read(first_of(visited), end_of(visited));
+            wave++;
+            if (rule.patience && consecutive >= rule.patience && from >= rule.least_tiles) {
+                visited = from, end = end_of(from);
+                read(i, end);
             }
         }
         if (working) Chained::publish(shared, values, attention, chain, lane);

@@ -10,7 +10,7 @@ from sparse_kernels.page_topk import best_first
 from sparse_kernels.page_topk.reference import select_pages
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention.reference import attend_pages
-from sparse_kernels.termination import StopRule
+from sparse_kernels.termination import StopRule, count_visits
 from sparse_kernels.termination.reference import visited_pages
 
 
@@ -78,10 +78,6 @@ def sparse_decode(
             if visited is not None:
                 visited[token] = count[0]
             if counters is not None and not whole:
-                read = count * keys.page_size
-                blocks = (read + rule.block_tokens - 1) // rule.block_tokens
-                tail = context % keys.page_size
-                row = torch.ones_like(read), blocks, read + tail, torch.full_like(read, context)
-                counters += torch.stack(row, dim=-1)[0]
+                counters += count_visits(count, tokens, keys.page_size, rule.block_tokens)
         attended = attend_pages(grouped, keys, values, table, tokens, pages, factor, sinks, softcap)
         out[token] = (attended[0] * (1.0 if value_scale is None else value_scale)).to(out.dtype)

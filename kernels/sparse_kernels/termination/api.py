@@ -57,3 +57,21 @@ def visited_pages(
 
         implementation = cpu.visited_pages
     return implementation(query, keys, values, block_table, context_lens, pages, scale, rule, sinks, softcap)
+
+
+def count_visits(visited: torch.Tensor, context_lens: torch.Tensor, page_size: int, block_tokens: int) -> torch.Tensor:
+    """What a step adds to the counters of its KV heads.
+
+    Args:
+        visited: `[num_tokens, num_kv_heads]` integer, pages visited.
+        context_lens: `[num_tokens]` integer.
+        page_size: tokens per page.
+        block_tokens: tokens of a block.
+
+    Returns:
+        `[num_kv_heads, 4]` int64: rows, blocks visited, tokens read, tokens of the contexts.
+    """
+    tokens = visited.long() * page_size
+    blocks = (tokens + block_tokens - 1) // block_tokens
+    contexts = context_lens.long()[:, None].expand_as(tokens)
+    return torch.stack([torch.ones_like(tokens), blocks, tokens + contexts % page_size, contexts], dim=-1).sum(dim=0)
