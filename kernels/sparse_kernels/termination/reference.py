@@ -40,8 +40,8 @@ def partial_outputs(
     weighted = torch.einsum("rgbn,rbnd->rbgd", by_block, attended[:, :whole].double().unflatten(1, (-1, block_tokens)))
     weighted = weighted.cumsum(dim=1) + (weights[..., whole:] @ attended[:, whole:].double())[:, None]
     total = by_block.sum(dim=-1).cumsum(dim=-1) + weights[..., whole:].sum(dim=-1, keepdim=True) + sink
-    shape = num_tokens, num_kv_heads, *weighted.shape[1:]
-    return (weighted / total.transpose(1, 2)[..., None]).view(shape)
+    outputs: torch.Tensor = weighted / total.transpose(1, 2)[..., None]
+    return outputs.view(num_tokens, num_kv_heads, *outputs.shape[1:])
 
 
 def stop_blocks(partial: torch.Tensor, rule: StopRule, probe: list[int], least_blocks: int = 0) -> torch.Tensor:
