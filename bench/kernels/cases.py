@@ -120,8 +120,8 @@ class TopKCase:
 
 Case = DecodeCase | TopKCase
 
-DECODE_OPS = ("decode", "score", "attend", "write")
-OPS = ("decode", "topk", "score", "attend", "write")
+DECODE_OPS = ("decode", "score", "attend", "stop", "write")
+OPS = ("decode", "topk", "score", "attend", "stop", "write")
 """Most telling first: a run that is cut short has these."""
 
 

@@ -523,7 +523,7 @@ def test_art_is_dense_with_the_papers_rule():
     assert art.selection == DensePolicy()
     assert art.pages == EveryPage(sink_pages=0)
     assert art.pages.kv_read_share(4099, 64) == 1.0
-    assert art.stop_rule == StopRule(1e-5, 1e-3, 5, 256, 0)
+    assert art.stop_rule == StopRule(1e-5, 1e-3, 5, 512, 0)
     assert resolve({"termination": {"dense_sink_pages": 2}}, "art").stop_rule.least_pages == 2
 
 
@@ -532,7 +532,7 @@ def test_termination_goes_with_every_selection():
     unique = resolve({"selection": {"sink_pages": 2, "recent_pages": 3}, "termination": {}}, "unique")
     assert unique.stop_rule == StopRule(1e-5, 1e-3, 5, 64, 5)
     streaming = resolve({"selection": {"policy": "streaming_llm", "sink_pages": 4}}, "art")
-    assert streaming.stop_rule == StopRule(1e-5, 1e-3, 5, 256, 4)
+    assert streaming.stop_rule == StopRule(1e-5, 1e-3, 5, 512, 4)
 
 
 def test_traversal_is_sinks_then_newest_first():

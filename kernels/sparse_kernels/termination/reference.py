@@ -21,7 +21,7 @@ def partial_outputs(
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """o(t) for every block t: `[num_tokens, num_kv_heads, blocks, group_size, head_size]`, sums in float64.
+    """o(t) for every block t: `[num_tokens, num_kv_heads, blocks, group_size, head_size]`, sums of blocks in float64.
 
     Arguments are those of `api.visited_pages`. Behind the last block of a row o(t) stays as it is.
     """
@@ -33,13 +33,13 @@ def partial_outputs(
     if sinks is not None:
         sink = sinks.float().view(num_kv_heads, group_size, 1).repeat(num_tokens, 1, 1)
         largest = torch.maximum(largest, sink)
-    weights, sink = (logits - largest).double().exp(), (sink - largest).double().exp()
+    weights, sink = (logits - largest).exp(), (sink - largest).exp()
     # The incomplete page is the last of these; it and a learned sink are part of every o(t).
     whole = logits.shape[-1] - keys.page_size
     by_block = weights[..., :whole].unflatten(-1, (-1, block_tokens))
-    weighted = torch.einsum("rgbn,rbnd->rbgd", by_block, attended[:, :whole].double().unflatten(1, (-1, block_tokens)))
-    weighted = weighted.cumsum(dim=1) + (weights[..., whole:] @ attended[:, whole:].double())[:, None]
-    total = by_block.sum(dim=-1).cumsum(dim=-1) + weights[..., whole:].sum(dim=-1, keepdim=True) + sink
+    weighted = torch.einsum("rgbn,rbnd->rbgd", by_block, attended[:, :whole].unflatten(1, (-1, block_tokens)))
+    weighted = weighted.double().cumsum(dim=1) + (weights[..., whole:] @ attended[:, whole:])[:, None]
+    total = by_block.sum(dim=-1).double().cumsum(dim=-1) + weights[..., whole:].sum(dim=-1, keepdim=True) + sink
     outputs: torch.Tensor = weighted / total.transpose(1, 2)[..., None]
     return outputs.view(num_tokens, num_kv_heads, *outputs.shape[1:])
 
