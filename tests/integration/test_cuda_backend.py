@@ -64,7 +64,7 @@ def builder(monkeypatch):
     made.any_dense_layer = False
     made.any_sparse_layer = True
     made.sampler = StepSampler(0)
-    made.group_counts = None
+    made.counts = []
     made.dense_requests = torch.zeros(16, dtype=torch.bool)
     made.any_dense_request = False
     return made
@@ -91,7 +91,7 @@ def layer(request, monkeypatch):
     made.sinks = made.sink_logits = made.bound_to = None
     made.selects = True
     preset = getattr(request, "param", "unique")
-    budget = {} if preset == "dense" else {"selection": {"budget_tokens": 64}}
+    budget = {} if preset in ("dense", "art") else {"selection": {"budget_tokens": 64}}
     sparse = resolve({**budget, "min_context_tokens": 0}, preset)
     made.configure(sparse, BLOCK, sparse.selection.statistics_layout(SIZE, 2))
     return made
@@ -205,7 +205,7 @@ def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
         assert pages[..., -1].eq(context // 8 - 1).all()
 
 
-@pytest.mark.parametrize("layer", ["unique", "quest", "streaming_llm", "dense"], indirect=True)
+@pytest.mark.parametrize("layer", ["unique", "quest", "streaming_llm", "dense", "art"], indirect=True)
 @pytest.mark.parametrize("selects", [True, False])
 def test_skipped_groups_are_zero_and_others_keep_their_bits(layer, builder, selects):
     if selects and layer.selection is None:

@@ -443,7 +443,7 @@ def test_a_lost_device_ends_the_run(workload):
 def test_the_table_of_providers():
     assert tuple(PROVIDERS) == OPS
     for op in PROVIDERS.values():
-        assert op.subject in ("unique", "sinkrouter", "unique, routed")
+        assert op.subject in ("unique", "sinkrouter", "unique, routed", "art")
         names = [each.name for each in op.providers]
         assert len(set(names)) == len(names) > 1
 
