@@ -159,6 +159,20 @@ def test_a_decode_batch_needs_no_plan_of_flash_attention(builder, monkeypatch):
     assert [decode.tokens for decode in metadata.decode] == [slice(0, 8)]
 
 
+def test_dense_attention_that_stops_reads_no_further_and_counts(layer, builder):
+    loose = {"scale_tolerance": 1000.0, "direction_tolerance": 16.0, "block_tokens": 64}
+    for patience in (0, 1):
+        settings = {"termination": loose | {"patience": patience}, "min_context_tokens": 0}
+        layer.configure(resolve(settings, "art"), BLOCK, None)
+        layer.bound_to, layer.counters = None, torch.zeros(HEADS, 4, dtype=torch.int64)
+        output, dense, _ = run(layer, builder, common_metadata([1, 1], [300, 500], [False, False]))
+        close = [torch.allclose(mine, whole, atol=2e-2, rtol=2e-2) for mine, whole in zip(output, dense, strict=True)]
+        assert close == [patience == 0] * 2
+        # All of 18 and 31 pages of 16 tokens, in blocks of 4; or two blocks of each.
+        tokens = 2 * 128 + 300 % 16 + 500 % 16 if patience else 800
+        assert layer.counters.tolist() == [[2, 4 if patience else 13, tokens, 800]] * HEADS
+
+
 def test_padded_requests_of_a_graph_are_one_run_with_the_rest(builder):
     common = common_metadata([1, 1], [300, 500], [False, False])
     start = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32)

@@ -242,6 +242,10 @@ REFUSED = {
         ["--additional-config", '{"sparse_attention": {"selection": {"policy": "dense"}}}'],
         "sparse_attention.selection.budget_tokens: unknown key, allowed: policy",
     ),
+    "termination": (
+        ["--additional-config", '{"sparse_attention": {"termination": {}}}'],
+        "sparse_attention.termination: got a rule, allowed: null, as selections are judged alone",
+    ),
     "settings": (["--additional-config", '{"sparse_attention": 5}'], "sparse_attention: got 5, allowed: a JSON object"),
     "layer": (["--layer", "8"], "layer: got 8, allowed: 0 to 7"),
     "model": (["--model", "/nonexistent"], "model: got '/nonexistent', allowed: a folder with a config.json "),

@@ -143,6 +143,8 @@ def _compared(backend: str, additional_config: str, budgets: list[int]) -> _Comp
         resolved = resolve(merged, BACKENDS[backend.upper()])
         if not isinstance(resolved.selection, Selection):
             raise ConfigurationError(f"{KEY}.selection.policy: got 'dense', allowed: one that selects pages")
+        if resolved.stop_rule is not None:
+            raise ConfigurationError(f"{KEY}.termination: got a rule, allowed: null, as selections are judged alone")
         selections.append(resolved.selection)
     return _Compared(backend.lower(), resolved.config.first_dense_layers, selections)
 
