@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from sparse_kernels.page_statistics import KINDS
 from sparse_kernels.page_statistics.reference import quantise, summarise
 from sparse_kernels.sparse_attention import attend_pages
 from support.layer import LayerHarness, Request
@@ -24,11 +23,16 @@ def expected_sparse(harness: LayerHarness, request: Request, token: int = -1, dt
     page_size, pages = selection.page_size, context // selection.page_size
     query = request.fresh[token].unflatten(0, (harness.num_kv_heads, -1))
     paged = request.keys[: pages * page_size].unflatten(0, (pages, page_size)).transpose(1, 2)
-    kind = KINDS[selection.statistics_kind]
+    kind = selection.statistics_layout(query.shape[-1], 2).kind
     vectors, spread = summarise(kind, paged)
-    stored, scales = quantise(vectors, torch.int8)
+    if kind.codes:
+        packed, steps = kind.codes.pack(vectors)
+        stored, scales = kind.codes.unpack(packed), steps.repeat_interleave(kind.codes.per_byte, dim=-1)
+    else:
+        stored, scales = quantise(vectors, torch.int8)
     features = kind.features(query.float(), selection.std_weight)
-    raw = (torch.einsum("hgvd,phvd->hgpv", features, stored.float()) * scales.float().transpose(0, 1)[:, None]).sum(-1)
+    products = torch.einsum("hgvd,phvd->hgpv", features, stored.float())
+    raw = kind.combine(products * scales.float().transpose(0, 1)[:, None])
     if spread is not None:
         raw += selection.std_weight * query.float().norm(dim=-1)[..., None] * spread.bfloat16().float().T[:, None]
     score = raw.amax(dim=1).bfloat16()
