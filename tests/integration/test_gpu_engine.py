@@ -92,6 +92,10 @@ def test_needles_are_found(questions: list[Question], answers: list[tuple[int, .
         pytest.param({"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}, id="full graphs"),
         pytest.param({"tensor_parallel_size": 2}, id="two GPUs"),
         pytest.param({"additional_config": {"sparse_attention": NEVER}}, id="a rule that never stops"),
+        pytest.param(
+            {"additional_config": {"sparse_attention": NEVER | {"routing": {"threshold": 1.5, "dense_layers": 0}}}},
+            id="a rule that never stops, routing that skips nothing",
+        ),
     ],
 )
 def test_the_engine_keeps_the_answers(

@@ -53,7 +53,7 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
               // k of 0: every page. Per token and head the pages visited; per head the rows, blocks visited, tokens read
               // and tokens of the contexts of all stoppable rows so far.
               , float scale_tolerance, float direction_tolerance, int patience, int least_pages, int* visited_pages,
-              i64* counters
+              u64* counters
 #endif
 ) {
     extern __shared__ __align__(16) u8 memory[];
@@ -195,11 +195,11 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
     if (rank == 0 && thread == 0) {
         if (visited_pages) visited_pages[row] = visited / TILES_PER_PAGE;
         if (counters && stopping) {
-            unsigned long long* of_head = (unsigned long long*)counters + 4 * head;
-            atomicAdd(of_head, 1ull);
-            atomicAdd(of_head + 1, (unsigned long long)ceil_div(visited, STOP_TILES));
-            atomicAdd(of_head + 2, (unsigned long long)(8 * visited + tail));
-            atomicAdd(of_head + 3, (unsigned long long)context);
+            u64* of_head = counters + 4 * head;
+            atomicAdd(of_head, (u64)1);
+            atomicAdd(of_head + 1, (u64)ceil_div(visited, STOP_TILES));
+            atomicAdd(of_head + 2, (u64)(8 * visited + tail));
+            atomicAdd(of_head + 3, (u64)context);
         }
     }
 #else
