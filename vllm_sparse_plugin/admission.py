@@ -12,7 +12,6 @@ from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
 from vllm_sparse_plugin.diagnostics.live import expose
 from vllm_sparse_plugin.errors import ConfigurationError, choices
-from vllm_sparse_plugin.policies import Selection
 from vllm_sparse_plugin.routing import Routing, identify
 
 if TYPE_CHECKING:
@@ -79,7 +78,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     config = resolve(settings, backends[name])
     for field, got, allowed in _unsupported(vllm_config, config):
         raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
-    if config.config.diagnostics.sample_every or config.routing:
+    if config.config.diagnostics.sample_every or config.routing or config.stop_rule:
         expose()
 
 
@@ -112,7 +111,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         dtypes = (torch.bfloat16,) if on_cpu else (torch.bfloat16, torch.float16)
         expect(model.dtype in dtypes, "dtype", _short(model.dtype), choices(tuple(map(_short, dtypes))))
         if on_cuda and config.is_sparse:
-            _expect_cuda_shapes(expect, vllm_config, config.pages, (capability[0], capability[1]))
+            _expect_cuda_shapes(expect, vllm_config, config, (capability[0], capability[1]))
         if config.routing is not None:
             _expect_routable(expect, vllm_config, config.routing)
         if not found:
@@ -150,7 +149,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
 def _expect_cuda_shapes(
     expect: Callable[[bool, str, Any, str], None],
     vllm_config: VllmConfig,
-    pages: Selection | None,
+    config: ResolvedConfig,
     capability: tuple[int, int],
 ) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -159,6 +158,7 @@ def _expect_cuda_shapes(
     heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
     group = heads // kv_heads
     expect(group <= CUDA_MAX_GROUP, "query heads to a KV head", group, f"up to {CUDA_MAX_GROUP}")
+    pages = config.pages
     if pages is None:
         return
     layout = pages.statistics_layout(head_size, 2)
@@ -167,12 +167,14 @@ def _expect_cuda_shapes(
     means = getattr(pages, "statistics", None)
     expect(means != "fp8" or capability >= (8, 9), "selection.statistics", means, "int8 or bf16 on this GPU")
     old = capability < (9, 0)
+    expect(not old or config.stop_rule is None, f"{KEY}.termination", "a rule", "null on this GPU")
     width, widest = group * head_size, CUDA_MAX_OLD_WIDTH
     expect(not old or width <= widest, "query heads to a KV head times head size", width, f"up to {widest} on this GPU")
     longest = (CUDA_MAX_OLD_PAGES if old else CUDA_MAX_PAGES) * pages.page_size
     expect(model.max_model_len <= longest, "max_model_len", model.max_model_len, f"up to {longest}")
-    budget, most = pages.budget_tokens, CUDA_MAX_BUDGET_PAGES * pages.page_size
-    expect(budget <= most, "budget_tokens", budget, f"up to {most} (pages of {pages.page_size} tokens)")
+    most = CUDA_MAX_BUDGET_PAGES * pages.page_size
+    fits = pages.budget_pages <= CUDA_MAX_BUDGET_PAGES
+    expect(fits, "budget_tokens", pages.budget_tokens, f"up to {most} (pages of {pages.page_size} tokens)")
 
 
 def _expect_routable(expect: Callable[[bool, str, Any, str], None], vllm_config: VllmConfig, routing: Routing) -> None:

@@ -20,11 +20,13 @@ from annotated_types import Ge, Le
 from pydantic import Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
+from sparse_kernels.termination import StopRule
 
 from vllm_sparse_plugin.errors import ConfigurationError, choices
-from vllm_sparse_plugin.policies import POLICIES, Policy, Selection, UniqueSelection
+from vllm_sparse_plugin.policies import POLICIES, EveryPage, Policy, Selection, UniqueSelection
 from vllm_sparse_plugin.policies.base import Section
 from vllm_sparse_plugin.routing import Routing
+from vllm_sparse_plugin.termination import Termination
 
 KEY = "sparse_attention"
 """Key of our settings in vLLM's `--additional-config`."""
@@ -49,6 +51,8 @@ class SparseAttentionConfig(Section):
     """Which pages a decode step reads."""
     routing: Routing | None = None
     """Which KV groups a decode step skips; None for none."""
+    termination: Termination | None = None
+    """When a decode step stops reading; None for never."""
     first_dense_layers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Leading layers that stay dense."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
@@ -60,6 +64,7 @@ class SparseAttentionConfig(Section):
 _SECTIONS: dict[str, dict[str, FieldInfo]] = {
     "selection": {field.alias or name: field for policy in POLICIES for name, field in policy.model_fields.items()},
     "routing": dict(Routing.model_fields),
+    "termination": dict(Termination.model_fields),
     "diagnostics": dict(Diagnostics.model_fields),
 }
 """Fields of the parts of the configuration that are mappings, by the keys a user writes."""
@@ -86,8 +91,18 @@ class ResolvedConfig:
 
     @property
     def pages(self) -> Selection | None:
-        """The selection part if it chooses pages; None if it reads everything."""
-        return self.selection if isinstance(self.selection, Selection) else None
+        """The selection part if it chooses pages, all of them where dense attention may stop; None if everything is
+        read."""
+        if isinstance(self.selection, Selection):
+            return self.selection
+        termination = self.config.termination
+        return EveryPage(sink_pages=termination.dense_sink_pages) if termination else None
+
+    @property
+    def stop_rule(self) -> StopRule | None:
+        """When attention to selected pages stops; None if it does not."""
+        termination, pages = self.config.termination, self.pages
+        return termination.rule(pages) if termination and pages else None
 
     @property
     def is_sparse(self) -> bool:

@@ -12,6 +12,7 @@ BACKENDS: dict[str, str] = {
     "STREAMING_LLM": "streaming_llm",
     "DENSE": "dense",
     "SINKROUTER": "sinkrouter",
+    "ART": "art",
 }
 """Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
 

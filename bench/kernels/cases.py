@@ -124,8 +124,8 @@ class TopKCase:
 
 Case = DecodeCase | TopKCase
 
-DECODE_OPS = ("decode", "route", "route_unique", "score", "attend", "write")
-OPS = ("decode", "route", "route_unique", "topk", "score", "attend", "write")
+DECODE_OPS = ("decode", "route", "route_unique", "score", "attend", "stop", "write")
+OPS = ("decode", "route", "route_unique", "topk", "score", "attend", "stop", "write")
 """Most telling first: a run that is cut short has these."""
 _OF_ONE_GROUP = ("route", "route_unique", "topk", "write")
 """Measured with the first group size alone."""

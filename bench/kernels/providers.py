@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from sparse_kernels.page_statistics import STATISTICS_FORMATS, RecordFormat
+from sparse_kernels.termination import StopRule
 
 from bench.kernels import checks, traffic
 from bench.kernels.cases import Case, DecodeCase, Geometry
@@ -23,6 +24,8 @@ Call = Callable[[], Any]
 _NUM_SPLITS = 32
 """vLLM's `flash_attn_max_num_splits_for_cuda_graph`."""
 _FLASHINFER_WORKSPACE = 512 << 20
+ART = StopRule(scale_tolerance=1e-5, direction_tolerance=1e-3, patience=5, block_tokens=512)
+"""The paper's rule, in blocks of which every chain of summation reads two tiles."""
 
 
 def imported(*names: str) -> Callable[[], list[Any]]:
@@ -138,6 +141,27 @@ def _fused(loaded: list[Any], inputs: DecodeInputs, skipped_groups: int | None =
         std_weight=geometry.std_weight,
         scale=geometry.scale,
         routing=routing,
+    )
+
+
+def _stopping(loaded: list[Any], inputs: DecodeInputs, rule: StopRule | None) -> Call:
+    """Dense attention by our kernel, newest tokens first under a rule."""
+    (sparse_decode,) = loaded
+    geometry = inputs.geometry
+    return lambda: sparse_decode(
+        inputs.query,
+        inputs.keys,
+        inputs.values,
+        None,
+        inputs.block_table,
+        inputs.seq_lens,
+        k=None if rule else geometry.k,
+        sink_pages=0,
+        recent_pages=0,
+        std_weight=0.0,
+        scale=geometry.scale,
+        dense_tokens=0 if rule else inputs.case.context,
+        rule=rule,
     )
 
 
@@ -439,6 +463,39 @@ PROVIDERS: dict[str, Op[Any]] = {
                 lambda loaded, inputs: _flash_attention(loaded, inputs, checks.selected_lengths(inputs)),
                 checks.dense_prefix,
                 traffic.selected_tokens,
+            ),
+        ),
+    ),
+    "stop": Op(
+        Workload.recent_inputs,
+        (
+            Provider(
+                "art",
+                imported(_SPARSE_DECODE),
+                lambda loaded, inputs: _stopping(loaded, inputs, ART),
+                checks.dense,
+                traffic.dense,
+            ),
+            Provider(
+                "art that never stops",
+                imported(_SPARSE_DECODE),
+                lambda loaded, inputs: _stopping(loaded, inputs, ART._replace(patience=0)),
+                checks.dense,
+                traffic.dense,
+            ),
+            Provider(
+                "our dense attention",
+                imported(_SPARSE_DECODE),
+                lambda loaded, inputs: _stopping(loaded, inputs, None),
+                checks.dense,
+                traffic.dense,
+            ),
+            Provider(
+                "FlashAttention 3",
+                _load_flash_attention,
+                lambda loaded, inputs: _flash_attention(loaded, inputs, inputs.lengths),
+                checks.dense,
+                traffic.dense,
             ),
         ),
     ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from sparse_kernels.group_routing import GroupRouting
@@ -21,6 +21,9 @@ _FILL_BLOCKS = 1024
 _NEEDLE_LENGTH = 10.0
 """How far a needle's keys are moved towards the query. Random scores at 128 dimensions have a standard deviation of
 about 4 and a needle gains 110, so the selection leaves no page to rounding."""
+_RECENT_LENGTH = 3.0
+"""How many times its newest key a query is. At 128 dimensions that key has a logit of about 34 and 512K others, whose
+logits have a standard deviation of 3, a total weight of exp(18)."""
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,17 @@ class Workload:
             slots=blocks * geometry.block_size + offsets,
             pages=self._random_pages(lengths // geometry.page_size),
         )
+
+    def recent_inputs(self, case: DecodeCase) -> DecodeInputs:
+        """A decode step of mostly recent heads: of four KV heads three look for a key among the newest tokens.
+
+        Their queries are that key times a number, so large that all other tokens of the context together have less
+        than a millionth of the weight; the queries of every fourth head are normally distributed, and see everything.
+        """
+        inputs = self.decode_inputs(case)
+        recent = torch.arange(self.geometry.num_kv_heads, device=self.device) % 4 != 3
+        query = torch.where(recent[:, None, None], _RECENT_LENGTH * inputs.new_keys[:, :, None], inputs.grouped_query)
+        return replace(inputs, query=query.flatten(1, 2).to(inputs.query.dtype))
 
     def topk_inputs(self, case: TopKCase) -> TopKInputs:
         """Random scores, and block tables of the length that goes with them."""

@@ -7,6 +7,10 @@ import numpy as np
 
 FASTMATH = {"reassoc", "contract"}
 """Reassociation lets the compiler use vector registers; NaN and infinity keep their meaning."""
+_UNROLLED = 8
+"""Products summed in registers before the sum goes back to memory; divides every page and head size."""
+CHUNK_TOKENS = 64
+"""Tokens whose keys or values are unpacked before anything is computed with them: long rows, still in the cache."""
 
 
 @numba.njit(nogil=True, forceinline=True)
@@ -49,3 +53,32 @@ def unpack_page(location, length, step, block, head, within, unpacked, row, colu
         to_row, to = np.uint64(row + run // runs_per_row), np.uint64(column + run % runs_per_row * length)
         for i in range(length):
             unpacked[to_row, to + np.uint64(i)] = widen(elements[first + np.uint64(i * step)])
+
+
+@numba.njit(nogil=True, fastmath=FASTMATH, forceinline=True)
+def add_products(weights, offset, rows, sums, column):
+    """Adds to each row of `sums`, from `column` on, the sum of `rows` weighted by `weights` from `offset` on."""
+    for first in range(0, rows.shape[0], _UNROLLED):
+        for g in range(sums.shape[0]):
+            for i in range(rows.shape[1]):
+                total = sums[g, np.uint64(column + i)]
+                for j in range(_UNROLLED):
+                    total += weights[g, np.uint64(offset + first + j)] * rows[np.uint64(first + j), np.uint64(i)]
+                sums[g, np.uint64(column + i)] = total
+
+
+@numba.njit(nogil=True, forceinline=True)
+def exp(x):
+    """exp(x) for x <= 0 within 2 units in the last place; vectorises, which a call of the C library does not."""
+    # exp(x) = 2**n * exp(r) with |r| <= ln(2) / 2, and ln(2) in two parts to subtract n of it exactly.
+    n = np.rint(x * np.float32(1.44269504))
+    r = (x - n * np.float32(0.693359375)) + n * np.float32(2.12194440e-4)
+    y = np.float32(1.9875691500e-4)
+    y = y * r + np.float32(1.3981999507e-3)
+    y = y * r + np.float32(8.3334519073e-3)
+    y = y * r + np.float32(4.1665795894e-2)
+    y = y * r + np.float32(1.6666665459e-1)
+    y = y * r + np.float32(0.5)
+    y = y * r * r + r + np.float32(1)
+    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
+    return np.float32(0) if x < np.float32(-87) else y * power

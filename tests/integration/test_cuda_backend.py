@@ -64,7 +64,7 @@ def builder(monkeypatch):
     made.any_dense_layer = False
     made.any_sparse_layer = True
     made.sampler = StepSampler(0)
-    made.group_counts = None
+    made.counts = []
     made.dense_requests = torch.zeros(16, dtype=torch.bool)
     made.any_dense_request = False
     return made
@@ -91,7 +91,7 @@ def layer(request, monkeypatch):
     made.sinks = made.sink_logits = made.bound_to = None
     made.selects = True
     preset = getattr(request, "param", "unique")
-    budget = {} if preset == "dense" else {"selection": {"budget_tokens": 64}}
+    budget = {} if preset in ("dense", "art") else {"selection": {"budget_tokens": 64}}
     sparse = resolve({**budget, "min_context_tokens": 0}, preset)
     made.configure(sparse, BLOCK, sparse.selection.statistics_layout(SIZE, 2))
     return made
@@ -159,6 +159,20 @@ def test_a_decode_batch_needs_no_plan_of_flash_attention(builder, monkeypatch):
     assert [decode.tokens for decode in metadata.decode] == [slice(0, 8)]
 
 
+def test_dense_attention_that_stops_reads_no_further_and_counts(layer, builder):
+    loose = {"scale_tolerance": 1000.0, "direction_tolerance": 16.0, "block_tokens": 64}
+    for patience in (0, 1):
+        settings = {"termination": loose | {"patience": patience}, "min_context_tokens": 0}
+        layer.configure(resolve(settings, "art"), BLOCK, None)
+        layer.bound_to, layer.counters = None, torch.zeros(HEADS, 4, dtype=torch.int64)
+        output, dense, _ = run(layer, builder, common_metadata([1, 1], [300, 500], [False, False]))
+        close = [torch.allclose(mine, whole, atol=2e-2, rtol=2e-2) for mine, whole in zip(output, dense, strict=True)]
+        assert close == [patience == 0] * 2
+        # All of 18 and 31 pages of 16 tokens, in blocks of 4; or two blocks of each.
+        tokens = 2 * 128 + 300 % 16 + 500 % 16 if patience else 800
+        assert layer.counters.tolist() == [[2, 4 if patience else 13, tokens, 800]] * HEADS
+
+
 def test_padded_requests_of_a_graph_are_one_run_with_the_rest(builder):
     common = common_metadata([1, 1], [300, 500], [False, False])
     start = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32)
@@ -205,7 +219,7 @@ def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
         assert pages[..., -1].eq(context // 8 - 1).all()
 
 
-@pytest.mark.parametrize("layer", ["unique", "quest", "streaming_llm", "dense"], indirect=True)
+@pytest.mark.parametrize("layer", ["unique", "quest", "streaming_llm", "dense", "art"], indirect=True)
 @pytest.mark.parametrize("selects", [True, False])
 def test_skipped_groups_are_zero_and_others_keep_their_bits(layer, builder, selects):
     if selects and layer.selection is None:

@@ -195,6 +195,33 @@ def test_statistics_survive_random_schedules(backend):
     assert min(seen[kind] for kind in ("pages", "decodes", "chunks", "hits", "preemptions")) > 0, seen
 
 
+def test_attention_that_stops_says_how_far_it_reads():
+    (question,) = build_questions(AutoTokenizer.from_pretrained(MODEL), "kv", 4096, 1, seed=5)
+    config = {"termination": {"scale_tolerance": 1e-3, "block_tokens": 64}, "min_context_tokens": 0}
+    with run_server("art", settings("art", config=config), Console()) as client:
+        answer = ask(client, question.prompt)[0]
+        for _ in range(100):
+            # Counters are written now and then.
+            if metric(client, "vllm_sparse_kv_read_share_count"):
+                break
+            ask(client, question.prompt, max_tokens=64, ignore_eos=True)
+        read, context, blocks, rows = (
+            metric(client, f"vllm_sparse_{name}")
+            for name in (
+                "kv_read_share_sum",
+                "kv_read_share_count",
+                "traversal_blocks_sum",
+                "traversal_blocks_count",
+            )
+        )
+    assert json.loads(answer)
+    assert 0 < read < context
+    # 8 layers of 2 KV heads, in every step the same number.
+    assert rows % 16 == 0
+    assert context > 4000 * rows
+    assert 64 * blocks > read - 15 * rows
+
+
 def test_a_server_with_bad_settings_ends_with_one_sentence():
     with (
         pytest.raises(ServerError, match=r"exit code 2") as caught,

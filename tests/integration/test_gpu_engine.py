@@ -20,6 +20,7 @@ pytestmark = [
 
 MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 CONTEXTS = (4096, 13_000)
+NEVER = {"termination": {"patience": 0, "block_tokens": 512}}
 GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
@@ -90,6 +91,11 @@ def test_needles_are_found(questions: list[Question], answers: list[tuple[int, .
         pytest.param({"max_num_seqs": 1}, id="one request at a time"),
         pytest.param({"compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}, id="full graphs"),
         pytest.param({"tensor_parallel_size": 2}, id="two GPUs"),
+        pytest.param({"additional_config": {"sparse_attention": NEVER}}, id="a rule that never stops"),
+        pytest.param(
+            {"additional_config": {"sparse_attention": NEVER | {"routing": {"threshold": 1.5, "dense_layers": 0}}}},
+            id="a rule that never stops, routing that skips nothing",
+        ),
     ],
 )
 def test_the_engine_keeps_the_answers(
@@ -111,4 +117,10 @@ def test_ngram_speculation_keeps_greedy_answers(questions: list[Question], answe
 
 def test_an_fp8_cache_finds_needles(questions: list[Question]) -> None:
     with engine(kv_cache_dtype="fp8") as llm:
+        assert share_correct(questions, ask(llm, questions)) >= 0.9
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+def test_dense_attention_that_stops_finds_needles(questions: list[Question], kv_cache_dtype: str) -> None:
+    with engine(attention_backend="art", kv_cache_dtype=kv_cache_dtype) as llm:
         assert share_correct(questions, ask(llm, questions)) >= 0.9

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from sparse_kernels.page_statistics import KINDS
 from sparse_kernels.page_statistics.reference import quantise, summarise
+from sparse_kernels.sparse_attention import attend_pages
 from support.layer import LayerHarness, Request
 from support.paged import assert_as_accurate, dense_attention
 
-from vllm_sparse_plugin.attention import packing
+from vllm_sparse_plugin.attention import cpu, packing
 from vllm_sparse_plugin.diagnostics.live import LayerQuality
 
 SMALL = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
@@ -23,11 +23,16 @@ def expected_sparse(harness: LayerHarness, request: Request, token: int = -1, dt
     page_size, pages = selection.page_size, context // selection.page_size
     query = request.fresh[token].unflatten(0, (harness.num_kv_heads, -1))
     paged = request.keys[: pages * page_size].unflatten(0, (pages, page_size)).transpose(1, 2)
-    kind = KINDS[selection.statistics_kind]
+    kind = selection.statistics_layout(query.shape[-1], 2).kind
     vectors, spread = summarise(kind, paged)
-    stored, scales = quantise(vectors, torch.int8)
+    if kind.codes:
+        packed, steps = kind.codes.pack(vectors)
+        stored, scales = kind.codes.unpack(packed), steps.repeat_interleave(kind.codes.per_byte, dim=-1)
+    else:
+        stored, scales = quantise(vectors, torch.int8)
     features = kind.features(query.float(), selection.std_weight)
-    raw = (torch.einsum("hgvd,phvd->hgpv", features, stored.float()) * scales.float().transpose(0, 1)[:, None]).sum(-1)
+    products = torch.einsum("hgvd,phvd->hgpv", features, stored.float())
+    raw = kind.combine(products * scales.float().transpose(0, 1)[:, None])
     if spread is not None:
         raw += selection.std_weight * query.float().norm(dim=-1)[..., None] * spread.bfloat16().float().T[:, None]
     score = raw.amax(dim=1).bfloat16()
@@ -248,6 +253,71 @@ def test_dense_is_vllms_own_attention(model, sinks):
         outputs.append([output for step in steps for output in step])
         assert harness.spec.num_states == harness.block_size, "no statistics, no rows"
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*outputs, strict=True))
+
+
+TERMINATION = {"scale_tolerance": 0.2, "direction_tolerance": 0.05, "patience": 1, "block_tokens": 64}
+COMPOSED = {
+    "unique": {"selection": {"budget_tokens": 512}},
+    "quest": {"selection": {"budget_tokens": 512}},
+    "streaming_llm": {"selection": {"budget_tokens": 512, "sink_pages": 2}},
+    "art": {},
+}
+
+
+def recent_query(request: Request, heads: int) -> torch.Tensor:
+    """A query that finds the newest keys."""
+    return request.keys[-3].repeat_interleave(heads // request.keys.shape[1], dim=0)[None] * 2
+
+
+@pytest.mark.parametrize("backend", COMPOSED)
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 3, 8).bfloat16()], ids=["plain", "sinks"])
+def test_a_stopped_step_is_exact_over_what_it_visited(model, backend, sinks, monkeypatch):
+    seen = []
+    monkeypatch.setattr(cpu, "attend_pages", lambda *arguments: seen.append(arguments[5]) or attend_pages(*arguments))
+    settings = COMPOSED[backend] | {"termination": TERMINATION, "min_context_tokens": 0}
+    extras = {} if sinks is None else {"sinks": sinks}
+    harness = LayerHarness(model, settings=settings, backend=backend, **extras)
+    request = harness.request(1003)
+    harness.step([(request, 1003)])
+    outputs = []
+    for query in (recent_query(request, 8), torch.zeros(1, 8, 64).bfloat16()):
+        key, value = torch.randn(2, 1, 2, 64).bfloat16()
+        (output,) = harness.step([(request, 1)], {0: (query, key, value)})
+        page_size, impl = harness.selection.page_size, harness.layer.impl
+        context = len(request.keys)
+        visible = torch.zeros(2, context, dtype=torch.bool)
+        visible[:, context // page_size * page_size :] = True
+        for head in range(2):
+            for page in seen[-1][0, head].tolist():
+                if page >= 0:
+                    visible[head, page * page_size : (page + 1) * page_size] = True
+        arguments = query[0].unflatten(0, (2, -1)), request.keys, request.values, impl.scale, visible, impl.sinks
+        exact, single = dense_attention(*arguments), dense_attention(*arguments, dtype=torch.float32)
+        assert_as_accurate(output[0], exact, single)
+        outputs.append(visible.sum(dim=1))
+        rows, blocks, tokens, contexts = harness.layer.impl.counters.T
+        assert rows.tolist() == [len(outputs)] * 2
+        assert tokens.tolist() == sum(outputs).tolist()
+        assert contexts.tolist() == [sum(range(context - len(outputs) + 1, context + 1))] * 2
+        assert (blocks * 64 + (page_size - 1) * len(outputs) >= tokens).all()
+    sharp, flat = outputs
+    assert (sharp < flat).all(), "a query of the newest tokens stops before one of all"
+
+
+@pytest.mark.parametrize("backend", COMPOSED)
+def test_without_patience_the_bits_are_those_without_termination(model, backend):
+    outputs = []
+    for termination in (TERMINATION | {"patience": 0}, None):
+        settings = COMPOSED[backend] | {"termination": termination, "min_context_tokens": 0}
+        harness = LayerHarness(model, settings=settings, backend=backend, seed=5)
+        request = harness.request(1003)
+        harness.step([(request, 1003)])
+        outputs.append(torch.cat([harness.step([(request, 1)])[0] for _ in range(10)]))
+    if backend == "art":
+        # Without termination vLLM's own kernel attends.
+        assert (outputs[0] - outputs[1]).abs().max() < DENSE_TOLERANCE
+    else:
+        assert torch.equal(*outputs)
 
 
 SAMPLED = {**SMALL, "diagnostics": {"sample_every": 2}}

@@ -100,6 +100,36 @@ def test_a_short_budget_does_not_exempt_from_routing(model):
             assert_as_accurate(found[active], exact[active], exact[active].float())
 
 
+@pytest.mark.parametrize("backend", POLICIES)
+def test_groups_that_are_left_stop_as_without_routing_and_they_alone_count(model, backend):
+    """A step at a time, within the budget (200 tokens) and beyond it (1003)."""
+    termination = {"scale_tolerance": 0.2, "direction_tolerance": 0.05, "patience": 1, "block_tokens": 64}
+    found = {}
+    for threshold in (1.5, 0.0):
+        settings = settings_of(backend, threshold, termination=termination)
+        if backend != "dense":
+            settings["selection"] = {"budget_tokens": 512}
+        harness = LayerHarness(model, settings=settings, backend=backend, layer_index=2)
+        requests = [harness.request(n) for n in (1003, 200)]
+        harness.step([(request, request.prompt_tokens) for request in requests])
+        found[threshold] = []
+        counters = harness.layer.impl.counters
+        for _ in range(8):
+            for request in requests:
+                before = counters.clone()
+                (output,) = harness.step([(request, 1)])
+                skipped = scores_of(request)[0] >= threshold
+                found[threshold].append((output[0].unflatten(0, (HEADS, -1)), skipped, counters - before))
+                within = backend != "dense" and request is requests[1]
+                assert (counters - before)[:, 0].tolist() == (~skipped & (not within)).long().tolist()
+    pages, stops = 0, 0
+    for (plain, _, all_counts), (routed, skipped, counts) in zip(*found.values(), strict=True):
+        assert torch.equal(routed, plain.masked_fill(skipped[:, None, None], 0))
+        assert torch.equal(counts, all_counts.masked_fill(skipped[:, None], 0))
+        pages, stops = pages + int(all_counts[:, 3].sum()), stops + int(all_counts[:, 2].sum())
+    assert 0 < stops < pages
+
+
 def test_layers_and_heads_have_their_thresholds(model):
     skipped = {}
     thresholds = [[2, 2], [2, 2], [-2, 2], [2, -2], *[[2, 2]] * 4]

@@ -14,6 +14,7 @@ from sparse_kernels.paging import PagedTensor
 from sparse_kernels.routed_attention.reference import routed_attention as reference_routed
 from sparse_kernels.sparse_attention.reference import attend_pages as reference_attention
 from sparse_kernels.sparse_decode.reference import sparse_decode as reference_decode
+from sparse_kernels.termination import StopRule, count_visits
 from support.paged import make_batch
 
 pytestmark = [
@@ -36,7 +37,7 @@ class Case:
     format: str = "int8"
     kind: str = "mean_and_spread"
     queries: int = 1
-    k: int = 64
+    k: int | None = 64
     dense_tokens: int = 0
     sinks: bool = False
     softcap: float = 0.0
@@ -169,17 +170,17 @@ class Inputs:
         counts = torch.zeros(case.num_kv_heads, 2, dtype=torch.int64, device="cuda")
         return GroupRouting(coefficients, case.score, counts=counts)  # type: ignore[arg-type]
 
-    def arguments(self, case: Case) -> tuple[object, ...]:
+    def arguments(self, case: Case, rule: StopRule | None = None) -> tuple[object, ...]:
         statistics: PageStatistics | None = self.statistics if case.statistics else None
         recent = 1 if case.statistics else 0
         return (
             self.query, self.keys, self.values, statistics, self.block_table, self.seq_lens, case.k, 1, recent,
-            STD_WEIGHT, SCALE, case.dense_tokens, None, self.sinks, case.softcap, self.routing, self.query_scale,
+            STD_WEIGHT, SCALE, case.dense_tokens, None, self.sinks, case.softcap, self.routing, rule, self.query_scale,
             self.key_scale, self.value_scale,
         )  # fmt: skip
 
 
-def launches(group: int, head_size: int) -> list[object]:
+def launches(group: int, head_size: int, stopping: bool = False) -> list[object]:
     from sparse_kernels.sparse_attention.cuda import least_cluster
     from sparse_kernels.sparse_decode.cuda import Launch
 
@@ -187,14 +188,18 @@ def launches(group: int, head_size: int) -> list[object]:
         return [Launch(False, 1, 8, 1)]
     # What has wide groups of wide heads needs a cluster to hold its sums.
     least = least_cluster(group, head_size)
+    if stopping:
+        return [Launch(True, 8, 8, 1), Launch(True, max(4, least), 8, 1), Launch(False, 8, 16, 1)]
     return [Launch(True, least, 8, 1), Launch(True, 8, 16, 1), Launch(False, 2 * least, 8, 1)]
 
 
-def decode(inputs: Inputs, case: Case, launch: object = None) -> torch.Tensor:
+def decode(
+    inputs: Inputs, case: Case, launch: object = None, rule: StopRule | None = None, **counts: object
+) -> torch.Tensor:
     from sparse_kernels.sparse_decode import cuda
 
     out = torch.full(inputs.query.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    cuda.sparse_decode(*inputs.arguments(case), out, launch=launch)
+    cuda.sparse_decode(*inputs.arguments(case, rule), out, launch=launch, **counts)
     return out
 
 
@@ -233,7 +238,7 @@ def test_decode_equals_the_reference_whatever_the_launch(case: Case, monkeypatch
     expected = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
     outputs = [decode(inputs, case, launch) for launch in launches(case.group, case.head_size)]
     monkeypatch.setattr("sparse_kernels.sparse_decode.reference.score_pages", checked_scores)
-    reference_decode(*inputs.arguments(case), expected)
+    reference_decode(*inputs.arguments(case), expected, None, None)
     assert_close(outputs[0], expected)
     for output in outputs[1:]:
         assert torch.equal(output, outputs[0])
@@ -469,3 +474,208 @@ def test_selection_gives_pages_by_their_place_in_the_cache() -> None:
     rows = torch.arange(3, device="cuda")[:, None, None]
     expected = torch.where(logical < 0, -1, table[rows, logical.clamp(min=0) // 8] * 8 + logical % 8)
     assert torch.equal(placed, expected.int())
+
+
+RULE = StopRule(scale_tolerance=0.3, direction_tolerance=0.03, patience=2, block_tokens=64)
+STOPPING = {
+    "every page": (Case((3000, 517, 1, 4096, 700), k=None, statistics=False, page_size=16), RULE),
+    "every page, blocks of 512": (
+        Case((9000, 517, 5120, 8192), k=None, statistics=False, page_size=16),
+        RULE._replace(block_tokens=512, patience=1),
+    ),
+    "every page, sinks first": (
+        Case((3000, 517, 16, 4096), k=None, statistics=False, page_size=16),
+        RULE._replace(least_pages=30),
+    ),
+    "page boundaries": (Case((1023, 1024, 1025, 1031, 1032, 1033, 2048), k=100), RULE),
+    "best first": (Case((9000, 517, 1, 4096, 7000), k=400), RULE),
+    "best first, blocks of 256": (Case((9000, 517, 1, 4096, 7000), k=500), RULE._replace(block_tokens=256, patience=1)),
+    "best first, bounds": (Case((3000, 517, 4096), k=200, kind="bounds"), RULE),
+    "newest of a budget": (Case((3000, 517, 4096), k=200, statistics=False), RULE),
+    "multi-head": (Case((3000, 517, 8, 4096), group=1, block_size=16, k=200), RULE),
+    "group of 2": (Case((3000, 517, 8, 4096), group=2, k=200), RULE),
+    "group of 3, pages of 32": (Case((3000, 4095), group=3, page_size=32, k=60), RULE),
+    "group of 8, heads of 64": (Case((3000, 4095), group=8, head_size=64, k=200), RULE),
+    "group of 16": (Case((3000, 4095), group=16, k=200), RULE._replace(block_tokens=128)),
+    "group of 16, heads of 256": (Case((3000, 4095), num_kv_heads=1, group=16, head_size=256, k=200), RULE),
+    "heads of 256": (Case((3000, 4095), head_size=256, k=200), RULE._replace(block_tokens=256)),
+    "fp8 cache": (Case((3000, 517, 4096), eight_bit_cache=True, k=200), RULE),
+    "fp8 cache, every page": (
+        Case((3000, 4095), eight_bit_cache=True, k=None, statistics=False, page_size=16, head_size=64),
+        RULE._replace(block_tokens=512, patience=1),
+    ),
+    "learned sinks": (Case((3000, 517, 4096), sinks=True, k=200), RULE),
+    "softcap": (Case((3000, 517), softcap=60.0, k=200), RULE),
+    "three query tokens": (Case((3000, 517, 4096), queries=3, k=200), RULE),
+    "padded, short and dense": (Case((3000, 0, 517, 4096, 2000), dense_tokens=2500, k=200), RULE),
+}
+"""Cases and rules under which some rows stop and some do not."""
+
+
+def stopping_inputs(case: Case) -> Inputs:
+    """Queries of which every second finds one of the newest keys."""
+    inputs = Inputs(case)
+    shape = inputs.query.shape
+    query = torch.randn(shape, generator=torch.Generator().manual_seed(5)) * 0.5
+    for token in range(shape[0]):
+        request = token // case.queries
+        newest = max(int(inputs.seq_lens[request]) - 9, 0)
+        block = int(inputs.block_table[request, newest // case.block_size])
+        key = inputs.cache[block, :, newest % case.block_size, : case.head_size].float().cpu()
+        strength = 1.5 if token % 2 == 0 else 0.2
+        query[token] += (strength * (128 / case.head_size) * key).repeat_interleave(case.group, dim=0)
+    inputs.query = query.to(inputs.query.dtype).to(inputs.query.device)
+    return inputs
+
+
+def stopped(inputs: Inputs, case: Case, rule: StopRule, launch: object = None) -> tuple[torch.Tensor, ...]:
+    visited = torch.full((len(inputs.query), case.num_kv_heads), -1, dtype=torch.int32, device=inputs.query.device)
+    counters = torch.zeros((case.num_kv_heads, 4), dtype=torch.int64, device=inputs.query.device)
+    return decode(inputs, case, launch, rule, visited=visited, counters=counters), visited, counters
+
+
+def expected_visits(inputs: Inputs, case: Case, rule: StopRule) -> tuple[torch.Tensor, ...]:
+    out = torch.zeros(inputs.query.shape, dtype=torch.bfloat16, device=inputs.query.device)
+    visited = torch.full((len(inputs.query), case.num_kv_heads), -1, device=inputs.query.device)
+    counters = torch.zeros((case.num_kv_heads, 4), dtype=torch.int64, device=inputs.query.device)
+    reference_decode(*inputs.arguments(case, rule), out, visited, counters)
+    return out, visited, counters
+
+
+def looser(rule: StopRule, factor: float) -> StopRule:
+    return rule._replace(
+        scale_tolerance=rule.scale_tolerance * factor, direction_tolerance=rule.direction_tolerance * factor
+    )
+
+
+needs_clusters = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs clusters of blocks"
+)
+
+
+@needs_clusters
+@pytest.mark.parametrize("name", STOPPING)
+def test_attention_stops_where_the_reference_does_whatever_the_launch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sparse_kernels.sparse_decode.reference.score_pages", checked_scores)
+    case, rule = STOPPING[name]
+    inputs = stopping_inputs(case)
+    results = [stopped(inputs, case, rule, launch) for launch in launches(case.group, case.head_size, stopping=True)]
+    out, visited, counters = results[0]
+    for others in results[1:]:
+        assert all(torch.equal(*pair) for pair in zip(results[0], others, strict=True))
+    expected, wanted, counted = expected_visits(inputs, case, rule)
+    # Weights are rounded to 16 bits: a change at the tolerance may fall on either side of it.
+    _, sooner, _ = expected_visits(inputs, case, looser(rule, 1.05))
+    _, later, _ = expected_visits(inputs, case, looser(rule, 0.95))
+    attends = wanted >= 0
+    assert bool(((visited >= sooner) & (visited <= later))[attends].all())
+    same = (visited == wanted) & attends
+    assert same.float().mean() >= 0.5 * attends.float().mean()
+    every = wanted.amax(dim=1, keepdim=True)
+    assert bool((wanted < every.amax()).any()), "nothing stops"
+    rows = same[:, :, None].expand(-1, -1, case.group).flatten(1)
+    assert_close(out[rows], expected[rows])
+    if bool(same[attends].all()):
+        assert torch.equal(counters, counted)
+
+
+@needs_clusters
+@pytest.mark.parametrize("name", STOPPING)
+def test_without_patience_the_bits_are_those_of_attention_that_cannot_stop(name: str) -> None:
+    case, _ = STOPPING[name]
+    if not case.statistics:
+        pytest.skip("without scores the newest page comes first, where attention that cannot stop has it last")
+    inputs = stopping_inputs(case)
+    never = RULE._replace(patience=0, block_tokens=512)
+    for launch in launches(case.group, case.head_size, stopping=True):
+        assert torch.equal(stopped(inputs, case, never, launch)[0], decode(inputs, case, launch))
+    assert torch.equal(stopped(inputs, case, never)[0], decode(inputs, case))
+
+
+@needs_clusters
+@pytest.mark.parametrize("patience", [0, 1])
+@pytest.mark.parametrize("name", ["every page, blocks of 512", "every page, sinks first", "newest of a budget"])
+def test_a_stopped_output_has_the_bits_of_attention_over_what_it_visited(name: str, patience: int) -> None:
+    from sparse_kernels.sparse_attention import attend_pages
+
+    case, rule = STOPPING[name]
+    inputs = stopping_inputs(case)
+    out, visited, _ = stopped(inputs, case, rule._replace(patience=patience, block_tokens=512))
+    for row, context in enumerate(case.contexts):
+        pages = context // case.page_size
+        if pages <= (case.k or 0):
+            continue
+        slot = torch.arange(min(case.k or pages, pages), device="cuda")
+        order = torch.where(slot < 1, slot, pages - slot)
+        for head in range(case.num_kv_heads):
+            chosen = order[: int(visited[row, head])].expand(1, case.num_kv_heads, -1)
+            grouped = inputs.query[row : row + 1].unflatten(1, (case.num_kv_heads, case.group))
+            alone = attend_pages(
+                grouped, inputs.keys, inputs.values, inputs.block_table[row : row + 1],
+                inputs.seq_lens[row : row + 1], chosen, SCALE,
+            ).unflatten(1, (case.num_kv_heads, case.group))  # fmt: skip
+            assert torch.equal(alone[0, head], out[row].unflatten(0, (case.num_kv_heads, case.group))[head])
+
+
+@needs_clusters
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(
+    "name", ["every page", "best first", "best first, bounds", "group of 16", "fp8 cache", "three query tokens"]
+)
+def test_skipped_groups_visit_nothing_and_others_stop_as_without_routing(name: str, share: float) -> None:
+    case, rule = STOPPING[name]
+    inputs = stopping_inputs(case)
+    routing = inputs.forced(case, share)
+    skipped = inputs.group_scores(case) >= routing.coefficients[0, 0]
+    assert int(skipped.sum()) == round(share * skipped.numel())
+    may_stop = (inputs.context_lens(case) // case.page_size > (case.k or 0))[:, None] & ~skipped
+    for launch in launches(case.group, case.head_size, stopping=True):
+        inputs.routing = None
+        plain, all_visits, _ = stopped(inputs, case, rule, launch)
+        inputs.routing = routing
+        out, visited, counters = stopped(inputs, case, rule, launch)
+        heads = out.unflatten(1, (*skipped.shape[1:], case.group))
+        assert torch.equal(heads, plain.view_as(heads).masked_fill(skipped[..., None, None], 0))
+        assert torch.equal(visited, all_visits.masked_fill(skipped, 0))
+        counted = count_visits(visited, inputs.context_lens(case), case.page_size, rule.block_tokens)
+        assert torch.equal(counters, (counted * may_stop[..., None]).sum(dim=0))
+
+
+@needs_clusters
+def test_a_graph_stops_for_other_lengths_too() -> None:
+    case, rule = STOPPING["every page"]
+    case = Case((3000, 517, 1, 4096, 700), k=None, statistics=False, page_size=16)
+    inputs = stopping_inputs(case)
+    stopped(inputs, case, rule)
+    from sparse_kernels.sparse_decode import cuda
+
+    out = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
+    visited = torch.empty((len(inputs.query), case.num_kv_heads), dtype=torch.int32, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cuda.sparse_decode(*inputs.arguments(case, rule), out, visited)
+    for lengths in ((3000, 517, 1, 4096, 700), (2999, 16, 0, 4001, 640), (64, 100, 1, 2000, 333)):
+        inputs.seq_lens.copy_(torch.tensor(lengths))
+        visited.fill_(-1)
+        graph.replay()
+        expected, wanted, _ = stopped(inputs, case, rule)
+        assert torch.equal(out, expected)
+        assert torch.equal(visited, wanted)
+
+
+@needs_clusters
+def test_a_stopping_request_does_not_depend_on_its_neighbours() -> None:
+    case, rule = STOPPING["best first"]
+    inputs = stopping_inputs(case)
+    together, visited, _ = stopped(inputs, case, rule)
+    for row in (0, 3):
+        alone = stopping_inputs(case)
+        alone.query, alone.block_table = inputs.query[row : row + 1], inputs.block_table[row : row + 1]
+        alone.seq_lens = inputs.seq_lens[row : row + 1]
+        alone.cache, alone.keys, alone.values = inputs.cache, inputs.keys, inputs.values
+        alone.statistics = inputs.statistics
+        out, own, _ = stopped(alone, case, rule)
+        assert torch.equal(out[0], together[row])
+        assert torch.equal(own[0], visited[row])

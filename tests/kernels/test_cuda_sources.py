@@ -17,7 +17,7 @@ SHAPE = {"GROUP": 4, "HEAD_SIZE": 128, "PAGES_PER_BLOCK": 8}
 LAUNCH = {"WARPS": 8, "BLOCKS_PER_SM": 2}
 SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "MEAN": INT8, "CHUNK": 1024, "PIPELINED": 0}
 ATTEND = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "OUTPUT": BF16, "PAGE_SIZE": 8, "CLUSTER": 1}
-DECODE = {**ATTEND, "MEAN": INT8, "FUSED": 0}
+DECODE = {**ATTEND, "MEAN": INT8, "FUSED": 0, "STOP_TILES": 0}
 ROUTED = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "BLOCK_TOKENS": 64, "LEAST_TOKENS": 256}
 MERGE = {"GROUP": 4, "HEAD_SIZE": 128, "OUTPUT": BF16, "SPLITS": 64, "PARTS": 4}
 TOPK = {"WARPS": 32, "PER_THREAD": 64, "CANDIDATES": 0, "PAGES_PER_BLOCK": 0}
@@ -56,6 +56,19 @@ HOPPER = {
     "decode cluster, scores from memory": (
         "sparse_decode/decode.cu",
         DECODE | ONE_BLOCK_PER_SM | {"CLUSTER": 8, "WARPS": 16},
+    ),
+    "decode that stops": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "CLUSTER": 4, "STOP_TILES": 64}),
+    "decode that stops, blocks of 64 tokens": (
+        "sparse_decode/decode.cu",
+        DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "WARPS": 16, "STOP_TILES": 8},
+    ),
+    "decode that stops, fp8": (
+        "sparse_decode/decode.cu",
+        DECODE | {"CLUSTER": 4, "KV": FP8, "QUERY": FP8, "HEAD_SIZE": 64, "STOP_TILES": 32},
+    ),
+    "decode that stops, large": (
+        "sparse_decode/decode.cu",
+        DECODE | ONE_BLOCK_PER_SM | {"CLUSTER": 8, "GROUP": 16, "HEAD_SIZE": 256, "STOP_TILES": 32},
     ),
     "decode fp8": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "CLUSTER": 2, "KV": FP8, "QUERY": FP8}),
 }

@@ -1,9 +1,11 @@
 import pytest
 import torch
+from sparse_kernels.group_routing import GroupRouting, group_scores
 from sparse_kernels.page_score import score_pages
-from sparse_kernels.page_topk import select_pages
+from sparse_kernels.page_topk import best_first, select_pages
 from sparse_kernels.sparse_attention import attend_pages
 from sparse_kernels.sparse_decode import sparse_decode
+from sparse_kernels.termination import StopRule, count_visits, visited_pages
 from support.paged import PagedBatch, dense_attention, make_batch
 
 SCALE = 0.1
@@ -110,3 +112,84 @@ def test_refuses_heads_that_do_not_fit():
     batch = make_batch([300], HEADS, SIZE)
     with pytest.raises(ValueError, match=r"query: got 3 heads of size 64, allowed: a multiple of 2 heads of size 64"):
         decode(batch, torch.zeros(1, 3, SIZE))
+
+
+RULE = StopRule(scale_tolerance=0.2, direction_tolerance=0.02, patience=2, block_tokens=64)
+
+
+@pytest.mark.parametrize("policy", ["best first", "newest of a budget", "every page"])
+def test_attention_that_stops_is_attention_over_the_pages_visited(policy):
+    contexts = [1500, 1501, 600, 100, 1]
+    batch = make_batch(contexts, HEADS, SIZE)
+    # Each query finds the newest key, in some requests better than in others.
+    newest = torch.stack([key[-1].repeat_interleave(GROUP, dim=0) for key in batch.keys])
+    query = (newest * torch.tensor([2.0, 0.5, 2.0, 1.0, 1.0])[:, None, None] + query_of(batch) * 0.3).bfloat16()
+    visited, counters = torch.full((5, HEADS), -1), torch.zeros(HEADS, 4, dtype=torch.int64)
+    k = {"best first": 64, "newest of a budget": 64, "every page": None}[policy]
+    statistics = batch.statistics if policy == "best first" else None
+    rule = RULE._replace(least_pages=1)
+    out = decode(
+        batch, query, k=k, recent_pages=0, statistics=statistics, rule=rule, visited=visited, counters=counters,
+        dense_tokens=100,
+    )  # fmt: skip
+    grouped = query.unflatten(1, (HEADS, GROUP))
+    counted = torch.zeros_like(counters)
+    for request, context in enumerate(contexts):
+        row, pages = slice(request, request + 1), context // 8
+        if k is not None and pages > k and statistics is not None:
+            scores = score_pages(grouped[row], statistics, batch.block_table[row], batch.num_pages[row], 0.75)
+            chosen = select_pages(scores, batch.num_pages[row], k, 1, 0)
+            chosen = best_first(chosen, scores, batch.num_pages[row], 1, 0)
+        else:
+            chosen = torch.tensor([0, *range(pages - 1, 0, -1)][: min(k or pages, pages)]).expand(1, HEADS, -1)
+        rest = batch.paged_keys, batch.paged_values, batch.block_table[row], batch.context_lens[row]
+        count = torch.full((1, HEADS), pages)
+        if context > 100 and pages > (k or 0):
+            count = visited_pages(grouped[row], *rest, chosen, SCALE, rule)
+            counted += count_visits(count, batch.context_lens[row], 8, 64)[0]
+        assert visited[request].tolist() == count[0].tolist()
+        chosen = torch.where(torch.arange(chosen.shape[-1]) < count[..., None], chosen, -1)
+        torch.testing.assert_close(out[row], attend_pages(grouped[row], *rest, chosen, SCALE), atol=1e-2, rtol=1e-2)
+    assert torch.equal(counters, counted)
+    readable = batch.num_pages.clamp(max=k or 1500)[:, None]
+    assert (visited < readable).any(), "nothing stopped"
+    assert (visited == readable).any(), "nothing went on to the end"
+
+
+@pytest.mark.parametrize("k", [64, None])
+def test_skipped_groups_visit_nothing_and_others_stop_as_without_routing(k):
+    batch = make_batch([1500, 1501, 600, 100, 0], HEADS, SIZE)
+    newest = torch.stack([(key if len(key) else torch.zeros(1, HEADS, SIZE))[-1] for key in batch.keys])
+    query = (newest.repeat_interleave(GROUP, dim=1) + query_of(batch) * 0.3).bfloat16()
+    grouped = query.unflatten(1, (HEADS, GROUP))[:3]
+    scores = group_scores(grouped, torch.stack([key[0] for key in batch.keys[:3]]), "mean")
+    threshold = scores.flatten().sort().values[2:4].mean()
+    skipped = torch.zeros(5, HEADS, dtype=torch.bool)
+    skipped[:3] = scores >= threshold
+    found = []
+    for limit in (2.0, threshold):
+        coefficients = torch.zeros(HEADS, 4)
+        coefficients[:, 0] = limit
+        routing = GroupRouting(coefficients, counts=torch.zeros(HEADS, 2, dtype=torch.int64))
+        visited, counters = torch.full((5, HEADS), -1), torch.zeros(HEADS, 4, dtype=torch.int64)
+        rule = RULE._replace(least_pages=1)
+        out = decode(
+            batch, query, k=k, rule=rule, visited=visited, counters=counters, routing=routing, dense_tokens=100
+        )
+        found.append((out.unflatten(1, (HEADS, GROUP)), visited))
+        assert routing.counts[:, 1].tolist() == [3] * HEADS
+        reads = (visited[:3] > 0)[..., None]
+        assert torch.equal(counters, (count_visits(visited[:3], batch.context_lens[:3], 8, 64) * reads).sum(dim=0))
+    (plain, all_visits), (routed, visits) = found
+    assert skipped.sum() == 3
+    assert torch.equal(routed, plain.masked_fill(skipped[..., None, None], 0))
+    assert torch.equal(visits, all_visits.masked_fill(skipped, 0))
+    assert (all_visits < batch.num_pages.clamp(max=k or 1500)[:, None])[:3].any(), "nothing stopped"
+
+
+def test_every_page_needs_a_rule_and_a_rule_whole_pages():
+    batch = make_batch([300], HEADS, SIZE)
+    with pytest.raises(ValueError, match="k: got None without a rule, allowed: a number of pages"):
+        decode(batch, query_of(batch), k=None)
+    with pytest.raises(ValueError, match="block_tokens: got 12, allowed: a multiple of the page size 8"):
+        decode(batch, query_of(batch), rule=RULE._replace(block_tokens=12))

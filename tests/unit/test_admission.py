@@ -176,12 +176,12 @@ REFUSED = {
     "settings without a backend": (
         {"attention_backend": None, "additional_config": settings()},
         "sparse_attention: got settings but no attention backend of ours, "
-        "allowed: unique, quest, infllm, mean, streaming_llm, dense or sinkrouter",
+        "allowed: unique, quest, infllm, mean, streaming_llm, dense, sinkrouter or art",
     ),
     "settings with vLLM's backend": (
         {"attention_backend": "CPU_ATTN", "additional_config": {"sparse_attention": {}}},
         "sparse_attention: got settings but no attention backend of ours, "
-        "allowed: unique, quest, infllm, mean, streaming_llm, dense or sinkrouter",
+        "allowed: unique, quest, infllm, mean, streaming_llm, dense, sinkrouter or art",
     ),
     "settings that are no mapping": (
         {"additional_config": {"sparse_attention": 5}},
@@ -190,7 +190,8 @@ REFUSED = {
     "unknown key": (
         {"additional_config": {"sparse_attention": {"selektion": 1}}},
         "sparse_attention.selektion: unknown key (did you mean 'selection'?), "
-        "allowed: selection, routing, first_dense_layers, min_context_tokens, diagnostics, preset or config",
+        "allowed: selection, routing, termination, first_dense_layers, min_context_tokens, diagnostics, preset or "
+        "config",
     ),
     "key of the other backend's policy": (
         {"attention_backend": "streaming_llm", "additional_config": settings(statistics="fp8")},
@@ -421,6 +422,20 @@ def test_fp8_statistics_need_a_gpu_that_knows_them(folder, monkeypatch):
     with pytest.raises(ConfigurationError) as caught:
         admit(config, BACKENDS)
     assert str(caught.value) == f"selection.statistics: got fp8, {UNIQUE}int8 or bf16 on this GPU"
+
+
+def test_attention_that_stops_needs_clusters_and_our_heads(folder, monkeypatch):
+    small, odd = (engine_config(folder(head_dim=size), attention_backend="art") for size in (64, 80))
+    art = "allowed with attention backend art:"
+    on_cuda(monkeypatch)
+    admit(small, BACKENDS)
+    with pytest.raises(ConfigurationError) as caught:
+        admit(odd, BACKENDS)
+    assert str(caught.value) == f"head size: got 80, {art} 64, 128 or 256"
+    on_cuda(monkeypatch, (8, 9))
+    with pytest.raises(ConfigurationError) as caught:
+        admit(small, BACKENDS)
+    assert str(caught.value) == f"sparse_attention.termination: got a rule, {art} null on this GPU"
 
 
 def test_statistics_without_a_triton_form_are_for_cpus(folder, monkeypatch):

@@ -443,14 +443,17 @@ def test_a_lost_device_ends_the_run(workload):
 def test_the_table_of_providers():
     assert tuple(PROVIDERS) == OPS
     for op in PROVIDERS.values():
-        assert op.subject in ("unique", "sinkrouter", "unique, routed")
+        assert op.subject in ("unique", "sinkrouter", "unique, routed", "art")
         names = [each.name for each in op.providers]
         assert len(set(names)) == len(names) > 1
 
 
 def test_everything_that_is_ours_runs_on_a_cpu(workload):
     ours = {
-        name: Op(op.inputs, [each for each in op.providers if each.name.startswith(("unique", "sinkrouter"))])
+        name: Op(
+            op.inputs,
+            [each for each in op.providers if each.name.startswith(("unique", "sinkrouter", "art", "our"))],
+        )
         for name, op in PROVIDERS.items()
     }
     plan = [(name, TopKCase(8, 256) if name == "topk" else DecodeCase(2, 768, 2)) for name in PROVIDERS]
@@ -458,8 +461,8 @@ def test_everything_that_is_ours_runs_on_a_cpu(workload):
     for row in rows:
         (each,) = [each for each in ours[row["op"]].providers if each.name == row["provider"]]
         assert row["status"] == ("measured" if loads(each) else "unavailable"), row
-    measured = ("topk", "score", "attend", "route", "route_unique")
-    assert [row["status"] for row in rows if row["op"] in measured] == ["measured"] * 9
+    measured = ("topk", "score", "attend", "route", "route_unique", "stop")
+    assert [row["status"] for row in rows if row["op"] in measured] == ["measured"] * 12
 
 
 @pytest.mark.parametrize("op", ["route", "route_unique"])

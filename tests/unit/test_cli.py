@@ -114,7 +114,7 @@ def test_needles_refuses_additional_config(run, case):
 @pytest.mark.usefixtures("no_servers")
 def test_unknown_backend_is_refused(run, command, backend):
     message = refused(run(command, "--backend", backend))
-    allowed = "unique, quest, infllm, mean, streaming_llm, dense or sinkrouter" + (
+    allowed = "unique, quest, infllm, mean, streaming_llm, dense, sinkrouter or art" + (
         ", each once" if command == "needles" else ""
     )
     assert message == f"backend: got {backend!r}, allowed: {allowed}"
@@ -129,7 +129,8 @@ NEEDLES = {
     "context too short": (["--context", "4095"], "context: got 4095 tokens, allowed: 4096 or more"),
     "a backend twice": (
         ["--backend", "quest", "--backend", "quest"],
-        "backend: got 'quest', allowed: unique, quest, infllm, mean, streaming_llm, dense or sinkrouter, each once",
+        "backend: got 'quest', allowed: unique, quest, infllm, mean, streaming_llm, dense, sinkrouter or art, each "
+        "once",
     ),
     "two backends to keep": (
         ["--backend", "quest", "--backend", "unique", "--keep"],
@@ -181,5 +182,5 @@ def test_the_installed_command_prints_one_line_and_exits_with_2():
         [command, "show-config", "--backend", "nope"], capture_output=True, text=True, cwd="/", timeout=300
     )
     assert refused((done.returncode, done.stdout, done.stderr)) == (
-        "backend: got 'nope', allowed: unique, quest, infllm, mean, streaming_llm, dense or sinkrouter"
+        "backend: got 'nope', allowed: unique, quest, infllm, mean, streaming_llm, dense, sinkrouter or art"
     )

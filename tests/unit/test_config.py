@@ -3,10 +3,12 @@ from pathlib import Path
 from typing import Literal, get_origin
 
 import pytest
+import torch
 import yaml
 from annotated_types import Ge, Le
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sparse_kernels.termination import StopRule
 
 from vllm_sparse_plugin.config import (
     KEY,
@@ -21,6 +23,7 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import (
     POLICIES,
     DensePolicy,
+    EveryPage,
     QuestSelection,
     Selection,
     StreamingLLMSelection,
@@ -28,9 +31,14 @@ from vllm_sparse_plugin.policies import (
 )
 from vllm_sparse_plugin.registration import BACKENDS
 from vllm_sparse_plugin.routing import Routing
+from vllm_sparse_plugin.termination import Termination
 
 SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
-SECTIONS = {"routing": Routing.model_fields, "diagnostics": Diagnostics.model_fields}
+SECTIONS = {
+    "routing": Routing.model_fields,
+    "termination": Termination.model_fields,
+    "diagnostics": Diagnostics.model_fields,
+}
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
@@ -69,7 +77,7 @@ def setting(policy: str | None, name: str, value: object) -> dict:
         cubic = {} if name in ("threshold", "cubic") else {"cubic": [0.5, 0, 0, 0]}
         ends = {"longest": 1 << 24, "shortest": 1}
         return {policy: {**cubic, **ends, name: value}}
-    if policy in (None, *SECTIONS):
+    if policy is None or policy in SECTIONS:
         return {policy: {name: value}} if policy else {name: value}
     return {"selection": {"policy": policy, name: value}}
 
@@ -120,7 +128,9 @@ def test_preset_names_are_the_files_and_every_backend_has_one():
     assert preset_names() == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     for name, preset in BACKENDS.items():
         resolved = resolve(None, preset)
-        assert ("sinkrouter" if resolved.routing else resolved.selection.name()) == name.lower()
+        assert ("sinkrouter" if resolved.routing else resolved.selection.name()) == {"ART": "dense"}.get(
+            name, name.lower()
+        )
 
 
 def test_each_source_wins_over_the_ones_before_it(tmp_path):
@@ -244,10 +254,10 @@ def test_a_value_that_is_not_among_the_choices_is_refused_with_the_choices(polic
         assert str(choice) in message
 
 
-ALLOWED_TOP = "selection, routing, first_dense_layers, min_context_tokens, diagnostics, preset or config"
+ALLOWED_TOP = "selection, routing, termination, first_dense_layers, min_context_tokens, diagnostics, preset or config"
 ALLOWED_UNIQUE = "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics or lambda"
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
-ALLOWED_PRESETS = "dense, infllm, mean, quest, sinkrouter, streaming_llm, unique or unique_wide"
+ALLOWED_PRESETS = "art, dense, infllm, mean, quest, sinkrouter, streaming_llm, unique or unique_wide"
 ALLOWED_STREAMING = "policy, page_size, budget_tokens or sink_pages"
 BAD = {
     "unknown top-level key": (
@@ -330,6 +340,19 @@ BAD = {
     "value of the diagnostics": (
         {"diagnostics": {"sample_every": -1}},
         "sparse_attention.diagnostics.sample_every: got -1, allowed: an integer from 0 to 1073741824",
+    ),
+    "unknown key of the termination": (
+        {"termination": {"tau": 1e-5}},
+        "sparse_attention.termination.tau: unknown key, allowed: scale_tolerance, direction_tolerance, patience, "
+        "block_tokens or dense_sink_pages",
+    ),
+    "value of the termination": (
+        {"termination": {"block_tokens": 100}},
+        "sparse_attention.termination.block_tokens: got 100, allowed: 64, 128, 256, 512 or 1024",
+    ),
+    "termination that is no mapping": (
+        {"termination": True},
+        "sparse_attention.termination: got True, allowed: a mapping of settings",
     ),
     "diagnostics that are no mapping": (
         {"diagnostics": 5},
@@ -536,7 +559,8 @@ def test_any_settings_resolve_or_are_refused_in_one_line(given_settings, preset)
     if isinstance(outcome, str):
         assert len(outcome.splitlines()) == 1
     else:
-        assert outcome.pages is None or outcome.pages.budget_pages > outcome.pages.reserved_pages
+        pages = outcome.pages
+        assert isinstance(pages, EveryPage | None) or pages.budget_pages > pages.reserved_pages
 
 
 @settings(max_examples=200, deadline=None)
@@ -583,3 +607,39 @@ def test_a_setting_of_several_policies_is_described_once_with_their_names():
     assert described["selection.recent_pages"].startswith("unique, quest, infllm, mean: Newest complete pages")
     assert described["selection.lambda"].startswith("unique: ")
     assert described["selection.budget_tokens"].startswith("Tokens of complete pages")
+
+
+def test_termination_is_off_unless_it_is_asked_for():
+    for preset in BACKENDS.values():
+        resolved = resolve(None, preset)
+        assert (resolved.stop_rule is None) == (preset != "art")
+    assert resolve({"termination": None}, "art").pages is None
+    assert resolve({"termination": None}, "art").stop_rule is None
+
+
+def test_art_is_dense_with_the_papers_rule():
+    art = resolve(None, "art")
+    assert art.selection == DensePolicy()
+    assert art.pages == EveryPage(sink_pages=0)
+    assert art.pages.kv_read_share(4099, 64) == 1.0
+    assert art.stop_rule == StopRule(1e-5, 1e-3, 5, 512, 0)
+    assert resolve({"termination": {"dense_sink_pages": 2}}, "art").stop_rule.least_pages == 2
+
+
+def test_termination_goes_with_every_selection():
+    """What is always read is always visited."""
+    unique = resolve({"selection": {"sink_pages": 2, "recent_pages": 3}, "termination": {}}, "unique")
+    assert unique.stop_rule == StopRule(1e-5, 1e-3, 5, 64, 5)
+    streaming = resolve({"selection": {"policy": "streaming_llm", "sink_pages": 4}}, "art")
+    assert streaming.stop_rule == StopRule(1e-5, 1e-3, 5, 512, 4)
+
+
+def test_traversal_is_sinks_then_newest_first():
+    selection = StreamingLLMSelection(budget_tokens=40, sink_pages=2)
+    lengths = torch.tensor([20, 4, 1])
+    query = torch.zeros(3, 1, 1, 8)
+    table = torch.zeros(3, 1).long()
+    found = selection.traverse(query, None, table, lengths)[:, 0].tolist()
+    assert found == [[0, 1, 19, 18, 17], [0, 1, 3, 2, -1], [0, -1, -1, -1, -1]]
+    every = EveryPage(sink_pages=1).traverse(query, None, table, lengths.clamp(max=5))[:, 0].tolist()
+    assert every == [[0, 4, 3, 2, 1], [0, 3, 2, 1, -1], [0, -1, -1, -1, -1]]

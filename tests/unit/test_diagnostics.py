@@ -158,6 +158,26 @@ def test_where_vllm_collects_from_files_they_are_put_beside_its_own(registry, mo
     assert samples(registry)["vllm_sparse_attention_mass_count", "0", "1"] == 1
 
 
+def test_how_far_attention_reads_reaches_the_metrics(registry):
+    live.expose()
+    counts = live.DeviceCounts([(3, range(2, 4)), (5, range(2, 3))], live.VISITS, 4, torch.device("cpu"))
+    for visits in ([4, 20, 1300, 9000], [1, 7, 400, 3000]):
+        counts.of_layers[1][0] += torch.tensor(visits)
+        for _ in range(live.COUNTED_STEPS):
+            counts.step()
+    # What came last has been asked for, not published.
+    found = samples(registry)
+    assert found["vllm_sparse_kv_read_share_sum", "5", "2"] == 1300
+    for _ in range(live.COUNTED_STEPS):
+        counts.step()
+    found = samples(registry)
+    assert found["vllm_sparse_traversal_blocks_sum", "5", "2"] == 27
+    assert found["vllm_sparse_traversal_blocks_count", "5", "2"] == 5
+    assert found["vllm_sparse_kv_read_share_sum", "5", "2"] == 1700
+    assert found["vllm_sparse_kv_read_share_count", "5", "2"] == 12000
+    assert len(found) == 2 * 2
+
+
 SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
 
 
@@ -221,6 +241,10 @@ REFUSED = {
     "dense by its settings": (
         ["--additional-config", '{"sparse_attention": {"selection": {"policy": "dense"}}}'],
         "sparse_attention.selection.budget_tokens: unknown key, allowed: policy",
+    ),
+    "termination": (
+        ["--additional-config", '{"sparse_attention": {"termination": {}}}'],
+        "sparse_attention.termination: got a rule, allowed: null, as selections are judged alone",
     ),
     "settings": (["--additional-config", '{"sparse_attention": 5}'], "sparse_attention: got 5, allowed: a JSON object"),
     "layer": (["--layer", "8"], "layer: got 8, allowed: 0 to 7"),

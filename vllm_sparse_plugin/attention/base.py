@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin.admission import settings_of
 from vllm_sparse_plugin.config import ResolvedConfig, resolve
-from vllm_sparse_plugin.diagnostics.live import GroupCounts, LayerQuality
+from vllm_sparse_plugin.diagnostics.live import SKIPPED, VISITS, DeviceCounts, LayerQuality
 from vllm_sparse_plugin.errors import ConfigurationError
 
 logger = init_logger(f"vllm.{__name__}")
@@ -118,7 +118,7 @@ class RoutedLayers:
             ConfigurationError: for a layer with learned sinks, which leave the first token nothing to stand for.
         """
         self.of_layer: dict[str, GroupRouting] = {}
-        self.counts: GroupCounts | None = None
+        self.counts: DeviceCounts | None = None
         routing = sparse.routing
         if routing is None:
             return
@@ -131,12 +131,29 @@ class RoutedLayers:
             return
         if any(getattr(layer.impl, "sinks", None) is not None for layer in routed.values()):
             raise ConfigurationError("model: got learned attention sinks, allowed with routing: models without")
-        first = first_kv_head(vllm_config)
-        heads = {name: range(first, first + layer.num_kv_heads) for name, layer in routed.items()}
-        indices = {name: extract_layer_index(name) for name in routed}
-        self.counts = GroupCounts([(indices[name], heads[name]) for name in routed], device)
-        for name, counts in zip(routed, self.counts.of_layers, strict=True):
-            self.of_layer[name] = routing.of_layer(indices[name], heads[name], device, counts)
+        numbered = _numbered(routed, vllm_config)
+        self.counts = DeviceCounts(numbered, SKIPPED, 2, device)
+        for name, (index, heads), counts in zip(routed, numbered, self.counts.of_layers, strict=True):
+            self.of_layer[name] = routing.of_layer(index, heads, device, counts)
+
+
+def count_visits_of(
+    layers: Mapping[str, Attention], sparse: ResolvedConfig, vllm_config: VllmConfig, device: torch.device
+) -> DeviceCounts | None:
+    """Gives those of a group of layers whose attention may stop counters of how far it reads; None if none may."""
+    stopping = {name: layer for name, layer in layers.items() if layer.impl.selects}
+    if sparse.stop_rule is None or not stopping:
+        return None
+    counts = DeviceCounts(_numbered(stopping, vllm_config), VISITS, 4, device)
+    for layer, counters in zip(stopping.values(), counts.of_layers, strict=True):
+        layer.impl.counters = counters
+    return counts
+
+
+def _numbered(layers: Mapping[str, Attention], vllm_config: VllmConfig) -> list[tuple[int, range]]:
+    """Index and KV heads of each layer, numbered over all tensor-parallel workers."""
+    first = first_kv_head(vllm_config)
+    return [(extract_layer_index(name), range(first, first + layer.num_kv_heads)) for name, layer in layers.items()]
 
 
 def first_kv_head(vllm_config: VllmConfig) -> int:
@@ -144,7 +161,7 @@ def first_kv_head(vllm_config: VllmConfig) -> int:
     parallel = vllm_config.parallel_config
     total = vllm_config.model_config.get_total_num_kv_heads()
     # Tensor-parallel workers are numbered first; with fewer heads than workers, some have copies of one.
-    return parallel.rank % parallel.tensor_parallel_size * total // parallel.tensor_parallel_size
+    return int(parallel.rank % parallel.tensor_parallel_size * total // parallel.tensor_parallel_size)
 
 
 def layer_quality(layer: Attention, vllm_config: VllmConfig) -> LayerQuality:

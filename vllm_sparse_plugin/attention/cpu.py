@@ -30,6 +30,7 @@ from vllm_sparse_plugin.attention import packing
 from vllm_sparse_plugin.attention.base import (
     RoutedLayers,
     SparseBackend,
+    count_visits_of,
     layer_quality,
     report_memory,
     selects_pages,
@@ -37,6 +38,8 @@ from vllm_sparse_plugin.attention.base import (
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.policies.dense import every_page
+from vllm_sparse_plugin.termination import select_until_stable
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -115,7 +118,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         statistics = backend.statistics_layout(kv_cache_spec)
         self.sampler = StepSampler(self.sparse.config.diagnostics.sample_every)
         routed = RoutedLayers(layers, self.sparse, vllm_config, device)
-        self.group_counts = routed.counts
+        self.routes = bool(routed.of_layer)
         for name, layer in layers.items():
             layer.impl.configure(self.sparse, self.isa, self.block_size, self.page_size, statistics)
             layer.impl.selects = selects_pages(layer, self.sparse)
@@ -124,6 +127,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 layer.impl.quality = layer_quality(layer, vllm_config)
         for impl in {layer.impl.num_heads: layer.impl for layer in layers.values() if layer.impl.is_sparse}.values():
             impl.warm_up(self.kv_cache_spec)
+        visits = count_visits_of(layers, self.sparse, vllm_config, device)
+        self.counts = [counts for counts in (routed.counts, visits) if counts is not None]
         if statistics is not None:
             report_memory(backend.get_name(), vllm_config, self.kv_cache_spec, statistics, len(layers))
 
@@ -136,8 +141,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
         if not self.sparse.is_sparse:
             return metadata
-        if self.group_counts is not None:
-            self.group_counts.step()
+        for counts in self.counts:
+            counts.step()
 
         page_size = self.page_size
         slots = common.slot_mapping[: common.num_actual_tokens]
@@ -173,7 +178,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         """`[num_reqs]` bool: decoding requests that are routed, or whose context exceeds the budget."""
         assert self.reorder_batch_threshold is not None
         sparse = (query_lens > 0) & (query_lens <= self.reorder_batch_threshold)
-        if self.group_counts is None and self.sparse.pages is not None:
+        if not self.routes and self.sparse.pages is not None:
             sparse &= common.seq_lens // self.page_size > self.sparse.pages.budget_pages
         sparse &= common.seq_lens >= self.sparse.config.min_context_tokens
         if common.is_prefilling is not None:
@@ -219,6 +224,16 @@ class _Rows(NamedTuple):
     values: PagedTensor
     statistics: PageStatistics | None
     block_table: torch.Tensor
+    context_lens: torch.Tensor
+    num_pages: torch.Tensor
+    heads: torch.Tensor
+    """`[num_tokens or 1, num_kv_heads]` int64, which KV heads of the layer these are."""
+
+    def at(self, token: slice) -> _Rows:
+        """Those of some of the tokens, each with every KV head."""
+        return self._replace(
+            block_table=self.block_table[token], context_lens=self.context_lens[token], num_pages=self.num_pages[token]
+        )
 
 
 class SparseCPUImpl(CPUAttentionBackendImpl):
@@ -230,6 +245,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
     """Which KV groups they skip, if any."""
     quality: LayerQuality | None = None
     """Measures sampled tokens, if any are to be."""
+    counters: torch.Tensor | None = None
+    """`[num_kv_heads, 4]` int64, see `count_visits`; only where attention may stop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -252,6 +269,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
     ) -> None:
         """What the metadata builder knows of the cache, for the layer's own use."""
         self.selection = sparse.pages
+        self.stop_rule = sparse.stop_rule
         self.isa = isa
         self.page_size = page_size
         self.block_size = block_size
@@ -266,8 +284,8 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if self.statistics is not None:
             update_page_statistics(self.keys, self.statistics, first, first)
         grouped = torch.zeros(1, self.num_kv_heads, self.num_queries_per_kv, self.head_size, dtype=spec.dtype)
-        rows = _Rows(self.keys, self.values, self.statistics, first.unsqueeze(1))
-        self._attend(grouped, rows, lens, lens // self.page_size)
+        rows = self._rows(first.unsqueeze(1), lens, lens // self.page_size)
+        self._attend(grouped, rows)
         if self.routing is not None:
             route_groups(grouped, self.keys, rows.block_table, lens, self.routing)
         self.pages_of = None
@@ -338,60 +356,83 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
     def _decode(self, query: torch.Tensor, decode: DecodeTokens) -> torch.Tensor:
         """Select and attend; `[num_tokens, num_heads, head_size]` in and out."""
         grouped = query.unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
+        rows = self._rows(decode.block_table, decode.context_lens, decode.num_pages)
         if decode.sampled is not None and self.quality is not None:
-            self._measure(grouped, decode, decode.sampled)
+            self._measure(grouped, rows, decode.sampled)
         if self.routing is None:
-            rows = _Rows(self.keys, self.values, self.statistics, decode.block_table)
-            return self._attend(grouped, rows, decode.context_lens, decode.num_pages)
-        skipped = route_groups(grouped, self.keys, decode.block_table, decode.context_lens, self.routing)
+            return self._attend(grouped, rows)
+        skipped = route_groups(grouped, self.keys, rows.block_table, rows.context_lens, self.routing)
         if self.routing.counts is not None:
             asked = torch.full((self.num_kv_heads,), len(query))
             self.routing.counts.add_(torch.stack([skipped.sum(dim=0), asked], dim=1))
         # The other groups form a batch of their own, each a token of a cache of one KV head.
         token, head = (~skipped).nonzero(as_tuple=True)
-        blocks = decode.block_table[token] * self.num_kv_heads + head[:, None]
-        rows = _Rows(self.keys.by_head, self.values.by_head, self.statistics_by_head, blocks)
-        active = grouped[token, head].unsqueeze(1)
+        blocks = rows.block_table[token] * self.num_kv_heads + head[:, None]
+        active = _Rows(
+            self.keys.by_head, self.values.by_head, self.statistics_by_head, blocks,
+            rows.context_lens[token], rows.num_pages[token], head[:, None],
+        )  # fmt: skip
         output = torch.zeros_like(grouped)
-        output[token, head] = self._attend(active, rows, decode.context_lens[token], decode.num_pages[token])
+        output[token, head] = self._attend(grouped[token, head].unsqueeze(1), active)
         return output.flatten(1, 2)
 
-    def _attend(
-        self, grouped: torch.Tensor, rows: _Rows, context_lens: torch.Tensor, num_pages: torch.Tensor
-    ) -> torch.Tensor:
+    def _rows(self, block_table: torch.Tensor, context_lens: torch.Tensor, num_pages: torch.Tensor) -> _Rows:
+        """All KV heads of tokens."""
+        heads = torch.arange(self.num_kv_heads)[None]
+        return _Rows(self.keys, self.values, self.statistics, block_table, context_lens, num_pages, heads)
+
+    def _attend(self, grouped: torch.Tensor, rows: _Rows) -> torch.Tensor:
         """Attention of `[num_tokens, num_kv_heads, group_size, head_size]` over the pages that the layer reads."""
-        if self.selects:
-            assert self.selection is not None
-            pages = self.selection.select(grouped, rows.statistics, rows.block_table, num_pages)
-        else:
-            page = torch.arange(int(num_pages.max()) if len(num_pages) else 0)
-            pages = torch.where(page < num_pages[:, None], page, -1)[:, None].expand(-1, grouped.shape[1], -1)
+        pages, counts = self._pages(grouped, rows)
+        if counts is not None and self.counters is not None:
+            self.counters.index_add_(0, rows.heads.expand(counts.shape[:2]).flatten(), counts.flatten(0, 1))
         return attend_pages(
             grouped,
             rows.keys,
             rows.values,
             rows.block_table,
-            context_lens,
+            rows.context_lens,
             pages,
             self.scale,
             self.sinks,
             self.logits_soft_cap,
         )
 
-    def _measure(self, grouped: torch.Tensor, decode: DecodeTokens, sampled: int) -> None:
+    def _pages(self, grouped: torch.Tensor, rows: _Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The pages that the layer reads and, where attention may stop, what `count_visits` says of them."""
+        if not self.selects:
+            return every_page(rows.num_pages, grouped.shape[1]), None
+        assert self.selection is not None
+        if self.stop_rule is None:
+            return self.selection.select(grouped, rows.statistics, rows.block_table, rows.num_pages), None
+        return select_until_stable(
+            self.selection,
+            self.stop_rule,
+            grouped,
+            rows.keys,
+            rows.values,
+            rows.statistics,
+            rows.block_table,
+            rows.context_lens,
+            self.scale,
+            self.sinks,
+            self.logits_soft_cap,
+        )
+
+    def _measure(self, grouped: torch.Tensor, rows: _Rows, sampled: int) -> None:
         """Records the quality of one token's selection, of all its groups."""
         assert self.quality is not None
-        if not self.selects or self.selection is None:
+        if not self.selects:
             return
         token = slice(sampled, sampled + 1)
-        table, num_pages = decode.block_table[token], decode.num_pages[token]
+        one = rows.at(token)
         self.quality.record(
             grouped[token],
-            self.keys,
-            self.values,
-            table[0],
-            int(decode.context_lens[sampled]),
-            self.selection.select(grouped[token], self.statistics, table, num_pages),
+            one.keys,
+            one.values,
+            one.block_table[0],
+            int(one.context_lens),
+            self._pages(grouped[token], one)[0],
             self.scale,
             self.sinks,
             self.logits_soft_cap,

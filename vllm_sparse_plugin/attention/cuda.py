@@ -35,6 +35,7 @@ from vllm_sparse_plugin.attention.base import (
     DecodeRun,
     RoutedLayers,
     SparseBackend,
+    count_visits_of,
     decode_runs,
     layer_quality,
     report_memory,
@@ -43,6 +44,7 @@ from vllm_sparse_plugin.attention.base import (
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.termination import select_until_stable
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -161,7 +163,6 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         self.dense_requests = torch.zeros(max_requests, dtype=torch.bool, device=device)
         self.any_dense_request = False
         routed = RoutedLayers(layers, sparse, vllm_config, device)
-        self.group_counts = routed.counts
         for name, layer in layers.items():
             layer.impl.configure(sparse, self.block_size, statistics)
             layer.impl.selects = selects_pages(layer, sparse)
@@ -169,6 +170,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             layer.impl.splits = splits_for(max_requests, layer.num_heads, layer.head_size)
             if self.sampler.every:
                 layer.impl.quality = layer_quality(layer, vllm_config)
+        visits = count_visits_of(layers, sparse, vllm_config, device)
+        self.counts = [counts for counts in (routed.counts, visits) if counts is not None]
         self.any_dense_layer = not all(layer.impl.is_sparse for layer in layers.values())
         self.any_sparse_layer = any(layer.impl.is_sparse for layer in layers.values())
         if statistics is not None:
@@ -178,8 +181,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseCUDAMetadata:
         common = common_attn_metadata
-        if self.group_counts is not None:
-            self.group_counts.step()
+        for counts in self.counts:
+            counts.step()
         runs = self._decode_runs(common) if self.any_sparse_layer else []
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)
@@ -272,6 +275,8 @@ class SparseCUDAImpl(FlashAttentionImpl):
     """Pieces of a context, at most, where every page is read."""
     quality: LayerQuality | None = None
     """Measures sampled tokens, if any are to be."""
+    counters: torch.Tensor | None = None
+    """`[num_kv_heads, 4]` int64, see `count_visits`; only where attention may stop."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -291,6 +296,7 @@ class SparseCUDAImpl(FlashAttentionImpl):
         # Without a selection nothing follows from the size of a page.
         self.page_size = sparse.pages.page_size if sparse.pages else CUDA_KERNEL_BLOCK
         self.selection = sparse.pages
+        self.stop_rule = sparse.stop_rule
         self.decode_settings = sparse.pages.decode_settings() if sparse.pages else None
         self.dense_tokens = sparse.config.min_context_tokens - 1
         self.block_size = block_size
@@ -383,6 +389,8 @@ class SparseCUDAImpl(FlashAttentionImpl):
                 decode.block_table,
                 decode.seq_lens,
                 sinks=self.sink_logits,
+                rule=self.stop_rule,
+                counters=self.counters,
                 **self.decode_settings._asdict(),
                 **more,
             )
@@ -411,8 +419,19 @@ class SparseCUDAImpl(FlashAttentionImpl):
             scale *= float(scales._k_scale)
         grouped = row.to(torch.bfloat16).unflatten(1, (self.num_kv_heads, -1))
         table = decode.block_table[request]
-        num_pages = torch.tensor([complete], device=query.device)
-        pages = self.selection.select(grouped, self.statistics, table[None].long(), num_pages)
+        if self.stop_rule is None:
+            num_pages = torch.tensor([complete], device=query.device)
+            pages = self.selection.select(grouped, self.statistics, table[None].long(), num_pages)
+        else:
+            rule = self.stop_rule
+            if self.values.view.dtype.itemsize == 1:
+                # Of the values as they are meant, not as they are stored.
+                rule = rule._replace(scale_tolerance=rule.scale_tolerance / float(scales._v_scale))
+            context_lens = torch.tensor([context], device=query.device)
+            pages, _ = select_until_stable(
+                self.selection, rule, grouped, self.keys, self.values, self.statistics, table[None].long(),
+                context_lens, scale, self.sink_logits, self.logits_soft_cap,
+            )  # fmt: skip
         self.quality.record(
             grouped, self.keys, self.values, table, context, pages, scale, self.sink_logits, self.logits_soft_cap
         )

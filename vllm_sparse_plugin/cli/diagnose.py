@@ -129,7 +129,9 @@ def diagnose(
 
 
 def _compared(backend: str, additional_config: str, budgets: list[int]) -> _Compared:
-    known = [name.lower() for name, preset in BACKENDS.items() if resolve(None, preset).pages]
+    known = [
+        name.lower() for name, preset in BACKENDS.items() if isinstance(resolve(None, preset).selection, Selection)
+    ]
     if backend.lower() not in known:
         raise ConfigurationError(f"backend: got {backend!r}, allowed: {choices(known)}")
     settings = parse_additional_config(additional_config).get(KEY) or {}
@@ -139,9 +141,11 @@ def _compared(backend: str, additional_config: str, budgets: list[int]) -> _Comp
         if isinstance(settings, dict) and isinstance(settings.get("selection", {}), dict):
             merged = settings | {"selection": settings.get("selection", {}) | {"budget_tokens": budget}}
         resolved = resolve(merged, BACKENDS[backend.upper()])
-        if resolved.pages is None:
+        if not isinstance(resolved.selection, Selection):
             raise ConfigurationError(f"{KEY}.selection.policy: got 'dense', allowed: one that selects pages")
-        selections.append(resolved.pages)
+        if resolved.stop_rule is not None:
+            raise ConfigurationError(f"{KEY}.termination: got a rule, allowed: null, as selections are judged alone")
+        selections.append(resolved.selection)
     return _Compared(backend.lower(), resolved.config.first_dense_layers, selections)
 
 

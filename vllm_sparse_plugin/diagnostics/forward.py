@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -174,8 +173,9 @@ class PagedLayer:
         head_size, dtype = layer.keys.shape[2], layer.keys.dtype
         layout = selection.statistics_layout(head_size, dtype.itemsize)
         block_size = math.lcm(selection.page_size, layout.unit_tokens if layout else 1)
-        in_blocks = partial(_in_blocks, block_size=block_size, page_size=selection.page_size)
-        keys = in_blocks(layer.keys)
+        keys = in_blocks(layer.keys, block_size, selection.page_size)
+        self.paged_keys = keys
+        self.paged_values = in_blocks(layer.values, block_size, selection.page_size)
         blocks, heads = keys.view.shape[:2]
         device = layer.keys.device
         self.block_table = torch.arange(blocks, device=device).expand(len(layer.query), -1)
@@ -200,6 +200,7 @@ class PagedLayer:
         )
 
 
-def _in_blocks(rows: torch.Tensor, block_size: int, page_size: int) -> PagedTensor:
+def in_blocks(rows: torch.Tensor, block_size: int, page_size: int) -> PagedTensor:
+    """Rows `[num_kv_heads, num_tokens, head_size]` in as many blocks as they fill, one after the other."""
     padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[1] % block_size))
     return PagedTensor.from_rows(padded.unflatten(1, (-1, block_size)).transpose(0, 1), page_size)

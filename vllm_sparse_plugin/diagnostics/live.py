@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from prometheus_client import REGISTRY
@@ -32,10 +33,26 @@ _METRICS = {
     "cosine": ("vllm_sparse_output_cosine", "Cosine of the outputs of sparse and dense attention."),
 }
 """By field of `Quality`: a summary's name and help; its `_sum` over its `_count` is the mean."""
-_SKIPPED = "vllm_sparse_group_skipped"
-_SKIPPED_TEXT = "Share of the KV groups of decoding tokens that routing skips, over all steps."
+
+
+class Ratio(NamedTuple):
+    """A summary whose sum and count are columns of what kernels count, see `DeviceCounts`."""
+
+    name: str
+    text: str
+    sum_column: int
+    count_column: int
+
+
+SKIPPED = (Ratio("vllm_sparse_group_skipped", "Share of the KV groups of decoding tokens that routing skips.", 0, 1),)
+"""Of `GroupRouting.counts`."""
+VISITS = (
+    Ratio("vllm_sparse_traversal_blocks", "Blocks that attention visited before it stopped, by token.", 1, 0),
+    Ratio("vllm_sparse_kv_read_share", "Tokens read (sum) of those in the context (count), where it may stop.", 2, 3),
+)
+"""Of `count_visits`."""
 COUNTED_STEPS = 16
-"""Steps between two looks at the counts of skipped groups."""
+"""Steps between two looks at what kernels count."""
 
 
 def expose() -> None:
@@ -128,15 +145,18 @@ class LayerQuality:
                     _add(metric, suffix, labels, text, amount)
 
 
-class GroupCounts:
-    """Groups that routed layers skip, counted where they attend and carried to the metrics without a wait for it."""
+class DeviceCounts:
+    """What kernels count of the KV heads of some layers, carried to the metrics without a wait for the device."""
 
-    def __init__(self, layers: Sequence[tuple[int, range]], device: torch.device) -> None:
-        """Takes index and KV heads of each layer; heads are numbered over all workers."""
+    def __init__(
+        self, layers: Sequence[tuple[int, range]], metrics: Sequence[Ratio], columns: int, device: torch.device
+    ) -> None:
+        """Takes index and KV heads of each layer, heads numbered over all workers, and what is made of the counts."""
+        self.metrics = metrics
         self.labels = [[str(layer), str(head)] for layer, heads in layers for head in heads]
-        counts = torch.zeros(len(self.labels), 2, dtype=torch.int64, device=device)
+        counts = torch.zeros(len(self.labels), columns, dtype=torch.int64, device=device)
         self.of_layers = counts.split([len(heads) for _, heads in layers])
-        """`[num_kv_heads, 2]` int64 of each layer, groups skipped and groups asked for; kernels add to them."""
+        """`[num_kv_heads, columns]` int64 of each layer, which kernels add to."""
         self._counts = counts
         self._copied = torch.zeros(counts.shape, dtype=torch.int64, pin_memory=counts.is_cuda)
         self._event = torch.cuda.Event() if counts.is_cuda else None
@@ -154,10 +174,11 @@ class GroupCounts:
         if self._event is None or self._event.query():
             new = self._copied - self._known
             self._known.copy_(self._copied)
-            for labels, (skipped, asked) in zip(self.labels, new.tolist(), strict=True):
-                if asked:
-                    _add(_SKIPPED, "_sum", labels, _SKIPPED_TEXT, skipped)
-                    _add(_SKIPPED, "_count", labels, _SKIPPED_TEXT, asked)
+            for labels, counted in zip(self.labels, new.tolist(), strict=True):
+                for metric, text, sum_column, count_column in self.metrics:
+                    if counted[count_column]:
+                        _add(metric, "_sum", labels, text, counted[sum_column])
+                        _add(metric, "_count", labels, text, counted[count_column])
             self._copied.copy_(self._counts, non_blocking=True)
             if self._event is not None:
                 self._event.record()

@@ -1,7 +1,7 @@
 """What a decode step reads: one file a policy, one row here."""
 
 from vllm_sparse_plugin.policies.base import Policy, Selection
-from vllm_sparse_plugin.policies.dense import DensePolicy
+from vllm_sparse_plugin.policies.dense import DensePolicy, EveryPage
 from vllm_sparse_plugin.policies.infllm import InfLLMSelection
 from vllm_sparse_plugin.policies.mean import MeanSelection
 from vllm_sparse_plugin.policies.quest import QuestSelection
@@ -21,6 +21,7 @@ POLICIES: tuple[type[Policy], ...] = (
 __all__ = [
     "POLICIES",
     "DensePolicy",
+    "EveryPage",
     "InfLLMSelection",
     "MeanSelection",
     "Policy",

@@ -13,8 +13,8 @@ from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
 class DecodeSettings(NamedTuple):
     """What `sparse_decode` needs to know of a policy; it knows how to select by statistics, and the newest pages."""
 
-    k: int
-    """Complete pages read per KV head."""
+    k: int | None
+    """Complete pages read per KV head; None for all."""
     sink_pages: int
     """Leading pages among them, whatever the query."""
     recent_pages: int
@@ -102,6 +102,26 @@ class Selection(Policy):
             `[num_tokens, num_kv_heads, budget_pages]` int64 (on CUDA int32), logical page indices, -1 for none.
         """
         raise NotImplementedError
+
+    def traverse(
+        self,
+        query: torch.Tensor,
+        statistics: PageStatistics | None,
+        block_table: torch.Tensor,
+        num_pages: torch.Tensor,
+    ) -> torch.Tensor:
+        """What `select` chooses, in the order in which attention that may stop visits it: sinks, then newest first.
+
+        Arguments and result are those of `select`; -1 behind the last page.
+        """
+        pages = self.select(query, statistics, block_table, num_pages)
+        newest = pages.sort(dim=-1, descending=True).values
+        count = (newest >= 0).sum(dim=-1, keepdim=True)
+        sinks = ((newest >= 0) & (newest < self.sink_pages)).sum(dim=-1, keepdim=True)
+        slot = torch.arange(pages.shape[-1], device=pages.device)
+        # The sinks lie behind the rest, the first of them last.
+        place = torch.where(slot < sinks, count - 1 - slot, slot - sinks)
+        return newest.gather(-1, torch.where(slot < count, place, slot))
 
     def decode_settings(self) -> DecodeSettings:
         """The selection as the fused decode kernel takes it."""

@@ -1,14 +1,55 @@
-"""Dense attention: everything, by vLLM's own kernels in our backend."""
+"""Dense attention: everything."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from vllm_sparse_plugin.policies.base import Policy
+import torch
+from sparse_kernels.page_statistics import PageStatistics
+
+from vllm_sparse_plugin.policies.base import DecodeSettings, Policy, Selection
 
 
 class DensePolicy(Policy):
-    """Reads everything: what a sparse policy is compared with, all else being equal."""
+    """Reads everything, by vLLM's own kernels: what a sparse policy is compared with, all else being equal."""
 
     policy: Literal["dense"] = "dense"
     """Name of the selection policy."""
+
+
+def every_page(num_pages: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """All pages of contexts, as `Selection.select` returns pages.
+
+    Args:
+        num_pages: `[num_tokens]` integer, complete pages of each.
+        num_kv_heads: for how many KV heads.
+    """
+    page = torch.arange(int(num_pages.max()) if len(num_pages) else 0, device=num_pages.device)
+    return torch.where(page < num_pages[:, None], page, -1)[:, None].expand(-1, num_kv_heads, -1)
+
+
+class EveryPage(Selection):
+    """Dense attention by our kernels, for attention that may stop: every page, whatever the budget."""
+
+    policy: Literal["dense"] = "dense"
+    page_size: Literal[8, 16, 32] = 16
+    budget_tokens: int = 1 << 20
+
+    @property
+    def budget_pages(self) -> int:
+        return 0
+
+    def select(
+        self,
+        query: torch.Tensor,
+        statistics: PageStatistics | None,
+        block_table: torch.Tensor,
+        num_pages: torch.Tensor,
+    ) -> torch.Tensor:
+        return every_page(num_pages, query.shape[1])
+
+    def decode_settings(self) -> DecodeSettings:
+        return DecodeSettings(None, self.sink_pages, recent_pages=0, std_weight=0.0)
+
+    def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
+        return 1.0

@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from sparse_kernels.page_score import score_pages
 from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsFormat, StatisticsLayout
-from sparse_kernels.page_topk import select_pages
+from sparse_kernels.page_topk import best_first, select_pages
 
 from vllm_sparse_plugin.policies.base import DecodeSettings, Selection
 
@@ -47,6 +47,27 @@ class ScoredSelection(Selection):
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
     ) -> torch.Tensor:
+        return self._select(query, statistics, block_table, num_pages)[0]
+
+    def traverse(
+        self,
+        query: torch.Tensor,
+        statistics: PageStatistics | None,
+        block_table: torch.Tensor,
+        num_pages: torch.Tensor,
+    ) -> torch.Tensor:
+        """What `select` chooses: pages that are always read, then best score first."""
+        pages, scores = self._select(query, statistics, block_table, num_pages)
+        return best_first(pages, scores, num_pages, self.sink_pages, self.recent_pages)
+
+    def _select(
+        self,
+        query: torch.Tensor,
+        statistics: PageStatistics | None,
+        block_table: torch.Tensor,
+        num_pages: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The pages and the scores of all."""
         assert statistics is not None
         scores = score_pages(query, statistics, block_table, num_pages, self.std_weight)
-        return select_pages(scores, num_pages, self.budget_pages, self.sink_pages, self.recent_pages)
+        return select_pages(scores, num_pages, self.budget_pages, self.sink_pages, self.recent_pages), scores

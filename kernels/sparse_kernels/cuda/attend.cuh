@@ -11,7 +11,8 @@ constexpr float LOG2E = 1.4426950408889634f;
 template <int KV>
 struct ValueType {
     using type = uint4;
-    static DEVICE uint4 load(const u8* p) { return load16(p); }
+    template <bool AHEAD>
+    static DEVICE uint4 load(const u8* p) { return load16<AHEAD>(p); }
     static DEVICE void interleave(const uint4& first, const uint4& second, int j, u32& even, u32& odd) {
         even = __byte_perm(word(first, j), word(second, j), 0x5410);
         odd = __byte_perm(word(first, j), word(second, j), 0x7632);
@@ -21,7 +22,8 @@ struct ValueType {
 template <>
 struct ValueType<FP8> {
     using type = uint2;
-    static DEVICE uint2 load(const u8* p) { return load8(p); }
+    template <bool AHEAD>
+    static DEVICE uint2 load(const u8* p) { return load8<AHEAD>(p); }
     static DEVICE void interleave(const uint2& first, const uint2& second, int j, u32& even, u32& odd) {
         u32 bytes = __byte_perm(word(first, j / 2), word(second, j / 2), j % 2 ? 0x7362 : 0x5140);
         even = fp8_pair_to_fp16((u16)bytes);
@@ -97,20 +99,22 @@ struct Attention {
     }
 
     // Reads eight consecutive tokens of a block; of those beyond `valid`, which may hold anything, no value is read.
+    // `AHEAD`: they are used after a barrier, and are to be on their way before it.
+    template <bool AHEAD = false>
     static DEVICE Tokens read(const TokenRows& rows, i64 block, int token, int valid, int lane) {
         int g = lane / 4, t = lane % 4;
         Tokens tokens;
         i64 at = block * rows.block_stride + (i64)token * rows.token_stride;
         const u8* key = rows.keys + at + g * rows.token_stride + 16 * t;
 #pragma unroll
-        for (int piece = 0; piece < KEY_PIECES; piece++) tokens.keys[piece] = load16(key + 64 * piece);
+        for (int piece = 0; piece < KEY_PIECES; piece++) tokens.keys[piece] = load16<AHEAD>(key + 64 * piece);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const u8* value = rows.values + at + (2 * t + i) * rows.token_stride + 8 * KV_BYTES * g;
 #pragma unroll
             for (int piece = 0; piece < VALUE_PIECES; piece++) {
                 tokens.values[i][piece] = ValuePiece{};
-                if (2 * t + i < valid) tokens.values[i][piece] = ValueType<KV>::load(value + 64 * KV_BYTES * piece);
+                if (2 * t + i < valid) tokens.values[i][piece] = ValueType<KV>::template load<AHEAD>(value + 64 * KV_BYTES * piece);
             }
         }
         return tokens;

@@ -51,6 +51,25 @@ struct ChainedAttention {
         }
     }
 
+    // Gives a finished chain to the blocks that merge it.
+    static DEVICE void publish(Shared& shared, Values& values, const Attend& attention, int chain, int lane) {
+        int g = lane / 4;
+#pragma unroll
+        for (int tile = 0; tile < Attend::TILES; tile++) {
+            float total_weight = attention.total_weight(tile);
+            if (8 * tile + g < GROUP)
+#pragma unroll 1
+                for (int peer = lane % 4; peer < CLUSTER; peer += 4) {
+                    Peers::store(&shared.largest[chain][8 * tile + g], peer, attention.largest[tile]);
+                    Peers::store(&shared.total_weight[chain][8 * tile + g], peer, total_weight);
+                }
+        }
+        attention.for_each_four(lane, [&](int h, int d, float4 four) {
+            int i = h * HEAD_SIZE + d;
+            Peers::store((float4*)&values.rows[chain][i % SHARE], i / SHARE, four);
+        });
+    }
+
     // All blocks of the cluster are known to run.
     template <int OUTPUT, typename Locate>
     static DEVICE void run(Shared& shared, Values& values, const TokenRows& rows, int tiles, float scale, float softcap,
@@ -62,22 +81,15 @@ struct ChainedAttention {
             Attend attention;
             attention.clear();
             add_tiles(attention, shared.query, rows, chain, CHAINS, tiles, scale, softcap, lane, locate);
-            int g = lane / 4;
-#pragma unroll
-            for (int tile = 0; tile < Attend::TILES; tile++) {
-                float total_weight = attention.total_weight(tile);
-                if (8 * tile + g < GROUP)
-#pragma unroll 1
-                    for (int peer = lane % 4; peer < CLUSTER; peer += 4) {
-                        Peers::store(&shared.largest[chain][8 * tile + g], peer, attention.largest[tile]);
-                        Peers::store(&shared.total_weight[chain][8 * tile + g], peer, total_weight);
-                    }
-            }
-            attention.for_each_four(lane, [&](int h, int d, float4 four) {
-                int i = h * HEAD_SIZE + d;
-                Peers::store((float4*)&values.rows[chain][i % SHARE], i / SHARE, four);
-            });
+            publish(shared, values, attention, chain, lane);
         }
+        merge<OUTPUT>(shared, values, sinks, value_scale, out, rank, warp, lane);
+    }
+
+    // Merges the published chains, each block its share of the output.
+    template <int OUTPUT>
+    static DEVICE void merge(Shared& shared, Values& values, const float* sinks, float value_scale, u16* out, int rank,
+                             int warp, int lane) {
         Peers::sync();
 
 #pragma unroll 1

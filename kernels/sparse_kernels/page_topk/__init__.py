@@ -1,5 +1,5 @@
 """The k best pages of each row of scores."""
 
-from sparse_kernels.page_topk.api import select_pages
+from sparse_kernels.page_topk.api import best_first, select_pages
 
-__all__ = ["select_pages"]
+__all__ = ["best_first", "select_pages"]

@@ -43,3 +43,26 @@ def select_pages(
 
         implementation = cpu.select_pages
     return implementation(scores, num_pages, k, sink_pages, recent_pages)
+
+
+def best_first(
+    pages: torch.Tensor, scores: torch.Tensor, num_pages: torch.Tensor, sink_pages: int = 0, recent_pages: int = 0
+) -> torch.Tensor:
+    """Orders selected pages as a CUDA selection of some has them: those always selected, then by descending score.
+
+    Args:
+        pages: `[num_tokens, num_kv_heads, k]`, what `select_pages` returned for the other arguments.
+        scores: `[num_tokens, num_kv_heads, max_pages]` bfloat16.
+        num_pages: `[num_tokens]` integer.
+        sink_pages: leading pages that are always selected.
+        recent_pages: newest pages that are always selected.
+
+    Returns:
+        Like `pages`; equal scores by page, -1 last.
+    """
+    key = scores.float().gather(-1, pages.clamp(min=0).long())
+    key = key.masked_fill(key.isnan() | (pages < 0), -torch.inf)
+    always = (pages >= 0) & ((pages < sink_pages) | (pages >= (num_pages - recent_pages)[:, None, None]))
+    by_score = key.masked_fill(always, torch.inf).argsort(dim=-1, descending=True, stable=True)
+    always_first = always.gather(-1, by_score).int().argsort(dim=-1, descending=True, stable=True)
+    return pages.gather(-1, by_score.gather(-1, always_first))

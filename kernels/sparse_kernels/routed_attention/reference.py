@@ -30,5 +30,5 @@ def routed_attention(
     every_page = max(1, block_table.shape[1] * keys.pages_per_block)
     sparse_decode(
         query, keys, values, None, block_table, seq_lens, every_page, 0, 0, 0.0, scale, dense_tokens, dense_requests,
-        None, softcap, routing, query_scale, key_scale, value_scale, out,
+        None, softcap, routing, None, query_scale, key_scale, value_scale, out, None, None,
     )  # fmt: skip

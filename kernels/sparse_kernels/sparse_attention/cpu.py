@@ -9,42 +9,8 @@ import numba
 import numpy as np
 import torch
 
-from sparse_kernels.compiled import FASTMATH, narrow, unpack_page
+from sparse_kernels.compiled import CHUNK_TOKENS, FASTMATH, add_products, exp, narrow, unpack_page
 from sparse_kernels.paging import PagedTensor
-
-_UNROLLED = 8
-"""Products summed in registers before the sum goes back to memory; divides every page and head size."""
-_CHUNK_TOKENS = 64
-"""Tokens whose keys or values are unpacked before anything is computed with them: long rows, still in the cache."""
-
-
-@numba.njit(nogil=True, fastmath=FASTMATH, forceinline=True)
-def _add_products(weights, offset, rows, sums, column):
-    """Adds to each row of `sums`, from `column` on, the sum of `rows` weighted by `weights` from `offset` on."""
-    for first in range(0, rows.shape[0], _UNROLLED):
-        for g in range(sums.shape[0]):
-            for i in range(rows.shape[1]):
-                total = sums[g, np.uint64(column + i)]
-                for j in range(_UNROLLED):
-                    total += weights[g, np.uint64(offset + first + j)] * rows[np.uint64(first + j), np.uint64(i)]
-                sums[g, np.uint64(column + i)] = total
-
-
-@numba.njit(nogil=True, forceinline=True)
-def _exp(x):
-    """exp(x) for x <= 0 within 2 units in the last place; vectorises, which a call of the C library does not."""
-    # exp(x) = 2**n * exp(r) with |r| <= ln(2) / 2, and ln(2) in two parts to subtract n of it exactly.
-    n = np.rint(x * np.float32(1.44269504))
-    r = (x - n * np.float32(0.693359375)) + n * np.float32(2.12194440e-4)
-    y = np.float32(1.9875691500e-4)
-    y = y * r + np.float32(1.3981999507e-3)
-    y = y * r + np.float32(8.3334519073e-3)
-    y = y * r + np.float32(4.1665795894e-2)
-    y = y * r + np.float32(1.6666665459e-1)
-    y = y * r + np.float32(0.5)
-    y = y * r * r + r + np.float32(1)
-    power = np.int32((np.int32(n) + np.int32(127)) << np.int32(23)).view(np.float32)
-    return np.float32(0) if x < np.float32(-87) else y * power
 
 
 @functools.cache
@@ -52,7 +18,7 @@ def _kernel(
     group_size: int, head_size: int, page_size: int, key_length: int, key_step: int, value_length: int, value_step: int
 ) -> Any:
     """Compiled for one model's shape and packing: the compiler unrolls loops whose lengths it knows."""
-    chunk_pages = max(1, _CHUNK_TOKENS // page_size)
+    chunk_pages = max(1, CHUNK_TOKENS // page_size)
     chunk_tokens = chunk_pages * page_size
 
     @numba.njit(fastmath=FASTMATH, nogil=True, parallel=True, cache=True)
@@ -96,7 +62,7 @@ def _kernel(
                     block, within = block_table[token, chosen[slot] // pages_per_block], chosen[slot] % pages_per_block
                     at = (slot - first) * page_size
                     unpack_page(keys, key_length, key_step, block, head, within, by_dim, 0, at, page_size)
-                _add_products(heads, 0, by_dim, logits, first * page_size)
+                add_products(heads, 0, by_dim, logits, first * page_size)
             inverse = np.empty(group_size, np.float32)
             for g in range(group_size):
                 if softcap > 0:
@@ -109,9 +75,9 @@ def _kernel(
                     largest = max(largest, logits[g, i])
                 total = np.float32(0)
                 if sinks.size:
-                    total = _exp(sinks[head * group_size + g] - largest)
+                    total = exp(sinks[head * group_size + g] - largest)
                 for i in range(num_read):
-                    logits[g, i] = _exp(logits[g, i] - largest)
+                    logits[g, i] = exp(logits[g, i] - largest)
                     total += logits[g, i]
                 inverse[g] = np.float32(1) / total
                 logits[g, num_read:] = 0
@@ -124,7 +90,7 @@ def _kernel(
                     unpack_page(values, value_length, value_step, block, head, within, by_token, at, 0, head_size)
                 # What lies beyond the context is stale memory and may be NaN, which a weight of 0 would not hide.
                 by_token[max(0, num_read - first * page_size) :] = 0
-                _add_products(logits, first * page_size, by_token, accumulated, 0)
+                add_products(logits, first * page_size, by_token, accumulated, 0)
             for g in range(group_size):
                 for d in range(head_size):
                     output[token, head, g, d] = narrow(accumulated[g, d] * inverse[g])

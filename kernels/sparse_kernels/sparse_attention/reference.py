@@ -7,7 +7,7 @@ import torch
 from sparse_kernels.paging import PagedTensor
 
 
-def attend_pages(
+def logits_and_values(
     query: torch.Tensor,
     keys: PagedTensor,
     values: PagedTensor,
@@ -15,10 +15,16 @@ def attend_pages(
     context_lens: torch.Tensor,
     pages: torch.Tensor,
     scale: float,
-    sinks: torch.Tensor | None,
     softcap: float,
-) -> torch.Tensor:
-    """See `api.attend_pages`."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the tokens of the pages in their order and then of the incomplete page, which takes the room of a whole one.
+
+    Arguments are those of `api.attend_pages`; n is (k + 1) times the page size and a row is a token and KV head.
+
+    Returns:
+        Logits `[rows, group_size, n]`, -inf for what is not attended to, and values `[rows, n, head_size]`, 0 for it;
+        float32.
+    """
     num_tokens, num_kv_heads, group_size, head_size = query.shape
     page_size = keys.page_size
     incomplete = context_lens // page_size
@@ -44,12 +50,27 @@ def attend_pages(
     logits = torch.bmm(query.reshape(rows, group_size, head_size).float(), tokens(keys).transpose(1, 2)) * scale
     if softcap:
         logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~mask, -torch.inf)
+    # What lies beyond the context is stale memory and may be NaN, which a weight of 0 would not hide.
+    return logits.masked_fill(~mask, -torch.inf), tokens(values).masked_fill_(~mask.transpose(1, 2), 0.0)
+
+
+def attend_pages(
+    query: torch.Tensor,
+    keys: PagedTensor,
+    values: PagedTensor,
+    block_table: torch.Tensor,
+    context_lens: torch.Tensor,
+    pages: torch.Tensor,
+    scale: float,
+    sinks: torch.Tensor | None,
+    softcap: float,
+) -> torch.Tensor:
+    """See `api.attend_pages`."""
+    num_tokens, num_kv_heads, group_size, _ = query.shape
+    logits, attended = logits_and_values(query, keys, values, block_table, context_lens, pages, scale, softcap)
     if sinks is not None:
         sink = sinks.float().view(num_kv_heads, group_size, 1).repeat(num_tokens, 1, 1)
         logits = torch.cat([logits, sink], dim=-1)
-    weights = logits.softmax(dim=-1)[..., : mask.shape[-1]]
-    # What lies beyond the context is stale memory and may be NaN, which a weight of 0 would not hide.
-    attended = tokens(values).masked_fill_(~mask.transpose(1, 2), 0.0)
+    weights = logits.softmax(dim=-1)[..., : attended.shape[1]]
     output = torch.bmm(weights, attended)
     return output.view(num_tokens, num_kv_heads * group_size, values.head_size).to(query.dtype)

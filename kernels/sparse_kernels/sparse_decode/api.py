@@ -9,6 +9,7 @@ from sparse_kernels.group_routing.api import check_routing
 from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_decode import reference
+from sparse_kernels.termination import StopRule
 
 
 def sparse_decode(
@@ -19,7 +20,7 @@ def sparse_decode(
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    k: int,
+    k: int | None,
     sink_pages: int,
     recent_pages: int,
     std_weight: float,
@@ -29,16 +30,23 @@ def sparse_decode(
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
     routing: GroupRouting | None = None,
+    rule: StopRule | None = None,
     query_scale: torch.Tensor | None = None,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    visited: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of decoding tokens over the `k` best pages of their context (UNIQUE, Eq. 3, 5 and 6).
 
     The same as `score_pages`, `select_pages` and `attend_pages` one after the other, decided on the device alone: no
     length is read by the host, and a launch captured in a CUDA graph serves every later batch of its size. The bits
     of a token's output depend on that token alone.
+
+    With a `rule`, attention may stop early (ART, arXiv 2606.00024; see `termination.visited_pages`): pages that are
+    always selected are visited first, then the others best score first, or newest first without statistics. Contexts
+    that are attended whole because they are short or their request says so are read to the end.
 
     Every request has the same number of query tokens, the last of its context; they are consecutive.
 
@@ -50,7 +58,7 @@ def sparse_decode(
         block_table: `[num_requests, max_blocks]` int32, physical block ids.
         seq_lens: `[num_requests]` int32, tokens of each request's context, its query tokens included. A query token
             without a context (a padded request) has a zero output.
-        k: complete pages to select, besides the incomplete last one.
+        k: complete pages to select, besides the incomplete last one; None for every page, where attention may stop.
         sink_pages: leading pages that are always selected.
         recent_pages: newest complete pages that are always selected.
         std_weight: lambda, the weight of the standard deviation in the score.
@@ -62,11 +70,16 @@ def sparse_decode(
         routing: which KV groups have a zero output instead: of contexts beyond `dense_tokens`, but not of
             `dense_requests`. Nothing of theirs is read but token 0's key; statistics that are scored by another kernel
             are scored for them too. None for no such groups.
+        rule: when attention stops; None if it reads everything. Blocks of fewer than 512 tokens (256 where heads are
+            larger than 128 or groups than 8) may change the last bit of an output.
         query_scale: one float32; a float8 query times this is the query. Pages are scored by queries and keys as they
             are stored: positive factors do not change their order.
         key_scale: one float32; a float8 key times this is the key.
         value_scale: one float32; a float8 value times this is the value.
         out: `[num_tokens, num_query_heads, head_size]` float16 or bfloat16 to write to, rows of heads contiguous.
+        visited: `[num_tokens, num_kv_heads]` int32 to write the number of pages visited to; 0 for skipped groups.
+        counters: `[num_kv_heads, 4]` int64 to add to, by rows that may stop and are not skipped: 1, blocks visited,
+            tokens read, tokens of the context.
 
     Returns:
         `out`, or a new tensor in the query's dtype (bfloat16 for a float8 query).
@@ -77,7 +90,13 @@ def sparse_decode(
     check_batch(query, keys, block_table, seq_lens)
     if routing is not None:
         check_routing(routing, keys.num_kv_heads)
-    if k < max(sink_pages + recent_pages, 1):
+    if k is None and rule is None:
+        raise ValueError("k: got None without a rule, allowed: a number of pages")
+    if rule is not None and rule.block_tokens % keys.page_size:
+        raise ValueError(
+            f"block_tokens: got {rule.block_tokens}, allowed: a multiple of the page size {keys.page_size}"
+        )
+    if k is not None and k < max(sink_pages + recent_pages, 1):
         raise ValueError(f"k: got {k}, allowed: at least {max(sink_pages + recent_pages, 1)}")
     if out is None:
         dtype = torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype
@@ -91,7 +110,8 @@ def sparse_decode(
         implementation = cuda.sparse_decode
     implementation(
         query, keys, values, statistics, block_table, seq_lens, k, sink_pages, recent_pages, std_weight, scale,
-        dense_tokens, dense_requests, sinks, softcap, routing, query_scale, key_scale, value_scale, out,
+        dense_tokens, dense_requests, sinks, softcap, routing, rule, query_scale, key_scale, value_scale, out, visited,
+        counters,
     )  # fmt: skip
     return out
 

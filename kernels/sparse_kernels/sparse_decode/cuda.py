@@ -21,12 +21,14 @@ from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.page_topk.cuda import MAX_SEGMENT, check_k
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention.cuda import (
+    CHAINS,
     cache_arguments,
     chain_bytes,
     is_wide,
     least_cluster,
     merging_bytes,
 )
+from sparse_kernels.termination import StopRule
 
 _SOURCE = Path(__file__).with_name("decode.cu")
 # Candidates, counts and floors of `Select` in select.cuh; what grows with the warps comes on top.
@@ -50,6 +52,12 @@ _LAUNCHES = (
     (132, Launch(True, cluster=2, warps=8, blocks_per_sm=2)),
     (1 << 62, Launch(True, cluster=1, warps=8, blocks_per_sm=2)),
 )
+# Where attention may stop a warp works on one chain at most.
+_STOPPING_LAUNCHES = (
+    (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1)),
+    (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),
+    (1 << 62, Launch(True, cluster=4, warps=8, blocks_per_sm=2)),
+)
 # Scores of a launch of their own read faster, which counts beyond this many pages; with wide records and rows that
 # keep every multiprocessor busy already from half as many.
 _MANY_PAGES = 1 << 15
@@ -58,7 +66,13 @@ _MANY_ROWS = 224
 
 
 def launch_of(
-    num_rows: int, group_size: int, head_size: int, max_pages: int, record_bytes: int, device: torch.device
+    num_rows: int,
+    group_size: int,
+    head_size: int,
+    max_pages: int,
+    record_bytes: int,
+    device: torch.device,
+    stopping: bool = False,
 ) -> Launch:
     """The launch configuration of a batch.
 
@@ -69,21 +83,34 @@ def launch_of(
         max_pages: pages of the longest context there can be.
         record_bytes: bytes of a page's vectors; 0 if nothing is scored.
         device: where it runs.
+        stopping: whether attention may stop.
+
+    Raises:
+        ValueError: if attention is to stop before compute capability 9.0, where the chains of a row find no room.
     """
     major, _ = torch.cuda.get_device_capability(device)
     wide = is_wide(group_size, head_size)
+    if major < 9 and stopping:
+        raise ValueError(f"rule: got one on compute capability {major}.x, allowed: 9.0 or later")
     if major < 9:
         return Launch(False, 1, warps=8, blocks_per_sm=1 if wide else 2)
-    launch = next(launch for most_rows, launch in _LAUNCHES if num_rows <= most_rows)
+    launch = next(
+        launch for most_rows, launch in (_STOPPING_LAUNCHES if stopping else _LAUNCHES) if num_rows <= most_rows
+    )
     if wide:
-        launch = launch._replace(warps=8, blocks_per_sm=1)
+        launch = launch._replace(cluster=8 if stopping else launch.cluster, warps=8, blocks_per_sm=1)
     crowded = num_rows > _MANY_ROWS and record_bytes >= _WIDE_RECORD_BYTES
     if record_bytes and max_pages >= (_MANY_PAGES // 2 if crowded else _MANY_PAGES + 1):
         launch = launch._replace(fused=False)
     return launch._replace(cluster=max(launch.cluster, least_cluster(group_size, head_size)))
 
 
-def _shared_bytes(launch: Launch, group_size: int, head_size: int, max_pages: int, k: int) -> int:
+def _looks_bytes(launch: Launch, group_size: int) -> int:
+    # `StoppingAttention::Looks` in stop.cuh.
+    return group_size * ((CHAINS // launch.cluster + 2 * 8 + 1) * 34 * 4 + 4)
+
+
+def _shared_bytes(launch: Launch, group_size: int, head_size: int, max_pages: int, k: int, stopping: bool) -> int:
     # Mirrors the layout in decode.cu, rounded up.
     rows = -(-group_size // 8) * 8
     values = chain_bytes(launch.cluster, group_size, head_size)
@@ -96,8 +123,18 @@ def _shared_bytes(launch: Launch, group_size: int, head_size: int, max_pages: in
         + launch.warps * 8
         + max(0, 128 * launch.warps - 2048)
         + 64
+        + (_looks_bytes(launch, group_size) if stopping else 0)
     )
     return -(-fixed // 16) * 16 + (max(values, keys) if launch.cluster == 1 else values + keys) + 4 * k
+
+
+def _rule_arguments(
+    rule: StopRule | None, visited: torch.Tensor | None, counters: torch.Tensor | None
+) -> tuple[object, ...]:
+    if rule is None:
+        return ()
+    tolerances = float(rule.scale_tolerance), float(rule.direction_tolerance)
+    return *tolerances, int32(rule.patience), int32(rule.least_pages), visited, counters
 
 
 def sparse_decode(
@@ -107,7 +144,7 @@ def sparse_decode(
     statistics: PageStatistics | None,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    k: int,
+    k: int | None,
     sink_pages: int,
     recent_pages: int,
     std_weight: float,
@@ -117,22 +154,27 @@ def sparse_decode(
     sinks: torch.Tensor | None,
     softcap: float,
     routing: GroupRouting | None,
+    rule: StopRule | None,
     query_scale: torch.Tensor | None,
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
     out: torch.Tensor,
+    visited: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
     launch: Launch | None = None,
 ) -> None:
     """See `api.sparse_decode`."""
     num_tokens, num_query_heads, head_size = query.shape
     num_kv_heads = keys.num_kv_heads
     group_size = num_query_heads // num_kv_heads
-    check_k(k)
+    if k is not None:
+        check_k(k)
     # Columns beyond what the kernels can select from stand for no context that is served.
-    max_pages = min(block_table.shape[1] * keys.pages_per_block, MAX_SEGMENT)
+    max_pages = min(block_table.shape[1] * keys.pages_per_block, MAX_SEGMENT) if k is not None else 0
+    stopping = rule is not None
     record_bytes = 0 if statistics is None else statistics.vectors.shape[3] * statistics.vectors.element_size()
     launch = launch or launch_of(
-        num_tokens * num_kv_heads, group_size, head_size, max_pages, record_bytes, query.device
+        num_tokens * num_kv_heads, group_size, head_size, max_pages, record_bytes, query.device, stopping
     )
     if statistics is not None and not statistics.kind.is_fused:
         launch = launch._replace(fused=False)
@@ -149,9 +191,10 @@ def sparse_decode(
         "CLUSTER": launch.cluster,
         "WARPS": launch.warps,
         "BLOCKS_PER_SM": launch.blocks_per_sm,
+        "STOP_TILES": rule.block_tokens // 8 if rule else 0,
     }
     compiled = kernel(_SOURCE, query.device, macros, 32 * launch.warps)
-    shared_bytes = _shared_bytes(launch, group_size, head_size, max_pages, k)
+    shared_bytes = _shared_bytes(launch, group_size, head_size, max_pages, k or 0, stopping)
     compiled.reserve_shared(shared_bytes, launch.blocks_per_sm)
     scores = None
     if statistics is not None and not launch.fused:
@@ -165,8 +208,8 @@ def sparse_decode(
         *statistics_arguments(statistics),
         scores, int64(0 if scores is None else scores.stride(1)),
         block_table, int64(block_table.stride(0)), seq_lens, dense_requests,
-        int32(num_tokens // len(seq_lens)), int32(k), int32(sink_pages), int32(recent_pages), int32(dense_tokens),
+        int32(num_tokens // len(seq_lens)), int32(k or 0), int32(sink_pages), int32(recent_pages), int32(dense_tokens),
         *routing_arguments(routing), weight_of(statistics, std_weight), float(scale), float(softcap), sinks,
-        query_scale, key_scale, value_scale, out, int64(out.stride(0)),
+        query_scale, key_scale, value_scale, out, int64(out.stride(0)), *_rule_arguments(rule, visited, counters),
         shared_bytes=shared_bytes,
     )  # fmt: skip

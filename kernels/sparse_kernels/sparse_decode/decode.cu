@@ -4,6 +4,9 @@
 #include "route.cuh"
 #include "score.cuh"
 #include "select.cuh"
+#if SK_STOP_TILES > 0
+#include "stop.cuh"
+#endif
 
 constexpr int QUERY = SK_QUERY, KV = SK_KV, MEAN = SK_MEAN, OUTPUT = SK_OUTPUT;
 constexpr int GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE, PAGE_SIZE = SK_PAGE_SIZE;
@@ -16,12 +19,20 @@ constexpr int TILES_PER_PAGE = PAGE_SIZE / 8;
 
 using Score = ScoreQuery<MEAN, GROUP, HEAD_SIZE>;
 using Chained = ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE>;
+#if SK_STOP_TILES > 0
+// Tiles of pages between two looks at the output.
+constexpr int STOP_TILES = SK_STOP_TILES;
+using Stopping = StoppingAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE, STOP_TILES>;
+#endif
 using Peers = Cluster<CLUSTER>;
 
 struct Shared {
     typename Chained::Shared attention;
     typename Select<WARPS>::Shared select;
     typename Score::Shared score;
+#if SK_STOP_TILES > 0
+    typename Stopping::Looks looks;
+#endif
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
@@ -37,7 +48,14 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
               int tokens_per_request, int k, int sink_pages, int recent_pages, int dense_tokens,
               const float4* thresholds, int group_score, float threshold_first, float threshold_step, u64* counts,
               float std_weight, float scale, float softcap, const float* sinks, const float* query_scale,
-              const float* key_scale, const float* value_scale, u16* output, i64 output_token_stride) {
+              const float* key_scale, const float* value_scale, u16* output, i64 output_token_stride
+#if SK_STOP_TILES > 0
+              // k of 0: every page. Per token and head the pages visited; per head the rows, blocks visited, tokens read
+              // and tokens of the contexts of all stoppable rows so far.
+              , float scale_tolerance, float direction_tolerance, int patience, int least_pages, int* visited_pages,
+              u64* counters
+#endif
+) {
     extern __shared__ __align__(16) u8 memory[];
     Shared& shared = *(Shared*)memory;
     auto& attended = *(typename Chained::Values*)(memory + (sizeof(Shared) + 15) / 16 * 16);
@@ -81,10 +99,17 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
     if (context <= 0 || skipped) {
 #pragma unroll 1
         for (int i = rank * THREADS + thread; i < GROUP * HEAD_SIZE; i += CLUSTER * THREADS) out[i] = 0;
+#if SK_STOP_TILES > 0
+        if (visited_pages && rank == 0 && thread == 0) visited_pages[row] = 0;
+#endif
         return;
     }
     int num_pages = context / PAGE_SIZE, tail = context % PAGE_SIZE;
     bool dense = whole || num_pages <= k;
+#if SK_STOP_TILES > 0
+    bool stopping = !dense, every = stopping && k == 0;
+    dense = dense || every;
+#endif
     bool selecting = !dense && (FUSED ? mean != nullptr : scores != nullptr);
     int* selected = (int*)(memory + dynamic_shared_bytes()) - k;
     int padded = ceil_div(num_pages, 8) * 8;
@@ -145,7 +170,8 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
     } else {
         Peers::arrive();
 #pragma unroll 1
-        for (int slot = thread; slot < k; slot += THREADS) selected[slot] = slot < sink_pages ? slot : num_pages - k + slot;
+        for (int slot = thread; slot < k; slot += THREADS)
+            selected[slot] = slot < sink_pages ? slot : SK_STOP_TILES ? num_pages - 1 - (slot - sink_pages) : num_pages - k + slot;
     }
     __syncthreads();
     if (!(FUSED && selecting)) Peers::wait();
@@ -153,6 +179,30 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
     TokenRows rows{keys + head * cache_head_stride, values + head * cache_head_stride, cache_block_stride, token_stride};
     float logit_scale = scale * (query_scale ? *query_scale : 1.0f) * (key_scale ? *key_scale : 1.0f) * (softcap > 0 ? 1.0f : LOG2E);
     int page_tiles = (dense ? num_pages : k) * TILES_PER_PAGE;
+#if SK_STOP_TILES > 0
+    int least = min(sink_pages, num_pages);
+    StopRule rule{scale_tolerance, direction_tolerance, patience, least_pages * TILES_PER_PAGE};
+    int visited = Stopping::run<OUTPUT>(shared.attention, attended, shared.looks, rows, stopping, page_tiles,
+                                        ceil_div(tail, 8), rule, logit_scale, softcap, sinks ? sinks + head * GROUP : nullptr,
+                                        value_scale ? *value_scale : 1.0f, out, rank, warp, lane, [&](int i, int visited) {
+        int in_tail = i - visited, slot = i / TILES_PER_PAGE;
+        int newest_first = slot < least ? slot : num_pages - 1 - (slot - least);
+        int page = in_tail >= 0 ? num_pages : every ? newest_first : dense ? slot : selected[slot];
+        int tile = in_tail >= 0 ? in_tail : i % TILES_PER_PAGE;
+        return TokenTile{table[page / PAGES_PER_BLOCK], page % PAGES_PER_BLOCK * PAGE_SIZE + 8 * tile,
+                         in_tail >= 0 ? min(8, tail - 8 * in_tail) : 8};
+    });
+    if (rank == 0 && thread == 0) {
+        if (visited_pages) visited_pages[row] = visited / TILES_PER_PAGE;
+        if (counters && stopping) {
+            u64* of_head = counters + 4 * head;
+            atomicAdd(of_head, (u64)1);
+            atomicAdd(of_head + 1, (u64)ceil_div(visited, STOP_TILES));
+            atomicAdd(of_head + 2, (u64)(8 * visited + tail));
+            atomicAdd(of_head + 3, (u64)context);
+        }
+    }
+#else
     Chained::run<OUTPUT>(shared.attention, attended, rows, page_tiles + ceil_div(tail, 8), logit_scale, softcap,
                          sinks ? sinks + head * GROUP : nullptr, value_scale ? *value_scale : 1.0f, out,
                          rank, warp, lane, [&](int i) {
@@ -162,4 +212,5 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
         return TokenTile{table[page / PAGES_PER_BLOCK], page % PAGES_PER_BLOCK * PAGE_SIZE + 8 * tile,
                          in_tail >= 0 ? min(8, tail - 8 * in_tail) : 8};
     });
+#endif
 }

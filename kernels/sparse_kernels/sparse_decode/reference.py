@@ -9,9 +9,12 @@ from sparse_kernels.group_routing.api import GROUP_SCORES
 from sparse_kernels.group_routing.reference import score_groups
 from sparse_kernels.page_score.reference import score_pages
 from sparse_kernels.page_statistics import PageStatistics
+from sparse_kernels.page_topk import best_first
 from sparse_kernels.page_topk.reference import select_pages
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention.reference import attend_pages
+from sparse_kernels.termination import StopRule, count_visits
+from sparse_kernels.termination.reference import visited_pages
 
 
 def sparse_decode(
@@ -21,7 +24,7 @@ def sparse_decode(
     statistics: PageStatistics | None,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    k: int,
+    k: int | None,
     sink_pages: int,
     recent_pages: int,
     std_weight: float,
@@ -31,15 +34,20 @@ def sparse_decode(
     sinks: torch.Tensor | None,
     softcap: float,
     routing: GroupRouting | None,
+    rule: StopRule | None,
     query_scale: torch.Tensor | None,
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
     out: torch.Tensor,
+    visited: torch.Tensor | None,
+    counters: torch.Tensor | None,
 ) -> None:
     """See `api.sparse_decode`; each token alone."""
     per_request = len(query) // len(seq_lens)
     num_kv_heads = keys.num_kv_heads
     out.zero_()
+    if visited is not None:
+        visited.zero_()
     for token in range(len(query)):
         request = token // per_request
         context = int(seq_lens[request]) - (per_request - 1 - token % per_request)
@@ -50,24 +58,39 @@ def sparse_decode(
         for each in (query_scale, key_scale):
             factor = factor if each is None else factor * float(each)
         table = block_table[request : request + 1].long()
-        lengths = torch.tensor([context // keys.page_size], device=query.device)
-        whole = context <= dense_tokens or bool(dense_requests is not None and dense_requests[request])
-        if whole or int(lengths) <= k:
+        tokens = torch.tensor([context], device=query.device)
+        lengths = tokens // keys.page_size
+        exempt = context <= dense_tokens or bool(dense_requests is not None and dense_requests[request])
+        active = torch.ones(num_kv_heads, dtype=torch.bool, device=query.device)
+        if routing is not None and not exempt:
+            group_scores = score_groups(grouped, keys, table[:, 0], GROUP_SCORES.index(routing.score))
+            active = ~(group_scores >= routing.thresholds(tokens))[0]
+            if routing.counts is not None:
+                routing.counts.add_(torch.stack([~active, torch.ones_like(active)], dim=1))
+        whole = exempt or int(lengths) <= (k or 0)
+        if whole:
             pages = torch.arange(int(lengths), device=query.device).expand(1, num_kv_heads, -1)
-        elif statistics is None:
-            kept = torch.arange(k, device=query.device)
-            pages = torch.where(kept < sink_pages, kept, int(lengths) - k + kept).expand(1, num_kv_heads, -1)
+        elif k is None or statistics is None:
+            # Sinks, then newest first.
+            kept = torch.arange(int(lengths) if k is None else k, device=query.device)
+            newest = int(lengths) - 1 - (kept - sink_pages)
+            pages = torch.where(kept < sink_pages, kept, newest).expand(1, num_kv_heads, -1)
         else:
             scores = score_pages(grouped, statistics, table, lengths, std_weight)
             pages = select_pages(scores, lengths, k, sink_pages, recent_pages)
-        attended = attend_pages(
-            grouped, keys, values, table, torch.tensor([context], device=query.device), pages, factor, sinks, softcap
-        )
+            if rule is not None:
+                pages = best_first(pages, scores, lengths, sink_pages, recent_pages)
+        if rule is not None:
+            count = (pages >= 0).sum(dim=-1)
+            if not whole:
+                # Tolerances are of the values as they are meant.
+                meant = rule._replace(scale_tolerance=rule.scale_tolerance / (float(value_scale) if value_scale else 1))
+                count = visited_pages(grouped, keys, values, table, tokens, pages, factor, meant, sinks, softcap)
+                pages = torch.where(torch.arange(pages.shape[-1], device=query.device) < count[..., None], pages, -1)
+            if visited is not None:
+                visited[token] = count[0] * active
+            if counters is not None and not whole:
+                counters += count_visits(count, tokens, keys.page_size, rule.block_tokens)[0] * active[:, None]
+        attended = attend_pages(grouped, keys, values, table, tokens, pages, factor, sinks, softcap)
         out[token] = (attended[0] * (1.0 if value_scale is None else value_scale)).to(out.dtype)
-        exempt = context <= dense_tokens or bool(dense_requests is not None and dense_requests[request])
-        if routing is not None and not exempt:
-            scores = score_groups(grouped, keys, table[:, 0], GROUP_SCORES.index(routing.score))
-            skipped = (scores >= routing.thresholds(torch.tensor([context], device=query.device)))[0]
-            out[token].unflatten(0, (num_kv_heads, -1))[skipped] = 0
-            if routing.counts is not None:
-                routing.counts.add_(torch.stack([skipped, torch.ones_like(skipped)], dim=1))
+        out[token].unflatten(0, (num_kv_heads, -1))[~active] = 0
