@@ -171,12 +171,38 @@ def serve_gpu() -> str:
     return "\n\n".join([_table(headings, rows), *sources])
 
 
-def kernels_gpu() -> str:
-    """A decode step, selection and scoring beside their rivals on a GPU."""
+def _kernels() -> tuple[dict[str, Any], dict[tuple[str, str], dict[str, dict[str, Any]]]]:
+    """The run, and its rows by operation and case, and by provider."""
     run, found = _lines("kernels_h200.jsonl")
     times: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in found:
         times.setdefault((row["op"], row["case_name"]), {})[row["provider"]] = row
+    return run, times
+
+
+def routing_gpu() -> str:
+    """Attention of routed groups beside dense attention, and what asking costs."""
+    run, times = _kernels()
+    rows = []
+    for batch in (1, 4, 8, 32):
+        for context in ("8K", "32K", "128K", "512K"):
+            case = f"{batch}q1s{context} g4"
+            routed, selected = times["route", case], times["route_unique", case]
+            us = {
+                name: found["cold"]["median_us"]
+                for name, found in (*routed.items(), ("selected", selected["unique, routed"]))
+            }
+            own, dense, alone = us["sinkrouter"], us["FlashAttention 3"], selected["unique"]["cold"]["median_us"]
+            asking = us["sinkrouter, nothing skipped"] / us["sinkrouter, not routed"] - 1
+            cells = f"{own:.0f}", f"{dense:.0f} ({dense / own:.2f}x)", f"{asking:+.1%}"
+            rows.append([case.removesuffix(" g4"), *cells, f"{alone:.0f} / {us['selected']:.0f}"])
+    headings = ["requests and context", "routed, µs", "FlashAttention 3", "cost of asking", "`unique` / routed, µs"]
+    return "\n\n".join([_table(headings, rows), _provenance("kernels_h200.jsonl", run)])
+
+
+def kernels_gpu() -> str:
+    """A decode step, selection and scoring beside their rivals on a GPU."""
+    run, times = _kernels()
 
     def line(op: str, case: str, rivals: list[str]) -> list[str]:
         here = times[op, case]
@@ -265,6 +291,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "decode-more": decode_more,
     "serve-gpu": serve_gpu,
     "kernels-gpu": kernels_gpu,
+    "routing-gpu": routing_gpu,
     "accuracy-gpu": accuracy_gpu,
     "operations": operations,
     "configuration": configuration,
