@@ -28,8 +28,10 @@ def check(layer, blocks: list[int], computed: int) -> int:
     block, within = torch.tensor(blocks)[page // per_block], page % per_block
     keys = impl.keys.gather(block[:, None], torch.arange(impl.num_kv_heads), within[:, None])
     vectors, spread = summarise(impl.statistics.kind, keys)
-    stored, scales = quantise(vectors, torch.int8)
-    assert torch.equal(impl.statistics.vectors[block, :, within], stored.flatten(-2))
+    codes = impl.statistics.kind.codes
+    stored, scales = codes.pack(vectors) if codes else quantise(vectors, torch.int8)
+    stored = stored if codes else stored.flatten(-2)
+    assert torch.equal(impl.statistics.vectors[block, :, within], stored)
     assert torch.equal(impl.statistics.scales[block, :, within], scales)
     if spread is not None:
         assert torch.equal(impl.statistics.spread[block, :, within], spread.bfloat16())
