@@ -293,12 +293,12 @@ def _require_statistics(
             packed, steps = codes.pack(vectors)
             wanted_scale = steps.float()
             # What few bits keep of the outer elements is far from them.
-            vectors = codes.unpack(packed) * wanted_scale.repeat_interleave(codes.per_byte, dim=-1).unsqueeze(-1)
+            vectors = codes.unpack(packed) * codes.per_vector(wanted_scale).unsqueeze(-1)
         else:
             wanted_scale = quantise(vectors, table.vectors.dtype)[1].float()
         if not bool(((scale - wanted_scale).abs() <= 2 * _BF16_STEP * wanted_scale).all()):
             raise CheckError(f"{name}: the scale of a completed page is off")
-        scale = scale.repeat_interleave(vectors.shape[-2] // scale.shape[-1], dim=-1).unsqueeze(-1)
+        scale = (codes.per_vector(scale) if codes else scale).unsqueeze(-1)
         found, step = found * scale, 1.02 * scale
     if not bool(((found - vectors).abs() <= step).all()):
         raise CheckError(f"{name}: a vector of a completed page is off by {_largest((found - vectors).abs()):.3g}")

@@ -346,18 +346,20 @@ _SCORE_PAGES = "sparse_kernels.page_score:score_pages"
 _SELECT_PAGES = "sparse_kernels.page_topk:select_pages"
 _ATTEND_PAGES = "sparse_kernels.sparse_attention:attend_pages"
 
+_DENSE_FLASH_ATTENTION: Provider[DecodeInputs] = Provider(
+    "FlashAttention 3",
+    _load_flash_attention,
+    lambda loaded, inputs: _flash_attention(loaded, inputs, inputs.lengths),
+    checks.dense,
+    traffic.dense,
+)
+
 PROVIDERS: dict[str, Op[Any]] = {
     "decode": Op(
         Workload.decode_inputs,
         (
             Provider("unique", imported(_SPARSE_DECODE, _WRITE_CACHE), _step, checks.sparse_decode, traffic.decode),
-            Provider(
-                "FlashAttention 3",
-                _load_flash_attention,
-                lambda loaded, inputs: _flash_attention(loaded, inputs, inputs.lengths),
-                checks.dense,
-                traffic.dense,
-            ),
+            _DENSE_FLASH_ATTENTION,
             Provider("FlashInfer", _load_flashinfer_decode, _flashinfer_decode, checks.dense, traffic.dense),
             Provider(
                 "unique, separate launches",
@@ -381,13 +383,7 @@ PROVIDERS: dict[str, Op[Any]] = {
                 checks.routed,
                 traffic.routed,
             ),
-            Provider(
-                "FlashAttention 3",
-                _load_flash_attention,
-                lambda loaded, inputs: _flash_attention(loaded, inputs, inputs.lengths),
-                checks.dense,
-                traffic.dense,
-            ),
+            _DENSE_FLASH_ATTENTION,
             Provider(
                 "sinkrouter, nothing skipped",
                 imported(_ROUTED_ATTENTION),
@@ -490,13 +486,7 @@ PROVIDERS: dict[str, Op[Any]] = {
                 checks.dense,
                 traffic.dense,
             ),
-            Provider(
-                "FlashAttention 3",
-                _load_flash_attention,
-                lambda loaded, inputs: _flash_attention(loaded, inputs, inputs.lengths),
-                checks.dense,
-                traffic.dense,
-            ),
+            _DENSE_FLASH_ATTENTION,
         ),
     ),
     "write": Op(

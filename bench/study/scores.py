@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 from sparse_kernels.page_statistics import KINDS
+from sparse_kernels.page_statistics.codes import finite_words
 from sparse_kernels.page_statistics.kinds.quarters import rotate
 from sparse_kernels.page_statistics.reference import quantise, summarise
 
@@ -19,18 +20,6 @@ Summary = tuple[Any, ...]
 """What is kept of pages, each `[..., num_pages, *]`; of two levels the summary of the coarse one comes last, whole."""
 
 MeanFormat = Literal["bf16", "fp8", "int8", "int4"]
-
-
-def finite(packed: torch.Tensor) -> torch.Tensor:
-    """Packed codes with no 16-bit word that is a bfloat16 infinity or NaN.
-
-    Where bits 7 to 14 of a word are all set, bit 8 is cleared: the lowest bit of a code of 1, 2, 4 or 8 bits.
-
-    Args:
-        packed: `[..., num_bytes]` uint8, an even number of them.
-    """
-    words = packed.contiguous().view(torch.int16)
-    return torch.where((words & 0x7F80) == 0x7F80, words & ~0x0100, words).view(torch.uint8)
 
 
 def pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -49,7 +38,7 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 def stored(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes as they are read back after a stay in memory, float32."""
-    return unpack(finite(pack(codes, bits)), bits).float()
+    return unpack(finite_words(pack(codes, bits)), bits).float()
 
 
 def _mean_and_std(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -27,7 +27,7 @@ def expected_sparse(harness: LayerHarness, request: Request, token: int = -1, dt
     vectors, spread = summarise(kind, paged)
     if kind.codes:
         packed, steps = kind.codes.pack(vectors)
-        stored, scales = kind.codes.unpack(packed), steps.repeat_interleave(kind.codes.per_byte, dim=-1)
+        stored, scales = kind.codes.unpack(packed), kind.codes.per_vector(steps)
     else:
         stored, scales = quantise(vectors, torch.int8)
     features = kind.features(query.float(), selection.std_weight)

@@ -25,8 +25,7 @@ def batch_of(kind: str, num_kv_heads: int, head_size: int, page_size: int) -> Pa
 def as_kept(kind: str, vectors: torch.Tensor) -> torch.Tensor:
     """What is left of vectors `[..., 4, head_size]` float32 once they were stored, float64."""
     packed, steps = CODES[kind].pack(vectors)
-    factors = steps.repeat_interleave(4 // steps.shape[-1], dim=-1).double()
-    return CODES[kind].unpack(packed).double() * factors.unsqueeze(-1)
+    return CODES[kind].unpack(packed).double() * CODES[kind].per_vector(steps).double().unsqueeze(-1)
 
 
 def test_bytes_of_a_small_sketch() -> None:

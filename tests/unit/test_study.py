@@ -9,6 +9,7 @@ import pytest
 import torch
 from sparse_kernels.page_score.reference import score_pages
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
+from sparse_kernels.page_statistics.codes import finite_words
 from sparse_kernels.page_statistics.reference import summarise, update_page_statistics
 from sparse_kernels.page_topk.reference import select_pages
 from sparse_kernels.paging import PagedTensor
@@ -20,7 +21,7 @@ from bench.quality.questions import load_tokenizer
 from bench.study import data, plan, run
 from bench.study.documents import load_documents
 from bench.study.pipeline import Decoder
-from bench.study.scores import Interval, Mean, Moments, Oracle, Parts, TwoLevel, finite, pack, unpack
+from bench.study.scores import Interval, Mean, Moments, Oracle, Parts, TwoLevel, pack, unpack
 from bench.study.settings import Setting, Stress
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -233,7 +234,7 @@ def test_coarse_pages_prune_what_fine_pages_would_choose_from(fine):
 
 def test_no_stored_word_is_an_infinity_or_nan_and_no_code_moves_by_more_than_one():
     words = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
-    kept = finite(words.view(torch.uint8))
+    kept = finite_words(words.view(torch.uint8))
     assert kept.view(torch.bfloat16).isfinite().all()
     regular = words.view(torch.bfloat16).isfinite()
     assert torch.equal(kept.view(torch.int16)[regular], words[regular])
@@ -256,7 +257,7 @@ def test_what_is_measured_is_what_is_served(score, name):
     found = score.score(query, score.summarise(keys))
     kind = KINDS[name]
     codes, steps = kind.codes.pack(summarise(kind, keys)[0])
-    vectors = kind.codes.unpack(codes) * steps.float().repeat_interleave(kind.codes.per_byte, dim=-1).unsqueeze(-1)
+    vectors = kind.codes.unpack(codes) * kind.codes.per_vector(steps.float()).unsqueeze(-1)
     products = torch.einsum("hqvd,hpvd->hqpv", kind.features(query, 0.0), vectors)
     # Where two codes would not be a finite word, either clears a lowest bit, and not in the same places.
     cleared = 2 * query.abs().amax() * steps.float().amax()

@@ -38,14 +38,11 @@ from vllm_sparse_plugin.attention.base import (
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.policies.dense import every_page
+from vllm_sparse_plugin.policies.dense import EveryPage, every_page
 from vllm_sparse_plugin.termination import select_until_stable
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
-
-_WHOLE_PAGE = 16
-"""Tokens of a page where everything is read."""
 
 
 class SparseCPUBackend(SparseBackend, CPUAttentionBackend):
@@ -110,7 +107,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         backend: type[SparseCPUBackend] = next(iter(layers.values())).attn_backend
         self.sparse = backend.config()
-        self.page_size = self.sparse.pages.page_size if self.sparse.pages else _WHOLE_PAGE
+        self.page_size = (self.sparse.pages or EveryPage()).page_size
         self.isa = packing.supported_isa(self.isa)
         self._set_isa_to_layers(layer_names)
         if self.sparse.is_sparse:
@@ -297,6 +294,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         self.statistics = None
         if not self.is_sparse:
             return
+        self.all_heads = torch.arange(self.num_kv_heads)[None]
         self.keys, self.values = packing.paged_keys_and_values(self.token_rows, self.isa, self.page_size)
         if self.selects and self.statistics_layout is not None:
             rows = kv_cache[:, :, self.block_size :]
@@ -378,8 +376,7 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
 
     def _rows(self, block_table: torch.Tensor, context_lens: torch.Tensor, num_pages: torch.Tensor) -> _Rows:
         """All KV heads of tokens."""
-        heads = torch.arange(self.num_kv_heads)[None]
-        return _Rows(self.keys, self.values, self.statistics, block_table, context_lens, num_pages, heads)
+        return _Rows(self.keys, self.values, self.statistics, block_table, context_lens, num_pages, self.all_heads)
 
     def _attend(self, grouped: torch.Tensor, rows: _Rows) -> torch.Tensor:
         """Attention of `[num_tokens, num_kv_heads, group_size, head_size]` over the pages that the layer reads."""

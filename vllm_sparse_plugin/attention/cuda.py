@@ -2,8 +2,8 @@
 
 Prefill, sliding-window layers and leading dense layers run vLLM's FlashAttention on the token rows of the cache;
 decoding tokens run one fused kernel, which attends short contexts whole, or, where they are routed but read every page,
-one that splits long contexts. What a step does is decided by the shape of
-its batch alone, so a batch of decoding requests is one full CUDA graph.
+one that splits long contexts. What a step does is decided by the shape of its batch alone, so a batch of decoding
+requests is one full CUDA graph.
 """
 
 from __future__ import annotations
@@ -52,7 +52,6 @@ if TYPE_CHECKING:
 _PREFERRED_BLOCK = 64
 """Tokens of a block unless the user says otherwise: the statistics of a block and head are then one kilobyte in a row,
 which is what memory reads well."""
-
 
 _PIECES_BYTES = 1 << 30
 """Memory, at most, for what a routed layer keeps of the pieces of contexts."""

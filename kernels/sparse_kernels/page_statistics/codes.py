@@ -9,15 +9,26 @@ import torch
 _LARGEST = torch.finfo(torch.bfloat16).max
 
 
+def finite_words(packed: torch.Tensor) -> torch.Tensor:
+    """Packed codes with no 16-bit word that is a bfloat16 infinity or NaN.
+
+    Where bits 7 to 14 of a word are all set, bit 8 is cleared: the lowest bit of a code of 1, 2, 4 or 8 bits.
+
+    Args:
+        packed: `[..., num_bytes]` uint8, an even number of them.
+    """
+    words = packed.contiguous().view(torch.int16)
+    return torch.where((words & 0x7F80) == 0x7F80, words & ~0x0100, words).view(torch.uint8)
+
+
 @dataclass(frozen=True)
 class Codes:
     """Four vectors of a record in `bits` bits an element.
 
     An element is stored as a code c from 0 to `top` and stands for `(c - top / 2) * step`. Rows of `head_size` bytes
     follow each other; byte d of a row holds dimension d of `8 / bits` vectors, the first in its lowest bits, and these
-    share a step. Where two bytes would form an infinite or NaN bfloat16 (see `StatisticsLayout`), the lowest bit of the
-    second is cleared. A row whose keys are not all finite gets the largest step and codes by which every query finds
-    it.
+    share a step. Words are finite (see `finite_words` and `StatisticsLayout`). A row whose keys are not all finite gets
+    the largest step and codes by which every query finds it.
     """
 
     bits: int
@@ -63,12 +74,14 @@ class Codes:
         codes = (shared / divisor + self.top / 2).round().clamp(0, self.top)
         both_signs = torch.tensor([float(self.top), 0.0] * (self.per_byte // 2), device=vectors.device)[:, None]
         codes = torch.where(finite[..., None, None], codes, both_signs).to(torch.uint8)
-        packed = (codes << self._shifts(vectors.device)).sum(dim=-2, dtype=torch.uint8)
-        words = packed.contiguous().view(torch.int16)
-        packed = torch.where((words & 0x7F80) == 0x7F80, words & ~0x0100, words).view(torch.uint8)
+        packed = finite_words((codes << self._shifts(vectors.device)).sum(dim=-2, dtype=torch.uint8))
         if self.dropped:
             packed[..., : self.dropped] = step.unsqueeze(-1).view(torch.uint8)
         return packed.flatten(-2), step
+
+    def per_vector(self, steps: torch.Tensor) -> torch.Tensor:
+        """The step of each vector: `[..., rows]` to `[..., 4]`."""
+        return steps.repeat_interleave(self.per_byte, dim=-1)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
         """The inverse of `pack`, in units of the steps.

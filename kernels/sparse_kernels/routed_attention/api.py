@@ -8,7 +8,7 @@ from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.group_routing.api import check_routing
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.routed_attention import reference
-from sparse_kernels.sparse_decode.api import check_batch
+from sparse_kernels.sparse_decode.api import check_batch, output_for
 
 SPLITS = 64
 """Pieces of a context, at most, that are attended side by side."""
@@ -70,9 +70,7 @@ def routed_attention(
         raise ValueError(f"splits: got {splits}, allowed: 1 to {SPLITS}")
     if routing is not None:
         check_routing(routing, keys.num_kv_heads)
-    if out is None:
-        dtype = torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype
-        out = torch.empty(query.shape, dtype=dtype, device=query.device)
+    out = output_for(query) if out is None else out
     if len(query) == 0:
         return out
     implementation = reference.routed_attention

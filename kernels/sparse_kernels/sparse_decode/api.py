@@ -98,9 +98,7 @@ def sparse_decode(
         )
     if k is not None and k < max(sink_pages + recent_pages, 1):
         raise ValueError(f"k: got {k}, allowed: at least {max(sink_pages + recent_pages, 1)}")
-    if out is None:
-        dtype = torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype
-        out = torch.empty(query.shape, dtype=dtype, device=query.device)
+    out = output_for(query) if out is None else out
     if len(query) == 0:
         return out
     implementation = reference.sparse_decode
@@ -114,6 +112,12 @@ def sparse_decode(
         counters,
     )  # fmt: skip
     return out
+
+
+def output_for(query: torch.Tensor) -> torch.Tensor:
+    """Room for the attention of a query, in its dtype; bfloat16 for a float8 query."""
+    dtype = torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype
+    return torch.empty(query.shape, dtype=dtype, device=query.device)
 
 
 def check_batch(query: torch.Tensor, keys: PagedTensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:
