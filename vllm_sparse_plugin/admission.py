@@ -34,8 +34,8 @@ CUDA_MAX_OLD_PAGES = 1 << 15
 """Pages of a context, at most, before compute capability 9.0, for the same reason."""
 CUDA_MAX_BUDGET_PAGES = 1024
 """Pages, at most, that the CUDA kernels select."""
-CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector")
-"""KV connectors that move whole blocks, statistics rows included."""
+CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector", "DecodeBenchConnector")
+"""KV connectors that move whole blocks, statistics rows included, or, to measure time, fill them with noise."""
 _EIGHT_BIT_CACHES = ("fp8", "fp8_e4m3")
 LEARNED_SINKS = ("gpt_oss",)
 """Model types whose attention has learned sinks."""

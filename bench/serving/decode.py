@@ -6,6 +6,9 @@ The prompts of a batch are computed once. Then 1 token and 1 + n tokens are gene
 difference is divided by n: median over repeats. Every request has KV blocks of its own. The prompts of a context begin
 with those of the shorter contexts, and those of a batch are the first of a larger one, so a token is computed once per
 variant as long as the cache has room. One process per variant, one after the other.
+
+With `--noise-cache` no prompt is computed: the whole cache is filled with noise at the start (vLLM's
+DecodeBenchConnector). For contexts that would take minutes to compute, where no content decides about time.
 """
 
 from __future__ import annotations
@@ -35,6 +38,11 @@ _LARGEST = "max"
 _FLOPS_PER_SECOND = 500e12
 _BYTES_PER_SECOND = 3.5e12
 _START_SECONDS = 60
+_NOISE = {
+    "kv_connector": "DecodeBenchConnector",
+    "kv_role": "kv_both",
+    "kv_connector_extra_config": {"startup_fill": True, "fill_mean": 0.0, "fill_std": 1.0},
+}
 
 
 class GridRow(BaseModel):
@@ -62,6 +70,8 @@ class DecodeSettings(BaseModel):
     gpu_memory_utilization: float
     block_size: int | None
     max_num_batched_tokens: int | None
+    noise_cache: bool
+    """Keys and values are noise, not those of prompts."""
     output: str
     """JSON lines file to append to."""
 
@@ -107,7 +117,7 @@ def forecast_seconds(model: Model, settings: DecodeSettings) -> float:
         # How many fit is not known yet.
         largest = max(batch or 1 for batch in row.batches)
         batches = [batch or min(2 * largest, settings.max_num_seqs) for batch in row.batches]
-        for i in range(max(batches)):
+        for i in range(0 if settings.noise_cache else max(batches)):
             seconds += model.prefill_flops(computed.get(i, 0), row.context) / _FLOPS_PER_SECOND
             computed[i] = row.context
         for batch in batches:
@@ -183,6 +193,7 @@ def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[di
         gpu_memory_utilization=settings.gpu_memory_utilization,
         block_size=settings.block_size,
         enable_prefix_caching=True,
+        kv_transfer_config=_NOISE if settings.noise_cache else None,
         # Decode graphs without the wait for torch.compile, which leaves attention alone.
         compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     )
@@ -213,6 +224,7 @@ def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[di
                 "batch": batch,
                 "block_size": block_size,
                 "kv_cache_tokens": blocks * block_size,
+                "noise_cache": settings.noise_cache,
             }
             if batch > fits or batch == 0:
                 write({**about, "skipped": f"the KV cache holds {fits} requests of {row.context} tokens"})
@@ -255,6 +267,9 @@ def decode(
     gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="Passed to vLLM.")] = 0.92,
     block_size: Annotated[int | None, typer.Option(min=1, help="Passed to vLLM; its own choice if left out.")] = None,
     max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a prefill step.")] = None,
+    noise_cache: Annotated[
+        bool, typer.Option(help="Fill the KV cache with noise at the start instead of computing prompts.")
+    ] = False,
     deadline: Annotated[float, typer.Option(help="Seconds after which what has been measured must do.")] = 3600,
     commit: Annotated[str | None, typer.Option(help="Commit to record, where the checkout has no .git.")] = None,
 ) -> None:
@@ -280,6 +295,7 @@ def decode(
                 gpu_memory_utilization=gpu_memory_utilization,
                 block_size=block_size,
                 max_num_batched_tokens=max_num_batched_tokens,
+                noise_cache=noise_cache,
                 output=str(output.absolute()),
             )
             for each in variants

@@ -59,6 +59,7 @@ def settings(**changes) -> DecodeSettings:
         "gpu_memory_utilization": 0.9,
         "block_size": None,
         "max_num_batched_tokens": None,
+        "noise_cache": False,
         "output": "unused",
     }
     return DecodeSettings(**values | changes)
