@@ -66,7 +66,9 @@ def train(
     kv_heads: Annotated[int, typer.Option(min=1, help="KV heads.")] = 4,
     seed: Annotated[int, typer.Option(help="Of weights, text and needles.")] = 0,
     device: _Device = None,
-    compiled: Annotated[bool, typer.Option("--compile/--no-compile", help="With torch.compile.")] = True,
+    compiled: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="With torch.compile; on a GPU if left out.")
+    ] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="That tokenise; two fewer than there are cores.")] = None,
     measure_seconds: Annotated[float, typer.Option(min=0, help="For measuring after that; 0 for none.")] = 60,
     questions: _Questions = 32,
@@ -74,7 +76,7 @@ def train(
 ) -> None:
     """Train from scratch, measure, and write a folder that transformers and vLLM load."""
     begin = time.monotonic()
-    if seconds <= 0:
+    if not seconds > 0:
         raise ConfigurationError(f"seconds: got {seconds:g}, allowed: more than 0")
     if output.exists():
         raise ConfigurationError(f"output: got {str(output)!r}, which is there, allowed: a new folder")
@@ -123,7 +125,8 @@ def train(
         with (output / LOG).open("w", encoding="utf-8") as log:
             print(json.dumps(about), file=log, flush=True)
             try:
-                run(Trainer(model, recipe, where, compiled), recipe, stream, pool, begin + seconds, output, log)
+                trainer = Trainer(model, recipe, where, where != "cpu" if compiled is None else compiled)
+                run(trainer, recipe, stream, pool, begin + seconds, output, log)
             finally:
                 _write_card(output)
     finally:

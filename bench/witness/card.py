@@ -58,8 +58,8 @@ def _training(log: Run) -> str:
         f"the interpreter's environment or the folders of the command; {data['held_out_characters']:,} characters "
         "more are held out.",
     ]
-    if end:
-        losses = [row for row in log.rows if "loss" in row]
+    losses = [row for row in log.rows if "loss" in row]
+    if end and losses:
         memory = f", {end['gpu_memory_gib']} GiB of GPU memory" if "gpu_memory_gib" in end else ""
         parts.append(
             f"{end['steps']:,} steps, {end['tokens'] / 1e6:.1f} M tokens in {end['trained_seconds']:.0f} s{memory}; "

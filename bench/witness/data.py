@@ -36,6 +36,9 @@ _SPECIAL = ("<|bos|>", "<|eos|>", "<|pad|>")
 _HELD_OUT = 0.02
 _FILE_BYTES = range(256, 2_000_000)
 _LONGEST_LINE = 1000
+_READERS = 32
+_READ_AT_ONCE = 512
+_FULL = 0.99  # of the limit: the next file may be larger than what is left
 _CHUNK_CHARS = 1 << 18
 _TASK_TOKENS = 1 << 18
 # Of source code and its documentation: the usual number, and one that hardly any stretch exceeds.
@@ -91,17 +94,19 @@ def collect_text(roots: Sequence[Path], limit: int, seed: int) -> Corpus:
     paths = list(found)
     random.Random(seed).shuffle(paths)
     files: list[str] = []
-    seen: set[bytes] = set()
+    seen: set[str] = set()
     size = 0
-    for path in paths:
-        text = _read(path)
-        data = text.encode()
-        digest = hashlib.sha256(data).digest()
-        if not text or digest in seen or size + len(data) > limit:
-            continue
-        seen.add(digest)
-        files.append(text)
-        size += len(data)
+    # Threads, as small files on a slow disk are read one round trip after the other.
+    with ThreadPoolExecutor(_READERS) as readers:
+        for begin in range(0, len(paths), _READ_AT_ONCE):
+            for text in readers.map(_read, paths[begin : begin + _READ_AT_ONCE]):
+                bytes_more = len(text.encode())
+                if text and text not in seen and size + bytes_more <= limit:
+                    seen.add(text)
+                    files.append(text)
+                    size += bytes_more
+            if size >= _FULL * limit:
+                break
     if size < MIN_TEXT_BYTES:
         raise ConfigurationError(
             f"text: got {size} bytes in files of {', '.join(_SUFFIXES)}, allowed: {MIN_TEXT_BYTES} or more"
@@ -115,9 +120,10 @@ def collect_text(roots: Sequence[Path], limit: int, seed: int) -> Corpus:
 def _read(path: Path) -> str:
     """A file's text, empty if it is none to learn from."""
     try:
-        if path.stat().st_size not in _FILE_BYTES:
+        data = path.read_bytes()
+        if len(data) not in _FILE_BYTES:
             return ""
-        text = path.read_text(encoding="utf-8").rstrip() + "\n"
+        text = data.decode().replace("\r\n", "\n").rstrip() + "\n"
     except (OSError, ValueError):
         return ""
     # A sequence has one <|bos|>: a file that spells it would be tokenised to another.
@@ -258,23 +264,23 @@ class _Task(NamedTuple):
 
     text: str
     length: int
-    count: int
+    documents: int
     seed: str
 
 
 def _build_documents(task: _Task) -> tuple[Tokens, Kinds]:
     """Tokens and kinds, each `[num_documents, length]`; texts that are too short give no document."""
     rng = random.Random(task.seed)
-    size = len(task.text) // task.count
+    size = len(task.text) // task.documents
     most = max(1, min(_MOST_QUESTIONS, task.length // 128))
-    documents = [
+    written = [
         build_document(
             rng, task.text[i * size : (i + 1) * size], task.length, rng.choice(TRAINED_TASKS),
             rng.randint(min(4, most), most),
         )
-        for i in range(task.count)
+        for i in range(task.documents)
     ]  # fmt: skip
-    found = [document for document in documents if document is not None]
+    found = [document for document in written if document is not None]
     shape = (len(found), task.length)
     return (
         np.array([document.tokens for document in found], dtype=np.uint16).reshape(shape),

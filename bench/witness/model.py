@@ -25,7 +25,9 @@ MAX_POSITIONS = 16384
 def build_model(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, seed: int) -> Any:
     """A `LlamaForCausalLM` in float32 with drawn weights and needle-8m's vocabulary."""
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     vocabulary = json.loads((NEEDLE_8M / "config.json").read_text(encoding="utf-8"))
     torch.manual_seed(seed)
     model = LlamaForCausalLM(
@@ -59,6 +61,7 @@ def save_model(model: Any, folder: Path) -> None:
         for name in TOKENIZER_FILES:
             shutil.copy(NEEDLE_8M / name, part)
         for path in Path(part).iterdir():
+            path.chmod(0o644)
             path.replace(folder / path.name)
 
 
