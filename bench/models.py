@@ -14,7 +14,7 @@ from typing import Any
 from vllm_sparse_plugin.errors import ConfigurationError
 
 NEEDLE_8M = Path(__file__).parents[1] / "models" / "needle-8m"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _NEEDED = (
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "intermediate_size",
     "vocab_size", "max_position_embeddings",
@@ -106,7 +106,7 @@ def open_model(name: str) -> Iterator[Model]:
             folder = Path(parent) / name
             folder.mkdir()
             (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=2), encoding="utf-8")
-            for file in _TOKENIZER_FILES:
+            for file in TOKENIZER_FILES:
                 shutil.copy(NEEDLE_8M / file, folder)
             yield Model(folder, True, SHAPES[name])
         return

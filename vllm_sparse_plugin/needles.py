@@ -118,13 +118,13 @@ def build_questions(tokenizer: Tokenizer, task: str, context_tokens: int, count:
             haystack = "".join(needle.text for needle in needles)
             placed = []
         else:
-            needles = (_kv_needles if task == "kv" else magic_needles)(rng, _NEEDLES_PER_DOCUMENT[task])
+            needles = (kv_needles if task == "kv" else magic_needles)(rng, _NEEDLES_PER_DOCUMENT[task])
             haystack = library_text(start + first * size, size)
             depths = (
                 [(i + 0.5) / len(needles) for i in range(len(needles))] if task != "single" else [(first + 0.5) / count]
             )
             placed = [(depth * asked_share, needle.text) for depth, needle in zip(depths, needles, strict=True)]
-        longest = max((_ask(task, needles, i)[0] for i in range(len(needles))), key=lambda q: len(tokenizer.encode(q)))
+        longest = max((ask(task, needles, i)[0] for i in range(len(needles))), key=lambda q: len(tokenizer.encode(q)))
         document = _longest_document(tokenizer, haystack, placed, longest, limit)
         if task == "denseneedle":
             # Cut between needles: the model does not end its answer after half a needle.
@@ -132,7 +132,7 @@ def build_questions(tokenizer: Tokenizer, task: str, context_tokens: int, count:
             document = document[: ends[bisect_right(ends, len(document)) - 1]]
             needles = needles[: bisect_right(ends, len(document) * asked_share)]
         for i in range(asked):
-            question, answer = _ask(task, needles, int((i + 0.5) * len(needles) / asked))
+            question, answer = ask(task, needles, int((i + 0.5) * len(needles) / asked))
             questions.append(Question(task, context_tokens, document + question, answer))
     return questions
 
@@ -152,7 +152,7 @@ def longest_fit(largest: int, tokens: Callable[[int], int], limit: int) -> int:
     return bisect_right(range(1, largest + 1), False, key=lambda size: tokens(size) > limit)
 
 
-def _ask(task: str, needles: list[Needle], index: int) -> tuple[str, str]:
+def ask(task: str, needles: list[Needle], index: int) -> tuple[str, str]:
     """Return the text of the question for needle `index` and its answer."""
     if task == "kv":
         return f'\nKey "{needles[index].key}" has the value:', needles[index].value
@@ -195,7 +195,8 @@ def magic_needles(
     return [Needle(key, value, f"\nThe special magic {values} for {key} is: {value}.\n") for key, value in pairs]
 
 
-def _kv_needles(rng: random.Random, count: int) -> list[Needle]:
+def kv_needles(rng: random.Random, count: int) -> list[Needle]:
+    """Return `count` pairs of keys and values of eight hexadecimal digits."""
     pairs = [(f"{rng.getrandbits(32):08x}", f"{rng.getrandbits(32):08x}") for _ in range(count)]
     return [Needle(key, value, f'\n"{key}": "{value}",\n') for key, value in pairs]
 

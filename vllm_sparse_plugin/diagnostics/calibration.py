@@ -12,13 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from sparse_kernels.group_routing import GroupScore, group_scores
 
-from vllm_sparse_plugin.diagnostics.forward import CapturingModel, Decoded, LayerInputs
+from vllm_sparse_plugin.diagnostics.forward import SINK_MASS, CapturingModel, Decoded, LayerInputs
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.routing import Routing
 
-SINK_MASS = 0.5
-"""Attention weight on token 0, the mean over a group's heads, from which the group is called a sink group. The paper
-says that it is a little more than 0.4; how a group's heads are put together did not survive in its text."""
 SWEEP = (0.1, 0.2, 0.4, 0.6, 0.8)
 """Skip ratios at which precision and recall are reported."""
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from sparse_kernels.page_statistics import update_page_statistics
@@ -18,7 +18,13 @@ from sparse_kernels.paging import PagedTensor
 
 from vllm_sparse_plugin.diagnostics.quality import Quality, measure
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.policies import Selection
+
+if TYPE_CHECKING:
+    from vllm_sparse_plugin.policies import Selection
+
+SINK_MASS = 0.5
+"""Attention weight on token 0, the mean over a group's heads, from which the group is called a sink group. The paper
+says that it is a little more than 0.4; how a group's heads are put together did not survive in its text."""
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""A second small model, with attention sinks and heads that look at the newest tokens: trained, measured, described."""
