@@ -163,7 +163,7 @@ REFUSED = {
     "connector that copies tokens": (
         connector("ExampleConnector"),
         f"kv_connector: got ExampleConnector, {UNIQUE}one that keeps page statistics: "
-        "OffloadingConnector, SimpleCPUOffloadConnector or NixlConnector",
+        "OffloadingConnector, SimpleCPUOffloadConnector, NixlConnector or DecodeBenchConnector",
     ),
     "two backends by kind": (
         {"attention_backend": None, "attention_config": {"backend_per_kind": PER_KIND}},

@@ -23,8 +23,9 @@ _WARPS = 8
 LEAST_TOKENS = 256
 """Tokens of a piece, at least."""
 _MERGING_THREADS = 512
-_BLOCKS = 4096
-"""About as many are launched where rows and pieces give them: enough that what skipped groups leave fills the GPU."""
+_WAVES = 2
+"""So often a GPU is filled with blocks, where rows and pieces give them: what skipped groups leave is then taken, and a
+block has several pieces for what it costs to begin."""
 
 
 def _shared_bytes(group_size: int, head_size: int) -> int:
@@ -50,7 +51,7 @@ def routed_attention(
     value_scale: torch.Tensor | None,
     splits: int,
     out: torch.Tensor,
-    blocks: int = _BLOCKS,
+    blocks: int | None = None,
 ) -> None:
     """See `api.routed_attention`."""
     num_tokens, num_query_heads, head_size = query.shape
@@ -80,6 +81,8 @@ def routed_attention(
         parts * head_size,
         "merge_pieces",
     )
+    if blocks is None:
+        blocks = _WAVES * blocks_per_sm * torch.cuda.get_device_properties(query.device).multi_processor_count
     shared_bytes = _shared_bytes(group_size, head_size)
     attend.reserve_shared(shared_bytes, blocks_per_sm)
     rows = num_tokens * num_kv_heads
