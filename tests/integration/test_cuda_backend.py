@@ -173,7 +173,8 @@ def test_dense_attention_that_stops_reads_no_further_and_counts(layer, builder):
         assert layer.counters.tolist() == [[2, 4 if patience else 13, tokens, 800]] * HEADS
 
 
-def test_padded_requests_of_a_graph_are_one_run_with_the_rest(builder):
+@pytest.mark.parametrize("prefilling", [[False] * 4, [False, True], [False, True, False, False]])
+def test_padded_requests_of_a_graph_are_one_run_with_the_rest(builder, prefilling):
     common = common_metadata([1, 1], [300, 500], [False, False])
     start = torch.tensor([0, 1, 2, 2, 2], dtype=torch.int32)
     padded = common.replace(
@@ -181,12 +182,14 @@ def test_padded_requests_of_a_graph_are_one_run_with_the_rest(builder):
         query_start_loc_cpu=start,
         seq_lens=torch.tensor([300, 500, 0, 0], dtype=torch.int32),
         block_table_tensor=common.block_table_tensor.repeat(2, 1),
-        is_prefilling=torch.zeros(4, dtype=torch.bool),
+        is_prefilling=torch.tensor(prefilling),
         num_reqs=4,
         num_actual_tokens=4,
     )
+    builder.dense_requests[:] = builder.any_dense_request = True
     (decode,) = builder.build(0, padded).decode
     assert decode.tokens == slice(0, 4)
+    assert decode.dense.tolist() == [False, any(prefilling), False, False]
     assert decode.seq_lens.tolist() == [300, 500, 0, 0]
 
 

@@ -235,7 +235,9 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         dense = self.dense_requests[:num_decodes]
         prefilling = None if common.is_prefilling is None else common.is_prefilling[:num_decodes]
         if prefilling is not None and prefilling.any():
-            dense.copy_(prefilling, non_blocking=True)
+            # Of the requests that pad a graph's batch it may say nothing.
+            self.dense_requests.zero_()
+            dense[: len(prefilling)].copy_(prefilling, non_blocking=True)
             self.any_dense_request = True
         elif self.any_dense_request:
             self.dense_requests.zero_()

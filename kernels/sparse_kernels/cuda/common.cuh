@@ -47,13 +47,6 @@ DEVICE uint2 load8(const void* p) {
 
 DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// Reads here and now, where the compiler would wait until the number is needed.
-DEVICE int load_now(const int* p) {
-    int v;
-    asm volatile("ld.global.s32 %0, [%1];" : "=r"(v) : "l"(p));
-    return v;
-}
-
 // A kernel launched as dependent may begin while the one before it ends: it must not touch memory before this.
 DEVICE void depend_on_previous() {
 #if __CUDA_ARCH__ >= 900

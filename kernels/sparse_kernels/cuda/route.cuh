@@ -39,23 +39,17 @@ struct Routing {
     }
 };
 
-// The key of a token, spread over a warp.
+// The cosine of a query head with a key, the head spread over a warp: `x` are the lane's consecutive elements.
 template <int KV, int HEAD_SIZE>
-DEVICE void load_key(const u8* key, int lane, float (&k)[HEAD_SIZE / WARP]) {
+DEVICE float cosine(const u8* key, const float (&x)[HEAD_SIZE / WARP], int lane) {
     constexpr int PER_LANE = HEAD_SIZE / WARP;
-#pragma unroll
-    for (int i = 0; i < PER_LANE; i++) k[i] = load_float<KV>(key, lane * PER_LANE + i);
-}
-
-// The cosine of a query head with a key, both spread over a warp: the lane's consecutive elements of each.
-template <int PER_LANE>
-DEVICE float cosine(const float (&k)[PER_LANE], const float (&x)[PER_LANE]) {
     float dot = 0, query_square = 0, key_square = 0;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
-        dot = fmaf(x[i], k[i], dot);
+        float k = load_float<KV>(key, lane * PER_LANE + i);
+        dot = fmaf(x[i], k, dot);
         query_square = fmaf(x[i], x[i], query_square);
-        key_square = fmaf(k[i], k[i], key_square);
+        key_square = fmaf(k, k, key_square);
     }
     dot = warp_sum(dot);
     float norms = sqrtf(warp_sum(query_square)) * sqrtf(warp_sum(key_square));

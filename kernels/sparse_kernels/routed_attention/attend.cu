@@ -37,10 +37,6 @@ routed_attention(const void* query, i64 query_token_stride, i64 query_head_strid
     int head = blockIdx.y, token = blockIdx.z;
     i64 row = token * gridDim.y + head;
     int request = tokens_per_request == 1 ? token : token / tokens_per_request;
-    const int* table = block_table + request * table_stride;
-    // Before it is known who needs them: what a short context pays for routing is loads that wait for each other.
-    i64 anchor_block = thresholds ? load_now(table) : 0;
-    bool asked_dense = dense_requests && dense_requests[request];
     int context = seq_lens[request] - (tokens_per_request - 1 - (token - request * tokens_per_request));
     int length = max(LEAST_TOKENS, ceil_div(ceil_div(context, splits), 64) * 64);
     int pieces = context > 0 ? ceil_div(context, length) : 0;
@@ -48,12 +44,11 @@ routed_attention(const void* query, i64 query_token_stride, i64 query_head_strid
     if (pieces == 0 && first_thread) piece_counts[row] = 0;
     if (blockIdx.x >= pieces) return;
 
-    bool routed = thresholds && context > dense_tokens && !asked_dense;
+    const int* table = block_table + request * table_stride;
+    bool routed = thresholds && context > dense_tokens && !(dense_requests && dense_requests[request]);
     Routing routing{thresholds, group_score, threshold_first, threshold_step, counts};
     float threshold = routed ? routing.threshold(head, context) : 0.0f;
-    float anchor[HEAD_SIZE / WARP] = {};
-    if (routed && warp < GROUP) load_key<KV, HEAD_SIZE>(keys + head * cache_head_stride + anchor_block * cache_block_stride, lane, anchor);
-    if (thread == 0) prefetch(table + (i64)blockIdx.x * length / BLOCK_TOKENS);
+    const u8* anchor = keys + head * cache_head_stride + (routed ? table[0] * cache_block_stride : 0);
     i64 first_query = token * query_token_stride + (i64)head * GROUP * query_head_stride;
 #pragma unroll 1
     for (int r = warp; r < Attend::Query::ROWS; r += WARPS) {
@@ -61,7 +56,7 @@ routed_attention(const void* query, i64 query_token_stride, i64 query_head_strid
         load_row<QUERY, GROUP, HEAD_SIZE>(query, first_query, query_head_stride, r, lane, x);
         shared.query.prepare(r, x, lane);
         if (routed && r < GROUP) {
-            float c = cosine(anchor, x);
+            float c = cosine<KV, HEAD_SIZE>(anchor, x, lane);
             if (lane == 0) shared.cosines[r] = c;
         }
     }

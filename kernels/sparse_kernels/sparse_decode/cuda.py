@@ -99,6 +99,9 @@ def launch_of(
     )
     if wide:
         launch = launch._replace(cluster=8 if stopping else launch.cluster, warps=8, blocks_per_sm=1)
+    # Many wide records: half as many warps with twice the registers have as much on its way, and leave more cache.
+    if not stopping and record_bytes >= _WIDE_RECORD_BYTES and 32 < num_rows <= 66:
+        launch = launch._replace(warps=8)
     crowded = num_rows > _MANY_ROWS and record_bytes >= _WIDE_RECORD_BYTES
     if record_bytes and max_pages >= (_MANY_PAGES // 2 if crowded else _MANY_PAGES + 1):
         launch = launch._replace(fused=False)

@@ -83,14 +83,13 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
         // The blocks of a row decide alike, so none waits for one that has left.
         Routing routing{thresholds, group_score, threshold_first, threshold_step, counts};
         float threshold = routing.threshold(head, context);
-        float anchor[HEAD_SIZE / WARP];
-        load_key<KV, HEAD_SIZE>(keys + head * cache_head_stride + table[0] * cache_block_stride, lane, anchor);
+        const u8* anchor = keys + head * cache_head_stride + table[0] * cache_block_stride;
         float* cosines = shared.attention.largest[0];
 #pragma unroll
         for (int n = 0; n < PER_WARP; n++) {
             int r = warp + n * WARPS;
             if (r >= GROUP) break;
-            float c = cosine(anchor, x[n]);
+            float c = cosine<KV, HEAD_SIZE>(anchor, x[n], lane);
             if (lane == 0) cosines[r] = c;
         }
         __syncthreads();
