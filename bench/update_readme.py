@@ -34,7 +34,9 @@ def _table(headings: list[str], rows: list[list[str]]) -> str:
 
 
 def _provenance(name: str, run: dict[str, Any]) -> str:
-    hardware = ", ".join(str(value) for name, value in run["hardware"].items() if name != "driver")
+    hardware = ", ".join(
+        str(run["hardware"][name]) for name in ("gpu", "processor", "cores") if name in run["hardware"]
+    )
     versions = ", ".join(f"{package} {version}" for package, version in run["versions"].items())
     return f"`{run['command']}`, {run['date'][:10]}; {hardware} cores; {versions}; [data](bench/results/{name})."
 
@@ -153,7 +155,7 @@ def decode_more() -> str:
 
 def serve_gpu() -> str:
     """A server under load."""
-    found = {name: _lines(f"serve_h200_{name}.jsonl") for name in ("flash_attn", "sketch")}
+    found = {name: _lines(f"serve_h200_{name}.jsonl") for name in ("flash_attn", "unique")}
     by_load: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for name, (_, lines) in found.items():
         for line in lines:
@@ -162,7 +164,7 @@ def serve_gpu() -> str:
     for (workload, concurrency), here in by_load.items():
         if len(here) == len(found):
             cells = (
-                f"{here['flash_attn'][key]:,.{digits}f} / {here['sketch'][key]:,.{digits}f}"
+                f"{here['flash_attn'][key]:,.{digits}f} / {here['unique'][key]:,.{digits}f}"
                 for key, digits in (("ttft_ms_median", 0), ("tpot_ms_median", 2), ("output_tokens_per_second", 1))
             )
             rows.append([workload.replace("_", " "), str(concurrency), *cells])
