@@ -49,15 +49,26 @@ def least_cluster(group_size: int, head_size: int) -> int:
     return cluster
 
 
+# By the number of rows, as measured on an H200: about one wave of blocks, fewer where clusters of that size would not
+# all find room at once.
+_LAUNCHES = (
+    (8, Launch(8, warps=8, blocks_per_sm=2)),
+    (24, Launch(4, warps=8, blocks_per_sm=2)),
+    (66, Launch(2, warps=16, blocks_per_sm=1)),
+    (132, Launch(2, warps=8, blocks_per_sm=2)),
+    (1 << 62, Launch(1, warps=8, blocks_per_sm=2)),
+)
+
+
 def launch_of(num_rows: int, group_size: int, head_size: int, device: torch.device) -> Launch:
-    """The launch configuration of a batch: about one wave of blocks; one to a row before compute capability 9.0."""
-    properties = torch.cuda.get_device_properties(device)
-    cluster = 1
-    if properties.major >= 9:
-        cluster = least_cluster(group_size, head_size)
-        while cluster < 8 and num_rows * cluster * 2 <= 2 * properties.multi_processor_count:
-            cluster *= 2
-    return Launch(cluster, warps=8, blocks_per_sm=1 if is_wide(group_size, head_size) else 2)
+    """The launch configuration of a batch; one block to a row before compute capability 9.0."""
+    wide = is_wide(group_size, head_size)
+    if torch.cuda.get_device_capability(device)[0] < 9:
+        return Launch(1, warps=8, blocks_per_sm=1 if wide else 2)
+    launch = next(launch for most_rows, launch in _LAUNCHES if num_rows <= most_rows)
+    if wide:
+        launch = launch._replace(warps=8, blocks_per_sm=1)
+    return launch._replace(cluster=max(launch.cluster, least_cluster(group_size, head_size)))
 
 
 def cache_arguments(keys: PagedTensor, values: PagedTensor) -> tuple[object, ...]:
