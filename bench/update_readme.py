@@ -15,6 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from vllm_sparse_plugin.config import describe_fields, resolve
+from vllm_sparse_plugin.eval.results import read_results
+from vllm_sparse_plugin.eval.statistics import estimate_difference, estimate_mean
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -270,6 +272,53 @@ def accuracy_gpu() -> str:
     return "\n\n".join([_table(["statistics and pages of 8", *(f"{c:,}" for c in contexts)], rows), *sources])
 
 
+def _evaluated(names: list[str]) -> tuple[list[list[str]], str]:
+    """Rows of files of `vllm-sparse eval` about the same items, the first of them dense, and where they come from."""
+    files = [read_results(RESULTS / name) for name in names]
+    dense = files[0].results
+    rows = []
+    for file in files:
+        scores = [result.score for result in file.results.values()]
+        mean = estimate_mean(scores)
+        cells = [file.label, f"{sum(scores):.0f}/{mean.count}", f"{mean.value:.3f} ({mean.low:.3f} to {mean.high:.3f})"]
+        if file is files[0]:
+            cells.append("")
+        else:
+            gap = estimate_difference([dense[item].score for item in file.results], scores)
+            cells.append(f"{gap.value:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})")
+        rows.append(cells)
+    run, _ = _lines(names[-1])
+    others = ", ".join(f"[{file.label}](bench/results/{name})" for file, name in zip(files, names, strict=True))
+    return rows, f"{_provenance(names[-1], run)} All: {others}."
+
+
+_EVALUATED = ["right", "share (95 %)", "minus dense, paired"]
+
+
+def served() -> str:
+    """Needles decoded from the question, through vLLM."""
+    parts = []
+    for title, names in (
+        ("A CPU, 4,096 tokens:", [f"eval_cpu_{label}.jsonl" for label in ("dense", "512", "128", "64")]),
+        ("An H200, 16,384 tokens:", [f"eval_h200_{label}.jsonl" for label in ("dense", "128", "64")]),
+    ):
+        rows, source = _evaluated(names)
+        parts += [title, _table(["budget", *_EVALUATED], rows), source]
+    return "\n\n".join(parts)
+
+
+_MIXES = (
+    "dense", "unique", "unique_art", "unique_routed", "unique_routed_art", "quest", "quest_art", "mean", "infllm",
+    "streaming_llm", "sinkrouter", "art", "sinkrouter_art",
+)  # fmt: skip
+
+
+def mixes() -> str:
+    """Needles decoded from the question under every preset, and under mixes of them."""
+    rows, source = _evaluated([f"eval_mix_{name}.jsonl" for name in _MIXES])
+    return "\n\n".join([_table(["preset or mix", *_EVALUATED], rows), source])
+
+
 def operations() -> str:
     """Where the time of a sparse layer goes."""
     _, found = _lines("decode_cpu.jsonl")
@@ -295,6 +344,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "kernels-gpu": kernels_gpu,
     "routing-gpu": routing_gpu,
     "accuracy-gpu": accuracy_gpu,
+    "served": served,
+    "mixes": mixes,
     "operations": operations,
     "configuration": configuration,
 }
