@@ -2,8 +2,8 @@
 
 Prefill, sliding-window layers and leading dense layers run vLLM's FlashAttention on the token rows of the cache;
 decoding tokens run one fused kernel, which attends short contexts whole, or, where they are routed or may stop but
-select no pages, one that splits long contexts. What a step does is decided by the shape of its batch alone, so a batch of decoding
-requests is one full CUDA graph.
+select no pages, one that splits long contexts. What a step does is decided by the shape of its batch alone, so a batch
+of decoding requests is one full CUDA graph.
 """
 
 from __future__ import annotations
@@ -185,16 +185,15 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         assert longest is not None
         # vLLM may pad the rows of a block table.
         context_tokens = self.vllm_config.model_config.max_model_len + 64 * self.block_size
-        most = max(
+        pieces, tokens = context_tokens // rule.block_tokens, max_requests * longest
+        num_rows = max(
             min(
-                max_requests * longest * layer.num_kv_heads,
-                rows_at_once(
-                    context_tokens // rule.block_tokens, layer.num_heads // layer.num_kv_heads, layer.head_size
-                ),
+                tokens * layer.num_kv_heads,
+                rows_at_once(pieces, layer.num_heads // layer.num_kv_heads, layer.head_size),
             )
             for layer in layers.values()
         )
-        return stop_scratch(most, context_tokens, rule, self.device)
+        return stop_scratch(num_rows, context_tokens, rule, self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
