@@ -159,7 +159,7 @@ def _expect_cuda_shapes(
     group = heads // kv_heads
     expect(group <= CUDA_MAX_GROUP, "query heads to a KV head", group, f"up to {CUDA_MAX_GROUP}")
     pages = config.pages
-    if pages is None:
+    if pages is None or pages.decode_settings() is None:
         return
     layout = pages.statistics_layout(head_size, 2)
     served = layout is None or layout.kind.runs_on_gpu

@@ -105,6 +105,11 @@ class ResolvedConfig:
         return termination.rule(pages) if termination and pages else None
 
     @property
+    def stops_everywhere(self) -> bool:
+        """Whether attention that may stop has every page to read."""
+        return isinstance(self.pages, EveryPage)
+
+    @property
     def is_sparse(self) -> bool:
         """Whether decode steps of some layers run in our kernels."""
         return self.pages is not None or self.routing is not None

@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from sparse_kernels.page_statistics import STATISTICS_FORMATS, RecordFormat
+from sparse_kernels.routed_attention import stop_scratch
 from sparse_kernels.termination import StopRule
 
 from bench.kernels import checks, traffic
@@ -25,7 +26,9 @@ _NUM_SPLITS = 32
 """vLLM's `flash_attn_max_num_splits_for_cuda_graph`."""
 _FLASHINFER_WORKSPACE = 512 << 20
 ART = StopRule(scale_tolerance=1e-5, direction_tolerance=1e-3, patience=5, block_tokens=512)
-"""The paper's rule, in blocks of which every chain of summation reads two tiles."""
+"""The paper's rule, in blocks that a block of threads reads in a few microseconds."""
+NEVER = 1 << 20
+"""A patience that looks and never stops; 0 does not look."""
 
 
 def imported(*names: str) -> Callable[[], list[Any]]:
@@ -144,24 +147,22 @@ def _fused(loaded: list[Any], inputs: DecodeInputs, skipped_groups: int | None =
     )
 
 
-def _stopping(loaded: list[Any], inputs: DecodeInputs, rule: StopRule | None) -> Call:
+def _stopping(loaded: list[Any], inputs: DecodeInputs, rule: StopRule) -> Call:
     """Dense attention by our kernel, newest tokens first under a rule."""
-    (sparse_decode,) = loaded
-    geometry = inputs.geometry
-    return lambda: sparse_decode(
+    (routed_attention,) = loaded
+    geometry, table = inputs.geometry, inputs.block_table
+    rows = len(inputs.query) * geometry.num_kv_heads
+    scratch = stop_scratch(rows, table.shape[1] * geometry.block_size, rule, table.device)
+    return lambda: routed_attention(
         inputs.query,
         inputs.keys,
         inputs.values,
-        None,
-        inputs.block_table,
+        table,
         inputs.seq_lens,
-        k=None if rule else geometry.k,
-        sink_pages=0,
-        recent_pages=0,
-        std_weight=0.0,
-        scale=geometry.scale,
-        dense_tokens=0 if rule else inputs.case.context,
+        None,
+        geometry.scale,
         rule=rule,
+        scratch=scratch,
     )
 
 
@@ -354,6 +355,14 @@ _DENSE_FLASH_ATTENTION: Provider[DecodeInputs] = Provider(
     traffic.dense,
 )
 
+_NOT_ROUTED: Provider[DecodeInputs] = Provider(
+    "sinkrouter, not routed",
+    imported(_ROUTED_ATTENTION),
+    lambda loaded, inputs: _routed(loaded, inputs, None),
+    checks.dense,
+    traffic.dense,
+)
+
 PROVIDERS: dict[str, Op[Any]] = {
     "decode": Op(
         Workload.decode_inputs,
@@ -391,13 +400,7 @@ PROVIDERS: dict[str, Op[Any]] = {
                 checks.dense,
                 traffic.dense,
             ),
-            Provider(
-                "sinkrouter, not routed",
-                imported(_ROUTED_ATTENTION),
-                lambda loaded, inputs: _routed(loaded, inputs, None),
-                checks.dense,
-                traffic.dense,
-            ),
+            _NOT_ROUTED,
         ),
     ),
     "route_unique": Op(
@@ -467,25 +470,26 @@ PROVIDERS: dict[str, Op[Any]] = {
         (
             Provider(
                 "art",
-                imported(_SPARSE_DECODE),
+                imported(_ROUTED_ATTENTION),
                 lambda loaded, inputs: _stopping(loaded, inputs, ART),
                 checks.dense,
                 traffic.dense,
             ),
             Provider(
                 "art that never stops",
-                imported(_SPARSE_DECODE),
-                lambda loaded, inputs: _stopping(loaded, inputs, ART._replace(patience=0)),
+                imported(_ROUTED_ATTENTION),
+                lambda loaded, inputs: _stopping(loaded, inputs, ART._replace(patience=NEVER)),
                 checks.dense,
                 traffic.dense,
             ),
             Provider(
                 "our dense attention",
-                imported(_SPARSE_DECODE),
-                lambda loaded, inputs: _stopping(loaded, inputs, None),
+                imported(_ROUTED_ATTENTION),
+                lambda loaded, inputs: _stopping(loaded, inputs, ART._replace(patience=0)),
                 checks.dense,
                 traffic.dense,
             ),
+            _NOT_ROUTED,
             _DENSE_FLASH_ATTENTION,
         ),
     ),

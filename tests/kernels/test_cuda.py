@@ -11,6 +11,7 @@ from sparse_kernels.page_score.reference import score_pages as reference_scores
 from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsLayout, update_page_statistics
 from sparse_kernels.page_topk.reference import select_pages as reference_selection
 from sparse_kernels.paging import PagedTensor
+from sparse_kernels.routed_attention import stop_scratch
 from sparse_kernels.routed_attention.reference import routed_attention as reference_routed
 from sparse_kernels.sparse_attention.reference import attend_pages as reference_attention
 from sparse_kernels.sparse_decode.reference import sparse_decode as reference_decode
@@ -38,6 +39,7 @@ class Case:
     kind: str = "mean_and_spread"
     queries: int = 1
     k: int | None = 64
+    """None for every page, where only attention that may stop has a case."""
     dense_tokens: int = 0
     sinks: bool = False
     softcap: float = 0.0
@@ -101,7 +103,7 @@ CASES = {
     "routed but for short contexts": Case((3000, 517, 4096), dense_tokens=1000, skipped=0.5),
     "routed newest pages": Case((3000, 517, 4096), statistics=False, skipped=0.5),
     "routed bounds": Case((3000, 517, 4096), kind="bounds", skipped=0.5),
-    "routed fp8 cache": Case((3000, 517, 4096), group=8, eight_bit_cache=True, skipped=0.5),
+    "routed fp8 cache": Case((3000, 517, 4096), group=8, block_size=256, eight_bit_cache=True, skipped=0.5),
     "everything skipped": Case((3000, 517, 4096), skipped=1.0),
 }
 
@@ -180,7 +182,7 @@ class Inputs:
         )  # fmt: skip
 
 
-def launches(group: int, head_size: int, stopping: bool = False) -> list[object]:
+def launches(group: int, head_size: int) -> list[object]:
     from sparse_kernels.sparse_attention.cuda import least_cluster
     from sparse_kernels.sparse_decode.cuda import Launch
 
@@ -188,8 +190,6 @@ def launches(group: int, head_size: int, stopping: bool = False) -> list[object]
         return [Launch(False, 1, 8, 1)]
     # What has wide groups of wide heads needs a cluster to hold its sums.
     least = least_cluster(group, head_size)
-    if stopping:
-        return [Launch(True, 8, 8, 1), Launch(True, max(4, least), 8, 1), Launch(False, 8, 16, 1)]
     return [Launch(True, least, 8, 1), Launch(True, 8, 16, 1), Launch(False, 2 * least, 8, 1)]
 
 
@@ -354,9 +354,11 @@ ROUTED = {
     "padded requests": Case((3000, 0, 517, 0), skipped=0.5),
     "softcap": Case((3000, 517), softcap=20.0, skipped=0.5),
     "short contexts whole": Case((3000, 517, 4096), dense_tokens=1000, skipped=0.5),
-    "fp8 cache": Case((3000, 517, 15000), eight_bit_cache=True, skipped=0.5),
-    "fp8 cache, heads of 64": Case((3000, 517), group=8, head_size=64, eight_bit_cache=True, skipped=0.5),
-    "fp8 cache, group of 16": Case((3000, 517), group=16, eight_bit_cache=True),
+    "fp8 cache": Case((3000, 517, 15000), block_size=256, eight_bit_cache=True, skipped=0.5),
+    "fp8 cache, heads of 64": Case(
+        (3000, 517), group=8, head_size=64, block_size=256, eight_bit_cache=True, skipped=0.5
+    ),
+    "fp8 cache, group of 16": Case((3000, 517), group=16, block_size=512, eight_bit_cache=True),
     "everything skipped": Case((3000, 517, 4096), skipped=1.0),
 }
 
@@ -478,15 +480,31 @@ def test_selection_gives_pages_by_their_place_in_the_cache() -> None:
 
 RULE = StopRule(scale_tolerance=0.3, direction_tolerance=0.03, patience=2, block_tokens=64)
 STOPPING = {
-    "every page": (Case((3000, 517, 1, 4096, 700), k=None, statistics=False, page_size=16), RULE),
+    "every page": (Case((3000, 517, 1, 4096, 700), k=None, page_size=16), RULE),
     "every page, blocks of 512": (
-        Case((9000, 517, 5120, 8192), k=None, statistics=False, page_size=16),
+        Case((9000, 517, 5120, 8192), k=None, page_size=16),
         RULE._replace(block_tokens=512, patience=1),
     ),
-    "every page, sinks first": (
-        Case((3000, 517, 16, 4096), k=None, statistics=False, page_size=16),
-        RULE._replace(least_pages=30),
+    "every page, sinks first": (Case((3000, 517, 16, 4096), k=None, page_size=16), RULE._replace(least_pages=30)),
+    "every page, many pieces": (
+        Case((70000, 20000, 700), k=None, page_size=16),
+        RULE._replace(scale_tolerance=1000.0, direction_tolerance=16.0, patience=150),
     ),
+    "every page, multi-head, small blocks": (
+        Case((3000, 517, 8, 4096), k=None, group=1, block_size=16, page_size=16),
+        RULE,
+    ),
+    "every page, group of 3, pages of 32": (Case((3000, 4095), k=None, group=3, page_size=32), RULE),
+    "every page, group of 8, heads of 64": (Case((3000, 4095), k=None, group=8, head_size=64), RULE),
+    "every page, group of 16": (Case((3000, 4095), k=None, group=16, page_size=16), RULE._replace(block_tokens=128)),
+    "every page, group of 16, heads of 256": (
+        Case((3000, 4095), k=None, num_kv_heads=1, group=16, head_size=256),
+        RULE,
+    ),
+    "every page, learned sinks": (Case((3000, 517, 4096), k=None, sinks=True), RULE),
+    "every page, softcap": (Case((3000, 517), k=None, softcap=60.0), RULE),
+    "every page, three query tokens": (Case((3000, 517, 4096), k=None, queries=3), RULE),
+    "every page, padded, short and dense": (Case((3000, 0, 517, 4096, 2000), k=None, dense_tokens=2500), RULE),
     "page boundaries": (Case((1023, 1024, 1025, 1031, 1032, 1033, 2048), k=100), RULE),
     "best first": (Case((9000, 517, 1, 4096, 7000), k=400), RULE),
     "best first, blocks of 256": (Case((9000, 517, 1, 4096, 7000), k=500), RULE._replace(block_tokens=256, patience=1)),
@@ -499,9 +517,9 @@ STOPPING = {
     "group of 16": (Case((3000, 4095), group=16, k=200), RULE._replace(block_tokens=128)),
     "group of 16, heads of 256": (Case((3000, 4095), num_kv_heads=1, group=16, head_size=256, k=200), RULE),
     "heads of 256": (Case((3000, 4095), head_size=256, k=200), RULE._replace(block_tokens=256)),
-    "fp8 cache": (Case((3000, 517, 4096), eight_bit_cache=True, k=200), RULE),
-    "fp8 cache, every page": (
-        Case((3000, 4095), eight_bit_cache=True, k=None, statistics=False, page_size=16, head_size=64),
+    "fp8 cache": (Case((3000, 517, 4096), block_size=256, eight_bit_cache=True, k=200), RULE),
+    "every page, fp8 cache": (
+        Case((3000, 4095), k=None, block_size=512, eight_bit_cache=True, page_size=16, head_size=64),
         RULE._replace(block_tokens=512, patience=1),
     ),
     "learned sinks": (Case((3000, 517, 4096), sinks=True, k=200), RULE),
@@ -510,6 +528,20 @@ STOPPING = {
     "padded, short and dense": (Case((3000, 0, 517, 4096, 2000), dense_tokens=2500, k=200), RULE),
 }
 """Cases and rules under which some rows stop and some do not."""
+EVERY_PAGE = [name for name, (case, _) in STOPPING.items() if case.k is None]
+
+
+def stopping_launches(case: Case) -> list[object]:
+    """Launches, or of every page the blocks that share the pieces."""
+    if case.k is None:
+        return [4096, 1, 7]
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs clusters of blocks")
+    from sparse_kernels.sparse_attention.cuda import least_cluster
+    from sparse_kernels.sparse_decode.cuda import Launch
+
+    least = max(4, least_cluster(case.group, case.head_size))
+    return [Launch(True, 8, 8, 1), Launch(True, least, 8, 1), Launch(False, 8, 16, 1)]
 
 
 def stopping_inputs(case: Case) -> Inputs:
@@ -531,14 +563,44 @@ def stopping_inputs(case: Case) -> Inputs:
 def stopped(inputs: Inputs, case: Case, rule: StopRule, launch: object = None) -> tuple[torch.Tensor, ...]:
     visited = torch.full((len(inputs.query), case.num_kv_heads), -1, dtype=torch.int32, device=inputs.query.device)
     counters = torch.zeros((case.num_kv_heads, 4), dtype=torch.int64, device=inputs.query.device)
-    return decode(inputs, case, launch, rule, visited=visited, counters=counters), visited, counters
+    if case.k is None:
+        out = every_page(inputs, case, rule, visited, counters, **({"blocks": launch} if launch else {}))
+    else:
+        out = decode(inputs, case, launch, rule, visited=visited, counters=counters)
+    return out, visited, counters
+
+
+def every_page(
+    inputs: Inputs,
+    case: Case,
+    rule: StopRule,
+    visited: torch.Tensor | None = None,
+    counters: torch.Tensor | None = None,
+    requests: int | None = None,
+    **more: object,
+) -> torch.Tensor:
+    """The first page before the newest; with scratch for so many requests, which is left as it was."""
+    from sparse_kernels.routed_attention import cuda
+
+    out = torch.full(inputs.query.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
+    rows = len(inputs.query) // len(inputs.seq_lens) * (requests or len(inputs.seq_lens)) * case.num_kv_heads
+    scratch = stop_scratch(rows, inputs.block_table.shape[1] * case.block_size, rule, out.device)
+    cuda.routed_attention(
+        *routed_arguments(inputs, case, 64), out, rule, 1, inputs.sinks, visited, counters, scratch, **more
+    )
+    assert not scratch.any()
+    return out
 
 
 def expected_visits(inputs: Inputs, case: Case, rule: StopRule) -> tuple[torch.Tensor, ...]:
     out = torch.zeros(inputs.query.shape, dtype=torch.bfloat16, device=inputs.query.device)
     visited = torch.full((len(inputs.query), case.num_kv_heads), -1, device=inputs.query.device)
     counters = torch.zeros((case.num_kv_heads, 4), dtype=torch.int64, device=inputs.query.device)
-    reference_decode(*inputs.arguments(case, rule), out, visited, counters)
+    if case.k is None:
+        arguments = routed_arguments(inputs, case, 64)
+        reference_routed(*arguments, out, rule, 1, inputs.sinks, visited, counters)  # type: ignore[arg-type]
+    else:
+        reference_decode(*inputs.arguments(case, rule), out, visited, counters)
     return out, visited, counters
 
 
@@ -548,12 +610,6 @@ def looser(rule: StopRule, factor: float) -> StopRule:
     )
 
 
-needs_clusters = pytest.mark.skipif(
-    torch.cuda.is_available() and torch.cuda.get_device_capability() < (9, 0), reason="needs clusters of blocks"
-)
-
-
-@needs_clusters
 @pytest.mark.parametrize("name", STOPPING)
 def test_attention_stops_where_the_reference_does_whatever_the_launch(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -561,7 +617,7 @@ def test_attention_stops_where_the_reference_does_whatever_the_launch(
     monkeypatch.setattr("sparse_kernels.sparse_decode.reference.score_pages", checked_scores)
     case, rule = STOPPING[name]
     inputs = stopping_inputs(case)
-    results = [stopped(inputs, case, rule, launch) for launch in launches(case.group, case.head_size, stopping=True)]
+    results = [stopped(inputs, case, rule, launch) for launch in stopping_launches(case)]
     out, visited, counters = results[0]
     for others in results[1:]:
         assert all(torch.equal(*pair) for pair in zip(results[0], others, strict=True))
@@ -581,33 +637,88 @@ def test_attention_stops_where_the_reference_does_whatever_the_launch(
         assert torch.equal(counters, counted)
 
 
-@needs_clusters
 @pytest.mark.parametrize("name", STOPPING)
 def test_without_patience_the_bits_are_those_of_attention_that_cannot_stop(name: str) -> None:
     case, _ = STOPPING[name]
-    if not case.statistics:
+    if not case.statistics or case.k is None:
         pytest.skip("without scores the newest page comes first, where attention that cannot stop has it last")
     inputs = stopping_inputs(case)
     never = RULE._replace(patience=0, block_tokens=512)
-    for launch in launches(case.group, case.head_size, stopping=True):
+    for launch in stopping_launches(case):
         assert torch.equal(stopped(inputs, case, never, launch)[0], decode(inputs, case, launch))
     assert torch.equal(stopped(inputs, case, never)[0], decode(inputs, case))
 
 
-@needs_clusters
+@pytest.mark.parametrize("name", EVERY_PAGE)
+def test_looking_changes_no_bit(name: str) -> None:
+    case, rule = STOPPING[name]
+    inputs = stopping_inputs(case)
+    plain = stopped(inputs, case, rule._replace(patience=0))
+    for launch in stopping_launches(case):
+        looking = stopped(inputs, case, rule._replace(patience=1 << 20), launch)
+        assert all(torch.equal(*pair) for pair in zip(plain, looking, strict=True))
+    assert torch.equal(plain[1], inputs.context_lens(case).clamp(min=0)[:, None].expand_as(plain[1]) // case.page_size)
+
+
+def only(inputs: Inputs, case: Case, row: int, pages: int) -> Inputs:
+    """The request of a row as if its context had so many pages, those visited first, and the incomplete one."""
+    found = Inputs(Case((1,)))
+    context = int(inputs.seq_lens[row])
+    complete = context // case.page_size
+    order = torch.tensor([0, *range(complete - 1, 0, -1)][:pages], device="cuda").sort().values
+    positions = torch.arange(context, device="cuda")
+    positions = positions[torch.isin(positions // case.page_size, order) | (positions >= complete * case.page_size)]
+    length, size = len(positions), case.block_size
+    rows = inputs.cache[:, :, :size]
+    blocks = inputs.block_table[row, positions // size].long()
+    cache = torch.full((-(-length // size), *rows.shape[1:]), torch.nan, dtype=rows.dtype, device="cuda")
+    place = torch.arange(length, device="cuda")
+    cache[place // size, :, place % size] = rows[blocks, :, positions % size]
+    found.query, found.sinks, found.routing = inputs.query[row : row + 1], inputs.sinks, None
+    found.keys = PagedTensor.from_rows(cache[..., : case.head_size], case.page_size)
+    found.values = PagedTensor.from_rows(cache[..., case.head_size :], case.page_size)
+    found.block_table = torch.arange(len(cache), dtype=torch.int32, device="cuda")[None]
+    found.seq_lens = torch.tensor([length], dtype=torch.int32, device="cuda")
+    return found
+
+
+@pytest.mark.parametrize("name", ["every page, blocks of 512", "every page, sinks first", "every page, many pieces"])
+def test_attention_that_stopped_has_the_bits_of_attention_over_what_it_visited(name: str) -> None:
+    case, rule = STOPPING[name]
+    inputs = stopping_inputs(case)
+    out, visited, _ = stopped(inputs, case, rule)
+    for row, head in torch.cartesian_prod(torch.arange(len(case.contexts)), torch.arange(case.num_kv_heads)).tolist():
+        cut = only(inputs, case, row, int(visited[row, head]))
+        alone = every_page(cut, case, rule._replace(patience=0))
+        heads = slice(head * case.group, (head + 1) * case.group)
+        assert torch.equal(alone[0, heads], out[row, heads])
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY_PAGE if len(STOPPING[name][0].contexts) > 2])
+def test_a_batch_is_attended_in_parts_where_scratch_is_short(name: str) -> None:
+    case, rule = STOPPING[name]
+    inputs = stopping_inputs(case)
+    together, visited, _ = stopped(inputs, case, rule)
+    for requests in (1, 2):
+        again = torch.full_like(visited, -1)
+        assert torch.equal(every_page(inputs, case, rule, again, requests=requests), together)
+        assert torch.equal(again, visited)
+
+
 @pytest.mark.parametrize("patience", [0, 1])
-@pytest.mark.parametrize("name", ["every page, blocks of 512", "every page, sinks first", "newest of a budget"])
-def test_a_stopped_output_has_the_bits_of_attention_over_what_it_visited(name: str, patience: int) -> None:
+def test_a_stopped_output_has_the_bits_of_attention_over_the_pages_it_visited(patience: int) -> None:
     from sparse_kernels.sparse_attention import attend_pages
 
-    case, rule = STOPPING[name]
+    case, rule = STOPPING["newest of a budget"]
+    stopping_launches(case)
     inputs = stopping_inputs(case)
     out, visited, _ = stopped(inputs, case, rule._replace(patience=patience, block_tokens=512))
     for row, context in enumerate(case.contexts):
         pages = context // case.page_size
-        if pages <= (case.k or 0):
+        assert case.k is not None
+        if pages <= case.k:
             continue
-        slot = torch.arange(min(case.k or pages, pages), device="cuda")
+        slot = torch.arange(case.k, device="cuda")
         order = torch.where(slot < 1, slot, pages - slot)
         for head in range(case.num_kv_heads):
             chosen = order[: int(visited[row, head])].expand(1, case.num_kv_heads, -1)
@@ -619,11 +730,14 @@ def test_a_stopped_output_has_the_bits_of_attention_over_what_it_visited(name: s
             assert torch.equal(alone[0, head], out[row].unflatten(0, (case.num_kv_heads, case.group))[head])
 
 
-@needs_clusters
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 @pytest.mark.parametrize(
-    "name", ["every page", "best first", "best first, bounds", "group of 16", "fp8 cache", "three query tokens"]
-)
+    "name",
+    [
+        "every page", "every page, group of 16", "every page, fp8 cache", "every page, three query tokens",
+        "best first", "best first, bounds", "group of 16", "fp8 cache", "three query tokens",
+    ],
+)  # fmt: skip
 def test_skipped_groups_visit_nothing_and_others_stop_as_without_routing(name: str, share: float) -> None:
     case, rule = STOPPING[name]
     inputs = stopping_inputs(case)
@@ -631,7 +745,7 @@ def test_skipped_groups_visit_nothing_and_others_stop_as_without_routing(name: s
     skipped = inputs.group_scores(case) >= routing.coefficients[0, 0]
     assert int(skipped.sum()) == round(share * skipped.numel())
     may_stop = (inputs.context_lens(case) // case.page_size > (case.k or 0))[:, None] & ~skipped
-    for launch in launches(case.group, case.head_size, stopping=True):
+    for launch in stopping_launches(case):
         inputs.routing = None
         plain, all_visits, _ = stopped(inputs, case, rule, launch)
         inputs.routing = routing
@@ -643,19 +757,29 @@ def test_skipped_groups_visit_nothing_and_others_stop_as_without_routing(name: s
         assert torch.equal(counters, (counted * may_stop[..., None]).sum(dim=0))
 
 
-@needs_clusters
-def test_a_graph_stops_for_other_lengths_too() -> None:
-    case, rule = STOPPING["every page"]
-    case = Case((3000, 517, 1, 4096, 700), k=None, statistics=False, page_size=16)
+@pytest.mark.parametrize("name", ["every page", "best first"])
+def test_a_graph_stops_for_other_lengths_too(name: str) -> None:
+    from sparse_kernels.routed_attention import cuda as routed_cuda
+    from sparse_kernels.sparse_decode import cuda as decode_cuda
+
+    case, rule = STOPPING[name]
+    stopping_launches(case)
     inputs = stopping_inputs(case)
     stopped(inputs, case, rule)
-    from sparse_kernels.sparse_decode import cuda
 
     out = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
     visited = torch.empty((len(inputs.query), case.num_kv_heads), dtype=torch.int32, device="cuda")
+    scratch = stop_scratch(
+        len(inputs.query) * case.num_kv_heads, inputs.block_table.shape[1] * case.block_size, rule, out.device
+    )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        cuda.sparse_decode(*inputs.arguments(case, rule), out, visited)
+        if case.k is None:
+            routed_cuda.routed_attention(
+                *routed_arguments(inputs, case, 64), out, rule, 1, None, visited, None, scratch
+            )  # fmt: skip
+        else:
+            decode_cuda.sparse_decode(*inputs.arguments(case, rule), out, visited)
     for lengths in ((3000, 517, 1, 4096, 700), (2999, 16, 0, 4001, 640), (64, 100, 1, 2000, 333)):
         inputs.seq_lens.copy_(torch.tensor(lengths))
         visited.fill_(-1)
@@ -663,11 +787,13 @@ def test_a_graph_stops_for_other_lengths_too() -> None:
         expected, wanted, _ = stopped(inputs, case, rule)
         assert torch.equal(out, expected)
         assert torch.equal(visited, wanted)
+        assert not scratch.any()
 
 
-@needs_clusters
-def test_a_stopping_request_does_not_depend_on_its_neighbours() -> None:
-    case, rule = STOPPING["best first"]
+@pytest.mark.parametrize("name", ["every page", "best first"])
+def test_a_stopping_request_does_not_depend_on_its_neighbours(name: str) -> None:
+    case, rule = STOPPING[name]
+    stopping_launches(case)
     inputs = stopping_inputs(case)
     together, visited, _ = stopped(inputs, case, rule)
     for row in (0, 3):

@@ -18,7 +18,8 @@ LAUNCH = {"WARPS": 8, "BLOCKS_PER_SM": 2}
 SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "MEAN": INT8, "CHUNK": 1024, "PIPELINED": 0}
 ATTEND = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "OUTPUT": BF16, "PAGE_SIZE": 8, "CLUSTER": 1}
 DECODE = {**ATTEND, "MEAN": INT8, "FUSED": 0, "STOP_TILES": 0}
-ROUTED = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "BLOCK_TOKENS": 64, "LEAST_TOKENS": 256}
+ROUTED = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "BLOCK_TOKENS": 64, "LEAST_TOKENS": 256, "STOP_TOKENS": 0}
+STOPPED = ROUTED | {"STOP_TOKENS": 512, "PAGE_SIZE": 16}
 MERGE = {"GROUP": 4, "HEAD_SIZE": 128, "OUTPUT": BF16, "SPLITS": 64, "PARTS": 4}
 TOPK = {"WARPS": 32, "PER_THREAD": 64, "CANDIDATES": 0, "PAGES_PER_BLOCK": 0}
 ONE_BLOCK_PER_SM = {"BLOCKS_PER_SM": 1}
@@ -40,8 +41,22 @@ CASES = {
     "routed": ("routed_attention/attend.cu", ROUTED),
     "routed fp8": ("routed_attention/attend.cu", ROUTED | {"QUERY": FP8, "KV": FP8, "HEAD_SIZE": 64, "GROUP": 3}),
     "routed large": ("routed_attention/attend.cu", ROUTED | ONE_BLOCK_PER_SM | {"GROUP": 16, "HEAD_SIZE": 256}),
+    "routed that stops": ("routed_attention/attend.cu", STOPPED),
+    "routed that stops, blocks of 64 tokens": (
+        "routed_attention/attend.cu",
+        STOPPED | {"STOP_TOKENS": 64, "BLOCK_TOKENS": 16, "GROUP": 1},
+    ),
+    "routed that stops, fp8": (
+        "routed_attention/attend.cu",
+        STOPPED | {"QUERY": FP8, "KV": FP8, "HEAD_SIZE": 64, "GROUP": 3, "PAGE_SIZE": 8},
+    ),
+    "routed that stops, large": (
+        "routed_attention/attend.cu",
+        STOPPED | ONE_BLOCK_PER_SM | {"GROUP": 16, "HEAD_SIZE": 256},
+    ),
     "merge": ("routed_attention/merge.cu", MERGE),
     "merge large": ("routed_attention/merge.cu", MERGE | {"HEAD_SIZE": 256, "OUTPUT": FP16, "SPLITS": 5, "PARTS": 2}),
+    "merge of what stopped": ("routed_attention/merge.cu", MERGE | {"SPLITS": 0}),
 }
 HOPPER = {
     "attend cluster": ("sparse_attention/attend.cu", ATTEND | {"CLUSTER": 8}),

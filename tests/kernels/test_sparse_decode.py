@@ -3,6 +3,7 @@ import torch
 from sparse_kernels.group_routing import GroupRouting, group_scores
 from sparse_kernels.page_score import score_pages
 from sparse_kernels.page_topk import best_first, select_pages
+from sparse_kernels.routed_attention import routed_attention
 from sparse_kernels.sparse_attention import attend_pages
 from sparse_kernels.sparse_decode import sparse_decode
 from sparse_kernels.termination import StopRule, count_visits, visited_pages
@@ -117,6 +118,14 @@ def test_refuses_heads_that_do_not_fit():
 RULE = StopRule(scale_tolerance=0.2, direction_tolerance=0.02, patience=2, block_tokens=64)
 
 
+def every_page(batch: PagedBatch, query: torch.Tensor, **more: object) -> torch.Tensor:
+    """Under a rule, the first page before the newest."""
+    return routed_attention(
+        query, batch.paged_keys, batch.paged_values, batch.block_table.int(), batch.context_lens.int(),
+        more.pop("routing", None), SCALE, sink_pages=1, **more,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("policy", ["best first", "newest of a budget", "every page"])
 def test_attention_that_stops_is_attention_over_the_pages_visited(policy):
     contexts = [1500, 1501, 600, 100, 1]
@@ -128,10 +137,11 @@ def test_attention_that_stops_is_attention_over_the_pages_visited(policy):
     k = {"best first": 64, "newest of a budget": 64, "every page": None}[policy]
     statistics = batch.statistics if policy == "best first" else None
     rule = RULE._replace(least_pages=1)
-    out = decode(
-        batch, query, k=k, recent_pages=0, statistics=statistics, rule=rule, visited=visited, counters=counters,
-        dense_tokens=100,
-    )  # fmt: skip
+    more = {"rule": rule, "visited": visited, "counters": counters, "dense_tokens": 100}
+    if k is None:
+        out = every_page(batch, query, **more)
+    else:
+        out = decode(batch, query, k=k, recent_pages=0, statistics=statistics, **more)
     grouped = query.unflatten(1, (HEADS, GROUP))
     counted = torch.zeros_like(counters)
     for request, context in enumerate(contexts):
@@ -173,9 +183,8 @@ def test_skipped_groups_visit_nothing_and_others_stop_as_without_routing(k):
         routing = GroupRouting(coefficients, counts=torch.zeros(HEADS, 2, dtype=torch.int64))
         visited, counters = torch.full((5, HEADS), -1), torch.zeros(HEADS, 4, dtype=torch.int64)
         rule = RULE._replace(least_pages=1)
-        out = decode(
-            batch, query, k=k, rule=rule, visited=visited, counters=counters, routing=routing, dense_tokens=100
-        )
+        more = {"rule": rule, "visited": visited, "counters": counters, "routing": routing, "dense_tokens": 100}
+        out = every_page(batch, query, **more) if k is None else decode(batch, query, k=k, **more)
         found.append((out.unflatten(1, (HEADS, GROUP)), visited))
         assert routing.counts[:, 1].tolist() == [3] * HEADS
         reads = (visited[:3] > 0)[..., None]
@@ -187,9 +196,18 @@ def test_skipped_groups_visit_nothing_and_others_stop_as_without_routing(k):
     assert (all_visits < batch.num_pages.clamp(max=k or 1500)[:, None])[:3].any(), "nothing stopped"
 
 
-def test_every_page_needs_a_rule_and_a_rule_whole_pages():
+@pytest.mark.parametrize("step", [decode, every_page])
+def test_a_rule_needs_whole_pages(step):
     batch = make_batch([300], HEADS, SIZE)
-    with pytest.raises(ValueError, match="k: got None without a rule, allowed: a number of pages"):
-        decode(batch, query_of(batch), k=None)
     with pytest.raises(ValueError, match="block_tokens: got 12, allowed: a multiple of the page size 8"):
-        decode(batch, query_of(batch), rule=RULE._replace(block_tokens=12))
+        step(batch, query_of(batch), rule=RULE._replace(block_tokens=12))
+
+
+def test_learned_sinks_are_part_of_what_stops():
+    batch = make_batch([300, 129], HEADS, SIZE)
+    query, sinks = query_of(batch), torch.linspace(-2, 3, HEADS * GROUP)
+    never = RULE._replace(patience=0)
+    expected = decode(batch, query, k=64, sinks=sinks)
+    torch.testing.assert_close(every_page(batch, query, rule=never, sinks=sinks), expected, atol=1e-2, rtol=1e-2)
+    with pytest.raises(ValueError, match="sinks: got learned ones without a rule, allowed: None"):
+        every_page(batch, query, sinks=sinks)

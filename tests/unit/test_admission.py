@@ -424,18 +424,23 @@ def test_fp8_statistics_need_a_gpu_that_knows_them(folder, monkeypatch):
     assert str(caught.value) == f"selection.statistics: got fp8, {UNIQUE}int8 or bf16 on this GPU"
 
 
-def test_attention_that_stops_needs_clusters_and_our_heads(folder, monkeypatch):
+def test_attention_that_stops_needs_our_heads_and_with_a_selection_clusters(folder, monkeypatch):
     small, odd = (engine_config(folder(head_dim=size), attention_backend="art") for size in (64, 80))
+    settings = {"sparse_attention": {"termination": {}}}
+    selected = engine_config(folder(head_dim=64), attention_backend="unique", additional_config=settings)
     art = "allowed with attention backend art:"
     on_cuda(monkeypatch)
     admit(small, BACKENDS)
     with pytest.raises(ConfigurationError) as caught:
         admit(odd, BACKENDS)
     assert str(caught.value) == f"head size: got 80, {art} 64, 128 or 256"
+    admit(selected, BACKENDS)
     on_cuda(monkeypatch, (8, 9))
+    admit(small, BACKENDS)
     with pytest.raises(ConfigurationError) as caught:
-        admit(small, BACKENDS)
-    assert str(caught.value) == f"sparse_attention.termination: got a rule, {art} null on this GPU"
+        admit(selected, BACKENDS)
+    allowed = "allowed with attention backend unique: null on this GPU"
+    assert str(caught.value) == f"sparse_attention.termination: got a rule, {allowed}"
 
 
 def test_statistics_without_a_triton_form_are_for_cpus(folder, monkeypatch):

@@ -1,9 +1,9 @@
 """The sparse decode pipeline on NVIDIA GPUs.
 
 Prefill, sliding-window layers and leading dense layers run vLLM's FlashAttention on the token rows of the cache;
-decoding tokens run one fused kernel, which attends short contexts whole, or, where they are routed but read every page,
-one that splits long contexts. What a step does is decided by the shape of its batch alone, so a batch of decoding
-requests is one full CUDA graph.
+decoding tokens run one fused kernel, which attends short contexts whole, or, where they are routed or may stop but
+select no pages, one that splits long contexts. What a step does is decided by the shape of its batch alone, so a batch
+of decoding requests is one full CUDA graph.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.page_statistics import StatisticsLayout, write_cache
 from sparse_kernels.paging import PagedTensor
-from sparse_kernels.routed_attention import SPLITS, routed_attention
+from sparse_kernels.routed_attention import PIECES_BYTES, SPLITS, routed_attention, rows_at_once, stop_scratch
 from sparse_kernels.sparse_decode import sparse_decode
 from vllm.config import VllmConfig, get_current_vllm_config_or_none, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -53,14 +53,11 @@ _PREFERRED_BLOCK = 64
 """Tokens of a block unless the user says otherwise: the statistics of a block and head are then one kilobyte in a row,
 which is what memory reads well."""
 
-_PIECES_BYTES = 1 << 30
-"""Memory, at most, for what a routed layer keeps of the pieces of contexts."""
-
 
 def splits_for(max_requests: int, num_heads: int, head_size: int) -> int:
     """Pieces that a context is cut into, at most: one number for an engine, for a batch must not change a bit."""
     piece_bytes = max_requests * num_heads * head_size * 4
-    return max(8, min(SPLITS, _PIECES_BYTES // piece_bytes))
+    return max(8, min(SPLITS, PIECES_BYTES // piece_bytes))
 
 
 class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
@@ -161,11 +158,13 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self.dense_requests = torch.zeros(max_requests, dtype=torch.bool, device=device)
         self.any_dense_request = False
+        scratch = self._stop_scratch(layers, sparse, max_requests)
         routed = RoutedLayers(layers, sparse, vllm_config, device)
         for name, layer in layers.items():
             layer.impl.configure(sparse, self.block_size, statistics)
             layer.impl.selects = selects_pages(layer, sparse)
             layer.impl.routing = routed.of_layer.get(name)
+            layer.impl.scratch = scratch
             layer.impl.splits = splits_for(max_requests, layer.num_heads, layer.head_size)
             if self.sampler.every:
                 layer.impl.quality = layer_quality(layer, vllm_config)
@@ -175,6 +174,26 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         self.any_sparse_layer = any(layer.impl.is_sparse for layer in layers.values())
         if statistics is not None:
             report_memory(backend.get_name(), vllm_config, kv_cache_spec, statistics, len(layers))
+
+    def _stop_scratch(
+        self, layers: dict[str, Attention], sparse: ResolvedConfig, max_requests: int
+    ) -> torch.Tensor | None:
+        """What layers that may stop anywhere share, for they run one after the other; None if none may."""
+        rule, longest = sparse.stop_rule, self.reorder_batch_threshold
+        if rule is None or not sparse.stops_everywhere:
+            return None
+        assert longest is not None
+        # vLLM may pad the rows of a block table.
+        context_tokens = self.vllm_config.model_config.max_model_len + 64 * self.block_size
+        pieces, tokens = context_tokens // rule.block_tokens, max_requests * longest
+        num_rows = max(
+            min(
+                tokens * layer.num_kv_heads,
+                rows_at_once(pieces, layer.num_heads // layer.num_kv_heads, layer.head_size),
+            )
+            for layer in layers.values()
+        )
+        return stop_scratch(num_rows, context_tokens, rule, self.device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -273,7 +292,9 @@ class SparseCUDAImpl(FlashAttentionImpl):
     routing: GroupRouting | None = None
     """Which KV groups they skip, if any."""
     splits: int = SPLITS
-    """Pieces of a context, at most, where every page is read."""
+    """Pieces of a context, at most, where every page is read to the end."""
+    scratch: torch.Tensor | None = None
+    """See `stop_scratch`; only where every page may be read."""
     quality: LayerQuality | None = None
     """Measures sampled tokens, if any are to be."""
     counters: torch.Tensor | None = None
@@ -381,20 +402,30 @@ class SparseCUDAImpl(FlashAttentionImpl):
                     own, self.keys, self.values, decode.block_table, decode.seq_lens, splits=self.splits, **more
                 )
                 continue
-            assert self.decode_settings is not None
-            sparse_decode(
-                own,
-                self.keys,
-                self.values,
-                self.statistics,
-                decode.block_table,
-                decode.seq_lens,
-                sinks=self.sink_logits,
-                rule=self.stop_rule,
-                counters=self.counters,
-                **self.decode_settings._asdict(),
-                **more,
-            )
+            more |= {"sinks": self.sink_logits, "rule": self.stop_rule, "counters": self.counters}
+            if self.decode_settings is None:
+                assert self.selection is not None
+                routed_attention(
+                    own,
+                    self.keys,
+                    self.values,
+                    decode.block_table,
+                    decode.seq_lens,
+                    sink_pages=self.selection.sink_pages,
+                    scratch=self.scratch,
+                    **more,
+                )
+            else:
+                sparse_decode(
+                    own,
+                    self.keys,
+                    self.values,
+                    self.statistics,
+                    decode.block_table,
+                    decode.seq_lens,
+                    **self.decode_settings._asdict(),
+                    **more,
+                )
             sampled = attn_metadata.sampled
             if sampled is not None and decode.tokens.start <= sampled < decode.tokens.stop:
                 self._measure(query, decode, sampled, scales)

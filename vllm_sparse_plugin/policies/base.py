@@ -13,8 +13,8 @@ from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
 class DecodeSettings(NamedTuple):
     """What `sparse_decode` needs to know of a policy; it knows how to select by statistics, and the newest pages."""
 
-    k: int | None
-    """Complete pages read per KV head; None for all."""
+    k: int
+    """Complete pages read per KV head."""
     sink_pages: int
     """Leading pages among them, whatever the query."""
     recent_pages: int
@@ -123,8 +123,8 @@ class Selection(Policy):
         place = torch.where(slot < sinks, count - 1 - slot, slot - sinks)
         return newest.gather(-1, torch.where(slot < count, place, slot))
 
-    def decode_settings(self) -> DecodeSettings:
-        """The selection as the fused decode kernel takes it."""
+    def decode_settings(self) -> DecodeSettings | None:
+        """The selection as the fused decode kernel takes it; None for every page."""
         return DecodeSettings(self.budget_pages, self.sink_pages, recent_pages=0, std_weight=0.0)
 
     def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from sparse_kernels.page_statistics import PageStatistics
 
-from vllm_sparse_plugin.policies.base import DecodeSettings, Policy, Selection
+from vllm_sparse_plugin.policies.base import Policy, Selection
 
 
 class DensePolicy(Policy):
@@ -48,8 +48,8 @@ class EveryPage(Selection):
     ) -> torch.Tensor:
         return every_page(num_pages, query.shape[1])
 
-    def decode_settings(self) -> DecodeSettings:
-        return DecodeSettings(None, self.sink_pages, recent_pages=0, std_weight=0.0)
+    def decode_settings(self) -> None:
+        return None
 
     def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
         return 1.0

@@ -13,6 +13,12 @@ struct StopRule {
     float direction_tolerance;
     int patience;     // 0 never stops
     int least_tiles;  // tiles at the front that are read whatever the outputs
+
+    // Whether a probe is near the one before, by the squares of their distance and norms and their product. Without a
+    // direction (0 / 0) nothing is.
+    DEVICE bool stable(float distance, float product, float now, float then) const {
+        return sqrtf(distance) < scale_tolerance && 1 - product / (sqrtf(now) * sqrtf(then)) < direction_tolerance;
+    }
 };
 
 // A warp to a chain at most, so that a chain's sums stay in registers. `TILES` are those of pages in a wave. With whole
@@ -179,9 +185,8 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
                 if (h >= GROUP) break;
                 float x = element(looks, wave, h, sinks, value_scale, lane), then = wave ? before[n] : 0.0f;
                 float distance = warp_sum((x - then) * (x - then)), product = warp_sum(x * then);
-                float norms = sqrtf(warp_sum(x * x)) * sqrtf(warp_sum(then * then));
-                // Without a direction (0 / 0) nothing is stable.
-                bool stable = wave && sqrtf(distance) < rule.scale_tolerance && 1 - product / norms < rule.direction_tolerance;
+                float now_square = warp_sum(x * x), then_square = warp_sum(then * then);
+                bool stable = wave && rule.stable(distance, product, now_square, then_square);
                 if (lane == 0) looks.stable[h] = stable;
                 before[n] = x;
             }

@@ -1,5 +1,5 @@
-"""Dense attention of decoding tokens, but for the KV groups that routing leaves out (SinkRouter)."""
+"""Dense attention of decoding tokens, but for KV groups left out (SinkRouter), and until it stops (ART)."""
 
-from sparse_kernels.routed_attention.api import SPLITS, routed_attention
+from sparse_kernels.routed_attention.api import PIECES_BYTES, SPLITS, routed_attention, rows_at_once, stop_scratch
 
-__all__ = ["SPLITS", "routed_attention"]
+__all__ = ["PIECES_BYTES", "SPLITS", "routed_attention", "rows_at_once", "stop_scratch"]

@@ -1,14 +1,20 @@
 // The output of one query head from the pieces of its context, in one order whatever the launch that made them.
 #include "attend.cuh"
+#include "marks.cuh"
 
+// No limit to the splits is one of 0: weights are made when they are needed, and marks of the pieces are cleared.
 constexpr int OUTPUT = SK_OUTPUT, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE, SPLITS = SK_SPLITS;
 // Threads that share an element of the output.
 constexpr int PARTS = SK_PARTS;
 
 extern "C" __global__ void __launch_bounds__(PARTS* HEAD_SIZE)
 merge_pieces(const float* piece_values, const float2* piece_weights, const int* piece_counts, int splits,
-             const float* value_scale, u16* output, i64 output_token_stride) {
-    __shared__ float weights[SPLITS];
+             const float* value_scale, u16* output, i64 output_token_stride
+#if SK_SPLITS == 0
+             , const float* sinks, int* marks
+#endif
+) {
+    __shared__ float weights[SPLITS ? SPLITS : 2];
     __shared__ float sums[PARTS][HEAD_SIZE];
     depend_on_previous();
     release_next();
@@ -20,6 +26,34 @@ merge_pieces(const float* piece_values, const float2* piece_weights, const int* 
         if (part == 0) out[d] = 0;
         return;
     }
+#if SK_SPLITS == 0
+    // The row's next launch waits for the end of this one. One block clears, and knows how much until all its threads do.
+    RowMarks row_marks{marks + row * RowMarks::stride(splits)};
+    int used = h == 0 ? *row_marks.used() : 0;
+    for (int i = threadIdx.x; i < used; i += PARTS * HEAD_SIZE) *row_marks.mark(i) = 0;
+    const float2* of_head = piece_weights + first * GROUP + h;
+    if (threadIdx.x < WARP) {
+        float sink = sinks && threadIdx.x == 0 ? sinks[head * GROUP + h] * LOG2E : -INFINITY_F;
+        float largest = sink, sum = sink == -INFINITY_F ? 0.0f : 1.0f;
+#pragma unroll 4
+        for (int piece = threadIdx.x; piece < pieces; piece += WARP) {
+            float2 own = of_head[piece * GROUP];
+            float base = fmaxf(largest, own.x);
+            if (base == -INFINITY_F) continue;
+            sum = fmaf(fast_exp2(own.x - base), own.y, fast_exp2(largest - base) * sum);
+            largest = base;
+        }
+        float base = warp_max(largest);
+        sum = warp_sum(base == -INFINITY_F ? 0.0f : fast_exp2(largest - base) * sum);
+        if (threadIdx.x == 0) weights[0] = base, weights[1] = (value_scale ? *value_scale : 1.0f) / sum;
+    }
+    __syncthreads();
+    if (h == 0 && threadIdx.x == 0) *row_marks.stop() = *row_marks.used() = 0;
+    float base = weights[0], share = weights[1];
+    auto weight_of = [&](int piece) {
+        return (base == -INFINITY_F ? 0.0f : fast_exp2(of_head[piece * GROUP].x - base)) * share;
+    };
+#else
     if (threadIdx.x < WARP) {
         constexpr int PER_LANE = ceil_div(SPLITS, WARP);
         float2 own[PER_LANE];
@@ -44,10 +78,12 @@ merge_pieces(const float* piece_values, const float2* piece_weights, const int* 
         }
     }
     __syncthreads();
+    auto weight_of = [&](int piece) { return weights[piece]; };
+#endif
     float sum = 0;
 #pragma unroll 8
     for (int piece = part; piece < pieces; piece += PARTS)
-        sum = fmaf(weights[piece], piece_values[((first + piece) * GROUP + h) * HEAD_SIZE + d], sum);
+        sum = fmaf(weight_of(piece), piece_values[((first + piece) * GROUP + h) * HEAD_SIZE + d], sum);
     sums[part][d] = sum;
     __syncthreads();
     if (part > 0) return;

@@ -20,7 +20,7 @@ def sparse_decode(
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
     *,
-    k: int | None,
+    k: int,
     sink_pages: int,
     recent_pages: int,
     std_weight: float,
@@ -58,7 +58,7 @@ def sparse_decode(
         block_table: `[num_requests, max_blocks]` int32, physical block ids.
         seq_lens: `[num_requests]` int32, tokens of each request's context, its query tokens included. A query token
             without a context (a padded request) has a zero output.
-        k: complete pages to select, besides the incomplete last one; None for every page, where attention may stop.
+        k: complete pages to select, besides the incomplete last one.
         sink_pages: leading pages that are always selected.
         recent_pages: newest complete pages that are always selected.
         std_weight: lambda, the weight of the standard deviation in the score.
@@ -90,13 +90,9 @@ def sparse_decode(
     check_batch(query, keys, block_table, seq_lens)
     if routing is not None:
         check_routing(routing, keys.num_kv_heads)
-    if k is None and rule is None:
-        raise ValueError("k: got None without a rule, allowed: a number of pages")
-    if rule is not None and rule.block_tokens % keys.page_size:
-        raise ValueError(
-            f"block_tokens: got {rule.block_tokens}, allowed: a multiple of the page size {keys.page_size}"
-        )
-    if k is not None and k < max(sink_pages + recent_pages, 1):
+    if rule is not None:
+        check_rule(rule, keys)
+    if k < max(sink_pages + recent_pages, 1):
         raise ValueError(f"k: got {k}, allowed: at least {max(sink_pages + recent_pages, 1)}")
     out = output_for(query) if out is None else out
     if len(query) == 0:
@@ -118,6 +114,14 @@ def output_for(query: torch.Tensor) -> torch.Tensor:
     """Room for the attention of a query, in its dtype; bfloat16 for a float8 query."""
     dtype = torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype
     return torch.empty(query.shape, dtype=dtype, device=query.device)
+
+
+def check_rule(rule: StopRule, keys: PagedTensor) -> None:
+    """Raises ValueError unless a block of the rule holds whole pages."""
+    if rule.block_tokens % keys.page_size or rule.block_tokens < 1:
+        raise ValueError(
+            f"block_tokens: got {rule.block_tokens}, allowed: a multiple of the page size {keys.page_size}"
+        )
 
 
 def check_batch(query: torch.Tensor, keys: PagedTensor, block_table: torch.Tensor, seq_lens: torch.Tensor) -> None:

@@ -147,7 +147,7 @@ def sparse_decode(
     statistics: PageStatistics | None,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    k: int | None,
+    k: int,
     sink_pages: int,
     recent_pages: int,
     std_weight: float,
@@ -170,10 +170,9 @@ def sparse_decode(
     num_tokens, num_query_heads, head_size = query.shape
     num_kv_heads = keys.num_kv_heads
     group_size = num_query_heads // num_kv_heads
-    if k is not None:
-        check_k(k)
+    check_k(k)
     # Columns beyond what the kernels can select from stand for no context that is served.
-    max_pages = min(block_table.shape[1] * keys.pages_per_block, MAX_SEGMENT) if k is not None else 0
+    max_pages = min(block_table.shape[1] * keys.pages_per_block, MAX_SEGMENT)
     stopping = rule is not None
     record_bytes = 0 if statistics is None else statistics.vectors.shape[3] * statistics.vectors.element_size()
     launch = launch or launch_of(
@@ -197,7 +196,7 @@ def sparse_decode(
         "STOP_TILES": rule.block_tokens // 8 if rule else 0,
     }
     compiled = kernel(_SOURCE, query.device, macros, 32 * launch.warps)
-    shared_bytes = _shared_bytes(launch, group_size, head_size, max_pages, k or 0, stopping)
+    shared_bytes = _shared_bytes(launch, group_size, head_size, max_pages, k, stopping)
     compiled.reserve_shared(shared_bytes, launch.blocks_per_sm)
     scores = None
     if statistics is not None and not launch.fused:
@@ -211,7 +210,7 @@ def sparse_decode(
         *statistics_arguments(statistics),
         scores, int64(0 if scores is None else scores.stride(1)),
         block_table, int64(block_table.stride(0)), seq_lens, dense_requests,
-        int32(num_tokens // len(seq_lens)), int32(k or 0), int32(sink_pages), int32(recent_pages), int32(dense_tokens),
+        int32(num_tokens // len(seq_lens)), int32(k), int32(sink_pages), int32(recent_pages), int32(dense_tokens),
         *routing_arguments(routing), weight_of(statistics, std_weight), float(scale), float(softcap), sinks,
         query_scale, key_scale, value_scale, out, int64(out.stride(0)), *_rule_arguments(rule, visited, counters),
         shared_bytes=shared_bytes,

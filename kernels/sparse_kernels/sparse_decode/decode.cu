@@ -50,8 +50,8 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
               float std_weight, float scale, float softcap, const float* sinks, const float* query_scale,
               const float* key_scale, const float* value_scale, u16* output, i64 output_token_stride
 #if SK_STOP_TILES > 0
-              // k of 0: every page. Per token and head the pages visited; per head the rows, blocks visited, tokens read
-              // and tokens of the contexts of all stoppable rows so far.
+              // Per token and head the pages visited; per head the rows, blocks visited, tokens read and tokens of the
+              // contexts of all stoppable rows so far.
               , float scale_tolerance, float direction_tolerance, int patience, int least_pages, int* visited_pages,
               u64* counters
 #endif
@@ -106,10 +106,6 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
     }
     int num_pages = context / PAGE_SIZE, tail = context % PAGE_SIZE;
     bool dense = whole || num_pages <= k;
-#if SK_STOP_TILES > 0
-    bool stopping = !dense, every = stopping && k == 0;
-    dense = dense || every;
-#endif
     bool selecting = !dense && (FUSED ? mean != nullptr : scores != nullptr);
     int* selected = (int*)(memory + dynamic_shared_bytes()) - k;
     int padded = ceil_div(num_pages, 8) * 8;
@@ -180,21 +176,19 @@ sparse_decode(const void* query, i64 query_token_stride, i64 query_head_stride, 
     float logit_scale = scale * (query_scale ? *query_scale : 1.0f) * (key_scale ? *key_scale : 1.0f) * (softcap > 0 ? 1.0f : LOG2E);
     int page_tiles = (dense ? num_pages : k) * TILES_PER_PAGE;
 #if SK_STOP_TILES > 0
-    int least = min(sink_pages, num_pages);
     StopRule rule{scale_tolerance, direction_tolerance, patience, least_pages * TILES_PER_PAGE};
-    int visited = Stopping::run<OUTPUT>(shared.attention, attended, shared.looks, rows, stopping, page_tiles,
+    int visited = Stopping::run<OUTPUT>(shared.attention, attended, shared.looks, rows, !dense, page_tiles,
                                         ceil_div(tail, 8), rule, logit_scale, softcap, sinks ? sinks + head * GROUP : nullptr,
                                         value_scale ? *value_scale : 1.0f, out, rank, warp, lane, [&](int i, int visited) {
         int in_tail = i - visited, slot = i / TILES_PER_PAGE;
-        int newest_first = slot < least ? slot : num_pages - 1 - (slot - least);
-        int page = in_tail >= 0 ? num_pages : every ? newest_first : dense ? slot : selected[slot];
+        int page = in_tail >= 0 ? num_pages : dense ? slot : selected[slot];
         int tile = in_tail >= 0 ? in_tail : i % TILES_PER_PAGE;
         return TokenTile{table[page / PAGES_PER_BLOCK], page % PAGES_PER_BLOCK * PAGE_SIZE + 8 * tile,
                          in_tail >= 0 ? min(8, tail - 8 * in_tail) : 8};
     });
     if (rank == 0 && thread == 0) {
         if (visited_pages) visited_pages[row] = visited / TILES_PER_PAGE;
-        if (counters && stopping) {
+        if (counters && !dense) {
             u64* of_head = counters + 4 * head;
             atomicAdd(of_head, (u64)1);
             atomicAdd(of_head + 1, (u64)ceil_div(visited, STOP_TILES));

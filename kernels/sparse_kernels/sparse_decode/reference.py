@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from sparse_kernels.group_routing import GroupRouting
@@ -24,7 +26,7 @@ def sparse_decode(
     statistics: PageStatistics | None,
     block_table: torch.Tensor,
     seq_lens: torch.Tensor,
-    k: int | None,
+    k: int,
     sink_pages: int,
     recent_pages: int,
     std_weight: float,
@@ -42,7 +44,60 @@ def sparse_decode(
     visited: torch.Tensor | None,
     counters: torch.Tensor | None,
 ) -> None:
-    """See `api.sparse_decode`; each token alone."""
+    """See `api.sparse_decode`."""
+
+    def order(grouped: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor | None:
+        num_pages = int(lengths)
+        if num_pages <= k:
+            return None
+        if statistics is None:
+            return sinks_then_newest(num_pages, sink_pages, k, grouped)
+        scores = score_pages(grouped, statistics, table, lengths, std_weight)
+        pages = select_pages(scores, lengths, k, sink_pages, recent_pages)
+        return pages if rule is None else best_first(pages, scores, lengths, sink_pages, recent_pages)
+
+    decode_tokens(
+        query, keys, values, block_table, seq_lens, order, scale, dense_tokens, dense_requests, sinks, softcap, routing,
+        rule, query_scale, key_scale, value_scale, out, visited, counters,
+    )  # fmt: skip
+
+
+def sinks_then_newest(num_pages: int, sink_pages: int, count: int, grouped: torch.Tensor) -> torch.Tensor:
+    """The first `count` of a context's pages in that order, for every KV head: `[1, num_kv_heads, count]`."""
+    slot = torch.arange(count, device=grouped.device)
+    pages = torch.where(slot < sink_pages, slot, num_pages - 1 - (slot - sink_pages))
+    return pages.expand(1, grouped.shape[1], -1)
+
+
+def decode_tokens(
+    query: torch.Tensor,
+    keys: PagedTensor,
+    values: PagedTensor,
+    block_table: torch.Tensor,
+    seq_lens: torch.Tensor,
+    order: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None],
+    scale: float,
+    dense_tokens: int,
+    dense_requests: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    softcap: float,
+    routing: GroupRouting | None,
+    rule: StopRule | None,
+    query_scale: torch.Tensor | None,
+    key_scale: torch.Tensor | None,
+    value_scale: torch.Tensor | None,
+    out: torch.Tensor,
+    visited: torch.Tensor | None,
+    counters: torch.Tensor | None,
+) -> None:
+    """Attention of decoding tokens, each alone, over pages in an order.
+
+    Other arguments are those of `api.sparse_decode`.
+
+    Args:
+        order: takes the token's query, grouped, its row of the block table and its number of complete pages. Gives
+            pages `[1, num_kv_heads, n]` in the order of their visit; None attends the context whole.
+    """
     per_request = len(query) // len(seq_lens)
     num_kv_heads = keys.num_kv_heads
     out.zero_()
@@ -67,19 +122,11 @@ def sparse_decode(
             active = ~(group_scores >= routing.thresholds(tokens))[0]
             if routing.counts is not None:
                 routing.counts.add_(torch.stack([~active, torch.ones_like(active)], dim=1))
-        whole = exempt or int(lengths) <= (k or 0)
-        if whole:
-            pages = torch.arange(int(lengths), device=query.device).expand(1, num_kv_heads, -1)
-        elif k is None or statistics is None:
-            # Sinks, then newest first.
-            kept = torch.arange(int(lengths) if k is None else k, device=query.device)
-            newest = int(lengths) - 1 - (kept - sink_pages)
-            pages = torch.where(kept < sink_pages, kept, newest).expand(1, num_kv_heads, -1)
-        else:
-            scores = score_pages(grouped, statistics, table, lengths, std_weight)
-            pages = select_pages(scores, lengths, k, sink_pages, recent_pages)
-            if rule is not None:
-                pages = best_first(pages, scores, lengths, sink_pages, recent_pages)
+        ordered = None if exempt else order(grouped, table, lengths)
+        whole = ordered is None
+        if ordered is None:
+            ordered = torch.arange(int(lengths), device=query.device).expand(1, num_kv_heads, -1)
+        pages = ordered
         if rule is not None:
             count = (pages >= 0).sum(dim=-1)
             if not whole:
