@@ -11,7 +11,7 @@ from sparse_kernels.routed_attention import reference
 from sparse_kernels.sparse_decode.api import check_batch, check_rule, output_for
 from sparse_kernels.termination import StopRule
 
-SPLITS = 256
+SPLITS = 64
 """Pieces of a context, at most, that are attended side by side without a rule."""
 PIECES_BYTES = 1 << 30
 """Memory, at most, for what is kept of the pieces of contexts; a batch that needs more is attended in parts."""

@@ -30,8 +30,6 @@ _MERGING_THREADS = 512
 _WAVES = 2
 """So often a GPU is filled with blocks, where rows and pieces give them: what skipped groups leave is then taken, and a
 block has several pieces for what it costs to begin."""
-_FEW_ROWS, _WAVES_OF_FEW = 24, 8
-"""Of few rows some multiprocessors would have two long pieces where others have none."""
 _STOPPING_BLOCKS = 4096
 """About as many where attention may stop: the pieces of a row are best begun one after the other."""
 
@@ -128,7 +126,7 @@ def routed_attention(
     )
     if blocks is None:
         filled = blocks_per_sm * torch.cuda.get_device_properties(query.device).multi_processor_count
-        blocks = (_WAVES_OF_FEW if rows <= _FEW_ROWS else _WAVES) * filled if rule is None else _STOPPING_BLOCKS
+        blocks = _WAVES * filled if rule is None else _STOPPING_BLOCKS
     shared_bytes = _shared_bytes(group_size, head_size, rule is not None)
     attend.reserve_shared(shared_bytes, blocks_per_sm)
     piece_values = torch.empty((rows, splits, group_size * head_size), dtype=torch.float32, device=query.device)

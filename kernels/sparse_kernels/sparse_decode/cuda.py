@@ -49,7 +49,7 @@ _LAUNCHES = (
     (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1)),
     (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),
     (66, Launch(True, cluster=2, warps=16, blocks_per_sm=1)),
-    (132, Launch(True, cluster=2, warps=8, blocks_per_sm=2)),
+    (132, Launch(True, cluster=1, warps=16, blocks_per_sm=1)),
     (1 << 62, Launch(True, cluster=1, warps=8, blocks_per_sm=2)),
 )
 # Where attention may stop a warp works on one chain at most.
