@@ -124,12 +124,12 @@ def decode() -> str:
 def _decode_pair(dense_name: str, sparse_name: str) -> tuple[list[list[str]], str]:
     """Rows of a dense and a sparse result file, and where they come from."""
     (_, dense), (run, sparse) = _lines(dense_name), _lines(sparse_name)
-    times = {(line["context_tokens"], line["batch"]): line["ms_per_token"] for line in dense}
+    times = {(line["context_tokens"], line["batch"]): line.get("ms_per_token") for line in dense}
     rows = [
         [f"{context:,}", str(batch), f"{before:.2f}", f"{now:.2f}", f"{before / now:.2f}"]
         for line in sparse
         if (before := times.get((context := line["context_tokens"], batch := line["batch"])))
-        and (now := line["ms_per_token"])
+        and (now := line.get("ms_per_token"))
     ]
     rival = f"FlashAttention 3: the same with `--variant flash_attn`; [data](bench/results/{dense_name})."
     return rows, f"{_provenance(sparse_name, run)} {rival}"
@@ -140,6 +140,45 @@ def decode_gpu() -> str:
     rows, source = _decode_pair("decode_h200_flash_attn.jsonl", "decode_h200_unique.jsonl")
     headings = ["context", "requests", "FlashAttention 3, ms per token", "`unique`, ms per token", "ratio"]
     return "\n\n".join([_table(headings, rows), source])
+
+
+def decode_batches() -> str:
+    """More contexts and batches on a GPU, of a cache that is filled with noise."""
+    rows, source = _decode_pair("decode_h200_noise_flash_attn.jsonl", "decode_h200_noise_unique.jsonl")
+    headings = ["context", "requests", "FlashAttention 3, ms per token", "`unique`, ms per token", "ratio"]
+    return "\n\n".join([_table(headings, rows), source])
+
+
+def decode_routed() -> str:
+    """Time per token with routed groups, and what the bytes would allow."""
+    parts = []
+    rows = []
+    for name in ("routing", "routing_512k"):
+        files = f"decode_h200_{name}_flash_attn.jsonl", f"decode_h200_{name}_sinkrouter.jsonl"
+        found, source = _decode_pair(*files)
+        _, lines = _lines(files[1])
+        times = {(line["context_tokens"], line["batch"]): line for line in lines if "ms_per_token" in line}
+        for cells in found:
+            line = times[int(cells[0].replace(",", "")), int(cells[1])]
+            (layers, skipping) = _skipped(line["additional_config"])
+            kv = line["kv_gib"] * 2**30
+            dense, routed = _WEIGHT_BYTES + kv, _WEIGHT_BYTES + kv * (1 - skipping / layers)
+            rows.append([*cells, f"{dense / routed:.2f}", f"{routed / line['ms_per_token'] / 1e9:.2f}"])
+        parts.append(source)
+    headings = ["context", "requests", "FlashAttention 3, ms per token", "`sinkrouter`, ms per token", "ratio"]
+    return "\n\n".join([_table([*headings, "ratio of bytes", "`sinkrouter` reads, TB/s"], rows), *parts])
+
+
+_WEIGHT_BYTES = 2 * (32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 4096 * 128256)
+"""Read for every token, of Llama-3.1-8B's shape: all matrices but the embedding."""
+
+
+def _skipped(additional_config: dict[str, Any]) -> tuple[int, float]:
+    """Layers, and the sum over layers of the share of KV heads that forced thresholds skip."""
+    routing = additional_config["sparse_attention"]["routing"]
+    dense = routing.get("dense_layers", 2)
+    heads = [[threshold <= -1 for threshold in layer] for layer in routing["threshold"]]
+    return len(heads), sum(sum(layer) / len(layer) for layer in heads[dense:])
 
 
 def decode_more() -> str:
@@ -204,6 +243,26 @@ def routing_gpu() -> str:
     return "\n\n".join([_table(headings, rows), _provenance("kernels_h200.jsonl", run)])
 
 
+def stop_gpu() -> str:
+    """Attention that stops beside attention that looks and never stops, and that does not look."""
+    run, found = _lines("kernels_h200_stop.jsonl")
+    cases = list(dict.fromkeys(row["case_name"] for row in found))
+    us = {(row["case_name"], row["provider"]): row["cold"]["median_us"] for row in found}
+    rows = []
+    for case in cases:
+        art, looking, plain, split, dense = (
+            us[case, name]
+            for name in (
+                "art", "art that never stops", "our dense attention", "sinkrouter, not routed", "FlashAttention 3",
+            )
+        )  # fmt: skip
+        cells = f"{art:.0f}", f"{looking:.0f}", f"{plain:.0f}", f"{looking / plain - 1:+.1%}", f"{split:.0f}"
+        rows.append([case.removesuffix(" g4"), *cells, f"{dense:.0f} ({dense / art:.2f}x)"])
+    headings = ["requests and context", "`art`, µs", "looks, never stops", "does not look", "cost of looking"]
+    table = _table([*headings, "our split attention", "FlashAttention 3"], rows)
+    return "\n\n".join([table, _provenance("kernels_h200_stop.jsonl", run)])
+
+
 def kernels_gpu() -> str:
     """A decode step, selection and scoring beside their rivals on a GPU."""
     run, times = _kernels()
@@ -245,7 +304,7 @@ def _whole_decode(times: dict[tuple[str, str], dict[str, dict[str, Any]]], case:
 
 def accuracy_gpu() -> str:
     """Needles answered on a GPU by budget."""
-    names = ("accuracy_h200_quarters.jsonl", "accuracy_h200_means.jsonl")
+    names = [f"accuracy_h200_{name}.jsonl" for name in ("quarters", "means", "means_16", "fp8_16")]
     runs = [_lines(name) for name in names]
     contexts = (4096, 8192, 16384, 32768)
     counts: dict[str, dict[int, list[int]]] = {}
@@ -339,10 +398,13 @@ PARTS: dict[str, Callable[[], str]] = {
     "look-alikes": look_alikes,
     "decode": decode,
     "decode-gpu": decode_gpu,
+    "decode-batches": decode_batches,
+    "decode-routed": decode_routed,
     "decode-more": decode_more,
     "serve-gpu": serve_gpu,
     "kernels-gpu": kernels_gpu,
     "routing-gpu": routing_gpu,
+    "stop-gpu": stop_gpu,
     "accuracy-gpu": accuracy_gpu,
     "served": served,
     "mixes": mixes,

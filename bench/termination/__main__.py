@@ -1,4 +1,4 @@
-"""Stopping on needle-8m, on a CPU.
+"""Stopping on a trained model, on a CPU.
 
 python -m bench.termination run --output bench/results/art_cpu.jsonl
 python -m bench.termination report
@@ -104,13 +104,14 @@ def add(sums: dict[tuple[Any, ...], list[dict[str, Any]]], key: tuple[Any, ...],
 @app.command()
 def run(
     output: Annotated[Path, typer.Option(help="JSON lines to write.")] = RESULTS,
+    folder: Annotated[Path, typer.Option("--model", help="needle-8m's folder, or another of its format.")] = MODEL,
     count: Annotated[int, typer.Option(min=1, help="Questions of each task and context.")] = 3,
     commit: Annotated[str | None, typer.Option(help="Commit, where git cannot say it.")] = None,
 ) -> None:
     """Ask every question with every rule."""
     console = Console()
-    model = StoppingModel()
-    with open_report(output, MODEL, "output", commit) as file:
+    model = StoppingModel(folder)
+    with open_report(output, folder, "output", commit) as file:
         for context, task in itertools.product(CONTEXTS, TASKS):
             right: dict[tuple[str, str], int] = {}
             sums: dict[tuple[Any, ...], list[dict[str, Any]]] = {}

@@ -1,4 +1,4 @@
-"""needle-8m, whose newest tokens attend as long as a rule says."""
+"""A small model whose newest tokens attend as long as a rule says."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Layer:
 class StoppingModel:
     """The model in transformers, in float32; prompts are read densely."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
         from transformers.utils.logging import disable_progress_bar
@@ -68,9 +68,9 @@ class StoppingModel:
             return output.flatten(1, 2)[None].to(query.dtype), None
 
         AttentionInterface.register(_ATTENTION, attend)
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+        self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.model: Any = AutoModelForCausalLM.from_pretrained(
-            MODEL, attn_implementation=_ATTENTION, dtype=torch.float32
+            folder, attn_implementation=_ATTENTION, dtype=torch.float32
         ).eval()
 
     def _stop(self, inputs: LayerInputs, setting: Setting) -> torch.Tensor:

@@ -453,6 +453,14 @@ def test_a_missing_extra_is_named(run, monkeypatch):
         )
 
 
+def test_metrics_of_files_alone_need_their_packages(run, output, tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluate, "_EXTRA_OF_FILES", {"no_such_module": "no-such-package"})
+    for package in ("rapidfuzz", "rouge", "pytrec_eval", "jieba"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert run(*NEEDLES)[0] == 0
+    assert "got no no-such-package" in refused(run("--file", str(tmp_path / "x")))
+
+
 def test_the_key_of_a_server_is_not_written(run, stub, output, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "secret-key")
     run(*NEEDLES)

@@ -8,7 +8,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     from vllm_sparse_plugin.eval.items import Prompter
 
 app = typer.Typer(no_args_is_help=True)
-_EXTRA = {
+_EXTRA = {"matplotlib": "matplotlib", "scipy": "scipy"}
+"""Modules of the extra `eval`, and the packages that bring them."""
+_EXTRA_OF_FILES = {
     "jieba": "jieba",
-    "matplotlib": "matplotlib",
     "pytrec_eval": "pytrec-eval-terrier",
     "rapidfuzz": "rapidfuzz",
     "rouge": "rouge",
-    "scipy": "scipy",
 }
-"""Modules of the extra `eval`, and the packages that bring them."""
+"""Those that only the metrics of --file take."""
 _CONTEXT = 4096
 _QUESTIONS = 20
 _WIDTH = 160
@@ -86,7 +86,7 @@ def evaluate(
     """
     if command.invoked_subcommand is not None:
         return
-    _require_extra()
+    _require_extra(_EXTRA | _EXTRA_OF_FILES if file else _EXTRA)
     from vllm_sparse_plugin.eval import longbench, metrics, report, results, tasks
     from vllm_sparse_plugin.eval.endpoints import Endpoint, EndpointError, Server, connect
 
@@ -161,7 +161,7 @@ def evaluate(
                 endpoint = Engine(model, engine, max(contexts), forcing, concurrency)
             else:
                 endpoint = server
-            about = describe_run(Path(model), packages=list(_EXTRA.values()))
+            about = describe_run(Path(model), packages=[*_EXTRA.values(), *_EXTRA_OF_FILES.values()])
             if server is not None:
                 about["server"] = {"vllm": server.version()}
             with output.open("a", encoding="utf-8") as lines:
@@ -180,7 +180,7 @@ def show(
     plot: _Plot = None,
 ) -> None:
     """Print the scores of runs side by side, and draw them."""
-    _require_extra()
+    _require_extra(_EXTRA)
     from vllm_sparse_plugin.eval.report import check_plot, plot_scores, score_table
     from vllm_sparse_plugin.eval.results import read_results
 
@@ -198,7 +198,7 @@ def compare(
     plot: _Plot = None,
 ) -> None:
     """Print how much the second run's scores differ from the first's on the same items, and draw it."""
-    _require_extra()
+    _require_extra(_EXTRA)
     from vllm_sparse_plugin.eval.report import check_plot, difference_table, plot_differences
     from vllm_sparse_plugin.eval.results import read_results
 
@@ -209,8 +209,8 @@ def compare(
         plot_differences(*files, plot)
 
 
-def _require_extra() -> None:
-    missing = [package for module, package in _EXTRA.items() if importlib.util.find_spec(module) is None]
+def _require_extra(packages: Mapping[str, str]) -> None:
+    missing = [package for module, package in packages.items() if importlib.util.find_spec(module) is None]
     if missing:
         raise ConfigurationError(
             f"vllm-sparse eval: got no {', '.join(missing)}, allowed: with the extra, "

@@ -1,6 +1,7 @@
 """Scores of a completion between 0 and 1, as RULER, LongBench and LongBench-Pro define them.
 
-A metric takes the completion, the right answers and, for classification, all labels.
+A metric takes the completion, the right answers and, for classification, all labels. Packages that few metrics need are
+imported by these: needles and RULER do without.
 """
 
 from __future__ import annotations
@@ -13,9 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import combinations
 
-import pytrec_eval
-from rapidfuzz import fuzz
-from rouge import Rouge
 from transformers.data.metrics.squad_metrics import compute_f1
 
 from vllm_sparse_plugin import needles
@@ -54,6 +52,8 @@ def qa_f1_zh(completion: str, answer: str) -> float:
 
 def rouge_l(completion: str, answer: str) -> float:
     """LongBench: F1 of ROUGE-L in the package `rouge`, 0 for an empty text."""
+    from rouge import Rouge
+
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(_ROUGE_RECURSION)  # the package walks a sentence's subsequence by recursion
     try:
@@ -77,6 +77,8 @@ def number_share(completion: str, answer: str) -> float:
 
 def code_similarity(completion: str, answer: str) -> float:
     """LongBench: edit similarity, in whole percent, of the first line that is neither a comment nor markup."""
+    from rapidfuzz import fuzz
+
     lines = completion.lstrip("\n").split("\n")
     code = next((line for line in lines if not any(mark in line for mark in ("`", "#", "//"))), "")
     return round(fuzz.ratio(code, answer)) / 100
@@ -123,6 +125,8 @@ def pairwise_accuracy(completion: str, answers: Sequence[str], classes: Sequence
 
 def ndcg(completion: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
     """LongBench-Pro: NDCG of the ranked lines, at as many as there are answers."""
+    import pytrec_eval
+
     depth = len(answers)
     relevant = {_normal(answer): depth - i for i, answer in enumerate(answers)}
     found = _answer_lines(completion)
