@@ -21,7 +21,7 @@ from bench.study.documents import TASKS, TEXT, TEXT_TOKENS, Document, load_docum
 from bench.study.pipeline import Decoder, Prefix
 from bench.study.plan import STAGES, Stage
 from bench.study.settings import Setting
-from vllm_sparse_plugin.cli.provenance import describe_run
+from vllm_sparse_plugin.cli.provenance import describe_run, open_output
 from vllm_sparse_plugin.errors import ConfigurationError
 
 Row = dict[str, Any]
@@ -106,12 +106,7 @@ def _open(path: Path, commit: str | None) -> tuple[IO[str], set[tuple[str, str]]
         # A process that was killed may have left part of a line.
         path.write_text(written[: written.rfind("\n") + 1], encoding="utf-8")
         done = {(row["document"], row["setting"]) for run in read_runs(path) for row in run.rows}
-    try:
-        file = path.open("a", encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(
-            f"output: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
-        ) from None
+    file = open_output(path, "output", "a")
     print(json.dumps(describe_run(NEEDLE_8M, commit)), file=file, flush=True)
     return file, done
 

@@ -18,7 +18,7 @@ import typer
 
 from bench.report import read_runs
 from vllm_sparse_plugin.cli.arguments import run_app
-from vllm_sparse_plugin.cli.provenance import describe_run
+from vllm_sparse_plugin.cli.provenance import describe_run, open_output
 from vllm_sparse_plugin.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -207,14 +207,7 @@ def _measure(
         "held_out": corpus.digest == trained["data"]["held_out"],
         "newest": NEWEST,
     }
-    path = output or model / MEASUREMENTS
-    try:
-        file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(
-            f"output: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
-        ) from None
-    with file:
+    with open_output(output or model / MEASUREMENTS, "output") as file:
         print(json.dumps(about), file=file, flush=True)
         try:
             for row in run(model, corpus.held_out, device, questions, seconds):

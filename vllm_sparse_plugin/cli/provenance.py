@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -43,6 +43,20 @@ def describe_run(model: Path | None = None, commit: str | None = None, packages:
     return about
 
 
+def open_output(path: Path, option: str, mode: Literal["w", "a"] = "w") -> IO[str]:
+    """Open a file for results.
+
+    Raises:
+        ConfigurationError: names `option` if it cannot be written.
+    """
+    try:
+        return path.open(mode, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"{option}: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
+        ) from None
+
+
 @contextmanager
 def open_report(path: Path | None, model: Path, option: str, commit: str | None = None) -> Iterator[IO[str]]:
     """Open a JSON lines file and write the line that describes the run; without a path nothing is kept.
@@ -50,14 +64,7 @@ def open_report(path: Path | None, model: Path, option: str, commit: str | None 
     Raises:
         ConfigurationError: names `option` if the file cannot be written.
     """
-    path = path or Path(os.devnull)
-    try:
-        file = path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(
-            f"{option}: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
-        ) from None
-    with file:
+    with open_output(path or Path(os.devnull), option) as file:
         print(json.dumps(describe_run(model, commit)), file=file, flush=True)
         yield file
 

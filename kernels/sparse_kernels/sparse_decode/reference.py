@@ -122,11 +122,10 @@ def decode_tokens(
             active = ~(group_scores >= routing.thresholds(tokens))[0]
             if routing.counts is not None:
                 routing.counts.add_(torch.stack([~active, torch.ones_like(active)], dim=1))
-        ordered = None if exempt else order(grouped, table, lengths)
-        whole = ordered is None
-        if ordered is None:
-            ordered = torch.arange(int(lengths), device=query.device).expand(1, num_kv_heads, -1)
-        pages = ordered
+        pages = None if exempt else order(grouped, table, lengths)
+        whole = pages is None
+        if pages is None:
+            pages = torch.arange(int(lengths), device=query.device).expand(1, num_kv_heads, -1)
         if rule is not None:
             count = (pages >= 0).sum(dim=-1)
             if not whole:
