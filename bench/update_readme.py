@@ -17,6 +17,7 @@ import typer
 from vllm_sparse_plugin.config import describe_fields, resolve
 from vllm_sparse_plugin.eval.results import read_results
 from vllm_sparse_plugin.eval.statistics import estimate_difference, estimate_mean
+from vllm_sparse_plugin.routing import Routing
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -139,6 +140,7 @@ def decode_routed() -> str:
     """Time per token with routed groups, and what the bytes would allow."""
     parts = []
     rows = []
+    bandwidth = _lines("kernels_h200_stop.jsonl")[0]["read_bandwidth_gb_s"] / 1e3
     for name in ("routing", "routing_512k"):
         files = f"decode_h200_{name}_flash_attn.jsonl", f"decode_h200_{name}_sinkrouter.jsonl"
         found, source = _decode_pair(*files)
@@ -152,7 +154,8 @@ def decode_routed() -> str:
             rows.append([*cells, f"{dense / routed:.2f}", f"{routed / line['ms_per_token'] / 1e9:.2f}"])
         parts.append(source)
     headings = ["context", "requests", "FlashAttention 3, ms per token", "`sinkrouter`, ms per token", "ratio"]
-    return "\n\n".join([_table([*headings, "ratio of bytes", "`sinkrouter` reads, TB/s"], rows), *parts])
+    table = _table([*headings, "ratio of bytes", "`sinkrouter` reads, TB/s"], rows)
+    return "\n\n".join([table, f"A kernel that only reads gets {bandwidth:.2f} TB/s of this memory.", *parts])
 
 
 _WEIGHT_BYTES = 2 * (32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 4096 * 128256)
@@ -162,7 +165,7 @@ _WEIGHT_BYTES = 2 * (32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 40
 def _skipped(additional_config: dict[str, Any]) -> tuple[int, float]:
     """Layers, and the sum over layers of the share of KV heads that forced thresholds skip."""
     routing = additional_config["sparse_attention"]["routing"]
-    dense = routing.get("dense_layers", 2)
+    dense = Routing.model_validate(routing).dense_layers
     heads = [[threshold <= -1 for threshold in layer] for layer in routing["threshold"]]
     return len(heads), sum(sum(layer) / len(layer) for layer in heads[dense:])
 
