@@ -233,7 +233,7 @@ def routing_gpu() -> str:
 
 
 def stop_gpu() -> str:
-    """Attention that stops beside attention that looks and never stops, and that does not look."""
+    """Attention that stops beside attention that looks and never stops, and that cannot stop."""
     run, found = _lines("kernels_h200_stop.jsonl")
     cases = list(dict.fromkeys(row["case_name"] for row in found))
     us = {(row["case_name"], row["provider"]): row["cold"]["median_us"] for row in found}
@@ -242,12 +242,12 @@ def stop_gpu() -> str:
         art, looking, plain, split, dense = (
             us[case, name]
             for name in (
-                "art", "art that never stops", "our dense attention", "sinkrouter, not routed", "FlashAttention 3",
+                "art", "art that never stops", "art, endless patience", "sinkrouter, not routed", "FlashAttention 3",
             )
         )  # fmt: skip
         cells = f"{art:.0f}", f"{looking:.0f}", f"{plain:.0f}", f"{looking / plain - 1:+.1%}", f"{split:.0f}"
         rows.append([case.removesuffix(" g4"), *cells, f"{dense:.0f} ({dense / art:.2f}x)"])
-    headings = ["requests and context", "`art`, µs", "looks, never stops", "does not look", "cost of looking"]
+    headings = ["requests and context", "`art`, µs", "looks, never stops", "patience without end", "cost of looking"]
     table = _table([*headings, "our split attention", "FlashAttention 3"], rows)
     return "\n\n".join([table, _provenance("kernels_h200_stop.jsonl", run)])
 

@@ -302,6 +302,31 @@ def test_scores_and_attention_equal_the_references(case: Case) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.skipped is not None])
+def test_nothing_is_scored_for_a_skipped_group(name: str) -> None:
+    from sparse_kernels.group_routing.cuda import skipped_groups
+    from sparse_kernels.page_score.cuda import launch_scores
+
+    case = CASES[name]
+    inputs = Inputs(case)
+    assert inputs.routing is not None
+    skipped = skipped_groups(
+        inputs.query, inputs.keys, inputs.block_table, inputs.seq_lens, inputs.routing, case.dense_tokens, None
+    )
+    lengths = inputs.context_lens(case)
+    sinks = inputs.group_scores(case) >= inputs.routing.thresholds(lengths.clamp(min=1))
+    wanted = sinks & (lengths > case.dense_tokens)[:, None]
+    assert torch.equal(skipped.bool(), wanted)
+    width = inputs.block_table.shape[1] * case.block_size // case.page_size
+    every, some = (torch.full((*skipped.shape, width), 7.0, device="cuda").bfloat16() for _ in range(2))
+    for scores, groups in ((every, None), (some, skipped)):
+        launch_scores(
+            inputs.query, inputs.statistics, inputs.block_table, inputs.seq_lens, case.page_size, STD_WEIGHT, scores,
+            groups,
+        )  # fmt: skip
+    assert torch.equal(some, torch.where(wanted[..., None], 7.0, every))
+
+
 @pytest.mark.parametrize("launch", range(3))
 def test_routing_that_skips_nothing_changes_no_bit_and_counts(launch: int) -> None:
     case = Case((3000, 517, 1, 4096, 700), num_kv_heads=4)
@@ -323,13 +348,11 @@ def test_routing_that_skips_nothing_changes_no_bit_and_counts(launch: int) -> No
     assert inputs.routing.counts[:, 0].tolist() == skipped.sum(dim=0).tolist()
 
 
-def routed(inputs: Inputs, case: Case, splits: int = 64, blocks: int | None = None) -> torch.Tensor:
+def routed(inputs: Inputs, case: Case, splits: int = 64, launch: object = None) -> torch.Tensor:
     from sparse_kernels.routed_attention import cuda
 
     out = torch.full(inputs.query.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    cuda.routed_attention(
-        *routed_arguments(inputs, case, splits), out, **({} if blocks is None else {"blocks": blocks})
-    )
+    cuda.routed_attention(*routed_arguments(inputs, case, splits), out, **({"launch": launch} if launch else {}))
     return out
 
 
@@ -366,9 +389,11 @@ ROUTED = {
 @pytest.mark.parametrize("splits", [1, 7, 64])
 @pytest.mark.parametrize("case", ROUTED.values(), ids=ROUTED)
 def test_routed_attention_equals_the_reference_whatever_the_launch(case: Case, splits: int) -> None:
+    from sparse_kernels.routed_attention.cuda import Launch
+
     inputs = Inputs(case)
     expected = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
-    first, *others = [routed(inputs, case, splits, blocks) for blocks in (1 << 20, 1, 24)]
+    first, *others = [routed(inputs, case, splits, Launch(blocks)) for blocks in (1 << 20, 1, 24)]
     reference_routed(*routed_arguments(inputs, case, splits), expected)  # type: ignore[arg-type]
     assert_close(first, expected)
     assert torch.equal(first == 0, expected == 0)
@@ -490,6 +515,10 @@ STOPPING = {
         Case((70000, 20000, 700), k=None, page_size=16),
         RULE._replace(scale_tolerance=1000.0, direction_tolerance=16.0, patience=150),
     ),
+    "every page, patience for all pieces but two": (
+        Case((3000, 2944, 517), k=None, page_size=16),
+        RULE._replace(scale_tolerance=1000.0, direction_tolerance=16.0, patience=45),
+    ),
     "every page, multi-head, small blocks": (
         Case((3000, 517, 8, 4096), k=None, group=1, block_size=16, page_size=16),
         RULE,
@@ -532,9 +561,11 @@ EVERY_PAGE = [name for name, (case, _) in STOPPING.items() if case.k is None]
 
 
 def stopping_launches(case: Case) -> list[object]:
-    """Launches, or of every page the blocks that share the pieces."""
+    """Several, which give the same."""
     if case.k is None:
-        return [4096, 1, 7]
+        from sparse_kernels.routed_attention import cuda
+
+        return [cuda.Launch(4096), cuda.Launch(4096, 8), cuda.Launch(1, 2), cuda.Launch(7, 32)]
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs clusters of blocks")
     from sparse_kernels.sparse_attention.cuda import least_cluster
@@ -564,7 +595,7 @@ def stopped(inputs: Inputs, case: Case, rule: StopRule, launch: object = None) -
     visited = torch.full((len(inputs.query), case.num_kv_heads), -1, dtype=torch.int32, device=inputs.query.device)
     counters = torch.zeros((case.num_kv_heads, 4), dtype=torch.int64, device=inputs.query.device)
     if case.k is None:
-        out = every_page(inputs, case, rule, visited, counters, **({"blocks": launch} if launch else {}))
+        out = every_page(inputs, case, rule, visited, counters, **({"launch": launch} if launch else {}))
     else:
         out = decode(inputs, case, launch, rule, visited=visited, counters=counters)
     return out, visited, counters
@@ -655,7 +686,7 @@ def test_looking_changes_no_bit(name: str) -> None:
     inputs = stopping_inputs(case)
     plain = stopped(inputs, case, rule._replace(patience=0))
     for launch in stopping_launches(case):
-        looking = stopped(inputs, case, rule._replace(patience=1 << 20), launch)
+        looking = stopped(inputs, case, rule._replace(scale_tolerance=0.0), launch)
         assert all(torch.equal(*pair) for pair in zip(plain, looking, strict=True))
     assert torch.equal(plain[1], inputs.context_lens(case).clamp(min=0)[:, None].expand_as(plain[1]) // case.page_size)
 

@@ -1,11 +1,12 @@
 // Where attention that is split stops (ART): the outputs of pieces are looked at in the order of the pieces while later
 // ones are computed, and no block ever waits for another.
 //
-// A piece is looked at once two have arrived at its mark: the block that wrote it (READY), and the scan of its row, which
-// has looked at all pieces before it (REACHED). Whoever comes second goes on with the scan; who comes first leaves, so
-// the scan is one block's at a time and no wake-up can be lost. Arriving is one atomic operation that releases what the
-// block has written, the piece or the state of the scan, and acquires what the other has. The scan skips its own arrival
-// at pieces that it finds READY: their blocks came first, found it not there and have left.
+// Neighbouring pieces share a mark, and are looked at together once all of them have arrived there (one each) and so has
+// the scan of their row (REACHED), which has looked at all pieces before them. Whoever comes last goes on with the scan;
+// who comes before leaves, so the scan is one block's at a time and no wake-up can be lost. Arriving is one atomic
+// operation that releases what the block has written, the piece or the state of the scan, and acquires what the others
+// have. The scan skips its own arrival at marks that it finds full: their blocks came first, found it not there and have
+// left.
 //
 // What is decided follows from the pieces alone, not from who looks or at how many at once: sums are taken in the order
 // of the pieces by the same instructions, and handed on as they are.
@@ -13,11 +14,13 @@
 #include "marks.cuh"
 #include "stop.cuh"
 
-constexpr int READY = 1, REACHED = 2;
+constexpr int REACHED = 1 << 16;
 
 template <int WARPS, int GROUP, int HEAD_SIZE>
 struct Scan {
     static constexpr int STEP = HEAD_SIZE / PROBE, HEADS_PER_WARP = ceil_div(GROUP, WARPS);
+    // Pieces whose numbers a scan asks for before it knows which more are ready.
+    static constexpr int AHEAD = 4;
 
     struct Shared {
         u32 stable[GROUP];
@@ -30,46 +33,61 @@ struct Scan {
         float rows[WARP + 1][PROBE + 1];
     };
 
-    const float* values;    // of the row's pieces, as they are merged
+    const float* values;  // of the row's pieces, as they are merged
     const float2* weights;
-    float4* states;         // [GROUP, WARP] of the row: element of the probe, unnormalised and as last looked at; sums
-    int* consecutive;       // stable pieces before the next
+    float4* states;       // [GROUP, WARP] of the row: element of the probe, unnormalised and as last looked at; sums
+    int* consecutive;     // stable pieces before the next
     RowMarks marks;
     StopRule rule;
     int piece_tiles;
-    const float* sinks;     // of the row's heads
+    int looks;            // pieces that are looked at: all but the last, whose look decides nothing
+    int pieces_per_look;  // a power of two, a warp's lanes at most
+    const float* sinks;   // of the row's heads
     float value_scale;
 
-    // Adds `count` pieces from `first` on to the state of a head, and looks after each: bit i for a stable piece i.
-    DEVICE u32 look(Probes& probes, float4& state, int h, int first, int count, float2 weight, float value, int lane) const {
+    // Adds `count` pieces from `first` on to the state of a head, and looks after each: bit i for a stable piece i. Of
+    // `ahead` pieces the numbers are here: lane i has the weight of piece i, all lanes have their elements.
+    DEVICE u32 look(Probes& probes, float4& state, int h, int first, int count, int ahead, float2 weight,
+                    const float (&elements)[AHEAD], int lane) const {
         auto& x = probes.rows;
         __syncwarp();
         auto place = [&](int i) { return (i64)(first + i) * GROUP + h; };
         x[0][lane] = state.y;
-        x[1][lane] = value;
-        if (lane > 0 && lane < count) weight = load_shared(weights + place(lane));
-#pragma unroll 1
-        for (int i = 1; i < count; i += 8) {
-            float each[8];
+        if (lane >= ahead && lane < count) weight = load_shared(weights + place(lane));
 #pragma unroll
-            for (int j = 0; j < 8; j++)
+        for (int i = 0; i < AHEAD; i++)
+            if (i < ahead) x[1 + i][lane] = elements[i];
+#pragma unroll 1
+        for (int i = ahead; i < count; i += 16) {
+            float each[16];
+#pragma unroll
+            for (int j = 0; j < 16; j++)
                 each[j] = i + j < count ? load_shared(values + place(i + j) * HEAD_SIZE + lane * STEP) : 0.0f;
 #pragma unroll
-            for (int j = 0; j < 8; j++)
+            for (int j = 0; j < 16; j++)
                 if (i + j < count) x[1 + i + j][lane] = each[j];
         }
-        // Not unrolled, here and in what follows: every piece is added by the same instructions.
-#pragma unroll 1
+        // A lane to a piece: the largest logit up to it, and what it and the sum before it are scaled by.
+        float base = fmaxf(state.z, weight.x);
+#pragma unroll
+        for (int offset = 1; offset < WARP; offset *= 2) {
+            float other = __shfl_up_sync(FULL, base, offset);
+            if (lane >= offset) base = fmaxf(base, other);
+        }
+        float before = __shfl_up_sync(FULL, base, 1);
+        if (lane == 0) before = state.z;
+        float shrink = base == -INFINITY_F ? 0.0f : fast_exp2(before - base);
+        float grow = base == -INFINITY_F ? 0.0f : fast_exp2(weight.x - base);
+        // In the order of the pieces, whichever of them are at hand.
+#pragma unroll 4
         for (int i = 0; i < count; i++) {
-            float largest = __shfl_sync(FULL, weight.x, i), total = __shfl_sync(FULL, weight.y, i);
-            float base = fmaxf(state.z, largest);
-            float shrink = base == -INFINITY_F ? 0.0f : fast_exp2(state.z - base);
-            float grow = base == -INFINITY_F ? 0.0f : fast_exp2(largest - base);
-            state.x = fmaf(grow, x[1 + i][lane], shrink * state.x);
-            state.z = base;
-            state.w = fmaf(grow, total, shrink * state.w);
+            float own = __shfl_sync(FULL, grow, i), total = __shfl_sync(FULL, weight.y, i);
+            float rest = __shfl_sync(FULL, shrink, i);
+            state.x = fmaf(own, x[1 + i][lane], rest * state.x);
+            state.w = fmaf(own, total, rest * state.w);
             x[1 + i][lane] = state.x / state.w * value_scale;
         }
+        state.z = __shfl_sync(FULL, base, count - 1);
         state.y = x[count][lane];
         __syncwarp();
         // A lane to a piece.
@@ -86,10 +104,19 @@ struct Scan {
         return __ballot_sync(FULL, stable);
     }
 
-    // Goes on at `piece`, which is ready, and which the scan has reached: before the last piece, whose look decides
-    // nothing. Returns after how many pieces the row stops, `pieces` if it does not, and 0 if others will tell. By all
-    // threads of a block, between barriers; `probes` are those of each warp.
-    DEVICE int run(Shared& shared, Probes* probes, int piece, int pieces, int warp, int lane) const {
+    // A piece has been written, one thread says. Returns whether the scan is to go on with the pieces of its mark.
+    DEVICE bool arrives(int piece) const {
+        int mark = piece / pieces_per_look;
+        return arrive(marks.mark(mark), 1) + 1 == sharing(mark) + (mark ? REACHED : 0);
+    }
+
+    DEVICE int sharing(int mark) const { return min(pieces_per_look, looks - mark * pieces_per_look); }
+
+    // Goes on at the mark of `piece`, where the scan and all pieces are. Returns after how many pieces the row stops, all
+    // of them if it does not, and 0 if others will tell. By all threads of a block, between barriers; `probes` are those
+    // of each warp.
+    DEVICE int run(Shared& shared, Probes* probes, int piece, int warp, int lane) const {
+        piece -= piece % pieces_per_look;
         float4 state[HEADS_PER_WARP];
 #pragma unroll
         for (int n = 0; n < HEADS_PER_WARP; n++) {
@@ -103,23 +130,28 @@ struct Scan {
         int stable_before = piece ? load_shared(consecutive) : 0;
 #pragma unroll 1
         for (;;) {
-            // The first piece's loads do not wait for the marks of those behind it.
+            // The loads of the pieces that are known to be ready do not wait for the marks of those behind them.
+            int ahead = min(min(AHEAD, pieces_per_look), looks - piece);
             float2 weight[HEADS_PER_WARP];
-            float value[HEADS_PER_WARP];
+            float elements[HEADS_PER_WARP][AHEAD];
 #pragma unroll
             for (int n = 0; n < HEADS_PER_WARP; n++) {
                 int h = warp + n * WARPS;
                 if (h >= GROUP) break;
                 i64 place = (i64)piece * GROUP + h;
-                weight[n] = load_shared(weights + place);
-                value[n] = load_shared(values + place * HEAD_SIZE + lane * STEP);
+                weight[n] = load_shared(weights + place + min(lane, ahead - 1) * GROUP);
+#pragma unroll
+                for (int i = 0; i < AHEAD; i++)
+                    elements[n][i] =
+                        i < ahead ? load_shared(values + (place + i * GROUP) * HEAD_SIZE + lane * STEP) : 0.0f;
             }
             if (warp == 0) {
-                // Pieces whose blocks have come first. The barrier passes on to all warps what the lanes acquire.
-                int i = piece + lane;
-                bool ready = lane == 0 || (i < pieces - 1 && load_acquire(marks.mark(i)) & READY);
-                u32 missing = ~__ballot_sync(FULL, ready);
-                if (lane == 0) shared.count = missing ? __ffs(missing) - 1 : WARP;
+                // The barrier passes on to all warps what the lanes acquire.
+                int mark = piece / pieces_per_look + lane, first = mark * pieces_per_look;
+                bool full = lane == 0 || (first < looks && load_acquire(marks.mark(mark)) == sharing(mark));
+                u32 missing = ~__ballot_sync(FULL, full);
+                int marks_full = missing ? __ffs(missing) - 1 : WARP;
+                if (lane == 0) shared.count = min(min(WARP, marks_full * pieces_per_look), looks - piece);
             }
             __syncthreads();
             int count = shared.count;
@@ -127,7 +159,7 @@ struct Scan {
             for (int n = 0; n < HEADS_PER_WARP; n++) {
                 int h = warp + n * WARPS;
                 if (h >= GROUP) break;
-                u32 stable = look(probes[warp], state[n], h, piece, count, weight[n], value[n], lane);
+                u32 stable = look(probes[warp], state[n], h, piece, count, ahead, weight[n], elements[n], lane);
                 if (lane == 0) shared.stable[h] = stable;
             }
             __syncthreads();
@@ -141,7 +173,7 @@ struct Scan {
                 if (stable_before >= rule.patience && visited * piece_tiles >= rule.least_tiles) return visited;
             }
             piece += count;
-            if (piece == pieces - 1) return pieces;
+            if (piece == looks) return looks + 1;
 #pragma unroll
             for (int n = 0; n < HEADS_PER_WARP; n++) {
                 int h = warp + n * WARPS;
@@ -149,7 +181,10 @@ struct Scan {
             }
             if (warp == 0 && lane == 0) *consecutive = stable_before;
             __syncthreads();
-            if (warp == 0 && lane == 0) shared.goes_on = arrive(marks.mark(piece), REACHED) & READY;
+            if (warp == 0 && lane == 0) {
+                int mark = piece / pieces_per_look;
+                shared.goes_on = arrive(marks.mark(mark), REACHED) == sharing(mark);
+            }
             __syncthreads();
             if (!shared.goes_on) return 0;
         }

@@ -44,7 +44,7 @@ routed_attention(const void* query, i64 query_token_stride, i64 query_head_strid
                  // Per row the pages visited; per head the rows, pieces visited, tokens read and tokens of the contexts
                  // of all stoppable rows so far.
                  , float scale_tolerance, float direction_tolerance, int patience, int least_pages, int sink_pages,
-                 const float* sinks, const float* value_scale, int* marks, float4* scan_states, int* scan_consecutive,
+                 int pieces_per_look, const float* sinks, const float* value_scale, int* marks, float4* scan_states, int* scan_consecutive,
                  int* visited_pages, u64* counters
 #endif
 ) {
@@ -110,7 +110,8 @@ routed_attention(const void* query, i64 query_token_stride, i64 query_head_strid
     bool skipped = routed && routing.skips<GROUP>(shared.cosines, threshold);
 #if SK_STOP_TOKENS > 0
     bool stopping = !whole && num_pages > 0;
-    bool looking = stopping && patience > 0 && pieces > 1;
+    // The first piece is not stable, and stopping after the last is not stopping.
+    bool looking = stopping && patience > 0 && patience <= pieces - 2;
     // By one thread of a row's blocks: of the first if nothing is looked at, else of the block that finds out.
     auto conclude = [&](int count) {
         int pages = min(count * PIECE_PAGES, num_pages);
@@ -125,7 +126,7 @@ routed_attention(const void* query, i64 query_token_stride, i64 query_head_strid
     };
     if (first_thread) {
         if (skipped || !looking) conclude(skipped ? 0 : pieces);
-        else *row_marks.used() = pieces;
+        else *row_marks.used() = ceil_div(pieces - 1, pieces_per_look);
         if (routed) routing.count(head, skipped);
     }
     if (skipped || (shared.stop && first_piece >= shared.stop)) return;
@@ -192,23 +193,22 @@ routed_attention(const void* query, i64 query_token_stride, i64 query_head_strid
         }
         __syncthreads();
 #if SK_STOP_TOKENS > 0
-        // Stopping after the last piece is not stopping.
         if (!looking || piece == pieces - 1) continue;
+        i64 first = row * splits * GROUP;
+        RowScan scan{piece_values + first * HEAD_SIZE, piece_weights + first, scan_states + row * GROUP * WARP,
+                     scan_consecutive + row, row_marks,
+                     StopRule{scale_tolerance, direction_tolerance, patience, least_pages * TILES_PER_PAGE},
+                     PIECE_PAGES * TILES_PER_PAGE, pieces - 1, pieces_per_look, sinks ? sinks + head * GROUP : nullptr,
+                     value_scale ? *value_scale : 1.0f};
         if (thread == 0) {
             stop = load_shared(row_marks.stop());
-            shared.reached = piece == 0 || arrive(row_marks.mark(piece), READY) & REACHED;
+            shared.reached = scan.arrives(piece);
             shared.stop = stop;
         }
         __syncthreads();
         if (shared.reached) {
-            i64 first = row * splits * GROUP;
-            RowScan scan{piece_values + first * HEAD_SIZE, piece_weights + first, scan_states + row * GROUP * WARP,
-                         scan_consecutive + row, row_marks,
-                         StopRule{scale_tolerance, direction_tolerance, patience, least_pages * TILES_PER_PAGE},
-                         PIECE_PAGES * TILES_PER_PAGE, sinks ? sinks + head * GROUP : nullptr,
-                         value_scale ? *value_scale : 1.0f};
             // Where the sums of the warps were.
-            int found = scan.run(shared.scan, (typename RowScan::Probes*)warp_values, piece, pieces, warp, lane);
+            int found = scan.run(shared.scan, (typename RowScan::Probes*)warp_values, piece, warp, lane);
             if (found && thread == 0) conclude(found);
             if (found && found < pieces) {
                 if (thread == 0) store_shared(row_marks.stop(), found);

@@ -10,6 +10,7 @@ Under a rule blocks begin with the first pieces of all rows, and those of a row 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -23,26 +24,58 @@ from sparse_kernels.termination import StopRule
 
 _ATTEND = Path(__file__).with_name("attend.cu")
 _MERGE = Path(__file__).with_name("merge.cu")
-_WARPS = 8
 LEAST_TOKENS = 256
 """Tokens of a piece, at least."""
 _MERGING_THREADS = 512
+
+
+class _Blocks(NamedTuple):
+    """Blocks that attend."""
+
+    warps: int
+    per_sm: int
+    """That a multiprocessor has room for, of narrow heads; half of them of wide ones."""
+
+
+_PLAIN = _Blocks(8, 2)
+_STOPPING = _Blocks(4, 4)
+"""While one of them tells of its piece, or looks, the others of its multiprocessor read."""
 _WAVES = 2
 """So often a GPU is filled with blocks, where rows and pieces give them: what skipped groups leave is then taken, and a
 block has several pieces for what it costs to begin."""
-_STOPPING_BLOCKS = 4096
+
+
+class Launch(NamedTuple):
+    """What a launch may choose: no output depends on it."""
+
+    blocks: int
+    """That share the pieces, about."""
+    pieces_per_look: int = 1
+    """Neighbouring pieces that are looked at together, a power of two, 32 at most."""
+
+
+_STOPPING_BLOCKS = 8192
 """About as many where attention may stop: the pieces of a row are best begun one after the other."""
+_MOST_PIECES_PER_LOOK = 4
 
 
-def _shared_bytes(group_size: int, head_size: int, stopping: bool) -> int:
+def _launch(rule: StopRule | None, rows: int, filled: int) -> Launch:
+    if rule is None:
+        return Launch(_WAVES * filled)
+    # As many of a row's pieces are under way at the same time anyway.
+    together = max(1, min(_MOST_PIECES_PER_LOOK, filled // rows))
+    return Launch(_STOPPING_BLOCKS, 1 << together.bit_length() - 1)
+
+
+def _shared_bytes(warps: int, group_size: int, head_size: int, stopping: bool) -> int:
     # Mirrors the layout in attend.cu, rounded up.
     rows = -(-group_size // 8) * 8
-    fixed = rows * (head_size + 32) * 2 + (2 * _WARPS + 1) * group_size * 4
-    values = _WARPS * group_size * head_size * 4
+    fixed = rows * (head_size + 32) * 2 + (2 * warps + 1) * group_size * 4
+    values = warps * group_size * head_size * 4
     if stopping:
         # `Shared` and `Probes` in scan.cuh; the latter lie where the values were.
         fixed += 4 * group_size + 16
-        values = max(values, min(_WARPS, group_size) * 33 * 33 * 4)
+        values = max(values, min(warps, group_size) * 33 * 33 * 4)
     return -(-fixed // 16) * 16 + 16 + values
 
 
@@ -68,7 +101,7 @@ def routed_attention(
     visited: torch.Tensor | None = None,
     counters: torch.Tensor | None = None,
     scratch: torch.Tensor | None = None,
-    blocks: int | None = None,
+    launch: Launch | None = None,
 ) -> None:
     """See `api.routed_attention`."""
     num_tokens, num_query_heads, head_size = query.shape
@@ -93,13 +126,15 @@ def routed_attention(
                     query[tokens], keys, values, block_table[some], seq_lens[some], routing, scale, dense_tokens,
                     None if dense_requests is None else dense_requests[some], softcap, query_scale, key_scale,
                     value_scale, splits, out[tokens], rule, sink_pages, sinks,
-                    None if visited is None else visited[tokens], counters, scratch, blocks,
+                    None if visited is None else visited[tokens], counters, scratch, launch,
                 )  # fmt: skip
             return
         if scratch is None:
             scratch = stop_scratch(rows, context_tokens, rule, query.device)
     shape = {"GROUP": group_size, "HEAD_SIZE": head_size}
-    blocks_per_sm = 1 if is_wide(group_size, head_size) else 2
+    warps, blocks_per_sm = _STOPPING if rule else _PLAIN
+    if is_wide(group_size, head_size):
+        blocks_per_sm //= 2
     attend = kernel(
         _ATTEND,
         query.device,
@@ -109,12 +144,12 @@ def routed_attention(
             "KV": FORMATS[keys.view.dtype],
             "BLOCK_TOKENS": keys.page_size * keys.pages_per_block,
             "LEAST_TOKENS": LEAST_TOKENS,
-            "WARPS": _WARPS,
+            "WARPS": warps,
             "BLOCKS_PER_SM": blocks_per_sm,
             "STOP_TOKENS": rule.block_tokens if rule else 0,
             **({"PAGE_SIZE": keys.page_size} if rule else {}),
         },
-        32 * _WARPS,
+        32 * warps,
     )
     parts = _MERGING_THREADS // head_size
     merge = kernel(
@@ -124,15 +159,15 @@ def routed_attention(
         parts * head_size,
         "merge_pieces",
     )
-    if blocks is None:
+    if launch is None:
         filled = blocks_per_sm * torch.cuda.get_device_properties(query.device).multi_processor_count
-        blocks = _WAVES * filled if rule is None else _STOPPING_BLOCKS
-    shared_bytes = _shared_bytes(group_size, head_size, rule is not None)
+        launch = _launch(rule, rows, filled)
+    shared_bytes = _shared_bytes(warps, group_size, head_size, rule is not None)
     attend.reserve_shared(shared_bytes, blocks_per_sm)
     piece_values = torch.empty((rows, splits, group_size * head_size), dtype=torch.float32, device=query.device)
     piece_weights = torch.empty((rows, splits, group_size, 2), dtype=torch.float32, device=query.device)
     piece_counts = torch.empty(rows, dtype=torch.int32, device=query.device)
-    shares = max(1, min(splits, blocks // rows))
+    shares = max(1, min(splits, launch.blocks // rows))
     rule_arguments: tuple[object, ...] = ()
     if rule is not None:
         # What the scan of a row is at between two blocks: `Scan::states` and `Scan::consecutive`.
@@ -140,8 +175,8 @@ def routed_attention(
         consecutive = torch.empty(rows, dtype=torch.int32, device=query.device)
         rule_arguments = (
             float(rule.scale_tolerance), float(rule.direction_tolerance), int32(rule.patience),
-            int32(rule.least_pages), int32(sink_pages), sinks, value_scale, scratch, states, consecutive, visited,
-            counters,
+            int32(rule.least_pages), int32(sink_pages), int32(launch.pieces_per_look), sinks, value_scale, scratch,
+            states, consecutive, visited, counters,
         )  # fmt: skip
     attend.launch(
         (shares, num_kv_heads, num_tokens) if rule is None else (num_kv_heads, num_tokens, shares),
