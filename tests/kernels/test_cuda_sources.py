@@ -19,7 +19,8 @@ SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "MEAN": INT8, "CHUNK": 1024, "PIPELIN
 ATTEND = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "OUTPUT": BF16, "PAGE_SIZE": 8, "CLUSTER": 1}
 DECODE = {**ATTEND, "MEAN": INT8, "FUSED": 0, "STOP_TILES": 0}
 ROUTED = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "BLOCK_TOKENS": 64, "LEAST_TOKENS": 256, "STOP_TOKENS": 0}
-STOPPED = ROUTED | {"STOP_TOKENS": 512, "PAGE_SIZE": 16}
+STOPPED = ROUTED | {"STOP_TOKENS": 512, "PAGE_SIZE": 16, "WARPS": 4, "BLOCKS_PER_SM": 4}
+ROUTE = {"QUERY": BF16, "KV": BF16, "GROUP": 4, "HEAD_SIZE": 128, "WARPS": 4}
 MERGE = {"GROUP": 4, "HEAD_SIZE": 128, "OUTPUT": BF16, "SPLITS": 64, "PARTS": 4}
 TOPK = {"WARPS": 32, "PER_THREAD": 64, "CANDIDATES": 0, "PAGES_PER_BLOCK": 0}
 ONE_BLOCK_PER_SM = {"BLOCKS_PER_SM": 1}
@@ -38,6 +39,11 @@ CASES = {
     "attend large": ("sparse_attention/attend.cu", ATTEND | ONE_BLOCK_PER_SM | {"GROUP": 16, "HEAD_SIZE": 256}),
     "decode": ("sparse_decode/decode.cu", DECODE),
     "decode pages of 32": ("sparse_decode/decode.cu", DECODE | {"GROUP": 3, "PAGE_SIZE": 32, "PAGES_PER_BLOCK": 2}),
+    "route": ("group_routing/route.cu", ROUTE),
+    "route fp8": (
+        "group_routing/route.cu",
+        ROUTE | {"QUERY": FP8, "KV": FP8, "GROUP": 16, "WARPS": 8, "HEAD_SIZE": 64},
+    ),
     "routed": ("routed_attention/attend.cu", ROUTED),
     "routed fp8": ("routed_attention/attend.cu", ROUTED | {"QUERY": FP8, "KV": FP8, "HEAD_SIZE": 64, "GROUP": 3}),
     "routed large": ("routed_attention/attend.cu", ROUTED | ONE_BLOCK_PER_SM | {"GROUP": 16, "HEAD_SIZE": 256}),
@@ -52,7 +58,7 @@ CASES = {
     ),
     "routed that stops, large": (
         "routed_attention/attend.cu",
-        STOPPED | ONE_BLOCK_PER_SM | {"GROUP": 16, "HEAD_SIZE": 256},
+        STOPPED | {"BLOCKS_PER_SM": 2, "GROUP": 16, "HEAD_SIZE": 256},
     ),
     "merge": ("routed_attention/merge.cu", MERGE),
     "merge large": ("routed_attention/merge.cu", MERGE | {"HEAD_SIZE": 256, "OUTPUT": FP16, "SPLITS": 5, "PARTS": 2}),

@@ -142,7 +142,9 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 UNWRITTEN = 7.0
 
 
-def triton_scores(batch, query: torch.Tensor, std_weight: float, lengths: torch.Tensor, page_size: int = 0):
+def triton_scores(
+    batch, query: torch.Tensor, std_weight: float, lengths: torch.Tensor, page_size: int = 0, skipped=None
+):
     from sparse_kernels.page_score import triton
 
     width = batch.block_table.shape[1] * batch.statistics.pages_per_block
@@ -151,7 +153,7 @@ def triton_scores(batch, query: torch.Tensor, std_weight: float, lengths: torch.
     wide = torch.cat([query.flatten(1, 2), torch.full_like(query[:, 0], torch.nan)], dim=1)
     triton.launch_scores(
         wide[:, : query.shape[1] * query.shape[2]], batch.statistics, batch.block_table.int(), lengths.int(),
-        page_size, std_weight, scores,
+        page_size, std_weight, scores, skipped,
     )  # fmt: skip
     return scores
 
@@ -183,6 +185,16 @@ def test_triton_scores_of_several_query_tokens_end_where_each_token_does():
     for token, pages in enumerate(lengths.tolist()):
         assert_within_one_rounding(actual[token, :, :pages], expected[token, :, :pages])
         assert actual[token, :, pages:].eq(UNWRITTEN).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_triton_scores_no_group_that_is_skipped():
+    batch = make_batch([300, 130], 2, 64, kind="bounds")
+    query = torch.randn(2, 2, 4, 64).bfloat16()
+    every = triton_scores(batch, query, 0.0, batch.num_pages)
+    skipped = torch.tensor([[0, 1], [1, 0]], dtype=torch.uint8)
+    some = triton_scores(batch, query, 0.0, batch.num_pages, skipped=skipped)
+    assert torch.equal(some, torch.where(skipped.bool()[..., None], UNWRITTEN, every))
 
 
 class Deviation(StatisticsKind):

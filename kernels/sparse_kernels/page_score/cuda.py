@@ -62,9 +62,10 @@ def launch_scores(
     page_size: int,
     std_weight: float,
     scores: torch.Tensor,
+    skipped: torch.Tensor | None = None,
     launch: Launch | None = None,
 ) -> None:
-    """Scores every complete page of each token's context.
+    """Scores every complete page of each token's context, but nothing for the groups that are skipped.
 
     Args:
         query: `[num_tokens, num_query_heads, head_size]`, any strides but a contiguous last dimension.
@@ -75,12 +76,13 @@ def launch_scores(
         page_size: tokens per page, or 0.
         std_weight: lambda.
         scores: `[num_tokens, num_kv_heads, >= pages]` bfloat16 to write to; beyond a row's pages nothing is written.
+        skipped: `[num_tokens, num_kv_heads]` uint8, 1 where scores are not needed; none are written there.
         launch: how to launch; by default as `launch_of` says.
     """
     if not statistics.kind.is_fused:
         from sparse_kernels.page_score import triton
 
-        triton.launch_scores(query, statistics, block_table, lengths, page_size, std_weight, scores)
+        triton.launch_scores(query, statistics, block_table, lengths, page_size, std_weight, scores, skipped)
         return
     num_tokens, num_query_heads, head_size = query.shape
     _, num_kv_heads, pages_per_block, _ = statistics.vectors.shape
@@ -102,7 +104,7 @@ def launch_scores(
         query, int64(query.stride(0)), int64(query.stride(1)),
         *statistics_arguments(statistics),
         block_table, int64(block_table.stride(0)), lengths, int32(num_tokens // len(lengths)), int32(page_size),
-        weight_of(statistics, std_weight), scores, int64(scores.stride(1)),
+        weight_of(statistics, std_weight), skipped, scores, int64(scores.stride(1)),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ page_score(const void* query, i64 query_token_stride, i64 query_head_stride,  //
            const u8* mean, const u16* mean_scale, const u16* mean_std, i64 statistics_block_stride,
            i64 statistics_head_stride,  // bytes
            const int* block_table, i64 table_stride, const int* num_pages, int tokens_per_request, int page_size,
-           float std_weight, u16* scores, i64 scores_stride) {
+           float std_weight, const u8* skipped, u16* scores, i64 scores_stride) {
     __shared__ typename Score::Shared shared;
     depend_on_previous();
     release_next();
@@ -22,7 +22,7 @@ page_score(const void* query, i64 query_token_stride, i64 query_head_stride,  //
     int count = num_pages[request];
     if (page_size) count = (count - (tokens_per_request - 1 - token % tokens_per_request)) / page_size;
     int first = blockIdx.x * CHUNK, last = min(first + CHUNK, count);
-    if (first >= last) return;
+    if (first >= last || (skipped && skipped[row])) return;
     i64 first_query = token * query_token_stride + (i64)head * GROUP * query_head_stride;
 #pragma unroll 1
     for (int r = warp; r < Score::ROWS; r += WARPS) {

@@ -24,6 +24,7 @@ def _page_score(
     spread_ptr,
     table_ptr,
     lengths_ptr,
+    skipped_ptr,
     scores_ptr,
     query_strides,
     vectors_strides,
@@ -51,6 +52,8 @@ def _page_score(
     if page_size > 0:
         # Lengths are those of contexts, of which the tokens of a request are the last.
         count = (count - (tokens_per_request - 1 - token % tokens_per_request)) // page_size
+    if skipped_ptr is not None:
+        count = tl.where(tl.load(skipped_ptr + row) != 0, 0, count)
     first = tl.program_id(1) * PAGES
     if first >= count:
         return
@@ -101,6 +104,7 @@ def launch_scores(
     page_size: int,
     std_weight: float,
     scores: torch.Tensor,
+    skipped: torch.Tensor | None = None,
 ) -> None:
     """See `cuda.launch_scores`."""
     num_tokens, num_query_heads, head_size = query.shape
@@ -114,6 +118,7 @@ def launch_scores(
         spread,
         block_table,
         lengths,
+        skipped,
         scores,
         query.stride(),
         statistics.vectors.stride(),

@@ -15,7 +15,7 @@ import torch
 
 from sparse_kernels.cuda.launch import FORMATS, int32, int64, kernel
 from sparse_kernels.group_routing import GroupRouting
-from sparse_kernels.group_routing.cuda import routing_arguments
+from sparse_kernels.group_routing.cuda import routing_arguments, skipped_groups
 from sparse_kernels.page_score.cuda import format_of, launch_scores, statistics_arguments, weight_of
 from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.page_topk.cuda import MAX_SEGMENT, check_k
@@ -202,7 +202,10 @@ def sparse_decode(
     if statistics is not None and not launch.fused:
         width = -(-max_pages // 8) * 8
         scores = torch.empty((num_tokens, num_kv_heads, width), dtype=torch.bfloat16, device=query.device)
-        launch_scores(query, statistics, block_table, seq_lens, keys.page_size, std_weight, scores)
+        skipped = None
+        if routing is not None:
+            skipped = skipped_groups(query, keys, block_table, seq_lens, routing, dense_tokens, dense_requests)
+        launch_scores(query, statistics, block_table, seq_lens, keys.page_size, std_weight, scores, skipped)
     compiled.launch(
         (launch.cluster, num_kv_heads, num_tokens),
         query, int64(query.stride(0)), int64(query.stride(1)),
