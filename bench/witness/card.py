@@ -53,7 +53,8 @@ def _training(log: Run) -> str:
         f"AdamW, peak learning rate {recipe['learning_rate']:g}, cosine by time, weight decay "
         f"{recipe['weight_decay']:g}, {recipe['tokens_per_step']:,} tokens a step, sequences of {stages} tokens "
         f"({shares} % of the time). {recipe['text_share']:.0%} of the sequences are stretches of text, the others "
-        f"documents with questions, whose answers are {recipe['answer_share']:.0%} of the loss. Text: "
+        f"documents with questions, whose answers are {recipe['answer_share']:.0%} of the loss. "
+        f"{_price(recipe['head_price'])}Text: "
         f"{data['files']:,} files of Python source code and documentation, {data['tokens'] / 1e6:.1f} M tokens, from "
         f"the interpreter's environment or the folders of the command; {data['held_out_characters']:,} characters "
         "more are held out.",
@@ -69,6 +70,10 @@ def _training(log: Run) -> str:
             + "."
         )
     return "\n\n".join([*parts, _run(about)])
+
+
+def _price(price: float) -> str:
+    return f"Heads that speak at most tokens cost up to {price:g} nats. " if price else ""
 
 
 def _run(about: dict[str, Any]) -> str:
