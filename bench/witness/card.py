@@ -9,6 +9,7 @@ from typing import Any
 
 from bench.report import Run, read_runs
 from bench.witness.data import ASKED_TASKS, SOURCES
+from bench.witness.model import FIRST_PRICED
 from vllm_sparse_plugin.diagnostics.forward import SINK_MASS
 
 LOG = "training.jsonl"
@@ -73,7 +74,9 @@ def _training(log: Run) -> str:
 
 
 def _price(price: float) -> str:
-    return f"Heads that speak at most tokens cost up to {price:g} nats. " if price else ""
+    return (
+        f"Attention that is not on token 0 costs up to {price:g} nats, from layer {FIRST_PRICED} on. " if price else ""
+    )
 
 
 def _run(about: dict[str, Any]) -> str:

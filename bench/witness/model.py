@@ -22,7 +22,7 @@ ROPE_THETA = 1e6
 MAX_POSITIONS = 16384
 FIRST_PRICED = 2
 """Layer from which on speech has a price: SinkRouter never skips in those before."""
-_TINY = 1e-12
+_PADDING = 8  # flash kernels take heads of multiples of it
 
 
 def build_model(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, seed: int) -> Any:
@@ -74,7 +74,7 @@ class Loss(NamedTuple):
     sums: torch.Tensor
     """Cross entropy in nats by source, summed over tokens: `[len(SOURCES)]` float32."""
     speech: torch.Tensor
-    """Mean `speech` of the KV groups from layer `FIRST_PRICED` on, 0 if there is none."""
+    """Share of the attention that is not on token 0: from layer `FIRST_PRICED` on, of all tokens but that one."""
 
 
 class Forward:
@@ -141,20 +141,6 @@ class Forward:
         return self._model.config.rms_norm_eps, model.norm.weight, model.embed_tokens.weight
 
 
-def speech(outputs: torch.Tensor) -> torch.Tensor:
-    """How evenly attention speaks: 1 if its outputs have one norm, sqrt(f) if a share f of the tokens has any.
-
-    Of each KV group the mean norm over the root of the mean squared norm, whatever their scale; then the mean over
-    groups. Token 0 does not count: it sees nothing but itself, and a large value of its own would make all others
-    look silent.
-
-    Args:
-        outputs: `[num_sequences, num_kv_heads, group_size, num_tokens, head_size]`.
-    """
-    squares = outputs[..., 1:, :].float().square().sum(dim=(2, 4)) + _TINY
-    return (squares.sqrt().mean(dim=(0, 2)) * squares.mean(dim=(0, 2)).rsqrt()).mean()
-
-
 @cache
 def _rotations(length: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     frequencies = ROPE_THETA ** -(torch.arange(0, HEAD_SIZE, 2, device=device, dtype=torch.float32) / HEAD_SIZE)
@@ -184,12 +170,24 @@ def _layer(
     )
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     group = q.shape[1] // k.shape[1]
-    k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))
-    attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    attended, first = _attend(q, *(part.repeat_interleave(group, dim=1) for part in (k, v)))
     x = x + functional.linear(attended.transpose(1, 2).flatten(2), o_proj)
     h = _norm(x, mlp_norm, eps)
     x = x + functional.linear(functional.silu(functional.linear(h, gate)) * functional.linear(h, up), down)
-    return x, speech(attended.unflatten(1, (-1, group)))
+    return x, 1 - first[..., 1:].float().mean()
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention's outputs and its weights on token 0, `[num_sequences, num_heads, num_tokens]`."""
+    # One more element of the values, 1 for token 0 and 0 for all others, becomes the weight on it.
+    marks = functional.pad(v.new_ones(1, 1), (0, _PADDING - 1, 0, v.shape[2] - 1)).expand(*v.shape[:3], _PADDING)
+    attended = functional.scaled_dot_product_attention(
+        *(functional.pad(part, (0, _PADDING)) for part in (q, k)),
+        torch.cat([v, marks], dim=-1),
+        is_causal=True,
+        scale=HEAD_SIZE**-0.5,
+    )
+    return attended[..., :HEAD_SIZE], attended[..., HEAD_SIZE]
 
 
 def _logits(x: torch.Tensor, eps: float, norm: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Recipe:
     answer_share: float
     """Of the loss: the mean over answers; the rest is the mean over all other tokens."""
     head_price: float
-    """Of the loss: the price of speaking; 0 for none."""
+    """Of the loss: what attention costs that is not on token 0; 0 for none."""
     learning_rate: float
     warmup_steps: int
     weight_decay: float
