@@ -55,7 +55,7 @@ def _training(log: Run) -> str:
         f"{recipe['weight_decay']:g}, {recipe['tokens_per_step']:,} tokens a step, sequences of {stages} tokens "
         f"({shares} % of the time). {recipe['text_share']:.0%} of the sequences are stretches of text, the others "
         f"documents with questions, whose answers are {recipe['answer_share']:.0%} of the loss. "
-        f"{_price(recipe['head_price'])}Text: "
+        f"{_price(recipe)}Text: "
         f"{data['files']:,} files of Python source code and documentation, {data['tokens'] / 1e6:.1f} M tokens, from "
         f"the interpreter's environment or the folders of the command; {data['held_out_characters']:,} characters "
         "more are held out.",
@@ -73,9 +73,12 @@ def _training(log: Run) -> str:
     return "\n\n".join([*parts, _run(about)])
 
 
-def _price(price: float) -> str:
+def _price(recipe: dict[str, Any]) -> str:
+    if not recipe["head_price"]:
+        return ""
     return (
-        f"Attention that is not on token 0 costs up to {price:g} nats, from layer {FIRST_PRICED} on. " if price else ""
+        f"Attention that is not on token 0 costs up to {recipe['head_price']:g} nats from layer {FIRST_PRICED} on, "
+        f"{recipe['free_share']:.0%} of all aside. "
     )
 
 

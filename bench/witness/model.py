@@ -182,7 +182,8 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Te
     # One more element of the values, 1 for token 0 and 0 for all others, becomes the weight on it.
     marks = functional.pad(v.new_ones(1, 1), (0, _PADDING - 1, 0, v.shape[2] - 1)).expand(*v.shape[:3], _PADDING)
     attended = functional.scaled_dot_product_attention(
-        *(functional.pad(part, (0, _PADDING)) for part in (q, k)),
+        functional.pad(q, (0, _PADDING)),
+        functional.pad(k, (0, _PADDING)),
         torch.cat([v, marks], dim=-1),
         is_causal=True,
         scale=HEAD_SIZE**-0.5,

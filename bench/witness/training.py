@@ -48,6 +48,8 @@ class Recipe:
     """Of the loss: the mean over answers; the rest is the mean over all other tokens."""
     head_price: float
     """Of the loss: what attention costs that is not on token 0; 0 for none."""
+    free_share: float
+    """Of the attention, not on token 0 either: costs nothing."""
     learning_rate: float
     warmup_steps: int
     weight_decay: float
@@ -179,9 +181,10 @@ class Trainer:
             kinds = torch.from_numpy(batch.kinds[begin : begin + rows, 1:].copy()).to(self._device)
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
                 loss = self.forward.loss(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), kinds)
-            part = loss.speech * (len(tokens) / len(batch.tokens))
-            ((loss.sums * weights).sum() + price * part).backward()
-            total = Loss(total.sums + loss.sums.detach(), total.speech + part.detach())
+            part = len(tokens) / len(batch.tokens)
+            too_much = (loss.speech - self._recipe.free_share).relu()
+            ((loss.sums * weights).sum() + price * part * too_much).backward()
+            total = Loss(total.sums + loss.sums.detach(), total.speech + part * loss.speech.detach())
         return total
 
 

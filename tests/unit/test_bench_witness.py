@@ -45,7 +45,7 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.needles import library_text
 
 TEXT = library_text(0, 60_000)
-RECIPE = Recipe((Stage(256, 0.5), Stage(512, 0.5)), 1024, 512, 0.5, 0.3, 0.1, 2e-3, 2, 0.1, 0)
+RECIPE = Recipe((Stage(256, 0.5), Stage(512, 0.5)), 1024, 512, 0.5, 0.3, 0.1, 0.4, 2e-3, 2, 0.1, 0)
 
 
 def toy(seed: int = 0, layers: int = 2):
@@ -177,11 +177,12 @@ def test_speech_has_its_price():
     spoken.backward()
     sum((half.sums * weights).sum() for half in halves(predicting)).backward()
     assert all(gradient.abs().max() > 1e-4 for gradient in query_gradients(speaking))
-    for price in (0.0, 2.0):
-        trainer = Trainer(attentive_toy(3), RECIPE, "cpu", False)
+    for price, free_share, paid in ((0.0, 0.4, 0.0), (2.0, 0.4, 2.0), (2.0, 1.0, 0.0)):
+        recipe = RECIPE.__class__(**{**vars(RECIPE), "free_share": free_share})
+        trainer = Trainer(attentive_toy(3), recipe, "cpu", False)
         assert trainer._backward(batch, price).speech.item() == pytest.approx(spoken.item(), rel=1e-5)
         parts = zip(*map(query_gradients, (trainer, predicting, speaking)), strict=True)
-        assert all(torch.allclose(found, first + price * second, atol=1e-6) for found, first, second in parts)
+        assert all(torch.allclose(found, first + paid * second, atol=1e-6) for found, first, second in parts)
 
 
 def test_the_first_layers_speak_for_free():
