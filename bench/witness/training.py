@@ -49,7 +49,7 @@ class Recipe:
     head_price: float
     """Of the loss: what attention costs that is not on token 0; 0 for none."""
     free_share: float
-    """Of the attention, not on token 0 either: costs nothing."""
+    """Of the attention: as much that is not on token 0 costs nothing."""
     learning_rate: float
     warmup_steps: int
     weight_decay: float
