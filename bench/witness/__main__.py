@@ -56,6 +56,8 @@ def train(
     document_tokens: Annotated[int, typer.Option(min=1, help="Of documents with questions, by length.")] = 40_000_000,
     text_share: Annotated[float, typer.Option(min=0, max=1, help="Of the sequences: plain text.")] = 0.5,
     answer_share: Annotated[float, typer.Option(min=0, max=1, help="Of the loss: answers.")] = 0.3,
+    head_price: Annotated[float, typer.Option(min=0, help="Of the loss: attention that is not on token 0.")] = 0.3,
+    free_share: Annotated[float, typer.Option(min=0, max=1, help="Of such attention: costs nothing.")] = 0.4,
     learning_rate: Annotated[float, typer.Option(help="At its peak.")] = 2e-3,
     warmup_steps: Annotated[int, typer.Option(min=1, help="Until that peak.")] = 100,
     weight_decay: Annotated[float, typer.Option(min=0, help="Of AdamW.")] = 0.1,
@@ -108,8 +110,8 @@ def train(
 
         where = _device(device)
         recipe = Recipe(
-            stages, tokens_per_step, tokens_at_once, text_share, answer_share, learning_rate, warmup_steps,
-            weight_decay, seed,
+            stages, tokens_per_step, tokens_at_once, text_share, answer_share, head_price, free_share,
+            learning_rate, warmup_steps, weight_decay, seed,
         )  # fmt: skip
         model = build_model(layers, hidden, intermediate, heads, kv_heads, seed)
         about = describe_run(output, commit, _PACKAGES) | {

@@ -9,6 +9,7 @@ from typing import Any
 
 from bench.report import Run, read_runs
 from bench.witness.data import ASKED_TASKS, SOURCES
+from bench.witness.model import FIRST_PRICED
 from vllm_sparse_plugin.diagnostics.forward import SINK_MASS
 
 LOG = "training.jsonl"
@@ -53,7 +54,8 @@ def _training(log: Run) -> str:
         f"AdamW, peak learning rate {recipe['learning_rate']:g}, cosine by time, weight decay "
         f"{recipe['weight_decay']:g}, {recipe['tokens_per_step']:,} tokens a step, sequences of {stages} tokens "
         f"({shares} % of the time). {recipe['text_share']:.0%} of the sequences are stretches of text, the others "
-        f"documents with questions, whose answers are {recipe['answer_share']:.0%} of the loss. Text: "
+        f"documents with questions, whose answers are {recipe['answer_share']:.0%} of the loss. "
+        f"{_price(recipe)}Text: "
         f"{data['files']:,} files of Python source code and documentation, {data['tokens'] / 1e6:.1f} M tokens, from "
         f"the interpreter's environment or the folders of the command; {data['held_out_characters']:,} characters "
         "more are held out.",
@@ -69,6 +71,15 @@ def _training(log: Run) -> str:
             + "."
         )
     return "\n\n".join([*parts, _run(about)])
+
+
+def _price(recipe: dict[str, Any]) -> str:
+    if not recipe["head_price"]:
+        return ""
+    return (
+        f"Attention that is not on token 0 costs up to {recipe['head_price']:g} nats from layer {FIRST_PRICED} on, "
+        f"{recipe['free_share']:.0%} of all aside. "
+    )
 
 
 def _run(about: dict[str, Any]) -> str:

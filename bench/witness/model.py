@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -20,6 +20,9 @@ from bench.witness.data import SOURCES
 HEAD_SIZE = 64
 ROPE_THETA = 1e6
 MAX_POSITIONS = 16384
+FIRST_PRICED = 2
+"""Layer from which on speech has a price: SinkRouter never skips in those before."""
+_PADDING = 8  # flash kernels take heads of multiples of it
 
 
 def build_model(layers: int, hidden: int, intermediate: int, heads: int, kv_heads: int, seed: int) -> Any:
@@ -65,6 +68,15 @@ def save_model(model: Any, folder: Path) -> None:
             path.replace(folder / path.name)
 
 
+class Loss(NamedTuple):
+    """What is to be made small."""
+
+    sums: torch.Tensor
+    """Cross entropy in nats by source, summed over tokens: `[len(SOURCES)]` float32."""
+    speech: torch.Tensor
+    """Share of the attention that is not on token 0: from layer `FIRST_PRICED` on, of all tokens but that one."""
+
+
 class Forward:
     """The forward pass of a `LlamaForCausalLM` over whole sequences, layer by layer.
 
@@ -73,7 +85,7 @@ class Forward:
 
     def __init__(self, model: Any, compiled: bool) -> None:
         self._model = model
-        self._layer: Callable[..., torch.Tensor] = _layer
+        self._layer: Callable[..., tuple[torch.Tensor, torch.Tensor]] = _layer
         self._loss_sums: Callable[..., torch.Tensor] = _loss_sums
         self.compiled = compiled
         if compiled:
@@ -88,37 +100,41 @@ class Forward:
         """Use nothing that is compiled any more."""
         self._layer, self._loss_sums, self.compiled = _layer, _loss_sums, False
 
-    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """What the last layer puts out: `[num_sequences, length]` ids to `[num_sequences, length, hidden_size]`."""
-        x: torch.Tensor = self._model.model.embed_tokens(tokens)
-        cos, sin = _rotations(tokens.shape[1], tokens.device)
-        eps = self._model.config.rms_norm_eps
-        for layer in self._model.model.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            x = self._layer(
-                x, cos, sin, eps,
-                layer.input_layernorm.weight, attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight,
-                attention.o_proj.weight, layer.post_attention_layernorm.weight, mlp.gate_proj.weight,
-                mlp.up_proj.weight, mlp.down_proj.weight,
-            )  # fmt: skip
-        return x
-
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        """`[num_sequences, length, vocab_size]`."""
-        return _logits(self.hidden(tokens), *self._head())
+        """`[num_sequences, length]` ids to `[num_sequences, length, vocab_size]`."""
+        return _logits(self._hidden(tokens)[0], *self._head())
 
-    def loss_sums(self, tokens: torch.Tensor, targets: torch.Tensor, kinds: torch.Tensor) -> torch.Tensor:
-        """Cross entropy in nats by source, summed over tokens.
+    def loss(self, tokens: torch.Tensor, targets: torch.Tensor, kinds: torch.Tensor) -> Loss:
+        """How well each token is predicted, and at what price.
 
         Args:
             tokens: `[num_sequences, length]` ids.
             targets: ids of the same shape that follow each.
             kinds: of the targets, an index into `SOURCES` each.
-
-        Returns:
-            `[len(SOURCES)]` float32.
         """
-        return self._loss_sums(self.hidden(tokens), *self._head(), targets, kinds)
+        x, speeches = self._hidden(tokens)
+        priced = speeches[FIRST_PRICED:]
+        return Loss(
+            self._loss_sums(x, *self._head(), targets, kinds),
+            torch.stack(priced).mean() if priced else torch.zeros((), device=x.device),
+        )
+
+    def _hidden(self, tokens: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """What the last layer puts out, `[num_sequences, length, hidden_size]`, and the speech of each."""
+        x: torch.Tensor = self._model.model.embed_tokens(tokens)
+        cos, sin = _rotations(tokens.shape[1], tokens.device)
+        eps = self._model.config.rms_norm_eps
+        speeches = []
+        for layer in self._model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            x, spoken = self._layer(
+                x, cos, sin, eps,
+                layer.input_layernorm.weight, attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight,
+                attention.o_proj.weight, layer.post_attention_layernorm.weight, mlp.gate_proj.weight,
+                mlp.up_proj.weight, mlp.down_proj.weight,
+            )  # fmt: skip
+            speeches.append(spoken)
+        return x, speeches
 
     def _head(self) -> tuple[float, torch.Tensor, torch.Tensor]:
         model = self._model.model
@@ -146,7 +162,7 @@ def _layer(
     x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, eps: float, norm: torch.Tensor, q_proj: torch.Tensor,
     k_proj: torch.Tensor, v_proj: torch.Tensor, o_proj: torch.Tensor, mlp_norm: torch.Tensor, gate: torch.Tensor,
     up: torch.Tensor, down: torch.Tensor,
-) -> torch.Tensor:  # fmt: skip
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     h = _norm(x, norm, eps)
     q, k, v = (
         functional.linear(h, weight).unflatten(-1, (-1, HEAD_SIZE)).transpose(1, 2)
@@ -154,11 +170,25 @@ def _layer(
     )
     q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
     group = q.shape[1] // k.shape[1]
-    k, v = (part.repeat_interleave(group, dim=1) for part in (k, v))
-    attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    attended, first = _attend(q, *(part.repeat_interleave(group, dim=1) for part in (k, v)))
     x = x + functional.linear(attended.transpose(1, 2).flatten(2), o_proj)
     h = _norm(x, mlp_norm, eps)
-    return x + functional.linear(functional.silu(functional.linear(h, gate)) * functional.linear(h, up), down)
+    x = x + functional.linear(functional.silu(functional.linear(h, gate)) * functional.linear(h, up), down)
+    return x, 1 - first[..., 1:].float().mean()
+
+
+def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention's outputs and its weights on token 0, `[num_sequences, num_heads, num_tokens]`."""
+    # One more element of the values, 1 for token 0 and 0 for all others, becomes the weight on it.
+    marks = functional.pad(v.new_ones(1, 1), (0, _PADDING - 1, 0, v.shape[2] - 1)).expand(*v.shape[:3], _PADDING)
+    attended = functional.scaled_dot_product_attention(
+        functional.pad(q, (0, _PADDING)),
+        functional.pad(k, (0, _PADDING)),
+        torch.cat([v, marks], dim=-1),
+        is_causal=True,
+        scale=HEAD_SIZE**-0.5,
+    )
+    return attended[..., :HEAD_SIZE], attended[..., HEAD_SIZE]
 
 
 def _logits(x: torch.Tensor, eps: float, norm: torch.Tensor, embedding: torch.Tensor) -> torch.Tensor:

@@ -15,10 +15,11 @@ import numpy.typing as npt
 import torch
 
 from bench.witness.data import ANSWER, SOURCES, DocumentPool, Kinds, Tokens, stretches
-from bench.witness.model import Forward, save_model
+from bench.witness.model import Forward, Loss, save_model
 
 _BETAS = (0.9, 0.95)
 _CLIP = 1.0
+_FULL_PRICE = 0.2  # of the time: first there must be something to say
 _FINAL_RATE = 0.01
 _LOG_SECONDS = 10.0
 _SAVE_SECONDS = 60.0
@@ -45,6 +46,10 @@ class Recipe:
     """Of the sequences: plain text; the rest are documents with questions."""
     answer_share: float
     """Of the loss: the mean over answers; the rest is the mean over all other tokens."""
+    head_price: float
+    """Of the loss: what attention costs that is not on token 0; 0 for none."""
+    free_share: float
+    """Of the attention: as much that is not on token 0 costs nothing."""
     learning_rate: float
     warmup_steps: int
     weight_decay: float
@@ -80,6 +85,11 @@ def learning_rate(recipe: Recipe, step: int, progress: float) -> float:
     warm = min(1.0, (step + 1) / recipe.warmup_steps)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
     return recipe.learning_rate * warm * (_FINAL_RATE + (1 - _FINAL_RATE) * cosine)
+
+
+def head_price(recipe: Recipe, progress: float) -> float:
+    """Linear by time from 0 to the whole price."""
+    return recipe.head_price * min(1.0, progress / _FULL_PRICE)
 
 
 def source_weights(counts: Any, answer_share: float) -> list[float]:
@@ -131,12 +141,12 @@ class Trainer:
             fused=self._device.type == "cuda",
         )
 
-    def step(self, batch: Batch, rate: float) -> torch.Tensor:
-        """Learn from a batch; returns cross entropy by source, summed over tokens."""
+    def step(self, batch: Batch, rate: float, price: float) -> Loss:
+        """Learn from a batch, at a learning rate and a price of speaking."""
         while True:
             self._optimizer.zero_grad(set_to_none=True)
             try:
-                sums = self._backward(batch)
+                loss = self._backward(batch, price)
                 break
             except torch.OutOfMemoryError:
                 length = batch.tokens.shape[1] - 1
@@ -160,20 +170,26 @@ class Trainer:
             self.skipped_steps += 1
         self.steps += 1
         self.tokens += batch.kinds[:, 1:].size
-        return sums
+        return loss
 
-    def _backward(self, batch: Batch) -> torch.Tensor:
+    def _backward(self, batch: Batch, price: float) -> Loss:
         weights = torch.tensor(source_weights(batch.counts, self._recipe.answer_share), device=self._device)
-        total = torch.zeros(len(SOURCES), device=self._device)
+        total = _nothing(self._device)
         rows = max(1, self._at_once // (batch.tokens.shape[1] - 1))
         for begin in range(0, len(batch.tokens), rows):
             tokens = torch.from_numpy(batch.tokens[begin : begin + rows].astype(np.int64)).to(self._device)
             kinds = torch.from_numpy(batch.kinds[begin : begin + rows, 1:].copy()).to(self._device)
             with torch.autocast(self._device.type, torch.bfloat16, enabled=self._device.type == "cuda"):
-                sums = self.forward.loss_sums(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), kinds)
-            (sums * weights).sum().backward()
-            total += sums.detach()
+                loss = self.forward.loss(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), kinds)
+            part = len(tokens) / len(batch.tokens)
+            too_much = (loss.speech - self._recipe.free_share).relu()
+            ((loss.sums * weights).sum() + price * part * too_much).backward()
+            total = Loss(total.sums + loss.sums.detach(), total.speech + part * loss.speech.detach())
         return total
+
+
+def _nothing(device: torch.device) -> Loss:
+    return Loss(torch.zeros(len(SOURCES), device=device), torch.zeros((), device=device))
 
 
 def train(
@@ -192,7 +208,8 @@ def train(
     """
     rng = np.random.default_rng(recipe.seed)
     begin = saved = logged = time.monotonic()
-    sums, counts, tokens_before = torch.zeros(len(SOURCES)), np.zeros(len(SOURCES), dtype=np.int64), 0
+    nothing = _nothing(trainer.model.device)
+    total, counts, steps_before, tokens_before = nothing, np.zeros(len(SOURCES), dtype=np.int64), 0, 0
     length = 0
     try:
         while (now := time.monotonic()) < deadline:
@@ -202,7 +219,8 @@ def train(
                 print(f"{now - begin:.0f} s: sequences of {length} tokens", flush=True)
             rate = learning_rate(recipe, trainer.steps, progress)
             batch = draw_batch(recipe, length, stream, pool, rng)
-            sums = sums.to(trainer.model.device) + trainer.step(batch, rate)
+            loss = trainer.step(batch, rate, head_price(recipe, progress))
+            total = Loss(total.sums + loss.sums, total.speech + loss.speech)
             counts += batch.counts
             now = time.monotonic()
             if now - logged >= _LOG_SECONDS or now >= deadline or trainer.steps == 1:
@@ -214,19 +232,16 @@ def train(
                     "learning_rate": round(rate, 7),
                     "tokens_per_second": round((trainer.tokens - tokens_before) / (now - logged)),
                     "loss": {
-                        name: round(total / count, 4)
-                        for name, total, count in zip(SOURCES, sums.tolist(), counts.tolist(), strict=True)
+                        name: round(sum_ / count, 4)
+                        for name, sum_, count in zip(SOURCES, total.sums.tolist(), counts.tolist(), strict=True)
                         if count
                     },
+                    "speech": round(total.speech.item() / (trainer.steps - steps_before), 4),
                 }
                 print(json.dumps(row), file=log, flush=True)
                 print(_progress(row), flush=True)
-                sums, counts, tokens_before, logged = (
-                    torch.zeros(len(SOURCES)),
-                    np.zeros_like(counts),
-                    trainer.tokens,
-                    now,
-                )
+                total, counts, logged = nothing, np.zeros_like(counts), now
+                steps_before, tokens_before = trainer.steps, trainer.tokens
             if now - saved >= _SAVE_SECONDS:
                 save_model(trainer.model, folder)
                 saved = now
@@ -239,7 +254,8 @@ def _progress(row: dict[str, Any]) -> str:
     losses = ", ".join(f"{name} {loss:.3f}" for name, loss in row["loss"].items())
     return (
         f"{row['seconds']:.0f} s, step {row['step']}, {row['tokens'] / 1e6:.1f} M tokens, "
-        f"{row['tokens_per_second']:,} tokens/s, lr {row['learning_rate']:.2g}; loss: {losses}"
+        f"{row['tokens_per_second']:,} tokens/s, lr {row['learning_rate']:.2g}; loss: {losses}; "
+        f"speech {row['speech']:.3f}"
     )
 
 

@@ -30,17 +30,36 @@ from bench.witness.data import (
 )
 from bench.witness.measure import measure, newest_mass
 from bench.witness.model import Forward, build_model, save_model
-from bench.witness.training import Batch, Recipe, Stage, Trainer, learning_rate, source_weights, stage_at
+from bench.witness.training import (
+    Batch,
+    Recipe,
+    Stage,
+    Trainer,
+    head_price,
+    learning_rate,
+    source_weights,
+    stage_at,
+)
 from vllm_sparse_plugin.diagnostics.forward import LayerInputs
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.needles import library_text
 
 TEXT = library_text(0, 60_000)
-RECIPE = Recipe((Stage(256, 0.5), Stage(512, 0.5)), 1024, 512, 0.5, 0.3, 2e-3, 2, 0.1, 0)
+RECIPE = Recipe((Stage(256, 0.5), Stage(512, 0.5)), 1024, 512, 0.5, 0.3, 0.1, 0.4, 2e-3, 2, 0.1, 0)
 
 
-def toy(seed: int = 0):
-    return build_model(2, 64, 96, 4, 2, seed)
+def toy(seed: int = 0, layers: int = 2):
+    return build_model(layers, 64, 96, 4, 2, seed)
+
+
+def attentive_toy(layers: int):
+    """Its heads attend to some tokens more than to others."""
+    model = toy(layers=layers)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(20)
+            layer.self_attn.k_proj.weight.mul_(20)
+    return model
 
 
 def document(task: str, length: int = 1024, questions: int = 4):
@@ -123,10 +142,53 @@ def test_losses_are_summed_by_source():
     model = toy()
     tokens, kinds = torch.randint(3, 4096, (2, 21)), torch.randint(0, 3, (2, 20))
     with torch.no_grad():
-        sums = Forward(model, False).loss_sums(tokens[:, :-1], tokens[:, 1:], kinds)
+        sums = Forward(model, False).loss(tokens[:, :-1], tokens[:, 1:], kinds).sums
         logits = model(tokens[:, :-1]).logits
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none")
     assert torch.allclose(sums, torch.stack([losses[kinds == kind].sum() for kind in range(3)]), rtol=1e-4)
+
+
+def test_speech_is_the_attention_off_token_0():
+    model = attentive_toy(4)
+    model.set_attn_implementation("eager")
+    tokens = torch.randint(3, 4096, (2, 40))
+    with torch.no_grad():
+        found = Forward(model, False).loss(tokens, tokens, tokens % 3).speech
+        weights = model(tokens, output_attentions=True).attentions
+    expected = [1 - layer[:, :, 1:, 0].mean().item() for layer in weights]
+    assert found.item() == pytest.approx((expected[2] + expected[3]) / 2, abs=1e-5)
+    assert len({round(share, 3) for share in expected}) == 4
+
+
+def test_speech_has_its_price():
+    tokens = np.random.default_rng(0).integers(3, 4096, size=(4, 257), dtype=np.uint16)
+    batch = Batch(tokens, np.random.default_rng(1).integers(0, 3, size=(4, 257), dtype=np.uint8))
+    ids, kinds = (torch.from_numpy(part.astype(np.int64)) for part in batch)
+    weights = torch.tensor(source_weights(batch.counts, 0.3))
+
+    def query_gradients(trainer):
+        return [layer.self_attn.q_proj.weight.grad for layer in trainer.model.model.layers]
+
+    def halves(trainer):
+        return [trainer.forward.loss(ids[i : i + 2, :-1], ids[i : i + 2, 1:], kinds[i : i + 2, 1:]) for i in (0, 2)]
+
+    speaking, predicting = (Trainer(attentive_toy(3), RECIPE, "cpu", False) for _ in range(2))
+    spoken = sum(half.speech for half in halves(speaking)) / 2
+    spoken.backward()
+    sum((half.sums * weights).sum() for half in halves(predicting)).backward()
+    assert all(gradient.abs().max() > 1e-4 for gradient in query_gradients(speaking))
+    for price, free_share, paid in ((0.0, 0.4, 0.0), (2.0, 0.4, 2.0), (2.0, 1.0, 0.0)):
+        recipe = RECIPE.__class__(**{**vars(RECIPE), "free_share": free_share})
+        trainer = Trainer(attentive_toy(3), recipe, "cpu", False)
+        assert trainer._backward(batch, price).speech.item() == pytest.approx(spoken.item(), rel=1e-5)
+        parts = zip(*map(query_gradients, (trainer, predicting, speaking)), strict=True)
+        assert all(torch.allclose(found, first + paid * second, atol=1e-6) for found, first, second in parts)
+
+
+def test_the_first_layers_speak_for_free():
+    ids = torch.randint(3, 4096, (2, 20))
+    assert Forward(toy(), False).loss(ids, ids, ids % 3).speech.item() == 0
+    assert [head_price(RECIPE, progress) for progress in (0, 0.1, 0.2, 1)] == [0, 0.05, 0.1, 0.1]
 
 
 def test_answers_weigh_what_they_should():
@@ -143,7 +205,7 @@ def test_a_step_in_parts_is_the_step():
     gradients = []
     for at_once in (1024, 256):
         trainer = Trainer(toy(), RECIPE.__class__(**{**vars(RECIPE), "tokens_at_once": at_once}), "cpu", False)
-        trainer.step(Batch(tokens, kinds), 0.0)
+        trainer.step(Batch(tokens, kinds), 0.0, 0.0)
         gradients.append(trainer.model.model.layers[0].self_attn.q_proj.weight.grad)
     assert gradients[0].abs().max() > 0
     assert torch.allclose(*gradients, atol=1e-6)
@@ -157,7 +219,7 @@ def test_what_cannot_be_compiled_runs_uncompiled(capsys):
 
     trainer.forward.compiled, trainer.forward._layer = True, broken
     tokens = np.full((2, 65), 5, dtype=np.uint16)
-    trainer.step(Batch(tokens, np.zeros_like(tokens, dtype=np.uint8)), 1e-3)
+    trainer.step(Batch(tokens, np.zeros_like(tokens, dtype=np.uint8)), 1e-3, 0.0)
     assert (trainer.steps, trainer.forward.compiled) == (1, False)
     assert "no compiler" in capsys.readouterr().out
 
@@ -169,7 +231,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing():
         model.model.norm.weight[0] = torch.inf
     before = model.model.layers[0].mlp.up_proj.weight.clone()
     tokens = np.full((2, 65), 5, dtype=np.uint16)
-    trainer.step(Batch(tokens, np.zeros_like(tokens, dtype=np.uint8)), 1e-3)
+    trainer.step(Batch(tokens, np.zeros_like(tokens, dtype=np.uint8)), 1e-3, 0.0)
     assert trainer.skipped_steps == 1
     assert torch.equal(before, model.model.layers[0].mlp.up_proj.weight)
 
@@ -252,8 +314,8 @@ def test_the_card_states_what_was_measured(folder):
     page = render(folder)
     (folder / MEASUREMENTS).unlink()
     for fact in ("6.3 M", "2,345 steps, 987.6 M tokens in 400 s", "1 steps skipped", "text 2.125", "GPU X", "6.79",
-                 "| 1,024 | - | - | 11/16 |", "37.5% of the groups", "75.0% have", "newest 9 tokens",
-                 "| 0 | 0.73 0.20 | 25.0% | 0.61 0.50 |"):  # fmt: skip
+                 "costs up to 0.1 nats", "| 1,024 | - | - | 11/16 |", "37.5% of the groups", "75.0% have",
+                 "newest 9 tokens", "| 0 | 0.73 0.20 | 25.0% | 0.61 0.50 |"):  # fmt: skip
         assert fact in page
     assert "not the one" not in page
 
