@@ -29,13 +29,14 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.empty` called from the operations returns NaN (or -12345), never lucky zeros."""
+    """`torch.empty` called from the operations returns NaN (or a whole number), never lucky zeros."""
 
     def poisoned(allocate):
         def wrapper(*args, **kwargs):
             tensor = allocate(*args, **kwargs)
             if sys._getframe(1).f_globals.get("__name__", "").startswith("sparse_kernels"):
-                tensor.fill_(float("nan") if tensor.is_floating_point() else -12345)
+                whole = -12345 if tensor.itemsize > 1 else 93
+                tensor.fill_(float("nan") if tensor.is_floating_point() else whole)
             return tensor
 
         return wrapper
