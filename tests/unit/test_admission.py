@@ -287,6 +287,20 @@ def test_thresholds_are_those_of_one_revision(folder):
     )
 
 
+def test_the_thresholds_beside_the_witness_are_its_own(model):
+    witness = Path(model).parent / "witness-6m"
+    given = {
+        "attention_backend": "sinkrouter",
+        "max_model_len": 8192,
+        "additional_config": {"sparse_attention": {"config": str(witness / "sinkrouter.yaml")}},
+    }
+    assert engine_config(str(witness), **given)
+    assert refusal(str(witness), **given | {"max_model_len": 16384}).startswith("max_model_len: got 16384")
+    assert refusal(model, **given) == (
+        f"model: got needle-8m, {ROUTED}witness-6m (sparse_attention.routing.model), whose thresholds these are"
+    )
+
+
 def test_a_model_is_known_by_its_place(tmp_path):
     assert identify("meta-llama/Llama-3.1-8B", "abc") == ("Llama-3.1-8B", "abc")
     assert identify("meta-llama/Llama-3.1-8B") == ("Llama-3.1-8B", None)
