@@ -30,9 +30,9 @@ class Termination(Section):
     """Consecutive stable blocks after which a step stops reading (the paper's p); 0 for never."""
     block_tokens: Literal[64, 128, 256, 512, 1024] = 64
     """Tokens read between two tests."""
-    dense_sink_pages: Annotated[int, Field(ge=0, le=64)] = 0
-    """Leading pages of 16 tokens that are read before the newest where the policy is dense; the paper has none. Other
-    policies have `selection.sink_pages`."""
+    dense_sink_pages: Annotated[int, Field(ge=0, le=64)] = 1
+    """Leading pages of 16 tokens that are read before the newest where the policy is dense: heads that rest on the first
+    token are not stable before they have seen it. The paper has none. Other policies have `selection.sink_pages`."""
 
     def rule(self, selection: Selection) -> StopRule:
         """The rule for what a policy selects."""

@@ -1,6 +1,7 @@
 """Stopping on a trained model, on a CPU.
 
-python -m bench.termination run --output bench/results/art_cpu.jsonl
+python -m bench.termination run
+python -m bench.termination run --model models/witness-6m --output bench/results/art_cpu_witness.jsonl
 python -m bench.termination report
 """
 
@@ -19,7 +20,7 @@ from sparse_kernels.termination import StopRule, probe_elements
 from sparse_kernels.termination.reference import stop_blocks
 
 from bench.termination.model import MODEL, Layer, Setting, StoppingModel, questions
-from bench.termination.report import PAGE, RESULTS, render
+from bench.termination.report import PAGE, RESULT_FILES, render
 from vllm_sparse_plugin.cli.arguments import run_app
 from vllm_sparse_plugin.cli.provenance import open_report
 from vllm_sparse_plugin.policies import EveryPage, UniqueSelection
@@ -30,7 +31,8 @@ PAPER = StopRule(1e-5, 1e-3, 5, 64)
 """The paper's tolerances; blocks of 64 tokens, so that a context of 1K has several."""
 NEWEST = "newest first"
 ORDERS = {
-    NEWEST: EveryPage(),
+    NEWEST: EveryPage(sink_pages=0),
+    "first page, then newest": EveryPage(sink_pages=1),
     "unique, best first": UniqueSelection(budget_tokens=2048),
 }
 SCALES = (1e-5, 1e-3, 1e-1)
@@ -103,7 +105,7 @@ def add(sums: dict[tuple[Any, ...], list[dict[str, Any]]], key: tuple[Any, ...],
 
 @app.command()
 def run(
-    output: Annotated[Path, typer.Option(help="JSON lines to write.")] = RESULTS,
+    output: Annotated[Path, typer.Option(help="JSON lines to write.")] = RESULT_FILES[0],
     folder: Annotated[Path, typer.Option("--model", help="needle-8m's folder, or another of its format.")] = MODEL,
     count: Annotated[int, typer.Option(min=1, help="Questions of each task and context.")] = 3,
     commit: Annotated[str | None, typer.Option(help="Commit, where git cannot say it.")] = None,

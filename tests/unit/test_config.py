@@ -620,10 +620,10 @@ def test_termination_is_off_unless_it_is_asked_for():
 def test_art_is_dense_with_the_papers_rule():
     art = resolve(None, "art")
     assert art.selection == DensePolicy()
-    assert art.pages == EveryPage(sink_pages=0)
+    assert art.pages == EveryPage(sink_pages=1)
     assert art.pages.kv_read_share(4099, 64) == 1.0
-    assert art.stop_rule == StopRule(1e-5, 1e-3, 5, 512, 0)
-    assert resolve({"termination": {"dense_sink_pages": 2}}, "art").stop_rule.least_pages == 2
+    assert art.stop_rule == StopRule(1e-5, 1e-3, 5, 512, 1)
+    assert resolve({"termination": {"dense_sink_pages": 0}}, "art").stop_rule.least_pages == 0
 
 
 def test_termination_goes_with_every_selection():
