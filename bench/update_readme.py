@@ -108,7 +108,9 @@ def decode() -> str:
     return f"{_table(headings, rows)}\n\n{_provenance('decode_cpu.jsonl', run)}"
 
 
-def _decode_pair(dense_name: str, sparse_name: str) -> tuple[list[list[str]], str]:
+def _decode_pair(
+    dense_name: str, sparse_name: str, rival: str = "FlashAttention 3: the same with `--variant flash_attn`"
+) -> tuple[list[list[str]], str]:
     """Rows of a dense and a sparse result file, and where they come from."""
     (_, dense), (run, sparse) = _lines(dense_name), _lines(sparse_name)
     times = {(line["context_tokens"], line["batch"]): line.get("ms_per_token") for line in dense}
@@ -118,8 +120,7 @@ def _decode_pair(dense_name: str, sparse_name: str) -> tuple[list[list[str]], st
         if (before := times.get((context := line["context_tokens"], batch := line["batch"])))
         and (now := line.get("ms_per_token"))
     ]
-    rival = f"FlashAttention 3: the same with `--variant flash_attn`; [data](bench/results/{dense_name})."
-    return rows, f"{_provenance(sparse_name, run)} {rival}"
+    return rows, f"{_provenance(sparse_name, run)} {rival}; [data](bench/results/{dense_name})."
 
 
 def decode_gpu() -> str:
@@ -155,7 +156,11 @@ def decode_routed() -> str:
         parts.append(source)
     headings = ["context", "requests", "FlashAttention 3, ms per token", "`sinkrouter`, ms per token", "ratio"]
     table = _table([*headings, "ratio of bytes", "`sinkrouter` reads, TB/s"], rows)
-    return "\n\n".join([table, f"A kernel that only reads gets {bandwidth:.2f} TB/s of this memory.", *parts])
+    bare = f"A kernel that only reads gets {bandwidth:.2f} TB/s of this memory. The same in front of `unique`:"
+    files = "decode_h200_routing_unique_alone.jsonl", "decode_h200_routing_unique.jsonl"
+    found, source = _decode_pair(*files, "Not routed: the same without `--skip-ratio`")
+    headings = ["context", "requests", "`unique`, ms per token", "routed", "ratio"]
+    return "\n\n".join([table, *parts, bare, _table(headings, found), source])
 
 
 _WEIGHT_BYTES = 2 * (32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 4096 * 128256)
@@ -203,9 +208,9 @@ def serve_gpu() -> str:
     return "\n\n".join([_table(headings, rows), *sources])
 
 
-def _kernels() -> tuple[dict[str, Any], dict[tuple[str, str], dict[str, dict[str, Any]]]]:
+def _kernels(name: str) -> tuple[dict[str, Any], dict[tuple[str, str], dict[str, dict[str, Any]]]]:
     """The run, and its rows by operation and case, and by provider."""
-    run, found = _lines("kernels_h200.jsonl")
+    run, found = _lines(name)
     times: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
     for row in found:
         times.setdefault((row["op"], row["case_name"]), {})[row["provider"]] = row
@@ -214,7 +219,7 @@ def _kernels() -> tuple[dict[str, Any], dict[tuple[str, str], dict[str, dict[str
 
 def routing_gpu() -> str:
     """Attention of routed groups beside dense attention, and what asking costs."""
-    run, times = _kernels()
+    run, times = _kernels("kernels_h200_route.jsonl")
     rows = []
     for batch in (1, 4, 8, 32):
         for context in ("8K", "32K", "128K", "512K"):
@@ -229,7 +234,26 @@ def routing_gpu() -> str:
             cells = f"{own:.0f}", f"{dense:.0f} ({dense / own:.2f}x)", f"{asking:+.1%}"
             rows.append([case.removesuffix(" g4"), *cells, f"{alone:.0f} / {us['selected']:.0f}"])
     headings = ["requests and context", "routed, µs", "FlashAttention 3", "cost of asking", "`unique` / routed, µs"]
-    return "\n\n".join([_table(headings, rows), _provenance("kernels_h200.jsonl", run)])
+    return "\n\n".join([_table(headings, rows), _provenance("kernels_h200_route.jsonl", run)])
+
+
+def calibrated() -> str:
+    """What `vllm-sparse calibrate` says of a model with sink groups and of one without, and answers with both."""
+    rows, sources = [], []
+    for name in ("calibrate_witness.jsonl", "calibrate_needle.jsonl"):
+        run, (found,) = _lines(name)
+        skipped, precision, recall = found["detection"]
+        answers = [sum(row[key] for row in found["rows"]) for key in ("dense_answers_right", "routed_answers_right")]
+        asked = sum(row["answers"] for row in found["rows"])
+        shares = (f"{share:.1%}" for share in (found["sink_groups"], skipped, precision, recall))
+        right = f"{answers[0]}/{asked}", f"{answers[1]}/{asked}"
+        rows.append([run["model"], *shares, f"{found['auprc']:.3f}", *right, "yes" if found["verdict"][0] else "no"])
+        sources.append(_provenance(name, run))
+    headings = ["model", "sink groups", "skipped", "of them sink groups", "sink groups skipped", "AUPRC"]
+    table = _table([*headings, "dense", "routed", "recommended"], rows)
+    found_rows, source = _evaluated([f"eval_witness_{name}.jsonl" for name in _WITNESS_MIXES])
+    mixes = _table(["witness-6m through vLLM, from the question", *_EVALUATED], found_rows)
+    return "\n\n".join([table, *sources, mixes, source])
 
 
 def stop_gpu() -> str:
@@ -252,9 +276,29 @@ def stop_gpu() -> str:
     return "\n\n".join([table, _provenance("kernels_h200_stop.jsonl", run)])
 
 
+def decode_stopping() -> str:
+    """Time per token of attention that stops at a depth, looks in vain, or cannot stop."""
+    names = ("stops", "vain", "endless", "flash_attn")
+    runs = {name: _lines(f"decode_h200_art_{name}.jsonl") for name in names}
+    times = {
+        name: {(line["context_tokens"], line["batch"]): line["ms_per_token"] for line in lines}
+        for name, (_, lines) in runs.items()
+    }
+    rows = []
+    for context, batch in times["stops"]:
+        stops, vain, endless, dense = (times[name][context, batch] for name in names)
+        cells = f"{dense:.2f}", f"{endless:.2f}", f"{vain:.2f} ({vain / endless - 1:+.1%})"
+        rows.append([f"{context:,}", str(batch), *cells, f"{stops:.2f} ({endless / stops - 1:+.0%} tokens per s)"])
+    headings = ["context", "requests", "FlashAttention 3, ms per token", "`art` that cannot stop", "looks in vain"]
+    sources = ", ".join(f"[{name}](bench/results/decode_h200_art_{name}.jsonl)" for name in names)
+    run, _ = runs["stops"]
+    table = _table([*headings, "stops after 21 blocks of 512"], rows)
+    return f"{table}\n\n{_provenance('decode_h200_art_stops.jsonl', run)} All: {sources}."
+
+
 def kernels_gpu() -> str:
     """A decode step, selection and scoring beside their rivals on a GPU."""
-    run, times = _kernels()
+    run, times = _kernels("kernels_h200.jsonl")
 
     def line(op: str, case: str, rivals: list[str]) -> list[str]:
         here = times[op, case]
@@ -365,10 +409,16 @@ _EVALUATED = ["right", "share (95 %)", "minus dense, paired"]
 
 def served() -> str:
     """Needles decoded from the question, through vLLM."""
-    rows, source = _evaluated([f"eval_cpu_{label}.jsonl" for label in ("dense", "512", "128", "64")])
-    return "\n\n".join([_table(["budget, 4,096 tokens on a CPU", *_EVALUATED], rows), source])
+    parts = []
+    for name, where in (("cpu", "4,096 tokens on a CPU"), ("h200", "16,384 tokens on an H200")):
+        rows, source = _evaluated([f"eval_{name}_{label}.jsonl" for label in ("dense", "512", "128", "64")])
+        parts += [_table([f"budget, {where}", *_EVALUATED], rows), source]
+    return "\n\n".join(parts)
 
 
+_WITNESS_MIXES = (
+    "dense", "sinkrouter", "unique", "unique_routed", "sinkrouter_art"
+)  # fmt: skip
 _MIXES = (
     "dense", "unique", "unique_art", "unique_routed", "unique_routed_art", "quest", "quest_art", "mean", "infllm",
     "streaming_llm", "sinkrouter", "art", "sinkrouter_art",
@@ -407,7 +457,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "serve-gpu": serve_gpu,
     "kernels-gpu": kernels_gpu,
     "routing-gpu": routing_gpu,
+    "calibrated": calibrated,
     "stop-gpu": stop_gpu,
+    "decode-stopping": decode_stopping,
     "accuracy-gpu": accuracy_gpu,
     "formats": formats,
     "served": served,

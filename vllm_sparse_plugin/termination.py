@@ -31,8 +31,9 @@ class Termination(Section):
     block_tokens: Literal[64, 128, 256, 512, 1024] = 64
     """Tokens read between two tests."""
     dense_sink_pages: Annotated[int, Field(ge=0, le=64)] = 1
-    """Leading pages of 16 tokens that are read before the newest where the policy is dense: heads that rest on the first
-    token are not stable before they have seen it. The paper has none. Other policies have `selection.sink_pages`."""
+    """Leading pages of 16 tokens that are read before the newest where the policy is dense: heads that rest on the
+    first token are not stable before they have seen it. The paper has none. Other policies have
+    `selection.sink_pages`."""
 
     def rule(self, selection: Selection) -> StopRule:
         """The rule for what a policy selects."""
