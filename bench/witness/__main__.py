@@ -1,8 +1,8 @@
 """A small model with attention sinks: trained from scratch in minutes on one GPU.
 
-python -m bench.witness train --output models/witness-6m --seconds 460
-python -m bench.witness measure --model models/witness-6m
-python -m bench.witness card --model models/witness-6m
+python -m bench.witness train --output my-witness --seconds 460
+python -m bench.witness measure --model my-witness
+python -m bench.witness card --model my-witness
 """
 
 from __future__ import annotations
