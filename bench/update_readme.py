@@ -108,18 +108,22 @@ def decode() -> str:
     return f"{_table(headings, rows)}\n\n{_provenance('decode_cpu.jsonl', run)}"
 
 
+def _steps(name: str) -> tuple[dict[str, Any], dict[tuple[int, int], dict[str, Any]]]:
+    """The run, and its measured rows by context and batch."""
+    run, lines = _lines(name)
+    return run, {(line["context_tokens"], line["batch"]): line for line in lines if line.get("ms_per_token")}
+
+
 def _decode_pair(
     dense_name: str, sparse_name: str, rival: str = "FlashAttention 3: the same with `--variant flash_attn`"
 ) -> tuple[list[list[str]], str]:
     """Rows of a dense and a sparse result file, and where they come from."""
-    (_, dense), (run, sparse) = _lines(dense_name), _lines(sparse_name)
-    times = {(line["context_tokens"], line["batch"]): line.get("ms_per_token") for line in dense}
-    rows = [
-        [f"{context:,}", str(batch), f"{before:.2f}", f"{now:.2f}", f"{before / now:.2f}"]
-        for line in sparse
-        if (before := times.get((context := line["context_tokens"], batch := line["batch"])))
-        and (now := line.get("ms_per_token"))
-    ]
+    (_, dense), (run, sparse) = _steps(dense_name), _steps(sparse_name)
+    rows = []
+    for (context, batch), line in sparse.items():
+        if (context, batch) in dense:
+            before, now = dense[context, batch]["ms_per_token"], line["ms_per_token"]
+            rows.append([f"{context:,}", str(batch), f"{before:.2f}", f"{now:.2f}", f"{before / now:.2f}"])
     return rows, f"{_provenance(sparse_name, run)} {rival}; [data](bench/results/{dense_name})."
 
 
@@ -141,14 +145,14 @@ def decode_routed() -> str:
     """Time per token with routed groups, and what the bytes would allow."""
     parts = []
     rows = []
-    bandwidth = _lines("kernels_h200_stop.jsonl")[0]["read_bandwidth_gb_s"] / 1e3
+    reading = "kernels_h200_stop.jsonl"
+    bandwidth = _lines(reading)[0]["read_bandwidth_gb_s"] / 1e3
     for name in ("routing", "routing_512k"):
         files = f"decode_h200_{name}_flash_attn.jsonl", f"decode_h200_{name}_sinkrouter.jsonl"
         found, source = _decode_pair(*files)
-        _, lines = _lines(files[1])
-        times = {(line["context_tokens"], line["batch"]): line for line in lines if "ms_per_token" in line}
+        _, steps = _steps(files[1])
         for cells in found:
-            line = times[int(cells[0].replace(",", "")), int(cells[1])]
+            line = steps[int(cells[0].replace(",", "")), int(cells[1])]
             (layers, skipping) = _skipped(line["additional_config"])
             kv = line["kv_gib"] * 2**30
             dense, routed = _WEIGHT_BYTES + kv, _WEIGHT_BYTES + kv * (1 - skipping / layers)
@@ -156,7 +160,10 @@ def decode_routed() -> str:
         parts.append(source)
     headings = ["context", "requests", "FlashAttention 3, ms per token", "`sinkrouter`, ms per token", "ratio"]
     table = _table([*headings, "ratio of bytes", "`sinkrouter` reads, TB/s"], rows)
-    bare = f"A kernel that only reads gets {bandwidth:.2f} TB/s of this memory. The same in front of `unique`:"
+    bare = (
+        f"A kernel that only reads gets {bandwidth:.2f} TB/s of this memory ([data](bench/results/{reading})). "
+        "The same in front of `unique`:"
+    )
     files = "decode_h200_routing_unique_alone.jsonl", "decode_h200_routing_unique.jsonl"
     found, source = _decode_pair(*files, "Not routed: the same without `--skip-ratio`")
     headings = ["context", "requests", "`unique`, ms per token", "routed", "ratio"]
@@ -279,20 +286,18 @@ def stop_gpu() -> str:
 def decode_stopping() -> str:
     """Time per token of attention that stops at a depth, looks in vain, or cannot stop."""
     names = ("stops", "vain", "endless", "flash_attn")
-    runs = {name: _lines(f"decode_h200_art_{name}.jsonl") for name in names}
-    times = {
-        name: {(line["context_tokens"], line["batch"]): line["ms_per_token"] for line in lines}
-        for name, (_, lines) in runs.items()
-    }
+    runs = {name: _steps(f"decode_h200_art_{name}.jsonl") for name in names}
+    run, steps = runs["stops"]
     rows = []
-    for context, batch in times["stops"]:
-        stops, vain, endless, dense = (times[name][context, batch] for name in names)
+    for context, batch in steps:
+        stops, vain, endless, dense = (runs[name][1][context, batch]["ms_per_token"] for name in names)
         cells = f"{dense:.2f}", f"{endless:.2f}", f"{vain:.2f} ({vain / endless - 1:+.1%})"
         rows.append([f"{context:,}", str(batch), *cells, f"{stops:.2f} ({endless / stops - 1:+.0%} tokens per s)"])
+    rule = next(iter(steps.values()))["additional_config"]["sparse_attention"]["termination"]
+    stop = f"stops after {rule['patience'] + 1} blocks of {rule['block_tokens']}"
     headings = ["context", "requests", "FlashAttention 3, ms per token", "`art` that cannot stop", "looks in vain"]
     sources = ", ".join(f"[{name}](bench/results/decode_h200_art_{name}.jsonl)" for name in names)
-    run, _ = runs["stops"]
-    table = _table([*headings, "stops after 21 blocks of 512"], rows)
+    table = _table([*headings, stop], rows)
     return f"{table}\n\n{_provenance('decode_h200_art_stops.jsonl', run)} All: {sources}."
 
 
@@ -416,9 +421,7 @@ def served() -> str:
     return "\n\n".join(parts)
 
 
-_WITNESS_MIXES = (
-    "dense", "sinkrouter", "unique", "unique_routed", "sinkrouter_art"
-)  # fmt: skip
+_WITNESS_MIXES = ("dense", "sinkrouter", "unique", "unique_routed", "sinkrouter_art")
 _MIXES = (
     "dense", "unique", "unique_art", "unique_routed", "unique_routed_art", "quest", "quest_art", "mean", "infllm",
     "streaming_llm", "sinkrouter", "art", "sinkrouter_art",

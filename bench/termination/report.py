@@ -81,7 +81,8 @@ def _results(file: Path) -> str:
     judged = [row for row in run.rows if "scale" in row]
     paper = min(row["scale"] for row in judged)
     stops = _groups(asked, "order", "rule")
-    whole = [(order, rule) for order, rule in stops if rule.startswith("whole") and "newest" in order]
+    orders = [order for order in dict.fromkeys(order for order, _ in stops) if "newest" in order]
+    whole = [rule for rule in dict.fromkeys(rule for _, rule in stops) if rule.startswith("whole")]
     at_paper = [row for row in judged if row["scale"] == paper]
     by_length = {key: _sums(group) for key, group in _groups(judged, "scale", "context_tokens").items()}
     layers = range(len(judged[0]["layers"]))
@@ -100,8 +101,8 @@ def _results(file: Path) -> str:
         "### How far the layers read",
         *(
             part
-            for order, rule in whole
-            if not rule.endswith("0.1")
+            for order in orders
+            for rule in whole[:2]
             for part in (f"{order.capitalize()}, rule `{rule}`, share of decisions:", _histogram(stops[order, rule]))
         ),
         f"`{run.about['command']}`, {run.about['date'][:10]}; {hardware} cores; {versions}; "

@@ -352,7 +352,7 @@ def routed(inputs: Inputs, case: Case, splits: int = 64, launch: object = None) 
     from sparse_kernels.routed_attention import cuda
 
     out = torch.full(inputs.query.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    cuda.routed_attention(*routed_arguments(inputs, case, splits), out, **({"launch": launch} if launch else {}))
+    cuda.routed_attention(*routed_arguments(inputs, case, splits), out, launch=launch)
     return out
 
 
@@ -595,7 +595,7 @@ def stopped(inputs: Inputs, case: Case, rule: StopRule, launch: object = None) -
     visited = torch.full((len(inputs.query), case.num_kv_heads), -1, dtype=torch.int32, device=inputs.query.device)
     counters = torch.zeros((case.num_kv_heads, 4), dtype=torch.int64, device=inputs.query.device)
     if case.k is None:
-        out = every_page(inputs, case, rule, visited, counters, **({"launch": launch} if launch else {}))
+        out = every_page(inputs, case, rule, visited, counters, launch=launch)
     else:
         out = decode(inputs, case, launch, rule, visited=visited, counters=counters)
     return out, visited, counters
