@@ -16,8 +16,8 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from sparse_kernels.termination import StopRule, probe_elements
-from sparse_kernels.termination.reference import stop_blocks
+from sparse_kernels.stopping import StopRule, probe_elements
+from sparse_kernels.stopping.reference import stop_blocks
 
 from bench.termination.model import MODEL, Layer, Setting, StoppingModel, questions
 from bench.termination.report import PAGE, RESULT_FILES, render

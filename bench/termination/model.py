@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sparse_kernels.termination import StopRule, probe_elements
-from sparse_kernels.termination.reference import partial_outputs, stop_blocks
+from sparse_kernels.stopping import StopRule, probe_elements
+from sparse_kernels.stopping.reference import partial_outputs, stop_blocks
 
 from vllm_sparse_plugin.diagnostics.forward import LayerInputs, PagedLayer
 from vllm_sparse_plugin.needles import build_questions
