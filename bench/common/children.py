@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.engine import ROOT
+from bench.common.engine import ROOT
 from vllm_sparse_plugin.cli.server import stop_group
 
 

@@ -1,8 +1,8 @@
 """Stopping on a trained model, on a CPU.
 
-python -m bench.termination run
-python -m bench.termination run --model models/witness-6m --output bench/results/art_cpu_witness.jsonl
-python -m bench.termination report
+python -m research.termination run
+python -m research.termination run --model models/witness-6m --output bench/results/art_cpu_witness.jsonl
+python -m research.termination report
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from rich.console import Console
 from sparse_kernels.stopping import StopRule, probe_elements
 from sparse_kernels.stopping.reference import stop_blocks
 
-from bench.termination.model import MODEL, Layer, Setting, StoppingModel, questions
-from bench.termination.report import PAGE, RESULT_FILES, render
+from research.termination.model import MODEL, Layer, Setting, StoppingModel, questions
+from research.termination.report import PAGE, RESULT_FILES, render
 from vllm_sparse_plugin.cli.arguments import run_app
 from vllm_sparse_plugin.cli.provenance import open_report
 from vllm_sparse_plugin.policies import EveryPage, UniqueSelection

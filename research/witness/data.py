@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from bench.models import NEEDLE_8M
+from bench.common.models import NEEDLE_8M
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.needles import Needle, ask, kv_needles, magic_needles, with_needles
 

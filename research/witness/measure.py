@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bench.witness.data import ANSWER, ASKED_TASKS, BOS, build_document, cut, encode
+from research.witness.data import ANSWER, ASKED_TASKS, BOS, build_document, cut, encode
 from vllm_sparse_plugin.diagnostics.forward import SINK_MASS, CapturingModel, LayerInputs
 
 CONTEXTS = (1024, 2048, 4096, 8192)

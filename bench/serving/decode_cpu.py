@@ -1,6 +1,6 @@
 """Decode time per token of dense and sparse attention in vLLM on a CPU, and where the time of a sparse layer goes.
 
-    python bench/decode_cpu.py --output bench/results/decode_cpu.jsonl
+    python -m bench.serving.decode_cpu --output bench/results/decode_cpu.jsonl
 
 Decoding alone: a prompt is computed once; then 1 token and 1 + n tokens are generated from the prefix cache, and the
 difference is divided by n. Medians over repeats; one server after the other in one run.
@@ -30,7 +30,7 @@ from sparse_kernels.sparse_attention import attend_pages
 from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.cli.server import ServerSettings, run_server
 
-MODEL = Path(__file__).parents[1] / "models" / "needle-8m"
+MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 BACKENDS: dict[str, str | None] = {"dense": None, "unique": "unique"}
 NEW_TOKENS = 64
 

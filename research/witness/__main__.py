@@ -1,8 +1,8 @@
 """A small model with attention sinks: trained from scratch in minutes on one GPU.
 
-python -m bench.witness train --output my-witness --seconds 460
-python -m bench.witness measure --model my-witness
-python -m bench.witness card --model my-witness
+python -m research.witness train --output my-witness --seconds 460
+python -m research.witness measure --model my-witness
+python -m research.witness card --model my-witness
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bench.report import read_runs
+from bench.common.report import read_runs
 from vllm_sparse_plugin.cli.arguments import run_app
 from vllm_sparse_plugin.cli.provenance import describe_run, open_output
 from vllm_sparse_plugin.errors import ConfigurationError
 
 if TYPE_CHECKING:
     # Imported late otherwise: worker processes import this module, and need neither torch nor transformers.
-    from bench.witness.data import Corpus
-    from bench.witness.training import Stage
+    from research.witness.data import Corpus
+    from research.witness.training import Stage
 
 STAGES = ("1024:0.3", "2048:0.25", "4096:0.25", "8192:0.2")
 LEAST_LENGTH = 256
@@ -85,7 +85,7 @@ def train(
     if heads % kv_heads:
         raise ConfigurationError(f"kv_heads: got {kv_heads}, allowed: a divisor of {heads}")
     stages = _stages(stage or list(STAGES))
-    from bench.witness.data import DocumentPool, collect_text, encode_files, installed_text, open_workers
+    from research.witness.data import DocumentPool, collect_text, encode_files, installed_text, open_workers
 
     corpus = collect_text(text or installed_text(), text_bytes, seed)
     print(f"{time.monotonic() - begin:.0f} s: read {len(corpus.files):,} files", flush=True)
@@ -103,10 +103,10 @@ def train(
         lengths = [each.length + 1 for each in stages]
         pool = DocumentPool(corpus.files, lengths, document_tokens, seed, workers)
 
-        from bench.witness.card import LOG
-        from bench.witness.model import build_model
-        from bench.witness.training import Recipe, Trainer
-        from bench.witness.training import train as run
+        from research.witness.card import LOG
+        from research.witness.model import build_model
+        from research.witness.training import Recipe, Trainer
+        from research.witness.training import train as run
 
         where = _device(device)
         recipe = Recipe(
@@ -150,8 +150,8 @@ def measure(
     commit: _Commit = None,
 ) -> None:
     """Measure perplexity of text that was held out, answers, and where the heads look."""
-    from bench.witness.card import LOG
-    from bench.witness.data import collect_text, installed_text
+    from research.witness.card import LOG
+    from research.witness.data import collect_text, installed_text
 
     about = read_runs(model / LOG)[0].about
     corpus = collect_text(text or installed_text(), about["data"]["text_bytes"], about["recipe"]["seed"])
@@ -165,8 +165,8 @@ def card(model: Annotated[Path, typer.Option(help="Folder that `train` wrote.")]
 
 
 def _stages(given: list[str]) -> tuple[Stage, ...]:
-    from bench.witness.model import MAX_POSITIONS
-    from bench.witness.training import Stage
+    from research.witness.model import MAX_POSITIONS
+    from research.witness.training import Stage
 
     found = []
     for value in given:
@@ -200,9 +200,9 @@ def _device(given: str | None) -> str:
 def _measure(
     model: Path, corpus: Corpus, device: str, questions: int, seconds: float, output: Path | None, commit: str | None
 ) -> None:
-    from bench.witness.card import LOG, MEASUREMENTS
-    from bench.witness.measure import NEWEST
-    from bench.witness.measure import measure as run
+    from research.witness.card import LOG, MEASUREMENTS
+    from research.witness.measure import NEWEST
+    from research.witness.measure import measure as run
 
     trained: dict[str, Any] = read_runs(model / LOG)[0].about
     about = describe_run(model, commit, _PACKAGES) | {
@@ -220,7 +220,7 @@ def _measure(
 
 
 def _write_card(model: Path) -> None:
-    from bench.witness.card import PAGE, render
+    from research.witness.card import PAGE, render
 
     (model / PAGE).write_text(render(model), encoding="utf-8")
 

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from sparse_kernels.page_topk import reference, select_pages
 
-from bench.study.scores import PageScore
-from bench.study.settings import Setting, Stress
+from research.study.scores import PageScore
+from research.study.settings import Setting, Stress
 
 _ATTENTION = "study"
 _SUMMARIES_KEPT = 2

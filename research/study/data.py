@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from bench.report import Run, read_runs
-from bench.study.documents import TEXT
+from bench.common.report import Run, read_runs
+from research.study.documents import TEXT
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.needles import STRESS_TASKS
 

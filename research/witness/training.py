@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from bench.witness.data import ANSWER, SOURCES, DocumentPool, Kinds, Tokens, stretches
-from bench.witness.model import Forward, Loss, save_model
+from research.witness.data import ANSWER, SOURCES, DocumentPool, Kinds, Tokens, stretches
+from research.witness.model import Forward, Loss, save_model
 
 _BETAS = (0.9, 0.95)
 _CLIP = 1.0

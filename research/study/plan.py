@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import get_args
 
-from bench.study.documents import TASKS
-from bench.study.scores import Interval, Mean, MeanFormat, Moments, Newest, Oracle, PageScore, Parts, TwoLevel
-from bench.study.settings import Setting, Stress
+from research.study.documents import TASKS
+from research.study.scores import Interval, Mean, MeanFormat, Moments, Newest, Oracle, PageScore, Parts, TwoLevel
+from research.study.settings import Setting, Stress
 from vllm_sparse_plugin.needles import STRESS_TASKS
 
 BUDGETS = (2048, 1024, 512, 256, 128, 64)

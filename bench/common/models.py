@@ -13,7 +13,7 @@ from typing import Any
 
 from vllm_sparse_plugin.errors import ConfigurationError
 
-NEEDLE_8M = Path(__file__).parents[1] / "models" / "needle-8m"
+NEEDLE_8M = Path(__file__).parents[2] / "models" / "needle-8m"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _NEEDED = (
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "intermediate_size",

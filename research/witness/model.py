@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import functional
 
-from bench.models import NEEDLE_8M, TOKENIZER_FILES
-from bench.witness.data import SOURCES
+from bench.common.models import NEEDLE_8M, TOKENIZER_FILES
+from research.witness.data import SOURCES
 
 HEAD_SIZE = 64
 ROPE_THETA = 1e6

@@ -14,13 +14,13 @@ from typing import IO, Any
 import torch
 from rich.progress import Progress
 
-from bench.models import NEEDLE_8M
+from bench.common.models import NEEDLE_8M
+from bench.common.report import open_console, read_runs
 from bench.quality.questions import load_tokenizer
-from bench.report import open_console, read_runs
-from bench.study.documents import TASKS, TEXT, TEXT_TOKENS, Document, load_documents
-from bench.study.pipeline import Decoder, Prefix
-from bench.study.plan import STAGES, Stage
-from bench.study.settings import Setting
+from research.study.documents import TASKS, TEXT, TEXT_TOKENS, Document, load_documents
+from research.study.pipeline import Decoder, Prefix
+from research.study.plan import STAGES, Stage
+from research.study.settings import Setting
 from vllm_sparse_plugin.cli.provenance import describe_run, open_output
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -50,7 +50,7 @@ def chosen_stages(names: list[str] | None, contexts: list[int] | None, patterns:
         if lengths and settings:
             stages.append(replace(stage, contexts=lengths, settings=settings))
     if not stages:
-        raise ConfigurationError("setting, context: got none that the stages have, allowed: see bench/study/plan.py")
+        raise ConfigurationError("setting, context: got none that the stages have, allowed: see research/study/plan.py")
     return stages
 
 

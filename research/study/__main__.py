@@ -1,4 +1,4 @@
-"""`python -m bench.study`."""
+"""`python -m research.study`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Annotated
 import torch
 import typer
 
-from bench.study.plan import STAGES
+from research.study.plan import STAGES
 from vllm_sparse_plugin.cli.arguments import run_app
 from vllm_sparse_plugin.errors import ConfigurationError
 
 PAGE = Path(__file__).parent / "README.md"
-RESULTS = Path(__file__).parents[1] / "results"
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
@@ -38,7 +38,7 @@ def documents(
     seed: _Seed = 0,
 ) -> None:
     """Write the documents, so that another machine asks the same questions."""
-    from bench.study.run import builds_of, chosen_stages, document_source
+    from research.study.run import builds_of, chosen_stages, document_source
 
     source = document_source(seed, folder)
     for stage in chosen_stages(stages, contexts, None):
@@ -63,7 +63,7 @@ def run(
     commit: Annotated[str | None, typer.Option(help="Commit to record, where the checkout has no .git.")] = None,
 ) -> None:
     """Measure; exit code 3 if time runs out, after which the same command goes on."""
-    from bench.study.run import chosen_stages, measure
+    from research.study.run import chosen_stages, measure
 
     chosen = chosen_stages(stages, contexts, settings)
     try:
@@ -84,7 +84,7 @@ def collect(
     output: Annotated[Path, typer.Option(help="JSON lines to write: one for each setting and context.")],
 ) -> None:
     """Fold result files into one line for each setting and context."""
-    from bench.study.data import collect_runs
+    from research.study.data import collect_runs
 
     collect_runs(raw, output)
 
@@ -94,7 +94,7 @@ def report(
     check: Annotated[bool, typer.Option("--check", help="Only say whether the page is up to date.")] = False,
 ) -> None:
     """Write the generated parts and the plots of the study's page."""
-    from bench.study.report import write_page
+    from research.study.report import write_page
 
     write_page(PAGE, RESULTS, check)
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.models import Model
-from bench.worker import EXTENSION
+from bench.common.models import Model
+from bench.common.worker import EXTENSION
 from vllm_sparse_plugin.cli.arguments import parse_additional_config
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -20,7 +20,7 @@ from vllm_sparse_plugin.routing import Routing
 if TYPE_CHECKING:
     from vllm import LLM
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DENSE = "dense"
 DENSE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 KV_CACHE_DTYPES = ("auto", "fp8")

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from bench.study.scores import Newest, PageScore
+from research.study.scores import Newest, PageScore
 
 Stress = Literal["none", "channels", "offset", "centred"]
 """Keys as larger models have them: a few channels of 8 times the size, or an offset that all keys share; or the

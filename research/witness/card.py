@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.report import Run, read_runs
-from bench.witness.data import ASKED_TASKS, SOURCES
-from bench.witness.model import FIRST_PRICED
+from bench.common.report import Run, read_runs
+from research.witness.data import ASKED_TASKS, SOURCES
+from research.witness.model import FIRST_PRICED
 from vllm_sparse_plugin.diagnostics.forward import SINK_MASS
 
 LOG = "training.jsonl"

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-EXTENSION = "bench.worker.BenchWorker"
+EXTENSION = "bench.common.worker.BenchWorker"
 
 
 class BenchWorker:
