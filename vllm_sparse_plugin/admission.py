@@ -10,9 +10,9 @@ import torch
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
+from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.diagnostics.live import expose
 from vllm_sparse_plugin.errors import ConfigurationError, choices
-from vllm_sparse_plugin.routing import Routing, identify
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

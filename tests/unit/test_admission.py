@@ -9,9 +9,9 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
 from vllm_sparse_plugin.admission import admit
+from vllm_sparse_plugin.config.routing import identify
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.registration import BACKENDS
-from vllm_sparse_plugin.routing import identify
 
 SMALL = {
     "vocab_size": 256,

@@ -19,6 +19,8 @@ from vllm_sparse_plugin.config import (
     preset_names,
     resolve,
 )
+from vllm_sparse_plugin.config.routing import Routing
+from vllm_sparse_plugin.config.termination import Termination
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import (
     POLICIES,
@@ -30,8 +32,6 @@ from vllm_sparse_plugin.policies import (
     UniqueSelection,
 )
 from vllm_sparse_plugin.registration import BACKENDS
-from vllm_sparse_plugin.routing import Routing
-from vllm_sparse_plugin.termination import Termination
 
 SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
 SECTIONS = {

@@ -18,9 +18,9 @@ from rich.table import Table
 
 from vllm_sparse_plugin.cli.arguments import model_limits, read_prompts
 from vllm_sparse_plugin.cli.provenance import open_report
+from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.needles import MIN_CONTEXT_TOKENS, QUESTIONS_PER_DOCUMENT, TASKS, build_questions
-from vllm_sparse_plugin.routing import Routing, identify
 
 if TYPE_CHECKING:
     from vllm_sparse_plugin.diagnostics.calibration import Outcome, Text, Verdict

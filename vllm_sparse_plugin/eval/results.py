@@ -43,8 +43,8 @@ class Result(BaseModel):
     """From 0 to 1; for the metric `nll` the mean negative log likelihood of the forced tokens in nats."""
     seconds: float
     kv_read_share: float | None = None
-    """Share of the cached keys and values that the decode steps of the answer's batch read, where the engine can tell: all
-    layers and KV heads, counted where attention may stop or skip groups."""
+    """Share of the cached keys and values that the decode steps of the answer's batch read, over all layers and KV
+    heads, where the endpoint can tell; see `eval.reading`."""
 
 
 @dataclass(frozen=True)

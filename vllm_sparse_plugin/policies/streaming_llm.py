@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
-from sparse_kernels.page_statistics import PageStatistics
+from typing import TYPE_CHECKING, Literal
 
 from vllm_sparse_plugin.policies.base import Selection
+
+if TYPE_CHECKING:
+    import torch
+    from sparse_kernels.page_statistics import PageStatistics
 
 
 class StreamingLLMSelection(Selection):
@@ -29,6 +30,8 @@ class StreamingLLMSelection(Selection):
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
     ) -> torch.Tensor:
+        import torch
+
         offsets = torch.arange(self.budget_pages, device=query.device)
         newest = num_pages[:, None] - self.budget_pages + offsets
         pages = torch.where(offsets < self.sink_pages, offsets, newest)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
-from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 
 from vllm_sparse_plugin.policies.scored import ScoredSelection
+
+if TYPE_CHECKING:
+    from sparse_kernels.page_statistics import StatisticsLayout
 
 
 class UniqueSelection(ScoredSelection):
@@ -31,6 +33,8 @@ class UniqueSelection(ScoredSelection):
         return self.lambda_
 
     def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout:
+        from sparse_kernels.page_statistics import KINDS, StatisticsLayout
+
         kept = self.statistics
         if kept == "auto":
             kept = "quarters" if cache_itemsize > 1 else "int8"
