@@ -51,6 +51,14 @@ class SparseAttentionConfig(Section):
     diagnostics: Diagnostics = Diagnostics()
     """Measuring the selections of a running server."""
 
+    def without_auto(self) -> SparseAttentionConfig:
+        """The same with the number that `termination.block_tokens: auto` stands for."""
+        if self.termination is None:
+            return self
+        number = self.termination.block_tokens_of(self.selection)
+        termination = self.termination.model_copy(update={"block_tokens": number})
+        return self.model_copy(update={"termination": termination})
+
 
 def fields_by_key(section: type[Section]) -> dict[str, FieldInfo]:
     """The fields of a part of the configuration, by the keys that a user writes."""

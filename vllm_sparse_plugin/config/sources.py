@@ -18,6 +18,11 @@ from vllm_sparse_plugin.config.messages import sentence_of
 from vllm_sparse_plugin.config.schema import KEY, SOURCES, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 
+ADDITIONAL_CONFIG = "additional config"
+"""Source of values that `--additional-config` gives itself."""
+FILE = "file "
+"""How the name of a source begins that is a file of the user."""
+
 
 def preset_names() -> list[str]:
     """Names of the presets in `configs/`."""
@@ -43,8 +48,8 @@ def resolve(settings: Mapping[str, Any] | None, backend_preset: str) -> Resolved
     if preset is not None:
         layers.append((f"preset {preset}", _read_preset(f"{KEY}.preset", preset)))
     if file is not None:
-        layers.append((f"file {file}", _read_file(file)))
-    layers.append(("additional config", inline))
+        layers.append((f"{FILE}{file}", _read_file(file)))
+    layers.append((ADDITIONAL_CONFIG, inline))
 
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
@@ -54,7 +59,7 @@ def resolve(settings: Mapping[str, Any] | None, backend_preset: str) -> Resolved
     except RecursionError:
         raise ConfigurationError(f"{KEY}: got settings that contain themselves, allowed: a finite mapping") from None
     try:
-        return ResolvedConfig(SparseAttentionConfig.model_validate(merged), sources)
+        return ResolvedConfig(SparseAttentionConfig.model_validate(merged).without_auto(), sources)
     except ValidationError as error:
         sentence = sentence_of(error.errors()[0], sources)
         raise ConfigurationError(" ".join(sentence.splitlines())) from None

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
-from vllm_sparse_plugin.policies.base import Section, Selection
+from vllm_sparse_plugin.policies.base import Policy, Section, Selection
+from vllm_sparse_plugin.policies.dense import DensePolicy
 
 if TYPE_CHECKING:
     from sparse_kernels.termination import StopRule
@@ -27,8 +28,10 @@ class Termination(Section):
     """The same of its direction, as 1 - cosine (the paper's phi); above 2 every direction passes."""
     patience: Annotated[int, Field(ge=0, le=1 << 20)] = 5
     """Consecutive stable blocks after which a step stops reading (the paper's p); 0 for never."""
-    block_tokens: Literal[64, 128, 256, 512, 1024] = 64
-    """Tokens read between two tests."""
+    block_tokens: Literal["auto", 64, 128, 256, 512, 1024] = "auto"
+    """Tokens read between two tests. `auto` takes 512 where every page may be read: fewer leave a GPU's memory idle
+    between the tests. Under a policy that selects pages it takes 64: its whole budget may be a block of 512, and a rule
+    can only stop what has more blocks than its patience."""
     dense_sink_pages: Annotated[int, Field(ge=0, le=64)] = 1
     """Leading pages of 16 tokens that are read before the newest where the policy is dense: heads that rest on the
     first token are not stable before they have seen it. The paper has none. Other policies have
@@ -38,6 +41,13 @@ class Termination(Section):
         """The rule for what a policy selects."""
         from sparse_kernels.termination import StopRule
 
+        block_tokens = self.block_tokens_of(selection)
         return StopRule(
-            self.scale_tolerance, self.direction_tolerance, self.patience, self.block_tokens, selection.reserved_pages
+            self.scale_tolerance, self.direction_tolerance, self.patience, block_tokens, selection.reserved_pages
         )
+
+    def block_tokens_of(self, selection: Policy) -> int:
+        """`block_tokens`, where `auto` is what it takes under a policy."""
+        if self.block_tokens != "auto":
+            return self.block_tokens
+        return 512 if selection.name() == DensePolicy.name() else 64

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -36,6 +36,8 @@ class Section(BaseModel):
 class Policy(Section):
     """What a decode step reads."""
 
+    departure: ClassVar[str] = ""
+    """Where the policy leaves its paper in what it selects, as a sentence; empty where it does not."""
     policy: Any
     """Name of the selection policy."""
 
