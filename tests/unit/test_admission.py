@@ -176,12 +176,12 @@ REFUSED = {
     "settings without a backend": (
         {"attention_backend": None, "additional_config": settings()},
         "sparse_attention: got settings but no attention backend of ours, "
-        "allowed: unique, quest, infllm, mean, streaming_llm, dense, sinkrouter or art",
+        "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter or art",
     ),
     "settings with vLLM's backend": (
         {"attention_backend": "CPU_ATTN", "additional_config": {"sparse_attention": {}}},
         "sparse_attention: got settings but no attention backend of ours, "
-        "allowed: unique, quest, infllm, mean, streaming_llm, dense, sinkrouter or art",
+        "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter or art",
     ),
     "settings that are no mapping": (
         {"additional_config": {"sparse_attention": 5}},

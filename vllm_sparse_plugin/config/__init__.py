@@ -3,7 +3,7 @@
 Importing it and resolving a configuration need neither vLLM nor torch.
 """
 
-from vllm_sparse_plugin.config.messages import describe_fields
+from vllm_sparse_plugin.config.messages import describe_fields, describe_policies
 from vllm_sparse_plugin.config.routing import ModelIdentity, Routing, identify
 from vllm_sparse_plugin.config.schema import KEY, Diagnostics, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.config.sources import preset_names, resolve
@@ -18,6 +18,7 @@ __all__ = [
     "SparseAttentionConfig",
     "Termination",
     "describe_fields",
+    "describe_policies",
     "identify",
     "preset_names",
     "resolve",

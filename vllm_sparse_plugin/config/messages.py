@@ -39,6 +39,11 @@ def describe_fields() -> list[tuple[str, str, Any, str]]:
     return rows
 
 
+def describe_policies() -> list[tuple[str, str, str]]:
+    """Every policy, for documentation: (name, what it does, where it leaves its paper or nothing)."""
+    return [(policy.name(), (policy.__doc__ or "").split("\n")[0], policy.departure) for policy in POLICIES]
+
+
 def _row(name: str, field: FieldInfo, prefix: str) -> tuple[str, str, Any, str]:
     return name, _allowed(field), field.default, prefix + " ".join((field.description or "").split())
 
