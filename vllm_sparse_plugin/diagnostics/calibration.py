@@ -285,8 +285,9 @@ class _Calibration:
 
 def first_value(inputs: LayerInputs) -> torch.Tensor:
     """The norm of token 0's value over the median norm of the other tokens' values: `[num_kv_heads]` float32."""
-    norms = inputs.values.float().norm(dim=-1)
-    return norms[:, 0] / norms[:, 1:].median(dim=-1).values
+    norms: torch.Tensor = inputs.values.float().norm(dim=-1)
+    median = norms[:, 1:].median(dim=-1).values
+    return norms[:, 0] / median
 
 
 def calibrate(
