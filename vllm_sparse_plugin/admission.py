@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vllm_sparse_plugin import compat
+from vllm_sparse_plugin import compat, connectors
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
 from vllm_sparse_plugin.diagnostics.live import expose
 from vllm_sparse_plugin.errors import ConfigurationError, choices
@@ -34,8 +34,6 @@ CUDA_MAX_OLD_PAGES = 1 << 15
 """Pages of a context, at most, before compute capability 9.0, for the same reason."""
 CUDA_MAX_BUDGET_PAGES = 1024
 """Pages, at most, that the CUDA kernels select."""
-CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector", "DecodeBenchConnector")
-"""KV connectors that move whole blocks, statistics rows included, or, to measure time, fill them with noise."""
 _EIGHT_BIT_CACHES = ("fp8", "fp8_e4m3")
 LEARNED_SINKS = ("gpt_oss",)
 """Model types whose attention has learned sinks."""
@@ -78,6 +76,8 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     config = resolve(settings, backends[name])
     for field, got, allowed in _unsupported(vllm_config, config):
         raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
+    if vllm_config.kv_transfer_config:
+        vllm_config.kv_transfer_config.kv_connector_module_path = connectors.__name__
     if config.config.diagnostics.sample_every or config.routing or config.stop_rule:
         expose()
 
@@ -116,9 +116,9 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             _expect_routable(expect, vllm_config, config.routing)
         if not found:
             multiple = block_multiple(vllm_config, config, CPU_KERNEL_BLOCK if on_cpu else CUDA_KERNEL_BLOCK)
-            # On CUDA vLLM has not chosen the block size yet, unless the user has.
+            # vLLM may choose the block size after this, and asks the backend which ones it takes.
             expect(
-                cache.block_size % multiple == 0 or (on_cuda and not cache.user_specified_block_size),
+                cache.block_size % multiple == 0 or not cache.user_specified_block_size,
                 "block_size",
                 cache.block_size,
                 f"a multiple of {multiple}" + (f" (pages of {config.pages.page_size} tokens)" if config.pages else ""),
@@ -137,10 +137,22 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
     expect(dcp == 1, "decode_context_parallel_size", dcp, "1")
     expect(pcp == 1, "prefill_context_parallel_size", pcp, "1")
     if transfer := vllm_config.kv_transfer_config:
-        connector = transfer.kv_connector
+        connector, module = transfer.kv_connector, transfer.kv_connector_module_path
+        allowed = f"one that keeps page statistics: {choices(connectors.CONNECTORS)}"
+        # vLLM makes a connector of what `--kv-offloading-size` says after this.
+        known = connector in connectors.CONNECTORS or (connector is None and cache.kv_offloading_size is not None)
+        expect(known, "kv_connector", connector, allowed)
+        expect(module in (None, connectors.__name__), "kv_connector_module_path", module, "none")
+        field = "kv_connector_extra_config.enforce_handshake_compat"
         expect(
-            connector in CONNECTORS, "kv_connector", connector, f"one that keeps page statistics: {choices(CONNECTORS)}"
+            transfer.get_from_extra_config("enforce_handshake_compat", True),
+            field,
+            "false",
+            "true: engines must agree on their page statistics",
         )
+    if cache.kv_offloading_size is not None:
+        backend = cache.kv_offloading_backend
+        expect(backend == "native", "kv_offloading_backend", backend, "native")
     if speculative := vllm_config.speculative_config:
         expect(speculative.method in SPECULATORS, "speculative method", speculative.method, choices(SPECULATORS))
     return found

@@ -23,13 +23,12 @@ from pydantic_core import ErrorDetails
 from sparse_kernels.termination import StopRule
 
 from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.names import KEY as KEY
 from vllm_sparse_plugin.policies import POLICIES, EveryPage, Policy, Selection, UniqueSelection
 from vllm_sparse_plugin.policies.base import Section
 from vllm_sparse_plugin.routing import Routing
 from vllm_sparse_plugin.termination import Termination
 
-KEY = "sparse_attention"
-"""Key of our settings in vLLM's `--additional-config`."""
 _SOURCES = ("preset", "config")
 
 AnySelection = Annotated[reduce(or_, POLICIES), Field(discriminator="policy")]  # type: ignore[valid-type]

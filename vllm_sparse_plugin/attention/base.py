@@ -33,6 +33,8 @@ class SparseBackend:
     settings: ClassVar[Any] = None
     """Our part of the configuration of the engine that this process loads, set by its layers: vLLM calls class
     methods of a backend with and without its configuration at hand, but builds the layers with it, and first."""
+    supports_kv_cache_update_bypass: ClassVar[bool] = False
+    """A fused operation of vLLM's that writes keys and values itself would leave their statistics unwritten."""
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -48,6 +50,11 @@ class SparseBackend:
 
     @classmethod
     def supports_rswa(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        # The builder splits batches by the query lengths that the host knows.
         return False
 
     @staticmethod
