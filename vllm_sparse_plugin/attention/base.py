@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin.admission import settings_of
 from vllm_sparse_plugin.config import ResolvedConfig, resolve
-from vllm_sparse_plugin.diagnostics.live import SKIPPED, VISITS, DeviceCounts, LayerQuality
+from vllm_sparse_plugin.diagnostics.live import SKIPPED, VISITS, ContextReads, DeviceCounts, LayerQuality
 from vllm_sparse_plugin.errors import ConfigurationError
 
 logger = init_logger(f"vllm.{__name__}")
@@ -148,6 +148,18 @@ def count_visits_of(
     for layer, counters in zip(stopping.values(), counts.of_layers, strict=True):
         layer.impl.counters = counters
     return counts
+
+
+def context_reads_of(
+    layers: Mapping[str, Attention], sparse: ResolvedConfig, longest_query: int | None
+) -> ContextReads | None:
+    """What counts how far the layers of a group read, from lengths; None if none selects, or attention may stop."""
+    if sparse.pages is None or sparse.stop_rule is not None or not any(layer.impl.selects for layer in layers.values()):
+        return None
+    assert longest_query is not None
+    return ContextReads(
+        sparse.pages.page_size, sparse.pages.budget_pages, sparse.config.min_context_tokens, longest_query
+    )
 
 
 def _numbered(layers: Mapping[str, Attention], vllm_config: VllmConfig) -> list[tuple[int, range]]:

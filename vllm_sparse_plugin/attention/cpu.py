@@ -30,6 +30,7 @@ from vllm_sparse_plugin.attention import packing
 from vllm_sparse_plugin.attention.base import (
     RoutedLayers,
     SparseBackend,
+    context_reads_of,
     count_visits_of,
     layer_quality,
     report_memory,
@@ -126,6 +127,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             impl.warm_up(self.kv_cache_spec)
         visits = count_visits_of(layers, self.sparse, vllm_config, device)
         self.counts = [counts for counts in (routed.counts, visits) if counts is not None]
+        self.reads = context_reads_of(layers, self.sparse, self.reorder_batch_threshold)
         if statistics is not None:
             report_memory(backend.get_name(), vllm_config, self.kv_cache_spec, statistics, len(layers))
 
@@ -140,6 +142,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             return metadata
         for counts in self.counts:
             counts.step()
+        if self.reads is not None:
+            self.reads.step(common.seq_lens_cpu_upper_bound, common.query_start_loc_cpu, common.is_prefilling)
 
         page_size = self.page_size
         slots = common.slot_mapping[: common.num_actual_tokens]

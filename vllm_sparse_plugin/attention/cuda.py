@@ -35,6 +35,7 @@ from vllm_sparse_plugin.attention.base import (
     DecodeRun,
     RoutedLayers,
     SparseBackend,
+    context_reads_of,
     count_visits_of,
     decode_runs,
     layer_quality,
@@ -170,6 +171,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                 layer.impl.quality = layer_quality(layer, vllm_config)
         visits = count_visits_of(layers, sparse, vllm_config, device)
         self.counts = [counts for counts in (routed.counts, visits) if counts is not None]
+        self.reads = context_reads_of(layers, sparse, self.reorder_batch_threshold)
         self.any_dense_layer = not all(layer.impl.is_sparse for layer in layers.values())
         self.any_sparse_layer = any(layer.impl.is_sparse for layer in layers.values())
         if statistics is not None:
@@ -201,6 +203,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         common = common_attn_metadata
         for counts in self.counts:
             counts.step()
+        if self.reads is not None:
+            self.reads.step(common.seq_lens_cpu_upper_bound, common.query_start_loc_cpu, common.is_prefilling)
         runs = self._decode_runs(common) if self.any_sparse_layer else []
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from prometheus_client import REGISTRY
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
@@ -35,6 +36,13 @@ _METRICS = {
 """By field of `Quality`: a summary's name and help; its `_sum` over its `_count` is the mean."""
 
 
+_READ_SHARE = "vllm_sparse_kv_read_share"
+_READ_SHARE_TEXT = (
+    "Tokens read (sum) of those in the context (count) by decoding tokens that read selected pages, of groups that are "
+    "not skipped; layer and kv_head are empty where all read alike."
+)
+
+
 class Ratio(NamedTuple):
     """A summary whose sum and count are columns of what kernels count, see `DeviceCounts`."""
 
@@ -48,7 +56,7 @@ SKIPPED = (Ratio("vllm_sparse_group_skipped", "Share of the KV groups of decodin
 """Of `GroupRouting.counts`."""
 VISITS = (
     Ratio("vllm_sparse_traversal_blocks", "Blocks that attention visited before it stopped, by token.", 1, 0),
-    Ratio("vllm_sparse_kv_read_share", "Tokens read (sum) of those in the context (count), where it may stop.", 2, 3),
+    Ratio(_READ_SHARE, _READ_SHARE_TEXT, 2, 3),
 )
 """Of `count_visits`."""
 COUNTED_STEPS = 16
@@ -182,6 +190,48 @@ class DeviceCounts:
             self._copied.copy_(self._counts, non_blocking=True)
             if self._event is not None:
                 self._event.record()
+
+
+class ContextReads:
+    """How much of its context a decoding token reads where the budget alone decides: lengths on the host say it."""
+
+    def __init__(self, page_size: int, budget_pages: int, shortest: int, longest_query: int) -> None:
+        """Takes the selection's sizes, the shortest sparse context, and the most query tokens of a decoding request."""
+        self.page_size = page_size
+        self.budget_pages = budget_pages
+        self.shortest = shortest
+        self.longest_query = longest_query
+        self._steps = 0
+
+    def step(
+        self, seq_lens: torch.Tensor | None, query_start: torch.Tensor, is_prefilling: torch.Tensor | None
+    ) -> None:
+        """To be called once a step: adds one in `COUNTED_STEPS` of them to the metrics.
+
+        Args:
+            seq_lens: `[num_requests]` on the host, tokens of each request's context; None if unknown there.
+            query_start: `[num_requests + 1]` on the host, where each request's query tokens begin.
+            is_prefilling: `[num_requests]` bool on the host, requests whose prompt is not finished.
+        """
+        self._steps += 1
+        if self._steps % COUNTED_STEPS or seq_lens is None:
+            return
+        query_lens = np.diff(query_start.numpy())[: len(seq_lens)]
+        lens = seq_lens.numpy()[: len(query_lens)]
+        decodes = (query_lens > 0) & (query_lens <= self.longest_query)
+        if is_prefilling is not None:
+            # Of the requests that pad a batch it may say nothing.
+            prompts = is_prefilling.numpy()[: len(decodes)]
+            decodes[: len(prompts)] &= ~prompts
+        tokens_read = tokens_in_context = 0
+        for later_tokens in range(int(query_lens[decodes].max(initial=0))):
+            context = lens[decodes & (query_lens > later_tokens)] - later_tokens
+            sparse = context[(context >= self.shortest) & (context // self.page_size > self.budget_pages)]
+            tokens_read += self.budget_pages * self.page_size * len(sparse) + int((sparse % self.page_size).sum())
+            tokens_in_context += int(sparse.sum())
+        if tokens_in_context:
+            _add(_READ_SHARE, "_sum", ["", ""], _READ_SHARE_TEXT, tokens_read)
+            _add(_READ_SHARE, "_count", ["", ""], _READ_SHARE_TEXT, tokens_in_context)
 
 
 def _add(metric: str, suffix: str, labels: list[str], text: str, amount: float) -> None:
