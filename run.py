@@ -23,7 +23,7 @@ BIN = VENV / "bin"
 STAMP = VENV / "installed"
 REQUIREMENTS = ROOT / "requirements"
 LOCK = REQUIREMENTS / "cpu.lock"
-EXTRAS = ("cpu", "dev", "bench", "eval")
+EXTRAS = ("cpu", "dev", "bench", "docs", "eval")
 TORCH = "2.13.0"
 
 
