@@ -15,11 +15,13 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /dist .
 
 FROM vllm/vllm-openai:v${VLLM_VERSION}
 COPY --from=wheel /dist /dist
-# vLLM, torch and all else that the image brings must stay as they are: the last line prints what changed, and fails then.
+SHELL ["/bin/bash", "-o", "pipefail", "-c"]
+# What the kernels were tested with must stay as the image brings it: the last line prints what did not, and fails then.
 RUN uv pip freeze --system > /tmp/before \
     && uv pip install --system --no-cache /dist/*.whl \
     && uv pip freeze --system > /tmp/after \
-    && ! grep --invert-match --line-regexp --fixed-strings --file /tmp/after /tmp/before
+    && ! grep --invert-match --line-regexp --fixed-strings --file /tmp/after /tmp/before \
+        | grep --extended-regexp '^(vllm|torch|triton|flashinfer-python)(==| @)'
 # The image has this user, vllm, but runs as root.
 USER 2000
 WORKDIR /home/vllm
