@@ -12,8 +12,8 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from sparse_kernels.page_statistics import STATISTICS_FORMATS, RecordFormat
-from sparse_kernels.routed_attention import stop_scratch
-from sparse_kernels.termination import StopRule
+from sparse_kernels.split_attention import stop_scratch
+from sparse_kernels.stopping import StopRule
 
 from bench.kernels import checks, traffic
 from bench.kernels.cases import Case, DecodeCase, Geometry
@@ -343,7 +343,7 @@ def _torch_topk(loaded: list[Any], inputs: TopKInputs) -> Call:
 
 
 _SPARSE_DECODE = "sparse_kernels.sparse_decode:sparse_decode"
-_ROUTED_ATTENTION = "sparse_kernels.routed_attention:routed_attention"
+_ROUTED_ATTENTION = "sparse_kernels.split_attention:routed_attention"
 _WRITE_CACHE = "sparse_kernels.page_statistics:write_cache"
 _SCORE_PAGES = "sparse_kernels.page_score:score_pages"
 _SELECT_PAGES = "sparse_kernels.page_topk:select_pages"

@@ -8,7 +8,7 @@ import yaml
 from annotated_types import Ge, Le
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_kernels.termination import StopRule
+from sparse_kernels.stopping import StopRule
 
 from vllm_sparse_plugin.config import (
     KEY,
