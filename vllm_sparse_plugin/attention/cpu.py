@@ -130,12 +130,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         for counts in self.counts:
             counts.step()
         if self.reads is not None:
-            self.reads.step(
-                common.seq_lens_cpu_upper_bound,
-                common.query_start_loc_cpu,
-                common.is_prefilling,
-                self.reorder_batch_threshold,
-            )
+            self.reads.step(common, self.reorder_batch_threshold)
 
         page_size = self.page_size
         slots = common.slot_mapping[: common.num_actual_tokens]

@@ -184,12 +184,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         for counts in self.counts:
             counts.step()
         if self.reads is not None:
-            self.reads.step(
-                common.seq_lens_cpu_upper_bound,
-                common.query_start_loc_cpu,
-                common.is_prefilling,
-                self.reorder_batch_threshold,
-            )
+            self.reads.step(common, self.reorder_batch_threshold)
         runs = self._decode_runs(common) if self.any_sparse_layer else []
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -179,6 +179,17 @@ class DeviceCounts:
                 self._event.record()
 
 
+class BatchLengths(Protocol):
+    """The part of vLLM's `CommonAttentionMetadata` that is on the host."""
+
+    seq_lens_cpu_upper_bound: torch.Tensor | None
+    """`[num_requests]`, tokens of each request's context; with asynchronous speculation the most they can be."""
+    query_start_loc_cpu: torch.Tensor
+    """`[num_requests + 1]`, where each request's query tokens begin."""
+    is_prefilling: torch.Tensor | None
+    """`[num_requests]` bool, requests whose prompt is not finished."""
+
+
 class ContextReads:
     """How much of its context a decoding token reads where the budget alone decides: lengths on the host say it."""
 
@@ -189,25 +200,18 @@ class ContextReads:
         self.dense_tokens = dense_tokens
         self._steps = 0
 
-    def step(
-        self,
-        seq_lens: torch.Tensor | None,
-        query_start: torch.Tensor,
-        is_prefilling: torch.Tensor | None,
-        longest_query: int | None,
-    ) -> None:
+    def step(self, batch: BatchLengths, longest_query: int | None) -> None:
         """To be called once a step: adds one in `COUNTED_STEPS` of them to the metrics.
 
         Args:
-            seq_lens: `[num_requests]` on the host, tokens of each request's context; None if unknown there.
-            query_start: `[num_requests + 1]` on the host, where each request's query tokens begin.
-            is_prefilling: `[num_requests]` bool on the host, requests whose prompt is not finished.
+            batch: what vLLM says of the step's requests.
             longest_query: most query tokens of a request that decodes; None for 1.
         """
         self._steps += 1
+        seq_lens, is_prefilling = batch.seq_lens_cpu_upper_bound, batch.is_prefilling
         if self._steps % COUNTED_STEPS or seq_lens is None:
             return
-        query_lens = np.diff(query_start.numpy())[: len(seq_lens)]
+        query_lens = np.diff(batch.query_start_loc_cpu.numpy())[: len(seq_lens)]
         lens = seq_lens.numpy()[: len(query_lens)]
         decodes = (query_lens > 0) & (query_lens <= (longest_query or 1))
         if is_prefilling is not None:
