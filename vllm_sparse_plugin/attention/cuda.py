@@ -145,6 +145,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         self.any_dense_request = False
         group = plan_layers(layers, sparse, vllm_config, self.block_size, statistics, device)
         self.counts = group.counts
+        self.reads = group.reads
         assert self.reorder_batch_threshold is not None
         max_tokens = max_requests * self.reorder_batch_threshold
         scratch = self._stop_scratch(layers, group.plans, max_tokens)
@@ -182,6 +183,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         common = common_attn_metadata
         for counts in self.counts:
             counts.step()
+        if self.reads is not None:
+            self.reads.step(common, self.reorder_batch_threshold)
         runs = self._decode_runs(common) if self.any_sparse_layer else []
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)

@@ -19,7 +19,6 @@ from rich.console import Console
 
 from vllm_sparse_plugin.eval.endpoints import EndpointError
 
-_SERVE = [sys.executable, "-m", "vllm_sparse_plugin", "serve"]
 _ANSWER_SECONDS = 600
 
 
@@ -47,6 +46,10 @@ class ServerSettings:
     """Variables for the server, beside those of this process."""
     start_seconds: float = 600
     """How long the server may take to become ready."""
+    program: tuple[str, ...] = (sys.executable, "-m", "vllm_sparse_plugin")
+    """Command line of `vllm-sparse`, of another installation perhaps."""
+    folder: Path | None = None
+    """Folder that the server runs in; None for that of this process."""
     log_lines: int = 20
     """How much of the log's end a failure shows."""
 
@@ -61,7 +64,7 @@ def run_server(name: str, settings: ServerSettings, console: Console) -> Iterato
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [*_SERVE, str(settings.model), "--served-model-name", settings.model.name]
+    command = [*settings.program, "serve", str(settings.model), "--served-model-name", settings.model.name]
     command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
     if settings.eager:
         command.append("--enforce-eager")
@@ -84,6 +87,7 @@ def run_server(name: str, settings: ServerSettings, console: Console) -> Iterato
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
+            cwd=settings.folder,
             env={"VLLM_CPU_KVCACHE_SPACE": "2", **os.environ, **settings.environment},
             start_new_session=True,
         )
