@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from bench.common.report import read_runs, spread
 
 from bench.common.engine import Variant, WrongBackendError, force_routing
 from bench.common.models import NEEDLE_8M, SHAPES, open_model
-from bench.common.report import read_runs, spread
 from bench.common.worker import BenchWorker
 from bench.quality.__main__ import main as quality_main
 from bench.quality.accuracy import all_settings, unfinished
