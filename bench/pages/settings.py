@@ -23,7 +23,7 @@ def configuration() -> Block:
 
 
 def _value(default: object) -> str:
-    return default if isinstance(default, str) else json.dumps(default)
+    return default if isinstance(default, str) else json.dumps(default, default=str)
 
 
 def presets() -> Block:

@@ -2,6 +2,7 @@ import json
 import statistics
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -313,6 +314,35 @@ def test_plot_draws_a_panel_for_each_batch(monkeypatch, tmp_path, suffix):
         serving_main()
     assert not ended.value.code
     assert picture.stat().st_size > 5000
+
+
+def test_decode_times_on_a_cpu_are_written_as_they_are_measured(monkeypatch, tmp_path, capsys):
+    served = []
+
+    @contextmanager
+    def run_server(name, settings, _console):
+        served.append((name, settings.backend))
+        yield name
+
+    monkeypatch.setattr("bench.serving.decode_cpu.run_server", run_server)
+    monkeypatch.setattr(
+        "bench.serving.decode_cpu.decode_seconds",
+        lambda client, prompt, repeats: [len(prompt) * (1e-6 if client == "unique" else 3e-6)] * repeats,
+    )
+    monkeypatch.setattr("bench.serving.decode_cpu.operation_seconds", lambda context: {"score": context * 1e-9})
+    output = tmp_path / "out.jsonl"
+    arguments = ["decode-cpu", "--context", "2K,4K", "--repeats", "2", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        serving_main()
+    assert not ended.value.code
+    assert served == [("dense", None), ("unique", "unique")]
+    rows = read_run(output).rows
+    assert [(row.get("backend"), row["context_tokens"]) for row in rows] == [
+        ("dense", 2048), ("dense", 4096), ("unique", 2048), ("unique", 4096), (None, 2048), (None, 4096)
+    ]  # fmt: skip
+    assert len(rows[0]["seconds_per_token"]) == 2
+    assert "3.00" in capsys.readouterr().out
 
 
 SERVING = {

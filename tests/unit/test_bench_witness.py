@@ -15,7 +15,7 @@ from bench.common.models import NEEDLE_8M
 from bench.common.results import ResultFile
 from research.witness import __main__ as commands
 from research.witness import training
-from research.witness.card import LOG, MEASUREMENTS, render
+from research.witness.card import LOG, MEASUREMENTS, PAGE, render
 from research.witness.data import (
     ANSWER,
     ASKED_TASKS,
@@ -320,6 +320,11 @@ def test_the_card_states_what_was_measured(folder):
                  "newest 9 tokens", "| 0 | 0.73 0.20 | 25.0% | 0.61 0.50 |"):  # fmt: skip
         assert fact in page
     assert "not the one" not in page
+
+
+def test_the_card_of_the_committed_model_is_what_its_files_say():
+    committed = NEEDLE_8M.parent / "witness-6m"
+    assert render(committed) == (committed / PAGE).read_text(encoding="utf-8")
 
 
 def test_measuring_gives_all_its_rows(folder, monkeypatch):
