@@ -24,7 +24,7 @@ from bench.kernels import checks, report, runner, timing, traffic
 from bench.kernels.__main__ import main
 from bench.kernels.cases import OPS, QUICK, DecodeCase, Geometry, Grid, TopKCase
 from bench.kernels.cli import app, cache_blocks, grid_of
-from bench.kernels.providers import PROVIDERS, Op, Provider, _fused, _routed, imported
+from bench.kernels.providers import PROVIDERS, Op, Provider, _fused, _split, imported
 from bench.kernels.workload import Workload, needles
 from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -476,7 +476,7 @@ def test_routing_that_skips_another_group_fails(op, decode_inputs):
     loaded, groups = subject.load(), decode_inputs.case.skipped_groups(SMALL)
     assert groups == 5
     subject.check(decode_inputs, {"call": subject.prepare(loaded, decode_inputs)})
-    make = _routed if op == "route" else _fused
+    make = _split if op == "route" else _fused
     for wrong in (groups - 1, groups + 1):
         with pytest.raises(checks.CheckError):
             subject.check(decode_inputs, {"call": make(loaded, decode_inputs, wrong)})
