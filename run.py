@@ -9,6 +9,7 @@ Needs Python 3.11 or 3.12 and nothing else. Installs again only when pyproject.t
 """
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -86,8 +87,10 @@ def main(arguments: list[str]) -> int:
         return 0
     if name == "exec":
         rest[0] = shutil.which(rest[0], path=str(BIN)) or rest[0]
+    # Without Python's bytecode files, which containers often switch off, every import compiles all of vLLM again.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     try:
-        return subprocess.run([*commands[name], *rest], check=False).returncode
+        return subprocess.run([*commands[name], *rest], env=environment, check=False).returncode
     except KeyboardInterrupt:
         return 130
 
