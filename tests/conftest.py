@@ -28,7 +28,8 @@ interpret_kernels()
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Choose how many processes run the tests, before pytest-xdist starts them."""
     option = config.option
-    if not hasattr(option, "numprocesses"):
+    # Each of them comes here, too, and would start more.
+    if hasattr(config, "workerinput") or not hasattr(option, "numprocesses"):
         return
     folders = all(Path(argument).is_dir() for argument in config.args)
     alone = option.collectonly or option.usepdb or torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2

@@ -36,7 +36,13 @@ def _context() -> ForkServerContext:
 def _process() -> Iterator[ProcessPoolExecutor]:
     """Yield a process that makes one call after the other, and runs an engine that it starts itself."""
     with ProcessPoolExecutor(1, _context(), _keep_engines) as pool:
-        yield pool
+        try:
+            yield pool
+        except BaseException:
+            # The pool waits for a call that a test has given up.
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
