@@ -11,6 +11,7 @@ file or pyproject.toml changed.
 """
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -109,8 +110,10 @@ def main(arguments: list[str]) -> int:
         return _lock(rest)
     if name == "exec":
         rest[0] = shutil.which(rest[0], path=str(BIN)) or rest[0]
+    # Without Python's bytecode files, which containers often switch off, every import compiles all of vLLM again.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     try:
-        return subprocess.run([*commands[name], *rest], check=False).returncode
+        return subprocess.run([*commands[name], *rest], env=environment, check=False).returncode
     except KeyboardInterrupt:
         return 130
 
