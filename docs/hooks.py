@@ -73,8 +73,6 @@ def _add(uri: str, files: Files, config: MkDocsConfig) -> File | None:
         place = posixpath.join(name, "index.html")
     in_nav = uri in _uris(config.nav)
     level = InclusionLevel.INCLUDED if in_nav else InclusionLevel.NOT_IN_NAV
-    file = File(
-        uri, config.docs_dir, config.site_dir, config.use_directory_urls, dest_uri=place, inclusion=level
-    )
+    file = File(uri, config.docs_dir, config.site_dir, config.use_directory_urls, dest_uri=place, inclusion=level)
     files.append(file)
     return file
