@@ -16,13 +16,12 @@ from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention.reference import attend_pages
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from bench.models import NEEDLE_8M
-from bench.quality.questions import load_tokenizer
-from bench.study import data, plan, run
-from bench.study.documents import load_documents
-from bench.study.pipeline import Decoder
-from bench.study.scores import Interval, Mean, Moments, Oracle, Parts, TwoLevel, pack, unpack
-from bench.study.settings import Setting, Stress
+from bench.common.models import NEEDLE_8M, load_tokenizer
+from research.study import data, plan, run
+from research.study.documents import load_documents
+from research.study.pipeline import Decoder
+from research.study.scores import Interval, Mean, Moments, Oracle, Parts, TwoLevel, pack, unpack
+from research.study.settings import Setting, Stress
 from vllm_sparse_plugin.errors import ConfigurationError
 
 LAYERS, KV_HEADS, GROUP, HEAD_SIZE, BLOCK = 2, 2, 2, 32, 64
@@ -382,7 +381,7 @@ def test_what_the_plan_lacks_is_refused(arguments):
 def test_the_page_is_up_to_date():
     pytest.importorskip("matplotlib")
     pytest.importorskip("scipy")
-    from bench.study.__main__ import PAGE, RESULTS
-    from bench.study.report import write_page
+    from research.study.__main__ import PAGE, RESULTS
+    from research.study.report import write_page
 
     write_page(PAGE, RESULTS, check=True)
