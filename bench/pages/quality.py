@@ -73,8 +73,8 @@ def needles_in_short() -> Block:
         return _share_right(answers, backend=backend, context_tokens=longest).replace("/", " of ")
 
     return Block(
-        f"Of needle questions over {longest:,} tokens `unique` answers {right('unique')} and reads {share:.1%} of the KV "
-        f"cache;\ndense attention answers {right('dense')}, and the newest 512 tokens alone are enough for "
+        f"Of needle questions over {longest:,} tokens `unique` answers {right('unique')} and reads {share:.1%} of the "
+        f"KV cache;\ndense attention answers {right('dense')}, and the newest 512 tokens alone are enough for "
         f"{right('streaming_llm')}.",
         [path, control_path],
     )
