@@ -58,7 +58,7 @@ def _install() -> None:
     )
     _step(
         "installing the project, vLLM's CPU build and the tools of the tests",
-        [uv, "pip", "install", *into, "--override", str(OVERRIDES), "-e", ".[cpu,dev,bench,docs,eval]"],
+        [uv, "pip", "install", *into, "--override", str(OVERRIDES), "-e", ".[cpu,dev,bench,eval]"],
     )
     STAMP.write_text(wanted, encoding="utf-8")
 
