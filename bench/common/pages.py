@@ -149,9 +149,14 @@ def relative(page: Path, text: str) -> str:
     return _REPOSITORY.sub(lambda match: f"]({os.path.relpath(ROOT / match[1], page.parent)}", text)
 
 
+def marked_blocks(text: str) -> list[tuple[str, str]]:
+    """The names of all blocks that a page marks, and of their generators."""
+    return _BEGIN.findall(text)
+
+
 def block_names(text: str, generators: Sequence[str]) -> list[str]:
     """The names of a generator's blocks that a page holds."""
-    return [name for name, generator in _BEGIN.findall(text) if generator in generators]
+    return [name for name, generator in marked_blocks(text) if generator in generators]
 
 
 def write_or_check(command: str, contents: Mapping[Path, str], check: bool) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench.common.options import size_text
-from bench.common.results import ROOT, read_run
-from bench.pages.serving import H200
+from bench.common.results import ROOT
+from bench.pages.serving import H200, read_steps
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -23,29 +23,31 @@ def _decode() -> Figure:
     """Decode time per token of dense and of sparse attention, by context and batch."""
     from matplotlib.figure import Figure
 
-    paths = [H200 / "decode" / f"{name}.jsonl" for name in ("flash_attn_noise", "unique_noise")]
-    runs = [read_run(path) for path in paths]
+    folder, names = H200 / "decode", ("flash_attn", "unique")
+    computed, noise = ([read_steps(folder / f"{name}{suffix}.jsonl") for name in names] for suffix in ("", "_noise"))
+    shared = [dense.keys() & sparse.keys() for dense, sparse in (computed, noise)]
+    steps = sorted(shared[0] | shared[1])
+    # A step that was measured after prompts is shown so.
     times = [
-        {(row["context_tokens"], row["batch"]): row["ms_per_token"] for row in run.rows if row.get("ms_per_token")}
-        for run in runs
+        [(after if step in shared[0] else filled)[step]["ms_per_token"] for step in steps]
+        for after, filled in zip(computed, noise, strict=True)
     ]
-    steps = sorted(set(times[0]) & set(times[1]))
     figure = Figure(figsize=(8, 3.4), layout="constrained")
     axes = figure.subplots()
-    for offset, label, colour, by_step in zip(
+    places = range(len(steps))
+    for offset, label, colour, heights in zip(
         (-0.2, 0.2), ("FlashAttention 3", "unique"), ("#9aa5b1", "#3f51b5"), times, strict=True
     ):
-        heights = [by_step[step] for step in steps]
-        axes.bar([place + offset for place in range(len(steps))], heights, 0.4, label=label, color=colour)
-    for place, step in enumerate(steps):
-        dense, sparse = (by_step[step] for by_step in times)
+        axes.bar([place + offset for place in places], heights, 0.4, label=label, color=colour)
+    for place, dense, sparse in zip(places, *times, strict=True):
         axes.text(place, max(dense, sparse), f"{dense / sparse:.1f}x", ha="center", va="bottom", fontsize=9)
-    axes.set_xticks(range(len(steps)), [f"{size_text(context)}\nx {batch}" for context, batch in steps])
-    axes.set_xlabel("context in tokens x requests")
+    labels = [f"{size_text(step[0])}\nx {step[1]}{'' if step in shared[0] else '*'}" for step in steps]
+    axes.set_xticks(places, labels)
+    axes.set_xlabel("context in tokens x requests (*: from a cache filled with noise, the others from prompts)")
     axes.set_ylabel("ms per token")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
-    figure.suptitle(f"Decoding with {runs[0].about['model']}'s shape on one H200", fontsize=11)
+    figure.suptitle("Decoding with the shape of Llama-3.1-8B on one H200", fontsize=11)
     return figure
 
 

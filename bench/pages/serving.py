@@ -19,15 +19,16 @@ _Steps = dict[tuple[int, int], Row]
 """Measured decode steps by context and batch."""
 
 
-def _read_steps(path: Path) -> _Steps:
+def read_steps(path: Path) -> _Steps:
+    """The measured decode steps of a result file, by context and batch."""
     return {(row["context_tokens"], row["batch"]): row for row in read_run(path).rows if row.get("ms_per_token")}
 
 
 def _pair_rows(dense_path: Path, sparse_path: Path) -> list[list[str]]:
     """Rows of the steps that were measured both ways, and how many times as long the first takes."""
-    dense = _read_steps(dense_path)
+    dense = read_steps(dense_path)
     rows = []
-    for (context, batch), line in _read_steps(sparse_path).items():
+    for (context, batch), line in read_steps(sparse_path).items():
         if (context, batch) in dense:
             before, now = dense[context, batch]["ms_per_token"], line["ms_per_token"]
             rows.append([f"{context:,}", str(batch), f"{before:.2f}", f"{now:.2f}", f"{before / now:.2f}"])
@@ -70,7 +71,7 @@ def decode_routed() -> Block:
     rows, sources = [], []
     for suffix in ("", "_512k"):
         dense_path, routed_path = (H200 / "routing" / f"{name}{suffix}.jsonl" for name in ("flash_attn", "sinkrouter"))
-        steps = _read_steps(routed_path)
+        steps = read_steps(routed_path)
         for cells in _pair_rows(dense_path, routed_path):
             line = steps[int(cells[0].replace(",", "")), int(cells[1])]
             layers, skipping = _skipped(line["additional_config"])
@@ -101,7 +102,7 @@ def decode_stopping() -> Block:
     """Time per token of attention that stops at a depth, tests in vain, or cannot stop."""
     names = ("stops", "vain", "endless", "flash_attn")
     paths = {name: H200 / "stopping" / f"{name}.jsonl" for name in names}
-    steps = {name: _read_steps(path) for name, path in paths.items()}
+    steps = {name: read_steps(path) for name, path in paths.items()}
     rows = []
     for context, batch in steps["stops"]:
         stops, vain, endless, dense = (steps[name][context, batch]["ms_per_token"] for name in names)
