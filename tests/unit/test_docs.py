@@ -55,8 +55,8 @@ def text_of(node: ast.expr) -> str:
             return f"{{{ast.unparse(node)}}}"
 
 
-def leads() -> Iterator[tuple[str, str]]:
-    """What stands before `: got` in each refusal of the package, and where it is raised."""
+def refusals() -> Iterator[tuple[str, str, str]]:
+    """What stands before `: got` in each refusal of the package, what was got, and where it is raised."""
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call):
@@ -64,18 +64,19 @@ def leads() -> Iterator[tuple[str, str]]:
             called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
             place = f"{name_of(path)}:{node.lineno}"
             if called == "expect":
-                yield text_of(node.args[1]), place
+                yield text_of(node.args[1]), text_of(node.args[2]), place
             elif called in ("ConfigurationError", "PydanticCustomError", "ValueError") and node.args:
                 lead, _, rest = text_of(node.args[called == "PydanticCustomError"]).partition(":")
                 if called != "ValueError" or rest.startswith(" got"):
                     # What vLLM's checks say of a backend begins with the words "attention backend" and its name.
-                    yield (lead if not lead.startswith("attention backend") else "attention backend"), place
+                    lead = "attention backend" if lead.startswith("attention backend") else lead
+                    yield lead, rest.partition(", allowed")[0].removeprefix(" got"), place
 
 
 def refused_fields() -> dict[str, str]:
     """Every field that a refusal names, and a place that does."""
     fields = {}
-    for written, place in leads():
+    for written, _, place in refusals():
         lead = written.replace("{KEY}", KEY)
         if "{" in lead:
             assert lead in STANDS_FOR, f"{place}: say in STANDS_FOR which fields {lead!r} stands for"
@@ -102,8 +103,8 @@ def commands() -> list[tuple[str, list[str]]]:
     found = []
     for path in PAGES:
         for line in code_lines(path):
-            words = shlex.split(line, comments=True)
-            if "vllm-sparse" in words and words[0] in ("vllm-sparse", "python3"):
+            if re.match(r"(python3 run\.py exec )?vllm-sparse ", line):
+                words = shlex.split(line, comments=True)
                 arguments = words[words.index("vllm-sparse") + 1 :]
                 if arguments and arguments[0] not in ("serve", "bench"):
                     found.append((f"{name_of(path)}: {line}", arguments))
@@ -178,6 +179,14 @@ def test_troubleshooting_has_every_refusal_and_no_other():
     listed = entries(TROUBLESHOOTING.read_text(encoding="utf-8"))
     assert {field: place for field, place in fields.items() if field not in listed} == {}
     assert listed - set(fields) == set()
+
+
+def test_troubleshooting_says_what_is_wrong_with_a_model():
+    page = re.sub(r"[*`]", "", TROUBLESHOOTING.read_text(encoding="utf-8"))
+    reasons = [re.sub(r"\{[^}]*\}", "", got).strip() for lead, got, _ in refusals() if lead == "model"]
+    told = [reason for reason in reasons if len(reason) > len("with")]
+    assert "with MLA" in told
+    assert [reason for reason in told if reason not in page] == []
 
 
 @pytest.mark.parametrize(("line", "arguments"), [pytest.param(*case, id=case[0][:60]) for case in commands()])
