@@ -51,11 +51,11 @@ def settings_of(vllm_config: VllmConfig) -> Any:
 
 def block_multiple(vllm_config: VllmConfig, config: ResolvedConfig, kernel_block: int) -> int:
     """The block size must be a multiple of this many tokens."""
-    if config.pages is None:
+    if config.selector is None:
         return kernel_block
     itemsize = 1 if vllm_config.cache_config.cache_dtype in _EIGHT_BIT_CACHES else 2
-    layout = config.pages.statistics_layout(vllm_config.model_config.get_head_size(), itemsize)
-    return math.lcm(kernel_block, layout.unit_tokens if layout else config.pages.page_size)
+    layout = config.selector.statistics_layout(vllm_config.model_config.get_head_size(), itemsize)
+    return math.lcm(kernel_block, layout.unit_tokens if layout else config.selector.page_size)
 
 
 def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
@@ -121,12 +121,13 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
                 cache.block_size % multiple == 0 or (on_cuda and not cache.user_specified_block_size),
                 "block_size",
                 cache.block_size,
-                f"a multiple of {multiple}" + (f" (pages of {config.pages.page_size} tokens)" if config.pages else ""),
+                f"a multiple of {multiple}"
+                + (f" (pages of {config.selector.page_size} tokens)" if config.selector else ""),
             )
     if every := config.config.diagnostics.sample_every:
         mode = vllm_config.compilation_config.cudagraph_mode
         field = f"{KEY}.diagnostics.sample_every"
-        expect(config.pages is not None, field, every, "0")
+        expect(config.selector is not None, field, every, "0")
         expect(
             not on_cuda or not mode.has_full_cudagraphs(),
             field,
@@ -158,8 +159,8 @@ def _expect_cuda_shapes(
     heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
     group = heads // kv_heads
     expect(group <= CUDA_MAX_GROUP, "query heads to a KV head", group, f"up to {CUDA_MAX_GROUP}")
-    pages = config.pages
-    if pages is None or pages.decode_settings() is None:
+    pages = config.selector
+    if pages is None or pages.reads_every_page:
         return
     layout = pages.statistics_layout(head_size, 2)
     served = layout is None or layout.kind.runs_on_gpu

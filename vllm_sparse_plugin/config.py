@@ -20,7 +20,7 @@ from annotated_types import Ge, Le
 from pydantic import Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
-from sparse_kernels.termination import StopRule
+from sparse_kernels.stopping import StopRule
 
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.policies import POLICIES, EveryPage, Policy, Selection, UniqueSelection
@@ -90,9 +90,8 @@ class ResolvedConfig:
         return self.config.routing
 
     @property
-    def pages(self) -> Selection | None:
-        """The selection part if it chooses pages, all of them where dense attention may stop; None if everything is
-        read."""
+    def selector(self) -> Selection | None:
+        """The policy that chooses pages, all of them where dense attention may stop; None if everything is read."""
         if isinstance(self.selection, Selection):
             return self.selection
         termination = self.config.termination
@@ -101,18 +100,13 @@ class ResolvedConfig:
     @property
     def stop_rule(self) -> StopRule | None:
         """When attention to selected pages stops; None if it does not."""
-        termination, pages = self.config.termination, self.pages
-        return termination.rule(pages) if termination and pages else None
-
-    @property
-    def stops_everywhere(self) -> bool:
-        """Whether attention that may stop has every page to read."""
-        return isinstance(self.pages, EveryPage)
+        termination, selector = self.config.termination, self.selector
+        return termination.rule(selector) if termination and selector else None
 
     @property
     def is_sparse(self) -> bool:
         """Whether decode steps of some layers run in our kernels."""
-        return self.pages is not None or self.routing is not None
+        return self.selector is not None or self.routing is not None
 
 
 def preset_names() -> list[str]:

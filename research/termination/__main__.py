@@ -14,8 +14,8 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from sparse_kernels.termination import StopRule, probe_elements
-from sparse_kernels.termination.reference import stop_blocks
+from sparse_kernels.stopping import StopRule, probe_elements
+from sparse_kernels.stopping.reference import stop_blocks
 
 from bench.common.console import open_console
 from bench.common.options import Commit, Output, make_app

@@ -6,11 +6,12 @@ from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field
+from sparse_kernels.batch import PageSelection
 from sparse_kernels.page_score import score_pages
 from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsFormat, StatisticsLayout
 from sparse_kernels.page_topk import best_first, select_pages
 
-from vllm_sparse_plugin.policies.base import DecodeSettings, Selection
+from vllm_sparse_plugin.policies.base import Selection
 
 
 class ScoredSelection(Selection):
@@ -37,8 +38,8 @@ class ScoredSelection(Selection):
     def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout:
         return StatisticsLayout(self.page_size, head_size, self.statistics, cache_itemsize, KINDS[self.statistics_kind])
 
-    def decode_settings(self) -> DecodeSettings:
-        return DecodeSettings(self.budget_pages, self.sink_pages, self.recent_pages, self.std_weight)
+    def page_selection(self) -> PageSelection:
+        return PageSelection(self.budget_pages, self.sink_pages, self.recent_pages, self.std_weight)
 
     def select(
         self,
@@ -49,7 +50,7 @@ class ScoredSelection(Selection):
     ) -> torch.Tensor:
         return self._select(query, statistics, block_table, num_pages)[0]
 
-    def traverse(
+    def reading_order(
         self,
         query: torch.Tensor,
         statistics: PageStatistics | None,

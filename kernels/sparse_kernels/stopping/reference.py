@@ -4,38 +4,30 @@ from __future__ import annotations
 
 import torch
 
-from sparse_kernels.paging import PagedTensor
+from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
 from sparse_kernels.sparse_attention.reference import logits_and_values
-from sparse_kernels.termination.rule import StopRule, probe_elements
+from sparse_kernels.stopping.rule import StopRule, probe_elements
 
 
 def partial_outputs(
-    query: torch.Tensor,
-    keys: PagedTensor,
-    values: PagedTensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    pages: torch.Tensor,
-    scale: float,
-    block_tokens: int,
-    sinks: torch.Tensor | None = None,
-    softcap: float = 0.0,
+    tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax, block_tokens: int
 ) -> torch.Tensor:
     """o(t) for every block t: `[num_tokens, num_kv_heads, blocks, group_size, head_size]`, sums of blocks in float64.
 
-    Arguments are those of `api.visited_pages`. Behind the last block of a row o(t) stays as it is.
+    Arguments are those of `api.pages_until_stable`. Behind the last block of a row o(t) stays as it is.
     """
-    num_tokens, num_kv_heads, group_size, _ = query.shape
-    pages = torch.nn.functional.pad(pages, (0, -pages.shape[-1] % (block_tokens // keys.page_size)), value=-1)
-    logits, attended = logits_and_values(query, keys, values, block_table, context_lens, pages, scale, softcap)
+    num_tokens, num_kv_heads, group_size, _ = tokens.query.shape
+    pages = torch.nn.functional.pad(pages, (0, -pages.shape[-1] % (block_tokens // cache.page_size)), value=-1)
+    logits, attended = logits_and_values(tokens, cache, pages, softmax)
     largest = logits.amax(dim=-1, keepdim=True)
     sink = torch.full_like(largest, -torch.inf)
-    if sinks is not None:
-        sink = sinks.float().view(num_kv_heads, group_size, 1).repeat(num_tokens, 1, 1)
+    if softmax.sink_logits is not None:
+        sink = softmax.sink_logits.float().view(num_kv_heads, group_size, 1).repeat(num_tokens, 1, 1)
         largest = torch.maximum(largest, sink)
     weights, sink = (logits - largest).exp(), (sink - largest).exp()
     # The incomplete page is the last of these; it and a learned sink are part of every o(t).
-    whole = logits.shape[-1] - keys.page_size
+    whole = logits.shape[-1] - cache.page_size
     by_block = weights[..., :whole].unflatten(-1, (-1, block_tokens))
     weighted = torch.einsum("rgbn,rbnd->rbgd", by_block, attended[:, :whole].unflatten(1, (-1, block_tokens)))
     weighted = weighted.double().cumsum(dim=1) + (weights[..., whole:] @ attended[:, whole:])[:, None]
@@ -51,7 +43,7 @@ def stop_blocks(partial: torch.Tensor, rule: StopRule, probe: list[int], least_b
         partial: `[num_tokens, num_kv_heads, blocks, group_size, head_size]`, see `partial_outputs`.
         rule: when to stop.
         probe: elements of an output that are watched.
-        least_blocks: blocks that are visited whatever the outputs.
+        least_blocks: blocks that are read whatever the outputs.
 
     Returns:
         `[num_tokens, num_kv_heads]` int64, counted from 1.
@@ -74,22 +66,14 @@ def stop_blocks(partial: torch.Tensor, rule: StopRule, probe: list[int], least_b
     return stop
 
 
-def visited_pages(
-    query: torch.Tensor,
-    keys: PagedTensor,
-    values: PagedTensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    pages: torch.Tensor,
-    scale: float,
-    rule: StopRule,
-    sinks: torch.Tensor | None,
-    softcap: float,
+def pages_until_stable(
+    tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax, rule: StopRule
 ) -> torch.Tensor:
-    """See `api.visited_pages`."""
-    partial = partial_outputs(
-        query, keys, values, block_table, context_lens, pages, scale, rule.block_tokens, sinks, softcap
-    )
-    per_block = rule.block_tokens // keys.page_size
-    stop = stop_blocks(partial, rule, probe_elements(values.head_size), -(-rule.least_pages // per_block))
+    """See `api.pages_until_stable`."""
+    partial = partial_outputs(tokens, cache, pages, softmax, rule.block_tokens)
+    if cache.value_scale is not None:
+        # Tolerances are of the values as they are meant.
+        partial = partial * float(cache.value_scale)
+    per_block = rule.block_tokens // cache.page_size
+    stop = stop_blocks(partial, rule, probe_elements(cache.values.head_size), -(-rule.least_pages // per_block))
     return torch.minimum(stop * per_block, (pages >= 0).sum(dim=-1))

@@ -24,9 +24,14 @@ class StopRule(NamedTuple):
     patience: int
     """The paper's p; 0 never stops."""
     block_tokens: int
-    """Tokens of complete pages between two tests; a multiple of the page size."""
+    """Tokens of complete pages between two stop tests; a multiple of the page size."""
     least_pages: int = 0
-    """Pages at the front that are visited whatever the outputs."""
+    """Pages at the front that are read whatever the outputs."""
+
+    def check(self, page_size: int) -> None:
+        """Raises ValueError unless a block of the rule holds whole pages."""
+        if self.block_tokens < 1 or self.block_tokens % page_size:
+            raise ValueError(f"block_tokens: got {self.block_tokens}, allowed: a multiple of the page size {page_size}")
 
 
 def probe_elements(head_size: int) -> list[int]:

@@ -1,39 +1,44 @@
 // The output of one query head from the pieces of its context, in one order whatever the launch that made them.
 #include "attend.cuh"
-#include "marks.cuh"
+#include "pieces.cuh"
 
-// No limit to the splits is one of 0: weights are made when they are needed, and marks of the pieces are cleared.
-constexpr int OUTPUT = SK_OUTPUT, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE, SPLITS = SK_SPLITS;
+constexpr int OUTPUT = SK_OUTPUT, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE;
+// Pieces of a row, at most; 0 for no limit, under a stop rule: weights are then made when they are needed, and marks of the
+// pieces are cleared.
+constexpr int SPLITS = SK_SPLITS;
 // Threads that share an element of the output.
 constexpr int PARTS = SK_PARTS;
 
-extern "C" __global__ void __launch_bounds__(PARTS* HEAD_SIZE)
-merge_pieces(const float* piece_values, const float2* piece_weights, const int* piece_counts, int splits,
-             const float* value_scale, u16* output, i64 output_token_stride
-#if SK_SPLITS == 0
-             , const float* sinks, int* marks
-#endif
-) {
+struct MergeParams {
+    PieceParams pieces;
+    ScanParams scan;
+    SoftmaxParams softmax;
+    CacheParams cache;
+    OutputParams output;
+};
+
+extern "C" __global__ void __launch_bounds__(PARTS* HEAD_SIZE) merge_pieces(const __grid_constant__ MergeParams p) {
     __shared__ float weights[SPLITS ? SPLITS : 2];
     __shared__ float sums[PARTS][HEAD_SIZE];
     depend_on_previous();
     release_next();
     int h = blockIdx.x, head = blockIdx.y, token = blockIdx.z;
-    i64 row = token * gridDim.y + head, first = row * splits;
-    int part = threadIdx.x / HEAD_SIZE, d = threadIdx.x % HEAD_SIZE, pieces = piece_counts[row];
-    u16* out = output + token * output_token_stride + ((i64)head * GROUP + h) * HEAD_SIZE;
+    i64 row = token * gridDim.y + head, first = row * p.pieces.most;
+    int part = threadIdx.x / HEAD_SIZE, d = threadIdx.x % HEAD_SIZE, pieces = p.pieces.counts[row];
+    u16* out = p.output.heads + token * p.output.token_stride + ((i64)head * GROUP + h) * HEAD_SIZE;
     if (pieces == 0) {
         if (part == 0) out[d] = 0;
         return;
     }
 #if SK_SPLITS == 0
     // The row's next launch waits for the end of this one. One block clears, and knows how much until all its threads do.
-    RowMarks row_marks{marks + row * RowMarks::stride(splits)};
+    RowMarks row_marks{p.scan.marks + row * RowMarks::stride(p.pieces.most)};
     int used = h == 0 ? *row_marks.used() : 0;
     for (int i = threadIdx.x; i < used; i += PARTS * HEAD_SIZE) *row_marks.mark(i) = 0;
-    const float2* of_head = piece_weights + first * GROUP + h;
+    const float2* of_head = p.pieces.weights + first * GROUP + h;
     if (threadIdx.x < WARP) {
-        float sink = sinks && threadIdx.x == 0 ? sinks[head * GROUP + h] * LOG2E : -INFINITY_F;
+        SinkLogits sinks(p.softmax, head, GROUP);
+        float sink = sinks && threadIdx.x == 0 ? sinks[h] * LOG2E : -INFINITY_F;
         float largest = sink, sum = sink == -INFINITY_F ? 0.0f : 1.0f;
 #pragma unroll 4
         for (int piece = threadIdx.x; piece < pieces; piece += WARP) {
@@ -45,7 +50,7 @@ merge_pieces(const float* piece_values, const float2* piece_weights, const int* 
         }
         float base = warp_max(largest);
         sum = warp_sum(base == -INFINITY_F ? 0.0f : fast_exp2(largest - base) * sum);
-        if (threadIdx.x == 0) weights[0] = base, weights[1] = (value_scale ? *value_scale : 1.0f) / sum;
+        if (threadIdx.x == 0) weights[0] = base, weights[1] = value_scale(p.cache) / sum;
     }
     __syncthreads();
     if (h == 0 && threadIdx.x == 0) *row_marks.stop() = *row_marks.used() = 0;
@@ -61,7 +66,7 @@ merge_pieces(const float* piece_values, const float2* piece_weights, const int* 
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             int piece = threadIdx.x + i * WARP;
-            own[i] = piece < pieces ? piece_weights[(first + piece) * GROUP + h] : float2{-INFINITY_F, 0};
+            own[i] = piece < pieces ? p.pieces.weights[(first + piece) * GROUP + h] : float2{-INFINITY_F, 0};
             base = fmaxf(base, own[i].x);
         }
         base = warp_max(base);
@@ -74,7 +79,7 @@ merge_pieces(const float* piece_values, const float2* piece_weights, const int* 
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             int piece = threadIdx.x + i * WARP;
-            if (piece < pieces) weights[piece] = own[i].x / sum * (value_scale ? *value_scale : 1.0f);
+            if (piece < pieces) weights[piece] = own[i].x / sum * value_scale(p.cache);
         }
     }
     __syncthreads();
@@ -83,7 +88,7 @@ merge_pieces(const float* piece_values, const float2* piece_weights, const int* 
     float sum = 0;
 #pragma unroll 8
     for (int piece = part; piece < pieces; piece += PARTS)
-        sum = fmaf(weight_of(piece), piece_values[((first + piece) * GROUP + h) * HEAD_SIZE + d], sum);
+        sum = fmaf(weight_of(piece), p.pieces.values[((first + piece) * GROUP + h) * HEAD_SIZE + d], sum);
     sums[part][d] = sum;
     __syncthreads();
     if (part > 0) return;

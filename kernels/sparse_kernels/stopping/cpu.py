@@ -1,4 +1,4 @@
-"""Termination on CPU, compiled: partial outputs of the probe alone, block by block. bfloat16 only."""
+"""Stopping on CPU, compiled: partial outputs of the probe alone, block by block. bfloat16 only."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import numba
 import numpy as np
 import torch
 
-from sparse_kernels.compiled import CHUNK_TOKENS, FASTMATH, add_products, exp, unpack_page
-from sparse_kernels.paging import PagedTensor
-from sparse_kernels.termination.rule import StopRule, probe_elements
+from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.compiled import CHUNK_TOKENS, FASTMATH, add_products, exp, sink_array, unpack_page
+from sparse_kernels.stopping.rule import StopRule, probe_elements
 
 
 @functools.cache
@@ -24,7 +25,7 @@ def _kernel(
     probe_size = len(probe_elements(head_size))
 
     @numba.njit(fastmath=FASTMATH, nogil=True, parallel=True, cache=True)
-    def visit(
+    def read_until_stable(
         query,
         keys,
         values,
@@ -41,7 +42,7 @@ def _kernel(
         patience,
         block_pages,
         least_pages,
-        visited,
+        pages_read,
     ):
         num_tokens, num_kv_heads, k = pages.shape
         for row in numba.prange(num_tokens * num_kv_heads):
@@ -121,46 +122,37 @@ def _kernel(
                         stable = False
                 consecutive = consecutive + 1 if stable else 0
                 stopped = consecutive >= patience and at >= least_pages
-            visited[token, head] = at if stopped else count
+            pages_read[token, head] = at if stopped else count
 
-    return visit
+    return read_until_stable
 
 
-def visited_pages(
-    query: torch.Tensor,
-    keys: PagedTensor,
-    values: PagedTensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    pages: torch.Tensor,
-    scale: float,
-    rule: StopRule,
-    sinks: torch.Tensor | None,
-    softcap: float,
+def pages_until_stable(
+    tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax, rule: StopRule
 ) -> torch.Tensor:
-    """See `api.visited_pages`."""
-    key_pages, value_pages = keys.head_major, values.token_major
-    visited = pages.new_empty(pages.shape[:2])
+    """See `api.pages_until_stable`."""
+    key_pages, value_pages = cache.keys.head_major, cache.values.token_major
+    pages_read = pages.new_empty(pages.shape[:2])
     kernel = _kernel(
-        *query.shape[2:], keys.page_size, key_pages.length, key_pages.step, value_pages.length, value_pages.step
+        *tokens.query.shape[2:], cache.page_size, key_pages.length, key_pages.step, value_pages.length, value_pages.step
     )
     kernel(
-        query.float().numpy(),
+        tokens.query.float().numpy(),
         key_pages.location,
         value_pages.location,
-        np.array(probe_elements(values.head_size)),
-        keys.pages_per_block,
-        block_table.numpy(),
-        context_lens.numpy(),
+        np.array(probe_elements(cache.values.head_size)),
+        cache.keys.pages_per_block,
+        tokens.block_table.numpy(),
+        tokens.context_lens.numpy(),
         pages.numpy(),
-        np.float32(scale),
-        np.empty(0, np.float32) if sinks is None else sinks.float().numpy(),
-        np.float32(softcap),
+        np.float32(softmax.scale),
+        sink_array(softmax),
+        np.float32(softmax.softcap),
         np.float32(rule.scale_tolerance),
         np.float32(rule.direction_tolerance),
         rule.patience,
-        rule.block_tokens // keys.page_size,
+        rule.block_tokens // cache.page_size,
         rule.least_pages,
-        visited.numpy(),
+        pages_read.numpy(),
     )
-    return visited
+    return pages_read

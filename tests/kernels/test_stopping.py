@@ -2,13 +2,14 @@ import math
 
 import pytest
 import torch
+from sparse_kernels.batch import Softmax
 from sparse_kernels.page_topk import best_first, select_pages
-from sparse_kernels.termination import StopRule, probe_elements, reference, visited_pages
+from sparse_kernels.stopping import StopRule, pages_until_stable, probe_elements, reference
 from support.paged import PagedBatch, make_batch
 
 CONTEXTS = [1500, 517, 1, 7, 8, 64, 512, 1024]
 RULE = StopRule(scale_tolerance=0.1, direction_tolerance=1e-2, patience=2, block_tokens=64)
-IMPLEMENTATIONS = [visited_pages, reference.visited_pages]
+IMPLEMENTATIONS = [pages_until_stable, reference.pages_until_stable]
 IDS = ["compiled", "reference"]
 
 
@@ -25,11 +26,8 @@ def queries(batch: PagedBatch, num_kv_heads: int, group: int, size: int) -> torc
     return (sharpness * own + 0.3 * torch.randn(len(batch.keys), num_kv_heads, group, size)).bfloat16()
 
 
-def visit(implementation, batch, query, pages, rule, sinks=None, softcap=0.0, scale=0.125):
-    return implementation(
-        query, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, scale, rule, sinks,
-        softcap,
-    )  # fmt: skip
+def count(implementation, batch, query, pages, rule, sinks=None, softcap=0.0, scale=0.125):
+    return implementation(batch.tokens(query), batch.cache, pages, Softmax(scale, softcap, sinks), rule)
 
 
 def by_hand(batch, query, pages, rule, request, head, sinks, softcap, scale=0.125) -> int:
@@ -59,9 +57,9 @@ def by_hand(batch, query, pages, rule, request, head, sinks, softcap, scale=0.12
             direction = 1 - sum(a * b for a, b in zip(now, old, strict=True)) / norms
             stable &= math.dist(now, old) < rule.scale_tolerance and direction < rule.direction_tolerance
         before, consecutive = x, consecutive + 1 if stable else 0
-        visited = min(first + per_block, len(order))
-        if consecutive >= rule.patience and visited >= rule.least_pages:
-            return visited
+        pages_read = min(first + per_block, len(order))
+        if consecutive >= rule.patience and pages_read >= rule.least_pages:
+            return pages_read
     return len(order)
 
 
@@ -75,7 +73,7 @@ def test_stops_where_the_paper_does(implementation, heads, group, size, page_siz
     query, pages = queries(batch, heads, group, size), newest_first(batch, heads)
     sinks = torch.randn(heads * group) + 2 if extras.get("sinks") else None
     softcap = extras.get("softcap", 0.0)
-    found = visit(implementation, batch, query, pages, RULE, sinks, softcap)
+    found = count(implementation, batch, query, pages, RULE, sinks, softcap)
     expected = [
         [by_hand(batch, query, pages, RULE, request, head, sinks, softcap) for head in range(heads)]
         for request in range(len(CONTEXTS))
@@ -99,9 +97,9 @@ CHANGES = {
 def test_each_part_of_the_rule_counts(implementation, change):
     batch = make_batch([1500, 1400, 1300], 2, 64)
     query, pages = queries(batch, 2, 4, 64), newest_first(batch, 2)
-    before = visit(implementation, batch, query, pages, RULE)
+    before = count(implementation, batch, query, pages, RULE)
     rule = RULE._replace(**change)
-    after = visit(implementation, batch, query, pages, rule)
+    after = count(implementation, batch, query, pages, rule)
     expected = [[by_hand(batch, query, pages, rule, r, head, None, 0.0) for head in range(2)] for r in range(3)]
     assert after.tolist() == expected
     assert (after > before).any()
@@ -112,19 +110,18 @@ def test_never_stops_without_patience_or_for_outputs_of_no_direction(implementat
     batch = make_batch(CONTEXTS, 2, 64)
     query, pages = queries(batch, 2, 4, 64), newest_first(batch, 2)
     everything = batch.num_pages[:, None].expand(-1, 2)
-    assert torch.equal(visit(implementation, batch, query, pages, RULE._replace(patience=0)), everything)
+    assert torch.equal(count(implementation, batch, query, pages, RULE._replace(patience=0)), everything)
     batch.paged_values.view.zero_()
-    assert torch.equal(visit(implementation, batch, query, pages, RULE), everything)
+    assert torch.equal(count(implementation, batch, query, pages, RULE), everything)
 
 
 def test_the_rows_of_a_batch_do_not_meet():
     batch = make_batch(CONTEXTS, 2, 64)
     query, pages = queries(batch, 2, 4, 64), newest_first(batch, 2)
-    together = visit(visited_pages, batch, query, pages, RULE)
+    together = count(pages_until_stable, batch, query, pages, RULE)
     for request in range(len(CONTEXTS)):
         row = slice(request, request + 1)
-        table, lens = batch.block_table[row], batch.context_lens[row]
-        alone = visited_pages(query[row], batch.paged_keys, batch.paged_values, table, lens, pages[row], 0.125, RULE)
+        alone = pages_until_stable(batch.tokens(query)[row], batch.cache, pages[row], Softmax(0.125), RULE)
         assert torch.equal(alone[0], together[request])
 
 
@@ -141,6 +138,10 @@ def test_best_first_is_the_order_of_the_scores():
 def test_blocks_of_broken_pages_are_refused():
     batch = make_batch([64], 1, 64, page_size=32)
     with pytest.raises(ValueError, match="block_tokens: got 48, allowed: a multiple of the page size 32"):
-        visit(
-            visited_pages, batch, torch.zeros(1, 1, 1, 64), torch.zeros(1, 1, 1).long(), RULE._replace(block_tokens=48)
+        count(
+            pages_until_stable,
+            batch,
+            torch.zeros(1, 1, 1, 64),
+            torch.zeros(1, 1, 1).long(),
+            RULE._replace(block_tokens=48),
         )
