@@ -181,6 +181,24 @@ def test_troubleshooting_has_every_refusal_and_no_other():
     assert listed - set(fields) == set()
 
 
+def test_troubleshooting_has_every_notice_and_no_other():
+    tree = ast.parse((PACKAGE / "notices.py").read_text(encoding="utf-8"))
+    sentences = [
+        text_of(node.value)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef) and function.name.startswith("_about_")
+        for node in ast.walk(function)
+        if isinstance(node, ast.Return) and node.value is not None
+    ]
+    fields = {sentence.partition(":")[0].removeprefix("{KEY}.") for sentence in sentences}
+    section = TROUBLESHOOTING.read_text(encoding="utf-8").partition("### Notices")[2].partition("\n## ")[0]
+    listed = {
+        field for cell in re.findall(r"^\| (`[^|]*`) \|", section, re.M) for field in re.findall(r"`(.*?)`", cell)
+    }
+    assert fields >= {"selection.lambda", "routing.{form}"}
+    assert listed == {field.replace("{form}", form) for field in fields for form in ("threshold", "cubic")}
+
+
 def test_troubleshooting_says_what_is_wrong_with_a_model():
     page = re.sub(r"[*`]", "", TROUBLESHOOTING.read_text(encoding="utf-8"))
     reasons = [re.sub(r"\{[^}]*\}", "", got).strip() for lead, got, _ in refusals() if lead == "model"]
