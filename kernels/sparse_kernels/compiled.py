@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
+from typing import Any
+
 import numba
 import numpy as np
+
+from sparse_kernels.threads import start_threads
 
 FASTMATH = {"reassoc", "contract"}
 """Reassociation lets the compiler use vector registers; NaN and infinity keep their meaning."""
@@ -11,6 +16,19 @@ _UNROLLED = 8
 """Products summed in registers before the sum goes back to memory; divides every page and head size."""
 CHUNK_TOKENS = 64
 """Tokens whose keys or values are unpacked before anything is computed with them: long rows, still in the cache."""
+
+
+def parallel_kernel(fastmath: bool | Set[str] = False) -> Callable[[Callable[..., Any]], Any]:
+    """Return the decorator of a kernel whose `numba.prange` runs on torch's threads; what it compiles is kept on disk.
+
+    Args:
+        fastmath: what floating-point arithmetic may do, as Numba's option of that name.
+    """
+    start_threads()
+    decorator: Callable[[Callable[..., Any]], Any] = numba.njit(
+        fastmath=fastmath, nogil=True, parallel=True, cache=True
+    )
+    return decorator
 
 
 @numba.njit(nogil=True, forceinline=True)

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import torch
 
-from sparse_kernels.compiled import CHUNK_TOKENS, FASTMATH, add_products, exp, narrow, unpack_page
+from sparse_kernels.compiled import CHUNK_TOKENS, FASTMATH, add_products, exp, narrow, parallel_kernel, unpack_page
 from sparse_kernels.paging import PagedTensor
 
 
@@ -21,7 +21,7 @@ def _kernel(
     chunk_pages = max(1, CHUNK_TOKENS // page_size)
     chunk_tokens = chunk_pages * page_size
 
-    @numba.njit(fastmath=FASTMATH, nogil=True, parallel=True, cache=True)
+    @parallel_kernel(FASTMATH)
     def attend(
         query,
         keys,

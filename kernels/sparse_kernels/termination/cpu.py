@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import torch
 
-from sparse_kernels.compiled import CHUNK_TOKENS, FASTMATH, add_products, exp, unpack_page
+from sparse_kernels.compiled import CHUNK_TOKENS, FASTMATH, add_products, exp, parallel_kernel, unpack_page
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.termination.rule import StopRule, probe_elements
 
@@ -23,7 +23,7 @@ def _kernel(
     chunk_tokens = chunk_pages * page_size
     probe_size = len(probe_elements(head_size))
 
-    @numba.njit(fastmath=FASTMATH, nogil=True, parallel=True, cache=True)
+    @parallel_kernel(FASTMATH)
     def visit(
         query,
         keys,
