@@ -8,16 +8,17 @@ import json
 import os
 import sys
 
-import numba  # vLLM imports it before any kernel of ours, too
 import numpy as np
 import torch
-from sparse_kernels.page_topk import select_pages
 
 if len(sys.argv) > 1:
     os.sched_setaffinity(0, {int(sys.argv[1])})
     torch.set_num_threads(2)
 torch_before = torch.get_num_threads()
 main_before = os.sched_getaffinity(0)
+
+import numba  # noqa: E402 - counts the cores that are left to the main thread, before any kernel, as in vLLM's worker
+from sparse_kernels.page_topk import select_pages  # noqa: E402
 
 select_pages(torch.zeros(2, 2, 8, dtype=torch.bfloat16), torch.tensor([8, 8]), 4)
 
