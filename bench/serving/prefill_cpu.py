@@ -1,6 +1,7 @@
 """Prefill and decoding of one request on a CPU, and how many cores the server keeps busy meanwhile.
 
-    VLLM_CPU_OMP_THREADS_BIND=0-1 python -m bench.serving.prefill_cpu --backend dense --backend unique --output threads.jsonl
+    VLLM_CPU_OMP_THREADS_BIND=0-1 python -m bench.serving.prefill_cpu --backend dense --backend unique \\
+        --output threads.jsonl
 
 Each prompt is new to the server, so its first token is prefill. Decoding is the time of further tokens after that one.
 """
