@@ -9,9 +9,9 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
 from vllm_sparse_plugin.admission import admit
+from vllm_sparse_plugin.config.routing import identify
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.registration import BACKENDS
-from vllm_sparse_plugin.routing import identify
 
 SMALL = {
     "vocab_size": 256,
@@ -176,12 +176,12 @@ REFUSED = {
     "settings without a backend": (
         {"attention_backend": None, "additional_config": settings()},
         "sparse_attention: got settings but no attention backend of ours, "
-        "allowed: unique, quest, infllm, mean, streaming_llm, dense, sinkrouter or art",
+        "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter or art",
     ),
     "settings with vLLM's backend": (
         {"attention_backend": "CPU_ATTN", "additional_config": {"sparse_attention": {}}},
         "sparse_attention: got settings but no attention backend of ours, "
-        "allowed: unique, quest, infllm, mean, streaming_llm, dense, sinkrouter or art",
+        "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter or art",
     ),
     "settings that are no mapping": (
         {"additional_config": {"sparse_attention": 5}},

@@ -10,11 +10,11 @@ import yaml
 from vllm_sparse_plugin.cli import main
 from vllm_sparse_plugin.cli.calibrate import _cut, _lengths
 from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.diagnostics import calibration
 from vllm_sparse_plugin.diagnostics.calibration import Detection, Observed
 from vllm_sparse_plugin.diagnostics.forward import CapturingModel, LayerInputs
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.routing import Routing, identify
 
 HEADS, GROUP, SIZE = 2, 3, 8
 

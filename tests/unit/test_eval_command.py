@@ -148,7 +148,7 @@ OTHER_SETTINGS = {
     "decode_from": (["--decode-from", "question"], "decode_from 'prompt', allowed: one made with 'question'"),
     "label": (["--label", "other"], "label 'mine', allowed: one made with 'other'"),
     "tasks": (["--task", "kv"], "tasks ['multikey'], allowed: one made with ['multikey', 'kv']"),
-    "contexts": (["--context", "5000"], "contexts None, allowed: one made with [5000]"),
+    "contexts": (["--context", "5000"], "contexts [4096], allowed: one made with [5000]"),
 }
 
 
@@ -159,6 +159,17 @@ def test_a_file_made_with_other_settings_is_refused_and_kept(run, output, case):
     more, sentence = OTHER_SETTINGS[case]
     assert refused(run(*NEEDLES, *more)) == f"output: got {str(output)!r} made with {sentence}, or a new file"
     assert output.read_text() == text
+
+
+def test_defaults_that_are_spelled_out_go_on_with_a_run(run, stub, output):
+    stub.answers_left = 2
+    run("--task", "multikey", "--context", "4096")
+    stub.answers_left = None
+    stub.answer = lambda _: []
+    spelled = ["--task", "multikey", "--questions", "20", "--seed", "0", "--decode-from", "prompt", "--label", "stub"]
+    code, _, err = run(*spelled, "--scored-tokens", "256")
+    assert (code, err) == (0, "")
+    assert len(read_results(output).results) == 20
 
 
 def test_another_file_of_the_same_name_is_noticed(run, output, tmp_path):

@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from vllm_sparse_plugin.cli.arguments import model_limits, read_prompts
+from vllm_sparse_plugin.cli.arguments import Device, ModelFolder, Seed, find_model, model_limits, read_prompts
 from vllm_sparse_plugin.cli.provenance import open_report
+from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.needles import MIN_CONTEXT_TOKENS, QUESTIONS_PER_DOCUMENT, TASKS, build_questions
-from vllm_sparse_plugin.routing import Routing, identify
 
 if TYPE_CHECKING:
     from vllm_sparse_plugin.diagnostics.calibration import Outcome, Text, Verdict
@@ -33,9 +33,7 @@ _TEXT_QUERIES = 64
 
 
 def calibrate(
-    model: Annotated[
-        Path | None, typer.Option(help="Model folder; models/needle-8m of the checkout if left out.")
-    ] = None,
+    model: ModelFolder = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -57,8 +55,8 @@ def calibrate(
     skip_ratio: Annotated[float, typer.Option(help="Share of the groups to be skipped.")] = 0.6,
     score: Annotated[Literal["mean", "max", "min"], typer.Option(help="Of the cosines of a group's heads.")] = "mean",
     dense_layers: Annotated[int, typer.Option(min=0, help="Leading layers that are not routed.")] = 2,
-    seed: Annotated[int, typer.Option(help="Seed of documents and needles.")] = 0,
-    device: Annotated[str | None, typer.Option(help="Torch device; the GPU if there is one.")] = None,
+    seed: Seed = 0,
+    device: Device = None,
     output: Annotated[
         Path | None, typer.Option(help="Preset to write; sinkrouter-MODEL.yaml if left out.", metavar="PATH")
     ] = None,
@@ -74,7 +72,7 @@ def calibrate(
     attention. Writes a preset for this model alone, to be given as `--additional-config
     '{"sparse_attention": {"config": "PATH"}}'`.
     """
-    model = (model or Path(__file__).parents[2] / "models" / "needle-8m").resolve()
+    model = find_model(model)
     limit, layers = model_limits(model)
     lengths = _lengths(context, limit, 2 if prompts else MIN_CONTEXT_TOKENS)
     if not 0 < skip_ratio < 1:

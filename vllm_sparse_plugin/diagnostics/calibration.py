@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from sparse_kernels.group_routing import GroupScore, group_scores
 
+from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.diagnostics.forward import SINK_MASS, CapturingModel, Decoded, LayerInputs
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.routing import Routing
 
 SWEEP = (0.1, 0.2, 0.4, 0.6, 0.8)
 """Skip ratios at which precision and recall are reported."""

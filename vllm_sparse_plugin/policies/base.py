@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
-from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
+
+if TYPE_CHECKING:
+    import torch
+    from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
 
 
 class DecodeSettings(NamedTuple):
@@ -34,6 +36,8 @@ class Section(BaseModel):
 class Policy(Section):
     """What a decode step reads."""
 
+    departure: ClassVar[str] = ""
+    """Where the policy leaves its paper in what it selects, as a sentence; empty where it does not."""
     policy: Any
     """Name of the selection policy."""
 
@@ -114,6 +118,8 @@ class Selection(Policy):
 
         Arguments and result are those of `select`; -1 behind the last page.
         """
+        import torch
+
         pages = self.select(query, statistics, block_table, num_pages)
         newest = pages.sort(dim=-1, descending=True).values
         count = (newest >= 0).sum(dim=-1, keepdim=True)
