@@ -16,13 +16,12 @@ import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import psutil
 import typer
 from openai import OpenAI
 from rich.console import Console
 
 from vllm_sparse_plugin.cli.provenance import describe_run
-from vllm_sparse_plugin.cli.server import ServerSettings, run_server
+from vllm_sparse_plugin.cli.server import ServerSettings, run_server, unwind_on_termination
 
 MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
@@ -53,8 +52,11 @@ def measure(client: OpenAI, prompt: list[int]) -> dict[str, float]:
 
 def _cpu_seconds() -> float:
     """CPU time that the children of this process have used so far."""
+    # psutil comes with vLLM.
+    import psutil  # type: ignore[import-untyped]
+
     times = [child.cpu_times() for child in psutil.Process().children(recursive=True)]
-    return sum(spent.user + spent.system for spent in times)
+    return float(sum(spent.user + spent.system for spent in times))
 
 
 def main(
@@ -66,6 +68,7 @@ def main(
     """Measure, print a line for each server, and write one line for the run and one for each prompt."""
     lines: list[dict[str, Any]] = [describe_run(MODEL) | {_BIND: os.environ.get(_BIND, "auto")}]
     console = Console()
+    unwind_on_termination()
     for name in backend:
         # The same length as in the needle test, which adds an answer.
         settings = ServerSettings(MODEL, 8192, None if name == "dense" else name)
