@@ -1,6 +1,7 @@
 """Installs the project for a machine without a GPU into `.venv` beside this file and runs its commands there.
 
     python3 run.py needles [arguments]   accuracy of sparse attention beside dense attention, on a real server
+                                         (a short test; all of it with --all)
     python3 run.py test [arguments]      the tests; arguments go to pytest
     python3 run.py exec COMMAND ...      any command of the environment, such as `exec vllm-sparse show-config`
     python3 run.py setup                 only install
@@ -9,11 +10,13 @@ Needs Python 3.11 or 3.12 and nothing else. Installs again only when pyproject.t
 """
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
@@ -58,13 +61,17 @@ def _install() -> None:
     )
     _step(
         "installing the project, vLLM's CPU build and the tools of the tests",
-        [uv, "pip", "install", *into, "--override", str(OVERRIDES), "-e", ".[cpu,dev,bench,eval]"],
+        # Compiled now, on every core; otherwise the first server compiles what it imports, on one.
+        [
+            *(uv, "pip", "install", *into, "--compile-bytecode"),
+            *("--override", str(OVERRIDES), "-e", ".[cpu,dev,bench,eval]"),
+        ],
     )
     STAMP.write_text(wanted, encoding="utf-8")
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command and return its exit code, 2 for bad usage."""
+    """Become one command; return 2 for bad usage, and 0 if there was only something to install."""
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
         print(f"run.py: Python: got {sys.version.split()[0]}, allowed: 3.11 or 3.12", file=sys.stderr)
         return 2
@@ -82,14 +89,18 @@ def main(arguments: list[str]) -> int:
         print("run.py: exec: got no command, allowed: a command of the environment and its arguments", file=sys.stderr)
         return 2
     _install()
-    if name == "setup":
-        return 0
-    if name == "exec":
-        rest[0] = shutil.which(rest[0], path=str(BIN)) or rest[0]
-    try:
-        return subprocess.run([*commands[name], *rest], check=False).returncode
-    except KeyboardInterrupt:
-        return 130
+    if name != "setup":
+        _become([*commands[name], *rest])
+    return 0
+
+
+def _become(command: list[str]) -> NoReturn:
+    """Let a command of the environment take this process over, so that Ctrl-C and signals reach it and nobody else."""
+    program = shutil.which(command[0], path=f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
+    if program is None:
+        print(f"run.py: exec: got {command[0]!r}, allowed: a command of the environment", file=sys.stderr)
+        sys.exit(2)
+    os.execv(program, command)
 
 
 if __name__ == "__main__":
