@@ -13,9 +13,9 @@ from bench.common.models import Model
 from bench.common.worker import EXTENSION
 from vllm_sparse_plugin.cli.arguments import parse_additional_config
 from vllm_sparse_plugin.config import KEY, resolve
+from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.registration import BACKENDS
-from vllm_sparse_plugin.routing import Routing
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -21,10 +21,11 @@ import typer
 from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
+from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
 from sparse_kernels.page_score import score_pages
 from sparse_kernels.page_statistics import StatisticsLayout, update_page_statistics
 from sparse_kernels.page_topk import select_pages
-from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention import attend_pages
 
 from vllm_sparse_plugin.cli.provenance import describe_run
@@ -56,9 +57,9 @@ def operation_seconds(context: int, repeats: int = 200) -> dict[str, float]:
     layout = StatisticsLayout(page_size, head_size, "int8")
     rows = torch.randn(blocks, heads, block_size, 2 * head_size).bfloat16()
     cache = torch.zeros(blocks, heads, layout.rows(block_size), 2 * head_size, dtype=torch.bfloat16)
-    keys = PagedTensor.from_rows(rows[..., :head_size], page_size)
-    values = PagedTensor.from_rows(rows[..., head_size:], page_size)
     views = layout.views(cache, block_size)
+    kv = KVCache.from_rows(rows, page_size, views)
+    keys = kv.keys
     pages = torch.arange(blocks * block_size // page_size)
     update_page_statistics(keys, views, pages // keys.pages_per_block, pages % keys.pages_per_block)
     query = torch.randn(1, heads, group, head_size).bfloat16()
@@ -69,7 +70,7 @@ def operation_seconds(context: int, repeats: int = 200) -> dict[str, float]:
     operations: dict[str, Callable[[], Any]] = {
         "score": lambda: score_pages(query, views, table, count, 1.0),
         "top-k": lambda: select_pages(scores, count, 64, 1, 1),
-        "attend": lambda: attend_pages(query, keys, values, table, lens, chosen, head_size**-0.5),
+        "attend": lambda: attend_pages(QueryTokens(query, table, lens), kv, chosen, Softmax(head_size**-0.5)),
         "update statistics of a page": lambda: update_page_statistics(keys, views, pages[:1], pages[:1]),
     }
     medians = {}

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
 from sparse_kernels.stopping import StopRule, probe_elements
 from sparse_kernels.stopping.reference import partial_outputs, stop_blocks
 
@@ -77,11 +79,11 @@ class StoppingModel:
         selection, rule = setting.selection, setting.rule
         paged = PagedLayer(inputs, selection)
         lengths = inputs.context_lens
-        pages = selection.traverse(inputs.query, paged.statistics, paged.block_table, lengths // selection.page_size)
-        partial = partial_outputs(
-            inputs.query, paged.paged_keys, paged.paged_values, paged.block_table, lengths, pages, inputs.scale,
-            rule.block_tokens,
-        )  # fmt: skip
+        tokens = QueryTokens(inputs.query, paged.block_table, lengths)
+        cache = KVCache(paged.paged_keys, paged.paged_values, paged.statistics)
+        num_pages = tokens.num_pages(selection.page_size)
+        pages = selection.reading_order(inputs.query, paged.statistics, paged.block_table, num_pages)
+        partial = partial_outputs(tokens, cache, pages, Softmax(inputs.scale), rule.block_tokens)
         blocks = -(-(pages[:, 0] >= 0).sum(dim=-1) * selection.page_size // rule.block_tokens)
         least = -(-rule.least_pages * selection.page_size // rule.block_tokens)
         stop = stop_blocks(partial, rule, probe_elements(partial.shape[-1]), least)

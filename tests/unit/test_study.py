@@ -7,6 +7,8 @@ from typing import get_args
 
 import pytest
 import torch
+from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
 from sparse_kernels.page_score.reference import score_pages
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from sparse_kernels.page_statistics.codes import finite_words
@@ -97,7 +99,8 @@ class OneByOne:
         scores = score_pages(grouped, statistics, self.table, complete, setting.score.weight)
         pages = select_pages(scores, complete, setting.budget_pages, setting.sink_pages, setting.recent_pages)
         self.pages.append(pages[0])
-        output = attend_pages(grouped, keys, values, self.table, context, pages, HEAD_SIZE**-0.5, None, 0.0)
+        tokens = QueryTokens(grouped, self.table, context)
+        output = attend_pages(tokens, KVCache(keys, values), pages, Softmax(HEAD_SIZE**-0.5))
         return output.view(1, 1, KV_HEADS * GROUP, HEAD_SIZE), None
 
     @torch.inference_mode()
