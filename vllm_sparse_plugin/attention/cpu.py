@@ -30,9 +30,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_sparse_plugin.attention import packing
 from vllm_sparse_plugin.attention.base import SparseBackend, SparseImpl, report_memory
 from vllm_sparse_plugin.attention.plan import plan_layers
+from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.diagnostics.live import StepSampler
 from vllm_sparse_plugin.policies.dense import EveryPage, every_page
-from vllm_sparse_plugin.termination import select_until_stable
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType

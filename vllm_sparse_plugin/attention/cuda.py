@@ -34,8 +34,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 from vllm_sparse_plugin.admission import CUDA_KERNEL_BLOCK, block_multiple
 from vllm_sparse_plugin.attention.base import DecodeRun, SparseBackend, SparseImpl, decode_runs, report_memory
 from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
+from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.diagnostics.live import StepSampler
-from vllm_sparse_plugin.termination import select_until_stable
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType

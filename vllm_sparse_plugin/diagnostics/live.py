@@ -3,12 +3,16 @@
 Workers are other processes than the one that serves `/metrics`. They add to files in the format of prometheus_client's
 multi-process mode; the process that the user starts makes the folder before it starts them, and reads it when it is
 asked. Where vLLM itself runs in that mode (several API servers), its folder is used and it reads the files.
+
+Metrics never end an engine: what cannot be published, as by a worker on another machine than the folder, is dropped,
+and the log says so once.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import shutil
 import tempfile
@@ -29,8 +33,11 @@ from sparse_kernels.cache import KVCache
 
 from vllm_sparse_plugin.diagnostics.quality import measure
 
+_logger = logging.getLogger(f"vllm.{__name__}")
 _VLLM_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _OUR_FOLDER = "SPARSE_PLUGIN_METRICS_DIR"
+_COPIED_TO_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+"""Names of what vLLM passes on to Ray's workers, which do not inherit the environment, separated by commas."""
 _METRICS = {
     "mass": ("vllm_sparse_attention_mass", "Share of the attention weight that is on tokens read, by sampled steps."),
     "recall": ("vllm_sparse_page_recall", "Share of the pages of largest attention weight that are read."),
@@ -70,8 +77,17 @@ def expose() -> None:
     """Makes what workers add visible at `/metrics`; to be called before they start. Idempotent."""
     if _VLLM_FOLDER in os.environ or _OUR_FOLDER in os.environ:
         return
+    try:
+        _make_folder()
+    except Exception as error:
+        _say_once("there are none", error)
+
+
+def _make_folder() -> None:
     folder = tempfile.mkdtemp(prefix="vllm-sparse-metrics-")
     os.environ[_OUR_FOLDER] = folder
+    others = [name for name in os.environ.get(_COPIED_TO_RAY, "").split(",") if name.strip()]
+    os.environ[_COPIED_TO_RAY] = ",".join([*others, _OUR_FOLDER])
     owner = os.getpid()
 
     def remove() -> None:
@@ -128,12 +144,17 @@ class LayerQuality:
         page = torch.arange(-(-context // cache.page_size), device=device)
         blocks = token.block_table[0].long()[page // per_block]
         heads = torch.arange(cache.num_kv_heads, device=device)[:, None]
-        keys, values = (
-            paged.gather(blocks, heads, page % per_block).flatten(1, 2)[:, :context]
-            for paged in (cache.keys, cache.values)
-        )
         softmax = replace(softmax, scale=cache.scaled_by_keys(softmax.scale))
-        quality = measure(token.query, keys, values, token.context_lens, pages, cache.page_size, softmax)
+        try:
+            keys, values = (
+                paged.gather(blocks, heads, page % per_block).flatten(1, 2)[:, :context]
+                for paged in (cache.keys, cache.values)
+            )
+            quality = measure(token.query, keys, values, token.context_lens, pages, cache.page_size, softmax)
+        except RuntimeError as error:
+            # A long context may not fit the memory that vLLM leaves.
+            _say_once("a token cannot be measured", error)
+            return
         for field, (metric, text) in _METRICS.items():
             for head, value in enumerate(getattr(quality, field)[0].tolist()):
                 labels = [str(self.layer), str(self.first_kv_head + head)]
@@ -251,8 +272,22 @@ class ContextReads:
 
 
 def _add(metric: str, suffix: str, labels: list[str], text: str, amount: float) -> None:
-    folder = os.environ.get(_VLLM_FOLDER) or os.environ[_OUR_FOLDER]
-    key = mmap_key(metric, metric + suffix, ["layer", "kv_head"], labels, text)
-    file = _file(folder)
-    value, _ = file.read_value(key)
-    file.write_value(key, value + amount, time.time())
+    """Adds to a metric in the folder, or drops the amount where that fails."""
+    try:
+        folder = os.environ.get(_VLLM_FOLDER) or os.environ[_OUR_FOLDER]
+        key = mmap_key(metric, metric + suffix, ["layer", "kv_head"], labels, text)
+        file = _file(folder)
+        value, _ = file.read_value(key)
+        file.write_value(key, value + amount, time.time())
+    except Exception as error:
+        _say_once("they are not published", error)
+
+
+_said: set[str] = set()
+
+
+def _say_once(what: str, error: Exception) -> None:
+    if what not in _said:
+        _said.add(what)
+        reason = f"{type(error).__name__}: {error}"
+        _logger.warning("vllm_sparse_ metrics of process %d: %s (%s)", os.getpid(), what, reason)
