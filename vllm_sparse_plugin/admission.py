@@ -10,9 +10,10 @@ import torch
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
+from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.diagnostics.live import expose
 from vllm_sparse_plugin.errors import ConfigurationError, choices
-from vllm_sparse_plugin.routing import Routing, identify
+from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -36,7 +37,6 @@ CUDA_MAX_BUDGET_PAGES = 1024
 """Pages, at most, that the CUDA kernels select."""
 CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector", "DecodeBenchConnector")
 """KV connectors that move whole blocks, statistics rows included, or, to measure time, fill them with noise."""
-_EIGHT_BIT_CACHES = ("fp8", "fp8_e4m3")
 LEARNED_SINKS = ("gpt_oss",)
 """Model types whose attention has learned sinks."""
 SPECULATORS = ("ngram",)
@@ -53,7 +53,7 @@ def block_multiple(vllm_config: VllmConfig, config: ResolvedConfig, kernel_block
     """The block size must be a multiple of this many tokens."""
     if config.selector is None:
         return kernel_block
-    itemsize = 1 if vllm_config.cache_config.cache_dtype in _EIGHT_BIT_CACHES else 2
+    itemsize = 1 if vllm_config.cache_config.cache_dtype in EIGHT_BIT_CACHES else 2
     layout = config.selector.statistics_layout(vllm_config.model_config.get_head_size(), itemsize)
     return math.lcm(kernel_block, layout.unit_tokens if layout else config.selector.page_size)
 
@@ -78,6 +78,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     config = resolve(settings, backends[name])
     for field, got, allowed in _unsupported(vllm_config, config):
         raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
+    announce(config, vllm_config.cache_config.cache_dtype)
     if config.config.diagnostics.sample_every or config.routing or config.stop_rule:
         expose()
 
@@ -98,7 +99,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
-    cache_dtypes = ("auto", "bfloat16") if on_cpu else ("auto", "bfloat16", "float16", *_EIGHT_BIT_CACHES)
+    cache_dtypes = ("auto", "bfloat16") if on_cpu else ("auto", "bfloat16", "float16", *EIGHT_BIT_CACHES)
     expect(cache.cache_dtype in cache_dtypes, "kv_cache_dtype", cache.cache_dtype, choices(cache_dtypes))
     if model is not None:
         architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])

@@ -6,6 +6,7 @@ from vllm_sparse_plugin import compat
 
 BACKENDS: dict[str, str] = {
     "UNIQUE": "unique",
+    "UNIQUE_PAPER": "unique_paper",
     "QUEST": "quest",
     "INFLLM": "infllm",
     "MEAN": "mean",

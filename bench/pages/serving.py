@@ -8,7 +8,7 @@ from typing import Any
 
 from bench.common.pages import Block, link, table
 from bench.common.results import RESULTS, Row, read_run
-from vllm_sparse_plugin.routing import Routing
+from vllm_sparse_plugin.config.routing import Routing
 
 H200 = RESULTS / "h200"
 _CPU = RESULTS / "cpu-2core" / "decode" / "all.jsonl"

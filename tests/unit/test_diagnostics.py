@@ -234,8 +234,11 @@ def refused(monkeypatch, capsys, *arguments: str) -> str:
 
 
 REFUSED = {
-    "dense": (["--backend", "dense"], "backend: got 'dense', allowed: unique, quest, infllm, mean or streaming_llm"),
-    "unknown backend": (["--backend", "h2o"], "backend: got 'h2o', allowed: unique, "),
+    "dense": (
+        ["--attention-backend", "dense"],
+        "attention_backend: got 'dense', allowed: unique, unique_paper, quest, infllm, mean or streaming_llm",
+    ),
+    "unknown backend": (["--attention-backend", "h2o"], "attention_backend: got 'h2o', allowed: unique, "),
     "budget": (
         ["--budget-tokens", "100"],
         "sparse_attention.selection.budget_tokens: got 100, allowed: a multiple of ",
@@ -287,7 +290,16 @@ def test_diagnose_of_prompts(monkeypatch, capsys, tmp_path):
     text = " ".join(f"line {i}: return value_{i * 37 % 101}" for i in range(80))
     lines = [{"prompt": text}, {"prompt": text, "completion": " line 80: return value_31"}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = ["--prompts", str(prompts), "--backend", "unique", "--backend", "streaming_llm", "--layer", "2"]
+    arguments = [
+        "--prompts",
+        str(prompts),
+        "--attention-backend",
+        "unique",
+        "--attention-backend",
+        "streaming_llm",
+        "--layer",
+        "2",
+    ]
     arguments += ["--budget-tokens", "128", "--budget-tokens", "64", "--queries", "5", "--by", "head"]
     monkeypatch.setattr(sys, "argv", ["vllm-sparse", "diagnose", *arguments, "--json", str(report)])
     monkeypatch.setenv("COLUMNS", "200")

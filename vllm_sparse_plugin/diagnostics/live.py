@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from prometheus_client import REGISTRY
@@ -149,6 +150,12 @@ class DeviceCounts:
         self._event = torch.cuda.Event() if counts.is_cuda else None
         self._known = torch.zeros(counts.shape, dtype=torch.int64)
         self._steps = 0
+        _COUNTING.add(self)
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """Sum and count of each metric by its name, over all heads and until now; waits for the device."""
+        columns = self._counts.sum(dim=0).tolist()
+        return {ratio.name: (columns[ratio.sum_column], columns[ratio.count_column]) for ratio in self.metrics}
 
     def step(self) -> None:
         """To be called once a step: now and then asks for the counts, and adds what has come since to the metrics.
@@ -169,6 +176,20 @@ class DeviceCounts:
             self._copied.copy_(self._counts, non_blocking=True)
             if self._event is not None:
                 self._event.record()
+
+
+_COUNTING: WeakSet[DeviceCounts] = WeakSet()
+"""All of this process that are in use."""
+
+
+def count_totals() -> dict[str, tuple[int, int]]:
+    """Sum and count of every metric that kernels of this process count, by its name; waits for the device."""
+    totals: dict[str, tuple[int, int]] = {}
+    for counts in _COUNTING:
+        for name, (amount, count) in counts.totals().items():
+            amount_before, count_before = totals.get(name, (0, 0))
+            totals[name] = amount_before + amount, count_before + count
+    return totals
 
 
 def _add(metric: str, suffix: str, labels: list[str], text: str, amount: float) -> None:

@@ -1,18 +1,20 @@
-"""SinkRouter (arXiv 2604.16883): KV groups that a decoding token skips. The settings, and what kernels take of them."""
+"""SinkRouter (arXiv 2604.16883): the KV groups that a decoding token skips, as settings and as kernels take them."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
-import torch
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
-from sparse_kernels.group_routing import GroupRouting
 
 from vllm_sparse_plugin.policies.base import Section
+
+if TYPE_CHECKING:
+    import torch
+    from sparse_kernels.group_routing import GroupRouting
 
 _MOST = 2.0
 """Thresholds reach from minus this to this: cosines are never above 1, so more than 1 skips nothing."""
@@ -111,6 +113,9 @@ class Routing(Section):
             device: where the kernels run.
             counts: see `GroupRouting`.
         """
+        import torch
+        from sparse_kernels.group_routing import GroupRouting
+
         coefficients = torch.zeros(len(kv_heads), 4)
         if self.cubic is not None:
             coefficients[:] = torch.tensor(self.cubic)
