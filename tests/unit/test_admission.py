@@ -165,6 +165,31 @@ REFUSED = {
         f"kv_connector: got ExampleConnector, {UNIQUE}one that keeps page statistics: "
         "OffloadingConnector, SimpleCPUOffloadConnector, NixlConnector or DecodeBenchConnector",
     ),
+    "connector of another module": (
+        {
+            "kv_transfer_config": {
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_both",
+                "kv_connector_module_path": "mine.connectors",
+            }
+        },
+        f"kv_connector_module_path: got mine.connectors, {UNIQUE}none",
+    ),
+    "engines that need not agree": (
+        {
+            "kv_transfer_config": {
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"enforce_handshake_compat": False},
+            }
+        },
+        f"kv_connector_extra_config.enforce_handshake_compat: got false, {UNIQUE}true: engines must agree on their "
+        "page statistics",
+    ),
+    "offloading to LMCache": (
+        {"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"},
+        f"kv_offloading_backend: got lmcache, {UNIQUE}native",
+    ),
     "two backends by kind": (
         {"attention_backend": None, "attention_config": {"backend_per_kind": PER_KIND}},
         "attention_config: got backends STREAMING_LLM and UNIQUE, allowed: one of them at a time",
@@ -512,6 +537,14 @@ def test_blocks_of_an_fp8_cache_are_as_long_as_its_statistics_need(folder, monke
         config.cache_config.cache_dtype = dtype
         with set_current_vllm_config(config):
             assert backend.get_preferred_block_size(16) == wanted
+
+
+def test_a_block_size_that_vllm_has_yet_to_choose(folder):
+    # vLLM 0.33 chooses it on a CPU, too, after this check, and asks the backend.
+    config = engine_config(folder())
+    config.cache_config.block_size = 16
+    assert not config.cache_config.user_specified_block_size
+    admit(config, BACKENDS)
 
 
 UNCHOSEN = {
