@@ -15,9 +15,9 @@ from typing import Annotated, Any
 import typer
 
 from vllm_sparse_plugin.config import describe_fields, resolve
+from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.eval.results import read_results
 from vllm_sparse_plugin.eval.statistics import estimate_difference, estimate_mean
-from vllm_sparse_plugin.routing import Routing
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -10,9 +10,10 @@ import torch
 
 from vllm_sparse_plugin import compat, connectors
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
+from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.diagnostics.live import expose
 from vllm_sparse_plugin.errors import ConfigurationError, choices
-from vllm_sparse_plugin.routing import Routing, identify
+from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,7 +35,6 @@ CUDA_MAX_OLD_PAGES = 1 << 15
 """Pages of a context, at most, before compute capability 9.0, for the same reason."""
 CUDA_MAX_BUDGET_PAGES = 1024
 """Pages, at most, that the CUDA kernels select."""
-_EIGHT_BIT_CACHES = ("fp8", "fp8_e4m3")
 LEARNED_SINKS = ("gpt_oss",)
 """Model types whose attention has learned sinks."""
 SPECULATORS = ("ngram",)
@@ -49,11 +49,11 @@ def settings_of(vllm_config: VllmConfig) -> Any:
 
 def block_multiple(vllm_config: VllmConfig, config: ResolvedConfig, kernel_block: int) -> int:
     """The block size must be a multiple of this many tokens."""
-    if config.pages is None:
+    if config.selector is None:
         return kernel_block
-    itemsize = 1 if vllm_config.cache_config.cache_dtype in _EIGHT_BIT_CACHES else 2
-    layout = config.pages.statistics_layout(vllm_config.model_config.get_head_size(), itemsize)
-    return math.lcm(kernel_block, layout.unit_tokens if layout else config.pages.page_size)
+    itemsize = 1 if vllm_config.cache_config.cache_dtype in EIGHT_BIT_CACHES else 2
+    layout = config.selector.statistics_layout(vllm_config.model_config.get_head_size(), itemsize)
+    return math.lcm(kernel_block, layout.unit_tokens if layout else config.selector.page_size)
 
 
 def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
@@ -76,6 +76,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     config = resolve(settings, backends[name])
     for field, got, allowed in _unsupported(vllm_config, config):
         raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
+    announce(config, vllm_config.cache_config.cache_dtype)
     if vllm_config.kv_transfer_config:
         vllm_config.kv_transfer_config.kv_connector_module_path = connectors.__name__
     if config.config.diagnostics.sample_every or config.routing or config.stop_rule:
@@ -98,7 +99,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
-    cache_dtypes = ("auto", "bfloat16") if on_cpu else ("auto", "bfloat16", "float16", *_EIGHT_BIT_CACHES)
+    cache_dtypes = ("auto", "bfloat16") if on_cpu else ("auto", "bfloat16", "float16", *EIGHT_BIT_CACHES)
     expect(cache.cache_dtype in cache_dtypes, "kv_cache_dtype", cache.cache_dtype, choices(cache_dtypes))
     if model is not None:
         architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])
@@ -121,12 +122,13 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
                 cache.block_size % multiple == 0 or not cache.user_specified_block_size,
                 "block_size",
                 cache.block_size,
-                f"a multiple of {multiple}" + (f" (pages of {config.pages.page_size} tokens)" if config.pages else ""),
+                f"a multiple of {multiple}"
+                + (f" (pages of {config.selector.page_size} tokens)" if config.selector else ""),
             )
     if every := config.config.diagnostics.sample_every:
         mode = vllm_config.compilation_config.cudagraph_mode
         field = f"{KEY}.diagnostics.sample_every"
-        expect(config.pages is not None, field, every, "0")
+        expect(config.selector is not None, field, every, "0")
         expect(
             not on_cuda or not mode.has_full_cudagraphs(),
             field,
@@ -170,8 +172,8 @@ def _expect_cuda_shapes(
     heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
     group = heads // kv_heads
     expect(group <= CUDA_MAX_GROUP, "query heads to a KV head", group, f"up to {CUDA_MAX_GROUP}")
-    pages = config.pages
-    if pages is None or pages.decode_settings() is None:
+    pages = config.selector
+    if pages is None or pages.reads_every_page:
         return
     layout = pages.statistics_layout(head_size, 2)
     served = layout is None or layout.kind.runs_on_gpu

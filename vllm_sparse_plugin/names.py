@@ -2,6 +2,7 @@
 
 BACKENDS: dict[str, str] = {
     "UNIQUE": "unique",
+    "UNIQUE_PAPER": "unique_paper",
     "QUEST": "quest",
     "INFLLM": "infllm",
     "MEAN": "mean",

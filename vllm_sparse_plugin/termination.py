@@ -2,83 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
-
 import torch
-from pydantic import Field
-from sparse_kernels.page_statistics import PageStatistics
-from sparse_kernels.paging import PagedTensor
-from sparse_kernels.termination import StopRule, count_visits, visited_pages
+from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.stopping import StopRule, count_reads, pages_until_stable
 
-from vllm_sparse_plugin.policies.base import Section, Selection
-
-
-class Termination(Section):
-    """ART: read what is selected block by block and stop when the output no longer changes.
-
-    The incomplete last page is read first. A scored policy goes on with the pages that it always reads and then best
-    score first, the others with the sink pages and then newest first. The probe is 32 evenly spread elements of each
-    query head's output; the query heads of a KV head stop together. See `StopRule`.
-    """
-
-    scale_tolerance: Annotated[float, Field(ge=0.0, le=1000.0)] = 1e-5
-    """Largest change of the output's probe, by its norm, that a block may make and still count as stable (the paper's
-    tau)."""
-    direction_tolerance: Annotated[float, Field(ge=0.0, le=16.0)] = 1e-3
-    """The same of its direction, as 1 - cosine (the paper's phi); above 2 every direction passes."""
-    patience: Annotated[int, Field(ge=0, le=1 << 20)] = 5
-    """Consecutive stable blocks after which a step stops reading (the paper's p); 0 for never."""
-    block_tokens: Literal[64, 128, 256, 512, 1024] = 64
-    """Tokens read between two tests."""
-    dense_sink_pages: Annotated[int, Field(ge=0, le=64)] = 1
-    """Leading pages of 16 tokens that are read before the newest where the policy is dense: heads that rest on the
-    first token are not stable before they have seen it. The paper has none. Other policies have
-    `selection.sink_pages`."""
-
-    def rule(self, selection: Selection) -> StopRule:
-        """The rule for what a policy selects."""
-        return StopRule(
-            self.scale_tolerance, self.direction_tolerance, self.patience, self.block_tokens, selection.reserved_pages
-        )
+from vllm_sparse_plugin.policies import Selection
 
 
 def select_until_stable(
-    selection: Selection,
-    rule: StopRule,
-    query: torch.Tensor,
-    keys: PagedTensor,
-    values: PagedTensor,
-    statistics: PageStatistics | None,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None,
-    softcap: float,
+    selection: Selection, rule: StopRule, tokens: QueryTokens, cache: KVCache, softmax: Softmax
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pages that are visited before the output is stable. Contexts within the budget are read to the end.
+    """The pages that are read before the output is stable. Contexts within the budget are read to the end.
 
     Args:
         selection: what would be read without termination.
         rule: when reading stops.
-        query: `[num_tokens, num_kv_heads, group_size, head_size]`.
-        keys: the cached keys.
-        values: the cached values.
-        statistics: views into the cache, for policies that have them.
-        block_table: `[num_tokens, max_blocks]` int64, physical block ids.
-        context_lens: `[num_tokens]` int64, tokens that each token attends to, itself included.
-        scale: factor of the logits.
-        sinks: learned sink logits `[num_query_heads]`.
-        softcap: as in `visited_pages`.
+        tokens: the query tokens.
+        cache: what they attend to.
+        softmax: how logits become weights.
 
     Returns:
         Like that of `Selection.select`, ascending behind the -1s: attention adds the pages up as without termination;
-        and what `count_visits` says of the rows that may stop, zeros for the others.
+        and what `count_reads` says of the rows that may stop, zeros for the others.
     """
-    num_pages = context_lens // selection.page_size
+    num_pages = tokens.num_pages(selection.page_size)
     may_stop = (num_pages > selection.budget_pages)[:, None]
-    pages = selection.traverse(query, statistics, block_table, num_pages)
-    visited = visited_pages(query, keys, values, block_table, context_lens, pages, scale, rule, sinks, softcap)
+    pages = selection.reading_order(tokens.query, cache.statistics, tokens.block_table, num_pages)
+    pages_read = pages_until_stable(tokens, cache, pages, softmax, rule)
     slot = torch.arange(pages.shape[-1], device=pages.device)
-    kept = (slot < visited.unsqueeze(-1)) | ~may_stop.unsqueeze(-1)
-    counts = count_visits(visited, context_lens, selection.page_size, rule.block_tokens) * may_stop.unsqueeze(-1)
-    return torch.where(kept, pages, -1).sort(dim=-1).values, counts
+    is_read = (slot < pages_read.unsqueeze(-1)) | ~may_stop.unsqueeze(-1)
+    reads = count_reads(pages_read, tokens.context_lens, selection.page_size, rule.block_tokens)
+    return torch.where(is_read, pages, -1).sort(dim=-1).values, reads * may_stop.unsqueeze(-1)

@@ -20,11 +20,11 @@ import typer
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from bench.children import run_python
-from bench.engine import Variant, WrongBackendError, free_engines, start_engine
-from bench.models import NEEDLE_8M, Model, open_model
+from bench.common.children import run_python
+from bench.common.engine import Variant, WrongBackendError, free_engines, start_engine
+from bench.common.models import NEEDLE_8M, Model, open_model
+from bench.common.report import open_console, read_runs
 from bench.quality.questions import check, load_tokenizer, write_questions
-from bench.report import open_console, read_runs
 from vllm_sparse_plugin.cli.provenance import describe_gpu, open_report
 from vllm_sparse_plugin.config import KEY
 from vllm_sparse_plugin.errors import ConfigurationError

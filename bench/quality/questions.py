@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from bench.models import Model
+from bench.common.models import Model
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.needles import MIN_CONTEXT_TOKENS, STRESS_TASKS, TASKS, Question, build_questions
 

@@ -25,10 +25,10 @@ import typer
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from bench.children import run_python
-from bench.engine import Variant, WrongBackendError, force_routing, start_engine
-from bench.models import SHAPES, Model, open_model
-from bench.report import open_console, read_runs, spread
+from bench.common.children import run_python
+from bench.common.engine import Variant, WrongBackendError, force_routing, start_engine
+from bench.common.models import SHAPES, Model, open_model
+from bench.common.report import open_console, read_runs, spread
 from vllm_sparse_plugin.cli.provenance import open_report
 from vllm_sparse_plugin.errors import ConfigurationError
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bench.report import read_runs
+from bench.common.report import read_runs
 from vllm_sparse_plugin.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -22,11 +22,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.children import python_path, run_python
-from bench.engine import Variant, WrongBackendError
-from bench.models import SHAPES, Model, open_model
-from bench.report import open_console, read_runs
-from bench.worker import EXTENSION
+from bench.common.children import python_path, run_python
+from bench.common.engine import Variant, WrongBackendError
+from bench.common.models import SHAPES, Model, open_model
+from bench.common.report import open_console, read_runs
+from bench.common.worker import EXTENSION
 from vllm_sparse_plugin.cli.provenance import describe_gpu, open_report
 from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server
 from vllm_sparse_plugin.errors import ConfigurationError

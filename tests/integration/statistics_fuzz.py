@@ -23,18 +23,18 @@ BLOCKS = 18
 def check(layer, blocks: list[int], computed: int) -> int:
     """Compares the stored statistics of a request's complete pages with those of the keys in its blocks."""
     impl = layer.impl
-    page_size, per_block = impl.selection.page_size, impl.keys.pages_per_block
+    page_size, per_block = impl.plan.page_size, impl.cache.keys.pages_per_block
     page = torch.arange(computed // page_size)
     block, within = torch.tensor(blocks)[page // per_block], page % per_block
-    keys = impl.keys.gather(block[:, None], torch.arange(impl.num_kv_heads), within[:, None])
-    vectors, spread = summarise(impl.statistics.kind, keys)
-    codes = impl.statistics.kind.codes
+    keys = impl.cache.keys.gather(block[:, None], torch.arange(impl.num_kv_heads), within[:, None])
+    vectors, spread = summarise(impl.cache.statistics.kind, keys)
+    codes = impl.cache.statistics.kind.codes
     stored, scales = codes.pack(vectors) if codes else quantise(vectors, torch.int8)
     stored = stored if codes else stored.flatten(-2)
-    assert torch.equal(impl.statistics.vectors[block, :, within], stored)
-    assert torch.equal(impl.statistics.scales[block, :, within], scales)
+    assert torch.equal(impl.cache.statistics.vectors[block, :, within], stored)
+    assert torch.equal(impl.cache.statistics.scales[block, :, within], scales)
     if spread is not None:
-        assert torch.equal(impl.statistics.spread[block, :, within], spread.bfloat16())
+        assert torch.equal(impl.cache.statistics.spread[block, :, within], spread.bfloat16())
     return len(page)
 
 

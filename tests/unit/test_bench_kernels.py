@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sparse_kernels.batch import QueryTokens
 from sparse_kernels.page_score import score_pages
 from sparse_kernels.page_statistics import reference as statistics_reference
 from sparse_kernels.page_topk import select_pages
@@ -235,7 +236,7 @@ def decode(inputs, drop=0):
 def attend(inputs, pages=None):
     pages = inputs.pages if pages is None else pages
     table, lens = inputs.block_table.long(), inputs.seq_lens.long()
-    return attend_pages(inputs.grouped_query, inputs.keys, inputs.values, table, lens, pages.long(), SMALL.scale)
+    return attend_pages(QueryTokens(inputs.grouped_query, table, lens), inputs.cache, pages.long(), inputs.softmax)
 
 
 def write(inputs, statistics=True):

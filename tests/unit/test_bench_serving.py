@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench.engine import Variant, WrongBackendError, force_routing
-from bench.models import NEEDLE_8M, SHAPES, open_model
+from bench.common.engine import Variant, WrongBackendError, force_routing
+from bench.common.models import NEEDLE_8M, SHAPES, open_model
+from bench.common.report import read_runs, spread
+from bench.common.worker import BenchWorker
 from bench.quality.__main__ import main as quality_main
 from bench.quality.accuracy import all_settings, unfinished
 from bench.quality.accuracy import tables as accuracy_tables
-from bench.report import read_runs, spread
 from bench.serving.__main__ import main as serving_main
 from bench.serving.decode import DecodeSettings, draw_prompts, forecast_seconds, measure_batch, parse_grid
 from bench.serving.decode import table as decode_table
 from bench.serving.serve import Load, parse_result
-from bench.worker import BenchWorker
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 

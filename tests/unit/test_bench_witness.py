@@ -11,11 +11,11 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from bench.models import NEEDLE_8M
-from bench.witness import __main__ as commands
-from bench.witness import training
-from bench.witness.card import LOG, MEASUREMENTS, render
-from bench.witness.data import (
+from bench.common.models import NEEDLE_8M
+from research.witness import __main__ as commands
+from research.witness import training
+from research.witness.card import LOG, MEASUREMENTS, render
+from research.witness.data import (
     ANSWER,
     ASKED_TASKS,
     BOS,
@@ -28,9 +28,9 @@ from bench.witness.data import (
     encode,
     stretches,
 )
-from bench.witness.measure import measure, newest_mass
-from bench.witness.model import Forward, build_model, save_model
-from bench.witness.training import (
+from research.witness.measure import measure, newest_mass
+from research.witness.model import Forward, build_model, save_model
+from research.witness.training import (
     Batch,
     Recipe,
     Stage,
@@ -288,7 +288,8 @@ def folder(tmp_path_factory):
     model = toy()
     save_model(model, folder)
     about = {
-        "date": "2026-01-02T00:00:00+00:00", "command": "python -m bench.witness train", "versions": {"torch": "2.11"},
+        "date": "2026-01-02T00:00:00+00:00", "command": "python -m research.witness train",
+        "versions": {"torch": "2.11"},
         "hardware": {"gpu": "GPU X", "cores": 16}, "parameters": 6_320_000,
         "recipe": {**vars(RECIPE), "stages": [list(stage) for stage in RECIPE.stages]},
         "data": {"files": 7, "tokens": 3_000_000, "held_out_characters": 1234, "held_out": "x", "text_bytes": 1},
@@ -321,7 +322,7 @@ def test_the_card_states_what_was_measured(folder):
 
 
 def test_measuring_gives_all_its_rows(folder, monkeypatch):
-    monkeypatch.setattr("bench.witness.measure.CONTEXTS", (256,))
+    monkeypatch.setattr("research.witness.measure.CONTEXTS", (256,))
     rows = list(measure(folder, TEXT, "cpu", 1, 600))
     assert [row["measure"] for row in rows] == ["attention", "attention", "perplexity", "answers", "answers", "answers"]
     assert 2000 < rows[2]["perplexity"] < 8000  # an untrained model's of 4,096 tokens
@@ -353,7 +354,7 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, arguments, sentence):
 
 
 def test_bad_input_is_exit_code_2(tmp_path):
-    command = [sys.executable, "-m", "bench.witness", "train", "--output", str(tmp_path), "--seconds", "1"]
+    command = [sys.executable, "-m", "research.witness", "train", "--output", str(tmp_path), "--seconds", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: output: got ")

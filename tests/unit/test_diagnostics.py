@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
-from sparse_kernels.paging import PagedTensor
+from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
 
 from vllm_sparse_plugin.cli import main
 from vllm_sparse_plugin.diagnostics import live
@@ -56,7 +57,7 @@ def test_quality_is_what_a_loop_finds(sinks, softcap):
     query = torch.randn(3, HEADS, GROUP, SIZE).bfloat16()
     keys, values = torch.randn(HEADS, 40, SIZE).bfloat16(), torch.randn(HEADS, 40, SIZE).bfloat16()
     pages = torch.tensor([[[0, 3, 8], [1, 5, -1]], [[0, 3, 8], [6, 7, 8]], [[0, 4, 9], [2, 5, -1]]])
-    quality = measure(query, keys, values, torch.tensor(contexts), pages, PAGE, 0.5, sinks, softcap)
+    quality = measure(query, keys, values, torch.tensor(contexts), pages, PAGE, Softmax(0.5, softcap, sinks))
     for token, context in enumerate(contexts):
         expected = by_hand(query[token], keys, values, context, pages[token], 0.5, sinks, softcap)
         for name, found in quality._asdict().items():
@@ -67,7 +68,7 @@ def test_reading_everything_is_perfect():
     query = torch.randn(1, HEADS, GROUP, SIZE)
     keys, values = torch.randn(2, HEADS, 19, SIZE)
     pages = torch.arange(4).expand(1, HEADS, 4)
-    quality = measure(query, keys, values, torch.tensor([19]), pages, PAGE, 0.3)
+    quality = measure(query, keys, values, torch.tensor([19]), pages, PAGE, Softmax(0.3))
     for part in quality:
         torch.testing.assert_close(part, torch.ones(1, HEADS))
 
@@ -77,7 +78,7 @@ def test_reading_the_best_pages_is_the_oracle():
     keys, values = torch.randn(2, HEADS, 32, SIZE)
     weights = torch.einsum("qhgd,hnd->qhgn", query, keys).softmax(dim=-1)
     best = weights.unflatten(-1, (8, PAGE)).sum(dim=-1).mean(dim=2).topk(3, dim=-1).indices
-    quality = measure(query, keys, values, torch.tensor([32]), best, PAGE, 1.0)
+    quality = measure(query, keys, values, torch.tensor([32]), best, PAGE, Softmax(1.0))
     assert quality.recall.eq(1).all()
     torch.testing.assert_close(quality.mass, quality.oracle_mass)
     assert quality.mass.lt(1).all()
@@ -118,12 +119,13 @@ def samples(registry: CollectorRegistry) -> dict[tuple[str, str, str], float]:
 def record(layer: int, first_kv_head: int, seed: int) -> Quality:
     generator = torch.Generator().manual_seed(seed)
     block_rows = torch.randn(5, HEADS, 16, 2 * SIZE, generator=generator).bfloat16()
-    keys, values = (PagedTensor.from_rows(rows, PAGE) for rows in block_rows.split(SIZE, dim=-1))
+    cache, softmax = KVCache.from_rows(block_rows, PAGE), Softmax(0.4)
     query = torch.randn(1, HEADS, GROUP, SIZE, generator=generator)
     table, context, pages = torch.tensor([3, 1, 4, 0]), 45, torch.tensor([[[0, 3, 9], [1, 2, 10]]])
-    live.LayerQuality(layer, first_kv_head).record(query, keys, values, table, context, pages, 0.4, None, 0.0)
+    token = QueryTokens(query, table[None], torch.tensor([context]))
+    live.LayerQuality(layer, first_kv_head).record(token, cache, pages, softmax)
     tokens = block_rows[table].transpose(0, 1).flatten(1, 2)[:, :context]
-    return measure(query, *tokens.split(SIZE, dim=-1), torch.tensor([context]), pages, PAGE, 0.4)
+    return measure(query, *tokens.split(SIZE, dim=-1), torch.tensor([context]), pages, PAGE, softmax)
 
 
 def test_what_is_recorded_reaches_the_registry_of_the_process_that_serves_metrics(registry, monkeypatch):
@@ -211,7 +213,7 @@ def test_the_pages_judged_are_those_of_the_policys_score(inputs):
     products = torch.maximum(query * pages.amax(dim=2)[None, :, None], query * pages.amin(dim=2)[None, :, None])
     scores = products.sum(dim=-1).amax(dim=2).bfloat16()
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :8]
-    expected = measure(inputs.query, inputs.keys, inputs.values, inputs.context_lens, best, 8, 0.125)
+    expected = measure(inputs.query, inputs.keys, inputs.values, inputs.context_lens, best, 8, Softmax(0.125))
     for found, wanted in zip(quality, expected, strict=True):
         torch.testing.assert_close(found, wanted)
 
@@ -232,8 +234,11 @@ def refused(monkeypatch, capsys, *arguments: str) -> str:
 
 
 REFUSED = {
-    "dense": (["--backend", "dense"], "backend: got 'dense', allowed: unique, quest, infllm, mean or streaming_llm"),
-    "unknown backend": (["--backend", "h2o"], "backend: got 'h2o', allowed: unique, "),
+    "dense": (
+        ["--attention-backend", "dense"],
+        "attention_backend: got 'dense', allowed: unique, unique_paper, quest, infllm, mean or streaming_llm",
+    ),
+    "unknown backend": (["--attention-backend", "h2o"], "attention_backend: got 'h2o', allowed: unique, "),
     "budget": (
         ["--budget-tokens", "100"],
         "sparse_attention.selection.budget_tokens: got 100, allowed: a multiple of ",
@@ -285,7 +290,16 @@ def test_diagnose_of_prompts(monkeypatch, capsys, tmp_path):
     text = " ".join(f"line {i}: return value_{i * 37 % 101}" for i in range(80))
     lines = [{"prompt": text}, {"prompt": text, "completion": " line 80: return value_31"}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = ["--prompts", str(prompts), "--backend", "unique", "--backend", "streaming_llm", "--layer", "2"]
+    arguments = [
+        "--prompts",
+        str(prompts),
+        "--attention-backend",
+        "unique",
+        "--attention-backend",
+        "streaming_llm",
+        "--layer",
+        "2",
+    ]
     arguments += ["--budget-tokens", "128", "--budget-tokens", "64", "--queries", "5", "--by", "head"]
     monkeypatch.setattr(sys, "argv", ["vllm-sparse", "diagnose", *arguments, "--json", str(report)])
     monkeypatch.setenv("COLUMNS", "200")

@@ -68,6 +68,7 @@ def test_kernels_run_where_vllm_cannot_be_imported():
 
         import torch
         from support.paged import make_batch
+        from sparse_kernels.batch import Softmax
         from sparse_kernels.page_score import score_pages
         from sparse_kernels.page_topk import select_pages
         from sparse_kernels.sparse_attention import attend_pages
@@ -76,9 +77,7 @@ def test_kernels_run_where_vllm_cannot_be_imported():
         query = torch.randn(2, 2, 4, 64).bfloat16()
         scores = score_pages(query, batch.statistics, batch.block_table, batch.num_pages, 0.75)
         pages = select_pages(scores, batch.num_pages, 4, 1, 1)
-        output = attend_pages(
-            query, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, 0.125
-        )
+        output = attend_pages(batch.tokens(query), batch.cache, pages, Softmax(0.125))
         assert pages.shape == (2, 2, 4) and output.shape == (2, 8, 64) and output.isfinite().all()
         assert not [name for name in sys.modules if name.partition(".")[0] in ("vllm", "vllm_sparse_plugin")]
         print("ran")

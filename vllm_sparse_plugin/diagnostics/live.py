@@ -18,14 +18,17 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakSet
 
 import torch
 from prometheus_client import REGISTRY
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
-from sparse_kernels.paging import PagedTensor
+from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
 
 from vllm_sparse_plugin.diagnostics.quality import measure
 
@@ -54,12 +57,12 @@ class Ratio(NamedTuple):
 SKIPPED = (Ratio("vllm_sparse_group_skipped", "Share of the KV groups of decoding tokens that routing skips.", 0, 1),)
 """Of `GroupRouting.counts`."""
 VISITS = (
-    Ratio("vllm_sparse_traversal_blocks", "Blocks that attention visited before it stopped, by token.", 1, 0),
+    Ratio("vllm_sparse_traversal_blocks", "Blocks that attention read before it stopped, by token.", 1, 0),
     Ratio("vllm_sparse_kv_read_share", "Tokens read (sum) of those in the context (count), where it may stop.", 2, 3),
 )
-"""Of `count_visits`."""
+"""Of `stopping.count_reads`."""
 COUNTED_STEPS = 16
-"""Steps between two looks at what kernels count."""
+"""Steps between two copies of what kernels count."""
 
 
 def expose() -> None:
@@ -120,41 +123,26 @@ class LayerQuality:
         self.layer = layer
         self.first_kv_head = first_kv_head
 
-    def record(
-        self,
-        query: torch.Tensor,
-        keys: PagedTensor,
-        values: PagedTensor,
-        block_table: torch.Tensor,
-        context_len: int,
-        pages: torch.Tensor,
-        scale: float,
-        sinks: torch.Tensor | None,
-        softcap: float,
-    ) -> None:
+    def record(self, token: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax) -> None:
         """Compares one token's selection with dense attention and adds the result to the metrics.
 
         Args:
-            query: `[1, num_kv_heads, group_size, head_size]`.
-            keys: the cached keys.
-            values: the cached values.
-            block_table: `[max_blocks]` integer, physical blocks of the token's request.
-            context_len: tokens it attends to, itself included.
+            token: the query token.
+            cache: what it attends to.
             pages: `[1, num_kv_heads, k]` integer, the complete pages it reads, -1 for none.
-            scale: factor of the logits.
-            sinks: learned sink logits `[num_query_heads]`.
-            softcap: as in `measure`.
+            softmax: how logits become weights.
         """
-        page = torch.arange(-(-context_len // keys.page_size), device=query.device)
-        blocks = block_table.long()[page // keys.pages_per_block]
-        heads = torch.arange(keys.num_kv_heads, device=query.device)[:, None]
+        context, per_block, device = int(token.context_lens), cache.keys.pages_per_block, token.query.device
+        page = torch.arange(-(-context // cache.page_size), device=device)
+        blocks = token.block_table[0].long()[page // per_block]
+        heads = torch.arange(cache.num_kv_heads, device=device)[:, None]
+        softmax = replace(softmax, scale=cache.scaled_by_keys(softmax.scale))
         try:
-            own_keys, own_values = (
-                paged.gather(blocks, heads, page % keys.pages_per_block).flatten(1, 2)[:, :context_len]
-                for paged in (keys, values)
+            keys, values = (
+                paged.gather(blocks, heads, page % per_block).flatten(1, 2)[:, :context]
+                for paged in (cache.keys, cache.values)
             )
-            context_lens = torch.tensor([context_len], device=query.device)
-            quality = measure(query, own_keys, own_values, context_lens, pages, keys.page_size, scale, sinks, softcap)
+            quality = measure(token.query, keys, values, token.context_lens, pages, cache.page_size, softmax)
         except RuntimeError as error:
             # A long context may not fit the memory that vLLM leaves.
             _say_once("a token cannot be measured", error)
@@ -183,6 +171,12 @@ class DeviceCounts:
         self._event = torch.cuda.Event() if counts.is_cuda else None
         self._known = torch.zeros(counts.shape, dtype=torch.int64)
         self._steps = 0
+        _COUNTING.add(self)
+
+    def totals(self) -> dict[str, tuple[int, int]]:
+        """Sum and count of each metric by its name, over all heads and until now; waits for the device."""
+        columns = self._counts.sum(dim=0).tolist()
+        return {ratio.name: (columns[ratio.sum_column], columns[ratio.count_column]) for ratio in self.metrics}
 
     def step(self) -> None:
         """To be called once a step: now and then asks for the counts, and adds what has come since to the metrics.
@@ -203,6 +197,20 @@ class DeviceCounts:
             self._copied.copy_(self._counts, non_blocking=True)
             if self._event is not None:
                 self._event.record()
+
+
+_COUNTING: WeakSet[DeviceCounts] = WeakSet()
+"""All of this process that are in use."""
+
+
+def count_totals() -> dict[str, tuple[int, int]]:
+    """Sum and count of every metric that kernels of this process count, by its name; waits for the device."""
+    totals: dict[str, tuple[int, int]] = {}
+    for counts in _COUNTING:
+        for name, (amount, count) in counts.totals().items():
+            amount_before, count_before = totals.get(name, (0, 0))
+            totals[name] = amount_before + amount, count_before + count
+    return totals
 
 
 def _add(metric: str, suffix: str, labels: list[str], text: str, amount: float) -> None:

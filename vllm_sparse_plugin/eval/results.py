@@ -42,6 +42,9 @@ class Result(BaseModel):
     score: float
     """From 0 to 1; for the metric `nll` the mean negative log likelihood of the forced tokens in nats."""
     seconds: float
+    kv_read_share: float | None = None
+    """Share of the cached keys and values that the decode steps of the answer's batch read, over all layers and KV
+    heads, where the endpoint can tell; see `eval.reading`."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ def ask(
                 metric=item.metric,
                 score=round(value, 6),
                 seconds=round(reply.seconds, 4),
+                kv_read_share=None if reply.kv_read_share is None else round(reply.kv_read_share, 6),
             )
             text = f"{title}: {item.task} {item.context_tokens}"
             text += f", accuracy so far {sum(scores) / len(scores):.2f}" if scores else ""

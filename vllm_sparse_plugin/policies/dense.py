@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
-from sparse_kernels.page_statistics import PageStatistics
+from typing import TYPE_CHECKING, Literal
 
 from vllm_sparse_plugin.policies.base import Policy, Selection
+
+if TYPE_CHECKING:
+    import torch
+    from sparse_kernels.page_statistics import PageStatistics
 
 
 class DensePolicy(Policy):
@@ -24,6 +25,8 @@ def every_page(num_pages: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
         num_pages: `[num_tokens]` integer, complete pages of each.
         num_kv_heads: for how many KV heads.
     """
+    import torch
+
     page = torch.arange(int(num_pages.max()) if len(num_pages) else 0, device=num_pages.device)
     return torch.where(page < num_pages[:, None], page, -1)[:, None].expand(-1, num_kv_heads, -1)
 
@@ -31,6 +34,7 @@ def every_page(num_pages: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 class EveryPage(Selection):
     """Dense attention by our kernels, for attention that may stop: every page, whatever the budget."""
 
+    reads_every_page = True
     policy: Literal["dense"] = "dense"
     page_size: Literal[8, 16, 32] = 16
     budget_tokens: int = 1 << 20
@@ -47,9 +51,6 @@ class EveryPage(Selection):
         num_pages: torch.Tensor,
     ) -> torch.Tensor:
         return every_page(num_pages, query.shape[1])
-
-    def decode_settings(self) -> None:
-        return None
 
     def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
         return 1.0

@@ -1,0 +1,122 @@
+"""Decode time per token of dense and sparse attention in vLLM on a CPU, and where the time of a sparse layer goes.
+
+    python -m bench.serving.decode_cpu --output bench/results/decode_cpu.jsonl
+
+Decoding alone: a prompt is computed once; then 1 token and 1 + n tokens are generated from the prefix cache, and the
+difference is divided by n. Medians over repeats; one server after the other in one run.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from openai import OpenAI
+from rich.console import Console
+from rich.table import Table
+from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.page_score import score_pages
+from sparse_kernels.page_statistics import StatisticsLayout, update_page_statistics
+from sparse_kernels.page_topk import select_pages
+from sparse_kernels.sparse_attention import attend_pages
+
+from vllm_sparse_plugin.cli.provenance import describe_run
+from vllm_sparse_plugin.cli.server import ServerSettings, run_server
+
+MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
+BACKENDS: dict[str, str | None] = {"dense": None, "unique": "unique"}
+NEW_TOKENS = 64
+
+
+def decode_seconds(client: OpenAI, prompt: list[int], repeats: int) -> list[float]:
+    """Seconds per token of decoding alone, one value per repeat."""
+
+    def generate(tokens: int) -> float:
+        begin = time.perf_counter()
+        client.completions.create(
+            model=MODEL.name, prompt=prompt, temperature=0, max_tokens=tokens, extra_body={"ignore_eos": True}
+        )
+        return time.perf_counter() - begin
+
+    generate(1 + NEW_TOKENS)
+    return [(generate(1 + NEW_TOKENS) - generate(1)) / NEW_TOKENS for _ in range(repeats)]
+
+
+def operation_seconds(context: int, repeats: int = 200) -> dict[str, float]:
+    """Median seconds of each operation of one sparse layer of needle-8m: 8 query heads, 2 KV heads of size 64."""
+    block_size, page_size, heads, group, head_size = 128, 8, 2, 4, 64
+    blocks = -(-context // block_size) + 1
+    layout = StatisticsLayout(page_size, head_size, "int8")
+    rows = torch.randn(blocks, heads, block_size, 2 * head_size).bfloat16()
+    cache = torch.zeros(blocks, heads, layout.rows(block_size), 2 * head_size, dtype=torch.bfloat16)
+    views = layout.views(cache, block_size)
+    kv = KVCache.from_rows(rows, page_size, views)
+    keys = kv.keys
+    pages = torch.arange(blocks * block_size // page_size)
+    update_page_statistics(keys, views, pages // keys.pages_per_block, pages % keys.pages_per_block)
+    query = torch.randn(1, heads, group, head_size).bfloat16()
+    table, lens = torch.randperm(blocks)[None], torch.tensor([context])
+    count = lens // page_size
+    scores = score_pages(query, views, table, count, 1.0)
+    chosen = select_pages(scores, count, 64, 1, 1)
+    operations: dict[str, Callable[[], Any]] = {
+        "score": lambda: score_pages(query, views, table, count, 1.0),
+        "top-k": lambda: select_pages(scores, count, 64, 1, 1),
+        "attend": lambda: attend_pages(QueryTokens(query, table, lens), kv, chosen, Softmax(head_size**-0.5)),
+        "update statistics of a page": lambda: update_page_statistics(keys, views, pages[:1], pages[:1]),
+    }
+    medians = {}
+    for name, operation in operations.items():
+        operation()
+        times = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            operation()
+            times.append(time.perf_counter() - begin)
+        medians[name] = statistics.median(times)
+    return medians
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="JSON lines to write.")],
+    context: Annotated[list[int] | None, typer.Option(help="Contexts in tokens, repeatable.")] = None,
+    repeats: Annotated[int, typer.Option(help="Repeats of each measurement.")] = 5,
+) -> None:
+    """Measure and print the table; write one line for the run and one for each measurement."""
+    contexts = context or [2048, 4096, 8192, 16384, 30000]
+    console = Console()
+    lines: list[dict[str, Any]] = [describe_run(MODEL)]
+    found: dict[tuple[str, int], float] = {}
+    for name, backend in BACKENDS.items():
+        settings = ServerSettings(MODEL, 32_000, backend)
+        with run_server(name, settings, console) as client:
+            for size in contexts:
+                rng = random.Random(size)
+                prompt = [0, *(rng.randrange(3, 4000) for _ in range(size - NEW_TOKENS - 2))]
+                seconds = decode_seconds(client, prompt, repeats)
+                found[name, size] = statistics.median(seconds)
+                lines.append({"backend": name, "context_tokens": size, "seconds_per_token": seconds})
+    table = Table("context", *(f"{name}, ms per token" for name in BACKENDS), "dense / unique")
+    for size in contexts:
+        dense, sparse = found["dense", size], found["unique", size]
+        table.add_row(str(size), f"{dense * 1e3:.2f}", f"{sparse * 1e3:.2f}", f"{dense / sparse:.2f}")
+    console.print(table)
+    table = Table("operation of one layer", *(f"{size} tokens, us" for size in contexts))
+    operations = {size: operation_seconds(size) for size in contexts}
+    for name in operations[contexts[0]]:
+        table.add_row(name, *(f"{operations[size][name] * 1e6:.0f}" for size in contexts))
+    console.print(table)
+    lines += [{"context_tokens": size, "operation_seconds": medians} for size, medians in operations.items()]
+    output.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
