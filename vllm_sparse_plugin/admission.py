@@ -29,8 +29,8 @@ CUDA_MAX_GROUP = 16
 CUDA_MAX_PAGES = 1 << 16
 """Pages of a context, at most, that the CUDA kernels select from."""
 CUDA_MAX_OLD_WIDTH = 512
-"""Query heads to a KV head times head size, at most, before compute capability 9.0: blocks without clusters must hold
-all sums of a row in their own shared memory."""
+"""Query heads to a KV head times head size, at most, before compute capability 9.0, where blocks without clusters must
+hold all sums of a row in their own shared memory, and from 12.0, which has less of it."""
 CUDA_MAX_OLD_PAGES = 1 << 15
 """Pages of a context, at most, before compute capability 9.0, for the same reason."""
 CUDA_MAX_BUDGET_PAGES = 1024
@@ -135,6 +135,14 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             f"{every} with CUDA graphs in mode {mode.name}",
             "0, or --enforce-eager, or --compilation-config.cudagraph_mode PIECEWISE",
         )
+    # Of a request's last token vLLM then says no longer whether it is part of the prompt.
+    expect(not cache.kv_sharing_fast_prefill, "kv_sharing_fast_prefill", "true", "false")
+    # Two half batches at once would share what a layer keeps between its kernels, and its counts.
+    expect(not parallel.use_ubatching, "enable_dbo, ubatch_size", "batches in parts", "neither")
+    skipped = cache.kv_cache_dtype_skip_layers
+    mixed = cache.cache_dtype in EIGHT_BIT_CACHES and skipped
+    # Statistics rows of one-byte and two-byte caches do not divide each other.
+    expect(not mixed, "kv_cache_dtype_skip_layers", ", ".join(skipped), f"none with {cache.cache_dtype}")
     dcp, pcp = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     expect(dcp == 1, "decode_context_parallel_size", dcp, "1")
     expect(pcp == 1, "prefill_context_parallel_size", pcp, "1")
@@ -181,9 +189,13 @@ def _expect_cuda_shapes(
     means = getattr(pages, "statistics", None)
     expect(means != "fp8" or capability >= (8, 9), "selection.statistics", means, "int8 or bf16 on this GPU")
     old = capability < (9, 0)
+    # GPUs of compute capability 12 have clusters, and half the shared memory of 9.0 and 10.0.
+    narrow = old or capability >= (12, 0)
     expect(not old or config.stop_rule is None, f"{KEY}.termination", "a rule", "null on this GPU")
     width, widest = group * head_size, CUDA_MAX_OLD_WIDTH
-    expect(not old or width <= widest, "query heads to a KV head times head size", width, f"up to {widest} on this GPU")
+    expect(
+        not narrow or width <= widest, "query heads to a KV head times head size", width, f"up to {widest} on this GPU"
+    )
     longest = (CUDA_MAX_OLD_PAGES if old else CUDA_MAX_PAGES) * pages.page_size
     expect(model.max_model_len <= longest, "max_model_len", model.max_model_len, f"up to {longest}")
     most = CUDA_MAX_BUDGET_PAGES * pages.page_size
