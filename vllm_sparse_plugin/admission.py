@@ -7,6 +7,16 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sparse_kernels.limits import (
+    FLOAT8_STATISTICS,
+    MIN_CAPABILITY,
+    PAGES_OF_A_CONTEXT,
+    PAGES_READ,
+    STOP_RULE,
+    DecodeShape,
+    decode_refusals,
+    head_refusals,
+)
 
 from vllm_sparse_plugin import compat, connectors
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
@@ -22,6 +32,7 @@ CPU_KERNEL_BLOCK = 32
 """vLLM's CPU attention packs blocks of a multiple of this many tokens."""
 CUDA_KERNEL_BLOCK = 16
 """FlashAttention reads blocks of a multiple of this many tokens."""
+<<<<<<< HEAD
 CUDA_HEAD_SIZES = (64, 128, 256)
 """Head sizes that the CUDA kernels are written for."""
 CUDA_MAX_GROUP = 16
@@ -35,6 +46,8 @@ CUDA_MAX_OLD_PAGES = 1 << 15
 """Pages of a context, at most, before compute capability 9.0, for the same reason."""
 CUDA_MAX_BUDGET_PAGES = 1024
 """Pages, at most, that the CUDA kernels select."""
+=======
+>>>>>>> main
 LEARNED_SINKS = ("gpt_oss",)
 """Model types whose attention has learned sinks."""
 SPECULATORS = ("ngram",)
@@ -95,7 +108,12 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
     on_cpu, on_cuda = current_platform.is_cpu(), current_platform.is_cuda()
     expect(on_cpu or on_cuda, "platform", current_platform.device_name, "NVIDIA GPUs or vLLM's CPU build")
     capability = (current_platform.get_device_capability() if on_cuda else None) or (0, 0)
-    expect(not on_cuda or capability >= (8, 0), "compute capability", ".".join(map(str, capability)), "8.0 or later")
+    expect(
+        not on_cuda or capability >= MIN_CAPABILITY,
+        "compute capability",
+        ".".join(map(str, capability)),
+        "8.0 or later",
+    )
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
@@ -176,6 +194,7 @@ def _expect_cuda_shapes(
 ) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     head_size = model.get_head_size()
+<<<<<<< HEAD
     expect(head_size in CUDA_HEAD_SIZES, "head size", head_size, choices(tuple(map(str, CUDA_HEAD_SIZES))))
     heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
     group = heads // kv_heads
@@ -201,6 +220,37 @@ def _expect_cuda_shapes(
     most = CUDA_MAX_BUDGET_PAGES * pages.page_size
     fits = pages.budget_pages <= CUDA_MAX_BUDGET_PAGES
     expect(fits, "budget_tokens", pages.budget_tokens, f"up to {most} (pages of {pages.page_size} tokens)")
+=======
+    group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    refusals = list(head_refusals(group, head_size))
+    selector = config.selector
+    if selector is not None and not selector.reads_every_page:
+        layout = selector.statistics_layout(head_size, 2)
+        served = layout is None or layout.kind.runs_on_gpu
+        expect(served, "selection.policy", selector.name(), "one whose page statistics have a Triton form, on a GPU")
+        shape = DecodeShape(
+            group,
+            head_size,
+            max_pages=model.max_model_len // selector.page_size,
+            k=selector.budget_pages,
+            stopping=config.stop_rule is not None,
+            float8_statistics=layout is not None and layout.format == "fp8",
+        )
+        refusals += decode_refusals(shape, capability)
+    for refusal in refusals:
+        field, got, allowed = refusal.field, str(refusal.got), refusal.allowed
+        if selector is not None and refusal.field == PAGES_OF_A_CONTEXT:
+            field, got = "max_model_len", str(model.max_model_len)
+            allowed = f"up to {refusal.most * selector.page_size}"
+        elif selector is not None and refusal.field == PAGES_READ:
+            field, got = "budget_tokens", str(selector.budget_tokens)
+            allowed = f"up to {refusal.most * selector.page_size} (pages of {selector.page_size} tokens)"
+        elif refusal.field == STOP_RULE:
+            field, got, allowed = f"{KEY}.termination", "a rule", "null on this GPU"
+        elif refusal.field == FLOAT8_STATISTICS:
+            field, got, allowed = "selection.statistics", "fp8", "int8 or bf16 on this GPU"
+        expect(False, field, got, allowed)
+>>>>>>> main
 
 
 def _expect_routable(expect: Callable[[bool, str, Any, str], None], vllm_config: VllmConfig, routing: Routing) -> None:

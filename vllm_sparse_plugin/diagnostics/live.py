@@ -20,9 +20,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from prometheus_client import REGISTRY
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
@@ -45,6 +46,13 @@ _METRICS = {
 """By field of `Quality`: a summary's name and help; its `_sum` over its `_count` is the mean."""
 
 
+_READ_SHARE = "vllm_sparse_kv_read_share"
+_READ_SHARE_TEXT = (
+    "Tokens read (sum) of those in the context (count) by decoding tokens that read selected pages, of groups that are "
+    "not skipped; layer and kv_head are empty where all read alike."
+)
+
+
 class Ratio(NamedTuple):
     """A summary whose sum and count are columns of what kernels count, see `DeviceCounts`."""
 
@@ -58,7 +66,7 @@ SKIPPED = (Ratio("vllm_sparse_group_skipped", "Share of the KV groups of decodin
 """Of `GroupRouting.counts`."""
 VISITS = (
     Ratio("vllm_sparse_traversal_blocks", "Blocks that attention read before it stopped, by token.", 1, 0),
-    Ratio("vllm_sparse_kv_read_share", "Tokens read (sum) of those in the context (count), where it may stop.", 2, 3),
+    Ratio(_READ_SHARE, _READ_SHARE_TEXT, 2, 3),
 )
 """Of `stopping.count_reads`."""
 COUNTED_STEPS = 16
@@ -211,6 +219,56 @@ def count_totals() -> dict[str, tuple[int, int]]:
             amount_before, count_before = totals.get(name, (0, 0))
             totals[name] = amount_before + amount, count_before + count
     return totals
+
+
+class BatchLengths(Protocol):
+    """The part of vLLM's `CommonAttentionMetadata` that is on the host."""
+
+    seq_lens_cpu_upper_bound: torch.Tensor | None
+    """`[num_requests]`, tokens of each request's context; with asynchronous speculation the most they can be."""
+    query_start_loc_cpu: torch.Tensor
+    """`[num_requests + 1]`, where each request's query tokens begin."""
+    is_prefilling: torch.Tensor | None
+    """`[num_requests]` bool, requests whose prompt is not finished."""
+
+
+class ContextReads:
+    """How much of its context a decoding token reads where the budget alone decides: lengths on the host say it."""
+
+    def __init__(self, page_size: int, budget_pages: int, dense_tokens: int) -> None:
+        """Takes tokens of a page, pages of the budget, and the longest context that is attended whole."""
+        self.page_size = page_size
+        self.budget_pages = budget_pages
+        self.dense_tokens = dense_tokens
+        self._steps = 0
+
+    def step(self, batch: BatchLengths, longest_query: int | None) -> None:
+        """To be called once a step: adds one in `COUNTED_STEPS` of them to the metrics.
+
+        Args:
+            batch: what vLLM says of the step's requests.
+            longest_query: most query tokens of a request that decodes; None for 1.
+        """
+        self._steps += 1
+        seq_lens, is_prefilling = batch.seq_lens_cpu_upper_bound, batch.is_prefilling
+        if self._steps % COUNTED_STEPS or seq_lens is None:
+            return
+        query_lens = np.diff(batch.query_start_loc_cpu.numpy())[: len(seq_lens)]
+        lens = seq_lens.numpy()[: len(query_lens)]
+        decodes = (query_lens > 0) & (query_lens <= (longest_query or 1))
+        if is_prefilling is not None:
+            # Of the requests that pad a batch it may say nothing.
+            prompts = is_prefilling.numpy()[: len(decodes)]
+            decodes[: len(prompts)] &= ~prompts
+        tokens_read = tokens_in_context = 0
+        for later_tokens in range(int(query_lens[decodes].max(initial=0))):
+            context = lens[decodes & (query_lens > later_tokens)] - later_tokens
+            sparse = context[(context > self.dense_tokens) & (context // self.page_size > self.budget_pages)]
+            tokens_read += self.budget_pages * self.page_size * len(sparse) + int((sparse % self.page_size).sum())
+            tokens_in_context += int(sparse.sum())
+        if tokens_in_context:
+            _add(_READ_SHARE, "_sum", ["", ""], _READ_SHARE_TEXT, tokens_read)
+            _add(_READ_SHARE, "_count", ["", ""], _READ_SHARE_TEXT, tokens_in_context)
 
 
 def _add(metric: str, suffix: str, labels: list[str], text: str, amount: float) -> None:
