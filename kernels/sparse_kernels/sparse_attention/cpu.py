@@ -11,6 +11,7 @@ import torch
 
 from sparse_kernels.compiled import CHUNK_TOKENS, FASTMATH, add_products, exp, narrow, parallel_kernel, unpack_page
 from sparse_kernels.paging import PagedTensor
+from sparse_kernels.threads import use_threads
 
 
 @functools.cache
@@ -115,6 +116,7 @@ def attend_pages(
     kernel = _kernel(
         *query.shape[2:], keys.page_size, key_pages.length, key_pages.step, value_pages.length, value_pages.step
     )
+    use_threads(pages.numel() * keys.page_size * (keys.head_size + values.head_size))
     kernel(
         query.float().numpy(),
         key_pages.location,
