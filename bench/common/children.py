@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.common.engine import ROOT
+from bench.common.results import ROOT
 from vllm_sparse_plugin.cli.server import stop_group
 
 

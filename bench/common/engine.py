@@ -5,22 +5,22 @@ from __future__ import annotations
 import gc
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.common.models import Model
+from bench.common.options import split_values
 from bench.common.worker import EXTENSION
 from vllm_sparse_plugin.cli.arguments import parse_additional_config
 from vllm_sparse_plugin.config import KEY, resolve
+from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.registration import BACKENDS
-from vllm_sparse_plugin.routing import Routing
 
 if TYPE_CHECKING:
     from vllm import LLM
 
-ROOT = Path(__file__).parents[2]
 DENSE = "dense"
 DENSE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -89,6 +89,15 @@ class Variant:
         if len(used) != 1 or self.backend not in (None, used[0]):
             raise WrongBackendError(f"{self.name}: vLLM runs {' and '.join(used) or 'no attention backend'}")
         return used[0]
+
+
+def parse_variants(values: Iterable[str]) -> list[Variant]:
+    """Parse the variants of an option that may be repeated.
+
+    Raises:
+        ConfigurationError: for one that is no variant.
+    """
+    return [Variant.parse(text) for text in split_values(values)]
 
 
 def force_routing(model: Model, additional_config: str | None, skip_ratio: float) -> str:

@@ -8,12 +8,14 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from bench.common.results import ROOT
 from vllm_sparse_plugin.errors import ConfigurationError
 
-NEEDLE_8M = Path(__file__).parents[2] / "models" / "needle-8m"
+NEEDLE_8M = ROOT / "models" / "needle-8m"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _NEEDED = (
     "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "intermediate_size",
@@ -112,6 +114,21 @@ def open_model(name: str) -> Iterator[Model]:
         return
     folder = NEEDLE_8M if name == NEEDLE_8M.name else Path(name).resolve()
     yield Model(folder, False, _read_config(name, folder))
+
+
+@cache
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model.
+
+    Raises:
+        ConfigurationError: if the folder has none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):
+        raise ConfigurationError(f"model: got {folder.name!r}, allowed: a model with a tokenizer") from None
 
 
 def _read_config(name: str, folder: Path) -> dict[str, Any]:

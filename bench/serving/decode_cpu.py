@@ -1,6 +1,6 @@
 """Decode time per token of dense and sparse attention in vLLM on a CPU, and where the time of a sparse layer goes.
 
-    python -m bench.serving.decode_cpu --output bench/results/decode_cpu.jsonl
+    python -m bench.serving decode-cpu --output decode.jsonl
 
 Decoding alone: a prompt is computed once; then 1 token and 1 + n tokens are generated from the prefix cache, and the
 difference is divided by n. Medians over repeats; one server after the other in one run.
@@ -8,18 +8,15 @@ difference is divided by n. Medians over repeats; one server after the other in 
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 from openai import OpenAI
-from rich.console import Console
 from rich.table import Table
 from sparse_kernels.batch import QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
@@ -28,10 +25,13 @@ from sparse_kernels.page_statistics import StatisticsLayout, update_page_statist
 from sparse_kernels.page_topk import select_pages
 from sparse_kernels.sparse_attention import attend_pages
 
+from bench.common.console import open_console
+from bench.common.models import NEEDLE_8M
+from bench.common.options import Commit, Output, parse_sizes
+from bench.common.results import ResultFile
 from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.cli.server import ServerSettings, run_server
 
-MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 BACKENDS: dict[str, str | None] = {"dense": None, "unique": "unique"}
 NEW_TOKENS = 64
 
@@ -42,7 +42,7 @@ def decode_seconds(client: OpenAI, prompt: list[int], repeats: int) -> list[floa
     def generate(tokens: int) -> float:
         begin = time.perf_counter()
         client.completions.create(
-            model=MODEL.name, prompt=prompt, temperature=0, max_tokens=tokens, extra_body={"ignore_eos": True}
+            model=NEEDLE_8M.name, prompt=prompt, temperature=0, max_tokens=tokens, extra_body={"ignore_eos": True}
         )
         return time.perf_counter() - begin
 
@@ -85,38 +85,37 @@ def operation_seconds(context: int, repeats: int = 200) -> dict[str, float]:
     return medians
 
 
-def main(
-    output: Annotated[Path, typer.Option(help="JSON lines to write.")],
-    context: Annotated[list[int] | None, typer.Option(help="Contexts in tokens, repeatable.")] = None,
-    repeats: Annotated[int, typer.Option(help="Repeats of each measurement.")] = 5,
+def decode_cpu(
+    output: Output,
+    context: Annotated[
+        list[str] | None, typer.Option(help="Contexts in tokens, repeatable; 2048,4096,8192,16384,30000.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of each measurement.")] = 5,
+    commit: Commit = None,
 ) -> None:
     """Measure and print the table; write one line for the run and one for each measurement."""
-    contexts = context or [2048, 4096, 8192, 16384, 30000]
-    console = Console()
-    lines: list[dict[str, Any]] = [describe_run(MODEL)]
-    found: dict[tuple[str, int], float] = {}
-    for name, backend in BACKENDS.items():
-        settings = ServerSettings(MODEL, 32_000, backend)
-        with run_server(name, settings, console) as client:
-            for size in contexts:
-                rng = random.Random(size)
-                prompt = [0, *(rng.randrange(3, 4000) for _ in range(size - NEW_TOKENS - 2))]
-                seconds = decode_seconds(client, prompt, repeats)
-                found[name, size] = statistics.median(seconds)
-                lines.append({"backend": name, "context_tokens": size, "seconds_per_token": seconds})
+    contexts = parse_sizes("context", context or ["2048,4096,8192,16384,30000"])
+    console = open_console()
+    medians: dict[tuple[str, int], float] = {}
+    with ResultFile(output, describe_run(NEEDLE_8M, commit)) as file:
+        for name, backend in BACKENDS.items():
+            settings = ServerSettings(NEEDLE_8M, 32_000, backend)
+            with run_server(name, settings, console) as client:
+                for size in contexts:
+                    rng = random.Random(size)
+                    prompt = [0, *(rng.randrange(3, 4000) for _ in range(size - NEW_TOKENS - 2))]
+                    seconds = decode_seconds(client, prompt, repeats)
+                    medians[name, size] = statistics.median(seconds)
+                    file.write({"backend": name, "context_tokens": size, "seconds_per_token": seconds})
+        operations = {size: operation_seconds(size) for size in contexts}
+        for size, by_operation in operations.items():
+            file.write({"context_tokens": size, "operation_seconds": by_operation})
     table = Table("context", *(f"{name}, ms per token" for name in BACKENDS), "dense / unique")
     for size in contexts:
-        dense, sparse = found["dense", size], found["unique", size]
+        dense, sparse = medians["dense", size], medians["unique", size]
         table.add_row(str(size), f"{dense * 1e3:.2f}", f"{sparse * 1e3:.2f}", f"{dense / sparse:.2f}")
     console.print(table)
     table = Table("operation of one layer", *(f"{size} tokens, us" for size in contexts))
-    operations = {size: operation_seconds(size) for size in contexts}
     for name in operations[contexts[0]]:
         table.add_row(name, *(f"{operations[size][name] * 1e6:.0f}" for size in contexts))
     console.print(table)
-    lines += [{"context_tokens": size, "operation_seconds": medians} for size, medians in operations.items()]
-    output.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    typer.run(main)

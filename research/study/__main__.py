@@ -8,25 +8,31 @@ from typing import Annotated
 import torch
 import typer
 
+from bench.common.options import Commit, Output, TimeLimit, make_app, parse_sizes, split_values
+from bench.common.results import RESULTS
 from research.study.plan import STAGES
 from vllm_sparse_plugin.cli.arguments import run_app
 from vllm_sparse_plugin.errors import ConfigurationError
 
 PAGE = Path(__file__).parent / "README.md"
-RESULTS = Path(__file__).parents[2] / "bench" / "results"
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-
-
-@app.callback()
-def _study() -> None:
-    """Page scores on needle-8m, decoded from the question."""
+app = make_app("Page scores on needle-8m, decoded from the question.")
 
 
 _Stages = Annotated[list[str] | None, typer.Option("--stage", help=f"Repeatable; {', '.join(s.name for s in STAGES)}.")]
-_Contexts = Annotated[list[int] | None, typer.Option("--context", help="In tokens, repeatable; those of the stages.")]
+_Contexts = Annotated[
+    list[str] | None, typer.Option("--context", help="In tokens, such as 16K, repeatable; those of the stages.")
+]
 _Documents = Annotated[int, typer.Option("--documents", min=1, help="Per task and context, with 8 questions each.")]
 _Seed = Annotated[int, typer.Option("--seed", help="Of documents and needles.")]
+
+
+def _names(values: list[str] | None) -> list[str] | None:
+    return split_values(values) if values else None
+
+
+def _sizes(values: list[str] | None) -> list[int] | None:
+    return list(parse_sizes("context", values)) if values else None
 
 
 @app.command()
@@ -41,14 +47,14 @@ def documents(
     from research.study.run import builds_of, chosen_stages, document_source
 
     source = document_source(seed, folder)
-    for stage in chosen_stages(stages, contexts, None):
+    for stage in chosen_stages(_names(stages), _sizes(contexts), None):
         for build in builds_of(stage, count):
             source(build)
 
 
 @app.command()
 def run(
-    output: Annotated[Path, typer.Option(help="JSON lines to write; what they hold already is not measured again.")],
+    output: Output,
     stages: _Stages = None,
     settings: Annotated[
         list[str] | None, typer.Option("--setting", help="Name or pattern such as 'unique-*/p8/b64', repeatable.")
@@ -59,13 +65,13 @@ def run(
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     folder: Annotated[Path | None, typer.Option(help="Keeps documents and, on a CPU, their prefill.")] = None,
     shard: Annotated[str, typer.Option(help="I/N: every N-th document from the I-th on; several fit one GPU.")] = "0/1",
-    time_limit: Annotated[float, typer.Option(help="Seconds after which nothing is begun.")] = 3600,
-    commit: Annotated[str | None, typer.Option(help="Commit to record, where the checkout has no .git.")] = None,
+    time_limit: TimeLimit = 3600,
+    commit: Commit = None,
 ) -> None:
-    """Measure; exit code 3 if time runs out, after which the same command goes on."""
+    """Measure what the output does not hold yet; exit code 3 if time runs out, after which the same command goes on."""
     from research.study.run import chosen_stages, measure
 
-    chosen = chosen_stages(stages, contexts, settings)
+    chosen = chosen_stages(_names(stages), _sizes(contexts), _names(settings))
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError):
@@ -81,7 +87,7 @@ def run(
 @app.command()
 def collect(
     raw: Annotated[list[Path], typer.Argument(help="Files that `run` wrote.")],
-    output: Annotated[Path, typer.Option(help="JSON lines to write: one for each setting and context.")],
+    output: Output,
 ) -> None:
     """Fold result files into one line for each setting and context."""
     from research.study.data import collect_runs

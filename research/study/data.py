@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.report import Run, read_runs
+from bench.common.results import ResultFile, Run, read_runs
 from research.study.documents import TEXT
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.needles import STRESS_TASKS
@@ -122,7 +121,7 @@ def collect_runs(raw: list[Path], output: Path) -> None:
     Collected files may be among `raw`: their documents join those of the others.
 
     Raises:
-        ConfigurationError: if a file cannot be read or written.
+        ConfigurationError: if a file cannot be read or written, or none has a measurement.
     """
     abouts: list[dict[str, Any]] = []
     cells: dict[tuple[int, bool, str], Cell] = {}
@@ -147,6 +146,8 @@ def collect_runs(raw: list[Path], output: Path) -> None:
             else:
                 cell.right[f"{task}-{index}"] = row["right"]
                 cell.pages_read.append(row["pages_read"])
+    if not abouts:
+        raise ConfigurationError("raw: got files without a measurement, allowed: files with one or more")
     lines = [*abouts]
     for cell in (cells[key] for key in sorted(cells)):
         line: dict[str, Any] = {"setting": cell.setting, "context_tokens": cell.context_tokens}
@@ -154,9 +155,6 @@ def collect_runs(raw: list[Path], output: Path) -> None:
         if cell.right:
             line |= {"right": cell.right, "pages_read": [round(sum(cell.pages_read) / len(cell.pages_read), 2)]}
         lines.append(line | ({"loss": cell.loss} if cell.loss else {}))
-    try:
-        output.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
-    except OSError as error:
-        raise ConfigurationError(
-            f"output: got {str(output)!r} ({error.strerror}), allowed: a file that can be written"
-        ) from None
+    with ResultFile(output, abouts[0]) as file:
+        for line in lines[1:]:
+            file.write(line)

@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
 
 import torch
 from rich.progress import Progress
 
-from bench.common.models import NEEDLE_8M
-from bench.common.report import open_console, read_runs
-from bench.quality.questions import load_tokenizer
+from bench.common.console import open_console
+from bench.common.models import NEEDLE_8M, load_tokenizer
+from bench.common.results import ResultFile, Row, read_runs
 from research.study.documents import TASKS, TEXT, TEXT_TOKENS, Document, load_documents
 from research.study.pipeline import Decoder, Prefix
 from research.study.plan import STAGES, Stage
 from research.study.settings import Setting
-from vllm_sparse_plugin.cli.provenance import describe_run, open_output
+from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
-Row = dict[str, Any]
 Build = tuple[str, int, int]
 """Task, context in tokens and number of documents."""
 
@@ -99,15 +96,15 @@ def _read_text(decoder: Decoder, prefix: Prefix, document: Document, setting: Se
     return {"loss": round(-decoded.log_probability.mean().item(), 5), "pages_read": round(decoded.pages_read, 2)}
 
 
-def _open(path: Path, commit: str | None) -> tuple[IO[str], set[tuple[str, str]]]:
+def _open(path: Path, commit: str | None) -> tuple[ResultFile, set[tuple[str, str]]]:
     """The result file to append to, and what it holds already."""
     done: set[tuple[str, str]] = set()
     if path.exists() and (written := path.read_text(encoding="utf-8")):
         # A process that was killed may have left part of a line.
         path.write_text(written[: written.rfind("\n") + 1], encoding="utf-8")
         done = {(row["document"], row["setting"]) for run in read_runs(path) for row in run.rows}
-    file = open_output(path, "output", "a")
-    print(json.dumps(describe_run(NEEDLE_8M, commit)), file=file, flush=True)
+    file = ResultFile(path)
+    file.write(describe_run(NEEDLE_8M, commit))
     return file, done
 
 
@@ -145,7 +142,7 @@ def measure(
                         row = {"document": name, "setting": setting.name}
                         row |= read(decoder, prefix, document, setting)
                         row["seconds"] = round(time.perf_counter() - begin, 3)
-                        print(json.dumps(row), file=file, flush=True)
+                        file.write(row)
                         done.add((name, setting.name))
     return True
 

@@ -1,28 +1,29 @@
 """Stopping on a trained model, on a CPU.
 
-python -m research.termination run
-python -m research.termination run --model models/witness-6m --output bench/results/art_cpu_witness.jsonl
+python -m research.termination run --output needle-8m.jsonl
+python -m research.termination run --model models/witness-6m --output witness-6m.jsonl
 python -m research.termination report
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from sparse_kernels.stopping import StopRule, probe_elements
 from sparse_kernels.stopping.reference import stop_blocks
 
+from bench.common.console import open_console
+from bench.common.options import Commit, Output, make_app
+from bench.common.results import ResultFile
 from research.termination.model import MODEL, Layer, Setting, StoppingModel, questions
-from research.termination.report import PAGE, RESULT_FILES, render
+from research.termination.report import PAGE, render
 from vllm_sparse_plugin.cli.arguments import run_app
-from vllm_sparse_plugin.cli.provenance import open_report
+from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.policies import EveryPage, UniqueSelection
 
 CONTEXTS = (1024, 2048, 4096, 8192)
@@ -39,7 +40,7 @@ SCALES = (1e-5, 1e-3, 1e-1)
 """Of tau: the paper's, and larger ones."""
 ABLATED = (1e-5, 1e-3)
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = make_app("Stopping on a trained model, on a CPU.")
 
 
 def rules(ablated: bool) -> dict[str, StopRule]:
@@ -105,15 +106,15 @@ def add(sums: dict[tuple[Any, ...], list[dict[str, Any]]], key: tuple[Any, ...],
 
 @app.command()
 def run(
-    output: Annotated[Path, typer.Option(help="JSON lines to write.")] = RESULT_FILES[0],
+    output: Output,
     folder: Annotated[Path, typer.Option("--model", help="needle-8m's folder, or another of its format.")] = MODEL,
     count: Annotated[int, typer.Option(min=1, help="Questions of each task and context.")] = 3,
-    commit: Annotated[str | None, typer.Option(help="Commit, where git cannot say it.")] = None,
+    commit: Commit = None,
 ) -> None:
     """Ask every question with every rule."""
-    console = Console()
+    console = open_console()
     model = StoppingModel(folder)
-    with open_report(output, folder, "output", commit) as file:
+    with ResultFile(output, describe_run(folder, commit)) as file:
         for context, task in itertools.product(CONTEXTS, TASKS):
             right: dict[tuple[str, str], int] = {}
             sums: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
@@ -133,7 +134,7 @@ def run(
             about = {"context_tokens": context, "task": task, "questions": count}
             for key, by_layer in sums.items():
                 row = {"scale": key[0]} if len(key) == 1 else {"order": key[0], "rule": key[1], "right": right[key]}
-                print(json.dumps(about | row | {"layers": by_layer}), file=file, flush=True)
+                file.write(about | row | {"layers": by_layer})
             console.print(f"{context} tokens, {task}: {right[NEWEST, 'never']} of {count} right")
 
 
@@ -143,5 +144,10 @@ def report() -> None:
     PAGE.write_text(render(), encoding="utf-8")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Runs the command line; bad input ends in one sentence and exit code 2."""
     run_app(app)
+
+
+if __name__ == "__main__":
+    main()

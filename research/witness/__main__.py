@@ -7,7 +7,6 @@ python -m research.witness card --model my-witness
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from dataclasses import asdict
@@ -16,9 +15,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bench.common.report import read_runs
+from bench.common.console import open_console
+from bench.common.options import Commit, TimeLimit, make_app, split_values
+from bench.common.results import ResultFile, read_runs
 from vllm_sparse_plugin.cli.arguments import run_app
-from vllm_sparse_plugin.cli.provenance import describe_run, open_output
+from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ STAGES = ("1024:0.3", "2048:0.25", "4096:0.25", "8192:0.2")
 LEAST_LENGTH = 256
 _PACKAGES = ("numpy", "tokenizers", "safetensors")
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = make_app("A small model with attention sinks: trained from scratch in minutes on one GPU.")
 
 _Text = Annotated[
     list[Path] | None,
@@ -38,7 +39,6 @@ _Text = Annotated[
 ]
 _Device = Annotated[str | None, typer.Option(help="Torch device; the GPU if there is one.")]
 _Questions = Annotated[int, typer.Option(min=1, help="Of each task and context.")]
-_Commit = Annotated[str | None, typer.Option(help="Commit, where git cannot say it.")]
 
 
 @app.command()
@@ -74,10 +74,10 @@ def train(
     processes: Annotated[int | None, typer.Option(min=1, help="That tokenise; two fewer than there are cores.")] = None,
     measure_seconds: Annotated[float, typer.Option(min=0, help="For measuring after that; 0 for none.")] = 60,
     questions: _Questions = 32,
-    commit: _Commit = None,
+    commit: Commit = None,
 ) -> None:
     """Train from scratch, measure, and write a folder that transformers and vLLM load."""
-    begin = time.monotonic()
+    begin, console = time.monotonic(), open_console()
     if not seconds > 0:
         raise ConfigurationError(f"seconds: got {seconds:g}, allowed: more than 0")
     if output.exists():
@@ -88,7 +88,7 @@ def train(
     from research.witness.data import DocumentPool, collect_text, encode_files, installed_text, open_workers
 
     corpus = collect_text(text or installed_text(), text_bytes, seed)
-    print(f"{time.monotonic() - begin:.0f} s: read {len(corpus.files):,} files", flush=True)
+    console.print(f"{time.monotonic() - begin:.0f} s: read {len(corpus.files):,} files")
     try:
         output.mkdir(parents=True)
     except OSError as error:
@@ -99,7 +99,7 @@ def train(
     workers = open_workers(processes or max(1, (os.cpu_count() or 1) - 2))
     try:
         stream = encode_files(corpus.files, workers)
-        print(f"{time.monotonic() - begin:.0f} s: {len(stream) / 1e6:.1f} M tokens of text", flush=True)
+        console.print(f"{time.monotonic() - begin:.0f} s: {len(stream) / 1e6:.1f} M tokens of text")
         lengths = [each.length + 1 for each in stages]
         pool = DocumentPool(corpus.files, lengths, document_tokens, seed, workers)
 
@@ -123,9 +123,8 @@ def train(
                 "document_tokens": document_tokens,
             },
         }  # fmt: skip
-        print(f"{time.monotonic() - begin:.0f} s: {about['parameters']:,} parameters on {where}", flush=True)
-        with (output / LOG).open("w", encoding="utf-8") as log:
-            print(json.dumps(about), file=log, flush=True)
+        console.print(f"{time.monotonic() - begin:.0f} s: {about['parameters']:,} parameters on {where}")
+        with ResultFile(output / LOG, about) as log:
             try:
                 trainer = Trainer(model, recipe, where, where != "cpu" if compiled is None else compiled)
                 run(trainer, recipe, stream, pool, begin + seconds, output, log)
@@ -133,10 +132,10 @@ def train(
                 _write_card(output)
     finally:
         workers.shutdown(wait=False, cancel_futures=True)
-    print(f"{time.monotonic() - begin:.0f} s: saved {output}", flush=True)
+    console.print(f"{time.monotonic() - begin:.0f} s: saved {output}")
     if measure_seconds:
         _measure(output, corpus, where, questions, measure_seconds, None, commit)
-        print(f"{time.monotonic() - begin:.0f} s: measured", flush=True)
+        console.print(f"{time.monotonic() - begin:.0f} s: measured")
 
 
 @app.command()
@@ -146,8 +145,8 @@ def measure(
     text: _Text = None,
     device: _Device = None,
     questions: _Questions = 32,
-    seconds: Annotated[float, typer.Option(help="After which nothing is begun.")] = 600,
-    commit: _Commit = None,
+    time_limit: TimeLimit = 600,
+    commit: Commit = None,
 ) -> None:
     """Measure perplexity of text that was held out, answers, and where the heads look."""
     from research.witness.card import LOG
@@ -155,7 +154,7 @@ def measure(
 
     about = read_runs(model / LOG)[0].about
     corpus = collect_text(text or installed_text(), about["data"]["text_bytes"], about["recipe"]["seed"])
-    _measure(model, corpus, _device(device), questions, seconds, output, commit)
+    _measure(model, corpus, _device(device), questions, time_limit, output, commit)
 
 
 @app.command()
@@ -169,7 +168,7 @@ def _stages(given: list[str]) -> tuple[Stage, ...]:
     from research.witness.training import Stage
 
     found = []
-    for value in given:
+    for value in split_values(given):
         length, _, share = value.partition(":")
         try:
             found.append(Stage(int(length), float(share)))
@@ -209,12 +208,12 @@ def _measure(
         "held_out": corpus.digest == trained["data"]["held_out"],
         "newest": NEWEST,
     }
-    with open_output(output or model / MEASUREMENTS, "output") as file:
-        print(json.dumps(about), file=file, flush=True)
+    console = open_console()
+    with ResultFile(output or model / MEASUREMENTS, about) as file:
         try:
             for row in run(model, corpus.held_out, device, questions, seconds):
-                print(json.dumps(row), file=file, flush=True)
-                print(", ".join(f"{name} {value}" for name, value in row.items()), flush=True)
+                file.write(row)
+                console.print(", ".join(f"{name} {value}" for name, value in row.items()), markup=False)
         finally:
             _write_card(model)
 
@@ -225,5 +224,10 @@ def _write_card(model: Path) -> None:
     (model / PAGE).write_text(render(model), encoding="utf-8")
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Runs the command line; bad input ends in one sentence and exit code 2."""
     run_app(app)
+
+
+if __name__ == "__main__":
+    main()

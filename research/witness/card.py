@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.common.report import Run, read_runs
+from bench.common.pages import recorded_commit, table, wrap
+from bench.common.results import Run, read_run
 from research.witness.data import ASKED_TASKS, SOURCES
 from research.witness.model import FIRST_PRICED
 from vllm_sparse_plugin.diagnostics.forward import SINK_MASS
@@ -23,12 +24,13 @@ def render(folder: Path) -> str:
     Raises:
         ConfigurationError: if it has no log of a training run.
     """
-    log = read_runs(folder / LOG)[0]
+    log = read_run(folder / LOG)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     parts = [_about(folder, log, config), "## Training", _training(log)]
     if (folder / MEASUREMENTS).exists():
-        parts += ["## Measurements", *_measurements(read_runs(folder / MEASUREMENTS)[0])]
-    return "\n\n".join(parts) + "\n"
+        parts += ["## Measurements", *_measurements(read_run(folder / MEASUREMENTS))]
+    paragraphs = "\n\n".join(parts).split("\n\n")
+    return "\n\n".join(text if text.startswith(("#", "|")) else wrap(text, "") for text in paragraphs) + "\n"
 
 
 def _about(folder: Path, log: Run, config: dict[str, Any]) -> str:
@@ -46,7 +48,7 @@ def _about(folder: Path, log: Run, config: dict[str, Any]) -> str:
 
 
 def _training(log: Run) -> str:
-    about, recipe, data = log.about, log.about["recipe"], log.about["data"]
+    recipe, data = log.about["recipe"], log.about["data"]
     end = next((row for row in log.rows if "trained_seconds" in row), None)
     stages = " / ".join(f"{length:,}" for length, _ in recipe["stages"])
     shares = "/".join(f"{100 * share:g}" for _, share in recipe["stages"])
@@ -70,7 +72,7 @@ def _training(log: Run) -> str:
             + ", ".join(f"{name} {losses[-1]['loss'][name]:.3f}" for name in SOURCES if name in losses[-1]["loss"])
             + "."
         )
-    return "\n\n".join([*parts, _run(about)])
+    return "\n\n".join([*parts, _origin(log)])
 
 
 def _price(recipe: dict[str, Any]) -> str:
@@ -82,10 +84,8 @@ def _price(recipe: dict[str, Any]) -> str:
     )
 
 
-def _run(about: dict[str, Any]) -> str:
-    hardware = ", ".join(map(str, about["hardware"].values()))
-    versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    return f"`{about['command']}`, {about['date'][:10]}; {hardware} cores; {versions}."
+def _origin(run: Run) -> str:
+    return f"`{run.command}`, {run.day}, {recorded_commit(run)}; {run.hardware}; {run.versions}."
 
 
 def _measurements(run: Run) -> Iterable[str]:
@@ -115,11 +115,11 @@ def _measurements(run: Run) -> Iterable[str]:
             f"{run.about['newest']} tokens. By layer, for each KV head:"
         )
         yield _attention(rows["attention"])
-    yield _run(run.about)
+    yield _origin(run)
 
 
 def _answers(rows: list[dict[str, Any]]) -> str:
-    lines = [["context", *ASKED_TASKS], ["---"] * (1 + len(ASKED_TASKS))]
+    lines = []
     for context in dict.fromkeys(row["context_tokens"] for row in rows):
         cells = []
         for task in ASKED_TASKS:
@@ -127,16 +127,12 @@ def _answers(rows: list[dict[str, Any]]) -> str:
             right, asked = (sum(row[name] for row in own) for name in ("right", "questions"))
             cells.append(f"{right}/{asked}" if asked else "-")
         lines.append([f"{context:,}", *cells])
-    return _table(lines)
+    return table(["context", *ASKED_TASKS], lines)
 
 
 def _attention(rows: list[dict[str, Any]]) -> str:
-    lines = [["layer", "mass on token 0", "sink groups", "mass on the newest tokens"], ["---"] * 4]
+    lines = []
     for row in rows:
         first, newest = (" ".join(f"{value:.2f}" for value in row[name]) for name in ("first", "newest"))
         lines.append([str(row["layer"]), first, f"{row['sink_groups']:.1%}", newest])
-    return _table(lines)
-
-
-def _table(lines: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+    return table(["layer", "mass on token 0", "sink groups", "mass on the newest tokens"], lines)

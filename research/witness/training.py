@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from bench.common.results import ResultFile
 from research.witness.data import ANSWER, SOURCES, DocumentPool, Kinds, Tokens, stretches
 from research.witness.model import Forward, Loss, save_model
 
@@ -193,7 +193,7 @@ def _nothing(device: torch.device) -> Loss:
 
 
 def train(
-    trainer: Trainer, recipe: Recipe, stream: Tokens, pool: DocumentPool, deadline: float, folder: Path, log: IO[str]
+    trainer: Trainer, recipe: Recipe, stream: Tokens, pool: DocumentPool, deadline: float, folder: Path, log: ResultFile
 ) -> None:
     """Train until the deadline; the folder holds the model of at most a minute ago all the while, and the last one.
 
@@ -204,7 +204,7 @@ def train(
         pool: of documents of one token more than the stages' lengths.
         deadline: on `time.monotonic()`'s clock.
         folder: where to save.
-        log: JSON lines to add to.
+        log: takes a row every few seconds.
     """
     rng = np.random.default_rng(recipe.seed)
     begin = saved = logged = time.monotonic()
@@ -238,7 +238,7 @@ def train(
                     },
                     "speech": round(total.speech.item() / (trainer.steps - steps_before), 4),
                 }
-                print(json.dumps(row), file=log, flush=True)
+                log.write(row)
                 print(_progress(row), flush=True)
                 total, counts, logged = nothing, np.zeros_like(counts), now
                 steps_before, tokens_before = trainer.steps, trainer.tokens
@@ -247,7 +247,7 @@ def train(
                 saved = now
     finally:
         save_model(trainer.model, folder)
-        print(json.dumps(dict(_summary(trainer, time.monotonic() - begin))), file=log, flush=True)
+        log.write(dict(_summary(trainer, time.monotonic() - begin)))
 
 
 def _progress(row: dict[str, Any]) -> str:

@@ -78,6 +78,7 @@ def unique_server(questions, tmp_path_factory):
             client.completions.create(model=MODEL.name, prompt=q.prompt, temperature=0, max_tokens=16).choices[0].text
             for q in questions
         ]
+        read_share = [metric(client, f"vllm_sparse_kv_read_share_{part}") for part in ("sum", "count")]
         folder = tmp_path_factory.mktemp("eval")
         asked = ["--task", "multikey", "--task", "niah_multiquery", "--questions", "2"]
         runs = [
@@ -86,7 +87,7 @@ def unique_server(questions, tmp_path_factory):
         ]
         text = write_needle_text(folder / "text.txt", MODEL)
         runs.append(evaluate(client, folder / "text.jsonl", *text.options))
-        return (first, hits, together, texts), quality, runs
+        return (first, hits, together, texts), quality, runs, read_share
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +140,9 @@ def test_a_server_measures_its_selections(unique_server):
     assert counts[0] % layers_and_heads == 0
     means = [total / count for total, count in unique_server[1]]
     assert all(0.2 < mean <= 1 for mean in means), means
+    read, in_context = unique_server[3]
+    # 512 tokens of the context, and up to 7 of the incomplete page.
+    assert 512 / (CONTEXT + 100) < read / in_context < 519 / (CONTEXT - 600)
 
 
 def test_small_prefill_chunks_and_no_prefix_cache_give_the_same_answers(questions, answers):

@@ -14,9 +14,10 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from bench.common.models import NEEDLE_8M
+from bench.common.results import ResultFile
 from research.witness import __main__ as commands
 from research.witness import training
-from research.witness.card import LOG, MEASUREMENTS, render
+from research.witness.card import LOG, MEASUREMENTS, PAGE, render
 from research.witness.data import (
     ANSWER,
     ASKED_TASKS,
@@ -253,7 +254,7 @@ def test_training_learns_and_saves(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=itertools.count().__next__))
     trainer = Trainer(toy(), RECIPE, "cpu", False)
     stream = np.array(encode(TEXT[:20_000]), dtype=np.uint16)
-    with ThreadPoolExecutor(1) as workers, (tmp_path / LOG).open("w") as log:
+    with ThreadPoolExecutor(1) as workers, ResultFile(tmp_path / LOG) as log:
         pool = DocumentPool([TEXT], [257, 513], 4_000, 0, workers)
         training.train(trainer, RECIPE, stream, pool, 14, tmp_path, log)
     rows = [json.loads(line) for line in (tmp_path / LOG).read_text().splitlines()]
@@ -273,7 +274,7 @@ def test_training_learns_and_saves(tmp_path, monkeypatch):
 
 def test_an_interrupted_run_is_saved(tmp_path):
     trainer = Trainer(toy(), RECIPE, "cpu", False)
-    with (tmp_path / LOG).open("w") as log, pytest.raises(ValueError, match="high"):
+    with ResultFile(tmp_path / LOG) as log, pytest.raises(ValueError, match="high"):
         training.train(trainer, RECIPE, np.zeros(10, dtype=np.uint16), None, math.inf, tmp_path, log)
     assert (tmp_path / "model.safetensors").exists()
 
@@ -316,13 +317,18 @@ def test_the_card_states_what_was_measured(folder):
     ]  # fmt: skip
     assert "Perplexity" not in render(folder)
     (folder / MEASUREMENTS).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    page = render(folder)
+    page = " ".join(render(folder).split())
     (folder / MEASUREMENTS).unlink()
     for fact in ("6.3 M", "2,345 steps, 987.6 M tokens in 400 s", "1 steps skipped", "text 2.125", "GPU X", "6.79",
                  "costs up to 0.1 nats", "| 1,024 | - | - | 11/16 |", "37.5% of the groups", "75.0% have",
                  "newest 9 tokens", "| 0 | 0.73 0.20 | 25.0% | 0.61 0.50 |"):  # fmt: skip
         assert fact in page
     assert "not the one" not in page
+
+
+def test_the_card_of_the_committed_model_is_what_its_files_say():
+    committed = NEEDLE_8M.parent / "witness-6m"
+    assert render(committed) == (committed / PAGE).read_text(encoding="utf-8")
 
 
 def test_measuring_gives_all_its_rows(folder, monkeypatch):

@@ -1,4 +1,7 @@
+import importlib
+import inspect
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -6,9 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from vllm_sparse_plugin.cli import main
+from vllm_sparse_plugin import __version__
+from vllm_sparse_plugin.cli import app, arguments, main
 from vllm_sparse_plugin.config import SparseAttentionConfig, resolve
+from vllm_sparse_plugin.errors import choices
 from vllm_sparse_plugin.registration import BACKENDS
+
+NAMES = choices(name.lower() for name in BACKENDS)
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +65,9 @@ def refused(result: tuple[int, str, str]) -> str:
 
 @pytest.mark.parametrize("backend", [*BACKENDS, *(name.lower() for name in BACKENDS)])
 def test_show_config_prints_every_field_with_its_value_and_source(run, backend):
-    code, out, err = run("show-config", "--backend", backend)
+    code, out, err = run("show-config", "--attention-backend", backend)
     assert (code, err) == (0, "")
+    out = out[: out.rindex("┘")]
     resolved = resolve(None, BACKENDS[backend.upper()])
     expected = {}
     for name, value in resolved.config.model_dump(by_alias=True).items():
@@ -70,7 +78,7 @@ def test_show_config_prints_every_field_with_its_value_and_source(run, backend):
 
 
 def test_show_config_shows_where_each_value_came_from(run):
-    settings = {"sparse_attention": {"preset": "unique_wide", "selection": {"lambda": 0.5}}}
+    settings = {"sparse_attention": {"preset": "unique_wide", "selection": {"lambda": 0.5, "statistics": "int8"}}}
     code, out, _ = run("show-config", "--additional-config", json.dumps(settings))
     assert code == 0
     shown = rows(out)
@@ -109,15 +117,19 @@ def test_needles_refuses_additional_config(run, case):
         assert refused(run("needles", "--additional-config", text)).startswith(sentence)
 
 
-@pytest.mark.parametrize("command", ["show-config", "needles"])
+@pytest.mark.parametrize("backend", ["", "flash_attn", "uniq\nue"], ids=repr)
+def test_show_config_refuses_an_unknown_backend(run, backend):
+    message = refused(run("show-config", "--attention-backend", backend))
+    assert message == f"attention_backend: got {backend!r}, allowed: {NAMES}"
+
+
 @pytest.mark.parametrize("backend", ["", "flash_attn", "uniq\nue"], ids=repr)
 @pytest.mark.usefixtures("no_servers")
-def test_unknown_backend_is_refused(run, command, backend):
-    message = refused(run(command, "--backend", backend))
-    allowed = "unique, quest, infllm, mean, streaming_llm, dense, sinkrouter or art" + (
-        ", each once" if command == "needles" else ""
+def test_needles_refuses_an_unknown_backend(run, backend):
+    assert (
+        refused(run("needles", "--attention-backend", backend))
+        == f"attention_backend: got {backend!r}, allowed: {NAMES}, each once"
     )
-    assert message == f"backend: got {backend!r}, allowed: {allowed}"
 
 
 NEEDLES = {
@@ -128,13 +140,12 @@ NEEDLES = {
     ),
     "context too short": (["--context", "4095"], "context: got 4095 tokens, allowed: 4096 or more"),
     "a backend twice": (
-        ["--backend", "quest", "--backend", "quest"],
-        "backend: got 'quest', allowed: unique, quest, infllm, mean, streaming_llm, dense, sinkrouter or art, each "
-        "once",
+        ["--attention-backend", "quest", "--attention-backend", "quest"],
+        f"attention_backend: got 'quest', allowed: {NAMES}, each once",
     ),
     "two backends to keep": (
-        ["--backend", "quest", "--backend", "unique", "--keep"],
-        "backend: got 2 of them, allowed with keep: one",
+        ["--attention-backend", "quest", "--attention-backend", "unique", "--keep"],
+        "attention_backend: got 2 of them, allowed with keep: one",
     ),
     "no questions": (["--questions", "0"], "questions: got 0, allowed: 1 or more"),
     "ratio too large": (["--min-ratio", "1.01"], "min_ratio: got 1.01, allowed: 0 to 1"),
@@ -179,8 +190,100 @@ def test_needles_refuses_a_report_that_cannot_be_written(run, tmp_path):
 def test_the_installed_command_prints_one_line_and_exits_with_2():
     command = Path(sys.executable).parent / "vllm-sparse"
     done = subprocess.run(
-        [command, "show-config", "--backend", "nope"], capture_output=True, text=True, cwd="/", timeout=300
+        [command, "show-config", "--attention-backend", "nope"], capture_output=True, text=True, cwd="/", timeout=300
     )
-    assert refused((done.returncode, done.stdout, done.stderr)) == (
-        "backend: got 'nope', allowed: unique, quest, infllm, mean, streaming_llm, dense, sinkrouter or art"
+    assert refused((done.returncode, done.stdout, done.stderr)) == (f"attention_backend: got 'nope', allowed: {NAMES}")
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """Names of the packages that a command imports."""
+    script = (
+        "import json, sys\n"
+        "from vllm_sparse_plugin.cli import main\n"
+        "try:\n"
+        "    main()\n"
+        "finally:\n"
+        "    print(json.dumps(sorted({name.partition('.')[0] for name in sys.modules})), file=sys.stderr)\n"
     )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd="/", timeout=300
+    )
+    assert done.returncode == 0
+    return set(json.loads(done.stderr.splitlines()[-1]))
+
+
+HEAVY = {"torch", "vllm", "transformers", "triton", "numpy", "openai", "numba", "prometheus_client"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("--version",),
+        ("show-config",),
+        ("diagnose", "--help"),
+        ("calibrate", "--help"),
+        ("eval", "--help"),
+    ],
+    ids=" ".join,
+)
+def test_what_needs_no_model_imports_nothing_heavy(arguments):
+    imported = imported_by(*arguments)
+    assert "typer" in imported
+    assert not imported & HEAVY
+
+
+def test_the_version_is_printed(run):
+    assert run("--version") == (0, f"vllm-sparse {__version__}\n", "")
+
+
+@pytest.mark.parametrize("name", app.COMMANDS)
+def test_the_list_of_commands_says_what_their_documentation_does(run, name):
+    command = app.COMMANDS[name]
+    module = importlib.import_module(f"vllm_sparse_plugin.cli.{command.module}")
+    function = getattr(module, {"eval": "evaluate"}.get(name, command.name))
+    assert inspect.getdoc(function).splitlines()[0] == command.help
+    out = run("--help")[1]
+    assert " ".join(command.help.split()[:4]) in out
+
+
+def complete(words: str) -> list[str]:
+    """What the shell is offered for the last of these words."""
+    command = Path(sys.executable).parent / "vllm-sparse"
+    settings = {
+        "_VLLM_SPARSE_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+    }
+    done = subprocess.run([command], capture_output=True, text=True, env=os.environ | settings, timeout=300)
+    return done.stdout.split()
+
+
+def test_a_shell_completes_commands_options_and_backends():
+    assert complete("vllm-sparse show") == ["show-config"]
+    assert complete("vllm-sparse show-config --attention-backend uni") == ["unique", "unique_paper"]
+    assert complete("vllm-sparse diagnose --attention-b") == ["--attention-backend"]
+
+
+@pytest.mark.parametrize("command", ["diagnose", "calibrate"])
+def test_a_model_must_be_named_where_there_is_no_checkout(run, monkeypatch, tmp_path, command):
+    monkeypatch.setattr(arguments, "NEEDLE_MODEL", tmp_path / "missing")
+    assert refused(run(command)) == "model: got none, allowed outside of a checkout: the folder of a model"
+
+
+def test_show_config_prints_what_a_server_would_say_at_start(run):
+    code, out, _ = run("show-config", "--attention-backend", "infllm")
+    assert code == 0
+    assert out.splitlines()[-1].startswith("sparse_attention.selection.policy: Representative keys are those ")
+    assert "16-bit" not in run("show-config")[1]
+    assert (
+        "sparse_attention.selection.statistics: 'auto' keeps int8 means"
+        in run("show-config", "--kv-cache-dtype", "fp8")[1]
+    )
+
+
+def test_show_config_shows_what_auto_stands_for(run):
+    for backend, tokens in (("art", "512"), ("unique", "64")):
+        settings = ["--additional-config", '{"sparse_attention": {"termination": {}}}']
+        out = run("show-config", "--attention-backend", backend, *settings)[1]
+        assert rows(out)["termination.block_tokens"] == (tokens, "default")

@@ -16,9 +16,12 @@ from vllm_sparse_plugin.config import (
     ResolvedConfig,
     SparseAttentionConfig,
     describe_fields,
+    describe_policies,
     preset_names,
     resolve,
 )
+from vllm_sparse_plugin.config.routing import Routing
+from vllm_sparse_plugin.config.termination import Termination
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import (
     POLICIES,
@@ -30,8 +33,6 @@ from vllm_sparse_plugin.policies import (
     UniqueSelection,
 )
 from vllm_sparse_plugin.registration import BACKENDS
-from vllm_sparse_plugin.routing import Routing
-from vllm_sparse_plugin.termination import Termination
 
 SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
 SECTIONS = {
@@ -128,9 +129,17 @@ def test_preset_names_are_the_files_and_every_backend_has_one():
     assert preset_names() == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     for name, preset in BACKENDS.items():
         resolved = resolve(None, preset)
-        assert ("sinkrouter" if resolved.routing else resolved.selection.name()) == {"ART": "dense"}.get(
-            name, name.lower()
-        )
+        policy = {"ART": "dense", "UNIQUE_PAPER": "unique"}.get(name, name.lower())
+        assert ("sinkrouter" if resolved.routing else resolved.selection.name()) == policy
+
+
+def test_unique_paper_is_what_was_published():
+    published = resolve(None, "unique_paper").selection
+    assert published == UniqueSelection(statistics="bf16", recent_pages=0)
+    assert (published.page_size, published.budget_pages, published.lambda_) == (8, 64, 1.0)
+    assert (published.reserved_pages, published.sink_pages) == (1, 1)
+    layout = published.statistics_layout(128, 2)
+    assert (layout.kind.name, layout.format) == ("mean_and_spread", "bf16")
 
 
 def test_each_source_wins_over_the_ones_before_it(tmp_path):
@@ -257,7 +266,7 @@ def test_a_value_that_is_not_among_the_choices_is_refused_with_the_choices(polic
 ALLOWED_TOP = "selection, routing, termination, first_dense_layers, min_context_tokens, diagnostics, preset or config"
 ALLOWED_UNIQUE = "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics or lambda"
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
-ALLOWED_PRESETS = "art, dense, infllm, mean, quest, sinkrouter, streaming_llm, unique or unique_wide"
+ALLOWED_PRESETS = "art, dense, infllm, mean, quest, sinkrouter, streaming_llm, unique, unique_paper or unique_wide"
 ALLOWED_STREAMING = "policy, page_size, budget_tokens or sink_pages"
 BAD = {
     "unknown top-level key": (
@@ -348,7 +357,7 @@ BAD = {
     ),
     "value of the termination": (
         {"termination": {"block_tokens": 100}},
-        "sparse_attention.termination.block_tokens: got 100, allowed: 64, 128, 256, 512 or 1024",
+        "sparse_attention.termination.block_tokens: got 100, allowed: auto, 64, 128, 256, 512 or 1024",
     ),
     "termination that is no mapping": (
         {"termination": True},
@@ -631,7 +640,22 @@ def test_termination_goes_with_every_selection():
     unique = resolve({"selection": {"sink_pages": 2, "recent_pages": 3}, "termination": {}}, "unique")
     assert unique.stop_rule == StopRule(1e-5, 1e-3, 5, 64, 5)
     streaming = resolve({"selection": {"policy": "streaming_llm", "sink_pages": 4}}, "art")
-    assert streaming.stop_rule == StopRule(1e-5, 1e-3, 5, 512, 4)
+    assert streaming.stop_rule == StopRule(1e-5, 1e-3, 5, 64, 4)
+
+
+@pytest.mark.parametrize("backend", sorted(set(BACKENDS.values())))
+def test_blocks_of_a_rule_are_the_same_by_either_way_in(backend):
+    """The preset `art` and a section without settings; 512 tokens where every page may be read."""
+    selection = {"policy": resolve(None, backend).selection.name()}
+    by_section = resolve({"termination": {}}, backend)
+    by_backend = resolve({"selection": selection}, "art")
+    tokens = 512 if selection["policy"] == "dense" else 64
+    assert by_section.stop_rule.block_tokens == by_backend.stop_rule.block_tokens == tokens
+    # What is shown is what applies.
+    assert by_section.config.termination.block_tokens == tokens
+    named = resolve({"termination": {"block_tokens": "auto"}}, backend)
+    assert named.config == by_section.config
+    assert resolve({"termination": {"block_tokens": 128}}, backend).stop_rule.block_tokens == 128
 
 
 def test_traversal_is_sinks_then_newest_first():
@@ -643,3 +667,15 @@ def test_traversal_is_sinks_then_newest_first():
     assert found == [[0, 1, 19, 18, 17], [0, 1, 3, 2, -1], [0, -1, -1, -1, -1]]
     every = EveryPage(sink_pages=1).reading_order(query, None, table, lengths.clamp(max=5))[:, 0].tolist()
     assert every == [[0, 4, 3, 2, 1], [0, 3, 2, 1, -1], [0, -1, -1, -1, -1]]
+
+
+def test_policies_are_described_with_where_they_leave_their_papers():
+    rows = {name: (text, departure) for name, text, departure in describe_policies()}
+    assert list(rows) == [policy.name() for policy in POLICIES]
+    assert rows["infllm"][1].startswith("Representative keys are those that agree most with their page's own mean")
+    assert "unique_paper" in rows["unique"][1]
+    assert rows["dense"][1] == ""
+    for text, departure in rows.values():
+        assert text.endswith(".")
+        assert departure == "" or departure.endswith(".")
+        assert "\n" not in text + departure

@@ -3,6 +3,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -180,6 +181,46 @@ def test_how_far_attention_reads_reaches_the_metrics(registry):
     assert len(found) == 2 * 2
 
 
+def test_lengths_say_how_far_a_budget_reads(registry):
+    """Pages of 8, a budget of 4; of 40 tokens of context the fourth page is complete and the fifth begins at 32."""
+    live.expose()
+    reads = live.ContextReads(page_size=8, budget_pages=4, dense_tokens=40)
+    #  one token, two tokens, a prompt's end, within the budget, too short, a chunk of a prompt, padding
+    query_lens = torch.tensor([1, 2, 1, 1, 1, 30, 0, 0])
+    seq_lens = torch.tensor([1003, 509, 700, 39, 40, 900, 0, 0])
+    is_prefilling = torch.tensor([False, False, True, False, False, False])
+    query_start = torch.cat([torch.zeros(1, dtype=torch.int64), query_lens.cumsum(0)])
+    batch = {
+        "seq_lens_cpu_upper_bound": seq_lens,
+        "query_start_loc_cpu": query_start,
+        "is_prefilling": is_prefilling,
+    }
+    for _ in range(live.COUNTED_STEPS):
+        assert samples(registry) == {}
+        reads.step(SimpleNamespace(**batch), 2)
+    found = samples(registry)
+    assert found == {
+        ("vllm_sparse_kv_read_share_sum", "", ""): 4 * 8 * 3 + 1003 % 8 + 509 % 8 + 508 % 8,
+        ("vllm_sparse_kv_read_share_count", "", ""): 1003 + 509 + 508,
+    }
+    for _ in range(live.COUNTED_STEPS):
+        reads.step(SimpleNamespace(**batch | {"seq_lens_cpu_upper_bound": None}), 2)
+    assert samples(registry) == found
+
+
+def test_a_step_without_decoding_tokens_counts_nothing(registry):
+    live.expose()
+    reads = live.ContextReads(page_size=8, budget_pages=4, dense_tokens=0)
+    batch = {
+        "seq_lens_cpu_upper_bound": torch.tensor([300, 200]),
+        "query_start_loc_cpu": torch.tensor([0, 100, 200]),
+        "is_prefilling": None,
+    }
+    for _ in range(live.COUNTED_STEPS):
+        reads.step(SimpleNamespace(**batch), 1)
+    assert samples(registry) == {}
+
+
 SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
 
 
@@ -234,8 +275,11 @@ def refused(monkeypatch, capsys, *arguments: str) -> str:
 
 
 REFUSED = {
-    "dense": (["--backend", "dense"], "backend: got 'dense', allowed: unique, quest, infllm, mean or streaming_llm"),
-    "unknown backend": (["--backend", "h2o"], "backend: got 'h2o', allowed: unique, "),
+    "dense": (
+        ["--attention-backend", "dense"],
+        "attention_backend: got 'dense', allowed: unique, unique_paper, quest, infllm, mean or streaming_llm",
+    ),
+    "unknown backend": (["--attention-backend", "h2o"], "attention_backend: got 'h2o', allowed: unique, "),
     "budget": (
         ["--budget-tokens", "100"],
         "sparse_attention.selection.budget_tokens: got 100, allowed: a multiple of ",
@@ -287,7 +331,16 @@ def test_diagnose_of_prompts(monkeypatch, capsys, tmp_path):
     text = " ".join(f"line {i}: return value_{i * 37 % 101}" for i in range(80))
     lines = [{"prompt": text}, {"prompt": text, "completion": " line 80: return value_31"}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    arguments = ["--prompts", str(prompts), "--backend", "unique", "--backend", "streaming_llm", "--layer", "2"]
+    arguments = [
+        "--prompts",
+        str(prompts),
+        "--attention-backend",
+        "unique",
+        "--attention-backend",
+        "streaming_llm",
+        "--layer",
+        "2",
+    ]
     arguments += ["--budget-tokens", "128", "--budget-tokens", "64", "--queries", "5", "--by", "head"]
     monkeypatch.setattr(sys, "argv", ["vllm-sparse", "diagnose", *arguments, "--json", str(report)])
     monkeypatch.setenv("COLUMNS", "200")

@@ -148,7 +148,7 @@ OTHER_SETTINGS = {
     "decode_from": (["--decode-from", "question"], "decode_from 'prompt', allowed: one made with 'question'"),
     "label": (["--label", "other"], "label 'mine', allowed: one made with 'other'"),
     "tasks": (["--task", "kv"], "tasks ['multikey'], allowed: one made with ['multikey', 'kv']"),
-    "contexts": (["--context", "5000"], "contexts None, allowed: one made with [5000]"),
+    "contexts": (["--context", "5000"], "contexts [4096], allowed: one made with [5000]"),
 }
 
 
@@ -159,6 +159,17 @@ def test_a_file_made_with_other_settings_is_refused_and_kept(run, output, case):
     more, sentence = OTHER_SETTINGS[case]
     assert refused(run(*NEEDLES, *more)) == f"output: got {str(output)!r} made with {sentence}, or a new file"
     assert output.read_text() == text
+
+
+def test_defaults_that_are_spelled_out_go_on_with_a_run(run, stub, output):
+    stub.answers_left = 2
+    run("--task", "multikey", "--context", "4096")
+    stub.answers_left = None
+    stub.answer = lambda _: []
+    spelled = ["--task", "multikey", "--questions", "20", "--seed", "0", "--decode-from", "prompt", "--label", "stub"]
+    code, _, err = run(*spelled, "--scored-tokens", "256")
+    assert (code, err) == (0, "")
+    assert len(read_results(output).results) == 20
 
 
 def test_another_file_of_the_same_name_is_noticed(run, output, tmp_path):
@@ -225,6 +236,22 @@ def test_results_side_by_side(run, output, tmp_path):
     assert cells(out, "multikey") == ["multikey", "4,096", "4", "1.000 [0.510, 1.000]", "0.750 [0.301, 0.954]"]
     drawn = picture.read_text()
     assert all(f"<!-- {name} -->" in drawn for name in ("mine", "theirs", "multikey", "4K"))
+
+
+def test_the_share_of_the_cache_that_was_read_is_shown_where_it_is_known(run, output, tmp_path):
+    run(*NEEDLES)
+    assert "KV read" not in run("show", str(output), base=())[1]
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    for line, share in zip(lines[1:], (0.5, 0.25, 0.5, 0.25), strict=True):
+        line["kv_read_share"] = share
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = run("show", str(output), str(other), base=())[1]
+    assert cells(out, "multikey")[3:] == ["1.000 [0.510, 1.000]", "1.000 [0.510, 1.000]", "37.5%"]
+    lines[2]["kv_read_share"] = None
+    other.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # A mean of some of the answers would be that of others.
+    assert "KV read" not in run("show", str(other), base=())[1]
 
 
 def test_a_comparison_on_the_same_items(run, output, tmp_path):

@@ -18,8 +18,7 @@ from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention.reference import attend_pages
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from bench.common.models import NEEDLE_8M
-from bench.quality.questions import load_tokenizer
+from bench.common.models import NEEDLE_8M, load_tokenizer
 from research.study import data, plan, run
 from research.study.documents import load_documents
 from research.study.pipeline import Decoder

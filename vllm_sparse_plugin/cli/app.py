@@ -1,83 +1,111 @@
-"""Commands of `vllm-sparse`."""
+"""The commands of `vllm-sparse`, each imported when it is run: help needs neither vLLM nor torch."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+import importlib
+from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from typer.core import TyperGroup
 
 from vllm_sparse_plugin import __version__
-from vllm_sparse_plugin.cli import evaluate
-from vllm_sparse_plugin.cli.arguments import parse_additional_config, run_app
-from vllm_sparse_plugin.cli.calibrate import calibrate
-from vllm_sparse_plugin.cli.diagnose import diagnose
-from vllm_sparse_plugin.cli.needle_test import needle_test
-from vllm_sparse_plugin.config import KEY, SparseAttentionConfig, resolve
-from vllm_sparse_plugin.errors import ConfigurationError, choices
-from vllm_sparse_plugin.registration import BACKENDS
+from vllm_sparse_plugin.cli.arguments import run_app
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-_PASS_ON: dict[str, Any] = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+class Command(NamedTuple):
+    """Where a command is, and what the list of commands says of it."""
+
+    module: str
+    """Of `vllm_sparse_plugin.cli`."""
+    name: str
+    """Attribute of the module: a function, or a Typer app with commands of its own."""
+    help: str
+    """The first sentence of its docstring."""
+    passes_on: bool = False
+    """Whether it takes any arguments, `--help` too, to give them to another program."""
+
+
+COMMANDS: dict[str, Command] = {
+    "serve": Command(
+        "vllm_commands", "serve", "Start vLLM's OpenAI-compatible server: the same arguments as `vllm serve`.", True
+    ),
+    "bench": Command("vllm_commands", "bench", "Run vLLM's benchmarks: the same arguments as `vllm bench`.", True),
+    "show-config": Command(
+        "show_config", "show_config", "Print the resolved configuration and where each value came from."
+    ),
+    "needles": Command(
+        "needle_test",
+        "needle_test",
+        "Ask sparse servers and a dense one the same needle questions and compare their accuracy.",
+    ),
+    "eval": Command("evaluate", "app", "Ask a model long-context tasks and score its answers."),
+    "diagnose": Command(
+        "diagnose",
+        "diagnose",
+        "Run a model once over each prompt and compare each policy's selections with dense attention.",
+    ),
+    "calibrate": Command(
+        "calibrate",
+        "calibrate",
+        "Find the thresholds at which SinkRouter skips a share of a model's KV groups, and say whether to use them.",
+    ),
+}
+"""By the name that a user types."""
+
+
+class LazyGroup(TyperGroup):
+    """Lists commands by what `COMMANDS` says of them, and imports the one that is run or completed."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the arguments name, imported, and the arguments that are left."""
+        if args and args[0] in COMMANDS:
+            self.commands[args[0]] = load(args[0])
+        return super().resolve_command(ctx, args)
+
+
+def load(name: str) -> Any:
+    """Import a command and make it one of click's.
+
+    Args:
+        name: one of `COMMANDS`.
+    """
+    command = COMMANDS[name]
+    target = getattr(importlib.import_module(f"vllm_sparse_plugin.cli.{command.module}"), command.name)
+    if not isinstance(target, typer.Typer):
+        function, target = target, typer.Typer(add_completion=False)
+        target.command(name, **_settings(command))(function)
+    loaded = typer.main.get_command(target)
+    loaded.name = name
+    return loaded
+
+
+def _settings(command: Command) -> dict[str, Any]:
+    if not command.passes_on:
+        return {}
+    return {
+        "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
+        "add_help_option": False,
+    }
+
+
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False)
+for _name, _command in COMMANDS.items():
+    app.command(_name, help=_command.help)(lambda: None)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"vllm-sparse {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def _vllm_sparse() -> None:
-    """Sparse decode attention for vLLM."""
-
-
-@app.command(context_settings=_PASS_ON, add_help_option=False)
-def serve(context: typer.Context) -> None:
-    """Start vLLM's OpenAI-compatible server: the same arguments as `vllm serve`."""
-    _vllm("serve", context)
-
-
-@app.command(context_settings=_PASS_ON, add_help_option=False)
-def bench(context: typer.Context) -> None:
-    """Run vLLM's benchmarks: the same arguments as `vllm bench`."""
-    _vllm("bench", context)
-
-
-def _vllm(command: str, context: typer.Context) -> None:
-    from vllm_sparse_plugin import compat
-
-    compat.run_vllm_cli([command, *context.args])
-
-
-@app.command()
-def show_config(
-    backend: Annotated[str, typer.Option(help="Attention backend whose preset applies.")] = "unique",
-    additional_config: Annotated[
-        str, typer.Option(help="JSON, as given to vLLM's --additional-config.", metavar="JSON")
-    ] = "{}",
+def _vllm_sparse(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
 ) -> None:
-    """Print the resolved configuration and where each value came from."""
-    preset = BACKENDS.get(backend.upper())
-    if preset is None:
-        allowed = choices(name.lower() for name in BACKENDS)
-        raise ConfigurationError(f"backend: got {backend!r}, allowed: {allowed}")
-    resolved = resolve(parse_additional_config(additional_config).get(KEY), preset)
-    table = Table("field", "value", "from", title=f"vllm_sparse_plugin {__version__}, attention backend {backend}")
-    for name, value in _flatten(resolved.config):
-        table.add_row(name, str(value), resolved.sources.get(name, "default"))
-    Console().print(table)
-
-
-app.command("needles")(needle_test)
-app.add_typer(evaluate.app, name="eval")
-app.command()(diagnose)
-app.command()(calibrate)
-
-
-def _flatten(config: SparseAttentionConfig) -> list[tuple[str, Any]]:
-    rows: list[tuple[str, Any]] = []
-    for name, value in config.model_dump(by_alias=True).items():
-        if isinstance(value, dict):
-            rows += [(f"{name}.{key}", inner) for key, inner in value.items()]
-        else:
-            rows.append((name, value))
-    return rows
+    """Sparse decode attention for vLLM."""
 
 
 def main() -> None:

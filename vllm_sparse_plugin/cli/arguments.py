@@ -4,12 +4,67 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
-from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.registration import BACKENDS
+
+NEEDLE_MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
+"""The model that a checkout brings along and a wheel does not."""
+
+
+def complete_backend(incomplete: str) -> list[str]:
+    """The names of our attention backends that begin so, for the shell's completion."""
+    return [name.lower() for name in BACKENDS if name.lower().startswith(incomplete.lower())]
+
+
+AttentionBackend = Annotated[
+    str, typer.Option(help="Attention backend whose preset applies.", autocompletion=complete_backend)
+]
+AttentionBackends = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Attention backend of ours, repeatable; unique if left out.",
+        autocompletion=complete_backend,
+    ),
+]
+AdditionalConfig = Annotated[str, typer.Option(help="JSON, as given to vLLM's --additional-config.", metavar="JSON")]
+ModelFolder = Annotated[
+    Path | None, typer.Option(help="Model folder; models/needle-8m if left out, in a checkout.", metavar="PATH")
+]
+Seed = Annotated[int, typer.Option(help="Seed of generated documents and questions.")]
+Device = Annotated[str | None, typer.Option(help="Torch device; the GPU if there is one.")]
+
+
+def find_preset(backend: str, backends: Iterable[str] = tuple(BACKENDS)) -> str:
+    """The preset of an attention backend of ours.
+
+    Args:
+        backend: its name, in any case.
+        backends: names that are allowed.
+
+    Raises:
+        ConfigurationError: if it is none of them.
+    """
+    if backend.upper() not in backends:
+        allowed = choices(name.lower() for name in backends)
+        raise ConfigurationError(f"attention_backend: got {backend!r}, allowed: {allowed}")
+    return BACKENDS[backend.upper()]
+
+
+def find_model(folder: Path | None) -> Path:
+    """The folder of a model: needle-8m's if none is given, where there is a checkout.
+
+    Raises:
+        ConfigurationError: if none is given and needle-8m is not there.
+    """
+    if folder is None and not NEEDLE_MODEL.is_dir():
+        raise ConfigurationError("model: got none, allowed outside of a checkout: the folder of a model")
+    return (folder or NEEDLE_MODEL).resolve()
 
 
 def parse_additional_config(text: str, field: str = "additional_config") -> dict[str, Any]:

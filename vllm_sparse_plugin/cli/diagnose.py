@@ -12,7 +12,18 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from vllm_sparse_plugin.cli.arguments import model_limits, parse_additional_config, read_prompts
+from vllm_sparse_plugin.cli.arguments import (
+    AdditionalConfig,
+    AttentionBackends,
+    Device,
+    ModelFolder,
+    Seed,
+    find_model,
+    find_preset,
+    model_limits,
+    parse_additional_config,
+    read_prompts,
+)
 from vllm_sparse_plugin.cli.provenance import open_report
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError, choices
@@ -40,9 +51,7 @@ class _Compared(NamedTuple):
 
 
 def diagnose(
-    model: Annotated[
-        Path | None, typer.Option(help="Model folder; models/needle-8m of the checkout if left out.")
-    ] = None,
+    model: ModelFolder = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
@@ -50,12 +59,8 @@ def diagnose(
             "questions with their answers if left out."
         ),
     ] = None,
-    backend: Annotated[
-        list[str] | None, typer.Option(help="Attention backend of ours whose preset to judge, repeatable; unique.")
-    ] = None,
-    additional_config: Annotated[
-        str, typer.Option(help="JSON, as given to vLLM's --additional-config, for each backend.", metavar="JSON")
-    ] = "{}",
+    attention_backend: AttentionBackends = None,
+    additional_config: AdditionalConfig = "{}",
     budget_tokens: Annotated[
         list[int] | None,
         typer.Option(help=f"Budget, repeatable; {choices(map(str, DEFAULT_BUDGETS))}."),
@@ -69,11 +74,11 @@ def diagnose(
         list[str] | None, typer.Option(help=f"Task of needle questions, repeatable; {', '.join(TASKS)}.")
     ] = None,
     questions: Annotated[int, typer.Option(help="Needle questions for each task.")] = 2,
-    seed: Annotated[int, typer.Option(help="Seed of documents and needles.")] = 0,
+    seed: Seed = 0,
     by: Annotated[
         Literal["budget", "layer", "head"], typer.Option(help="What each line of the table is for.")
     ] = "budget",
-    device: Annotated[str | None, typer.Option(help="Torch device; the GPU if there is one.")] = None,
+    device: Device = None,
     json_path: Annotated[
         Path | None,
         typer.Option("--json", help="Write a JSON line for the run and one for each layer and head.", metavar="PATH"),
@@ -85,10 +90,9 @@ def diagnose(
     that reads as many pages; the share of the oracle's pages read; and the cosine of the outputs. Means over the tokens
     that produce the completion, or the newest of the prompt.
     """
-    model = (model or Path(__file__).parents[2] / "models" / "needle-8m").resolve()
-    compared = [
-        _compared(name, additional_config, budget_tokens or list(DEFAULT_BUDGETS)) for name in backend or ["unique"]
-    ]
+    model = find_model(model)
+    budgets = budget_tokens or list(DEFAULT_BUDGETS)
+    compared = [_compared(name, additional_config, budgets) for name in attention_backend or ["unique"]]
     limit, layers = model_limits(model)
     if layer and max(layer) >= layers:
         raise ConfigurationError(f"layer: got {max(layer)}, allowed: 0 to {layers - 1}")
@@ -129,18 +133,15 @@ def diagnose(
 
 
 def _compared(backend: str, additional_config: str, budgets: list[int]) -> _Compared:
-    known = [
-        name.lower() for name, preset in BACKENDS.items() if isinstance(resolve(None, preset).selection, Selection)
-    ]
-    if backend.lower() not in known:
-        raise ConfigurationError(f"backend: got {backend!r}, allowed: {choices(known)}")
+    selecting = [name for name, preset in BACKENDS.items() if isinstance(resolve(None, preset).selection, Selection)]
+    preset = find_preset(backend, selecting)
     settings = parse_additional_config(additional_config).get(KEY) or {}
     selections = []
     for budget in budgets:
         merged = settings
         if isinstance(settings, dict) and isinstance(settings.get("selection", {}), dict):
             merged = settings | {"selection": settings.get("selection", {}) | {"budget_tokens": budget}}
-        resolved = resolve(merged, BACKENDS[backend.upper()])
+        resolved = resolve(merged, preset)
         if not isinstance(resolved.selection, Selection):
             raise ConfigurationError(f"{KEY}.selection.policy: got 'dense', allowed: one that selects pages")
         if resolved.stop_rule is not None:

@@ -50,6 +50,8 @@ class Reply:
     logprobs: list[float]
     """Log probabilities of the forced tokens, if nothing else was asked for."""
     seconds: float
+    kv_read_share: float | None = None
+    """Share of the cached keys and values that the decode steps read, if the endpoint can tell."""
 
 
 class Endpoint(Protocol):

@@ -14,6 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.eval import FORCED_TOKENS_ARGUMENT, FORCED_TOKENS_PROCESSOR
 from vllm_sparse_plugin.eval.endpoints import EndpointError, Reply, Request, after_forced, check_logprobs, first_line
+from vllm_sparse_plugin.eval.reading import COUNT_METHOD, COUNTING_WORKER, ReadShare, Totals, resolve_arguments
 
 
 class Engine:
@@ -35,12 +36,22 @@ class Engine:
         """
         # As the servers that other commands start; vLLM's CPU build would take nearly all memory.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-        more = {"logits_processors": [FORCED_TOKENS_PROCESSOR]} if forcing else {}
+        defaults: dict[str, Any] = {"max_model_len": most_tokens}
+        if forcing:
+            defaults["logits_processors"] = [FORCED_TOKENS_PROCESSOR]
         try:
-            longest = EngineArgs(model=model, **arguments).create_model_config().max_model_len
-            if longest < most_tokens:
-                raise ConfigurationError(f"context: got {most_tokens} tokens, allowed: at most the model's {longest}")
-            self._llm = LLM(model=model, **{"max_model_len": most_tokens, **more, **arguments})
+            model_config = EngineArgs(model=model, **arguments).create_model_config()
+            if model_config.max_model_len < most_tokens:
+                raise ConfigurationError(
+                    f"context: got {most_tokens} tokens, allowed: at most the model's {model_config.max_model_len}"
+                )
+            self._share = ReadShare(
+                resolve_arguments(arguments), model_config.get_total_num_hidden_layers(), model_config.get_head_size()
+            )
+            self._counts = self._share.is_counted and "worker_extension_cls" not in arguments
+            if self._counts:
+                defaults["worker_extension_cls"] = COUNTING_WORKER
+            self._llm = LLM(model=model, **(defaults | arguments))
         except (TypeError, ValueError, OSError) as error:
             raise ConfigurationError(
                 f"in_process: got {model!r} with {arguments} ({first_line(error):.160}), allowed: what vLLM serves"
@@ -52,7 +63,7 @@ class Engine:
         self._batch = batch
 
     def complete(self, requests: Iterable[Request]) -> Iterator[Reply]:
-        """Answer one batch after the other; each takes the whole batch's time."""
+        """Answer one batch after the other; each takes the whole batch's time, and has its share of KV read."""
         remaining = iter(requests)
         while batch := list(islice(remaining, self._batch)):
             sampling = [
@@ -66,16 +77,23 @@ class Engine:
                 for request in batch
             ]
             prompts: Any = [{"prompt_token_ids": request.prompt} for request in batch]
-            begin = time.perf_counter()
             try:
+                counted = self._counted()
+                begin = time.perf_counter()
                 outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
+                seconds = time.perf_counter() - begin
+                counted_after = self._counted()
             except (RuntimeError, ValueError) as error:
                 raise EndpointError(f"did not answer a question ({first_line(error)})") from None
-            seconds = time.perf_counter() - begin
             for request, output in zip(batch, outputs, strict=True):
                 said = output.outputs[0]
                 token_ids = list(said.token_ids)
                 answer = after_forced(request, token_ids)
                 positions = zip(token_ids, said.logprobs or [], strict=False)
                 logprobs = [position[token].logprob for token, position in positions]
-                yield Reply(answer, check_logprobs(request, logprobs), seconds)
+                share = self._share.of(len(request.prompt) + len(request.forced), counted, counted_after)
+                yield Reply(answer, check_logprobs(request, logprobs), seconds, share)
+
+    def _counted(self) -> list[Totals]:
+        """What the kernels of each worker have counted until now; empty where nothing is counted."""
+        return self._llm.collective_rpc(COUNT_METHOD) if self._counts else []

@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.eval.endpoints import Endpoint, Request
 from vllm_sparse_plugin.eval.items import NLL, Item, PlannedItem, Prompter
+from vllm_sparse_plugin.eval.progress import show_progress
 
 DECODE_FROM = ("prompt", "question")
 """Where decoding begins: after the whole prompt, or at the question, whose tokens are then forced."""
@@ -42,6 +42,9 @@ class Result(BaseModel):
     score: float
     """From 0 to 1; for the metric `nll` the mean negative log likelihood of the forced tokens in nats."""
     seconds: float
+    kv_read_share: float | None = None
+    """Share of the cached keys and values that the decode steps of the answer's batch read, over all layers and KV
+    heads, where the endpoint can tell; see `eval.reading`."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ def ask(
     console: Console,
     title: str,
 ) -> Iterator[Result]:
-    """Ask items in order, with a progress bar, and yield their results.
+    """Ask items in order, show how far it is, and yield their results.
 
     Text for perplexity is always decoded: prefill is dense whatever the backend.
 
@@ -86,15 +89,7 @@ def ask(
             asked.append((item, Request(prompt, forced, item.answer_tokens)))
             yield asked[-1][1]
 
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(title, total=len(planned))
+    with show_progress(console, title, len(planned)) as advance:
         scores: list[float] = []
         for reply in endpoint.complete(requests()):
             item, request = asked.popleft()
@@ -116,10 +111,11 @@ def ask(
                 metric=item.metric,
                 score=round(value, 6),
                 seconds=round(reply.seconds, 4),
+                kv_read_share=None if reply.kv_read_share is None else round(reply.kv_read_share, 6),
             )
             text = f"{title}: {item.task} {item.context_tokens}"
             text += f", accuracy so far {sum(scores) / len(scores):.2f}" if scores else ""
-            progress.update(bar, advance=1, description=text)
+            advance(text)
 
 
 def check_results(path: Path, settings: dict[str, Any]) -> ResultFile:

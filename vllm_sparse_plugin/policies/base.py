@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
-from sparse_kernels.batch import PageSelection
-from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
+
+if TYPE_CHECKING:
+    import torch
+    from sparse_kernels.batch import PageSelection
+    from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
 
 
 class Section(BaseModel):
@@ -22,6 +24,8 @@ class Section(BaseModel):
 class Policy(Section):
     """What a decode step reads."""
 
+    departure: ClassVar[str] = ""
+    """Where the policy leaves its paper in what it selects, as a sentence; empty where it does not."""
     policy: Any
     """Name of the selection policy."""
 
@@ -104,6 +108,8 @@ class Selection(Policy):
 
         Arguments and result are those of `select`; -1 behind the last page.
         """
+        import torch
+
         pages = self.select(query, statistics, block_table, num_pages)
         newest = pages.sort(dim=-1, descending=True).values
         count = (newest >= 0).sum(dim=-1, keepdim=True)
@@ -115,6 +121,8 @@ class Selection(Policy):
 
     def page_selection(self) -> PageSelection:
         """The selection as the fused decode kernel takes it."""
+        from sparse_kernels.batch import PageSelection
+
         return PageSelection(self.budget_pages, self.sink_pages)
 
     def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
-from sparse_kernels.page_statistics import PageStatistics
+from typing import TYPE_CHECKING, Literal
 
 from vllm_sparse_plugin.policies.base import Policy, Selection
+
+if TYPE_CHECKING:
+    import torch
+    from sparse_kernels.page_statistics import PageStatistics
 
 
 class DensePolicy(Policy):
@@ -24,6 +25,8 @@ def every_page(num_pages: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
         num_pages: `[num_tokens]` integer, complete pages of each.
         num_kv_heads: for how many KV heads.
     """
+    import torch
+
     page = torch.arange(int(num_pages.max()) if len(num_pages) else 0, device=num_pages.device)
     return torch.where(page < num_pages[:, None], page, -1)[:, None].expand(-1, num_kv_heads, -1)
 

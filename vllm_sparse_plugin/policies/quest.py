@@ -16,5 +16,9 @@ class QuestSelection(ScoredSelection):
     """
 
     statistics_kind = "bounds"
+    departure = (
+        "The bounds of a page's keys are rounded to 8 bits, so they no longer bound exactly; `statistics: bf16` keeps "
+        "them in 16. Pages are chosen per KV head, and the first and the newest complete page are always read."
+    )
     policy: Literal["quest"] = "quest"
     """Name of the selection policy."""

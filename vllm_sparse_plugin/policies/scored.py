@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
-import torch
 from pydantic import Field
-from sparse_kernels.batch import PageSelection
-from sparse_kernels.page_score import score_pages
-from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsFormat, StatisticsLayout
-from sparse_kernels.page_topk import best_first, select_pages
+from sparse_kernels.formats import StatisticsFormat
 
 from vllm_sparse_plugin.policies.base import Selection
+
+if TYPE_CHECKING:
+    import torch
+    from sparse_kernels.batch import PageSelection
+    from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
 
 
 class ScoredSelection(Selection):
@@ -36,9 +37,13 @@ class ScoredSelection(Selection):
         return self.sink_pages + self.recent_pages
 
     def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout:
+        from sparse_kernels.page_statistics import KINDS, StatisticsLayout
+
         return StatisticsLayout(self.page_size, head_size, self.statistics, cache_itemsize, KINDS[self.statistics_kind])
 
     def page_selection(self) -> PageSelection:
+        from sparse_kernels.batch import PageSelection
+
         return PageSelection(self.budget_pages, self.sink_pages, self.recent_pages, self.std_weight)
 
     def select(
@@ -58,6 +63,8 @@ class ScoredSelection(Selection):
         num_pages: torch.Tensor,
     ) -> torch.Tensor:
         """What `select` chooses: pages that are always read, then best score first."""
+        from sparse_kernels.page_topk import best_first
+
         pages, scores = self._select(query, statistics, block_table, num_pages)
         return best_first(pages, scores, num_pages, self.sink_pages, self.recent_pages)
 
@@ -69,6 +76,9 @@ class ScoredSelection(Selection):
         num_pages: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The pages and the scores of all."""
+        from sparse_kernels.page_score import score_pages
+        from sparse_kernels.page_topk import select_pages
+
         assert statistics is not None
         scores = score_pages(query, statistics, block_table, num_pages, self.std_weight)
         return select_pages(scores, num_pages, self.budget_pages, self.sink_pages, self.recent_pages), scores

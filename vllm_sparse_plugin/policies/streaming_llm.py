@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-import torch
-from sparse_kernels.page_statistics import PageStatistics
+from typing import TYPE_CHECKING, Literal
 
 from vllm_sparse_plugin.policies.base import Selection
+
+if TYPE_CHECKING:
+    import torch
+    from sparse_kernels.page_statistics import PageStatistics
 
 
 class StreamingLLMSelection(Selection):
@@ -19,6 +20,7 @@ class StreamingLLMSelection(Selection):
     kept, which matters beyond the length the model was trained for.
     """
 
+    departure = "The sinks and the window are whole pages, and what is not read stays in the cache."
     policy: Literal["streaming_llm"] = "streaming_llm"
     """Name of the selection policy."""
 
@@ -29,6 +31,8 @@ class StreamingLLMSelection(Selection):
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
     ) -> torch.Tensor:
+        import torch
+
         offsets = torch.arange(self.budget_pages, device=query.device)
         newest = num_pages[:, None] - self.budget_pages + offsets
         pages = torch.where(offsets < self.sink_pages, offsets, newest)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
-from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 
 from vllm_sparse_plugin.policies.scored import ScoredSelection
+
+if TYPE_CHECKING:
+    from sparse_kernels.page_statistics import StatisticsLayout
 
 
 class UniqueSelection(ScoredSelection):
     """UNIQUE: score every page by small statistics of its keys, read the best ones."""
 
     statistics_kind = "mean_and_spread"
+    departure = (
+        "By default it scores the means of a page's quarters in place of the paper's mean and standard deviation, and "
+        "always reads the newest complete page; the preset unique_paper does what was published."
+    )
     statistics: Literal["auto", "quarters", "sketch", "int8", "fp8", "bf16"] = "auto"  # type: ignore[assignment]
     """What is kept of a page's keys. The paper's mean and standard deviation, the mean in `int8` or `fp8` with one
     scale per page or in `bf16`, which needs blocks of a multiple of 64 tokens. Or the means of the page's `quarters` in
@@ -30,11 +36,21 @@ class UniqueSelection(ScoredSelection):
     def std_weight(self) -> float:
         return self.lambda_
 
+    def statistics_in(self, cache_itemsize: int) -> Literal["quarters", "sketch", "int8", "fp8", "bf16"]:
+        """`statistics` without `auto`.
+
+        Args:
+            cache_itemsize: bytes of an element of the KV cache.
+        """
+        if self.statistics == "auto":
+            return "quarters" if cache_itemsize > 1 else "int8"
+        return self.statistics
+
     def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout:
-        kept = self.statistics
-        if kept == "auto":
-            kept = "quarters" if cache_itemsize > 1 else "int8"
-        if kept == "quarters" or kept == "sketch":
-            kind = KINDS[kept]
+        from sparse_kernels.page_statistics import KINDS, StatisticsLayout
+
+        statistics = self.statistics_in(cache_itemsize)
+        if statistics == "quarters" or statistics == "sketch":
+            kind = KINDS[statistics]
             return StatisticsLayout(self.page_size, head_size, kind.formats[0], cache_itemsize, kind)
-        return StatisticsLayout(self.page_size, head_size, kept, cache_itemsize)
+        return StatisticsLayout(self.page_size, head_size, statistics, cache_itemsize)

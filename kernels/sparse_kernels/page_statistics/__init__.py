@@ -1,8 +1,9 @@
 """Statistics of the keys of each page, stored beside them in the cache block."""
 
+from sparse_kernels.formats import STATISTICS_FORMATS, StatisticsFormat
 from sparse_kernels.page_statistics.api import update_page_statistics, write_cache
 from sparse_kernels.page_statistics.kinds import KINDS, StatisticsKind
-from sparse_kernels.page_statistics.kinds.base import STATISTICS_FORMATS, RecordFormat, StatisticsFormat
+from sparse_kernels.page_statistics.kinds.base import RecordFormat
 from sparse_kernels.page_statistics.layout import PageStatistics, StatisticsLayout
 
 __all__ = [

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
 import torch
 
+from sparse_kernels.formats import StatisticsFormat
 from sparse_kernels.optional_triton import jit, tl
 from sparse_kernels.page_statistics.codes import Codes
 
-StatisticsFormat = Literal["int8", "fp8", "bf16"]
-"""Formats that any vector can be stored in."""
-STATISTICS_FORMATS: tuple[StatisticsFormat, ...] = get_args(StatisticsFormat)
 RecordFormat = StatisticsFormat | Literal["int2", "int4"]
 """Codes of a few bits are for the kinds that have them."""
 

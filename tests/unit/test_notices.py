@@ -1,0 +1,107 @@
+import logging
+import multiprocessing
+
+import pytest
+
+from vllm_sparse_plugin import notices
+from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.registration import BACKENDS
+
+LARGE = "sparse_attention.selection: 512 tokens in pages of 16 are 32 pages, and with fewer than 64 large pages "
+CACHE = "sparse_attention.selection.statistics: 'auto' keeps int8 means in this 8-bit KV cache, not the quarters of a "
+THRESHOLD = "sparse_attention.routing.threshold: it was not calibrated for this model, "
+CUBIC = "sparse_attention.routing.cubic: it was not calibrated for this model, "
+INFLLM = "sparse_attention.selection.policy: Representative keys are those that agree most with their page's own mean, "
+LAMBDA = "sparse_attention.selection.lambda: it has no effect with statistics 'quarters', "
+CUBIC_ROUTING = {"cubic": [0.5, 0, 0, 0], "longest": 4096}
+CASES = {
+    "defaults": ("unique", {}, "auto", []),
+    "as published": ("unique_paper", {}, "auto", []),
+    "pages of 16": ("unique", {"selection": {"page_size": 16}}, "auto", [LARGE]),
+    "64 pages of 16": ("unique", {"selection": {"page_size": 16, "budget_tokens": 1024}}, "auto", []),
+    "63 pages of 32": (
+        "quest",
+        {"selection": {"page_size": 32, "budget_tokens": 2016}},
+        "auto",
+        ["sparse_attention.selection: 2016 tokens in pages of 32 are 63 pages, and with fewer than 64 large pages "],
+    ),
+    "few pages of 8": ("unique", {"selection": {"budget_tokens": 64}}, "auto", []),
+    "pages that are not scored": ("streaming_llm", {"selection": {"page_size": 32}}, "auto", []),
+    "8-bit cache": ("unique", {}, "fp8", [CACHE]),
+    "8-bit cache by its other name": ("unique", {}, "fp8_e4m3", [CACHE]),
+    "8-bit cache and int8": ("unique", {"selection": {"statistics": "int8"}}, "fp8", []),
+    "8-bit cache and another policy": ("quest", {}, "fp8", []),
+    "sinkrouter": ("sinkrouter", {}, "auto", [THRESHOLD]),
+    "routing by a cubic": ("dense", {"routing": CUBIC_ROUTING}, "auto", [CUBIC]),
+    "calibrated": ("dense", {"routing": CUBIC_ROUTING | {"model": "needle-8m"}}, "auto", []),
+    "infllm": ("infllm", {}, "auto", [INFLLM]),
+    "infllm by its policy": ("dense", {"selection": {"policy": "infllm"}}, "auto", [INFLLM]),
+    "lambda spelled out": ("unique", {"selection": {"lambda": 1.0}}, "auto", [LAMBDA]),
+    "lambda and a deviation": ("unique", {"selection": {"lambda": 0.5, "statistics": "int8"}}, "auto", []),
+    "lambda and an 8-bit cache": ("unique", {"selection": {"lambda": 0.5}}, "fp8", [CACHE]),
+    "lambda of a preset": ("unique_paper", {"selection": {"statistics": "quarters"}}, "auto", []),
+    "two": ("unique", {"selection": {"page_size": 16}, "routing": {"threshold": 0.5}}, "auto", [LARGE, THRESHOLD]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_said_of_a_configuration(case):
+    backend, settings, cache_dtype, beginnings = CASES[case]
+    said = notices.notices_of(resolve(settings, backend), cache_dtype)
+    assert len(said) == len(beginnings)
+    for sentence, beginning in zip(said, beginnings, strict=True):
+        assert sentence.startswith(beginning)
+        assert sentence.endswith(".")
+        assert "\n" not in sentence
+
+
+@pytest.mark.parametrize(
+    ("selection", "statistics"),
+    [({}, "quarters"), ({"statistics": "quarters"}, "quarters"), ({"statistics": "sketch"}, "sketch")],
+)
+def test_a_lambda_that_was_changed_and_has_no_effect_is_refused(selection, statistics, tmp_path):
+    with pytest.raises(ConfigurationError) as caught:
+        notices.notices_of(resolve({"selection": {"lambda": 0.5} | selection}, "unique"), "auto")
+    assert str(caught.value) == (
+        f"sparse_attention.selection.lambda: got 0.5 with statistics {statistics!r}, which keep no deviation to weigh, "
+        "allowed: with statistics int8, fp8 or bf16"
+    )
+    (tmp_path / "mine.yaml").write_text("selection: {lambda: 2.0}\n")
+    with pytest.raises(ConfigurationError, match=r"selection\.lambda: got 2 with"):
+        notices.notices_of(resolve({"config": str(tmp_path / "mine.yaml"), "selection": selection}, "unique"), "auto")
+
+
+def test_our_presets_say_nothing_but_of_sinkrouter_and_infllm():
+    saying = [name for name, preset in BACKENDS.items() if notices.notices_of(resolve(None, preset), "auto")]
+    assert saying == ["INFLLM", "SINKROUTER"]
+
+
+@pytest.fixture
+def logged():
+    """What vLLM's loggers say; nothing has been said before."""
+    from vllm.logger import init_logger
+
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = init_logger("vllm.vllm_sparse_plugin.notices")
+    logger.addHandler(handler)
+    notices._log_once.cache_clear()
+    yield messages
+    logger.removeHandler(handler)
+    notices._log_once.cache_clear()
+
+
+def test_each_sentence_is_logged_once(logged):
+    config = resolve({"routing": {"threshold": 0.5}}, "infllm")
+    for _ in range(2):
+        notices.announce(config, "auto")
+    assert logged == notices.notices_of(config, "auto")
+    assert len(logged) == 2
+
+
+def test_a_process_that_another_started_logs_nothing(logged, monkeypatch):
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: object())
+    notices.announce(resolve(None, "infllm"), "auto")
+    assert not logged

@@ -1,0 +1,25 @@
+"""The configuration: its schema, the sources of its values, and the sentences about it.
+
+Importing it and resolving a configuration need neither vLLM nor torch.
+"""
+
+from vllm_sparse_plugin.config.messages import describe_fields, describe_policies
+from vllm_sparse_plugin.config.routing import ModelIdentity, Routing, identify
+from vllm_sparse_plugin.config.schema import KEY, Diagnostics, ResolvedConfig, SparseAttentionConfig
+from vllm_sparse_plugin.config.sources import preset_names, resolve
+from vllm_sparse_plugin.config.termination import Termination
+
+__all__ = [
+    "KEY",
+    "Diagnostics",
+    "ModelIdentity",
+    "ResolvedConfig",
+    "Routing",
+    "SparseAttentionConfig",
+    "Termination",
+    "describe_fields",
+    "describe_policies",
+    "identify",
+    "preset_names",
+    "resolve",
+]

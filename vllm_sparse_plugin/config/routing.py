@@ -1,0 +1,157 @@
+"""SinkRouter (arXiv 2604.16883): the KV groups that a decoding token skips, as settings and as kernels take them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from vllm_sparse_plugin.policies.base import Section
+
+if TYPE_CHECKING:
+    import torch
+    from sparse_kernels.group_routing import GroupRouting
+
+_MOST = 2.0
+"""Thresholds reach from minus this to this: cosines are never above 1, so more than 1 skips nothing."""
+_MOST_COEFFICIENT = 1e6
+_SOME_BYTES = 1 << 20
+
+THRESHOLD = (
+    "a number from -2 to 2, a list of one for each layer, or a list of lists with one for each KV head of a layer"
+)
+CUBIC = "a list of four numbers, c0 to c3"
+TEXT = "a text"
+
+
+class ModelIdentity(NamedTuple):
+    """What a preset remembers of the model it was made for."""
+
+    model: str
+    """Name without its organisation or folder."""
+    revision: str | None
+    """Commit of the Hugging Face hub, or digest of the beginnings of a folder's files; None if unknown."""
+
+
+class Routing(Section):
+    """SinkRouter: the KV groups whose attention would go to the first token, whose value is next to nothing, and
+    which are therefore skipped, with an output of zero."""
+
+    score: Literal["mean", "max", "min"] = "mean"
+    """A group's score, of the cosines of its query heads with the cached key of token 0."""
+    threshold: Annotated[Any, THRESHOLD] = None
+    """Score from which a group is skipped: one for the model, one for each layer, or one for each layer and KV head.
+    Above 1 nothing is skipped."""
+    cubic: Annotated[Any, CUBIC] = None
+    """Instead of `threshold`: c0 + c1 x + c2 x^2 + c3 x^3, where x goes from 0 at `shortest` to 1 at `longest` as the
+    logarithm of the context's length does. `vllm-sparse calibrate` finds it."""
+    shortest: Annotated[int, Field(ge=1, le=1 << 24)] = 1
+    """Shortest context in tokens that `cubic` was fitted to; shorter ones have its threshold."""
+    longest: Annotated[int, Field(ge=2, le=1 << 24)] = 1 << 24
+    """Longest context in tokens that `cubic` was fitted to; a model that is served with longer ones is refused."""
+    dense_layers: Annotated[int, Field(ge=0, le=1024)] = 2
+    """Leading layers that are not routed."""
+    model: Annotated[str | None, TEXT] = None
+    """Model that the thresholds were found for; another one is refused. None for any."""
+    revision: Annotated[str | None, TEXT] = None
+    """Revision of that model; another one is refused. None for any."""
+    data: Annotated[str | None, TEXT] = None
+    """What the thresholds were found on."""
+    date: Annotated[str | None, TEXT] = None
+    """When they were found."""
+
+    @field_validator("threshold", mode="plain")
+    @classmethod
+    def _numbers(cls, value: Any) -> Any:
+        return None if value is None else _nested(value, depth=2, most=_MOST)
+
+    @field_validator("cubic", mode="plain")
+    @classmethod
+    def _four_numbers(cls, value: Any) -> Any:
+        if value is None:
+            return None
+        if not isinstance(value, (list, tuple)) or len(value) != 4:
+            raise ValueError
+        return tuple(_nested(each, depth=0, most=_MOST_COEFFICIENT) for each in value)
+
+    @model_validator(mode="after")
+    def _one_threshold(self) -> Self:
+        if (self.threshold is None) == (self.cubic is None):
+            got = "none beside cubic none" if self.cubic is None else f"{self.threshold} beside cubic {self.cubic}"
+            raise PydanticCustomError(
+                "sentence",
+                "threshold: got {got}, allowed: one of the two; vllm-sparse calibrate finds it",
+                {"got": got},
+            )
+        if self.longest <= self.shortest:
+            raise PydanticCustomError(
+                "sentence",
+                "longest: got {longest}, allowed: more than shortest ({shortest})",
+                {"longest": self.longest, "shortest": self.shortest},
+            )
+        return self
+
+    @property
+    def shape(self) -> tuple[int | None, tuple[int, ...]]:
+        """Layers that `threshold` is a list for, None if it is one number, and KV heads of each that has a list."""
+        if not isinstance(self.threshold, tuple):
+            return None, ()
+        return len(self.threshold), tuple(len(layer) for layer in self.threshold if isinstance(layer, tuple))
+
+    def of_layer(
+        self, layer: int, kv_heads: range, device: torch.device | str, counts: torch.Tensor | None = None
+    ) -> GroupRouting:
+        """The thresholds of one layer, as kernels take them.
+
+        Args:
+            layer: its index.
+            kv_heads: its KV heads that this process has, numbered over all processes.
+            device: where the kernels run.
+            counts: see `GroupRouting`.
+        """
+        import torch
+        from sparse_kernels.group_routing import GroupRouting
+
+        coefficients = torch.zeros(len(kv_heads), 4)
+        if self.cubic is not None:
+            coefficients[:] = torch.tensor(self.cubic)
+            return GroupRouting(coefficients.to(device), self.score, self.shortest, self.longest, counts)
+        own = self.threshold[layer] if isinstance(self.threshold, tuple) else self.threshold
+        of_heads = [own[head] for head in kv_heads] if isinstance(own, tuple) else [own] * len(kv_heads)
+        coefficients[:, 0] = torch.tensor(of_heads)
+        return GroupRouting(coefficients.to(device), self.score, counts=counts)
+
+
+def identify(model: str, commit: str | None = None) -> ModelIdentity:
+    """The identity of a model by its name on the hub or its folder.
+
+    Args:
+        model: as given to vLLM or transformers.
+        commit: the hub's commit, where it is known.
+    """
+    path = Path(model)
+    if not path.is_dir():
+        return ModelIdentity(model.rpartition("/")[2], commit)
+    path = path.resolve()
+    if path.parent.name == "snapshots":  # of the hub's cache
+        return ModelIdentity(path.parent.parent.name.rpartition("--")[2], path.name)
+    digest = hashlib.sha256()
+    for file in sorted([path / "config.json", *path.glob("*.safetensors")]):
+        if file.is_file():
+            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
+            with file.open("rb") as opened:
+                digest.update(opened.read(_SOME_BYTES))
+    return ModelIdentity(path.name, digest.hexdigest()[:16])
+
+
+def _nested(value: Any, depth: int, most: float) -> Any:
+    """The value, lists of up to `depth` levels as tuples; ValueError for anything but finite numbers in range."""
+    if isinstance(value, (list, tuple)) and depth and value:
+        return tuple(_nested(each, depth - 1, most) for each in value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or abs(value) > most:
+        raise ValueError
+    return float(value)

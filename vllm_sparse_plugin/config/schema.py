@@ -1,0 +1,112 @@
+"""The configuration schema, and a configuration with the source of each of its values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import Field
+from pydantic.fields import FieldInfo
+
+from vllm_sparse_plugin.config.routing import Routing
+from vllm_sparse_plugin.config.termination import Termination
+from vllm_sparse_plugin.names import KEY as KEY
+from vllm_sparse_plugin.policies import POLICIES, EveryPage, Policy, Selection, UniqueSelection
+from vllm_sparse_plugin.policies.base import Section
+
+if TYPE_CHECKING:
+    from sparse_kernels.stopping import StopRule
+
+SOURCES = ("preset", "config")
+"""Keys beside those of the schema: the names of a preset and of a YAML file to take values from."""
+
+AnySelection = Annotated[reduce(or_, POLICIES), Field(discriminator="policy")]  # type: ignore[valid-type]
+
+
+class Diagnostics(Section):
+    """Measuring the selections of a running server."""
+
+    sample_every: Annotated[int, Field(ge=0, le=1 << 30)] = 0
+    """One in so many steps that decode sparsely has one of its tokens attend to everything as well; how the selection
+    compares is added to the `vllm_sparse_` metrics at `/metrics`, by layer and KV head. 0 for none. On a GPU not with
+    full CUDA graphs."""
+
+
+class SparseAttentionConfig(Section):
+    """Settings of the decode pipeline. Prefill is always dense."""
+
+    selection: AnySelection = UniqueSelection()  # type: ignore[valid-type]
+    """Which pages a decode step reads."""
+    routing: Routing | None = None
+    """Which KV groups a decode step skips; None for none."""
+    termination: Termination | None = None
+    """When a decode step stops reading; None for never."""
+    first_dense_layers: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Leading layers that stay dense."""
+    min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
+    """Shortest context that is made sparse; shorter ones are served dense."""
+    diagnostics: Diagnostics = Diagnostics()
+    """Measuring the selections of a running server."""
+
+    def without_auto(self) -> SparseAttentionConfig:
+        """The same with the number that `termination.block_tokens: auto` stands for."""
+        if self.termination is None:
+            return self
+        number = self.termination.block_tokens_of(self.selection)
+        termination = self.termination.model_copy(update={"block_tokens": number})
+        return self.model_copy(update={"termination": termination})
+
+
+def fields_by_key(section: type[Section]) -> dict[str, FieldInfo]:
+    """The fields of a part of the configuration, by the keys that a user writes."""
+    return {field.alias or name: field for name, field in section.model_fields.items()}
+
+
+SECTIONS: dict[str, dict[str, FieldInfo]] = {
+    "selection": {key: field for policy in POLICIES for key, field in fields_by_key(policy).items()},
+    "routing": fields_by_key(Routing),
+    "termination": fields_by_key(Termination),
+    "diagnostics": fields_by_key(Diagnostics),
+}
+"""Fields of the parts of the configuration that are mappings, by the keys that a user writes."""
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """A valid configuration and the source of each of its values."""
+
+    config: SparseAttentionConfig
+    sources: dict[str, str]
+    """Dotted field name to source, for the values that are not the schema's defaults."""
+
+    @property
+    def selection(self) -> Policy:
+        """The selection part."""
+        selection: Policy = self.config.selection
+        return selection
+
+    @property
+    def routing(self) -> Routing | None:
+        """The routing part, if there is one."""
+        return self.config.routing
+
+    @property
+    def selector(self) -> Selection | None:
+        """The policy that chooses pages, all of them where dense attention may stop; None if everything is read."""
+        if isinstance(self.selection, Selection):
+            return self.selection
+        termination = self.config.termination
+        return EveryPage(sink_pages=termination.dense_sink_pages) if termination else None
+
+    @property
+    def stop_rule(self) -> StopRule | None:
+        """When attention to selected pages stops; None if it does not."""
+        termination, selector = self.config.termination, self.selector
+        return termination.rule(selector) if termination and selector else None
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether decode steps of some layers run in our kernels."""
+        return self.selector is not None or self.routing is not None

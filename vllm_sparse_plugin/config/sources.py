@@ -1,0 +1,119 @@
+"""Where the values of a configuration come from.
+
+Later sources win: the schema's defaults, the preset of the chosen backend, `preset`, the YAML file named by
+`config`, and the keys given in `--additional-config '{"sparse_attention": {...}}'` themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from vllm_sparse_plugin.config.messages import sentence_of
+from vllm_sparse_plugin.config.schema import KEY, SOURCES, ResolvedConfig, SparseAttentionConfig
+from vllm_sparse_plugin.errors import ConfigurationError, choices
+
+ADDITIONAL_CONFIG = "additional config"
+"""Source of values that `--additional-config` gives itself."""
+FILE = "file "
+"""How the name of a source begins that is a file of the user."""
+
+
+def preset_names() -> list[str]:
+    """Names of the presets in `configs/`."""
+    folder = resources.files("vllm_sparse_plugin.configs")
+    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def resolve(settings: Mapping[str, Any] | None, backend_preset: str) -> ResolvedConfig:
+    """Merges all sources of the configuration and validates the result.
+
+    Args:
+        settings: the value of `sparse_attention` in `--additional-config`, if any.
+        backend_preset: preset of the chosen attention backend.
+
+    Raises:
+        ConfigurationError: for an unknown key, a value out of range, or a preset or file that cannot be read.
+    """
+    if settings is not None and not isinstance(settings, Mapping):
+        raise ConfigurationError(f"{KEY}: got {settings!r}, allowed: a JSON object")
+    inline = dict(settings or {})
+    layers = [(f"backend preset {backend_preset}", _read_preset("backend", backend_preset))]
+    preset, file = (inline.pop(key, None) for key in SOURCES)
+    if preset is not None:
+        layers.append((f"preset {preset}", _read_preset(f"{KEY}.preset", preset)))
+    if file is not None:
+        layers.append((f"{FILE}{file}", _read_file(file)))
+    layers.append((ADDITIONAL_CONFIG, inline))
+
+    merged: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    try:
+        for source, values in layers:
+            _merge(merged, sources, values, source)
+    except RecursionError:
+        raise ConfigurationError(f"{KEY}: got settings that contain themselves, allowed: a finite mapping") from None
+    try:
+        return ResolvedConfig(SparseAttentionConfig.model_validate(merged).without_auto(), sources)
+    except ValidationError as error:
+        sentence = sentence_of(error.errors()[0], sources)
+        raise ConfigurationError(" ".join(sentence.splitlines())) from None
+
+
+def _read_preset(field: str, name: Any) -> dict[str, Any]:
+    if name not in preset_names():
+        raise ConfigurationError(f"{field}: got {name!r}, allowed: {choices(preset_names())}")
+    text = resources.files("vllm_sparse_plugin.configs").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
+    return _parse(f"preset {name}", text)
+
+
+def _read_file(path: Any) -> dict[str, Any]:
+    if not isinstance(path, str):
+        raise ConfigurationError(f"{KEY}.config: got {path!r}, allowed: the path of a YAML file")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "no file of UTF-8 text"
+        raise ConfigurationError(f"{KEY}.config: got {path!r} ({reason}), allowed: a readable YAML file") from None
+    return _parse(f"{KEY}.config {path!r}", text)
+
+
+def _parse(origin: str, text: str) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, LookupError, ValueError) as error:  # PyYAML leaks those of impossible dates and numbers
+        mark = getattr(error, "problem_mark", None)
+        where = f" at line {mark.line + 1}" if mark else ""
+        raise ConfigurationError(f"{origin}: got text that is not YAML{where}, allowed: a YAML mapping") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigurationError(f"{origin}: got a {type(values).__name__}, allowed: a YAML mapping")
+    return values
+
+
+def _merge(
+    into: dict[str, Any], sources: dict[str, str], values: Mapping[str, Any], source: str, prefix: str = ""
+) -> None:
+    if "policy" in values and "policy" in into and values["policy"] != into["policy"]:
+        # Settings of another policy mean nothing to the new one.
+        into.clear()
+        for name in [name for name in sources if name.startswith(prefix)]:
+            del sources[name]
+    if prefix == "routing.":
+        # One form of the threshold replaces the other.
+        for form, other in (("threshold", "cubic"), ("cubic", "threshold")):
+            if form in values and other not in values:
+                into.pop(other, None)
+                sources.pop(prefix + other, None)
+    for key, value in values.items():
+        if isinstance(value, Mapping) and isinstance(into.setdefault(key, {}), dict):
+            _merge(into[key], sources, value, source, f"{prefix}{key}.")
+        else:
+            into[key] = value
+            sources[f"{prefix}{key}"] = source

@@ -1,0 +1,160 @@
+"""What a user should know of a configuration that is served: a sentence each, logged at start, shown by `show-config`.
+
+What cannot be served ends the start (`admission.py`). What stands here is served as it was asked for, and surprises
+those who do not know it. A setting that its user changed and that has no effect is refused: nothing else would tell.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from collections.abc import Callable
+from typing import NamedTuple
+
+from vllm_sparse_plugin.config import KEY, ResolvedConfig
+from vllm_sparse_plugin.config.sources import ADDITIONAL_CONFIG, FILE
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.policies import InfLLMSelection, UniqueSelection
+from vllm_sparse_plugin.policies.scored import ScoredSelection
+
+EIGHT_BIT_CACHES = ("fp8", "fp8_e4m3")
+"""vLLM's names of the KV cache's types of one byte that our backends serve."""
+FEW_PAGES = 64
+"""Pages of more than 8 tokens lose single facts when fewer than this many are read, the paper's budget; measured by
+the study of page scores."""
+
+
+class Situation(NamedTuple):
+    """What notices depend on."""
+
+    config: ResolvedConfig
+    cache_itemsize: int
+    """Bytes of an element of the KV cache."""
+
+    @property
+    def unique(self) -> UniqueSelection | None:
+        """The selection, if it is UNIQUE's."""
+        selection = self.config.selection
+        return selection if isinstance(selection, UniqueSelection) else None
+
+    @property
+    def statistics(self) -> str | None:
+        """What UNIQUE keeps of a page's keys in this cache; None for another policy."""
+        return self.unique.statistics_in(self.cache_itemsize) if self.unique else None
+
+    @property
+    def has_few_large_pages(self) -> bool:
+        """Whether a scored policy reads fewer than `FEW_PAGES` pages of more than 8 tokens."""
+        selection = self.config.selection
+        return isinstance(selection, ScoredSelection) and selection.page_size > 8 and selection.budget_pages < FEW_PAGES
+
+    @property
+    def has_lambda_without_effect(self) -> bool:
+        """Whether the user set a lambda that weighs nothing."""
+        source = self.config.sources.get("selection.lambda", "")
+        is_from_user = source == ADDITIONAL_CONFIG or source.startswith(FILE)
+        return is_from_user and self.statistics in ("quarters", "sketch")
+
+    @property
+    def has_statistics_of_its_cache(self) -> bool:
+        """Whether UNIQUE keeps something else than in a 16-bit cache."""
+        return self.unique is not None and self.statistics != self.unique.statistics_in(cache_itemsize=2)
+
+    @property
+    def has_threshold_of_no_model(self) -> bool:
+        """Whether groups are skipped by a threshold that was not calibrated."""
+        return self.config.routing is not None and self.config.routing.model is None
+
+
+class Notice(NamedTuple):
+    """A sentence and when it is said."""
+
+    applies: Callable[[Situation], bool]
+    sentence: Callable[[Situation], str]
+
+
+def _about_lambda_without_effect(situation: Situation) -> str:
+    return (
+        f"{KEY}.selection.lambda: it has no effect with statistics {situation.statistics!r}, which keep no deviation "
+        "to weigh."
+    )
+
+
+def _about_few_large_pages(situation: Situation) -> str:
+    selection = situation.config.selection
+    assert isinstance(selection, ScoredSelection)
+    return (
+        f"{KEY}.selection: {selection.budget_tokens} tokens in pages of {selection.page_size} are "
+        f"{selection.budget_pages} pages, and with fewer than {FEW_PAGES} large pages single facts are missed; take "
+        f"page_size 8, or budget_tokens {FEW_PAGES * selection.page_size} or more."
+    )
+
+
+def _about_statistics_of_its_cache(situation: Situation) -> str:
+    assert situation.unique is not None
+    usual = situation.unique.statistics_in(cache_itemsize=2)
+    return (
+        f"{KEY}.selection.statistics: 'auto' keeps {situation.statistics} means in this 8-bit KV cache, not the "
+        f"{usual} of a 16-bit one, and chooses pages less well at small budgets."
+    )
+
+
+def _about_threshold_of_no_model(situation: Situation) -> str:
+    routing = situation.config.routing
+    form = "cubic" if routing is None or routing.threshold is None else "threshold"
+    return (
+        f"{KEY}.routing.{form}: it was not calibrated for this model, so it is unknown how many groups are skipped and "
+        "whether the answers stay; vllm-sparse calibrate finds both."
+    )
+
+
+def _about_departure(situation: Situation) -> str:
+    return f"{KEY}.selection.policy: {situation.config.selection.departure}"
+
+
+NOTICES: tuple[Notice, ...] = (
+    Notice(lambda situation: situation.has_lambda_without_effect, _about_lambda_without_effect),
+    Notice(lambda situation: situation.has_few_large_pages, _about_few_large_pages),
+    Notice(lambda situation: situation.has_statistics_of_its_cache, _about_statistics_of_its_cache),
+    Notice(lambda situation: situation.has_threshold_of_no_model, _about_threshold_of_no_model),
+    Notice(lambda situation: isinstance(situation.config.selection, InfLLMSelection), _about_departure),
+)
+
+
+def notices_of(config: ResolvedConfig, cache_dtype: str) -> list[str]:
+    """The sentences that apply.
+
+    Args:
+        config: the configuration.
+        cache_dtype: vLLM's name of the KV cache's type, such as `auto`.
+
+    Raises:
+        ConfigurationError: for a lambda that the user changed and that has no effect.
+    """
+    situation = Situation(config, 1 if cache_dtype in EIGHT_BIT_CACHES else 2)
+    unique = situation.unique
+    if unique and situation.has_lambda_without_effect and unique.lambda_ != UniqueSelection().lambda_:
+        raise ConfigurationError(
+            f"{KEY}.selection.lambda: got {unique.lambda_:g} with statistics {situation.statistics!r}, which keep no "
+            "deviation to weigh, allowed: with statistics int8, fp8 or bf16"
+        )
+    return [notice.sentence(situation) for notice in NOTICES if notice.applies(situation)]
+
+
+def announce(config: ResolvedConfig, cache_dtype: str) -> None:
+    """Logs the sentences that apply, each once, in the process that the user started; arguments as of `notices_of`.
+
+    Raises:
+        ConfigurationError: as `notices_of`.
+    """
+    sentences = notices_of(config, cache_dtype)
+    if multiprocessing.parent_process() is None:
+        for sentence in sentences:
+            _log_once(sentence)
+
+
+@functools.cache
+def _log_once(sentence: str) -> None:
+    from vllm.logger import init_logger
+
+    init_logger(f"vllm.{__name__}").warning(sentence)
