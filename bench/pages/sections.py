@@ -33,6 +33,7 @@ SECTIONS: dict[str, Section] = {
     "calibrated": Section(quality.calibrated),
     "decode": Section(serving.decode_cpu),
     "operations": Section(serving.operations),
+    "threads-cpu": Section(serving.threads_cpu),
     "decode-gpu": Section(serving.decode_gpu),
     "decode-batches": Section(serving.decode_batches),
     "decode-routed": Section(serving.decode_routed),
