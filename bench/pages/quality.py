@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.common.pages import Block, table
+from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
-from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.config import describe_policies, resolve
 from vllm_sparse_plugin.eval.report import read_shares
 from vllm_sparse_plugin.eval.results import read_results
 from vllm_sparse_plugin.eval.statistics import estimate_difference, estimate_mean
@@ -169,7 +169,17 @@ def served() -> Block:
 def mixes() -> Block:
     """Needles decoded from the question under every preset, and under mixes of them."""
     paths = [mix_file(name) for name in MIXES]
-    return Block(table(["preset or mix", *_EVALUATED], _evaluated(paths)), paths)
+    departures = [
+        wrap(f"- `{name}`: {departure}", "  ")
+        for name, _, departure in describe_policies()
+        if departure and name in MIXES
+    ]
+    parts = [
+        table(["preset or mix", *_EVALUATED], _evaluated(paths)),
+        "Where the policies leave their papers:",
+        "\n".join(departures),
+    ]
+    return Block("\n\n".join(parts), paths)
 
 
 def stopped_answers() -> Block:
