@@ -165,12 +165,11 @@ struct Row {
 
     // Scores this block's pages [first, last) of the row into `keys`; `share` pages fall to each block of the cluster.
     DEVICE void score_pages(int num_pages, int padded, int first, int last, int share) const {
-        int sink_pages = p.selection.sink_pages, first_recent = num_pages - p.selection.recent_pages;
         Score score;
         score.load(shared.score, lane);
         score_range<true, PAGES_PER_BLOCK>(score, Statistics(p.statistics, head), at.table, first, last, warp, WARPS,
                                            lane, [&](int page, u16 bits) {
-            bool always = page < sink_pages || page >= first_recent;
+            bool always = page < p.selection.sink_pages || page >= num_pages - p.selection.recent_pages;
             keys[page] = (u16)(always ? KEY_ALWAYS : ordered_key(bits));
         });
         if constexpr (CLUSTER > 1) {
