@@ -67,6 +67,27 @@ def find_model(folder: Path | None) -> Path:
     return (folder or NEEDLE_MODEL).resolve()
 
 
+def open_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model, of transformers.
+
+    Raises:
+        ConfigurationError: if the folder has none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):
+        raise ConfigurationError(f"model: got {str(folder)!r}, allowed: a folder with a tokenizer") from None
+
+
+def default_device() -> str:
+    """Torch's name of the GPU, or of the CPU where there is none."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def parse_additional_config(text: str, field: str = "additional_config") -> dict[str, Any]:
     """The value of `--additional-config`, or of another option that takes a JSON object.
 
