@@ -14,9 +14,9 @@ from sparse_kernels.limits import (
     PAGES_READ,
     STOP_RULE,
     DecodeShape,
-    decode_refusals,
     head_refusals,
 )
+from sparse_kernels.sparse_decode.refusals import decode_refusals
 
 from vllm_sparse_plugin import compat, connectors
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve

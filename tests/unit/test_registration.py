@@ -205,7 +205,7 @@ def test_a_loaded_plugin_that_is_not_chosen_changes_and_imports_nothing(model):
     assert (with_plugin.pop("loaded"), without.pop("loaded")) == (True, False)
     assert (with_plugin.pop("ours"), without.pop("ours")) == (["", "compat", "errors", "names", "registration"], [])
     assert with_plugin == without
-    assert with_plugin["others"] == []
+    assert "numba" not in with_plugin["others"]
 
 
 UNTESTED = {"0.31.2": (0, 31, 2), "0.34.0": (0, 34, 0), "dev": (0, 0, "dev")}

@@ -1,4 +1,4 @@
-"""What the plugin uses of vLLM is written down, file by file: `vllm_touches.yaml` is the list that documents point to."""
+"""What the plugin uses of vLLM is written down, file by file: documents point to `vllm_touches.yaml`."""
 
 import ast
 from pathlib import Path
