@@ -35,6 +35,7 @@ SECTIONS: dict[str, Section] = {
     "first-values": Section(quality.first_values),
     "decode": Section(serving.decode_cpu),
     "operations": Section(serving.operations),
+    "threads-cpu": Section(serving.threads_cpu),
     "decode-gpu": Section(serving.decode_gpu),
     "decode-batches": Section(serving.decode_batches),
     "decode-routed": Section(serving.decode_routed),

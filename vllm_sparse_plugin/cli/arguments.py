@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_sparse_plugin.errors import ConfigurationError, choices
-from vllm_sparse_plugin.registration import BACKENDS
+from vllm_sparse_plugin.names import BACKENDS
 
 NEEDLE_MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 """The model that a checkout brings along and a wheel does not."""

@@ -29,9 +29,9 @@ from vllm_sparse_plugin.cli.arguments import (
 from vllm_sparse_plugin.cli.provenance import open_report
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.needles import MIN_CONTEXT_TOKENS, STRESS_TASKS, TASKS, build_questions
 from vllm_sparse_plugin.policies import Selection
-from vllm_sparse_plugin.registration import BACKENDS
 
 DEFAULT_BUDGETS = (512, 256, 128, 64)
 _COLUMNS = ("mass", "oracle_mass", "recall", "cosine")
