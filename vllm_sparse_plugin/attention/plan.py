@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_sparse_plugin.config import ResolvedConfig
-from vllm_sparse_plugin.diagnostics.live import SKIPPED, READS, ContextReads, DeviceCounts, LayerQuality
+from vllm_sparse_plugin.diagnostics.live import READS, SKIPPED, ContextReads, DeviceCounts, LayerQuality
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import EveryPage, Selection
 
