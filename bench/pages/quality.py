@@ -220,3 +220,26 @@ def calibrated() -> Block:
     mixed = [_CPU / "witness" / f"{name}.jsonl" for name in _WITNESS_MIXES]
     answers_table = table(["witness-6m through vLLM, from the question", *_EVALUATED], _evaluated(mixed))
     return Block(f"{calibration}\n\n{answers_table}", [*paths, *mixed])
+
+
+def first_values() -> Block:
+    """How large the value is that the zero of a skipped group stands for, by layer, and answers by skip ratio."""
+    paths = sorted((_CPU / "calibrate").glob("*_16k.jsonl"))
+    layers, ratios = [], []
+    for run in map(read_run, paths):
+        (line,) = run.rows
+        model = run.about["model"]
+        for row in line["layers"]:
+            shares = (f"{row[key]:.1%}" for key in ("skipped", "sink_groups"))
+            sizes = (f"{row[key]:.2f}" for key in ("first_value", "first_value_largest"))
+            layers.append([model, str(row["layer"]), *shares, *sizes])
+        for row in line["sweep"]:
+            tokens = f"{row['tokens_right'] / row['tokens']:.1%}"
+            shares = (f"{row[key]:.1%}" for key in ("skip_ratio", "skipped", "precision", "recall"))
+            ratios.append([model, *shares, f"{row['answers_right']}/{row['answers']}", tokens])
+        dense = (sum(row[key] for row in line["rows"]) for key in ("dense_answers_right", "answers"))
+        tokens_right, tokens = (sum(row[key] for row in line["rows"]) for key in ("dense_tokens_right", "tokens"))
+        ratios.append([model, "dense", "0.0%", "", "", "/".join(map(str, dense)), f"{tokens_right / tokens:.1%}"])
+    by_layer = table(["model", "layer", "skipped", "sink groups", "value of token 0, mean", "largest"], layers)
+    headings = ["model", "asked for", "skipped", "of them sink groups", "sink groups skipped", "answers", "tokens"]
+    return Block(f"{by_layer}\n\n{table(headings, ratios)}", paths)

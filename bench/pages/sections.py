@@ -32,6 +32,7 @@ SECTIONS: dict[str, Section] = {
     "mixes": Section(quality.mixes),
     "stopped-answers": Section(quality.stopped_answers),
     "calibrated": Section(quality.calibrated),
+    "first-values": Section(quality.first_values),
     "decode": Section(serving.decode_cpu),
     "operations": Section(serving.operations),
     "threads-cpu": Section(serving.threads_cpu),
