@@ -22,6 +22,8 @@ TASKS = ("single", "multikey", "manykeys", "multiquery", "kv")
 """Code with 1, 16 or 64 needles, three needles asked for at once, and key-value pairs."""
 STRESS_TASKS = ("denseneedle",)
 """Nothing but needles: hundreds of look-alikes, more than a small budget can tell apart."""
+QUICK_TASKS = ("multikey", "manykeys", "multiquery", "kv")
+"""Those with several questions to a document, which a server with prefix caching reads once for all of them."""
 MIN_CONTEXT_TOKENS = 4096
 QUESTIONS_PER_DOCUMENT = 8
 TAIL_TOKENS = 768
@@ -86,12 +88,8 @@ def answer_tokens(task: str) -> int:
     return 32 if task == "multiquery" else 16
 
 
-def build_questions(tokenizer: Tokenizer, task: str, context_tokens: int, count: int, seed: int) -> list[Question]:
-    """Return `count` questions of `task`, the same for the same arguments and interpreter version.
-
-    A prompt has, with `<|bos|>` and room for the answer, at most `context_tokens` tokens, and at least 98 % of them
-    without the answer. Questions about one document follow each other and share everything but their last line, so
-    that a server with prefix caching reads a document once; a document of `single` has one needle and one question.
+def check_questions(task: str, context_tokens: int, count: int) -> None:
+    """Refuse what `build_questions` cannot build.
 
     Raises:
         ConfigurationError: for an unknown task, a context below `MIN_CONTEXT_TOKENS` or a count below 1.
@@ -102,6 +100,19 @@ def build_questions(tokenizer: Tokenizer, task: str, context_tokens: int, count:
         raise ConfigurationError(f"context: got {context_tokens} tokens, allowed: {MIN_CONTEXT_TOKENS} or more")
     if count < 1:
         raise ConfigurationError(f"questions: got {count}, allowed: 1 or more")
+
+
+def build_questions(tokenizer: Tokenizer, task: str, context_tokens: int, count: int, seed: int) -> list[Question]:
+    """Return `count` questions of `task`, the same for the same arguments and interpreter version.
+
+    A prompt has, with `<|bos|>` and room for the answer, at most `context_tokens` tokens, and at least 98 % of them
+    without the answer. Questions about one document follow each other and share everything but their last line, so
+    that a server with prefix caching reads a document once; a document of `single` has one needle and one question.
+
+    Raises:
+        ConfigurationError: for an unknown task, a context below `MIN_CONTEXT_TOKENS` or a count below 1.
+    """
+    check_questions(task, context_tokens, count)
 
     rng = random.Random(f"{seed} {task} {context_tokens}")
     per_document = 1 if task == "single" else QUESTIONS_PER_DOCUMENT

@@ -62,6 +62,24 @@ def needles() -> Block:
     return Block(table(headings, rows), [path, control_path])
 
 
+def needles_in_short() -> Block:
+    """The same at the longest context in one sentence."""
+    path, control_path = (_CPU / "served" / f"{name}.jsonl" for name in ("unique", "streaming_llm"))
+    answers = [*read_run(path).rows, *(row for row in read_run(control_path).rows if row["backend"] != "dense")]
+    longest = max(answer["context_tokens"] for answer in answers)
+    share = resolve(None, "unique").selection.kv_read_share(longest, _HEAD_SIZE)
+
+    def right(backend: str) -> str:
+        return _share_right(answers, backend=backend, context_tokens=longest).replace("/", " of ")
+
+    return Block(
+        f"Of needle questions over {longest:,} tokens `unique` answers {right('unique')} and reads {share:.1%} of the "
+        f"KV cache;\ndense attention answers {right('dense')}, and the newest 512 tokens alone are enough for "
+        f"{right('streaming_llm')}.",
+        [path, control_path],
+    )
+
+
 def look_alikes() -> Block:
     """The task that a small budget loses."""
     paths = [_CPU / "served" / f"look_alikes_{budget}.jsonl" for budget in (512, 2048)]

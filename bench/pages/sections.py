@@ -22,7 +22,9 @@ class Section:
 SECTIONS: dict[str, Section] = {
     "configuration": Section(settings.configuration),
     "presets": Section(settings.presets, may_be_unused=True),
+    "statistics-memory": Section(settings.statistics_memory),
     "needles": Section(quality.needles),
+    "readme-needles": Section(quality.needles_in_short),
     "look-alikes": Section(quality.look_alikes),
     "accuracy-gpu": Section(quality.accuracy_gpu),
     "formats": Section(quality.formats),

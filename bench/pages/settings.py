@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+from sparse_kernels.page_statistics import StatisticsLayout
+
 from bench.common.pages import Block, table, wrap
 from bench.pages.quality import MIXES, mix_file
 from vllm_sparse_plugin.config import describe_fields, preset_names, resolve
@@ -53,3 +55,23 @@ def presets() -> Block:
     headings = ["preset", "policy", "page", "budget", "statistics", "skips groups", "stops early"]
     measured = [f"KV read at {_CONTEXT:,} tokens", "needles right at 4,096"]
     return Block(table([*headings, *measured], rows), sources)
+
+
+def statistics_memory() -> Block:
+    """What page statistics take of a cache, by policy and format."""
+    rows = []
+    for preset, formats in (
+        ("unique", ("quarters", "sketch", "int8", "fp8", "bf16")),
+        ("quest", ("int8", "bf16")),
+        ("infllm", ("int8", "bf16")),
+    ):
+        for statistics in formats:
+            selection = resolve({"selection": {"statistics": statistics}}, preset).selection
+            cells = []
+            for itemsize in (2, 1):
+                layout = selection.statistics_layout(_HEAD_SIZE, itemsize)
+                assert isinstance(layout, StatisticsLayout)
+                cells += [f"{layout.memory_overhead:.2%}", str(layout.unit_tokens)]
+            rows.append([f"`{preset}`", f"`{statistics}`", *cells])
+    headings = ["policy", "statistics", "16-bit cache: on top", "blocks of", "8-bit cache: on top", "blocks of"]
+    return Block(table(headings, rows))

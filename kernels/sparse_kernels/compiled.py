@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Set
+from typing import Any
+
 import numba
 import numpy as np
 
 from sparse_kernels.batch import Softmax
+from sparse_kernels.threads import start_threads
 
 FASTMATH = {"reassoc", "contract"}
 """Reassociation lets the compiler use vector registers; NaN and infinity keep their meaning."""
@@ -21,6 +25,19 @@ def sink_array(softmax: Softmax) -> np.ndarray:
         return np.empty(0, np.float32)
     # A model's sink logits are a parameter, which NumPy takes only without its gradient.
     return softmax.sink_logits.detach().float().numpy()
+
+
+def parallel_kernel(fastmath: bool | Set[str] = False) -> Callable[[Callable[..., Any]], Any]:
+    """Return the decorator of a kernel whose `numba.prange` runs on torch's threads; what it compiles is kept on disk.
+
+    Args:
+        fastmath: what floating-point arithmetic may do, as Numba's option of that name.
+    """
+    start_threads()
+    decorator: Callable[[Callable[..., Any]], Any] = numba.njit(
+        fastmath=fastmath, nogil=True, parallel=True, cache=True
+    )
+    return decorator
 
 
 @numba.njit(nogil=True, forceinline=True)

@@ -27,14 +27,20 @@ MAX_PAGES_WITHOUT_CLUSTERS = 1 << 15
 """Pages of a context, at most, without clusters, for the same reason."""
 
 
+HEAD_SIZE, GROUP, WIDTH = "head size", "query heads to a KV head", "query heads to a KV head times head size"
+PAGES_OF_A_CONTEXT, PAGES_READ = "pages of a context", "pages read"
+STOP_RULE, FLOAT8_STATISTICS, SHARED_MEMORY = "stop rule", "float8 statistics", "shared memory of a block"
+
+
 class Refusal(NamedTuple):
     """Why the kernels do not serve a shape."""
 
     field: str
-    """One of `head size`, `query heads to a KV head`, `query heads to a KV head times head size`, `pages of a context`,
-    `pages read`, `stop rule`, `float8 statistics` and `shared memory of a block`."""
+    """What is refused, one of the names above."""
     got: int
     allowed: str
+    most: int = 0
+    """The largest number that is served, where it is a number that limits."""
 
 
 @dataclass(frozen=True)
@@ -56,38 +62,39 @@ class DecodeShape:
 def head_refusals(group_size: int, head_size: int) -> Iterator[Refusal]:
     """Why no kernel serves these heads, if so."""
     if head_size not in HEAD_SIZES:
-        yield Refusal("head size", head_size, ", ".join(map(str, HEAD_SIZES[:-1])) + f" or {HEAD_SIZES[-1]}")
+        yield Refusal(HEAD_SIZE, head_size, ", ".join(map(str, HEAD_SIZES[:-1])) + f" or {HEAD_SIZES[-1]}")
     if group_size > MAX_GROUP:
-        yield Refusal("query heads to a KV head", group_size, f"up to {MAX_GROUP}")
+        yield Refusal(GROUP, group_size, f"up to {MAX_GROUP}", MAX_GROUP)
 
 
-def decode_refusals(
-    shape: DecodeShape, capability: tuple[int, int], shared_bytes_per_block: int | None = None
-) -> Iterator[Refusal]:
-    """Why `sparse_decode` does not serve a shape on a GPU, if so.
-
-    Args:
-        shape: what would be compiled.
-        capability: compute capability of the GPU.
-        shared_bytes_per_block: shared memory that a block may ask for there; not looked at if left out.
-    """
+def decode_refusals(shape: DecodeShape, capability: tuple[int, int]) -> Iterator[Refusal]:
+    """Why `sparse_decode` does not serve a shape on a GPU of a compute capability, if so."""
     clusters = capability >= CLUSTER_CAPABILITY
     if shape.float8_statistics and capability < FLOAT8_CAPABILITY:
-        yield Refusal("float8 statistics", 1, "0 on this GPU")
+        yield Refusal(FLOAT8_STATISTICS, 1, "0 on this GPU")
     if shape.stopping and not clusters:
-        yield Refusal("stop rule", 1, "0 on this GPU")
+        yield Refusal(STOP_RULE, 1, "0 on this GPU")
+        return
     width = shape.group_size * shape.head_size
     if not clusters and width > MAX_WIDTH_WITHOUT_CLUSTERS:
-        allowed = f"up to {MAX_WIDTH_WITHOUT_CLUSTERS} on this GPU"
-        yield Refusal("query heads to a KV head times head size", width, allowed)
+        yield Refusal(WIDTH, width, f"up to {MAX_WIDTH_WITHOUT_CLUSTERS} on this GPU", MAX_WIDTH_WITHOUT_CLUSTERS)
     most_pages = MAX_PAGES if clusters else MAX_PAGES_WITHOUT_CLUSTERS
     if shape.max_pages > most_pages:
-        yield Refusal("pages of a context", shape.max_pages, f"up to {most_pages}")
+        yield Refusal(PAGES_OF_A_CONTEXT, shape.max_pages, f"up to {most_pages}", most_pages)
     if shape.k > MAX_K:
-        yield Refusal("pages read", shape.k, f"up to {MAX_K}")
-    if shared_bytes_per_block is not None:
-        from sparse_kernels.sparse_decode.launches import most_shared_bytes
+        yield Refusal(PAGES_READ, shape.k, f"up to {MAX_K}", MAX_K)
+    from sparse_kernels.sparse_decode.launches import most_shared_bytes
 
-        needed = most_shared_bytes(shape, capability)
-        if needed > shared_bytes_per_block:
-            yield Refusal("shared memory of a block", needed, f"up to {shared_bytes_per_block} bytes on this GPU")
+    available = shared_bytes_of(capability)
+    needed = most_shared_bytes(shape, capability)
+    if needed > available:
+        yield Refusal(SHARED_MEMORY, needed, f"up to {available} bytes on this GPU", available)
+
+
+def shared_bytes_of(capability: tuple[int, int]) -> int:
+    """Shared memory that a block may ask for by compute capability, as NVIDIA's programming guide lists it.
+
+    What the guide did not list when this was written is taken for the least of them.
+    """
+    large = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+    return 1024 * large.get(capability, 99)

@@ -126,7 +126,10 @@ def test_show_config_refuses_an_unknown_backend(run, backend):
 @pytest.mark.parametrize("backend", ["", "flash_attn", "uniq\nue"], ids=repr)
 @pytest.mark.usefixtures("no_servers")
 def test_needles_refuses_an_unknown_backend(run, backend):
-    assert refused(run("needles", "--backend", backend)) == f"backend: got {backend!r}, allowed: {NAMES}, each once"
+    assert (
+        refused(run("needles", "--attention-backend", backend))
+        == f"attention_backend: got {backend!r}, allowed: {NAMES}, each once"
+    )
 
 
 NEEDLES = {
@@ -137,12 +140,12 @@ NEEDLES = {
     ),
     "context too short": (["--context", "4095"], "context: got 4095 tokens, allowed: 4096 or more"),
     "a backend twice": (
-        ["--backend", "quest", "--backend", "quest"],
-        f"backend: got 'quest', allowed: {NAMES}, each once",
+        ["--attention-backend", "quest", "--attention-backend", "quest"],
+        f"attention_backend: got 'quest', allowed: {NAMES}, each once",
     ),
     "two backends to keep": (
-        ["--backend", "quest", "--backend", "unique", "--keep"],
-        "backend: got 2 of them, allowed with keep: one",
+        ["--attention-backend", "quest", "--attention-backend", "unique", "--keep"],
+        "attention_backend: got 2 of them, allowed with keep: one",
     ),
     "no questions": (["--questions", "0"], "questions: got 0, allowed: 1 or more"),
     "ratio too large": (["--min-ratio", "1.01"], "min_ratio: got 1.01, allowed: 0 to 1"),

@@ -3,6 +3,7 @@ import math
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -178,6 +179,46 @@ def test_how_far_attention_reads_reaches_the_metrics(registry):
     assert found["vllm_sparse_kv_read_share_sum", "5", "2"] == 1700
     assert found["vllm_sparse_kv_read_share_count", "5", "2"] == 12000
     assert len(found) == 2 * 2
+
+
+def test_lengths_say_how_far_a_budget_reads(registry):
+    """Pages of 8, a budget of 4; of 40 tokens of context the fourth page is complete and the fifth begins at 32."""
+    live.expose()
+    reads = live.ContextReads(page_size=8, budget_pages=4, dense_tokens=40)
+    #  one token, two tokens, a prompt's end, within the budget, too short, a chunk of a prompt, padding
+    query_lens = torch.tensor([1, 2, 1, 1, 1, 30, 0, 0])
+    seq_lens = torch.tensor([1003, 509, 700, 39, 40, 900, 0, 0])
+    is_prefilling = torch.tensor([False, False, True, False, False, False])
+    query_start = torch.cat([torch.zeros(1, dtype=torch.int64), query_lens.cumsum(0)])
+    batch = {
+        "seq_lens_cpu_upper_bound": seq_lens,
+        "query_start_loc_cpu": query_start,
+        "is_prefilling": is_prefilling,
+    }
+    for _ in range(live.COUNTED_STEPS):
+        assert samples(registry) == {}
+        reads.step(SimpleNamespace(**batch), 2)
+    found = samples(registry)
+    assert found == {
+        ("vllm_sparse_kv_read_share_sum", "", ""): 4 * 8 * 3 + 1003 % 8 + 509 % 8 + 508 % 8,
+        ("vllm_sparse_kv_read_share_count", "", ""): 1003 + 509 + 508,
+    }
+    for _ in range(live.COUNTED_STEPS):
+        reads.step(SimpleNamespace(**batch | {"seq_lens_cpu_upper_bound": None}), 2)
+    assert samples(registry) == found
+
+
+def test_a_step_without_decoding_tokens_counts_nothing(registry):
+    live.expose()
+    reads = live.ContextReads(page_size=8, budget_pages=4, dense_tokens=0)
+    batch = {
+        "seq_lens_cpu_upper_bound": torch.tensor([300, 200]),
+        "query_start_loc_cpu": torch.tensor([0, 100, 200]),
+        "is_prefilling": None,
+    }
+    for _ in range(live.COUNTED_STEPS):
+        reads.step(SimpleNamespace(**batch), 1)
+    assert samples(registry) == {}
 
 
 SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]

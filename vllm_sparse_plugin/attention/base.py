@@ -28,6 +28,8 @@ class SparseBackend:
 
     preset: ClassVar[str]
     """Preset of the registered name."""
+    supports_kv_cache_update_bypass: ClassVar[bool] = False
+    """A fused operation of vLLM's that writes keys and values itself would leave their statistics unwritten."""
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -43,6 +45,11 @@ class SparseBackend:
 
     @classmethod
     def supports_rswa(cls) -> bool:
+        return False
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        # The builder splits batches by the query lengths that the host knows.
         return False
 
     @classmethod

@@ -30,9 +30,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_sparse_plugin.attention import packing
 from vllm_sparse_plugin.attention.base import SparseBackend, SparseImpl, report_memory
 from vllm_sparse_plugin.attention.plan import plan_layers
+from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.diagnostics.live import StepSampler
 from vllm_sparse_plugin.policies.dense import EveryPage, every_page
-from vllm_sparse_plugin.termination import select_until_stable
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -107,6 +107,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self.sampler = StepSampler(self.sparse.config.diagnostics.sample_every)
         group = plan_layers(layers, self.sparse, vllm_config, self.block_size, statistics, device)
         self.counts = group.counts
+        self.reads = group.reads
         self.routes = any(plan.routing is not None for plan in group.plans.values())
         for name, layer in layers.items():
             layer.impl.isa = self.isa
@@ -128,6 +129,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             return metadata
         for counts in self.counts:
             counts.step()
+        if self.reads is not None:
+            self.reads.step(common, self.reorder_batch_threshold)
 
         page_size = self.page_size
         slots = common.slot_mapping[: common.num_actual_tokens]

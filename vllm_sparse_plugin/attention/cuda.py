@@ -34,8 +34,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 from vllm_sparse_plugin.admission import CUDA_KERNEL_BLOCK, block_multiple
 from vllm_sparse_plugin.attention.base import DecodeRun, SparseBackend, SparseImpl, decode_runs, report_memory
 from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
+from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.diagnostics.live import StepSampler
-from vllm_sparse_plugin.termination import select_until_stable
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -145,6 +145,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         self.any_dense_request = False
         group = plan_layers(layers, sparse, vllm_config, self.block_size, statistics, device)
         self.counts = group.counts
+        self.reads = group.reads
         assert self.reorder_batch_threshold is not None
         max_tokens = max_requests * self.reorder_batch_threshold
         scratch = self._stop_scratch(layers, group.plans, max_tokens)
@@ -182,6 +183,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         common = common_attn_metadata
         for counts in self.counts:
             counts.step()
+        if self.reads is not None:
+            self.reads.step(common, self.reorder_batch_threshold)
         runs = self._decode_runs(common) if self.any_sparse_layer else []
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)

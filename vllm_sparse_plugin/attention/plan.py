@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_sparse_plugin.config import ResolvedConfig
-from vllm_sparse_plugin.diagnostics.live import SKIPPED, VISITS, DeviceCounts, LayerQuality
+from vllm_sparse_plugin.diagnostics.live import SKIPPED, VISITS, ContextReads, DeviceCounts, LayerQuality
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import EveryPage, Selection
 
@@ -65,10 +65,13 @@ class LayerPlan:
 
 
 class LayerGroup(NamedTuple):
-    """The plans of the layers that share a metadata builder, and what is counted for them on the device."""
+    """The plans of the layers that share a metadata builder, and what is counted for them."""
 
     plans: dict[str, LayerPlan]
     counts: list[DeviceCounts]
+    """What kernels count on the device."""
+    reads: ContextReads | None
+    """What lengths say of the tokens read; None if no layer selects, or where attention may stop."""
 
 
 def plan_layers(
@@ -112,7 +115,8 @@ def plan_layers(
             counters=counters.get(name),
             quality=quality,
         )
-    return LayerGroup(plans, [counts for counts in (skipped, reads) if counts is not None])
+    counts = [counts for counts in (skipped, reads) if counts is not None]
+    return LayerGroup(plans, counts, _reads_by_length(sparse) if selecting else None)
 
 
 def attends_whole_context(layer: Attention) -> bool:
@@ -169,6 +173,13 @@ def _counts_of_reads(
     if sparse.stop_rule is None or not selecting:
         return None
     return DeviceCounts(_numbered(selecting, vllm_config), VISITS, 4, device)
+
+
+def _reads_by_length(sparse: ResolvedConfig) -> ContextReads | None:
+    """What counts the tokens that a budget reads; None where attention may stop before."""
+    if sparse.selector is None or sparse.stop_rule is not None:
+        return None
+    return ContextReads(sparse.selector.page_size, sparse.selector.budget_pages, sparse.config.min_context_tokens - 1)
 
 
 def _numbered(layers: Mapping[str, Attention], vllm_config: VllmConfig) -> list[tuple[int, range]]:

@@ -3,36 +3,53 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import groupby
+from math import sqrt
 from pathlib import Path
-from typing import Annotated
+from statistics import NormalDist
+from typing import IO, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from vllm_sparse_plugin.cli.arguments import parse_additional_config
+from vllm_sparse_plugin.cli.arguments import AttentionBackends, ModelFolder, Seed, find_model, parse_additional_config
+from vllm_sparse_plugin.cli.cores import is_cpu_build
 from vllm_sparse_plugin.cli.provenance import open_report
-from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server, unwind_on_termination
+from vllm_sparse_plugin.cli.server import (
+    LaunchedServer,
+    ServerError,
+    ServerSettings,
+    launch_server,
+    run_server,
+    unwind_on_termination,
+)
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.eval.endpoints import Server
 from vllm_sparse_plugin.eval.items import Item, PlannedItem, Prompter
+from vllm_sparse_plugin.eval.progress import show_progress
 from vllm_sparse_plugin.eval.results import Result, ask
 from vllm_sparse_plugin.eval.tasks import needle_items
-from vllm_sparse_plugin.needles import STRESS_TASKS, TASKS, first_line
+from vllm_sparse_plugin.needles import QUICK_TASKS, STRESS_TASKS, TASKS, check_questions, first_line
 from vllm_sparse_plugin.registration import BACKENDS
 
 _DENSE = "dense"
 """Name of vLLM's own attention in tables and reports, unless it is compared with our backend of that name."""
 _VLLM = "vllm"
+_LEVEL = 0.95
+_MORE = (
+    "This is the short test. The whole one: --all. The same questions to a server that reads the newest tokens only: "
+    "--attention-backend streaming_llm. Tables of both are in README.md and docs/."
+)
 _EXAMPLE_PROMPT = (
     "import json\n\n\ndef load(path):\n    with open(path) as file:\n        return json.load(file)\n"
     "\nThe special magic number for zudewi bizino is: 4815162.\n"
@@ -44,21 +61,24 @@ _EXAMPLE_PROMPT = (
 
 
 def needle_test(
-    model: Annotated[
-        Path | None, typer.Option(help="Model folder; models/needle-8m of the checkout if left out.")
-    ] = None,
-    context: Annotated[list[int] | None, typer.Option(help="Context in tokens, repeatable; 4096 and 16384.")] = None,
+    model: ModelFolder = None,
+    context: Annotated[list[int] | None, typer.Option(help="Context in tokens, repeatable; 4096.")] = None,
     task: Annotated[
-        list[str] | None, typer.Option(help=f"Task, repeatable; {', '.join(TASKS)}. Also {', '.join(STRESS_TASKS)}.")
+        list[str] | None,
+        typer.Option(
+            help=f"Task, repeatable; {', '.join(QUICK_TASKS)}. "
+            f"Also {', '.join(name for name in (*TASKS, *STRESS_TASKS) if name not in QUICK_TASKS)}."
+        ),
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help=f"Ask the tasks {', '.join(TASKS)} at 4096 and at 16384 tokens.")
+    ] = False,
     questions: Annotated[int, typer.Option(help="Questions for each task and context.")] = 8,
-    backend: Annotated[
-        list[str] | None, typer.Option(help="Attention backend of ours to test, repeatable; unique.")
-    ] = None,
+    attention_backend: AttentionBackends = None,
     additional_config: Annotated[
         str | None, typer.Option(help="Passed to each sparse server's --additional-config.", metavar="JSON")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of documents and needles.")] = 0,
+    seed: Seed = 0,
     min_ratio: Annotated[float, typer.Option(help="Accuracy needed, as a fraction of the dense accuracy.")] = 0.95,
     json_path: Annotated[
         Path | None,
@@ -70,56 +90,136 @@ def needle_test(
 ) -> None:
     """Ask sparse servers and a dense one the same needle questions and compare their accuracy.
 
-    Exit code 0 if every backend reaches the accuracy needed, 1 if not, 2 for bad input, 3 if a server fails.
+    Exit code 0 if every backend reaches the accuracy needed, 1 if not, 2 for bad input, 3 if a server fails, 130 after
+    Ctrl-C.
     """
-    model = (model or Path(__file__).parents[2] / "models" / "needle-8m").resolve()
-    contexts, backends = context or [4096, 16384], backend or ["unique"]
-    kv_read_shares = _check(model, contexts, backends, min_ratio, additional_config)
-    dense = ServerSettings(model, max(contexts), None)
+    model = find_model(model)
+    backends = attention_backend or ["unique"]
+    plan = _Plan(
+        contexts=context or ([4096, 16384] if everything else [4096]),
+        tasks=task or list(TASKS if everything else QUICK_TASKS),
+        count=questions,
+        seed=seed,
+    )
+    kv_read_shares = _check(model, plan, backends, min_ratio, additional_config)
+    dense = ServerSettings(model, max(plan.contexts), None, log_lines=0, every_core=True)
     # Our own backend of that name has it; then vLLM's goes by vLLM's.
     reference = _VLLM if _DENSE in map(str.lower, backends) else _DENSE
-    servers = {name: replace(dense, backend=name, additional_config=additional_config) for name in backends}
-    servers[reference] = dense
+    servers = {reference: dense}
+    servers |= {name: replace(dense, backend=name, additional_config=additional_config) for name in backends}
     console = Console()
     unwind_on_termination()
     try:
         if keep:
             if len(backends) > 1:
-                raise ConfigurationError(f"backend: got {len(backends)} of them, allowed with keep: one")
+                raise ConfigurationError(f"attention_backend: got {len(backends)} of them, allowed with keep: one")
             _keep(servers[backends[0]], console)
             return
-        # Imported late: the other commands need not wait for it.
-        from transformers import AutoTokenizer
-
-        try:
-            prompter = Prompter(AutoTokenizer.from_pretrained(model))
-        except (OSError, ValueError):
-            raise ConfigurationError(f"model: got {str(model)!r}, allowed: a folder with a tokenizer") from None
-        with console.status("Writing the questions"):
-            items = [
-                item
-                for size in contexts
-                for kind in task or TASKS
-                for item in needle_items(prompter, kind, size, questions, seed)
-            ]
         with open_report(json_path, model, "json") as report:
-            results = {}
-            for name, settings in servers.items():
-                results[name] = _run(name, settings, items, prompter, console)
-                for result in results[name]:
-                    print(json.dumps(_record(name, result)), file=report)
+            results = _ask_all(servers, plan, report, console)
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(3) from None
+    except KeyboardInterrupt:
+        print("needles: stopped by Ctrl-C, and so are the servers", file=sys.stderr)
+        raise typer.Exit(130) from None
     for name in backends:
         console.print(_table(name, results[name], reference, results[reference], kv_read_shares[name]))
     enough = [_enough(name, reference, results, min_ratio, console) for name in backends]
+    if not everything:
+        console.print(_MORE, highlight=False, soft_wrap=True)
     if not all(enough):
         raise typer.Exit(1)
 
 
+@dataclass(frozen=True)
+class _Plan:
+    """Which questions are asked."""
+
+    contexts: list[int]
+    tasks: list[str]
+    count: int
+    """Of each task and context."""
+    seed: int
+
+    def items(self, model: Path) -> list[Item]:
+        """Write the questions, by context and task.
+
+        Raises:
+            ConfigurationError: if the model has no tokenizer.
+        """
+        prompter = _prompter(model)
+        return [
+            item
+            for size in self.contexts
+            for task in self.tasks
+            for item in needle_items(prompter, task, size, self.count, self.seed)
+        ]
+
+
+@cache
+def _prompter(model: Path) -> Prompter:
+    # Imported late: it takes seconds, and the servers start meanwhile.
+    from transformers import AutoTokenizer
+
+    try:
+        return Prompter(AutoTokenizer.from_pretrained(model))
+    except (OSError, ValueError):
+        raise ConfigurationError(f"model: got {str(model)!r}, allowed: a folder with a tokenizer") from None
+
+
+def _ask_all(
+    servers: dict[str, ServerSettings], plan: _Plan, report: IO[str], console: Console
+) -> dict[str, list[Result]]:
+    """Ask every server everything, one server after the other.
+
+    On a CPU as many servers start at a time as there are cores: hardly any of a start is parallel, and a server that is
+    not asked sleeps. On a GPU a server takes most of the memory, so there they start one by one.
+    """
+    at_once = max(1, os.cpu_count() or 1) if is_cpu_build() else 1
+    waiting = list(servers.items())
+    items: list[Item] = []
+    results: dict[str, list[Result]] = {}
+    while waiting:
+        starting, waiting = waiting[:at_once], waiting[at_once:]
+        with ExitStack() as running:
+            launched = [running.enter_context(launch_server(name, settings)) for name, settings in starting]
+            title = f"Starting the {' and the '.join(name for name, _ in starting)} server"
+            with show_progress(console, title):
+                items = items or plan.items(servers[starting[0][0]].model)
+                for server in launched:
+                    server.wait_until_ready()
+            for server in launched:
+                results[server.name] = _ask(server, items, report, console)
+                server.stop()
+    return results
+
+
+def _ask(server: LaunchedServer, items: list[Item], report: IO[str], console: Console) -> list[Result]:
+    """Ask one server everything; print a line for each task and context, and write one for each answer."""
+    planned = [PlannedItem(item.id, partial(_built, item)) for item in items]
+    results: list[Result] = []
+    with server.explain_failures():
+        endpoint = Server(server.client, server.settings.model.name, concurrency=1)
+        asked = ask(endpoint, planned, "prompt", _prompter(server.settings.model), _score, console, server.name)
+        for (task, context_tokens), part in groupby(asked, _row):
+            answered = []
+            for result in part:
+                print(json.dumps(_record(server.name, result)), file=report, flush=True)
+                answered.append(result)
+            seconds = sum(result.seconds for result in answered)
+            console.print(
+                f"{server.name}: {task} at {context_tokens} tokens: {_correct(answered)} of {len(answered)} right, "
+                f"{seconds:.1f} s",
+                highlight=False,
+                soft_wrap=True,
+            )
+            results += answered
+    return results
+
+
 def _check(
-    model: Path, contexts: list[int], backends: list[str], min_ratio: float, additional_config: str | None
+    model: Path, plan: _Plan, backends: list[str], min_ratio: float, additional_config: str | None
 ) -> dict[str, Callable[[int], float]]:
     """Raise ConfigurationError for what can be refused before a server is started.
 
@@ -133,13 +233,15 @@ def _check(
             f"model: got {str(model)!r}, allowed: a folder with a config.json that has max_position_embeddings and "
             "head_dim"
         ) from None
-    for size in contexts:
+    for size in plan.contexts:
+        for task in plan.tasks:
+            check_questions(task, size, plan.count)
         if size > limit:
             raise ConfigurationError(f"context: got {size} tokens, allowed: at most the model's {limit}")
     for name in backends:
         if name.upper() not in BACKENDS or backends.count(name) > 1:
             allowed = choices(known.lower() for known in BACKENDS)
-            raise ConfigurationError(f"backend: got {name!r}, allowed: {allowed}, each once")
+            raise ConfigurationError(f"attention_backend: got {name!r}, allowed: {allowed}, each once")
     if not 0 <= min_ratio <= 1:
         raise ConfigurationError(f"min_ratio: got {min_ratio}, allowed: 0 to 1")
     settings = parse_additional_config(additional_config or "{}").get(KEY)
@@ -159,14 +261,6 @@ def _record(backend: str, result: Result) -> dict[str, object]:
         "correct": result.score == 1,
         "seconds": result.seconds,
     }
-
-
-def _run(name: str, settings: ServerSettings, items: list[Item], prompter: Prompter, console: Console) -> list[Result]:
-    """Start a server, ask everything, stop it."""
-    planned = [PlannedItem(item.id, partial(_built, item)) for item in items]
-    with run_server(name, settings, console) as client:
-        server = Server(client, settings.model.name, concurrency=1)
-        return list(ask(server, planned, "prompt", prompter, _score, console, name))
 
 
 def _built(item: Item) -> Item:
@@ -195,23 +289,21 @@ def _table(
     backend: str, sparse: list[Result], reference: str, dense: list[Result], kv_read_share: Callable[[int], float]
 ) -> Table:
     """Return one row for each task and context."""
-    table = Table(Column("task", no_wrap=True), title="Needles: accuracy and seconds spent in the questions")
-    for heading in ("context", reference, backend, "share of KV read", f"{reference} seconds", f"{backend} seconds"):
+    table = Table(Column("task", no_wrap=True), title="Needles: right answers, and seconds spent in the questions")
+    for heading in ("context", reference, backend, f"KV read by {backend}", f"{reference} s", f"{backend} s"):
         table.add_column(heading, justify="right")
-
-    def row(result: Result) -> tuple[str, int]:
-        return result.task, result.context_tokens
-
-    for ((task, context_tokens), ours), (_, theirs) in zip(groupby(sparse, row), groupby(dense, row), strict=True):
-        cells = [
-            (_correct(part) / len(part), sum(result.seconds for result in part)) for part in map(list, (theirs, ours))
-        ]
+    for ((task, context_tokens), ours), (_, theirs) in zip(groupby(sparse, _row), groupby(dense, _row), strict=True):
+        parts = [list(theirs), list(ours)]
         table.add_row(
-            task, str(context_tokens), *(f"{accuracy:.2f}" for accuracy, _ in cells),
+            task, str(context_tokens), *(f"{_correct(part)}/{len(part)}" for part in parts),
             f"{kv_read_share(context_tokens):.1%}",
-            *(f"{seconds:.1f}" for _, seconds in cells),
+            *(f"{sum(result.seconds for result in part):.1f}" for part in parts),
         )  # fmt: skip
     return table
+
+
+def _row(result: Result) -> tuple[str, int]:
+    return result.task, result.context_tokens
 
 
 def _correct(results: list[Result]) -> int:
@@ -220,14 +312,25 @@ def _correct(results: list[Result]) -> int:
 
 def _enough(backend: str, reference: str, results: dict[str, list[Result]], min_ratio: float, console: Console) -> bool:
     """Print the total and return whether the sparse accuracy reaches `min_ratio` of the dense one."""
-    correct = {name: _correct(part) for name, part in results.items()}
+    correct, total = {name: _correct(part) for name, part in results.items()}, len(results[reference])
     if correct[reference] == 0:
         console.print("Total: dense attention answered no question, so there is nothing to compare with.")
         return False
     ratio = correct[backend] / correct[reference]
-    total = len(results[reference])
+    shares = (f"{name} {correct[name]}/{total} ({_interval(correct[name], total)})" for name in (backend, reference))
     console.print(
-        f"Total: {backend} {correct[backend]}/{total}, {reference} {correct[reference]}/{total}: "
-        f"{backend} reaches {ratio:.3f} of the accuracy of dense attention ({min_ratio} needed)."
+        f"Total: {', '.join(shares)}: {backend} reaches {ratio:.3f} of the accuracy of dense attention "
+        f"({min_ratio} needed). In brackets: Wilson's 95 % interval of the accuracy.",
+        highlight=False,
+        soft_wrap=True,
     )
     return ratio >= min_ratio
+
+
+def _interval(correct: int, total: int) -> str:
+    """Wilson's interval of a proportion. SciPy has it, too, but is an extra that this command does without."""
+    z = NormalDist().inv_cdf((1 + _LEVEL) / 2)
+    share, spread = correct / total, z * z / total
+    middle = (share + spread / 2) / (1 + spread)
+    reach = sqrt(spread * (share * (1 - share) + spread / 4)) / (1 + spread)
+    return f"{max(middle - reach, 0):.2f} to {min(middle + reach, 1):.2f}"

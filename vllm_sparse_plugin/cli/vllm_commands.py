@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+
 import typer
+
+from vllm_sparse_plugin.cli.cores import core_left_free
 
 
 def serve(context: typer.Context) -> None:
     """Start vLLM's OpenAI-compatible server: the same arguments as `vllm serve`."""
+    if sentence := core_left_free():
+        print(f"vllm-sparse: {sentence}", file=sys.stderr)
     _run("serve", context)
 
 

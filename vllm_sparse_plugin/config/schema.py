@@ -12,14 +12,13 @@ from pydantic.fields import FieldInfo
 
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.termination import Termination
+from vllm_sparse_plugin.names import KEY as KEY
 from vllm_sparse_plugin.policies import POLICIES, EveryPage, Policy, Selection, UniqueSelection
 from vllm_sparse_plugin.policies.base import Section
 
 if TYPE_CHECKING:
     from sparse_kernels.stopping import StopRule
 
-KEY = "sparse_attention"
-"""Key of our settings in vLLM's `--additional-config`."""
 SOURCES = ("preset", "config")
 """Keys beside those of the schema: the names of a preset and of a YAML file to take values from."""
 

@@ -11,11 +11,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.eval.endpoints import Endpoint, Request
 from vllm_sparse_plugin.eval.items import NLL, Item, PlannedItem, Prompter
+from vllm_sparse_plugin.eval.progress import show_progress
 
 DECODE_FROM = ("prompt", "question")
 """Where decoding begins: after the whole prompt, or at the question, whose tokens are then forced."""
@@ -71,7 +71,7 @@ def ask(
     console: Console,
     title: str,
 ) -> Iterator[Result]:
-    """Ask items in order, with a progress bar, and yield their results.
+    """Ask items in order, show how far it is, and yield their results.
 
     Text for perplexity is always decoded: prefill is dense whatever the backend.
 
@@ -89,15 +89,7 @@ def ask(
             asked.append((item, Request(prompt, forced, item.answer_tokens)))
             yield asked[-1][1]
 
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task(title, total=len(planned))
+    with show_progress(console, title, len(planned)) as advance:
         scores: list[float] = []
         for reply in endpoint.complete(requests()):
             item, request = asked.popleft()
@@ -123,7 +115,7 @@ def ask(
             )
             text = f"{title}: {item.task} {item.context_tokens}"
             text += f", accuracy so far {sum(scores) / len(scores):.2f}" if scores else ""
-            progress.update(bar, advance=1, description=text)
+            advance(text)
 
 
 def check_results(path: Path, settings: dict[str, Any]) -> ResultFile:

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import torch
 
-from sparse_kernels.compiled import FASTMATH, narrow, widen
+from sparse_kernels.compiled import FASTMATH, narrow, parallel_kernel, widen
 from sparse_kernels.page_statistics import PageStatistics
 
 
@@ -17,7 +17,7 @@ from sparse_kernels.page_statistics import PageStatistics
 def _kernel(group_size: int, head_size: int, vectors: int, has_spread: bool) -> Any:
     """Compiled for one model's shape: the compiler unrolls loops whose lengths it knows."""
 
-    @numba.njit(fastmath=FASTMATH, nogil=True, parallel=True, cache=True)
+    @parallel_kernel(FASTMATH)
     def score_int8(
         query,
         features,
@@ -90,7 +90,7 @@ def _codes_kernel(group_size: int, head_size: int, bits: int) -> Any:
     """Compiled for one model's shape, like `_kernel`."""
     per_byte, mask = 8 // bits, (1 << bits) - 1
 
-    @numba.njit(fastmath=FASTMATH, nogil=True, parallel=True, cache=True)
+    @parallel_kernel(FASTMATH)
     def score_codes(
         queries, dropped, records, strides, steps, step_strides, pages_per_block, block_table, num_pages, scores
     ):

@@ -10,7 +10,7 @@ import numba
 import numpy as np
 import torch
 
-from sparse_kernels.compiled import narrow, unpack_page, widen
+from sparse_kernels.compiled import narrow, parallel_kernel, unpack_page, widen
 from sparse_kernels.page_statistics.kinds.quarters import Sketch, signs
 from sparse_kernels.page_statistics.layout import PageStatistics
 from sparse_kernels.paging import PagedTensor
@@ -39,7 +39,7 @@ def _quantise(mean, largest, stored, start):
     return bits
 
 
-@numba.njit(nogil=True, parallel=True, cache=True)
+@parallel_kernel()
 def _update(
     keys,
     length,
@@ -117,7 +117,7 @@ def _rotate(x, signs):
     x /= np.sqrt(np.float64(size))
 
 
-@numba.njit(nogil=True, parallel=True, cache=True)
+@parallel_kernel()
 def _update_quarters(
     keys,
     length,

@@ -6,6 +6,8 @@ import numba
 import numpy as np
 import torch
 
+from sparse_kernels.compiled import parallel_kernel
+
 
 @numba.njit(nogil=True)
 def _ordered(bits):
@@ -27,7 +29,7 @@ def _bucket(counts, wanted):
     return 0, wanted
 
 
-@numba.njit(nogil=True, parallel=True, cache=True)
+@parallel_kernel()
 def _select(scores, num_pages, k, sink_pages, recent_pages, pages):
     num_tokens, num_kv_heads, _ = scores.shape
     for row in numba.prange(num_tokens * num_kv_heads):

@@ -11,7 +11,16 @@ import torch
 
 from sparse_kernels.batch import QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.compiled import CHUNK_TOKENS, FASTMATH, add_products, exp, narrow, sink_array, unpack_page
+from sparse_kernels.compiled import (
+    CHUNK_TOKENS,
+    FASTMATH,
+    add_products,
+    exp,
+    narrow,
+    parallel_kernel,
+    sink_array,
+    unpack_page,
+)
 
 
 @functools.cache
@@ -22,7 +31,7 @@ def _kernel(
     chunk_pages = max(1, CHUNK_TOKENS // page_size)
     chunk_tokens = chunk_pages * page_size
 
-    @numba.njit(fastmath=FASTMATH, nogil=True, parallel=True, cache=True)
+    @parallel_kernel(FASTMATH)
     def attend(
         query,
         keys,

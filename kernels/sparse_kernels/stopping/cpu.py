@@ -11,7 +11,7 @@ import torch
 
 from sparse_kernels.batch import QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.compiled import CHUNK_TOKENS, FASTMATH, add_products, exp, sink_array, unpack_page
+from sparse_kernels.compiled import CHUNK_TOKENS, FASTMATH, add_products, exp, parallel_kernel, sink_array, unpack_page
 from sparse_kernels.stopping.rule import StopRule, probe_elements
 
 
@@ -24,7 +24,7 @@ def _kernel(
     chunk_tokens = chunk_pages * page_size
     probe_size = len(probe_elements(head_size))
 
-    @numba.njit(fastmath=FASTMATH, nogil=True, parallel=True, cache=True)
+    @parallel_kernel(FASTMATH)
     def read_until_stable(
         query,
         keys,

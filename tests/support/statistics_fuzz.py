@@ -1,18 +1,11 @@
-"""Drives a whole engine through random schedules and checks the statistics in its cache after every step.
+"""Drives a whole engine through random schedules and checks the statistics in its cache after every step."""
 
-Run by test_engine.py in a process of its own; prints what happened as JSON.
-"""
-
-import json
-import os
 import random
-import sys
 from collections import Counter
-
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import torch
 from sparse_kernels.page_statistics.reference import quantise, summarise
+from support.engines import MODEL
 from vllm import LLM, SamplingParams
 
 STEPS = 120
@@ -38,10 +31,11 @@ def check(layer, blocks: list[int], computed: int) -> int:
     return len(page)
 
 
-def main(model: str, seed: int, backend: str) -> None:
+def check_random_schedules(seed: int, backend: str) -> Counter[str]:
+    """Run an engine in this process and return how often what happened in it; AssertionError for wrong statistics."""
     rng = random.Random(seed)
     llm = LLM(
-        model=model,
+        model=str(MODEL),
         attention_backend=backend,
         enforce_eager=True,
         max_model_len=2048,
@@ -84,8 +78,4 @@ def main(model: str, seed: int, backend: str) -> None:
             seen["decodes"] += request.num_computed_tokens > request.num_prompt_tokens
             seen["chunks"] += request.num_computed_tokens < request.num_prompt_tokens
     seen["preemptions"] = sum(request.num_preemptions for request in live.values())
-    print(json.dumps(seen))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    return seen

@@ -1,0 +1,77 @@
+"""Starts the threads of the compiled CPU kernels: as many as torch has, on the cores that torch has.
+
+Numba counts the cores of the thread that imports it. vLLM binds each OpenMP thread of a worker to a core of its own,
+and the main thread is one of them, so Numba counts one core there. Its OpenMP layer would then set the runtime that it
+shares with torch to that number, and torch would be left with one thread as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numba
+import torch
+from numba.extending import overload
+from numba.np.ufunc import parallel
+
+
+def start_threads() -> None:
+    """Start Numba's threads, once per process; torch keeps the number that it has.
+
+    OpenMP comes first: the kernels then run on torch's own threads, which stay where vLLM bound them. Numba's own pool
+    takes its place where the OpenMP runtime that Numba was built for is not installed.
+
+    Numba's environment variables come before all of this. A pool that another package has started already stays.
+    """
+    threads = torch.get_num_threads()
+    if not parallel._is_initialized:
+        if "NUMBA_NUM_THREADS" not in os.environ:
+            _resize_pool(threads)
+        if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
+            numba.config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
+        # Asking for their number starts them.
+        with _bound_to(_openmp_cores()):
+            numba.get_num_threads()
+    if "NUMBA_NUM_THREADS" not in os.environ:
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    if torch.get_num_threads() != threads:
+        # vLLM's worker replaces `torch.set_num_threads` by a warning.
+        torch._C.set_num_threads(threads)
+
+
+def _resize_pool(threads: int) -> None:
+    """Give Numba another number of threads than it counted; its own way of doing so ends with its import."""
+    numba.config.NUMBA_NUM_THREADS = parallel.NUM_THREADS = threads
+    # What `numba.set_num_threads` allows was fixed at the import, too.
+    parallel.snt_check = parallel.gen_snt_check()
+    overload(parallel.snt_check)(parallel.ol_snt_check)
+
+
+def _openmp_cores() -> set[int]:
+    """Return the cores that the OpenMP runtime binds its threads to, none if it does not bind them."""
+    runtime = ctypes.CDLL(None)
+    cores: set[int] = set()
+    if hasattr(runtime, "omp_get_num_places"):
+        for place in range(runtime.omp_get_num_places()):
+            of_place = (ctypes.c_int * runtime.omp_get_place_num_procs(place))()
+            runtime.omp_get_place_proc_ids(place, of_place)
+            cores.update(of_place)
+    return cores
+
+
+@contextmanager
+def _bound_to(cores: set[int]) -> Iterator[None]:
+    """Bind the calling thread to `cores` for a while: a thread that it starts inherits them. None leave it as it is."""
+    if not cores or sys.platform != "linux":
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

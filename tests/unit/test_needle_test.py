@@ -1,0 +1,130 @@
+"""The command `vllm-sparse needles` with servers that are stubs."""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from vllm_sparse_plugin.cli import main, needle_test, server
+from vllm_sparse_plugin.cli.provenance import describe_run
+from vllm_sparse_plugin.eval.items import Item
+
+STUB = Path(__file__).parents[1] / "support" / "stub_server.py"
+ANSWERS = {"1": "11", "2": "22", "3": "33"}
+
+
+def item(task: str, number: int) -> Item:
+    return Item(f"{task}/{number}", task, 4096, [0], [number], (str(11 * number),), 16, "exact_first_line")
+
+
+@pytest.fixture
+def needles(monkeypatch, capsys, tmp_path):
+    """Runs the command on three questions; returns exit code, output, errors and the process ids of the servers."""
+    previous = signal.getsignal(signal.SIGTERM)
+
+    def call(*arguments: str, answers: dict[str, dict[str, str]], **settings: object) -> SimpleNamespace:
+        described = {"answers": answers, "pids": str(tmp_path), **settings}
+        monkeypatch.setenv("STUB_SERVER", json.dumps(described))
+        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setattr(server, "_SERVE", [sys.executable, str(STUB)])
+        monkeypatch.setattr(needle_test, "is_cpu_build", lambda: True)
+        monkeypatch.setattr(needle_test, "_prompter", lambda _model: None)
+        questions = [item("multikey", 1), item("multikey", 2), item("kv", 3)]
+        monkeypatch.setattr(needle_test._Plan, "items", lambda *_: questions)
+        monkeypatch.setattr(sys, "argv", ["vllm-sparse", "needles", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        pids = {path.name: int(path.read_text()) for path in tmp_path.iterdir() if path.suffix != ".jsonl"}
+        return SimpleNamespace(code=ended.value.code or 0, out=out, err=err, pids=pids)
+
+    yield call
+    signal.signal(signal.SIGTERM, previous)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_rows_come_before_a_table_with_its_totals(needles, tmp_path):
+    report = tmp_path / "report.jsonl"
+    done = needles("--json", str(report), answers={"dense": ANSWERS, "unique": ANSWERS | {"2": "no"}})
+    assert done.code == 1  # two of three are less than 95 %
+    lines = [line.rsplit(",", 1)[0] for line in done.out.splitlines() if " right, " in line]
+    assert lines == [
+        "dense: multikey at 4096 tokens: 2 of 2 right",
+        "dense: kv at 4096 tokens: 1 of 1 right",
+        "unique: multikey at 4096 tokens: 1 of 2 right",
+        "unique: kv at 4096 tokens: 1 of 1 right",
+    ]
+    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.out.splitlines() if line.startswith("│")]
+    assert [row[:5] for row in table] == [
+        ["multikey", "4096", "2/2", "1/2", "18.8%"],
+        ["kv", "4096", "1/1", "1/1", "18.8%"],
+    ]
+    assert "unique 2/3 (0.21 to 0.94), dense 3/3 (0.44 to 1.00): unique reaches 0.667" in done.out
+    assert "--all" in done.out.splitlines()[-1]
+    run, *answers = map(json.loads, report.read_text().splitlines())
+    assert run.keys() == describe_run(Path("model")).keys()
+    assert [(answer["backend"], answer["correct"]) for answer in answers] == [
+        *[("dense", True)] * 3, ("unique", True), ("unique", False), ("unique", True),
+    ]  # fmt: skip
+    assert not any(map(is_running, done.pids.values()))
+
+
+def test_equal_answers_are_enough_and_all_says_nothing_of_more(needles):
+    done = needles("--all", answers={"dense": ANSWERS, "unique": ANSWERS})
+    assert done.code == 0
+    assert "--all" not in done.out
+
+
+def test_a_server_that_fails_ends_the_command_in_one_sentence(needles):
+    done = needles(answers={"dense": ANSWERS, "unique": ANSWERS}, fails="unique")
+    assert done.code == 3
+    begin = "error: the unique server ended with exit code 1 (ValueError: there is no cache); its log is "
+    assert done.err.startswith(begin)
+    assert len(done.err.splitlines()) == 1
+    assert "ValueError" in Path(done.err.removeprefix(begin).strip()).read_text()
+    assert not any(map(is_running, done.pids.values()))
+
+
+def test_ctrl_c_stops_the_servers_and_ends_the_command_in_one_sentence(needles):
+    done = needles(answers={"dense": ANSWERS, "unique": ANSWERS}, interrupts=True)
+    assert done.code == 130
+    assert done.err == "needles: stopped by Ctrl-C, and so are the servers\n"
+    assert done.pids.keys() == {"dense", "unique"}
+    assert not any(map(is_running, done.pids.values()))
+
+
+def test_on_a_gpu_one_server_has_ended_when_the_next_one_starts(needles, monkeypatch):
+    started: list[list[str]] = []
+    launch = server.LaunchedServer.__init__
+
+    def record(self, name, settings):
+        started.append([name, *(other for other in alive if is_running(alive[other]))])
+        launch(self, name, settings)
+        alive[name] = self.process.pid
+
+    alive: dict[str, int] = {}
+    monkeypatch.setattr(server.LaunchedServer, "__init__", record)
+    ask = needle_test._ask
+    for cpu, expected in [(True, [["dense"], ["unique", "dense"]]), (False, [["dense"], ["unique"]])]:
+        started.clear()
+        alive.clear()
+
+        def check(*arguments, cpu=cpu):
+            monkeypatch.setattr(needle_test, "is_cpu_build", lambda: cpu)
+            return ask(*arguments)
+
+        monkeypatch.setattr(needle_test.os, "cpu_count", lambda cpu=cpu: 2 if cpu else 1)
+        monkeypatch.setattr(needle_test, "_ask", check)
+        assert needles(answers={"dense": ANSWERS, "unique": ANSWERS}).code == 0
+        assert started == expected
