@@ -137,6 +137,14 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             f"{every} with CUDA graphs in mode {mode.name}",
             "0, or --enforce-eager, or --compilation-config.cudagraph_mode PIECEWISE",
         )
+    # Of a request's last token vLLM then says no longer whether it is part of the prompt.
+    expect(not cache.kv_sharing_fast_prefill, "kv_sharing_fast_prefill", "true", "false")
+    # Two half batches at once would share what a layer keeps between its kernels, and its counts.
+    expect(not parallel.use_ubatching, "enable_dbo, ubatch_size", "batches in parts", "neither")
+    skipped = cache.kv_cache_dtype_skip_layers
+    mixed = cache.cache_dtype in EIGHT_BIT_CACHES and skipped
+    # Statistics rows of one-byte and two-byte caches do not divide each other.
+    expect(not mixed, "kv_cache_dtype_skip_layers", ", ".join(skipped), f"none with {cache.cache_dtype}")
     dcp, pcp = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     expect(dcp == 1, "decode_context_parallel_size", dcp, "1")
     expect(pcp == 1, "prefill_context_parallel_size", pcp, "1")

@@ -38,7 +38,8 @@ page_score(const __grid_constant__ ScoreParams p) {
     __syncthreads();
     Score score;
     score.load(shared, lane);
+    Statistics statistics(p.statistics, head);
     u16* out = p.scores + row * p.scores_stride;
-    score_range<SK_PIPELINED, PAGES_PER_BLOCK>(score, Statistics(p.statistics, head), at.table, first, last, warp, WARPS,
+    score_range<SK_PIPELINED, PAGES_PER_BLOCK>(score, statistics, at.table, first, last, warp, WARPS,
                                                lane, [&](int page, u16 bits) { out[page] = bits; });
 }

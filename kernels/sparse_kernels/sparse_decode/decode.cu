@@ -93,8 +93,6 @@ struct Row {
     int* selected;  // The pages that this block attends, in shared memory: `p.selection.k` of them.
     int thread, lane, warp, rank, head, token, row;
     QueryToken at;
-    TokenRows rows;
-    u16* out;
 
     // A warp prepares every so many rows of the matrix tiles of a query.
     static constexpr int PER_WARP = ceil_div(Score::ROWS, WARPS);
@@ -106,8 +104,13 @@ struct Row {
           keys((u16*)(CLUSTER == 1 ? &values : &values + 1)),
           selected((int*)(memory + dynamic_shared_bytes()) - params.selection.k), thread(threadIdx.x),
           lane(threadIdx.x % WARP), warp(threadIdx.x / WARP), rank(Peers::rank()), head(blockIdx.y), token(blockIdx.z),
-          row(blockIdx.z * gridDim.y + blockIdx.y), at(params.contexts, blockIdx.z), rows(params.cache, blockIdx.y),
-          out(params.output.heads + blockIdx.z * params.output.token_stride + (i64)blockIdx.y * GROUP * HEAD_SIZE) {}
+          row(blockIdx.z * gridDim.y + blockIdx.y), at(params.contexts, blockIdx.z) {}
+
+    // What follows is worked out where it is needed, so that it takes no registers while pages are scored.
+    DEVICE TokenRows rows() const { return TokenRows(p.cache, head); }
+    DEVICE u16* out() const {
+        return p.output.heads + token * p.output.token_stride + (i64)head * GROUP * HEAD_SIZE;
+    }
 
     DEVICE void load_query(QueryRows& x) const {
         i64 first = first_query_element(p.query, token, head, GROUP);
@@ -121,7 +124,7 @@ struct Row {
         if (!p.routing.coefficients || at.context <= 0 || at.whole) return false;
         Routing routing{p.routing};
         float threshold = routing.threshold(head, at.context);
-        const u8* anchor = rows.first_key(at.table);
+        const u8* anchor = rows().first_key(at.table);
         float* cosines = shared.attention.largest[0];
 #pragma unroll
         for (int n = 0; n < PER_WARP; n++) {
@@ -137,8 +140,9 @@ struct Row {
     }
 
     DEVICE void write_zeros() const {
+        u16* heads = out();
 #pragma unroll 1
-        for (int i = rank * THREADS + thread; i < GROUP * HEAD_SIZE; i += CLUSTER * THREADS) out[i] = 0;
+        for (int i = rank * THREADS + thread; i < GROUP * HEAD_SIZE; i += CLUSTER * THREADS) heads[i] = 0;
         if (STOP_TILES && p.output.pages_read && rank == 0 && thread == 0) p.output.pages_read[row] = 0;
     }
 
@@ -165,11 +169,12 @@ struct Row {
 
     // Scores this block's pages [first, last) of the row into `keys`; `share` pages fall to each block of the cluster.
     DEVICE void score_pages(int num_pages, int padded, int first, int last, int share) const {
+        int sink_pages = p.selection.sink_pages, first_recent = num_pages - p.selection.recent_pages;
         Score score;
         score.load(shared.score, lane);
         score_range<true, PAGES_PER_BLOCK>(score, Statistics(p.statistics, head), at.table, first, last, warp, WARPS,
                                            lane, [&](int page, u16 bits) {
-            bool always = page < p.selection.sink_pages || page >= num_pages - p.selection.recent_pages;
+            bool always = page < sink_pages || page >= first_recent;
             keys[page] = (u16)(always ? KEY_ALWAYS : ordered_key(bits));
         });
         if constexpr (CLUSTER > 1) {
@@ -227,8 +232,8 @@ struct Row {
             return TokenTile{at.table[page / PAGES_PER_BLOCK], page % PAGES_PER_BLOCK * PAGE_SIZE + 8 * tile,
                              in_tail >= 0 ? min(8, tail - 8 * in_tail) : 8};
         };
-        int tiles_read = Attending<STOP_TILES>::run(shared, values, p, rows, head, !dense, page_tiles, ceil_div(tail, 8),
-                                                    out, rank, warp, lane, locate);
+        int tiles_read = Attending<STOP_TILES>::run(shared, values, p, rows(), head, !dense, page_tiles,
+                                                    ceil_div(tail, 8), out(), rank, warp, lane, locate);
         if (STOP_TILES == 0 || rank > 0 || thread > 0) return;
         if (p.output.pages_read) p.output.pages_read[row] = tiles_read / TILES_PER_PAGE;
         if (p.output.counters && !dense) {
