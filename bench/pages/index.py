@@ -14,6 +14,7 @@ _MOVED = {
     "bench.termination": "research.termination",
     "bench.witness": "research.witness",
     "bench/decode_cpu.py": "bench.serving decode-cpu",
+    "bench.serving.prefill_cpu": "bench.serving prefill-cpu",
 }
 """Names in recorded commands, and what they are called today."""
 _ABOUT = f"""\

@@ -1,29 +1,31 @@
 """Prefill and decoding of one request on a CPU, and how many cores the server keeps busy meanwhile.
 
-    VLLM_CPU_OMP_THREADS_BIND=0-1 python -m bench.serving.prefill_cpu --backend dense --backend unique \\
-        --output threads.jsonl
+    VLLM_CPU_OMP_THREADS_BIND=0-1 python -m bench.serving prefill-cpu --backend dense,unique --output threads.jsonl
 
 Each prompt is new to the server, so its first token is prefill. Decoding is the time of further tokens after that one.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
 import time
-from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from openai import OpenAI
-from rich.console import Console
 
+from bench.common.console import open_console
+from bench.common.engine import DENSE
+from bench.common.models import NEEDLE_8M
+from bench.common.options import Commit, Output, parse_names, parse_sizes
+from bench.common.results import ResultFile
 from vllm_sparse_plugin.cli.provenance import describe_run
-from vllm_sparse_plugin.cli.server import ServerSettings, run_server, unwind_on_termination
+from vllm_sparse_plugin.cli.server import ServerSettings, run_server
+from vllm_sparse_plugin.names import BACKENDS as OURS
 
-MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
+BACKENDS = (DENSE, "unique")
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"
 _NEW_TOKENS = 64
 
@@ -34,7 +36,7 @@ def measure(client: OpenAI, prompt: list[int]) -> dict[str, float]:
     def generate(tokens: int) -> tuple[float, float]:
         cpu, begin = _cpu_seconds(), time.perf_counter()
         client.completions.create(
-            model=MODEL.name, prompt=prompt, temperature=0, max_tokens=tokens, extra_body={"ignore_eos": True}
+            model=NEEDLE_8M.name, prompt=prompt, temperature=0, max_tokens=tokens, extra_body={"ignore_eos": True}
         )
         return time.perf_counter() - begin, _cpu_seconds() - cpu
 
@@ -59,27 +61,29 @@ def _cpu_seconds() -> float:
     return float(sum(spent.user + spent.system for spent in times))
 
 
-def main(
-    output: Annotated[Path, typer.Option(help="JSON lines to write.")],
-    backend: Annotated[list[str], typer.Option(help="Attention backend of ours, or dense; repeatable.")],
-    context: Annotated[int, typer.Option(help="Tokens of a prompt.")] = 4090,
-    repeats: Annotated[int, typer.Option(help="Prompts of each server.")] = 3,
+def prefill_cpu(
+    output: Output,
+    backend: Annotated[
+        list[str] | None, typer.Option(help="Attention backend of ours, or dense; repeatable; dense,unique.")
+    ] = None,
+    context: Annotated[list[str] | None, typer.Option(help="Tokens of a prompt, repeatable; 4090.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each server and context.")] = 3,
+    commit: Commit = None,
 ) -> None:
-    """Measure, print a line for each server, and write one line for the run and one for each prompt."""
-    lines: list[dict[str, Any]] = [describe_run(MODEL) | {_BIND: os.environ.get(_BIND, "auto")}]
-    console = Console()
-    unwind_on_termination()
-    for name in backend:
-        # The same length as in the needle test, which adds an answer.
-        settings = ServerSettings(MODEL, 8192, None if name == "dense" else name)
-        with run_server(name, settings, console) as client:
-            rng = random.Random(0)
-            rows = [measure(client, [0, *(rng.randrange(3, 4000) for _ in range(context - 1))]) for _ in range(repeats)]
-        lines += [{"backend": name, "context_tokens": context, **row} for row in rows]
-        medians = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-        console.print(name, medians)
-    output.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    typer.run(main)
+    """Measure prefill, decoding and busy cores; print a line for each server and write one for each prompt."""
+    names = parse_names("backend", backend or BACKENDS, (DENSE, *(name.lower() for name in OURS)))
+    contexts = parse_sizes("context", context or ["4090"])
+    console = open_console()
+    with ResultFile(output, describe_run(NEEDLE_8M, commit) | {_BIND: os.environ.get(_BIND, "auto")}) as file:
+        for name in names:
+            # Room for an answer, as in the needle test.
+            settings = ServerSettings(NEEDLE_8M, max(8192, max(contexts) + 128), None if name == DENSE else name)
+            with run_server(name, settings, console) as client:
+                for size in contexts:
+                    rng = random.Random(0)
+                    rows = []
+                    for _ in range(repeats):
+                        rows.append(measure(client, [0, *(rng.randrange(3, 4000) for _ in range(size - 1))]))
+                        file.write({"backend": name, "context_tokens": size, **rows[-1]})
+                    medians = (f"{key} {statistics.median(row[key] for row in rows):.5g}" for key in rows[0])
+                    console.print(f"{name}, {size} tokens: {', '.join(medians)}", markup=False)

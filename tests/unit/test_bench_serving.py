@@ -345,6 +345,33 @@ def test_decode_times_on_a_cpu_are_written_as_they_are_measured(monkeypatch, tmp
     assert "3.00" in capsys.readouterr().out
 
 
+def test_prefill_times_on_a_cpu_are_written_as_they_are_measured(monkeypatch, tmp_path, capsys):
+    @contextmanager
+    def run_server(name, settings, _console):
+        yield name, settings.backend, settings.max_model_len
+
+    monkeypatch.setattr("bench.serving.prefill_cpu.run_server", run_server)
+    monkeypatch.setattr(
+        "bench.serving.prefill_cpu.measure", lambda client, prompt: {"client": client[0], "prefill_seconds": 0.5}
+    )
+    monkeypatch.setattr("bench.serving.prefill_cpu.statistics.median", lambda values: len(list(values)))
+    output = tmp_path / "out.jsonl"
+    monkeypatch.setattr(sys, "argv", ["bench", "prefill-cpu", "--repeats", "2", "--output", str(output)])
+    with pytest.raises(SystemExit) as ended:
+        serving_main()
+    assert not ended.value.code
+    rows = read_run(output).rows
+    assert [(row["backend"], row["client"], row["context_tokens"]) for row in rows] == [
+        ("dense", "dense", 4090), ("dense", "dense", 4090), ("unique", "unique", 4090), ("unique", "unique", 4090)
+    ]  # fmt: skip
+    assert "unique, 4090 tokens: client 2, prefill_seconds 2" in capsys.readouterr().out
+
+
+def test_prefill_refuses_a_backend_that_there_is_not(refused, tmp_path):
+    sentence = refused(serving_main, "prefill-cpu", "--backend", "fastest", "--output", str(tmp_path / "out"))
+    assert sentence.startswith("backend: got 'fastest', allowed: dense, unique")
+
+
 SERVING = {
     "unknown backend": (["--variant", "fastest"], "variant: got 'fastest', allowed: dense, flash_attn, "),
     "unknown KV cache": (["--variant", "unique:int3"], "variant: got 'unique:int3', allowed: "),
