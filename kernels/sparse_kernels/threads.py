@@ -18,6 +18,9 @@ import torch
 from numba.extending import overload
 from numba.np.ufunc import parallel
 
+_ELEMENTS_PER_THREAD = 2**18
+"""Work of some 50 microseconds; with less a thread costs more than it brings, the more so if it waits for a core."""
+
 
 def start_threads() -> None:
     """Start Numba's threads, once per process; torch keeps the number that it has.
@@ -36,11 +39,19 @@ def start_threads() -> None:
         # Asking for their number starts them.
         with _bound_to(_openmp_cores()):
             numba.get_num_threads()
-    if "NUMBA_NUM_THREADS" not in os.environ:
-        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
     if torch.get_num_threads() != threads:
         # vLLM's worker replaces `torch.set_num_threads` by a warning.
         torch._C.set_num_threads(threads)
+
+
+def use_threads(elements: int) -> None:
+    """Let the next kernels of this thread run on as many threads as their work is worth, one of them at least.
+
+    Args:
+        elements: numbers that the kernel reads.
+    """
+    most = parallel.NUM_THREADS if "NUMBA_NUM_THREADS" in os.environ else torch.get_num_threads()
+    numba.set_num_threads(max(1, min(most, parallel.NUM_THREADS, -(-elements // _ELEMENTS_PER_THREAD))))
 
 
 def _resize_pool(threads: int) -> None:

@@ -30,6 +30,11 @@ def test_a_bound_main_thread_leaves_torch_and_the_kernels_their_threads():
 
 
 @two_cores
+def test_little_work_stays_on_one_thread():
+    assert report(OMP_NUM_THREADS="2")["by work"] == [1, 2]
+
+
+@two_cores
 @pytest.mark.parametrize("layer", ["", "workqueue"])
 def test_kernels_run_on_the_cores_that_openmp_is_bound_to(layer):
     bound = {"GOMP_CPU_AFFINITY": f"{CORES[0]} {CORES[1]}", "OMP_NUM_THREADS": "2"}

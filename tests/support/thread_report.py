@@ -20,7 +20,10 @@ main_before = os.sched_getaffinity(0)
 import numba  # noqa: E402 - counts the cores that are left to the main thread, before any kernel, as in vLLM's worker
 from sparse_kernels.page_topk import select_pages  # noqa: E402
 
-select_pages(torch.zeros(2, 2, 8, dtype=torch.bfloat16), torch.tensor([8, 8]), 4)
+threads_used = []
+for length in (8, 2**20):
+    select_pages(torch.zeros(1, 2, length, dtype=torch.bfloat16), torch.tensor([length]), 4)
+    threads_used.append(numba.get_num_threads())
 
 thread_id = ctypes.CDLL(None).gettid
 thread_id.argtypes, thread_id.restype = [], ctypes.c_int
@@ -43,6 +46,7 @@ print(
             "layer": numba.threading_layer(),
             "torch": [torch_before, torch.get_num_threads()],
             "numba": len(set(threads.tolist())),
+            "by work": threads_used,
             "cores": sorted({core for thread in threads.tolist() for core in os.sched_getaffinity(thread)}),
             "main thread": [sorted(main_before), sorted(os.sched_getaffinity(0))],
         }

@@ -89,7 +89,7 @@ def ask(
             asked.append((item, Request(prompt, forced, item.answer_tokens)))
             yield asked[-1][1]
 
-    with show_progress(console, title, len(planned)) as advance:
+    with show_progress(console, f"{title}: {len(planned)} questions", len(planned)) as advance:
         scores: list[float] = []
         for reply in endpoint.complete(requests()):
             item, request = asked.popleft()

@@ -11,6 +11,7 @@ import torch
 
 from sparse_kernels.compiled import FASTMATH, narrow, parallel_kernel, widen
 from sparse_kernels.page_statistics import PageStatistics
+from sparse_kernels.threads import use_threads
 
 
 @functools.cache
@@ -147,6 +148,7 @@ def _score_codes(
     codes = statistics.kind.codes
     assert statistics.scales is not None
     assert codes is not None
+    use_threads(scores.numel() * query.shape[-1])
     _codes_kernel(*query.shape[2:], codes.bits)(
         statistics.kind.features(query.float(), 0.0)[..., 0, :].numpy(),
         codes.dropped,
@@ -179,6 +181,7 @@ def score_pages(
     records, scales, spreads = statistics.memory
     heads = query.float()
     numpy_heads = heads.numpy()
+    use_threads(scores.numel() * kind.vectors * query.shape[-1])
     _kernel(*query.shape[2:], kind.vectors, kind.has_spread)(
         numpy_heads,
         numpy_heads if kind.is_fused else kind.features(heads, std_weight).flatten(-2).numpy(),

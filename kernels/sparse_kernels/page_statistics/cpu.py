@@ -14,6 +14,7 @@ from sparse_kernels.compiled import narrow, parallel_kernel, unpack_page, widen
 from sparse_kernels.page_statistics.kinds.quarters import Sketch, signs
 from sparse_kernels.page_statistics.layout import PageStatistics
 from sparse_kernels.paging import PagedTensor
+from sparse_kernels.threads import use_threads
 
 _LARGEST = float(torch.finfo(torch.bfloat16).max)
 _LARGEST_BITS = np.uint16(0x7F7F)
@@ -85,6 +86,7 @@ def update_page_statistics(
     addresses = keys.head_major
     mean, scale, std = statistics.memory
     assert statistics.spread is not None
+    use_threads(blocks.numel() * keys.num_kv_heads * keys.page_size * keys.head_size)
     _update(
         addresses.location,
         addresses.length,
@@ -186,6 +188,7 @@ def update_quarters(keys: PagedTensor, statistics: PageStatistics, blocks: torch
     assert statistics.scales is not None
     assert codes is not None
     rotated = isinstance(statistics.kind, Sketch)
+    use_threads(blocks.numel() * keys.num_kv_heads * keys.page_size * keys.head_size)
     _update_quarters(
         addresses.location,
         addresses.length,

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from sparse_kernels.compiled import parallel_kernel
+from sparse_kernels.threads import use_threads
 
 
 @numba.njit(nogil=True)
@@ -73,5 +74,6 @@ def select_pages(
 ) -> torch.Tensor:
     """See `api.select_pages`."""
     pages = num_pages.new_full((*scores.shape[:2], k), -1)
+    use_threads(scores.numel())
     _select(scores.view(torch.uint16).numpy(), num_pages.numpy(), k, sink_pages, recent_pages, pages.numpy())
     return pages

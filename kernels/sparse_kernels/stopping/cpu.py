@@ -13,6 +13,7 @@ from sparse_kernels.batch import QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compiled import CHUNK_TOKENS, FASTMATH, add_products, exp, parallel_kernel, sink_array, unpack_page
 from sparse_kernels.stopping.rule import StopRule, probe_elements
+from sparse_kernels.threads import use_threads
 
 
 @functools.cache
@@ -136,6 +137,7 @@ def pages_until_stable(
     kernel = _kernel(
         *tokens.query.shape[2:], cache.page_size, key_pages.length, key_pages.step, value_pages.length, value_pages.step
     )
+    use_threads(pages.numel() * cache.page_size * (cache.head_size + cache.values.head_size))
     kernel(
         tokens.query.float().numpy(),
         key_pages.location,
