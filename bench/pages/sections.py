@@ -30,6 +30,7 @@ SECTIONS: dict[str, Section] = {
     "formats": Section(quality.formats),
     "served": Section(quality.served),
     "mixes": Section(quality.mixes),
+    "stopped-answers": Section(quality.stopped_answers),
     "calibrated": Section(quality.calibrated),
     "decode": Section(serving.decode_cpu),
     "operations": Section(serving.operations),
