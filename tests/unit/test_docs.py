@@ -100,7 +100,7 @@ def refused_fields() -> dict[str, str]:
         lead = written.replace("{KEY}", KEY)
         if "{" in lead:
             assert lead in STANDS_FOR, f"{place}: say in STANDS_FOR which fields {lead!r} stands for"
-        fields |= dict.fromkeys(STANDS_FOR.get(lead, (lead,)), place)
+        fields |= dict.fromkeys(STANDS_FOR[lead] if lead in STANDS_FOR else lead.split(", "), place)
     # What the kernels do not serve has their own name, where admission has none that a user knows better.
     fields |= dict.fromkeys((limits.HEAD_SIZE, limits.GROUP, limits.WIDTH, limits.SHARED_MEMORY), "limits.py")
     del fields[f"{KEY}.routing"]  # the beginning of others
