@@ -5,8 +5,10 @@
     python3 run.py test [arguments]      the tests; arguments go to pytest
     python3 run.py exec COMMAND ...      any command of the environment, such as `exec vllm-sparse show-config`
     python3 run.py setup                 only install
+    python3 run.py lock [arguments]      resolve requirements/cpu.lock anew; arguments go to `uv pip compile`
 
-Needs Python 3.11 or 3.12 and nothing else. Installs again only when pyproject.toml or the overrides file changed.
+Needs Python 3.11 or 3.12 and nothing else. Installs the versions of requirements/cpu.lock, and again only when that
+file or pyproject.toml changed.
 """
 
 import hashlib
@@ -22,7 +24,9 @@ ROOT = Path(__file__).resolve().parent
 VENV = ROOT / ".venv"
 BIN = VENV / "bin"
 STAMP = VENV / "installed"
-OVERRIDES = ROOT / "requirements" / "cpu-overrides.txt"
+REQUIREMENTS = ROOT / "requirements"
+LOCK = REQUIREMENTS / "cpu.lock"
+EXTRAS = ("cpu", "dev", "bench", "docs", "eval")
 TORCH = "2.13.0"
 
 
@@ -42,8 +46,8 @@ def _step(what: str, *commands: list[str]) -> None:
 
 
 def _install() -> None:
-    """Make the environment match pyproject.toml and the overrides file."""
-    inputs = [sys.version.encode(), (ROOT / "pyproject.toml").read_bytes(), OVERRIDES.read_bytes()]
+    """Make the environment match pyproject.toml and the lock file."""
+    inputs = [sys.version.encode(), (ROOT / "pyproject.toml").read_bytes(), LOCK.read_bytes()]
     wanted = hashlib.sha256(b"\0".join(inputs)).hexdigest()
     if STAMP.exists() and STAMP.read_text(encoding="utf-8") == wanted:
         return
@@ -59,15 +63,31 @@ def _install() -> None:
         [python, "-m", "pip", "install", "--no-deps", f"torch=={TORCH}+cpu"],
         [uv, "pip", "install", *into, "--torch-backend", "cpu", f"torch=={TORCH}"],
     )
+    # The lock is a whole resolution. Nothing is resolved again: packages also ask for what the overrides leave out.
     _step(
-        "installing the project, vLLM's CPU build and the tools of the tests",
+        "installing vLLM's CPU build and the tools of the tests",
         # Compiled now, on every core; otherwise the first server compiles what it imports, on one.
         [
             *(uv, "pip", "install", *into, "--compile-bytecode"),
-            *("--override", str(OVERRIDES), "-e", ".[cpu,dev,bench,eval]"),
+            *("--no-deps", "--require-hashes", "-r", str(LOCK)),
         ],
     )
+    _step("installing the project", [uv, "pip", "install", *into, "--no-deps", "-e", "."])
     STAMP.write_text(wanted, encoding="utf-8")
+
+
+def _lock(arguments: list[str]) -> int:
+    """Resolve the lock file anew for every Python that the project supports, and return the exit code."""
+    read = "import importlib.metadata; print(*importlib.metadata.requires('torch'), sep='\\n')"
+    torch = subprocess.run([str(BIN / "python"), "-c", read], stdout=subprocess.PIPE, text=True, check=True).stdout
+    command = [str(BIN / "uv"), "pip", "compile", "--universal", "--python-version", "3.11", "--generate-hashes"]
+    command += ["--no-annotate", "--custom-compile-command", "python3 run.py lock", "--quiet", "-o", str(LOCK)]
+    for extra in EXTRAS:
+        command += ["--extra", extra]
+    for overrides in ("cpu-overrides.txt", "lock-overrides.txt"):
+        command += ["--override", str(REQUIREMENTS / overrides)]
+    done = subprocess.run([*command, *arguments, "pyproject.toml", "-"], cwd=ROOT, input=torch, text=True, check=False)
+    return done.returncode
 
 
 def main(arguments: list[str]) -> int:
@@ -80,6 +100,7 @@ def main(arguments: list[str]) -> int:
         "test": [str(BIN / "python"), "-m", "pytest"],
         "exec": [],
         "setup": [],
+        "lock": [],
     }
     name, *rest = arguments or [""]
     if name not in commands:
@@ -89,6 +110,8 @@ def main(arguments: list[str]) -> int:
         print("run.py: exec: got no command, allowed: a command of the environment and its arguments", file=sys.stderr)
         return 2
     _install()
+    if name == "lock":
+        return _lock(rest)
     if name != "setup":
         _become([*commands[name], *rest])
     return 0
@@ -100,7 +123,9 @@ def _become(command: list[str]) -> NoReturn:
     if program is None:
         print(f"run.py: exec: got {command[0]!r}, allowed: a command of the environment", file=sys.stderr)
         sys.exit(2)
-    os.execv(program, command)
+    # Without Python's bytecode files, which containers often switch off, every import compiles all of vLLM again.
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    os.execve(program, command, environment)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Shared fixtures: what the operations allocate is poisoned, so that an unwritten output fails."""
+"""Shared fixtures: what the operations allocate is poisoned, so that an unwritten output fails.
+
+Folders of tests run in two processes, a file at a time in each. A file alone, `-n 0` and `-p no:xdist` take one.
+"""
 
 import os
 import sys
@@ -8,13 +11,36 @@ import pytest
 import torch
 from support.interpreter import interpret_kernels
 
+ROOT = Path(__file__).parent.parent
+MODEL = ROOT / "models" / "needle-8m"
+
 # The engine of an `LLM` is spawned; it and the tests share two small machines' worth of cores.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Numba numbers the functions in its cache without a lock: of two processes, one would load what the other compiled.
+    os.environ["NUMBA_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "numba" / os.environ["PYTEST_XDIST_WORKER"])
 
 interpret_kernels()
 
-MODEL = Path(__file__).parent.parent / "models" / "needle-8m"
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Choose how many processes run the tests, before pytest-xdist starts them."""
+    option = config.option
+    # Each of them comes here, too, and would start more.
+    if hasattr(config, "workerinput") or not hasattr(option, "numprocesses"):
+        return
+    folders = all(Path(argument).is_dir() for argument in config.args)
+    alone = option.collectonly or option.usepdb or torch.cuda.is_available() or len(os.sched_getaffinity(0)) < 2
+    if option.numprocesses is None and folders and not alone:
+        option.numprocesses = 2
+    if option.numprocesses:
+        # Threads that wait do not spin: there are more of them than cores.
+        os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if option.numprocesses and option.dist == "no":
+        # Fixtures of a module and compiled kernels are shared within a file; the longest files come first.
+        option.dist, option.loadscopereorder = "loadfile", False
 
 
 @pytest.fixture
@@ -43,3 +69,11 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _inspect_models_in_this_process() -> None:
+    """vLLM imports a model to look at it in a process of its own, so that CUDA is not initialised in this one."""
+    registry = sys.modules.get("vllm.model_executor.models.registry")
+    if registry is not None and not torch.cuda.is_available():
+        registry._run_in_subprocess = lambda inspect: inspect()

@@ -7,8 +7,18 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from sparse_kernels.limits import (
+    FLOAT8_STATISTICS,
+    MIN_CAPABILITY,
+    PAGES_OF_A_CONTEXT,
+    PAGES_READ,
+    STOP_RULE,
+    DecodeShape,
+    decode_refusals,
+    head_refusals,
+)
 
-from vllm_sparse_plugin import compat
+from vllm_sparse_plugin import compat, connectors
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
 from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.diagnostics.live import expose
@@ -22,21 +32,6 @@ CPU_KERNEL_BLOCK = 32
 """vLLM's CPU attention packs blocks of a multiple of this many tokens."""
 CUDA_KERNEL_BLOCK = 16
 """FlashAttention reads blocks of a multiple of this many tokens."""
-CUDA_HEAD_SIZES = (64, 128, 256)
-"""Head sizes that the CUDA kernels are written for."""
-CUDA_MAX_GROUP = 16
-"""Query heads to a KV head, at most, that the CUDA kernels are written for."""
-CUDA_MAX_PAGES = 1 << 16
-"""Pages of a context, at most, that the CUDA kernels select from."""
-CUDA_MAX_OLD_WIDTH = 512
-"""Query heads to a KV head times head size, at most, before compute capability 9.0: blocks without clusters must hold
-all sums of a row in their own shared memory."""
-CUDA_MAX_OLD_PAGES = 1 << 15
-"""Pages of a context, at most, before compute capability 9.0, for the same reason."""
-CUDA_MAX_BUDGET_PAGES = 1024
-"""Pages, at most, that the CUDA kernels select."""
-CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector", "DecodeBenchConnector")
-"""KV connectors that move whole blocks, statistics rows included, or, to measure time, fill them with noise."""
 LEARNED_SINKS = ("gpt_oss",)
 """Model types whose attention has learned sinks."""
 SPECULATORS = ("ngram",)
@@ -51,11 +46,11 @@ def settings_of(vllm_config: VllmConfig) -> Any:
 
 def block_multiple(vllm_config: VllmConfig, config: ResolvedConfig, kernel_block: int) -> int:
     """The block size must be a multiple of this many tokens."""
-    if config.pages is None:
+    if config.selector is None:
         return kernel_block
     itemsize = 1 if vllm_config.cache_config.cache_dtype in EIGHT_BIT_CACHES else 2
-    layout = config.pages.statistics_layout(vllm_config.model_config.get_head_size(), itemsize)
-    return math.lcm(kernel_block, layout.unit_tokens if layout else config.pages.page_size)
+    layout = config.selector.statistics_layout(vllm_config.model_config.get_head_size(), itemsize)
+    return math.lcm(kernel_block, layout.unit_tokens if layout else config.selector.page_size)
 
 
 def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
@@ -79,6 +74,8 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     for field, got, allowed in _unsupported(vllm_config, config):
         raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
     announce(config, vllm_config.cache_config.cache_dtype)
+    if vllm_config.kv_transfer_config:
+        vllm_config.kv_transfer_config.kv_connector_module_path = connectors.__name__
     if config.config.diagnostics.sample_every or config.routing or config.stop_rule:
         expose()
 
@@ -95,7 +92,12 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
     on_cpu, on_cuda = current_platform.is_cpu(), current_platform.is_cuda()
     expect(on_cpu or on_cuda, "platform", current_platform.device_name, "NVIDIA GPUs or vLLM's CPU build")
     capability = (current_platform.get_device_capability() if on_cuda else None) or (0, 0)
-    expect(not on_cuda or capability >= (8, 0), "compute capability", ".".join(map(str, capability)), "8.0 or later")
+    expect(
+        not on_cuda or capability >= MIN_CAPABILITY,
+        "compute capability",
+        ".".join(map(str, capability)),
+        "8.0 or later",
+    )
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
@@ -117,17 +119,18 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             _expect_routable(expect, vllm_config, config.routing)
         if not found:
             multiple = block_multiple(vllm_config, config, CPU_KERNEL_BLOCK if on_cpu else CUDA_KERNEL_BLOCK)
-            # On CUDA vLLM has not chosen the block size yet, unless the user has.
+            # vLLM may choose the block size after this, and asks the backend which ones it takes.
             expect(
-                cache.block_size % multiple == 0 or (on_cuda and not cache.user_specified_block_size),
+                cache.block_size % multiple == 0 or not cache.user_specified_block_size,
                 "block_size",
                 cache.block_size,
-                f"a multiple of {multiple}" + (f" (pages of {config.pages.page_size} tokens)" if config.pages else ""),
+                f"a multiple of {multiple}"
+                + (f" (pages of {config.selector.page_size} tokens)" if config.selector else ""),
             )
     if every := config.config.diagnostics.sample_every:
         mode = vllm_config.compilation_config.cudagraph_mode
         field = f"{KEY}.diagnostics.sample_every"
-        expect(config.pages is not None, field, every, "0")
+        expect(config.selector is not None, field, every, "0")
         expect(
             not on_cuda or not mode.has_full_cudagraphs(),
             field,
@@ -138,10 +141,22 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
     expect(dcp == 1, "decode_context_parallel_size", dcp, "1")
     expect(pcp == 1, "prefill_context_parallel_size", pcp, "1")
     if transfer := vllm_config.kv_transfer_config:
-        connector = transfer.kv_connector
+        connector, module = transfer.kv_connector, transfer.kv_connector_module_path
+        allowed = f"one that keeps page statistics: {choices(connectors.CONNECTORS)}"
+        # vLLM makes a connector of what `--kv-offloading-size` says after this.
+        known = connector in connectors.CONNECTORS or (connector is None and cache.kv_offloading_size is not None)
+        expect(known, "kv_connector", connector, allowed)
+        expect(module in (None, connectors.__name__), "kv_connector_module_path", module, "none")
+        field = "kv_connector_extra_config.enforce_handshake_compat"
         expect(
-            connector in CONNECTORS, "kv_connector", connector, f"one that keeps page statistics: {choices(CONNECTORS)}"
+            transfer.get_from_extra_config("enforce_handshake_compat", True),
+            field,
+            "false",
+            "true: engines must agree on their page statistics",
         )
+    if cache.kv_offloading_size is not None:
+        backend = cache.kv_offloading_backend
+        expect(backend == "native", "kv_offloading_backend", backend, "native")
     if speculative := vllm_config.speculative_config:
         expect(speculative.method in SPECULATORS, "speculative method", speculative.method, choices(SPECULATORS))
     return found
@@ -155,27 +170,35 @@ def _expect_cuda_shapes(
 ) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     head_size = model.get_head_size()
-    expect(head_size in CUDA_HEAD_SIZES, "head size", head_size, choices(tuple(map(str, CUDA_HEAD_SIZES))))
-    heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
-    group = heads // kv_heads
-    expect(group <= CUDA_MAX_GROUP, "query heads to a KV head", group, f"up to {CUDA_MAX_GROUP}")
-    pages = config.pages
-    if pages is None or pages.decode_settings() is None:
-        return
-    layout = pages.statistics_layout(head_size, 2)
-    served = layout is None or layout.kind.runs_on_gpu
-    expect(served, "selection.policy", pages.name(), "one whose page statistics have a Triton form, on a GPU")
-    means = getattr(pages, "statistics", None)
-    expect(means != "fp8" or capability >= (8, 9), "selection.statistics", means, "int8 or bf16 on this GPU")
-    old = capability < (9, 0)
-    expect(not old or config.stop_rule is None, f"{KEY}.termination", "a rule", "null on this GPU")
-    width, widest = group * head_size, CUDA_MAX_OLD_WIDTH
-    expect(not old or width <= widest, "query heads to a KV head times head size", width, f"up to {widest} on this GPU")
-    longest = (CUDA_MAX_OLD_PAGES if old else CUDA_MAX_PAGES) * pages.page_size
-    expect(model.max_model_len <= longest, "max_model_len", model.max_model_len, f"up to {longest}")
-    most = CUDA_MAX_BUDGET_PAGES * pages.page_size
-    fits = pages.budget_pages <= CUDA_MAX_BUDGET_PAGES
-    expect(fits, "budget_tokens", pages.budget_tokens, f"up to {most} (pages of {pages.page_size} tokens)")
+    group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    refusals = list(head_refusals(group, head_size))
+    selector = config.selector
+    if selector is not None and not selector.reads_every_page:
+        layout = selector.statistics_layout(head_size, 2)
+        served = layout is None or layout.kind.runs_on_gpu
+        expect(served, "selection.policy", selector.name(), "one whose page statistics have a Triton form, on a GPU")
+        shape = DecodeShape(
+            group,
+            head_size,
+            max_pages=model.max_model_len // selector.page_size,
+            k=selector.budget_pages,
+            stopping=config.stop_rule is not None,
+            float8_statistics=layout is not None and layout.format == "fp8",
+        )
+        refusals += decode_refusals(shape, capability)
+    for refusal in refusals:
+        field, got, allowed = refusal.field, str(refusal.got), refusal.allowed
+        if selector is not None and refusal.field == PAGES_OF_A_CONTEXT:
+            field, got = "max_model_len", str(model.max_model_len)
+            allowed = f"up to {refusal.most * selector.page_size}"
+        elif selector is not None and refusal.field == PAGES_READ:
+            field, got = "budget_tokens", str(selector.budget_tokens)
+            allowed = f"up to {refusal.most * selector.page_size} (pages of {selector.page_size} tokens)"
+        elif refusal.field == STOP_RULE:
+            field, got, allowed = f"{KEY}.termination", "a rule", "null on this GPU"
+        elif refusal.field == FLOAT8_STATISTICS:
+            field, got, allowed = "selection.statistics", "fp8", "int8 or bf16 on this GPU"
+        expect(False, field, got, allowed)
 
 
 def _expect_routable(expect: Callable[[bool, str, Any, str], None], vllm_config: VllmConfig, routing: Routing) -> None:

@@ -1,6 +1,6 @@
-"""The only file that touches vLLM beyond the classes it asks plugins to derive from.
+"""What changes vLLM's own behaviour; each change says why it is there, for which versions, and when it can go.
 
-Each touch says why it is there, for which versions, and when it can go.
+`tests/unit/vllm_touches.toml` lists everything of vLLM that the other files use.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ import copyreg
 import functools
 import importlib.metadata
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.names import BACKENDS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,7 +22,19 @@ if TYPE_CHECKING:
 
 CLASS_MODULE = "vllm_sparse_plugin.attention.backends"
 """Module whose attributes are the backend classes, by registered name."""
+TESTED_VLLM = (0, 32), (0, 34)
+"""The first release that this version is tested with, and the first after the last; pyproject.toml says the same."""
 _HOOKED = "_vllm_sparse_plugin_hooked"
+
+
+def untested_vllm() -> str | None:
+    """The version of vLLM, if it is not one that this version is tested with."""
+    from vllm.version import __version__, __version_tuple__
+
+    first, end = TESTED_VLLM
+    release = __version_tuple__[:2]
+    known = all(isinstance(number, int) for number in release)
+    return None if known and first <= release < end else str(__version__)
 
 
 def register_backend_names(names: Mapping[str, str]) -> None:
@@ -51,8 +64,6 @@ def register_backend_names(names: Mapping[str, str]) -> None:
 def _restore_member(name: str) -> AttentionBackendEnum:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_sparse_plugin.registration import BACKENDS
-
     register_backend_names(BACKENDS)
     return AttentionBackendEnum[name]
 
@@ -71,16 +82,21 @@ def chosen_backend(vllm_config: VllmConfig, names: Mapping[str, str]) -> str | N
     return ours[0] if ours else None
 
 
-def hook_platform(names: Mapping[str, str]) -> None:
+def hook_platform(names: Mapping[str, str], admit: Callable[[VllmConfig], None]) -> None:
     """Adds two steps to the active platform, both without effect unless one of our backends is chosen.
 
     `check_and_update_config` then also refuses what we cannot serve, in the process that the user started, before
-    any worker exists. On CPU, `get_attn_backend_cls` then returns our class.
+    any worker exists. On CPU, `get_attn_backend_cls` then returns our class. Arguments pass through as they come, so
+    that a new one of vLLM's reaches the platform.
 
     Why: vLLM offers backends no start-up check, and its CPU platform ignores every selected backend but its own.
     An out-of-tree platform could do both, but only one may be active, whoever needs it, and it would replace the
     platform of every user who merely installs the plugin.
     Versions: 0.32, 0.33. Can go when the CPU platform honours a selected backend.
+
+    Args:
+        names: our backends' names and presets.
+        admit: raises `ConfigurationError` for a complete configuration that we cannot serve.
     """
     from vllm.platforms import current_platform
 
@@ -91,23 +107,22 @@ def hook_platform(names: Mapping[str, str]) -> None:
     get_attn_backend_cls = platform.get_attn_backend_cls
 
     @functools.wraps(check_and_update_config)
-    def check(vllm_config: VllmConfig) -> None:
-        check_and_update_config(vllm_config)
-        from vllm_sparse_plugin.admission import admit
-
+    def check(*args: Any, **kwargs: Any) -> Any:
+        result = check_and_update_config(*args, **kwargs)
         try:
-            admit(vllm_config, names)
+            admit(args[0] if args else kwargs["vllm_config"])
         except ConfigurationError:
             _print_refusals_without_traceback()
             raise
+        return result
 
     @functools.wraps(get_attn_backend_cls)
-    def select(selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+    def select(*args: Any, **kwargs: Any) -> Any:
+        selected_backend = args[0] if args else kwargs.get("selected_backend")
         if selected_backend is None or selected_backend.name not in names or not current_platform.is_cpu():
-            return str(get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
-        reasons = selected_backend.get_class().validate_configuration(
-            device_capability=None, **attn_selector_config._asdict()
-        )
+            return get_attn_backend_cls(*args, **kwargs)
+        selector = args[1] if len(args) > 1 else kwargs["attn_selector_config"]
+        reasons = selected_backend.get_class().validate_configuration(device_capability=None, **selector._asdict())
         if reasons:
             raise ConfigurationError(f"attention backend {selected_backend.name.lower()}: {'; '.join(reasons)}")
         return str(selected_backend.get_path())

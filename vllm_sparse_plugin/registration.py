@@ -2,23 +2,52 @@
 
 from __future__ import annotations
 
-from vllm_sparse_plugin import compat
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-BACKENDS: dict[str, str] = {
-    "UNIQUE": "unique",
-    "UNIQUE_PAPER": "unique_paper",
-    "QUEST": "quest",
-    "INFLLM": "infllm",
-    "MEAN": "mean",
-    "STREAMING_LLM": "streaming_llm",
-    "DENSE": "dense",
-    "SINKROUTER": "sinkrouter",
-    "ART": "art",
-}
-"""Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
+from vllm_sparse_plugin import compat
+from vllm_sparse_plugin.names import BACKENDS as BACKENDS
+from vllm_sparse_plugin.names import KEY
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def announce() -> None:
+    """Registers the backends' names, if this is a vLLM that we know. Idempotent."""
+    if compat.untested_vllm() is None:
+        compat.register_backend_names(BACKENDS)
 
 
 def register() -> None:
-    """Registers the backends and the checks that run once one of them is chosen. Idempotent."""
+    """Registers the backends and the checks that run once one of them is chosen. Idempotent.
+
+    Raises:
+        UntestedVLLMError: for a vLLM that we do not know, which is left as it is.
+    """
+    if untested := compat.untested_vllm():
+        raise UntestedVLLMError(untested)
     compat.register_backend_names(BACKENDS)
-    compat.hook_platform(BACKENDS)
+    compat.hook_platform(BACKENDS, admit_if_chosen)
+
+
+class UntestedVLLMError(RuntimeError):
+    """The vLLM that is installed is none that this version is tested with."""
+
+    def __init__(self, version: str) -> None:
+        first, end = (".".join(map(str, release)) for release in compat.TESTED_VLLM)
+        super().__init__(f"got vLLM {version}, allowed: {first} or later, before {end}")
+
+
+def admit_if_chosen(vllm_config: VllmConfig) -> None:
+    """Checks a complete configuration that chooses one of our backends or has settings for one; imports nothing else.
+
+    Raises:
+        ConfigurationError: if it cannot be served.
+    """
+    additional = vllm_config.additional_config
+    has_settings = isinstance(additional, Mapping) and additional.get(KEY) is not None
+    if has_settings or compat.chosen_backend(vllm_config, BACKENDS):
+        from vllm_sparse_plugin.admission import admit
+
+        admit(vllm_config, BACKENDS)

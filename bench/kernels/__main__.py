@@ -1,6 +1,13 @@
 """`python -m bench.kernels`."""
 
 from bench.kernels.cli import app
+from vllm_sparse_plugin.cli.arguments import run_app
+
+
+def main() -> None:
+    """Runs the command line; bad input ends in one sentence and exit code 2."""
+    run_app(app)
+
 
 if __name__ == "__main__":
-    app()
+    main()

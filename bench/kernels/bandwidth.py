@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
+
 import torch
 import triton
 import triton.language as tl
-
-from bench.kernels.timing import percentile
 
 _BLOCKS = (4096, 8192, 16384)
 """Elements of an iteration to try; the fastest counts."""
@@ -42,5 +42,5 @@ def read_bandwidth(device: torch.device, num_bytes: int = 4 << 30) -> float:
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) / 1e3)
-        best = min(best, percentile(times[1:], 0.5))
+        best = min(best, statistics.median(times[1:]))
     return num_bytes / best

@@ -8,29 +8,9 @@ from typing import Any
 
 from sparse_kernels.page_statistics import KINDS, RecordFormat, StatisticsLayout
 
+from bench.common.options import GridRow, parse_grid, size_text
+
 DEFAULT_FORMAT: RecordFormat = "int4"
-
-
-def size_text(number: int) -> str:
-    """Whole multiples of 1024 as people say them: 32768 is `32K`."""
-    return f"{number // 1024}K" if number % 1024 == 0 and number else str(number)
-
-
-def parse_sizes(text: str) -> tuple[int, ...]:
-    """Sizes separated by commas, `K` for 1024: `1,8K`.
-
-    Raises:
-        ValueError: if one of them is not a positive integer.
-    """
-    sizes = []
-    for part in text.split(","):
-        digits = part.strip().upper()
-        unit = 1024 if digits.endswith("K") else 1
-        digits = digits.removesuffix("K")
-        if not digits.isdecimal() or int(digits) == 0:
-            raise ValueError(f"got {part.strip()!r}, allowed: positive integers separated by commas, such as 1,8,32K")
-        sizes.append(int(digits) * unit)
-    return tuple(dict.fromkeys(sizes))
 
 
 @dataclass(frozen=True)
@@ -138,8 +118,8 @@ class Grid:
     """Cases to measure, as one value for each dimension."""
 
     ops: Sequence[str] = OPS
-    batches: Sequence[int] = (1, 4, 8, 32)
-    contexts: Sequence[int] = (2048, 8192, 32768, 131072, 524288)
+    steps: Sequence[GridRow] = parse_grid(["2K,8K,32K,128K,512K=1,4,8,32"])
+    """Contexts and batches of decode steps."""
     groups: Sequence[int] = (4, 8, 1)
     formats: Sequence[RecordFormat] = (DEFAULT_FORMAT, "int8", "int2", "fp8", "bf16")
     rows: Sequence[int] = (8, 64, 256)
@@ -170,12 +150,12 @@ class Grid:
         return plan
 
     def _decode_cases(self, group: int, statistics: RecordFormat) -> list[DecodeCase]:
-        return [DecodeCase(batch, context, group, statistics) for batch in self.batches for context in self.contexts]
+        steps = sorted((batch, row.context) for row in self.steps for batch in row.batches if batch is not None)
+        return [DecodeCase(batch, context, group, statistics) for batch, context in steps]
 
 
 QUICK = Grid(
-    batches=(1, 32),
-    contexts=(8192, 131072),
+    steps=parse_grid(["8K,128K=1,32"]),
     groups=(4,),
     formats=(DEFAULT_FORMAT, "int8"),
     rows=(8, 256),

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from sparse_kernels.batch import QueryTokens
 from sparse_kernels.page_score.reference import score_pages
 from sparse_kernels.page_statistics.reference import quantise, summarise
 from sparse_kernels.page_topk.reference import select_pages
@@ -199,17 +200,10 @@ def _require_routed(
 
 
 def _attend(inputs: DecodeInputs, rows: list[int], pages: torch.Tensor) -> torch.Tensor:
-    return attend_pages(
-        inputs.grouped_query[rows].float(),
-        inputs.keys,
-        inputs.values,
-        inputs.block_table[rows].long(),
-        inputs.seq_lens[rows].long(),
-        pages.long(),
-        inputs.geometry.scale,
-        None,
-        0.0,
+    tokens = QueryTokens(
+        inputs.grouped_query[rows].float(), inputs.block_table[rows].long(), inputs.seq_lens[rows].long()
     )
+    return attend_pages(tokens, inputs.cache, pages.long(), inputs.softmax)
 
 
 def _dense(inputs: DecodeInputs, calls: Calls, lengths: list[int], skipped: torch.Tensor | None = None) -> None:

@@ -10,61 +10,33 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 
-from bench.kernels.cases import OPS, QUICK, Case, DecodeCase, Geometry, Grid, parse_sizes
-from bench.kernels.report import ResultFile, print_results, read_results
+from bench.common.console import open_console
+from bench.common.options import Commit, Output, TimeLimit, make_app, parse_grid, parse_names, parse_sizes
+from bench.common.results import ResultFile, Run
+from bench.kernels.cases import OPS, QUICK, Case, DecodeCase, Geometry, Grid
+from bench.kernels.report import print_results, read_results
 from bench.kernels.runner import LEFT_OUT, MEASURED, Runner, is_broken
 from bench.kernels.timing import COLD_REPEATS, WARM_REPEATS
+from vllm_sparse_plugin.errors import ConfigurationError
 
 _RESERVED_BYTES = 10 << 30
 """Device memory kept for what is not the cache: the references' float32 copies, workspaces, graphs."""
 _FORMATS = ("svg", "png")
 
-app = typer.Typer(
-    help="Measure the kernels on a GPU, each beside its rivals.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
+app = make_app("Measure the kernels on a GPU, each beside its rivals.")
 
 
-def _sizes(text: str) -> tuple[int, ...]:
-    try:
-        return parse_sizes(text)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+def grid_of(quick: bool, only: list[str] | None, grid: list[str] | None, groups: list[str] | None) -> Grid:
+    """The default or the quick grid with what the options replace.
 
-
-def _names(allowed: tuple[str, ...], text: str) -> tuple[str, ...]:
-    names = tuple(part.strip() for part in text.split(","))
-    for name in names:
-        if name not in allowed:
-            raise typer.BadParameter(f"got {name!r}, allowed: {', '.join(allowed)}, separated by commas")
-    return names
-
-
-def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    try:
-        return read_results(path)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise typer.BadParameter(f"{path.name}: {reason}") from None
-
-
-def _console() -> Console:
-    console = Console()
-    # A log has no width of its own, and the tables do not fit into the 80 columns it would get.
-    return console if console.is_terminal else Console(width=200)
-
-
-def grid_of(quick: bool, only: str | None, batches: str | None, contexts: str | None, groups: str | None) -> Grid:
-    """The default or the quick grid with what the options replace."""
+    Raises:
+        ConfigurationError: for a value of an option that is not allowed.
+    """
     given: dict[str, Any] = {
-        "ops": _names(OPS, only) if only else None,
-        "batches": _sizes(batches) if batches else None,
-        "contexts": _sizes(contexts) if contexts else None,
-        "groups": _sizes(groups) if groups else None,
+        "ops": parse_names("only", only, OPS) if only else None,
+        "steps": parse_grid(grid, largest=False) if grid else None,
+        "groups": parse_sizes("groups", groups) if groups else None,
     }
     return replace(QUICK if quick else Grid(), **{name: value for name, value in given.items() if value})
 
@@ -78,24 +50,29 @@ def cache_blocks(plan: list[tuple[str, Case]], geometry: Geometry, free_bytes: i
 
 @app.command()
 def run(
-    output: Annotated[Path, typer.Option(help="JSON lines to write.")],
-    only: Annotated[str | None, typer.Option(help=f"Operations, of {', '.join(OPS)}; all by default.")] = None,
-    batches: Annotated[str | None, typer.Option(help="Requests of a decode step, such as 1,8.")] = None,
-    contexts: Annotated[str | None, typer.Option(help="Tokens of a context, such as 2K,128K.")] = None,
-    groups: Annotated[str | None, typer.Option(help="Query heads of a KV head, most important first.")] = None,
+    output: Output,
+    only: Annotated[list[str] | None, typer.Option(help=f"Operations, of {', '.join(OPS)}; all by default.")] = None,
+    grid: Annotated[
+        list[str] | None, typer.Option(help="CONTEXT=BATCH,... of decode steps; 2K,8K,32K,128K,512K=1,4,8,32.")
+    ] = None,
+    groups: Annotated[
+        list[str] | None, typer.Option(help="Query heads of a KV head, most important first; 4,8,1.")
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Few cases, one format of statistics.")] = False,
-    time_limit: Annotated[float, typer.Option(help="Seconds after which no case is begun.", min=1.0)] = 480.0,
+    time_limit: TimeLimit = 480,
     build: Annotated[bool, typer.Option("--build", help="Let FlashInfer compile what is not built ahead.")] = False,
-    commit: Annotated[str | None, typer.Option(help="Commit to record where the checkout has no history.")] = None,
+    commit: Commit = None,
 ) -> None:
     """Check and time every case; print tables and write one line for each provider and case.
 
     Exits with 1 if a provider computes something wrong or crashes, or if one of our own is missing.
     """
     deadline = time.monotonic() + time_limit
-    grid = grid_of(quick, only, batches, contexts, groups)
+    cases = grid_of(quick, only, grid, groups)
     if not torch.cuda.is_available():
-        raise typer.BadParameter("this machine has no CUDA device; `table` and `plot` work without one")
+        raise ConfigurationError(
+            "device: got a machine with no CUDA device, allowed: one with a GPU; `table` and `plot` work without one"
+        )
     if not build:
         # Building its operators takes minutes each, silently.
         os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
@@ -107,7 +84,7 @@ def run(
     from bench.kernels.timing import GraphTimer
     from bench.kernels.workload import Workload
 
-    console = _console()
+    console = open_console()
     device, geometry = torch.device("cuda", torch.cuda.current_device()), Geometry()
     bandwidth = read_bandwidth(device)
     description = describe(device, commit)
@@ -120,14 +97,13 @@ def run(
         "geometry": vars(geometry),
         "method": {"cold_repeats": COLD_REPEATS, "warm_repeats": WARM_REPEATS, "l2_bytes": timer.l2_bytes},
     }
-    plan = grid.plan()
+    plan = cases.plan()
     free, _ = torch.cuda.mem_get_info(device)
     workload = Workload(geometry, device, cache_blocks(plan, geometry, free - _RESERVED_BYTES))
-    with ResultFile(output) as file:
-        file.write(header)
+    with ResultFile(output, header) as file:
         runner = Runner(PROVIDERS, workload, timer, bandwidth, file.write, lambda: deadline - time.monotonic())
         rows = runner.run(plan)
-    print_results(console, header, rows)
+    print_results(console, Run(header, rows))
     measured = sum(row["status"] == MEASURED for row in rows)
     left_out = sum(row["status"] == LEFT_OUT for row in rows)
     console.print(f"{measured} of {len(rows)} rows measured, {left_out} left out.")
@@ -140,19 +116,18 @@ def run(
 @app.command()
 def table(results: Annotated[Path, typer.Argument(help="JSON lines written by `run`.")]) -> None:
     """Print the tables of a result file."""
-    print_results(_console(), *_read(results))
+    print_results(open_console(), read_results(results))
 
 
 @app.command()
 def plot(
     results: Annotated[Path, typer.Argument(help="JSON lines written by `run`.")],
     folder: Annotated[Path, typer.Option(help="Where to put the figures.")],
-    formats: Annotated[str, typer.Option(help=f"Of {', '.join(_FORMATS)}.")] = ",".join(_FORMATS),
+    formats: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(_FORMATS)}; both by default.")] = None,
 ) -> None:
     """Draw the figures of a result file."""
     from bench.kernels.plots import draw
 
-    suffixes = _names(_FORMATS, formats)
-    described, rows = _read(results)
-    for file in draw(described, rows, folder, suffixes):
+    suffixes = parse_names("formats", formats or _FORMATS, _FORMATS)
+    for file in draw(read_results(results), folder, suffixes):
         typer.echo(file.name)

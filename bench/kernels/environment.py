@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import subprocess
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from bench.common.results import ROOT
 from vllm_sparse_plugin.cli.provenance import describe_run
 
-_ROOT = Path(__file__).parents[2]
 _PACKAGES = ("triton", "flashinfer-python")
 
 
@@ -23,11 +22,11 @@ def _output(*command: str) -> str | None:
 
 def commit() -> str | None:
     """Commit of the checkout, `+changes` where files differ from it; None outside a checkout."""
-    head = _output("git", "-C", str(_ROOT), "rev-parse", "HEAD")
+    head = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     if head is None:
         return None
     return (
-        f"{head}+changes" if _output("git", "-C", str(_ROOT), "status", "--porcelain", "--untracked-files=no") else head
+        f"{head}+changes" if _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no") else head
     )
 
 

@@ -15,8 +15,10 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from bench.kernels.cases import DEFAULT_FORMAT, size_text
-from bench.kernels.runner import MEASURED, Row
+from bench.common.options import size_text
+from bench.common.results import Row, Run
+from bench.kernels.cases import DEFAULT_FORMAT
+from bench.kernels.runner import MEASURED
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,10 @@ FIGURES = (
 )
 
 
-def draw(run: dict[str, Any], rows: Sequence[Row], folder: Path, formats: Sequence[str]) -> list[Path]:
-    """Draws what the rows hold and returns the files."""
+def draw(run: Run, folder: Path, formats: Sequence[str]) -> list[Path]:
+    """Draws what the run measured and returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
-    measured = [row for row in rows if row["status"] == MEASURED]
+    measured = [row for row in run.rows if row["status"] == MEASURED]
     figures: dict[str, Figure] = {}
     for spec in FIGURES:
         of_op = [row for row in measured if row["op"] == spec.op]
@@ -74,9 +76,9 @@ def _file_name(text: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in text.lower())
 
 
-def _subtitle(run: dict[str, Any], group: int | None) -> str:
+def _subtitle(run: Run, group: int | None) -> str:
     heads = "" if group is None else f"; 8 KV heads, {group} query heads each"
-    return f"{run['hardware'].get('gpu')}, cold L2, median and 20-80 %{heads}"
+    return f"{run.machine}, cold L2, median and 20-80 %{heads}"
 
 
 def _size_axis(axes: Axes, sizes: Sequence[int], label: str) -> None:

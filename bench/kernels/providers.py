@@ -11,9 +11,10 @@ from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 import torch
+from sparse_kernels.batch import PageSelection
 from sparse_kernels.page_statistics import STATISTICS_FORMATS, RecordFormat
-from sparse_kernels.routed_attention import stop_scratch
-from sparse_kernels.termination import StopRule
+from sparse_kernels.split_attention import Stopping, stop_scratch
+from sparse_kernels.stopping import StopRule
 
 from bench.kernels import checks, traffic
 from bench.kernels.cases import Case, DecodeCase, Geometry
@@ -28,7 +29,7 @@ _FLASHINFER_WORKSPACE = 512 << 20
 ART = StopRule(scale_tolerance=1e-5, direction_tolerance=1e-3, patience=5, block_tokens=512)
 """The paper's rule, in blocks that a block of threads reads in a few microseconds."""
 IN_VAIN = ART._replace(scale_tolerance=0.0)
-"""Looks at everything and never stops."""
+"""Tests everything and never stops."""
 ENDLESS = ART._replace(patience=1 << 20)
 """The paper's p = infinity."""
 
@@ -109,63 +110,35 @@ def _score(loaded: list[Any], inputs: DecodeInputs) -> Call:
 
 def _attend(loaded: list[Any], inputs: DecodeInputs) -> Call:
     (attend_pages,) = loaded
-    return lambda: attend_pages(
-        inputs.grouped_query,
-        inputs.keys,
-        inputs.values,
-        inputs.block_table,
-        inputs.seq_lens,
-        inputs.pages,
-        inputs.geometry.scale,
-    )
+    tokens, cache, softmax = inputs.tokens, inputs.cache, inputs.softmax
+    return lambda: attend_pages(tokens, cache, inputs.pages, softmax)
 
 
-def _routed(loaded: list[Any], inputs: DecodeInputs, skipped_groups: int | None) -> Call:
+def _split(loaded: list[Any], inputs: DecodeInputs, skipped_groups: int | None) -> Call:
     """Dense attention with so many groups skipped; None for none asked for."""
-    (routed_attention,) = loaded
+    (split_attention,) = loaded
     routing = None if skipped_groups is None else inputs.routing(skipped_groups)
-    return lambda: routed_attention(
-        inputs.query, inputs.keys, inputs.values, inputs.block_table, inputs.seq_lens, routing, inputs.geometry.scale
-    )
+    batch, cache, softmax = inputs.batch, inputs.cache, inputs.softmax
+    return lambda: split_attention(batch, cache, softmax, routing=routing)
 
 
 def _fused(loaded: list[Any], inputs: DecodeInputs, skipped_groups: int | None = None) -> Call:
     sparse_decode = loaded[0]
     geometry = inputs.geometry
     routing = None if skipped_groups is None else inputs.routing(skipped_groups)
-    return lambda: sparse_decode(
-        inputs.query,
-        inputs.keys,
-        inputs.values,
-        inputs.statistics,
-        inputs.block_table,
-        inputs.seq_lens,
-        k=geometry.k,
-        sink_pages=geometry.sink_pages,
-        recent_pages=geometry.recent_pages,
-        std_weight=geometry.std_weight,
-        scale=geometry.scale,
-        routing=routing,
-    )
+    batch, cache, softmax = inputs.batch, inputs.cache, inputs.softmax
+    selection = PageSelection(geometry.k, geometry.sink_pages, geometry.recent_pages, geometry.std_weight)
+    return lambda: sparse_decode(batch, cache, softmax, selection, routing=routing)
 
 
 def _stopping(loaded: list[Any], inputs: DecodeInputs, rule: StopRule) -> Call:
     """Dense attention by our kernel, newest tokens first under a rule."""
-    (routed_attention,) = loaded
+    (split_attention,) = loaded
     geometry, table = inputs.geometry, inputs.block_table
     rows = len(inputs.query) * geometry.num_kv_heads
-    scratch = stop_scratch(rows, table.shape[1] * geometry.block_size, rule, table.device)
-    return lambda: routed_attention(
-        inputs.query,
-        inputs.keys,
-        inputs.values,
-        table,
-        inputs.seq_lens,
-        None,
-        geometry.scale,
-        rule=rule,
-        scratch=scratch,
-    )
+    scratch = stop_scratch(rule, rows, table.shape[1] * geometry.block_size, table.device)
+    batch, cache, softmax, stopping = inputs.batch, inputs.cache, inputs.softmax, Stopping(rule, scratch=scratch)
+    return lambda: split_attention(batch, cache, softmax, stopping=stopping)
 
 
 def _step(loaded: list[Any], inputs: DecodeInputs) -> Call:
@@ -182,6 +155,7 @@ def _step(loaded: list[Any], inputs: DecodeInputs) -> Call:
 def _separate(loaded: list[Any], inputs: DecodeInputs) -> Call:
     score_pages, select_pages, attend_pages, write_cache = loaded
     geometry, num_pages = inputs.geometry, inputs.num_pages
+    tokens, cache, softmax = inputs.tokens, inputs.cache, inputs.softmax
     write = _write(write_cache, inputs)
 
     def call() -> Any:
@@ -190,15 +164,7 @@ def _separate(loaded: list[Any], inputs: DecodeInputs) -> Call:
             inputs.grouped_query, inputs.statistics, inputs.block_table, num_pages, geometry.std_weight
         )
         pages = select_pages(scores, num_pages, geometry.k, geometry.sink_pages, geometry.recent_pages)
-        return attend_pages(
-            inputs.grouped_query,
-            inputs.keys,
-            inputs.values,
-            inputs.block_table,
-            inputs.seq_lens,
-            pages,
-            geometry.scale,
-        )
+        return attend_pages(tokens, cache, pages, softmax)
 
     return call
 
@@ -343,7 +309,7 @@ def _torch_topk(loaded: list[Any], inputs: TopKInputs) -> Call:
 
 
 _SPARSE_DECODE = "sparse_kernels.sparse_decode:sparse_decode"
-_ROUTED_ATTENTION = "sparse_kernels.routed_attention:routed_attention"
+_SPLIT_ATTENTION = "sparse_kernels.split_attention:split_attention"
 _WRITE_CACHE = "sparse_kernels.page_statistics:write_cache"
 _SCORE_PAGES = "sparse_kernels.page_score:score_pages"
 _SELECT_PAGES = "sparse_kernels.page_topk:select_pages"
@@ -359,8 +325,8 @@ _DENSE_FLASH_ATTENTION: Provider[DecodeInputs] = Provider(
 
 _NOT_ROUTED: Provider[DecodeInputs] = Provider(
     "sinkrouter, not routed",
-    imported(_ROUTED_ATTENTION),
-    lambda loaded, inputs: _routed(loaded, inputs, None),
+    imported(_SPLIT_ATTENTION),
+    lambda loaded, inputs: _split(loaded, inputs, None),
     checks.dense,
     traffic.dense,
 )
@@ -389,16 +355,16 @@ PROVIDERS: dict[str, Op[Any]] = {
         (
             Provider(
                 "sinkrouter",
-                imported(_ROUTED_ATTENTION),
-                lambda loaded, inputs: _routed(loaded, inputs, inputs.case.skipped_groups(inputs.geometry)),
+                imported(_SPLIT_ATTENTION),
+                lambda loaded, inputs: _split(loaded, inputs, inputs.case.skipped_groups(inputs.geometry)),
                 checks.routed,
                 traffic.routed,
             ),
             _DENSE_FLASH_ATTENTION,
             Provider(
                 "sinkrouter, nothing skipped",
-                imported(_ROUTED_ATTENTION),
-                lambda loaded, inputs: _routed(loaded, inputs, 0),
+                imported(_SPLIT_ATTENTION),
+                lambda loaded, inputs: _split(loaded, inputs, 0),
                 checks.dense,
                 traffic.dense,
             ),
@@ -472,21 +438,21 @@ PROVIDERS: dict[str, Op[Any]] = {
         (
             Provider(
                 "art",
-                imported(_ROUTED_ATTENTION),
+                imported(_SPLIT_ATTENTION),
                 lambda loaded, inputs: _stopping(loaded, inputs, ART),
                 checks.dense,
                 traffic.dense,
             ),
             Provider(
                 "art that never stops",
-                imported(_ROUTED_ATTENTION),
+                imported(_SPLIT_ATTENTION),
                 lambda loaded, inputs: _stopping(loaded, inputs, IN_VAIN),
                 checks.dense,
                 traffic.dense,
             ),
             Provider(
                 "art, endless patience",
-                imported(_ROUTED_ATTENTION),
+                imported(_SPLIT_ATTENTION),
                 lambda loaded, inputs: _stopping(loaded, inputs, ENDLESS),
                 checks.dense,
                 traffic.dense,

@@ -1,64 +1,40 @@
-"""Result files: writing, reading, and tables of them."""
+"""Tables of result files."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
 
-from bench.kernels.runner import LEFT_OUT, MEASURED, Row
+from bench.common.results import Row, Run, read_run
+from bench.kernels.runner import LEFT_OUT, MEASURED
+from vllm_sparse_plugin.errors import ConfigurationError
 
 
-class ResultFile:
-    """JSON lines: the run first, then a row for each provider and case, each written at once."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: TextIO = path.open("w", encoding="utf-8")
-
-    def __enter__(self) -> ResultFile:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-
-    def write(self, row: dict[str, Any]) -> None:
-        """Adds a line."""
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-
-
-def read_results(path: Path) -> tuple[dict[str, Any], list[Row]]:
+def read_results(path: Path) -> Run:
     """The run and the rows of a result file.
 
     Raises:
-        ValueError: if it is not one.
+        ConfigurationError: if it is not one of this command.
     """
-    try:
-        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    except json.JSONDecodeError:
-        lines = []
-    if not lines or "read_bandwidth_gb_s" not in lines[0]:
-        raise ValueError("not a result file of this command")
-    return lines[0], lines[1:]
+    run = read_run(path)
+    if "read_bandwidth_gb_s" not in run.about:
+        raise ConfigurationError(f"results: got {str(path)!r}, allowed: a file of `python -m bench.kernels run`")
+    return run
 
 
-def print_results(console: Console, run: dict[str, Any], rows: Sequence[Row]) -> None:
+def print_results(console: Console, run: Run) -> None:
     """A table for each operation, and what is missing from them."""
+    about, rows = run.about, run.rows
     for op in dict.fromkeys(row["op"] for row in rows):
         console.print(_table(op, [row for row in rows if row["op"] == op]))
-    floor = run["launch_floor"]
+    floor = about["launch_floor"]
     console.print(
         "Microseconds, cold / warm, and how many times as long as the first column; share of bandwidth cold.\n"
-        f"{run['hardware'].get('gpu')}: reads {run['read_bandwidth_gb_s']:,.0f} GB/s; "
+        f"{run.machine}: reads {about['read_bandwidth_gb_s']:,.0f} GB/s; "
         f"a graph that does nothing takes {floor['cold']['median_us']:.1f} / {floor['warm']['median_us']:.1f}."
     )
     missing = Counter(

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 
+from bench.common.results import Row
 from bench.kernels.cases import Case, DecodeCase
 from bench.kernels.checks import CheckError, poisoned_allocations
 from bench.kernels.providers import Op, Provider
 from bench.kernels.timing import Timer, Timing
 from bench.kernels.workload import Workload
-
-Row = dict[str, Any]
 
 MEASURED = "measured"
 UNAVAILABLE = "unavailable"

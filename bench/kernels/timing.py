@@ -4,27 +4,19 @@ it back to back in one graph.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
 
+from bench.common.results import spread
+
 COLD_REPEATS = 40
 WARM_REPEATS = 20
 _WARM_COPIES = 20
 _WARM_US = 2000.0
 """Copies of a long call stop here: what their graph adds is small beside it."""
-
-
-def percentile(values: Sequence[float], share: float) -> float:
-    """Value below which a share of the values lie, linear between neighbours."""
-    ordered = sorted(values)
-    position = share * (len(ordered) - 1)
-    below = int(position)
-    above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)
 
 
 @dataclass(frozen=True)
@@ -39,12 +31,8 @@ class Spread:
     @classmethod
     def of(cls, microseconds: Sequence[float]) -> Spread:
         """Summary of measured times."""
-        return cls(
-            median_us=statistics.median(microseconds),
-            p20_us=percentile(microseconds, 0.2),
-            p80_us=percentile(microseconds, 0.8),
-            repeats=len(microseconds),
-        )
+        median, low, high = spread(microseconds)
+        return cls(median_us=median, p20_us=low, p80_us=high, repeats=len(microseconds))
 
 
 @dataclass(frozen=True)

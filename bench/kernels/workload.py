@@ -7,8 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from sparse_kernels.group_routing import GroupRouting
-from sparse_kernels.group_routing.api import GROUP_SCORES
+from sparse_kernels.batch import DecodeBatch, QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.group_routing import GROUP_SCORES, GroupRouting
 from sparse_kernels.group_routing.reference import score_groups
 from sparse_kernels.page_statistics import PageStatistics, RecordFormat
 from sparse_kernels.page_statistics.reference import update_page_statistics
@@ -51,6 +52,26 @@ class DecodeInputs:
     """`[batch]` int64, where the new tokens lie."""
     pages: torch.Tensor
     """`[batch, num_kv_heads, k]` int32, a random selection: distinct complete pages, ascending, -1 for none."""
+
+    @property
+    def cache(self) -> KVCache:
+        """Keys, values and statistics."""
+        return KVCache(self.keys, self.values, self.statistics)
+
+    @property
+    def batch(self) -> DecodeBatch:
+        """The requests that decode, one query token each."""
+        return DecodeBatch(self.query, self.block_table, self.seq_lens)
+
+    @property
+    def tokens(self) -> QueryTokens:
+        """The same query tokens, for the operations that take them one by one."""
+        return QueryTokens(self.grouped_query, self.block_table, self.seq_lens)
+
+    @property
+    def softmax(self) -> Softmax:
+        """How logits become weights."""
+        return Softmax(self.geometry.scale)
 
     @property
     def num_pages(self) -> torch.Tensor:

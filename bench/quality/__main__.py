@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import typer
-
+from bench.common.options import make_app
 from bench.quality.accuracy import accuracy, accuracy_engines
 from vllm_sparse_plugin.cli.arguments import run_app
 from vllm_sparse_plugin.cli.server import unwind_on_termination
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = make_app("Quality of sparse attention beside dense attention.")
 
 
 @app.callback()
 def _quality() -> None:
-    """Quality of sparse attention beside dense attention."""
+    """Ends children when it is ended itself."""
     unwind_on_termination()
 
 

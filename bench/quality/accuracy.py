@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -20,12 +20,14 @@ import typer
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from bench.children import run_python
-from bench.engine import Variant, WrongBackendError, free_engines, start_engine
-from bench.models import NEEDLE_8M, Model, open_model
-from bench.quality.questions import check, load_tokenizer, write_questions
-from bench.report import open_console, read_runs
-from vllm_sparse_plugin.cli.provenance import describe_gpu, open_report
+from bench.common.children import run_python
+from bench.common.console import open_console
+from bench.common.engine import Variant, WrongBackendError, free_engines, parse_variants, start_engine
+from bench.common.models import NEEDLE_8M, Model, load_tokenizer, open_model
+from bench.common.options import Commit, Output, TimeLimit, parse_sizes, split_values
+from bench.common.results import ResultFile, Row, read_run
+from bench.quality.questions import check, write_questions
+from vllm_sparse_plugin.cli.provenance import describe_gpu, describe_run
 from vllm_sparse_plugin.config import KEY
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.needles import TASKS, Question, answer_tokens, is_correct
@@ -33,8 +35,8 @@ from vllm_sparse_plugin.policies.unique import UniqueSelection
 
 PAGE_SIZE = 8
 STATISTICS = tuple(kind for kind in get_args(UniqueSelection.model_fields["statistics"].annotation) if kind != "auto")
-DEFAULT_PAGES = (64, 32, 16, 8)
-DEFAULT_CONTEXTS = (4096, 8192, 16384, 32768)
+DEFAULT_PAGES = ("64,32,16,8",)
+DEFAULT_CONTEXTS = ("4K,8K,16K,32K",)
 _MAX_NUM_SEQS = 32
 
 
@@ -79,15 +81,17 @@ class Job(BaseModel):
     """JSON lines file to append to."""
 
 
-def all_settings(dense: list[str], sparse: list[str], pages: list[int], statistics: list[str]) -> list[Setting]:
+def all_settings(
+    dense: Iterable[str], sparse: Iterable[str], pages: Sequence[int], statistics: Sequence[str]
+) -> list[Setting]:
     """Every dense variant, and every sparse one with every budget and format.
 
     Raises:
         ConfigurationError: for an unknown variant, format or budget, or a variant in the wrong list.
     """
-    settings = [Setting(Variant.parse(text)) for text in dense]
+    settings = [Setting(variant) for variant in parse_variants(dense)]
     settings += [
-        Setting(Variant.parse(text), budget, kind) for text in sparse for kind in statistics for budget in pages
+        Setting(variant, budget, kind) for variant in parse_variants(sparse) for kind in statistics for budget in pages
     ]
     for setting in settings:
         if setting.variant.sparse != (setting.pages is not None):
@@ -104,15 +108,15 @@ def unfinished(settings: list[Setting], rows: list[dict[str, Any]], rows_each: i
 
 
 def accuracy(
-    output: Annotated[Path, typer.Option(help="JSON lines to write.")],
+    output: Output,
     model: Annotated[str, typer.Option(help="needle-8m or a folder.")] = NEEDLE_8M.name,
     dense: Annotated[list[str] | None, typer.Option(help="Dense variant, repeatable; `dense`.")] = None,
     sparse: Annotated[list[str] | None, typer.Option(help="Sparse variant, repeatable; `unique`.")] = None,
-    pages: Annotated[list[int] | None, typer.Option(help="Budget in pages of 8 tokens; 64, 32, 16 and 8.")] = None,
+    pages: Annotated[list[str] | None, typer.Option(help="Budget in pages of 8 tokens; 64, 32, 16 and 8.")] = None,
     statistics: Annotated[
         list[str] | None, typer.Option(help=f"Statistics of pages, repeatable; {', '.join(STATISTICS)}.")
     ] = None,
-    context: Annotated[list[int] | None, typer.Option(help="Context in tokens; 4096, 8192, 16384 and 32768.")] = None,
+    context: Annotated[list[str] | None, typer.Option(help="Context in tokens, repeatable; 4K,8K,16K,32K.")] = None,
     task: Annotated[list[str] | None, typer.Option(help=f"Task, repeatable; {', '.join(TASKS)}.")] = None,
     questions: Annotated[int, typer.Option(help="Questions for each task and context.")] = 32,
     seed: Annotated[int, typer.Option(help="Seed of documents and needles.")] = 0,
@@ -121,20 +125,19 @@ def accuracy(
     engines_per_process: Annotated[
         int | None, typer.Option(min=1, help="All on a GPU; 1 on a CPU, where vLLM cannot start a second one.")
     ] = None,
-    deadline: Annotated[float, typer.Option(help="Seconds after which what has been measured must do.")] = 3600,
-    commit: Annotated[str | None, typer.Option(help="Commit to record, where the checkout has no .git.")] = None,
+    time_limit: TimeLimit = 3600,
+    commit: Commit = None,
 ) -> None:
     """Ask engines of each setting the same needle questions; exit code 3 if one fails or time runs out."""
-    end = time.monotonic() + deadline
-    tasks, contexts = task or list(TASKS), context or list(DEFAULT_CONTEXTS)
-    settings = all_settings(
-        dense or ["dense"], sparse or ["unique"], pages or list(DEFAULT_PAGES), statistics or list(STATISTICS)
-    )
+    end = time.monotonic() + time_limit
+    tasks, contexts = split_values(task or TASKS), parse_sizes("context", context or DEFAULT_CONTEXTS)
+    budgets, kinds = parse_sizes("pages", pages or DEFAULT_PAGES), split_values(statistics or STATISTICS)
+    settings = all_settings(dense or ["dense"], sparse or ["unique"], budgets, kinds)
     console = open_console()
     failed = []
     with open_model(model) as opened:
         check(opened, contexts, tasks, questions)
-        with open_report(output, opened.folder, "output", commit):
+        with ResultFile(output, describe_run(opened.folder, commit)):
             pass
         with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
             with console.status("Writing the questions"):
@@ -157,14 +160,14 @@ def accuracy(
                 if code == 0:
                     settings = settings[len(group) :]
                     continue
-                first = unfinished(group, read_runs(output)[-1].rows, len(contexts) * len(tasks))
+                first = unfinished(group, read_run(output).rows, len(contexts) * len(tasks))
                 if code is None:
                     failed.append(f"{settings[first].name} and what follows it: not done by the deadline")
                     break
                 # A process of its own for what comes after the engine that failed.
                 failed.append(f"{settings[first].name}: ended with exit code {code}")
                 settings = settings[first + 1 :]
-    for lines in tables(read_runs(output)[-1].rows):
+    for lines in tables(read_run(output).rows):
         console.print(lines)
     for sentence in failed:
         print(f"error: {sentence}", file=sys.stderr)
@@ -177,17 +180,13 @@ def accuracy_engines(text: Annotated[str, typer.Argument(metavar="JSON")]) -> No
     job = Job.model_validate_json(text)
     questions = [Question(**each) for each in json.loads(Path(job.questions).read_text(encoding="utf-8"))]
     arguments = {"block_size": job.block_size, "gpu_memory_utilization": job.gpu_memory_utilization}
-    with open_model(job.model) as model, Path(job.output).open("a", encoding="utf-8") as file:
-
-        def write(row: dict[str, Any]) -> None:
-            print(json.dumps(row), file=file, flush=True)
-
+    with open_model(job.model) as model, ResultFile(Path(job.output)) as file:
         for i, (variant, pages, statistics) in enumerate(job.engines):
             if i:
                 free_engines()
             setting = Setting(Variant.parse(variant), pages, statistics)
             try:
-                correct = _measure(setting, model, questions, arguments, write)
+                correct = _measure(setting, model, questions, arguments, file.write)
             except WrongBackendError as error:
                 print(f"error: {error}", file=sys.stderr)
                 raise typer.Exit(3) from None
@@ -199,7 +198,7 @@ def _measure(
     model: Model,
     questions: list[Question],
     arguments: dict[str, Any],
-    write: Callable[[dict[str, Any]], None],
+    write: Callable[[Row], None],
 ) -> int:
     """Start an engine, ask everything, write a row for each task and context; return how many were answered."""
     begin = time.perf_counter()

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
-from bench.models import Model
+from bench.common.models import Model, load_tokenizer
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.needles import MIN_CONTEXT_TOKENS, STRESS_TASKS, TASKS, Question, build_questions
 
 
-@cache
-def load_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model.
-
-    Raises:
-        ConfigurationError: if the folder has none.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError):
-        raise ConfigurationError(f"model: got {folder.name!r}, allowed: a model with a tokenizer") from None
-
-
-def check(model: Model, contexts: list[int], tasks: list[str], count: int) -> None:
+def check(model: Model, contexts: Sequence[int], tasks: Sequence[str], count: int) -> None:
     """Raise ConfigurationError for what can be refused before anything is computed."""
     limit = int(model.config["max_position_embeddings"])
     for context in contexts:
@@ -45,7 +30,7 @@ def check(model: Model, contexts: list[int], tasks: list[str], count: int) -> No
 
 
 def write_questions(
-    model: Model, contexts: list[int], tasks: list[str], count: int, seed: int, processes: int
+    model: Model, contexts: Sequence[int], tasks: Sequence[str], count: int, seed: int, processes: int
 ) -> list[Question]:
     """Return `count` questions for each context and task; documents are fitted to their length in parallel."""
     load_tokenizer(model.folder)  # a folder without a tokenizer is refused here, not in a child

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import typer
-
+from bench.common.options import make_app
 from bench.serving.decode import decode, decode_variant
+from bench.serving.decode_cpu import decode_cpu
 from bench.serving.plot import plot
 from bench.serving.serve import serve
 from vllm_sparse_plugin.cli.arguments import run_app
 from vllm_sparse_plugin.cli.server import unwind_on_termination
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = make_app("Speed of sparse and dense attention in vLLM.")
 
 
 @app.callback()
 def _serving() -> None:
-    """Speed of sparse and dense attention in vLLM."""
+    """Ends children when it is ended itself."""
     unwind_on_termination()
 
 
 app.command()(decode)
 app.command(hidden=True)(decode_variant)
+app.command()(decode_cpu)
 app.command()(serve)
 app.command()(plot)
 

@@ -25,15 +25,16 @@ import typer
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from bench.children import run_python
-from bench.engine import Variant, WrongBackendError, force_routing, start_engine
-from bench.models import SHAPES, Model, open_model
-from bench.report import open_console, read_runs, spread
-from vllm_sparse_plugin.cli.provenance import open_report
+from bench.common.children import run_python
+from bench.common.console import open_console
+from bench.common.engine import Variant, WrongBackendError, force_routing, parse_variants, start_engine
+from bench.common.models import SHAPES, Model, open_model
+from bench.common.options import LARGEST, Commit, GridRow, Output, TimeLimit, parse_grid
+from bench.common.results import ResultFile, Row, read_run, spread
+from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
 DEFAULT_GRID = ("2K=1,6,24", "8K=1,8,24", "32K=1,8,24", "128K=1,4,6")
-_LARGEST = "max"
 # Round figures of one H200, for the forecast alone.
 _FLOPS_PER_SECOND = 500e12
 _BYTES_PER_SECOND = 3.5e12
@@ -43,15 +44,6 @@ _NOISE = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"startup_fill": True, "fill_mean": 0.0, "fill_std": 1.0},
 }
-
-
-class GridRow(BaseModel):
-    """The batches of one context; None is the largest batch that fits the KV cache."""
-
-    model_config = ConfigDict(frozen=True)
-
-    context: int
-    batches: tuple[int | None, ...]
 
 
 class DecodeSettings(BaseModel):
@@ -74,28 +66,6 @@ class DecodeSettings(BaseModel):
     """Keys and values are noise, not those of prompts."""
     output: str
     """JSON lines file to append to."""
-
-
-def parse_grid(texts: list[str] | tuple[str, ...]) -> tuple[GridRow, ...]:
-    """Parse `CONTEXT=BATCH,BATCH,...` once per context: `2048=1,6,24` or `128K=1,max`; sorted by context.
-
-    Raises:
-        ConfigurationError: for anything else, or a context that appears twice.
-    """
-    rows: dict[int, GridRow] = {}
-    for text in texts:
-        left, _, right = text.partition("=")
-        try:
-            context = int(left[:-1]) * 1024 if left[-1:] in ("K", "k") else int(left)
-            batches = tuple(None if batch == _LARGEST else int(batch) for batch in right.split(","))
-        except ValueError:
-            context, batches = 0, ()
-        if context < 1 or context in rows or any(batch is not None and batch < 1 for batch in batches):
-            raise ConfigurationError(
-                f"grid: got {text!r}, allowed: CONTEXT=BATCH,... once for each context, such as 32K=1,8,{_LARGEST}"
-            )
-        rows[context] = GridRow(context=context, batches=batches)
-    return tuple(rows[context] for context in sorted(rows))
 
 
 def draw_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
@@ -170,15 +140,15 @@ def measure_batch(
 def decode_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
     """Measure one variant in this process, as `decode` asks for it, and append a row for each batch."""
     settings = DecodeSettings.model_validate_json(text)
-    with open_model(settings.model) as model, Path(settings.output).open("a", encoding="utf-8") as file:
+    with open_model(settings.model) as model, ResultFile(Path(settings.output)) as file:
         try:
-            _measure_variant(settings, model, lambda row: print(json.dumps(row), file=file, flush=True))
+            _measure_variant(settings, model, file.write)
         except WrongBackendError as error:
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(3) from None
 
 
-def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[dict[str, Any]], None]) -> None:
+def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[Row], None]) -> None:
     variant = Variant.parse(settings.variant)
     longest = settings.grid[-1].context
     begin = time.perf_counter()
@@ -242,7 +212,7 @@ def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[di
 
 
 def decode(
-    output: Annotated[Path, typer.Option(help="JSON lines to write.")],
+    output: Output,
     variant: Annotated[
         list[str] | None,
         typer.Option(help="BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable; flash_attn and unique, each alone and :fp8."),
@@ -251,7 +221,7 @@ def decode(
     grid: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"CONTEXT=BATCH,..., repeatable, {_LARGEST} for as many as fit; {', '.join(DEFAULT_GRID)}.",
+            help=f"CONTEXT=BATCH,..., repeatable, {LARGEST} for as many as fit; {', '.join(DEFAULT_GRID)}.",
         ),
     ] = None,
     additional_config: Annotated[
@@ -270,12 +240,12 @@ def decode(
     noise_cache: Annotated[
         bool, typer.Option(help="Fill the KV cache with noise at the start instead of computing prompts.")
     ] = False,
-    deadline: Annotated[float, typer.Option(help="Seconds after which what has been measured must do.")] = 3600,
-    commit: Annotated[str | None, typer.Option(help="Commit to record, where the checkout has no .git.")] = None,
+    time_limit: TimeLimit = 3600,
+    commit: Commit = None,
 ) -> None:
     """Measure decode time per token of each variant; exit code 3 if one fails or does not finish in time."""
-    end = time.monotonic() + deadline
-    variants = [Variant.parse(text) for text in variant or ("flash_attn", "unique", "flash_attn:fp8", "unique:fp8")]
+    end = time.monotonic() + time_limit
+    variants = parse_variants(variant or ("flash_attn", "unique", "flash_attn:fp8", "unique:fp8"))
     rows = parse_grid(grid or DEFAULT_GRID)
     console = open_console()
     failed = []
@@ -300,7 +270,7 @@ def decode(
             )
             for each in variants
         ]
-        with open_report(output, opened.folder, "output", commit):
+        with ResultFile(output, describe_run(opened.folder, commit)):
             pass
         for settings in all_settings:
             seconds = forecast_seconds(opened, settings)
@@ -310,7 +280,7 @@ def decode(
                 failed.append(f"{settings.variant} ended with exit code {code}")
             elif code is None:
                 failed.append(f"{settings.variant} was not done by the deadline")
-    console.print(table(read_runs(output)[-1].rows))
+    console.print(table(read_run(output).rows))
     for sentence in failed:
         console.print(f"error: {sentence}")
     if failed:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from bench.report import read_runs
+from bench.common.options import parse_sizes, size_text
+from bench.common.results import read_runs
 from vllm_sparse_plugin.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ _MOST_PANELS = 6
 def plot(
     results: Annotated[list[Path], typer.Argument(help="Result files of `decode`.")],
     output: Annotated[Path, typer.Option(help="Picture to write, .png or .svg.")],
-    batch: Annotated[list[int] | None, typer.Option(help="Batch to show, repeatable; every measured one.")] = None,
+    batch: Annotated[list[str] | None, typer.Option(help="Batch to show, repeatable; every measured one.")] = None,
 ) -> None:
     """Draw decode time per token against context: a panel for each batch, a line for each variant."""
     if output.suffix not in SUFFIXES:
@@ -28,7 +29,8 @@ def plot(
     runs = [run for path in results for run in read_runs(path)]
     rows = [row for run in runs for row in run.rows if "ms_per_token" in row]
     batches = sorted({row["batch"] for row in rows})
-    shown = [size for size in batches if not batch or size in batch]
+    chosen = parse_sizes("batch", batch or [])
+    shown = [size for size in batches if not chosen or size in chosen]
     if not shown or len(shown) > _MOST_PANELS:
         raise ConfigurationError(
             f"batch: got {len(shown)} of the measured batches {batches}, allowed: 1 to {_MOST_PANELS} of them"
@@ -62,7 +64,7 @@ def _draw(rows: list[dict[str, Any]], batches: list[int], title: str) -> Figure:
                 panel.plot(contexts, times, marker="o", markersize=4, color=f"C{i}", label=variant)
         panel.set_xscale("log", base=2)
         contexts = sorted({row["context_tokens"] for row in rows if row["batch"] == batch})
-        panel.set_xticks(contexts, [_tokens(context) for context in contexts])
+        panel.set_xticks(contexts, [size_text(context) for context in contexts])
         panel.minorticks_off()
         panel.set_ylim(bottom=0)
         panel.set_title(f"batch {batch}", fontsize=10)
@@ -73,7 +75,3 @@ def _draw(rows: list[dict[str, Any]], batches: list[int], title: str) -> Figure:
     figure.suptitle(title, fontsize=11)
     figure.tight_layout()
     return figure
-
-
-def _tokens(count: int) -> str:
-    return f"{count // 1024}K" if count % 1024 == 0 else str(count)

@@ -13,7 +13,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,12 +22,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from bench.children import python_path, run_python
-from bench.engine import Variant, WrongBackendError
-from bench.models import SHAPES, Model, open_model
-from bench.report import open_console, read_runs
-from bench.worker import EXTENSION
-from vllm_sparse_plugin.cli.provenance import describe_gpu, open_report
+from bench.common.children import python_path, run_python
+from bench.common.console import open_console
+from bench.common.engine import Variant, WrongBackendError, parse_variants
+from bench.common.models import SHAPES, Model, open_model
+from bench.common.options import Commit, Output, TimeLimit, parse_names, parse_sizes
+from bench.common.results import ResultFile, Row, read_run
+from bench.common.worker import EXTENSION
+from vllm_sparse_plugin.cli.provenance import describe_gpu, describe_run
 from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -103,7 +105,7 @@ def parse_result(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(
-    output: Annotated[Path, typer.Option(help="JSON lines to write.")],
+    output: Output,
     variant: Annotated[
         list[str] | None,
         typer.Option(help="BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable; flash_attn and unique."),
@@ -112,7 +114,7 @@ def serve(
     workload: Annotated[
         list[str] | None, typer.Option(help=f"{' or '.join(WORKLOADS)}, repeatable; both if left out.")
     ] = None,
-    concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable; 1, 8 and 32.")] = None,
+    concurrency: Annotated[list[str] | None, typer.Option(help="Repeatable; 1, 8 and 32.")] = None,
     input_tokens: Annotated[int, typer.Option(min=64, help="Tokens of a prompt.")] = 32768,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 128,
     waves: Annotated[int, typer.Option(min=1, help="Requests per unit of concurrency, at least 4 in all.")] = 1,
@@ -124,13 +126,14 @@ def serve(
         typer.Option(help="Further argument of `vllm serve`, repeatable; replaces the decode-only CUDA graphs."),
     ] = None,
     start_seconds: Annotated[float, typer.Option(min=1, help="How long a server may take to start.")] = 300,
-    deadline: Annotated[float, typer.Option(help="Seconds after which what has been measured must do.")] = 3600,
-    commit: Annotated[str | None, typer.Option(help="Commit to record, where the checkout has no .git.")] = None,
+    time_limit: TimeLimit = 3600,
+    commit: Commit = None,
 ) -> None:
     """Measure latency and throughput of a server for each variant; exit code 3 if a server fails."""
-    end = time.monotonic() + deadline
-    variants = [Variant.parse(text) for text in variant or ("flash_attn", "unique")]
-    loads = _loads(workload or list(WORKLOADS), concurrency or [1, 8, 32], input_tokens, output_tokens, waves)
+    end = time.monotonic() + time_limit
+    variants = parse_variants(variant or ("flash_attn", "unique"))
+    workloads = parse_names("workload", workload or WORKLOADS, WORKLOADS)
+    loads = _loads(workloads, parse_sizes("concurrency", concurrency or ["1,8,32"]), input_tokens, output_tokens, waves)
     console = open_console()
     failed = []
     with open_model(model) as opened:
@@ -146,28 +149,21 @@ def serve(
             _settings(opened, each, max_model_len, additional_config, server_argument, start_seconds)
             for each in variants
         ]
-        with open_report(output, opened.folder, "output", commit) as report:
-
-            def write(row: dict[str, Any]) -> None:
-                print(json.dumps(row), file=report, flush=True)
-
+        with ResultFile(output, describe_run(opened.folder, commit)) as file:
             for each, server in zip(variants, settings, strict=True):
                 try:
-                    _measure(each, server, opened, loads, end, console, write)
+                    _measure(each, server, opened, loads, end, console, file.write)
                 except (ServerError, WrongBackendError) as error:
                     print(f"error: {error}", file=sys.stderr)
                     failed.append(each.name)
-    console.print(table(read_runs(output)[-1].rows))
+    console.print(table(read_run(output).rows))
     if failed:
         raise typer.Exit(3)
 
 
 def _loads(
-    workloads: list[str], concurrencies: list[int], input_tokens: int, output_tokens: int, waves: int
+    workloads: Sequence[str], concurrencies: Sequence[int], input_tokens: int, output_tokens: int, waves: int
 ) -> list[Load]:
-    for name in workloads:
-        if name not in WORKLOADS:
-            raise ConfigurationError(f"workload: got {name!r}, allowed: {' or '.join(WORKLOADS)}")
     pairs = [(name, concurrency) for name in workloads for concurrency in concurrencies]
     return [
         Load(name, input_tokens, output_tokens, concurrency, max(4, waves * concurrency), seed)
@@ -212,7 +208,7 @@ def _measure(
     loads: list[Load],
     end: float,
     console: Console,
-    write: Callable[[dict[str, Any]], None],
+    write: Callable[[Row], None],
 ) -> None:
     """Start a server, apply every load, stop it."""
     settings = replace(settings, start_seconds=max(min(settings.start_seconds, end - time.monotonic()), 1))

@@ -8,6 +8,7 @@ from typing import Any
 import numba
 import numpy as np
 
+from sparse_kernels.batch import Softmax
 from sparse_kernels.threads import start_threads
 
 FASTMATH = {"reassoc", "contract"}
@@ -16,6 +17,14 @@ _UNROLLED = 8
 """Products summed in registers before the sum goes back to memory; divides every page and head size."""
 CHUNK_TOKENS = 64
 """Tokens whose keys or values are unpacked before anything is computed with them: long rows, still in the cache."""
+
+
+def sink_array(softmax: Softmax) -> np.ndarray:
+    """The sink logits of a softmax as the compiled kernels take them: `[num_query_heads]` float32, empty for none."""
+    if softmax.sink_logits is None:
+        return np.empty(0, np.float32)
+    # A model's sink logits are a parameter, which NumPy takes only without its gradient.
+    return softmax.sink_logits.detach().float().numpy()
 
 
 def parallel_kernel(fastmath: bool | Set[str] = False) -> Callable[[Callable[..., Any]], Any]:

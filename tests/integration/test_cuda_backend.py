@@ -1,10 +1,12 @@
 """The CUDA backend's metadata and layer without a GPU: FlashAttention is replaced by torch, the kernels run their
 references."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from sparse_kernels.batch import Softmax
 from sparse_kernels.group_routing import GroupRouting
 from support.paged import dense_attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -15,8 +17,10 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder
-from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.attention.plan import LayerPlan
+from vllm_sparse_plugin.config import ResolvedConfig, resolve
 from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
+from vllm_sparse_plugin.policies import EveryPage
 
 HEADS, GROUP, SIZE, BLOCK = 2, 2, 64, 64
 SCALE = 0.2
@@ -88,13 +92,24 @@ def layer(request, monkeypatch):
     monkeypatch.setattr(FlashAttentionImpl, "forward", forward)
     made = object.__new__(SparseCUDAImpl)
     made.num_kv_heads, made.head_size, made.scale, made.logits_soft_cap = HEADS, SIZE, SCALE, 0.0
-    made.sinks = made.sink_logits = made.bound_to = None
-    made.selects = True
+    made.sinks, made.splits, made.scratch = None, 64, None
     preset = getattr(request, "param", "unique")
     budget = {} if preset in ("dense", "art") else {"selection": {"budget_tokens": 64}}
-    sparse = resolve({**budget, "min_context_tokens": 0}, preset)
-    made.configure(sparse, BLOCK, sparse.selection.statistics_layout(SIZE, 2))
+    made.bind(plan_of(resolve({**budget, "min_context_tokens": 0}, preset)))
     return made
+
+
+def plan_of(sparse: ResolvedConfig, **changes: object) -> LayerPlan:
+    """What a layer does that attends to its whole context."""
+    plan = LayerPlan(
+        block_size=BLOCK,
+        page_size=(sparse.selector or EveryPage()).page_size,
+        dense_tokens=sparse.config.min_context_tokens - 1,
+        statistics=sparse.selection.statistics_layout(SIZE, 2),
+        selector=sparse.selector,
+        stop_rule=sparse.stop_rule,
+    )
+    return replace(plan, **changes)
 
 
 SCALES = SimpleNamespace(_q_scale=torch.ones(1), _k_scale=torch.ones(1), _v_scale=torch.ones(1))
@@ -108,7 +123,7 @@ def run(layer, builder, common):
         return torch.randn(*shape, generator=generator).bfloat16()
 
     blocks = int(common.block_table_tensor.max()) + 1
-    rows = BLOCK + (layer.statistics_layout.rows(BLOCK) if layer.statistics_layout else 0)
+    rows = BLOCK + (layer.plan.statistics.rows(BLOCK) if layer.plan.statistics else 0)
     cache = torch.full((blocks, HEADS, rows, 2 * SIZE), torch.nan, dtype=torch.bfloat16)
     for request, length in enumerate(common.seq_lens.tolist()):
         position = torch.arange(length)
@@ -163,14 +178,14 @@ def test_dense_attention_that_stops_reads_no_further_and_counts(layer, builder):
     loose = {"scale_tolerance": 1000.0, "direction_tolerance": 16.0, "block_tokens": 64}
     for patience in (0, 1):
         settings = {"termination": loose | {"patience": patience}, "min_context_tokens": 0}
-        layer.configure(resolve(settings, "art"), BLOCK, None)
-        layer.bound_to, layer.counters = None, torch.zeros(HEADS, 4, dtype=torch.int64)
+        counters = torch.zeros(HEADS, 4, dtype=torch.int64)
+        layer.bind(plan_of(resolve(settings, "art"), counters=counters))
         output, dense, _ = run(layer, builder, common_metadata([1, 1], [300, 500], [False, False]))
         close = [torch.allclose(mine, whole, atol=2e-2, rtol=2e-2) for mine, whole in zip(output, dense, strict=True)]
         assert close == [patience == 0] * 2
         # All of 18 and 31 pages of 16 tokens, in blocks of 4; or two blocks of each.
         tokens = 2 * 128 + 300 % 16 + 500 % 16 if patience else 800
-        assert layer.counters.tolist() == [[2, 4 if patience else 13, tokens, 800]] * HEADS
+        assert counters.tolist() == [[2, 4 if patience else 13, tokens, 800]] * HEADS
 
 
 @pytest.mark.parametrize("prefilling", [[False] * 4, [False, True], [False, True, False, False]])
@@ -195,7 +210,7 @@ def test_padded_requests_of_a_graph_are_one_run_with_the_rest(builder, prefillin
 
 def test_a_dense_layer_leaves_everything_to_flash_attention(layer, builder):
     builder.any_dense_layer = True
-    layer.selects = False
+    layer.bind(replace(layer.plan, selector=None))
     output, dense, _ = run(layer, builder, common_metadata([1, 70], [300, 200], [False, True]))
     assert torch.equal(output, dense)
 
@@ -203,7 +218,7 @@ def test_a_dense_layer_leaves_everything_to_flash_attention(layer, builder):
 def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
     recorded = []
     monkeypatch.setattr(LayerQuality, "record", lambda self, *arguments: recorded.append(arguments))
-    layer.quality = LayerQuality(0, 0)
+    layer.bind(replace(layer.plan, quality=LayerQuality(0, 0)))
     common = common_metadata([4, 4, 1, 70], [300, 40, 500, 200], [False, False, False, True])
     # The first request's last two tokens, one of a request that fits the budget, one of the third request.
     for sampled, context in ((2, 299), (3, 300), (6, None), (8, 500)):
@@ -213,10 +228,11 @@ def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
         if context is None:
             assert recorded == []
             continue
-        ((query, _, _, table, length, pages, scale, sinks, softcap),) = recorded
-        assert (length, scale, sinks, softcap) == (context, SCALE, None, 0.0)
-        assert torch.equal(table, common.block_table_tensor[sampled // 4])
-        assert query.shape == (1, HEADS, GROUP, SIZE)
+        ((token, _, pages, softmax),) = recorded
+        assert token.context_lens.tolist() == [context]
+        assert softmax == Softmax(SCALE)
+        assert torch.equal(token.block_table[0], common.block_table_tensor[sampled // 4].long())
+        assert token.query.shape == (1, HEADS, GROUP, SIZE)
         assert pages.shape == (1, HEADS, 8)
         assert pages[..., 0].eq(0).all()
         assert pages[..., -1].eq(context // 8 - 1).all()
@@ -225,13 +241,15 @@ def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
 @pytest.mark.parametrize("layer", ["unique", "quest", "streaming_llm", "dense", "art"], indirect=True)
 @pytest.mark.parametrize("selects", [True, False])
 def test_skipped_groups_are_zero_and_others_keep_their_bits(layer, builder, selects):
-    if selects and layer.selection is None:
+    if selects and layer.plan.selector is None:
         pytest.skip("a dense policy selects nothing")
     common = common_metadata([4, 4, 1, 1, 70], [300, 40, 500, 90, 200], [False, False, False, True, True])
-    builder.reorder_batch_threshold, layer.selects, layer.dense_tokens = 4, selects, 50
-    layer.routing = GroupRouting(torch.tensor([[2.0, 0, 0, 0], [2.0, 0, 0, 0]]))
+    selector = layer.plan.selector if selects else None
+    nothing = GroupRouting(torch.tensor([[2.0, 0, 0, 0], [2.0, 0, 0, 0]]))
+    layer.bind(replace(layer.plan, selector=selector, dense_tokens=50, routing=nothing))
     plain, dense, metadata = run(layer, builder, common)
-    layer.routing = GroupRouting(torch.tensor([[-2.0, 0, 0, 0], [2.0, 0, 0, 0]]))
+    first = GroupRouting(torch.tensor([[-2.0, 0, 0, 0], [2.0, 0, 0, 0]]))
+    layer.bind(replace(layer.plan, routing=first))
     routed, _, _ = run(layer, builder, common)
     # Short contexts, prompts' single tokens and prompts are not routed.
     skips = torch.tensor([True] * 4 + [False] * 4 + [True] + [False] * 71)
@@ -244,8 +262,8 @@ def test_skipped_groups_are_zero_and_others_keep_their_bits(layer, builder, sele
 
 
 def test_a_dense_policy_leaves_everything_to_flash_attention(layer, builder):
-    layer.configure(resolve(None, "dense"), BLOCK, None)
-    layer.selects = builder.any_sparse_layer = False
+    layer.bind(plan_of(resolve(None, "dense")))
+    builder.any_sparse_layer = False
     builder.any_dense_layer = True
     output, dense, metadata = run(layer, builder, common_metadata([1, 70], [300, 200], [False, True]))
     assert torch.equal(output, dense)

@@ -2,14 +2,14 @@
 
 import json
 import random
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from openai import OpenAI
 from rich.console import Console
+from support.engines import MODEL, in_fresh_process, run_engine, sum_of_metric
 from support.needle_text import write_needle_text
+from support.statistics_fuzz import check_random_schedules
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
@@ -19,33 +19,28 @@ from vllm_sparse_plugin.eval import FORCED_TOKENS_PROCESSOR
 from vllm_sparse_plugin.eval.results import ResultFile, read_results
 from vllm_sparse_plugin.needles import build_questions, is_correct
 
-MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
-CONTEXT = 13_000
+CONTEXT = 6000
+QUALITY = ("attention_mass", "page_recall", "output_cosine")
 
 
-def settings(backend: str | None, *arguments: str, config: dict | None = None) -> ServerSettings:
-    sparse = None if config is None else json.dumps({"sparse_attention": config})
-    return ServerSettings(MODEL, 16_384, backend, sparse, arguments)
+def server(backend: str | None, *arguments: str, config: dict) -> ServerSettings:
+    return ServerSettings(MODEL, 16_384, backend, json.dumps({"sparse_attention": config}), arguments)
 
 
-def ask(
-    client: OpenAI, prompt: str | list[int] | list[list[int]], max_tokens: int = 16, ignore_eos: bool = False
-) -> list[str]:
-    extra = {"return_token_ids": True, "ignore_eos": ignore_eos}
+def ask(client: OpenAI, prompt: str | list[str]) -> list[list[int]]:
     reply = client.completions.create(
-        model=MODEL.name, prompt=prompt, temperature=0, max_tokens=max_tokens, extra_body=extra
+        model=MODEL.name, prompt=prompt, temperature=0, max_tokens=16, extra_body={"return_token_ids": True}
     )
-    return [str(choice.token_ids) for choice in reply.choices]
+    return [choice.token_ids for choice in reply.choices]
 
 
 def metric(client: OpenAI, name: str) -> float:
-    text = client._client.get(str(client.base_url).removesuffix("v1/") + "metrics").text
-    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+    return sum_of_metric(client._client.get(str(client.base_url).removesuffix("v1/") + "metrics").text, name)
 
 
 @pytest.fixture(scope="module")
 def questions():
-    """Two documents of 13K tokens, two questions each."""
+    """Two documents, two questions each."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     return [
         question for task in ("multikey", "kv") for question in build_questions(tokenizer, task, CONTEXT, 2, seed=5)
@@ -65,22 +60,25 @@ def evaluate(client: OpenAI, output: Path, *arguments: str) -> tuple[ResultFile,
 
 @pytest.fixture(scope="module")
 def unique_server(questions, tmp_path_factory):
-    """What a plain sparse server answers, and what `vllm-sparse eval` finds at it.
+    """What a sparse server answers, what it measures meanwhile, and what `vllm-sparse eval` finds at it.
 
-    Its answers are those of servers without the processor that forces tokens, as other tests show.
+    Its answers are those of engines without the processor that forces tokens and without diagnostics, as tests show.
     """
-    server = settings("unique", "--max-num-batched-tokens", "16384", "--logits-processors", FORCED_TOKENS_PROCESSOR)
-    with run_server("unique", server, Console()) as client:
+    arguments = ("--max-num-batched-tokens", "16384", "--logits-processors", FORCED_TOKENS_PROCESSOR)
+    settings = server("unique", *arguments, config={"diagnostics": {"sample_every": 4}})
+    with run_server("unique", settings, Console()) as client:
         first, hits = [], []
         for question in questions:
             before = metric(client, "vllm:prefix_cache_hits_total")
             first.append(ask(client, question.prompt)[0])
             hits.append(metric(client, "vllm:prefix_cache_hits_total") - before)
+        quality = [[metric(client, f"vllm_sparse_{name}_{part}") for part in ("sum", "count")] for name in QUALITY]
         together = ask(client, [question.prompt for question in questions])
         texts = [
             client.completions.create(model=MODEL.name, prompt=q.prompt, temperature=0, max_tokens=16).choices[0].text
             for q in questions
         ]
+        read_share = [metric(client, f"vllm_sparse_kv_read_share_{part}") for part in ("sum", "count")]
         folder = tmp_path_factory.mktemp("eval")
         asked = ["--task", "multikey", "--task", "niah_multiquery", "--questions", "2"]
         runs = [
@@ -89,17 +87,17 @@ def unique_server(questions, tmp_path_factory):
         ]
         text = write_needle_text(folder / "text.txt", MODEL)
         runs.append(evaluate(client, folder / "text.jsonl", *text.options))
-        return (first, hits, together, texts), runs
+        return (first, hits, together, texts), quality, runs, read_share
 
 
 @pytest.fixture(scope="module")
 def answers(unique_server):
-    """The answers of a plain sparse server, and its prefix-cache hits between the questions of a document."""
+    """The answers of a sparse server, and its prefix-cache hits between the questions of a document."""
     return unique_server[0]
 
 
 def test_evaluation_decodes_the_question_where_asked_to_and_finds_the_same_answers(unique_server):
-    (prompt, prefilled, decoded), (question, prefilled_less, decoded_more), _ = unique_server[1]
+    (prompt, prefilled, decoded), (question, prefilled_less, decoded_more), _ = unique_server[2]
     from_prompt, from_question = (list(file.results.values()) for file in (prompt, question))
     assert len(from_prompt) == 4
     assert [each.score for each in from_prompt] == [each.score for each in from_question] == [1] * 4
@@ -114,7 +112,7 @@ def test_evaluation_decodes_the_question_where_asked_to_and_finds_the_same_answe
 
 
 def test_decoded_text_is_scored_as_the_policy_sees_it(unique_server):
-    file, prefilled, decoded = unique_server[1][2]
+    file, prefilled, decoded = unique_server[2][2]
     (result,) = file.results.values()
     assert (prefilled + decoded, decoded) == (result.prompt_tokens, result.forced_tokens)
     # The needle is in the budget, so its number is no surprise; streaming_llm does not see it (test_evaluation.py).
@@ -125,8 +123,8 @@ def test_needles_are_found_and_a_shared_prefix_is_served_from_the_cache(question
     _, hits, _, texts = answers
     assert all(is_correct(question, text) for question, text in zip(questions, texts, strict=True))
     assert hits[0] == 0
-    assert hits[1] >= 12_000
-    assert hits[3] >= 12_000
+    assert hits[1] >= CONTEXT - 1000
+    assert hits[3] >= CONTEXT - 1000
 
 
 def test_a_batch_answers_as_its_requests_alone(answers):
@@ -134,46 +132,46 @@ def test_a_batch_answers_as_its_requests_alone(answers):
     assert together == alone
 
 
-def test_small_prefill_chunks_no_prefix_cache_and_diagnostics_give_the_same_answers(questions, answers):
-    config = {"diagnostics": {"sample_every": 4}}
-    server = settings("unique", "--max-num-batched-tokens", "512", "--no-enable-prefix-caching", config=config)
-    with run_server("chunked", server, Console()) as client:
-        assert [ask(client, question.prompt)[0] for question in questions] == answers[0]
-        means, counts = [], []
-        for name in ("attention_mass", "page_recall", "output_cosine"):
-            counts.append(metric(client, f"vllm_sparse_{name}_count"))
-            means.append(metric(client, f"vllm_sparse_{name}_sum") / counts[-1])
+def test_a_server_measures_its_selections(unique_server):
+    counts = [count for _, count in unique_server[1]]
     layers_and_heads = 8 * 2
     assert counts[0] > 0
     assert counts == [counts[0]] * 3
     assert counts[0] % layers_and_heads == 0
+    means = [total / count for total, count in unique_server[1]]
     assert all(0.2 < mean <= 1 for mean in means), means
+    read, in_context = unique_server[3]
+    # 512 tokens of the context, and up to 7 of the incomplete page.
+    assert 512 / (CONTEXT + 100) < read / in_context < 519 / (CONTEXT - 600)
+
+
+def test_small_prefill_chunks_and_no_prefix_cache_give_the_same_answers(questions, answers):
+    with run_engine("unique", max_num_batched_tokens=512, enable_prefix_caching=False) as engine:
+        assert engine.answer([question.prompt for question in questions]) == answers[0]
 
 
 def test_ngram_speculation_keeps_greedy_answers(questions, answers):
-    speculation = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}'
-    with run_server("ngram", settings("unique", "--speculative-config", speculation), Console()) as client:
-        assert [ask(client, question.prompt)[0] for question in questions] == answers[0]
-        assert metric(client, "vllm:spec_decode_num_draft_tokens_total") > 0
+    speculation = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3}
+    with run_engine("unique", speculative_config=speculation) as engine:
+        assert engine.answer([question.prompt for question in questions]) == answers[0]
+        assert engine.metric("vllm:spec_decode_num_draft_tokens_total") > 0
 
 
 def test_preempted_requests_finish_with_right_answers():
-    """Six requests of 4,096 tokens that write 300 more do not fit 25,600 tokens of cache.
+    """Six requests of 2,048 tokens that write 300 more need 114 blocks of 128 tokens, and find 103.
 
     Beyond the answers tokens are no matter of right and wrong, and may change: vLLM prefills, densely, what a preempted
     request has written. That the statistics are right then is tested below, byte by byte.
     """
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    asked = [build_questions(tokenizer, "kv", 4096, 1, seed=seed)[0] for seed in range(6)]
-    prompts = [question.prompt for question in asked]
-    config = {"selection": {"budget_tokens": 512}, "min_context_tokens": 0}
-    replies = []
-    for blocks in ("241", "201"):
-        server = settings("unique", "--num-gpu-blocks-override", blocks, "--max-model-len", "7000", config=config)
-        with run_server("preempted", server, Console()) as client:
-            replies.append([json.loads(reply) for reply in ask(client, prompts, max_tokens=300, ignore_eos=True)])
-            preemptions = metric(client, "vllm:num_preemptions_total")
-    assert preemptions > 0
+    asked = [build_questions(tokenizer, "kv", 2048, 1, seed=seed)[0] for seed in range(6)]
+    config = {"selection": {"budget_tokens": 256}, "min_context_tokens": 0}
+    replies, preemptions = [], []
+    for blocks in (121, 104):
+        with run_engine("unique", config, num_gpu_blocks_override=blocks, max_model_len=4096) as engine:
+            replies.append(engine.answer([question.prompt for question in asked], max_tokens=300, ignore_eos=True))
+            preemptions.append(engine.metric("vllm:num_preemptions_total"))
+    assert preemptions[0] == 0 < preemptions[1]
     assert all(len(reply) == 300 for reply in replies[1])
     assert [reply[:4] for reply in replies[0]] == [reply[:4] for reply in replies[1]]
 
@@ -184,34 +182,26 @@ def test_a_budget_beyond_the_context_gives_the_tokens_of_dense_attention():
     config = {"selection": {"budget_tokens": 2048}, "min_context_tokens": 0}
     replies = []
     for backend in ("unique", None):
-        server = settings(backend, "--max-num-seqs", "8", config=config if backend else None)
-        with run_server(backend or "dense", server, Console()) as client:
-            replies.append([ask(client, prompt, max_tokens=12)[0] for prompt in prompts])
+        with run_engine(backend, config if backend else None, max_num_seqs=8) as engine:
+            replies.append(engine.answer(prompts, max_tokens=12))
     assert replies[0] == replies[1]
 
 
 @pytest.mark.parametrize("backend", ["unique", "quest"])
 def test_statistics_survive_random_schedules(backend):
-    script = Path(__file__).with_name("statistics_fuzz.py")
-    command = [sys.executable, str(script), str(MODEL), "1", backend]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr[-2000:]
-    seen = json.loads(result.stdout.splitlines()[-1])
+    seen = in_fresh_process(check_random_schedules, 1, backend)
     assert min(seen[kind] for kind in ("pages", "decodes", "chunks", "hits", "preemptions")) > 0, seen
 
 
 def test_attention_that_stops_says_how_far_it_reads():
     (question,) = build_questions(AutoTokenizer.from_pretrained(MODEL), "kv", 4096, 1, seed=5)
     config = {"termination": {"scale_tolerance": 1e-3, "block_tokens": 64}, "min_context_tokens": 0}
-    with run_server("art", settings("art", config=config), Console()) as client:
-        answer = ask(client, question.prompt)[0]
-        for _ in range(100):
-            # Counters are written now and then.
-            if metric(client, "vllm_sparse_kv_read_share_count"):
-                break
-            ask(client, question.prompt, max_tokens=64, ignore_eos=True)
+    with run_engine("art", config) as engine:
+        (answer,) = engine.answer([question.prompt])
+        # Counters are written now and then.
+        engine.answer([question.prompt], max_tokens=64, ignore_eos=True)
         read, context, blocks, rows = (
-            metric(client, f"vllm_sparse_{name}")
+            engine.metric(f"vllm_sparse_{name}")
             for name in (
                 "kv_read_share_sum",
                 "kv_read_share_count",
@@ -219,7 +209,7 @@ def test_attention_that_stops_says_how_far_it_reads():
                 "traversal_blocks_count",
             )
         )
-    assert json.loads(answer)
+    assert answer
     assert 0 < read < context
     # 8 layers of 2 KV heads, in every step the same number.
     assert rows % 16 == 0
@@ -230,7 +220,7 @@ def test_attention_that_stops_says_how_far_it_reads():
 def test_a_server_with_bad_settings_ends_with_one_sentence():
     with (
         pytest.raises(ServerError, match=r"exit code 2") as caught,
-        run_server("refused", settings("unique", config={"selection": {"page_size": 12}}), Console()),
+        run_server("refused", server("unique", config={"selection": {"page_size": 12}}), Console()),
     ):
         pass
     lines = [line for line in str(caught.value).splitlines() if line.startswith("error: ")]

@@ -18,14 +18,19 @@ MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 def test_an_engine_in_the_process_decodes_under_its_policy(tmp_path):
     output, text = tmp_path / "results.jsonl", write_needle_text(tmp_path / "text.txt", MODEL)
     engine = ["--in-process", "--model", str(MODEL), "--attention-backend", "streaming_llm", "--concurrency", "2"]
-    engine += ["--engine-args", json.dumps({"enforce_eager": True})]
+    settings = {"sparse_attention": {"termination": {}}}
+    engine += ["--engine-args", json.dumps({"enforce_eager": True}), "--additional-config", json.dumps(settings)]
     command = [sys.executable, "-m", "vllm_sparse_plugin", "eval", *engine, "--output", str(output), *text.options]
     done = subprocess.run([*command, "--task", "multikey", "--decode-from", "question"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found = read_results(output)
-    assert found.settings["engine"] == {"enforce_eager": True, "attention_backend": "streaming_llm"}
+    assert found.settings["engine"] == {
+        "enforce_eager": True, "attention_backend": "streaming_llm", "additional_config": settings,
+    }  # fmt: skip
     needle, prose = found.results.values()
     assert (needle.task, needle.score) == ("multikey", 0)
+    # What its workers have counted: at most the budget of 512 of 4,096 tokens, and the incomplete page.
+    assert 0.05 < needle.kv_read_share < 520 / 4000
     # Log probabilities of the prompt would be dense, and as low as those of unique (test_engine.py).
     assert (prose.metric, prose.forced_tokens > 15) == ("nll", True)
     assert prose.score > 2

@@ -295,7 +295,7 @@ def test_a_stopped_step_is_exact_over_what_it_visited(model, backend, sinks, mon
         exact, single = dense_attention(*arguments), dense_attention(*arguments, dtype=torch.float32)
         assert_as_accurate(output[0], exact, single)
         outputs.append(visible.sum(dim=1))
-        rows, blocks, tokens, contexts = harness.layer.impl.counters.T
+        rows, blocks, tokens, contexts = harness.layer.impl.plan.counters.T
         assert rows.tolist() == [len(outputs)] * 2
         assert tokens.tolist() == sum(outputs).tolist()
         assert contexts.tolist() == [sum(range(context - len(outputs) + 1, context + 1))] * 2
@@ -352,7 +352,7 @@ def test_sampled_steps_measure_what_was_read(model, backend, monkeypatch):
 
 def test_without_sampling_no_step_measures(model, monkeypatch):
     harness = LayerHarness(model, settings=SMALL)
-    assert harness.layer.impl.quality is None
+    assert harness.layer.impl.plan.quality is None
     request = harness.request(200)
     harness.step([(request, 200)])
     for _ in range(3):

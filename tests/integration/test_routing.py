@@ -113,7 +113,7 @@ def test_groups_that_are_left_stop_as_without_routing_and_they_alone_count(model
         requests = [harness.request(n) for n in (1003, 200)]
         harness.step([(request, request.prompt_tokens) for request in requests])
         found[threshold] = []
-        counters = harness.layer.impl.counters
+        counters = harness.layer.impl.plan.counters
         for _ in range(8):
             for request in requests:
                 before = counters.clone()

@@ -1,21 +1,23 @@
 """The CUDA kernels against the torch references, on a GPU."""
 
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from sparse_kernels.group_routing import GroupRouting
-from sparse_kernels.group_routing.api import GROUP_SCORES
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.group_routing import GROUP_SCORES, GroupRouting
 from sparse_kernels.group_routing.reference import score_groups
 from sparse_kernels.page_score.reference import score_pages as reference_scores
 from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsLayout, update_page_statistics
 from sparse_kernels.page_topk.reference import select_pages as reference_selection
 from sparse_kernels.paging import PagedTensor
-from sparse_kernels.routed_attention import stop_scratch
-from sparse_kernels.routed_attention.reference import routed_attention as reference_routed
 from sparse_kernels.sparse_attention.reference import attend_pages as reference_attention
 from sparse_kernels.sparse_decode.reference import sparse_decode as reference_decode
-from sparse_kernels.termination import StopRule, count_visits
+from sparse_kernels.split_attention import Stopping, stop_scratch
+from sparse_kernels.split_attention.reference import split_attention as reference_split
+from sparse_kernels.stopping import StopRule, count_reads
 from support.paged import make_batch
 
 pytestmark = [
@@ -41,7 +43,7 @@ class Case:
     k: int | None = 64
     """None for every page, where only attention that may stop has a case."""
     dense_tokens: int = 0
-    sinks: bool = False
+    sinks: torch.dtype | None = None
     softcap: float = 0.0
     statistics: bool = True
     eight_bit_cache: bool = False
@@ -81,7 +83,9 @@ CASES = {
     "representatives in bf16": Case((3000, 517, 4096), kind="representatives", format="bf16"),
     "three query tokens": Case((3000, 517, 4096), queries=3),
     "padded requests": Case((3000, 0, 517, 0)),
-    "learned sinks": Case((3000, 517, 4096), sinks=True),
+    "learned sinks": Case((3000, 517, 4096), sinks=torch.float32),
+    "learned sinks in bf16": Case((3000, 517, 4096), sinks=torch.bfloat16),
+    "learned sinks in fp16": Case((3000, 517, 4096), sinks=torch.float16),
     "softcap": Case((3000, 517), softcap=20.0),
     "short contexts whole": Case((3000, 517, 4096), dense_tokens=3500),
     "few pages": Case((3000, 517, 4096), k=10),
@@ -149,7 +153,7 @@ class Inputs:
         wide = torch.randn(tokens_in_batch, heads + 4, case.head_size, generator=generator) * 2
         dtype = torch.float8_e4m3fn if case.eight_bit_cache else torch.bfloat16
         self.query = wide.to(dtype).cuda()[:, :heads]
-        self.sinks = torch.randn(heads, generator=generator).cuda() if case.sinks else None
+        self.sinks = torch.randn(heads, generator=generator).to(case.sinks).cuda() if case.sinks else None
         self.routing = None if case.skipped is None else self.forced(case, case.skipped)
 
     def context_lens(self, case: Case) -> torch.Tensor:
@@ -172,19 +176,40 @@ class Inputs:
         counts = torch.zeros(case.num_kv_heads, 2, dtype=torch.int64, device="cuda")
         return GroupRouting(coefficients, case.score, counts=counts)  # type: ignore[arg-type]
 
-    def arguments(self, case: Case, rule: StopRule | None = None) -> tuple[object, ...]:
+    def batch(self, case: Case) -> DecodeBatch:
+        return DecodeBatch(
+            self.query, self.block_table, self.seq_lens, dense_tokens=case.dense_tokens, query_scale=self.query_scale
+        )
+
+    def kv(self, case: Case) -> KVCache:
         statistics: PageStatistics | None = self.statistics if case.statistics else None
-        recent = 1 if case.statistics else 0
-        return (
-            self.query, self.keys, self.values, statistics, self.block_table, self.seq_lens, case.k, 1, recent,
-            STD_WEIGHT, SCALE, case.dense_tokens, None, self.sinks, case.softcap, self.routing, rule, self.query_scale,
-            self.key_scale, self.value_scale,
-        )  # fmt: skip
+        return KVCache(self.keys, self.values, statistics, self.key_scale, self.value_scale)
+
+    def softmax(self, case: Case) -> Softmax:
+        return Softmax(SCALE, case.softcap, self.sinks)
+
+    def decode_arguments(self, case: Case, rule: StopRule | None = None) -> tuple[object, ...]:
+        assert case.k is not None
+        selection = PageSelection(case.k, 1, 1 if case.statistics else 0, STD_WEIGHT)
+        return self.batch(case), self.kv(case), self.softmax(case), selection, self.routing, rule
+
+    def split_arguments(self, case: Case, stopping: Stopping | None = None, splits: int = 64) -> tuple[object, ...]:
+        return self.batch(case), self.kv(case), self.softmax(case), self.routing, stopping, splits
+
+    def row(self, row: int) -> "Inputs":
+        """The request of a row alone."""
+        alone = copy(self)
+        alone.query, alone.block_table = self.query[row : row + 1], self.block_table[row : row + 1]
+        alone.seq_lens = self.seq_lens[row : row + 1]
+        return alone
+
+    def empty_output(self) -> DecodeOutput:
+        return DecodeOutput(torch.full(self.query.shape, torch.nan, dtype=torch.bfloat16, device="cuda"))
 
 
 def launches(group: int, head_size: int) -> list[object]:
-    from sparse_kernels.sparse_attention.cuda import least_cluster
-    from sparse_kernels.sparse_decode.cuda import Launch
+    from sparse_kernels.cuda.shared_memory import least_cluster
+    from sparse_kernels.sparse_decode.launches import Launch
 
     if torch.cuda.get_device_capability() < (9, 0):
         return [Launch(False, 1, 8, 1)]
@@ -193,14 +218,12 @@ def launches(group: int, head_size: int) -> list[object]:
     return [Launch(True, least, 8, 1), Launch(True, 8, 16, 1), Launch(False, 2 * least, 8, 1)]
 
 
-def decode(
-    inputs: Inputs, case: Case, launch: object = None, rule: StopRule | None = None, **counts: object
-) -> torch.Tensor:
+def decode(inputs: Inputs, case: Case, launch: object = None) -> torch.Tensor:
     from sparse_kernels.sparse_decode import cuda
 
-    out = torch.full(inputs.query.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    cuda.sparse_decode(*inputs.arguments(case, rule), out, launch=launch, **counts)
-    return out
+    output = inputs.empty_output()
+    cuda.sparse_decode(*inputs.decode_arguments(case), output, launch)
+    return output.heads
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -238,7 +261,7 @@ def test_decode_equals_the_reference_whatever_the_launch(case: Case, monkeypatch
     expected = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
     outputs = [decode(inputs, case, launch) for launch in launches(case.group, case.head_size)]
     monkeypatch.setattr("sparse_kernels.sparse_decode.reference.score_pages", checked_scores)
-    reference_decode(*inputs.arguments(case), expected, None, None)
+    reference_decode(*inputs.decode_arguments(case), DecodeOutput(expected))
     assert_close(outputs[0], expected)
     for output in outputs[1:]:
         assert torch.equal(output, outputs[0])
@@ -251,12 +274,7 @@ def test_a_request_does_not_depend_on_its_neighbours() -> None:
     inputs = Inputs(case)
     together = decode(inputs, case)
     for row in (0, 3, 42):
-        alone = Inputs(case)
-        alone.query, alone.block_table = inputs.query[row : row + 1], inputs.block_table[row : row + 1]
-        alone.seq_lens = inputs.seq_lens[row : row + 1]
-        alone.cache, alone.keys, alone.values = inputs.cache, inputs.keys, inputs.values
-        alone.statistics = inputs.statistics
-        assert torch.equal(decode(alone, case)[0], together[row])
+        assert torch.equal(decode(inputs.row(row), case)[0], together[row])
 
 
 def test_a_graph_serves_other_lengths() -> None:
@@ -268,7 +286,7 @@ def test_a_graph_serves_other_lengths() -> None:
     out = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        cuda.sparse_decode(*inputs.arguments(case), out)
+        cuda.sparse_decode(*inputs.decode_arguments(case), DecodeOutput(out))
     for lengths in ((3000, 517, 4096), (1, 0, 2777), (600, 511, 4000)):
         inputs.seq_lens.copy_(torch.tensor(lengths))
         graph.replay()
@@ -290,16 +308,9 @@ def test_scores_and_attention_equal_the_references(case: Case) -> None:
     actual = score_pages(grouped, inputs.statistics, inputs.block_table, lengths, STD_WEIGHT)
     assert_scores_close(actual, expected, lengths)
     pages = reference_selection(expected, lengths, case.k, 1, 1)
-    assert_close(
-        attend_pages(
-            grouped, inputs.keys, inputs.values, inputs.block_table, inputs.seq_lens, pages, SCALE, inputs.sinks,
-            case.softcap,
-        ),
-        reference_attention(
-            grouped, inputs.keys, inputs.values, table, inputs.seq_lens.long(), pages, SCALE, inputs.sinks,
-            case.softcap,
-        ),
-    )  # fmt: skip
+    tokens, cache, softmax = QueryTokens(grouped, table, inputs.seq_lens.long()), inputs.kv(case), inputs.softmax(case)
+    actual = attend_pages(tokens, cache, pages, softmax)
+    assert_close(actual, reference_attention(tokens, cache, pages, softmax))
 
 
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if case.skipped is not None])
@@ -310,21 +321,16 @@ def test_nothing_is_scored_for_a_skipped_group(name: str) -> None:
     case = CASES[name]
     inputs = Inputs(case)
     assert inputs.routing is not None
-    skipped = skipped_groups(
-        inputs.query, inputs.keys, inputs.block_table, inputs.seq_lens, inputs.routing, case.dense_tokens, None
-    )
+    skipped = skipped_groups(inputs.batch(case), inputs.kv(case), inputs.routing)
     lengths = inputs.context_lens(case)
     sinks = inputs.group_scores(case) >= inputs.routing.thresholds(lengths.clamp(min=1))
     wanted = sinks & (lengths > case.dense_tokens)[:, None]
     assert torch.equal(skipped.bool(), wanted)
     width = inputs.block_table.shape[1] * case.block_size // case.page_size
-    every, some = (torch.full((*skipped.shape, width), 7.0, device="cuda").bfloat16() for _ in range(2))
-    for scores, groups in ((every, None), (some, skipped)):
-        launch_scores(
-            inputs.query, inputs.statistics, inputs.block_table, inputs.seq_lens, case.page_size, STD_WEIGHT, scores,
-            groups,
-        )  # fmt: skip
-    assert torch.equal(some, torch.where(wanted[..., None], 7.0, every))
+    all_scores, needed = (torch.full((*skipped.shape, width), 7.0, device="cuda").bfloat16() for _ in range(2))
+    for scores, groups in ((all_scores, None), (needed, skipped)):
+        launch_scores(inputs.batch(case), inputs.statistics, case.page_size, STD_WEIGHT, scores, groups)
+    assert torch.equal(needed, torch.where(wanted[..., None], 7.0, all_scores))
 
 
 @pytest.mark.parametrize("launch", range(3))
@@ -348,22 +354,15 @@ def test_routing_that_skips_nothing_changes_no_bit_and_counts(launch: int) -> No
     assert inputs.routing.counts[:, 0].tolist() == skipped.sum(dim=0).tolist()
 
 
-def routed(inputs: Inputs, case: Case, splits: int = 64, launch: object = None) -> torch.Tensor:
-    from sparse_kernels.routed_attention import cuda
+def split(inputs: Inputs, case: Case, splits: int = 64, launch: object = None) -> torch.Tensor:
+    from sparse_kernels.split_attention import cuda
 
-    out = torch.full(inputs.query.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    cuda.routed_attention(*routed_arguments(inputs, case, splits), out, launch=launch)
-    return out
-
-
-def routed_arguments(inputs: Inputs, case: Case, splits: int) -> tuple[object, ...]:
-    return (
-        inputs.query, inputs.keys, inputs.values, inputs.block_table, inputs.seq_lens, inputs.routing, SCALE,
-        case.dense_tokens, None, case.softcap, inputs.query_scale, inputs.key_scale, inputs.value_scale, splits,
-    )  # fmt: skip
+    output = inputs.empty_output()
+    cuda.split_attention(*inputs.split_arguments(case, splits=splits), output, launch)
+    return output.heads
 
 
-ROUTED = {
+SPLIT = {
     "ragged": Case((3000, 517, 1, 20000, 700), num_kv_heads=4, skipped=0.6),
     "piece boundaries": Case((255, 256, 257, 511, 512, 513, 16384, 16385), skipped=0.5),
     "nothing routed": Case((3000, 517, 1, 20000, 700)),
@@ -387,28 +386,28 @@ ROUTED = {
 
 
 @pytest.mark.parametrize("splits", [1, 7, 64])
-@pytest.mark.parametrize("case", ROUTED.values(), ids=ROUTED)
-def test_routed_attention_equals_the_reference_whatever_the_launch(case: Case, splits: int) -> None:
-    from sparse_kernels.routed_attention.cuda import Launch
+@pytest.mark.parametrize("case", SPLIT.values(), ids=SPLIT)
+def test_split_attention_equals_the_reference_whatever_the_launch(case: Case, splits: int) -> None:
+    from sparse_kernels.split_attention.cuda import Launch
 
     inputs = Inputs(case)
     expected = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
-    first, *others = [routed(inputs, case, splits, Launch(blocks)) for blocks in (1 << 20, 1, 24)]
-    reference_routed(*routed_arguments(inputs, case, splits), expected)  # type: ignore[arg-type]
+    first, *others = [split(inputs, case, splits, Launch(blocks)) for blocks in (1 << 20, 1, 24)]
+    reference_split(*inputs.split_arguments(case, splits=splits), DecodeOutput(expected))
     assert_close(first, expected)
     assert torch.equal(first == 0, expected == 0)
     for other in others:
         assert torch.equal(other, first)
 
 
-def test_routed_attention_that_skips_nothing_changes_no_bit_and_counts() -> None:
+def test_split_attention_that_skips_nothing_changes_no_bit_and_counts() -> None:
     case = Case((3000, 517, 1, 20000, 700), num_kv_heads=4)
     inputs = Inputs(case)
-    plain = routed(inputs, case)
+    plain = split(inputs, case)
     inputs.routing = inputs.forced(case, 0.0)
-    assert torch.equal(routed(inputs, case), plain)
+    assert torch.equal(split(inputs, case), plain)
     inputs.routing = inputs.forced(case, 0.6)
-    output, counts = routed(inputs, case).unflatten(1, (4, 4)), inputs.routing.counts
+    output, counts = split(inputs, case).unflatten(1, (4, 4)), inputs.routing.counts
     skipped = inputs.group_scores(case) >= inputs.routing.coefficients[0, 0]
     assert output[skipped].eq(0).all()
     assert torch.equal(output[~skipped], plain.unflatten(1, (4, 4))[~skipped])
@@ -416,7 +415,7 @@ def test_routed_attention_that_skips_nothing_changes_no_bit_and_counts() -> None
     assert torch.equal(counts, torch.stack([skipped.sum(dim=0), torch.full((4,), 5, device="cuda")], dim=1))
 
 
-@pytest.mark.parametrize("dense", [True, False], ids=["routed attention", "decode"])
+@pytest.mark.parametrize("dense", [True, False], ids=["split attention", "decode"])
 def test_thresholds_follow_the_cubic_of_each_head(dense: bool) -> None:
     case = Case((3000, 517, 20, 9000, 700, 130), num_kv_heads=4)
     inputs = Inputs(case)
@@ -429,36 +428,32 @@ def test_thresholds_follow_the_cubic_of_each_head(dense: bool) -> None:
         thresholds = inputs.routing.thresholds(lengths)
         # Rounding decides nothing.
         assert (scores - thresholds).abs().min() > 1e-5 * spread
-        output = routed(inputs, case) if dense else decode(inputs, case)
+        output = split(inputs, case) if dense else decode(inputs, case)
         assert torch.equal(output.unflatten(1, (4, 4)).eq(0).all(dim=-1).all(dim=-1), scores >= thresholds)
 
 
 def test_a_routed_request_does_not_depend_on_its_neighbours() -> None:
     case = Case((3000, 517, 1, 20000, 700) * 13, skipped=0.5)
     inputs = Inputs(case)
-    together = routed(inputs, case)
+    together = split(inputs, case)
     for row in (0, 3, 42):
-        alone = Inputs(Case((1,)))
-        alone.query, alone.block_table = inputs.query[row : row + 1], inputs.block_table[row : row + 1]
-        alone.seq_lens, alone.routing = inputs.seq_lens[row : row + 1], inputs.routing
-        alone.keys, alone.values = inputs.keys, inputs.values
-        assert torch.equal(routed(alone, case)[0], together[row])
+        assert torch.equal(split(inputs.row(row), case)[0], together[row])
 
 
-def test_a_graph_of_routed_attention_serves_other_lengths() -> None:
+def test_a_graph_of_split_attention_serves_other_lengths() -> None:
     case = Case((3000, 517, 20000), skipped=0.5)
     inputs = Inputs(case)
-    routed(inputs, case)
-    from sparse_kernels.routed_attention import cuda
+    split(inputs, case)
+    from sparse_kernels.split_attention import cuda
 
     out = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        cuda.routed_attention(*routed_arguments(inputs, case, 64), out)
+        cuda.split_attention(*inputs.split_arguments(case), DecodeOutput(out))
     for lengths in ((3000, 517, 20000), (1, 0, 2777), (600, 511, 15000)):
         inputs.seq_lens.copy_(torch.tensor(lengths))
         graph.replay()
-        assert torch.equal(out, routed(inputs, case))
+        assert torch.equal(out, split(inputs, case))
 
 
 SCORES = {
@@ -530,7 +525,7 @@ STOPPING = {
         Case((3000, 4095), k=None, num_kv_heads=1, group=16, head_size=256),
         RULE,
     ),
-    "every page, learned sinks": (Case((3000, 517, 4096), k=None, sinks=True), RULE),
+    "every page, learned sinks": (Case((3000, 517, 4096), k=None, sinks=torch.float32), RULE),
     "every page, softcap": (Case((3000, 517), k=None, softcap=60.0), RULE),
     "every page, three query tokens": (Case((3000, 517, 4096), k=None, queries=3), RULE),
     "every page, padded, short and dense": (Case((3000, 0, 517, 4096, 2000), k=None, dense_tokens=2500), RULE),
@@ -551,7 +546,7 @@ STOPPING = {
         Case((3000, 4095), k=None, block_size=512, eight_bit_cache=True, page_size=16, head_size=64),
         RULE._replace(block_tokens=512, patience=1),
     ),
-    "learned sinks": (Case((3000, 517, 4096), sinks=True, k=200), RULE),
+    "learned sinks": (Case((3000, 517, 4096), sinks=torch.float32, k=200), RULE),
     "softcap": (Case((3000, 517), softcap=60.0, k=200), RULE),
     "three query tokens": (Case((3000, 517, 4096), queries=3, k=200), RULE),
     "padded, short and dense": (Case((3000, 0, 517, 4096, 2000), dense_tokens=2500, k=200), RULE),
@@ -563,13 +558,13 @@ EVERY_PAGE = [name for name, (case, _) in STOPPING.items() if case.k is None]
 def stopping_launches(case: Case) -> list[object]:
     """Several, which give the same."""
     if case.k is None:
-        from sparse_kernels.routed_attention import cuda
+        from sparse_kernels.split_attention import cuda
 
         return [cuda.Launch(4096), cuda.Launch(4096, 8), cuda.Launch(1, 2), cuda.Launch(7, 32)]
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs clusters of blocks")
-    from sparse_kernels.sparse_attention.cuda import least_cluster
-    from sparse_kernels.sparse_decode.cuda import Launch
+    from sparse_kernels.cuda.shared_memory import least_cluster
+    from sparse_kernels.sparse_decode.launches import Launch
 
     least = max(4, least_cluster(case.group, case.head_size))
     return [Launch(True, 8, 8, 1), Launch(True, least, 8, 1), Launch(False, 8, 16, 1)]
@@ -591,48 +586,68 @@ def stopping_inputs(case: Case) -> Inputs:
     return inputs
 
 
-def stopped(inputs: Inputs, case: Case, rule: StopRule, launch: object = None) -> tuple[torch.Tensor, ...]:
-    visited = torch.full((len(inputs.query), case.num_kv_heads), -1, dtype=torch.int32, device=inputs.query.device)
-    counters = torch.zeros((case.num_kv_heads, 4), dtype=torch.int64, device=inputs.query.device)
+def counted_output(inputs: Inputs, case: Case) -> DecodeOutput:
+    """Nothing that a kernel may leave as it is."""
+    shape, device = (len(inputs.query), case.num_kv_heads), inputs.query.device
+    pages_read = torch.full(shape, -1, dtype=torch.int32, device=device)
+    counters = torch.zeros((case.num_kv_heads, 4), dtype=torch.int64, device=device)
+    return replace(inputs.empty_output(), pages_read=pages_read, counters=counters)
+
+
+def stopped(inputs: Inputs, case: Case, rule: StopRule, launch: object = None) -> DecodeOutput:
+    from sparse_kernels.sparse_decode import cuda
+
+    output = counted_output(inputs, case)
     if case.k is None:
-        out = every_page(inputs, case, rule, visited, counters, launch=launch)
+        every_page(inputs, case, rule, output, launch=launch)
     else:
-        out = decode(inputs, case, launch, rule, visited=visited, counters=counters)
-    return out, visited, counters
+        cuda.sparse_decode(*inputs.decode_arguments(case, rule), output, launch)
+    return output
 
 
 def every_page(
     inputs: Inputs,
     case: Case,
     rule: StopRule,
-    visited: torch.Tensor | None = None,
-    counters: torch.Tensor | None = None,
+    output: DecodeOutput,
     requests: int | None = None,
-    **more: object,
-) -> torch.Tensor:
+    launch: object = None,
+) -> None:
     """The first page before the newest; with scratch for so many requests, which is left as it was."""
-    from sparse_kernels.routed_attention import cuda
+    from sparse_kernels.split_attention import cuda
 
-    out = torch.full(inputs.query.shape, torch.nan, dtype=torch.bfloat16, device="cuda")
-    rows = len(inputs.query) // len(inputs.seq_lens) * (requests or len(inputs.seq_lens)) * case.num_kv_heads
-    scratch = stop_scratch(rows, inputs.block_table.shape[1] * case.block_size, rule, out.device)
-    cuda.routed_attention(
-        *routed_arguments(inputs, case, 64), out, rule, 1, inputs.sinks, visited, counters, scratch, **more
-    )
-    assert not scratch.any()
-    return out
+    stopping = stopping_of(inputs, case, rule, requests)
+    cuda.split_attention(*inputs.split_arguments(case, stopping), output, launch)
+    assert stopping.scratch is not None
+    assert not stopping.scratch.any()
 
 
-def expected_visits(inputs: Inputs, case: Case, rule: StopRule) -> tuple[torch.Tensor, ...]:
-    out = torch.zeros(inputs.query.shape, dtype=torch.bfloat16, device=inputs.query.device)
-    visited = torch.full((len(inputs.query), case.num_kv_heads), -1, device=inputs.query.device)
-    counters = torch.zeros((case.num_kv_heads, 4), dtype=torch.int64, device=inputs.query.device)
+def stopping_of(inputs: Inputs, case: Case, rule: StopRule, requests: int | None = None) -> Stopping:
+    rows = inputs.batch(case).tokens_per_request * (requests or len(inputs.seq_lens)) * case.num_kv_heads
+    context_tokens = inputs.block_table.shape[1] * case.block_size
+    return Stopping(rule, 1, stop_scratch(rule, rows, context_tokens, inputs.query.device))
+
+
+def expected_reads(inputs: Inputs, case: Case, rule: StopRule) -> DecodeOutput:
+    output = counted_output(inputs, case)
+    output.heads.zero_()
     if case.k is None:
-        arguments = routed_arguments(inputs, case, 64)
-        reference_routed(*arguments, out, rule, 1, inputs.sinks, visited, counters)  # type: ignore[arg-type]
+        reference_split(*inputs.split_arguments(case, Stopping(rule, 1)), output)
     else:
-        reference_decode(*inputs.arguments(case, rule), out, visited, counters)
-    return out, visited, counters
+        reference_decode(*inputs.decode_arguments(case, rule), output)
+    return output
+
+
+def equal(one: DecodeOutput, other: DecodeOutput) -> bool:
+    assert one.pages_read is not None
+    assert other.pages_read is not None
+    assert one.counters is not None
+    assert other.counters is not None
+    return (
+        torch.equal(one.heads, other.heads)
+        and torch.equal(one.pages_read, other.pages_read)
+        and torch.equal(one.counters, other.counters)
+    )
 
 
 def looser(rule: StopRule, factor: float) -> StopRule:
@@ -648,24 +663,24 @@ def test_attention_stops_where_the_reference_does_whatever_the_launch(
     monkeypatch.setattr("sparse_kernels.sparse_decode.reference.score_pages", checked_scores)
     case, rule = STOPPING[name]
     inputs = stopping_inputs(case)
-    results = [stopped(inputs, case, rule, launch) for launch in stopping_launches(case)]
-    out, visited, counters = results[0]
-    for others in results[1:]:
-        assert all(torch.equal(*pair) for pair in zip(results[0], others, strict=True))
-    expected, wanted, counted = expected_visits(inputs, case, rule)
+    output, *others = [stopped(inputs, case, rule, launch) for launch in stopping_launches(case)]
+    for other in others:
+        assert equal(output, other)
+    expected = expected_reads(inputs, case, rule)
     # Weights are rounded to 16 bits: a change at the tolerance may fall on either side of it.
-    _, sooner, _ = expected_visits(inputs, case, looser(rule, 1.05))
-    _, later, _ = expected_visits(inputs, case, looser(rule, 0.95))
+    sooner = expected_reads(inputs, case, looser(rule, 1.05)).pages_read
+    later = expected_reads(inputs, case, looser(rule, 0.95)).pages_read
+    wanted, pages_read = expected.pages_read, output.pages_read
     attends = wanted >= 0
-    assert bool(((visited >= sooner) & (visited <= later))[attends].all())
-    same = (visited == wanted) & attends
+    assert bool(((pages_read >= sooner) & (pages_read <= later))[attends].all())
+    same = (pages_read == wanted) & attends
     assert same.float().mean() >= 0.5 * attends.float().mean()
-    every = wanted.amax(dim=1, keepdim=True)
-    assert bool((wanted < every.amax()).any()), "nothing stops"
+    most = wanted.amax(dim=1, keepdim=True)
+    assert bool((wanted < most.amax()).any()), "nothing stops"
     rows = same[:, :, None].expand(-1, -1, case.group).flatten(1)
-    assert_close(out[rows], expected[rows])
+    assert_close(output.heads[rows], expected.heads[rows])
     if bool(same[attends].all()):
-        assert torch.equal(counters, counted)
+        assert torch.equal(output.counters, expected.counters)
 
 
 @pytest.mark.parametrize("name", STOPPING)
@@ -676,23 +691,23 @@ def test_without_patience_the_bits_are_those_of_attention_that_cannot_stop(name:
     inputs = stopping_inputs(case)
     never = RULE._replace(patience=0, block_tokens=512)
     for launch in stopping_launches(case):
-        assert torch.equal(stopped(inputs, case, never, launch)[0], decode(inputs, case, launch))
-    assert torch.equal(stopped(inputs, case, never)[0], decode(inputs, case))
+        assert torch.equal(stopped(inputs, case, never, launch).heads, decode(inputs, case, launch))
+    assert torch.equal(stopped(inputs, case, never).heads, decode(inputs, case))
 
 
 @pytest.mark.parametrize("name", EVERY_PAGE)
-def test_looking_changes_no_bit(name: str) -> None:
+def test_stop_tests_change_no_bit(name: str) -> None:
     case, rule = STOPPING[name]
     inputs = stopping_inputs(case)
     plain = stopped(inputs, case, rule._replace(patience=0))
     for launch in stopping_launches(case):
-        looking = stopped(inputs, case, rule._replace(scale_tolerance=0.0), launch)
-        assert all(torch.equal(*pair) for pair in zip(plain, looking, strict=True))
-    assert torch.equal(plain[1], inputs.context_lens(case).clamp(min=0)[:, None].expand_as(plain[1]) // case.page_size)
+        assert equal(plain, stopped(inputs, case, rule._replace(scale_tolerance=0.0), launch))
+    pages = inputs.context_lens(case).clamp(min=0)[:, None] // case.page_size
+    assert torch.equal(plain.pages_read, pages.expand_as(plain.pages_read))
 
 
 def only(inputs: Inputs, case: Case, row: int, pages: int) -> Inputs:
-    """The request of a row as if its context had so many pages, those visited first, and the incomplete one."""
+    """The request of a row as if its context had so many pages, those read first, and the incomplete one."""
     found = Inputs(Case((1,)))
     context = int(inputs.seq_lens[row])
     complete = context // case.page_size
@@ -714,36 +729,37 @@ def only(inputs: Inputs, case: Case, row: int, pages: int) -> Inputs:
 
 
 @pytest.mark.parametrize("name", ["every page, blocks of 512", "every page, sinks first", "every page, many pieces"])
-def test_attention_that_stopped_has_the_bits_of_attention_over_what_it_visited(name: str) -> None:
+def test_attention_that_stopped_has_the_bits_of_attention_over_what_it_read(name: str) -> None:
     case, rule = STOPPING[name]
     inputs = stopping_inputs(case)
-    out, visited, _ = stopped(inputs, case, rule)
+    output = stopped(inputs, case, rule)
     for row, head in torch.cartesian_prod(torch.arange(len(case.contexts)), torch.arange(case.num_kv_heads)).tolist():
-        cut = only(inputs, case, row, int(visited[row, head]))
-        alone = every_page(cut, case, rule._replace(patience=0))
+        cut = only(inputs, case, row, int(output.pages_read[row, head]))
+        alone = cut.empty_output()
+        every_page(cut, case, rule._replace(patience=0), alone)
         heads = slice(head * case.group, (head + 1) * case.group)
-        assert torch.equal(alone[0, heads], out[row, heads])
+        assert torch.equal(alone.heads[0, heads], output.heads[row, heads])
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY_PAGE if len(STOPPING[name][0].contexts) > 2])
 def test_a_batch_is_attended_in_parts_where_scratch_is_short(name: str) -> None:
     case, rule = STOPPING[name]
     inputs = stopping_inputs(case)
-    together, visited, _ = stopped(inputs, case, rule)
+    together = stopped(inputs, case, rule)
     for requests in (1, 2):
-        again = torch.full_like(visited, -1)
-        assert torch.equal(every_page(inputs, case, rule, again, requests=requests), together)
-        assert torch.equal(again, visited)
+        in_parts = counted_output(inputs, case)
+        every_page(inputs, case, rule, in_parts, requests)
+        assert equal(in_parts, together)
 
 
 @pytest.mark.parametrize("patience", [0, 1])
-def test_a_stopped_output_has_the_bits_of_attention_over_the_pages_it_visited(patience: int) -> None:
+def test_a_stopped_output_has_the_bits_of_attention_over_the_pages_it_read(patience: int) -> None:
     from sparse_kernels.sparse_attention import attend_pages
 
     case, rule = STOPPING["newest of a budget"]
     stopping_launches(case)
     inputs = stopping_inputs(case)
-    out, visited, _ = stopped(inputs, case, rule._replace(patience=patience, block_tokens=512))
+    output = stopped(inputs, case, rule._replace(patience=patience, block_tokens=512))
     for row, context in enumerate(case.contexts):
         pages = context // case.page_size
         assert case.k is not None
@@ -751,14 +767,13 @@ def test_a_stopped_output_has_the_bits_of_attention_over_the_pages_it_visited(pa
             continue
         slot = torch.arange(case.k, device="cuda")
         order = torch.where(slot < 1, slot, pages - slot)
+        grouped = inputs.query.unflatten(1, (case.num_kv_heads, case.group))
+        token = QueryTokens(grouped, inputs.block_table, inputs.seq_lens)[row : row + 1]
         for head in range(case.num_kv_heads):
-            chosen = order[: int(visited[row, head])].expand(1, case.num_kv_heads, -1)
-            grouped = inputs.query[row : row + 1].unflatten(1, (case.num_kv_heads, case.group))
-            alone = attend_pages(
-                grouped, inputs.keys, inputs.values, inputs.block_table[row : row + 1],
-                inputs.seq_lens[row : row + 1], chosen, SCALE,
-            ).unflatten(1, (case.num_kv_heads, case.group))  # fmt: skip
-            assert torch.equal(alone[0, head], out[row].unflatten(0, (case.num_kv_heads, case.group))[head])
+            chosen = order[: int(output.pages_read[row, head])].expand(1, case.num_kv_heads, -1)
+            alone = attend_pages(token, inputs.kv(case), chosen, inputs.softmax(case))
+            heads = slice(head * case.group, (head + 1) * case.group)
+            assert torch.equal(alone[0, heads], output.heads[row, heads])
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -769,7 +784,7 @@ def test_a_stopped_output_has_the_bits_of_attention_over_the_pages_it_visited(pa
         "best first", "best first, bounds", "group of 16", "fp8 cache", "three query tokens",
     ],
 )  # fmt: skip
-def test_skipped_groups_visit_nothing_and_others_stop_as_without_routing(name: str, share: float) -> None:
+def test_skipped_groups_read_nothing_and_others_stop_as_without_routing(name: str, share: float) -> None:
     case, rule = STOPPING[name]
     inputs = stopping_inputs(case)
     routing = inputs.forced(case, share)
@@ -778,47 +793,43 @@ def test_skipped_groups_visit_nothing_and_others_stop_as_without_routing(name: s
     may_stop = (inputs.context_lens(case) // case.page_size > (case.k or 0))[:, None] & ~skipped
     for launch in stopping_launches(case):
         inputs.routing = None
-        plain, all_visits, _ = stopped(inputs, case, rule, launch)
+        plain = stopped(inputs, case, rule, launch)
         inputs.routing = routing
-        out, visited, counters = stopped(inputs, case, rule, launch)
-        heads = out.unflatten(1, (*skipped.shape[1:], case.group))
-        assert torch.equal(heads, plain.view_as(heads).masked_fill(skipped[..., None, None], 0))
-        assert torch.equal(visited, all_visits.masked_fill(skipped, 0))
-        counted = count_visits(visited, inputs.context_lens(case), case.page_size, rule.block_tokens)
-        assert torch.equal(counters, (counted * may_stop[..., None]).sum(dim=0))
+        routed = stopped(inputs, case, rule, launch)
+        heads = routed.heads.unflatten(1, (*skipped.shape[1:], case.group))
+        assert torch.equal(heads, plain.heads.view_as(heads).masked_fill(skipped[..., None, None], 0))
+        assert torch.equal(routed.pages_read, plain.pages_read.masked_fill(skipped, 0))
+        counted = count_reads(routed.pages_read, inputs.context_lens(case), case.page_size, rule.block_tokens)
+        assert torch.equal(routed.counters, (counted * may_stop[..., None]).sum(dim=0))
 
 
 @pytest.mark.parametrize("name", ["every page", "best first"])
 def test_a_graph_stops_for_other_lengths_too(name: str) -> None:
-    from sparse_kernels.routed_attention import cuda as routed_cuda
     from sparse_kernels.sparse_decode import cuda as decode_cuda
+    from sparse_kernels.split_attention import cuda as split_cuda
 
     case, rule = STOPPING[name]
     stopping_launches(case)
     inputs = stopping_inputs(case)
     stopped(inputs, case, rule)
 
-    out = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
-    visited = torch.empty((len(inputs.query), case.num_kv_heads), dtype=torch.int32, device="cuda")
-    scratch = stop_scratch(
-        len(inputs.query) * case.num_kv_heads, inputs.block_table.shape[1] * case.block_size, rule, out.device
-    )
+    output = replace(counted_output(inputs, case), counters=None)
+    assert output.pages_read is not None
+    stopping = stopping_of(inputs, case, rule)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         if case.k is None:
-            routed_cuda.routed_attention(
-                *routed_arguments(inputs, case, 64), out, rule, 1, None, visited, None, scratch
-            )  # fmt: skip
+            split_cuda.split_attention(*inputs.split_arguments(case, stopping), output)
         else:
-            decode_cuda.sparse_decode(*inputs.arguments(case, rule), out, visited)
+            decode_cuda.sparse_decode(*inputs.decode_arguments(case, rule), output)
     for lengths in ((3000, 517, 1, 4096, 700), (2999, 16, 0, 4001, 640), (64, 100, 1, 2000, 333)):
         inputs.seq_lens.copy_(torch.tensor(lengths))
-        visited.fill_(-1)
+        output.pages_read.fill_(-1)
         graph.replay()
-        expected, wanted, _ = stopped(inputs, case, rule)
-        assert torch.equal(out, expected)
-        assert torch.equal(visited, wanted)
-        assert not scratch.any()
+        expected = stopped(inputs, case, rule)
+        assert torch.equal(output.heads, expected.heads)
+        assert torch.equal(output.pages_read, expected.pages_read)
+        assert not stopping.scratch.any()
 
 
 @pytest.mark.parametrize("name", ["every page", "best first"])
@@ -826,13 +837,8 @@ def test_a_stopping_request_does_not_depend_on_its_neighbours(name: str) -> None
     case, rule = STOPPING[name]
     stopping_launches(case)
     inputs = stopping_inputs(case)
-    together, visited, _ = stopped(inputs, case, rule)
+    together = stopped(inputs, case, rule)
     for row in (0, 3):
-        alone = stopping_inputs(case)
-        alone.query, alone.block_table = inputs.query[row : row + 1], inputs.block_table[row : row + 1]
-        alone.seq_lens = inputs.seq_lens[row : row + 1]
-        alone.cache, alone.keys, alone.values = inputs.cache, inputs.keys, inputs.values
-        alone.statistics = inputs.statistics
-        out, own, _ = stopped(alone, case, rule)
-        assert torch.equal(out[0], together[row])
-        assert torch.equal(own[0], visited[row])
+        alone = stopped(inputs.row(row), case, rule)
+        assert torch.equal(alone.heads[0], together.heads[row])
+        assert torch.equal(alone.pages_read[0], together.pages_read[row])

@@ -1,5 +1,6 @@
 """Every CUDA source compiles, for the oldest and the newest architecture it is written for; no GPU needed."""
 
+import ctypes
 from pathlib import Path
 
 import pytest
@@ -8,18 +9,31 @@ import sparse_kernels
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 pytest.importorskip("cuda.bindings", reason="needs cuda-bindings")
 
+from sparse_kernels.cuda import params
 from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, compile_source
+from sparse_kernels.cuda.shared_memory import chain_bytes, merging_bytes, piece_bytes
+from sparse_kernels.limits import MAX_K, DecodeShape
+from sparse_kernels.sparse_decode.launches import Launch, fixed_bytes, values_bytes
 
 ROOT = Path(sparse_kernels.__file__).parent
-BF16, FP16, FP8, INT8 = FORMATS.values()
+BF16, FP16, FP8, INT8, FP32 = FORMATS.values()
 SKETCH, QUARTERS = CODE_FORMATS.values()
 SHAPE = {"GROUP": 4, "HEAD_SIZE": 128, "PAGES_PER_BLOCK": 8}
 LAUNCH = {"WARPS": 8, "BLOCKS_PER_SM": 2}
-SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "MEAN": INT8, "CHUNK": 1024, "PIPELINED": 0}
+SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": INT8, "CHUNK": 1024, "PIPELINED": 0}
 ATTEND = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "OUTPUT": BF16, "PAGE_SIZE": 8, "CLUSTER": 1}
-DECODE = {**ATTEND, "MEAN": INT8, "FUSED": 0, "STOP_TILES": 0}
-ROUTED = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "BLOCK_TOKENS": 64, "LEAST_TOKENS": 256, "STOP_TOKENS": 0}
-STOPPED = ROUTED | {"STOP_TOKENS": 512, "PAGE_SIZE": 16, "WARPS": 4, "BLOCKS_PER_SM": 4}
+DECODE = {**ATTEND, "RECORD": INT8, "FUSED": 0, "STOP_TILES": 0}
+SPLIT = {
+    **SHAPE,
+    **LAUNCH,
+    "QUERY": BF16,
+    "KV": BF16,
+    "BLOCK_TOKENS": 64,
+    "LEAST_TOKENS": 256,
+    "STOP_TOKENS": 0,
+    "PAGE_SIZE": 16,
+}
+STOPPED = SPLIT | {"STOP_TOKENS": 512, "PAGE_SIZE": 16, "WARPS": 4, "BLOCKS_PER_SM": 4}
 ROUTE = {"QUERY": BF16, "KV": BF16, "GROUP": 4, "HEAD_SIZE": 128, "WARPS": 4}
 MERGE = {"GROUP": 4, "HEAD_SIZE": 128, "OUTPUT": BF16, "SPLITS": 64, "PARTS": 4}
 TOPK = {"WARPS": 32, "PER_THREAD": 64, "CANDIDATES": 0, "PAGES_PER_BLOCK": 0}
@@ -27,10 +41,10 @@ ONE_BLOCK_PER_SM = {"BLOCKS_PER_SM": 1}
 
 CASES = {
     "score int8": ("page_score/score.cu", SCORE),
-    "score fp8": ("page_score/score.cu", SCORE | {"MEAN": FP8, "QUERY": FP16}),
-    "score bf16": ("page_score/score.cu", SCORE | {"MEAN": BF16, "PIPELINED": 1}),
-    "score sketches": ("page_score/score.cu", SCORE | {"MEAN": SKETCH}),
-    "score quarters": ("page_score/score.cu", SCORE | {"MEAN": QUARTERS}),
+    "score fp8": ("page_score/score.cu", SCORE | {"RECORD": FP8, "QUERY": FP16}),
+    "score bf16": ("page_score/score.cu", SCORE | {"RECORD": BF16, "PIPELINED": 1}),
+    "score sketches": ("page_score/score.cu", SCORE | {"RECORD": SKETCH}),
+    "score quarters": ("page_score/score.cu", SCORE | {"RECORD": QUARTERS}),
     "score groups of 16, blocks of a page": ("page_score/score.cu", SCORE | {"GROUP": 16, "PAGES_PER_BLOCK": 1}),
     "top-k": ("page_topk/topk.cu", TOPK),
     "top-k of candidates": ("page_topk/topk.cu", TOPK | {"CANDIDATES": 1, "PAGES_PER_BLOCK": 8, "PER_THREAD": 4}),
@@ -44,35 +58,35 @@ CASES = {
         "group_routing/route.cu",
         ROUTE | {"QUERY": FP8, "KV": FP8, "GROUP": 16, "WARPS": 8, "HEAD_SIZE": 64},
     ),
-    "routed": ("routed_attention/attend.cu", ROUTED),
-    "routed fp8": ("routed_attention/attend.cu", ROUTED | {"QUERY": FP8, "KV": FP8, "HEAD_SIZE": 64, "GROUP": 3}),
-    "routed large": ("routed_attention/attend.cu", ROUTED | ONE_BLOCK_PER_SM | {"GROUP": 16, "HEAD_SIZE": 256}),
-    "routed that stops": ("routed_attention/attend.cu", STOPPED),
-    "routed that stops, blocks of 64 tokens": (
-        "routed_attention/attend.cu",
+    "split": ("split_attention/attend.cu", SPLIT),
+    "split fp8": ("split_attention/attend.cu", SPLIT | {"QUERY": FP8, "KV": FP8, "HEAD_SIZE": 64, "GROUP": 3}),
+    "split large": ("split_attention/attend.cu", SPLIT | ONE_BLOCK_PER_SM | {"GROUP": 16, "HEAD_SIZE": 256}),
+    "split that stops": ("split_attention/attend.cu", STOPPED),
+    "split that stops, blocks of 64 tokens": (
+        "split_attention/attend.cu",
         STOPPED | {"STOP_TOKENS": 64, "BLOCK_TOKENS": 16, "GROUP": 1},
     ),
-    "routed that stops, fp8": (
-        "routed_attention/attend.cu",
+    "split that stops, fp8": (
+        "split_attention/attend.cu",
         STOPPED | {"QUERY": FP8, "KV": FP8, "HEAD_SIZE": 64, "GROUP": 3, "PAGE_SIZE": 8},
     ),
-    "routed that stops, large": (
-        "routed_attention/attend.cu",
+    "split that stops, large": (
+        "split_attention/attend.cu",
         STOPPED | {"BLOCKS_PER_SM": 2, "GROUP": 16, "HEAD_SIZE": 256},
     ),
-    "merge": ("routed_attention/merge.cu", MERGE),
-    "merge large": ("routed_attention/merge.cu", MERGE | {"HEAD_SIZE": 256, "OUTPUT": FP16, "SPLITS": 5, "PARTS": 2}),
-    "merge of what stopped": ("routed_attention/merge.cu", MERGE | {"SPLITS": 0}),
+    "merge": ("split_attention/merge.cu", MERGE),
+    "merge large": ("split_attention/merge.cu", MERGE | {"HEAD_SIZE": 256, "OUTPUT": FP16, "SPLITS": 5, "PARTS": 2}),
+    "merge of what stopped": ("split_attention/merge.cu", MERGE | {"SPLITS": 0}),
 }
 HOPPER = {
     "attend cluster": ("sparse_attention/attend.cu", ATTEND | {"CLUSTER": 8}),
     "decode fused": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1}),
     "decode cluster": ("sparse_decode/decode.cu", DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "WARPS": 16}),
-    "decode sketches": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "MEAN": SKETCH}),
-    "decode quarters": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "MEAN": QUARTERS}),
+    "decode sketches": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "RECORD": SKETCH}),
+    "decode quarters": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "RECORD": QUARTERS}),
     "decode cluster, quarters, heads of 256": (
         "sparse_decode/decode.cu",
-        DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "HEAD_SIZE": 256, "MEAN": QUARTERS},
+        DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "HEAD_SIZE": 256, "RECORD": QUARTERS},
     ),
     "decode cluster, scores from memory": (
         "sparse_decode/decode.cu",
@@ -95,9 +109,24 @@ HOPPER = {
 }
 
 
+def counted(source: str, macros: dict[str, int]) -> dict[str, int]:
+    """The shared memory that the host counts for a case, which the source asserts."""
+    group, head_size = macros.get("GROUP", 0), macros.get("HEAD_SIZE", 0)
+    match source:
+        case "sparse_attention/attend.cu":
+            return {"SHARED_BYTES": chain_bytes(macros["CLUSTER"], group, head_size) + merging_bytes(group, head_size)}
+        case "split_attention/attend.cu":
+            return {"SHARED_BYTES": piece_bytes(macros["WARPS"], group, head_size, macros["STOP_TOKENS"] > 0)}
+        case "sparse_decode/decode.cu":
+            launch = Launch(bool(macros["FUSED"]), macros["CLUSTER"], macros["WARPS"], macros["BLOCKS_PER_SM"])
+            shape = DecodeShape(group, head_size, 4096, 64, macros["STOP_TILES"] > 0)
+            return {"FIXED_BYTES": fixed_bytes(launch, shape), "VALUES_BYTES": values_bytes(launch, shape)}
+    return {}
+
+
 def check(case: tuple[str, dict[str, int]], architecture: str) -> None:
     source, macros = case
-    code = compile_source(ROOT / source, architecture, macros)
+    code = compile_source(ROOT / source, architecture, macros | counted(source, macros))
     assert code.code, "an empty binary"
 
 
@@ -110,6 +139,70 @@ def test_compiles(case: tuple[str, dict[str, int]], architecture: str) -> None:
 @pytest.mark.parametrize("case", HOPPER.values(), ids=HOPPER)
 def test_clusters_compile(case: tuple[str, dict[str, int]]) -> None:
     check(case, "sm_90a")
+
+
+STRUCTS = {
+    name: struct
+    for name, struct in vars(params).items()
+    if isinstance(struct, type) and issubclass(struct, ctypes.Structure) and struct is not ctypes.Structure
+}
+KERNEL_STRUCTS = {
+    "DecodeParams": ("sparse_decode/decode.cu", HOPPER["decode that stops"]),
+    "SplitParams": ("split_attention/attend.cu", CASES["split that stops"]),
+    "MergeParams": ("split_attention/merge.cu", CASES["merge"]),
+    "AttendParams": ("sparse_attention/attend.cu", CASES["attend"]),
+    "RouteParams": ("group_routing/route.cu", CASES["route"]),
+    "ScoreParams": ("page_score/score.cu", CASES["score int8"]),
+    "TopkParams": ("page_topk/topk.cu", CASES["top-k"]),
+}
+"""Structs of one kernel, and the source that has each."""
+SHARED_STRUCTS = [name for name in STRUCTS if name not in KERNEL_STRUCTS]
+
+
+def layout_assertions(name: str) -> str:
+    """C++ that holds a struct of the device to the size and the offsets that the host fills."""
+    struct = STRUCTS[name]
+    offsets = "".join(
+        f'static_assert(__builtin_offsetof({name}, {field}) == {getattr(struct, field).offset}, "{name}.{field}");\n'
+        for field, _ in struct._fields_
+    )
+    return f'static_assert(sizeof({name}) == {ctypes.sizeof(struct)}, "{name}");\n{offsets}'
+
+
+def compile_with(path: Path, text: str, macros: dict[str, int]) -> None:
+    path.write_text(text, encoding="utf-8")
+    compile_source(path, "sm_90a", macros)
+
+
+def test_the_host_fills_shared_structs_as_the_device_reads_them(tmp_path: Path) -> None:
+    assertions = "".join(map(layout_assertions, SHARED_STRUCTS))
+    compile_with(
+        tmp_path / "structs.cu",
+        f'#include "params.cuh"\n#include "{ROOT}/split_attention/pieces.cuh"\n{assertions}',
+        {},
+    )
+
+
+@pytest.mark.parametrize("name", KERNEL_STRUCTS)
+def test_the_host_fills_the_structs_of_a_kernel_as_the_device_reads_them(name: str, tmp_path: Path) -> None:
+    source, (_, macros) = KERNEL_STRUCTS[name]
+    text = (
+        (ROOT / source)
+        .read_text(encoding="utf-8")
+        .replace('#include "pieces.cuh"', f'#include "{ROOT}/split_attention/pieces.cuh"')
+    )
+    compile_with(tmp_path / "kernel.cu", text + layout_assertions(name), macros | counted(source, macros))
+
+
+def test_a_struct_that_the_host_fills_otherwise_does_not_compile(tmp_path: Path) -> None:
+    wrong = layout_assertions("StopParams").replace("== 8", "== 12")
+    with pytest.raises(RuntimeError, match=r"StopParams\.patience"):
+        compile_with(tmp_path / "structs.cu", f'#include "params.cuh"\n{wrong}', {})
+
+
+def test_limits_of_the_host_are_those_of_the_device(tmp_path: Path) -> None:
+    text = f'#include "select.cuh"\nstatic_assert(MAX_CANDIDATES == {MAX_K}, "k");\n'
+    compile_with(tmp_path / "limits.cu", text, {})
 
 
 def test_an_error_names_the_source() -> None:

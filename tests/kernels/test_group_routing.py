@@ -3,11 +3,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sparse_kernels.group_routing import GroupRouting, reference, route_groups
-from sparse_kernels.group_routing.api import GROUP_SCORES
+from sparse_kernels.batch import DecodeBatch, PageSelection, Softmax
+from sparse_kernels.group_routing import GROUP_SCORES, GroupRouting, reference, route_groups
 from sparse_kernels.paging import PagedTensor
-from sparse_kernels.routed_attention import routed_attention
 from sparse_kernels.sparse_decode import sparse_decode
+from sparse_kernels.split_attention import split_attention
 from support.paged import PagedBatch, dense_attention, make_batch
 
 HEADS, GROUP, SIZE = 2, 4, 64
@@ -20,8 +20,8 @@ def query_of(batch: PagedBatch, queries: int = 1) -> torch.Tensor:
     return torch.randn(len(batch.keys) * queries, HEADS, GROUP, SIZE, generator=generator).bfloat16()
 
 
-def constant(threshold: float, heads: int = HEADS, **more: object) -> GroupRouting:
-    return GroupRouting(torch.tensor([[threshold, 0.0, 0.0, 0.0]]).repeat(heads, 1), **more)
+def constant(threshold: float, heads: int = HEADS, **changes: object) -> GroupRouting:
+    return GroupRouting(torch.tensor([[threshold, 0.0, 0.0, 0.0]]).repeat(heads, 1), **changes)
 
 
 def score_by_hand(query: torch.Tensor, anchor: torch.Tensor, score: str) -> float:
@@ -56,7 +56,7 @@ def test_groups_whose_cosine_reaches_the_threshold_are_skipped(score, page_size,
     between = expected.flatten().sort().values
     for threshold in ((between[1:] + between[:-1]) / 2).tolist():
         routing = constant(threshold, score=score)
-        skipped = route_groups(query, keys, batch.block_table, batch.context_lens, routing)
+        skipped = route_groups(batch.tokens(query), keys, routing)
         assert torch.equal(skipped, expected >= threshold)
 
 
@@ -65,7 +65,7 @@ def test_a_threshold_above_1_skips_nothing_and_one_below_minus_1_everything():
     # A query along its anchor has the largest cosine there is.
     query = torch.stack([keys[0] for keys in batch.keys]).unsqueeze(2).repeat(1, 1, GROUP, 1)
     for threshold, expected in ((1.001, False), (0.99, True), (-1.001, True)):
-        skipped = route_groups(query, batch.paged_keys, batch.block_table, batch.context_lens, constant(threshold))
+        skipped = route_groups(batch.tokens(query), batch.paged_keys, constant(threshold))
         assert skipped.eq(expected).all()
 
 
@@ -74,17 +74,15 @@ def test_zeros_have_a_cosine_of_0_and_nan_is_no_sink():
     query = query_of(batch)
     query[0], query[1, :, 0] = 0, torch.nan
     for threshold, expected in ((0.0, [True, False]), (1e-6, [False, False])):
-        skipped = route_groups(query, batch.paged_keys, batch.block_table, batch.context_lens, constant(threshold))
-        assert skipped.tolist() == [[each] * HEADS for each in expected]
+        skipped = route_groups(batch.tokens(query), batch.paged_keys, constant(threshold))
+        assert skipped.tolist() == [[group] * HEADS for group in expected]
 
 
 def test_every_kv_head_has_its_own_threshold():
     batch = make_batch(CONTEXTS, HEADS, SIZE)
     coefficients = torch.zeros(HEADS, 4)
     coefficients[:, 0] = torch.tensor([2.0, -2.0])
-    skipped = route_groups(
-        query_of(batch), batch.paged_keys, batch.block_table, batch.context_lens, GroupRouting(coefficients)
-    )
+    skipped = route_groups(batch.tokens(query_of(batch)), batch.paged_keys, GroupRouting(coefficients))
     assert skipped.tolist() == [[False, True]] * len(CONTEXTS)
 
 
@@ -104,7 +102,7 @@ def test_the_score_does_not_depend_on_what_lies_beyond_token_0():
     batch.paged_keys.view[batch.block_table[0, 0], :, 0, 0, 1:] = torch.nan
     assert torch.equal(reference.score_groups(query, batch.paged_keys, batch.block_table[:, 0], 0), first)
     routing = constant(float(first.mean()))
-    skipped = route_groups(query, batch.paged_keys, batch.block_table, batch.context_lens, routing)
+    skipped = route_groups(batch.tokens(query), batch.paged_keys, routing)
     assert torch.equal(skipped, first >= first.mean())
 
 
@@ -133,69 +131,63 @@ def test_blocks_of_each_head_are_the_same_pages():
 def test_refuses(routing, sentence):
     batch = make_batch([100], HEADS, SIZE)
     with pytest.raises(ValueError, match=sentence):
-        route_groups(query_of(batch), batch.paged_keys, batch.block_table, batch.context_lens, routing)
-    lens = batch.context_lens.int()
+        route_groups(batch.tokens(query_of(batch)), batch.paged_keys, routing)
     with pytest.raises(ValueError, match=sentence):
-        routed_attention(
-            query_of(batch).flatten(1, 2), batch.paged_keys, batch.paged_values, batch.block_table.int(), lens,
-            routing, SCALE,
-        )  # fmt: skip
+        decode(batch, query_of(batch), routing)
 
 
 def test_heads_that_do_not_fit_are_refused():
     batch = make_batch([100], HEADS, SIZE)
     with pytest.raises(ValueError, match="query: got 3 KV heads of size 64, allowed: the keys' 2 of size 64"):
-        route_groups(
-            torch.zeros(1, 3, GROUP, SIZE), batch.paged_keys, batch.block_table, batch.context_lens, constant(0.5, 3)
-        )
+        route_groups(batch.tokens(torch.zeros(1, 3, GROUP, SIZE)), batch.paged_keys, constant(0.5, 3))
 
 
-def decode(batch: PagedBatch, query: torch.Tensor, routing: GroupRouting | None, **more: object) -> torch.Tensor:
+def decode(
+    batch: PagedBatch, query: torch.Tensor, routing: GroupRouting | None, k: int | None = None, **changes: object
+) -> torch.Tensor:
     """By every page, or by `k` of them if it is given."""
-    lens = more.pop("seq_lens", batch.context_lens.int())
-    arguments = query.flatten(1, 2), batch.paged_keys, batch.paged_values
-    if "k" not in more:
-        return routed_attention(*arguments, batch.block_table.int(), lens, routing, SCALE, **more)
-    return sparse_decode(
-        *arguments, batch.statistics, batch.block_table.int(), lens, sink_pages=1, recent_pages=1, std_weight=0.75,
-        scale=SCALE, routing=routing, **more,
-    )  # fmt: skip
+    requests = DecodeBatch(query.flatten(1, 2), batch.block_table.int(), batch.context_lens.int())
+    requests = replace(requests, **changes)
+    if k is None:
+        return split_attention(requests, batch.cache, Softmax(SCALE), routing=routing)
+    selection = PageSelection(k, sink_pages=1, recent_pages=1, std_weight=0.75)
+    return sparse_decode(requests, batch.cache, Softmax(SCALE), selection, routing=routing)
 
 
-@pytest.mark.parametrize("more", [{}, {"k": 8}], ids=["dense", "selected"])
-def test_a_skipped_group_is_zero_and_the_others_are_as_they_were(more):
+@pytest.mark.parametrize("k", [None, 8], ids=["dense", "selected"])
+def test_a_skipped_group_is_zero_and_the_others_are_as_they_were(k):
     batch = make_batch(CONTEXTS, HEADS, SIZE)
     query = query_of(batch)
     scores = scores_by_hand(batch, query, "mean")
     routing = constant(float(scores.median()))
-    plain = decode(batch, query, None, **more).unflatten(1, (HEADS, GROUP))
-    routed = decode(batch, query, routing, **more).unflatten(1, (HEADS, GROUP))
+    plain = decode(batch, query, None, k).unflatten(1, (HEADS, GROUP))
+    routed = decode(batch, query, routing, k).unflatten(1, (HEADS, GROUP))
     skipped = scores >= scores.median()
     assert skipped.any()
     assert not skipped.all()
     assert routed[skipped].eq(0).all()
     assert torch.equal(routed[~skipped], plain[~skipped])
-    assert torch.equal(decode(batch, query, constant(1.01), **more).unflatten(1, (HEADS, GROUP)), plain)
+    assert torch.equal(decode(batch, query, constant(1.01), k).unflatten(1, (HEADS, GROUP)), plain)
 
 
 def test_without_routing_it_is_dense_attention():
     batch = make_batch(CONTEXTS, HEADS, SIZE)
     query = query_of(batch)
-    each = [dense_attention(row, *kv, SCALE) for row, *kv in zip(query, batch.keys, batch.values, strict=True)]
-    torch.testing.assert_close(decode(batch, query, None).float(), torch.stack(each).float(), atol=1e-2, rtol=1e-2)
+    rows = [dense_attention(row, *kv, SCALE) for row, *kv in zip(query, batch.keys, batch.values, strict=True)]
+    torch.testing.assert_close(decode(batch, query, None).float(), torch.stack(rows).float(), atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("more", [{}, {"k": 8}], ids=["dense", "selected"])
-def test_who_is_exempt_is_not_asked(more):
+@pytest.mark.parametrize("k", [None, 8], ids=["dense", "selected"])
+def test_who_is_exempt_is_not_asked(k):
     batch = make_batch(CONTEXTS, HEADS, SIZE)
     query, counts = query_of(batch), torch.zeros(HEADS, 2, dtype=torch.int64)
     lens = torch.tensor([700, 129, 1000, 0], dtype=torch.int32)
     requests = torch.tensor([False, False, True, False])
     routing = constant(-1.5, counts=counts)
-    output = decode(batch, query, routing, seq_lens=lens, dense_tokens=129, dense_requests=requests, **more)
+    output = decode(batch, query, routing, seq_lens=lens, dense_tokens=129, dense_requests=requests, k=k)
     assert [bool(token.any()) for token in output] == [False, True, True, False]
     assert counts.tolist() == [[1, 1]] * HEADS
-    decode(batch, query, replace(routing, coefficients=constant(1.5).coefficients), seq_lens=lens, **more)
+    decode(batch, query, replace(routing, coefficients=constant(1.5).coefficients), seq_lens=lens, k=k)
     assert counts.tolist() == [[1, 4]] * HEADS
 
 

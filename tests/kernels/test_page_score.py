@@ -2,6 +2,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from sparse_kernels.batch import DecodeBatch
 from sparse_kernels.optional_triton import tl
 from sparse_kernels.page_score import reference, score_pages
 from sparse_kernels.page_statistics import STATISTICS_FORMATS, StatisticsLayout, update_page_statistics
@@ -151,10 +152,8 @@ def triton_scores(
     scores = torch.full((len(query), query.shape[1], width), UNWRITTEN).bfloat16()
     # A slice of a wider tensor, as vLLM's query is.
     wide = torch.cat([query.flatten(1, 2), torch.full_like(query[:, 0], torch.nan)], dim=1)
-    triton.launch_scores(
-        wide[:, : query.shape[1] * query.shape[2]], batch.statistics, batch.block_table.int(), lengths.int(),
-        page_size, std_weight, scores, skipped,
-    )  # fmt: skip
+    requests = DecodeBatch(wide[:, : query.shape[1] * query.shape[2]], batch.block_table.int(), lengths.int())
+    triton.launch_scores(requests, batch.statistics, page_size, std_weight, scores, skipped)
     return scores
 
 
@@ -251,7 +250,6 @@ def test_a_new_kind_needs_nothing_but_its_class(implementation, request):
         Deviation.triton_features, Deviation.triton_combine = jit(deviation_features), jit(deviation_combine)
 
         scores = torch.zeros(1, 2, 48).bfloat16()
-        triton.launch_scores(
-            query.flatten(1, 2), views, torch.arange(6).int()[None], torch.tensor([48]).int(), 0, 2.0, scores
-        )
+        requests = DecodeBatch(query.flatten(1, 2), torch.arange(6).int()[None], torch.tensor([48]).int())
+        triton.launch_scores(requests, views, 0, 2.0, scores)
     assert ((scores[0].double() - exact.amax(dim=1)).abs() <= exact.amax(dim=1).abs() * 2**-7).all()

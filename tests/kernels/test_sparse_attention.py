@@ -1,5 +1,8 @@
+from dataclasses import replace
+
 import pytest
 import torch
+from sparse_kernels.batch import Softmax
 from sparse_kernels.sparse_attention import attend_pages, reference
 from support.paged import assert_as_accurate, dense_attention, make_batch
 
@@ -44,9 +47,7 @@ def test_attends_exactly_the_selection_and_the_incomplete_page(
     softcap = extras.get("softcap", 0.0)
     pages = random_pages(batch, num_kv_heads, 5)
     scale = head_size**-0.5
-    output = attend(
-        query, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, scale, sinks, softcap
-    )
+    output = attend(batch.tokens(query), batch.cache, pages, Softmax(scale, softcap, sinks))
     assert output.shape == (len(CONTEXTS), num_kv_heads * group_size, head_size)
     for request in range(len(CONTEXTS)):
         visible = visible_tokens(batch, pages, request)
@@ -61,9 +62,7 @@ def test_selecting_every_page_is_dense_attention(attend):
     query = torch.randn(len(CONTEXTS), 2, 4, 64).bfloat16()
     every = torch.arange(64).expand(len(CONTEXTS), 2, -1)
     pages = torch.where(every < batch.num_pages[:, None, None], every, -1)
-    output = attend(
-        query, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, 0.125, None, 0.0
-    )
+    output = attend(batch.tokens(query), batch.cache, pages, Softmax(0.125))
     for request in range(len(CONTEXTS)):
         arguments = query[request], batch.keys[request], batch.values[request], 0.125
         assert_as_accurate(
@@ -75,13 +74,10 @@ def test_a_token_does_not_depend_on_its_neighbours():
     batch = make_batch(CONTEXTS, 2, 64)
     query = torch.randn(len(CONTEXTS), 2, 4, 64).bfloat16()
     pages = random_pages(batch, 2, 8)
-    together = attend_pages(
-        query, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, 0.125
-    )
+    together = attend_pages(batch.tokens(query), batch.cache, pages, Softmax(0.125))
     for request in range(len(CONTEXTS)):
         row = slice(request, request + 1)
-        table, lens = batch.block_table[row], batch.context_lens[row]
-        alone = attend_pages(query[row], batch.paged_keys, batch.paged_values, table, lens, pages[row], 0.125)
+        alone = attend_pages(batch.tokens(query)[row], batch.cache, pages[row], Softmax(0.125))
         assert torch.equal(alone[0], together[request])
 
 
@@ -89,9 +85,7 @@ def test_extreme_logits_do_not_overflow():
     batch = make_batch([40], 1, 64)
     query = torch.full((1, 1, 2, 64), 1e4).bfloat16()
     pages = torch.arange(5).view(1, 1, 5)
-    output = attend_pages(
-        query, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, 1.0
-    )
+    output = attend_pages(batch.tokens(query), batch.cache, pages, Softmax(1.0))
     assert output.isfinite().all()
 
 
@@ -100,9 +94,7 @@ def test_softmax_of_a_wide_range_of_logits():
     batch = make_batch([512], 1, 64)
     query = torch.randn(1, 1, 4, 64).bfloat16() * torch.tensor([0.1, 1, 4, 30]).bfloat16()[:, None]
     pages = torch.arange(64).view(1, 1, 64)
-    output = attend_pages(
-        query, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, 0.125
-    )
+    output = attend_pages(batch.tokens(query), batch.cache, pages, Softmax(0.125))
     arguments = query[0], batch.keys[0], batch.values[0], 0.125
     assert_as_accurate(output[0], dense_attention(*arguments), dense_attention(*arguments, dtype=torch.float32))
 
@@ -111,9 +103,7 @@ def test_softmax_of_a_wide_range_of_logits():
 def test_queries_of_other_dtypes(dtype):
     batch = make_batch([100], 1, 64)
     query, pages = torch.randn(1, 1, 2, 64).to(dtype), torch.arange(12).view(1, 1, 12)
-    output = attend_pages(
-        query, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, 0.125
-    )
+    output = attend_pages(batch.tokens(query), batch.cache, pages, Softmax(0.125))
     assert output.dtype == dtype
     arguments = query[0], batch.keys[0], batch.values[0], 0.125
     assert_as_accurate(output[0], dense_attention(*arguments), dense_attention(*arguments, dtype=torch.float32))
@@ -121,35 +111,30 @@ def test_queries_of_other_dtypes(dtype):
 
 def test_no_tokens():
     batch = make_batch([64], 1, 64)
-    output = attend_pages(
-        torch.empty(0, 1, 2, 64),
-        batch.paged_keys,
-        batch.paged_values,
-        batch.block_table[:0],
-        batch.context_lens[:0],
-        torch.empty(0, 1, 4).long(),
-        1.0,
-    )
+    nothing = batch.tokens(torch.empty(1, 1, 2, 64))[:0]
+    output = attend_pages(nothing, batch.cache, torch.empty(0, 1, 4).long(), Softmax(1.0))
     assert output.shape == (0, 2, 64)
 
 
+def test_scales_of_an_eight_bit_cache_multiply():
+    batch = make_batch([300], 2, 64)
+    query, pages = torch.randn(1, 2, 4, 64), torch.arange(37).expand(1, 2, -1)
+    two, half = torch.tensor([2.0]), torch.tensor([0.5])
+    plain = attend_pages(batch.tokens(query), batch.cache, pages, Softmax(0.125))
+    scaled = replace(batch.cache, key_scale=half, value_scale=two)
+    torch.testing.assert_close(attend_pages(batch.tokens(query * 2), scaled, pages, Softmax(0.125)), plain * 2)
+
+
 def test_mismatched_shapes_are_refused():
-    batch = make_batch([64], 2, 64)
-    rest = batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens
+    batch, softmax = make_batch([64], 2, 64), Softmax(1.0)
     with pytest.raises(ValueError, match="query: got 1 KV heads"):
-        attend_pages(torch.zeros(1, 1, 2, 64), *rest, torch.zeros(1, 1, 4).long(), 1.0)
+        attend_pages(batch.tokens(torch.zeros(1, 1, 2, 64)), batch.cache, torch.zeros(1, 1, 4).long(), softmax)
+    tokens = batch.tokens(torch.zeros(1, 2, 2, 64))
     with pytest.raises(ValueError, match=r"pages: got \(1, 1, 4\)"):
-        attend_pages(torch.zeros(1, 2, 2, 64), *rest, torch.zeros(1, 1, 4).long(), 1.0)
-    with pytest.raises(ValueError, match="sinks: got 3 logits, allowed: 4"):
-        attend_pages(torch.zeros(1, 2, 2, 64), *rest, torch.zeros(1, 2, 4).long(), 1.0, sinks=torch.zeros(3))
+        attend_pages(tokens, batch.cache, torch.zeros(1, 1, 4).long(), softmax)
+    pages = torch.zeros(1, 2, 4).long()
+    with pytest.raises(ValueError, match="sink_logits: got 3 logits, allowed: 4"):
+        attend_pages(tokens, batch.cache, pages, Softmax(1.0, sink_logits=torch.zeros(3)))
     other = make_batch([64], 2, 64, page_size=16)
     with pytest.raises(ValueError, match="values: got pages of 16 tokens"):
-        attend_pages(
-            torch.zeros(1, 2, 2, 64),
-            batch.paged_keys,
-            other.paged_values,
-            batch.block_table,
-            batch.context_lens,
-            torch.zeros(1, 2, 4).long(),
-            1.0,
-        )
+        attend_pages(tokens, replace(batch.cache, values=other.paged_values), pages, softmax)

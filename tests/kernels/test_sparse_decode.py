@@ -1,16 +1,21 @@
+from dataclasses import replace
+
 import pytest
 import torch
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, Softmax
 from sparse_kernels.group_routing import GroupRouting, group_scores
 from sparse_kernels.page_score import score_pages
 from sparse_kernels.page_topk import best_first, select_pages
-from sparse_kernels.routed_attention import routed_attention
 from sparse_kernels.sparse_attention import attend_pages
 from sparse_kernels.sparse_decode import sparse_decode
-from sparse_kernels.termination import StopRule, count_visits, visited_pages
+from sparse_kernels.split_attention import Stopping, split_attention
+from sparse_kernels.stopping import StopRule, count_reads, pages_until_stable
 from support.paged import PagedBatch, dense_attention, make_batch
 
 SCALE = 0.1
+SOFTMAX = Softmax(SCALE)
 HEADS, GROUP, SIZE = 2, 4, 64
+SELECTION = PageSelection(8, sink_pages=1, recent_pages=1, std_weight=0.75)
 
 
 def query_of(batch: PagedBatch, queries: int = 1) -> torch.Tensor:
@@ -18,19 +23,24 @@ def query_of(batch: PagedBatch, queries: int = 1) -> torch.Tensor:
     return torch.randn(len(batch.keys) * queries, HEADS * GROUP, SIZE, generator=generator).bfloat16()
 
 
-def decode(batch: PagedBatch, query: torch.Tensor, **more: object) -> torch.Tensor:
-    arguments = {"k": 8, "sink_pages": 1, "recent_pages": 1, "std_weight": 0.75, "scale": SCALE}
-    lens = more.pop("seq_lens", batch.context_lens.int())
-    statistics = more.pop("statistics", batch.statistics)
-    return sparse_decode(
-        query, batch.paged_keys, batch.paged_values, statistics, batch.block_table.int(), lens, **(arguments | more)
+def requests_of(batch: PagedBatch, query: torch.Tensor, **changes: object) -> DecodeBatch:
+    return replace(DecodeBatch(query, batch.block_table.int(), batch.context_lens.int()), **changes)
+
+
+def decode(batch: PagedBatch, query: torch.Tensor, selection: PageSelection = SELECTION, **changes: object):
+    requests = {name: changes.pop(name) for name in list(changes) if name in DecodeBatch.__dataclass_fields__}
+    cache = replace(
+        batch.cache,
+        **{name: changes.pop(name) for name in ("statistics", "key_scale", "value_scale") if name in changes},
     )
+    softmax = changes.pop("softmax", SOFTMAX)
+    return sparse_decode(requests_of(batch, query, **requests), cache, softmax, selection, **changes)
 
 
 def dense(batch: PagedBatch, query: torch.Tensor) -> torch.Tensor:
     rows = query.unflatten(1, (HEADS, GROUP))
-    each = [dense_attention(row, *kv, SCALE) for row, *kv in zip(rows, batch.keys, batch.values, strict=True)]
-    return torch.stack(each).float()
+    outputs = [dense_attention(row, *kv, SCALE) for row, *kv in zip(rows, batch.keys, batch.values, strict=True)]
+    return torch.stack(outputs).float()
 
 
 def test_is_score_select_and_attend():
@@ -39,17 +49,18 @@ def test_is_score_select_and_attend():
     grouped = query.unflatten(1, (HEADS, GROUP))
     scores = score_pages(grouped, batch.statistics, batch.block_table, batch.num_pages, 0.75)
     pages = select_pages(scores, batch.num_pages, 8, 1, 1)
-    expected = attend_pages(
-        grouped, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, SCALE
-    )
+    expected = attend_pages(batch.tokens(grouped), batch.cache, pages, SOFTMAX)
     torch.testing.assert_close(decode(batch, query), expected, atol=1e-2, rtol=1e-2)
 
 
-@pytest.mark.parametrize("how", ["k", "dense_tokens", "dense_requests"])
+@pytest.mark.parametrize("how", ["selection", "dense_tokens", "dense_requests"])
 def test_whole_contexts_are_dense(how):
     batch = make_batch([300, 129, 7], HEADS, SIZE)
     query = query_of(batch)
-    whole = {"k": 40, "dense_tokens": 300, "dense_requests": torch.tensor([True, True, False])}
+    whole = {
+        "selection": replace(SELECTION, k=40), "dense_tokens": 300,
+        "dense_requests": torch.tensor([True, True, False]),
+    }  # fmt: skip
     expected = dense(batch, query)
     torch.testing.assert_close(decode(batch, query, **{how: whole[how]}).float(), expected, atol=1e-2, rtol=1e-2)
     assert not torch.allclose(decode(batch, query).float(), expected, atol=1e-2, rtol=1e-2)
@@ -70,7 +81,7 @@ def test_padding_is_zero_and_out_is_written():
     batch = make_batch([300, 129], HEADS, SIZE)
     query = query_of(batch)
     out = torch.full(query.shape, torch.nan)
-    returned = decode(batch, query, seq_lens=torch.tensor([300, 0], dtype=torch.int32), out=out)
+    returned = decode(batch, query, seq_lens=torch.tensor([300, 0], dtype=torch.int32), output=DecodeOutput(out))
     assert returned is out
     assert torch.equal(out[1], torch.zeros_like(out[1]))
     assert out.isfinite().all()
@@ -81,10 +92,8 @@ def test_without_statistics_the_newest_pages_are_read():
     query = query_of(batch)
     pages = torch.tensor([0, *range(30, 37)]).expand(1, HEADS, -1)
     grouped = query.unflatten(1, (HEADS, GROUP))
-    expected = attend_pages(
-        grouped, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, SCALE
-    )
-    actual = decode(batch, query, statistics=None, recent_pages=0)
+    expected = attend_pages(batch.tokens(grouped), batch.cache, pages, SOFTMAX)
+    actual = decode(batch, query, replace(SELECTION, recent_pages=0), statistics=None)
     torch.testing.assert_close(actual, expected, atol=1e-2, rtol=1e-2)
 
 
@@ -99,7 +108,7 @@ def test_scales_of_eight_bit_tensors_multiply():
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"k": 1}, "k: got 1, allowed: at least 2"),
+        ({"selection": replace(SELECTION, k=1)}, "k: got 1, allowed: at least 2"),
         ({"seq_lens": torch.ones(2, dtype=torch.int32)}, "query: got 1 tokens, allowed: a multiple of the 2 requests"),
     ],
 )
@@ -118,30 +127,30 @@ def test_refuses_heads_that_do_not_fit():
 RULE = StopRule(scale_tolerance=0.2, direction_tolerance=0.02, patience=2, block_tokens=64)
 
 
-def every_page(batch: PagedBatch, query: torch.Tensor, **more: object) -> torch.Tensor:
+def every_page(batch: PagedBatch, query: torch.Tensor, rule: StopRule | None = None, **changes: object) -> torch.Tensor:
     """Under a rule, the first page before the newest."""
-    return routed_attention(
-        query, batch.paged_keys, batch.paged_values, batch.block_table.int(), batch.context_lens.int(),
-        more.pop("routing", None), SCALE, sink_pages=1, **more,
-    )  # fmt: skip
+    requests = requests_of(batch, query, dense_tokens=changes.pop("dense_tokens", 0))
+    stopping = None if rule is None else Stopping(rule, sink_pages=1)
+    return split_attention(requests, batch.cache, changes.pop("softmax", SOFTMAX), stopping=stopping, **changes)
 
 
 @pytest.mark.parametrize("policy", ["best first", "newest of a budget", "every page"])
-def test_attention_that_stops_is_attention_over_the_pages_visited(policy):
+def test_attention_that_stops_is_attention_over_the_pages_read(policy):
     contexts = [1500, 1501, 600, 100, 1]
     batch = make_batch(contexts, HEADS, SIZE)
     # Each query finds the newest key, in some requests better than in others.
     newest = torch.stack([key[-1].repeat_interleave(GROUP, dim=0) for key in batch.keys])
     query = (newest * torch.tensor([2.0, 0.5, 2.0, 1.0, 1.0])[:, None, None] + query_of(batch) * 0.3).bfloat16()
-    visited, counters = torch.full((5, HEADS), -1), torch.zeros(HEADS, 4, dtype=torch.int64)
+    pages_read, counters = torch.full((5, HEADS), -1), torch.zeros(HEADS, 4, dtype=torch.int64)
     k = {"best first": 64, "newest of a budget": 64, "every page": None}[policy]
     statistics = batch.statistics if policy == "best first" else None
     rule = RULE._replace(least_pages=1)
-    more = {"rule": rule, "visited": visited, "counters": counters, "dense_tokens": 100}
+    output = replace(DecodeOutput.like(query), pages_read=pages_read, counters=counters)
     if k is None:
-        out = every_page(batch, query, **more)
+        out = every_page(batch, query, rule, dense_tokens=100, output=output)
     else:
-        out = decode(batch, query, k=k, recent_pages=0, statistics=statistics, **more)
+        selection = replace(SELECTION, k=k, recent_pages=0)
+        out = decode(batch, query, selection, statistics=statistics, rule=rule, dense_tokens=100, output=output)
     grouped = query.unflatten(1, (HEADS, GROUP))
     counted = torch.zeros_like(counters)
     for request, context in enumerate(contexts):
@@ -152,22 +161,22 @@ def test_attention_that_stops_is_attention_over_the_pages_visited(policy):
             chosen = best_first(chosen, scores, batch.num_pages[row], 1, 0)
         else:
             chosen = torch.tensor([0, *range(pages - 1, 0, -1)][: min(k or pages, pages)]).expand(1, HEADS, -1)
-        rest = batch.paged_keys, batch.paged_values, batch.block_table[row], batch.context_lens[row]
+        token = batch.tokens(grouped)[row]
         count = torch.full((1, HEADS), pages)
         if context > 100 and pages > (k or 0):
-            count = visited_pages(grouped[row], *rest, chosen, SCALE, rule)
-            counted += count_visits(count, batch.context_lens[row], 8, 64)[0]
-        assert visited[request].tolist() == count[0].tolist()
+            count = pages_until_stable(token, batch.cache, chosen, SOFTMAX, rule)
+            counted += count_reads(count, batch.context_lens[row], 8, 64)[0]
+        assert pages_read[request].tolist() == count[0].tolist()
         chosen = torch.where(torch.arange(chosen.shape[-1]) < count[..., None], chosen, -1)
-        torch.testing.assert_close(out[row], attend_pages(grouped[row], *rest, chosen, SCALE), atol=1e-2, rtol=1e-2)
+        torch.testing.assert_close(out[row], attend_pages(token, batch.cache, chosen, SOFTMAX), atol=1e-2, rtol=1e-2)
     assert torch.equal(counters, counted)
     readable = batch.num_pages.clamp(max=k or 1500)[:, None]
-    assert (visited < readable).any(), "nothing stopped"
-    assert (visited == readable).any(), "nothing went on to the end"
+    assert (pages_read < readable).any(), "nothing stopped"
+    assert (pages_read == readable).any(), "nothing went on to the end"
 
 
 @pytest.mark.parametrize("k", [64, None])
-def test_skipped_groups_visit_nothing_and_others_stop_as_without_routing(k):
+def test_skipped_groups_read_nothing_and_others_stop_as_without_routing(k):
     batch = make_batch([1500, 1501, 600, 100, 0], HEADS, SIZE)
     newest = torch.stack([(key if len(key) else torch.zeros(1, HEADS, SIZE))[-1] for key in batch.keys])
     query = (newest.repeat_interleave(GROUP, dim=1) + query_of(batch) * 0.3).bfloat16()
@@ -181,19 +190,23 @@ def test_skipped_groups_visit_nothing_and_others_stop_as_without_routing(k):
         coefficients = torch.zeros(HEADS, 4)
         coefficients[:, 0] = limit
         routing = GroupRouting(coefficients, counts=torch.zeros(HEADS, 2, dtype=torch.int64))
-        visited, counters = torch.full((5, HEADS), -1), torch.zeros(HEADS, 4, dtype=torch.int64)
+        pages_read, counters = torch.full((5, HEADS), -1), torch.zeros(HEADS, 4, dtype=torch.int64)
         rule = RULE._replace(least_pages=1)
-        more = {"rule": rule, "visited": visited, "counters": counters, "routing": routing, "dense_tokens": 100}
-        out = every_page(batch, query, **more) if k is None else decode(batch, query, k=k, **more)
-        found.append((out.unflatten(1, (HEADS, GROUP)), visited))
+        output = replace(DecodeOutput.like(query), pages_read=pages_read, counters=counters)
+        changes = {"rule": rule, "routing": routing, "dense_tokens": 100, "output": output}
+        if k is None:
+            out = every_page(batch, query, **changes)
+        else:
+            out = decode(batch, query, replace(SELECTION, k=k), **changes)
+        found.append((out.unflatten(1, (HEADS, GROUP)), pages_read))
         assert routing.counts[:, 1].tolist() == [3] * HEADS
-        reads = (visited[:3] > 0)[..., None]
-        assert torch.equal(counters, (count_visits(visited[:3], batch.context_lens[:3], 8, 64) * reads).sum(dim=0))
-    (plain, all_visits), (routed, visits) = found
+        reads = (pages_read[:3] > 0)[..., None]
+        assert torch.equal(counters, (count_reads(pages_read[:3], batch.context_lens[:3], 8, 64) * reads).sum(dim=0))
+    (plain, all_reads), (routed, reads) = found
     assert skipped.sum() == 3
     assert torch.equal(routed, plain.masked_fill(skipped[..., None, None], 0))
-    assert torch.equal(visits, all_visits.masked_fill(skipped, 0))
-    assert (all_visits < batch.num_pages.clamp(max=k or 1500)[:, None])[:3].any(), "nothing stopped"
+    assert torch.equal(reads, all_reads.masked_fill(skipped, 0))
+    assert (all_reads < batch.num_pages.clamp(max=k or 1500)[:, None])[:3].any(), "nothing stopped"
 
 
 @pytest.mark.parametrize("step", [decode, every_page])
@@ -205,9 +218,9 @@ def test_a_rule_needs_whole_pages(step):
 
 def test_learned_sinks_are_part_of_what_stops():
     batch = make_batch([300, 129], HEADS, SIZE)
-    query, sinks = query_of(batch), torch.linspace(-2, 3, HEADS * GROUP)
+    query, softmax = query_of(batch), replace(SOFTMAX, sink_logits=torch.linspace(-2, 3, HEADS * GROUP))
     never = RULE._replace(patience=0)
-    expected = decode(batch, query, k=64, sinks=sinks)
-    torch.testing.assert_close(every_page(batch, query, rule=never, sinks=sinks), expected, atol=1e-2, rtol=1e-2)
-    with pytest.raises(ValueError, match="sinks: got learned ones without a rule, allowed: None"):
-        every_page(batch, query, sinks=sinks)
+    expected = decode(batch, query, replace(SELECTION, k=64), softmax=softmax)
+    torch.testing.assert_close(every_page(batch, query, never, softmax=softmax), expected, atol=1e-2, rtol=1e-2)
+    with pytest.raises(ValueError, match="sink_logits: got learned ones without a stop rule, allowed: None"):
+        every_page(batch, query, softmax=softmax)

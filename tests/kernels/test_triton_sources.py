@@ -33,6 +33,7 @@ class Driver:
 
 triton.runtime.driver.set_active(Driver())
 
+from sparse_kernels.batch import DecodeBatch
 from sparse_kernels.page_score import triton as scores
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from sparse_kernels.page_statistics import triton as write
@@ -57,7 +58,8 @@ for kind in KINDS.values():
     if kind.is_fused:
         continue
     table, lengths = torch.zeros(3, 4).int(), torch.zeros(3).int()
-    scores.launch_scores(query, views, table, lengths, 8, 1.0, torch.zeros(3, 8, 32).bfloat16())
+    batch = DecodeBatch(query, table, lengths)
+    scores.launch_scores(batch, views, 8, 1.0, torch.zeros(3, 8, 32).bfloat16())
 """
 
 

@@ -102,7 +102,7 @@ class LayerHarness:
         # vLLM's own kernel multiplies what lies beyond the context by zero: it needs finite memory.
         self.cache = garbage(num_blocks, num_kv_heads, rows, 2 * head_size, generator=self.generator, finite=True)
         self.free = torch.randperm(num_blocks - 1, generator=self.generator).add(1).tolist()
-        self.selection: Selection | None = getattr(getattr(self.builder, "sparse", None), "pages", None)
+        self.selection: Selection | None = getattr(getattr(self.builder, "sparse", None), "selector", None)
 
     def use_isa(self, isa: str) -> None:
         """Packs the cache for another instruction set than this machine's best."""

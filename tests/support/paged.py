@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 
 import torch
+from sparse_kernels.batch import QueryTokens
+from sparse_kernels.cache import KVCache
 from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsLayout, update_page_statistics
 from sparse_kernels.paging import PagedTensor
 
@@ -34,6 +36,14 @@ class PagedBatch:
     @property
     def num_pages(self) -> torch.Tensor:
         return self.context_lens // self.page_size
+
+    @property
+    def cache(self) -> KVCache:
+        return KVCache(self.paged_keys, self.paged_values, self.statistics)
+
+    def tokens(self, query: torch.Tensor) -> QueryTokens:
+        """One query token of each request, `[num_requests, num_kv_heads, group_size, head_size]`."""
+        return QueryTokens(query, self.block_table, self.context_lens)
 
 
 def make_batch(

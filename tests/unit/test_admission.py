@@ -8,7 +8,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
+from vllm_sparse_plugin import notices
 from vllm_sparse_plugin.admission import admit
+from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.config.routing import identify
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.registration import BACKENDS
@@ -526,3 +528,20 @@ UNCHOSEN = {
 @pytest.mark.parametrize("case", UNCHOSEN)
 def test_nothing_is_refused_unless_a_backend_of_ours_is_chosen(case, folder):
     assert engine_config(folder(), attention_backend=None, **UNCHOSEN[case])
+
+
+def test_what_surprises_is_said_when_a_configuration_is_admitted(folder, monkeypatch):
+    said = []
+    monkeypatch.setattr(notices, "_log_once", said.append)
+    config = engine_config(folder(), attention_backend="infllm")
+    assert said == notices.notices_of(resolve(None, "infllm"), config.cache_config.cache_dtype)
+    said.clear()
+    engine_config(folder())
+    assert said == []
+
+
+def test_a_lambda_without_effect_is_refused(folder):
+    assert refusal(folder(), additional_config=settings(**{"lambda": 0.5})) == (
+        "sparse_attention.selection.lambda: got 0.5 with statistics 'quarters', which keep no deviation to weigh, "
+        "allowed: with statistics int8, fp8 or bf16"
+    )

@@ -11,18 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from sparse_kernels.batch import QueryTokens
 from sparse_kernels.page_score import score_pages
 from sparse_kernels.page_statistics import reference as statistics_reference
 from sparse_kernels.page_topk import select_pages
 from sparse_kernels.sparse_attention import attend_pages
 from typer.testing import CliRunner
 
+from bench.common.options import parse_sizes, size_text
+from bench.common.results import ResultFile
 from bench.kernels import checks, report, runner, timing, traffic
-from bench.kernels.cases import OPS, QUICK, DecodeCase, Geometry, Grid, TopKCase, parse_sizes, size_text
+from bench.kernels.__main__ import main
+from bench.kernels.cases import OPS, QUICK, DecodeCase, Geometry, Grid, TopKCase
 from bench.kernels.cli import app, cache_blocks, grid_of
-from bench.kernels.providers import PROVIDERS, Op, Provider, _fused, _routed, imported
+from bench.kernels.providers import PROVIDERS, Op, Provider, _fused, _split, imported
 from bench.kernels.workload import Workload, needles
 from vllm_sparse_plugin.cli.provenance import describe_run
+from vllm_sparse_plugin.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
 SMALL = Geometry(num_kv_heads=2, head_size=32, k=8)
@@ -89,14 +94,14 @@ PLAN = [("score", DecodeCase(1, 512, 2)), ("score", DecodeCase(2, 512, 2))]
 
 
 def test_sizes_are_read_and_written_as_people_do():
-    assert parse_sizes("1, 8,32K,8") == (1, 8, 32768)
+    assert parse_sizes("batch", ["1, 8,32K", "8"]) == (1, 8, 32768)
     assert [size_text(size) for size in (1, 2048, 524288, 1000)] == ["1", "2K", "512K", "1000"]
 
 
 @pytest.mark.parametrize("text", ["", "1,,2", "-1", "0", "K", "1M", "1.5"])
 def test_other_sizes_are_refused(text):
-    with pytest.raises(ValueError, match="allowed: positive integers"):
-        parse_sizes(text)
+    with pytest.raises(ConfigurationError, match=r"^batch: got .*, allowed: positive integers"):
+        parse_sizes("batch", [text])
 
 
 def test_one_request_of_eight_completes_a_page():
@@ -235,7 +240,7 @@ def decode(inputs, drop=0):
 def attend(inputs, pages=None):
     pages = inputs.pages if pages is None else pages
     table, lens = inputs.block_table.long(), inputs.seq_lens.long()
-    return attend_pages(inputs.grouped_query, inputs.keys, inputs.values, table, lens, pages.long(), SMALL.scale)
+    return attend_pages(QueryTokens(inputs.grouped_query, table, lens), inputs.cache, pages.long(), inputs.softmax)
 
 
 def write(inputs, statistics=True):
@@ -471,7 +476,7 @@ def test_routing_that_skips_another_group_fails(op, decode_inputs):
     loaded, groups = subject.load(), decode_inputs.case.skipped_groups(SMALL)
     assert groups == 5
     subject.check(decode_inputs, {"call": subject.prepare(loaded, decode_inputs)})
-    make = _routed if op == "route" else _fused
+    make = _split if op == "route" else _fused
     for wrong in (groups - 1, groups + 1):
         with pytest.raises(checks.CheckError):
             subject.check(decode_inputs, {"call": make(loaded, decode_inputs, wrong)})
@@ -523,7 +528,7 @@ def test_three_launches_equal_the_reference():
 def test_a_spread_is_median_and_percentiles():
     spread = timing.Spread.of([5.0, 1.0, 2.0, 3.0, 4.0, 100.0])
     assert (spread.median_us, spread.p20_us, spread.p80_us, spread.repeats) == (3.5, 2.0, 5.0, 6)
-    assert timing.percentile([7.0], 0.8) == 7.0
+    assert timing.Spread.of([7.0]).p80_us == 7.0
 
 
 def test_long_calls_are_copied_less_often():
@@ -534,6 +539,7 @@ def test_long_calls_are_copied_less_often():
 
 
 RUN = {
+    "versions": {},
     "hardware": {"gpu": "a GPU"},
     "read_bandwidth_gb_s": 4000.0,
     "launch_floor": timing.Timing(timing.Spread.of([2.0]), timing.Spread.of([1.0]), 20).fields(),
@@ -565,18 +571,19 @@ def results(tmp_path):
         )
         for name, op in PROVIDERS.items()
     }
-    path = tmp_path / "folder" / "results.jsonl"
+    path = tmp_path / "results.jsonl"
     workload = NoInputs(Geometry(), CPU, max_blocks=10**6)
-    with report.ResultFile(path) as file:
-        file.write(RUN)
+    with ResultFile(path, RUN) as file:
         runner.Runner(ops, workload, FakeTimer(), 1e12, file.write, lambda: 1.0).run(QUICK.plan())
     return path
 
 
 def test_results_are_read_as_they_were_written(results):
-    run_line, rows = report.read_results(results)
-    assert run_line == json.loads(json.dumps(RUN))
-    assert len(rows) == sum(provider.serves(case) for op, case in QUICK.plan() for provider in PROVIDERS[op].providers)
+    found = report.read_results(results)
+    assert found.about == json.loads(json.dumps(RUN))
+    assert len(found.rows) == sum(
+        provider.serves(case) for op, case in QUICK.plan() for provider in PROVIDERS[op].providers
+    )
 
 
 def test_the_table_shows_times_ratios_and_what_is_missing(results):
@@ -604,16 +611,22 @@ def test_figures_are_drawn_without_a_gpu(results, tmp_path):
 
 
 def test_options_replace_parts_of_the_grid():
-    grid = grid_of(quick=True, only="decode,topk", batches="2", contexts=None, groups="8")
-    assert (grid.ops, grid.batches, grid.contexts, grid.groups) == (("decode", "topk"), (2,), QUICK.contexts, (8,))
-    assert grid_of(False, None, None, None, None) == Grid()
+    grid = grid_of(quick=True, only=["decode,topk"], grid=None, groups=["8"])
+    assert (grid.ops, grid.steps, grid.groups) == (("decode", "topk"), QUICK.steps, (8,))
+    steps = grid_of(True, ["attend"], ["8K,2K=2", "32K=4,1"], ["8"]).plan()
+    assert [(case.batch, case.context) for _, case in steps if case.format == "int4"] == [
+        (1, 32768), (2, 2048), (2, 8192), (4, 32768)
+    ]  # fmt: skip
+    assert grid_of(False, None, None, None) == Grid()
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["run", "--output", "x", "--only", "decode,sort"], "got 'sort', allowed: decode, route, route_unique, topk"),
-        (["run", "--output", "x", "--contexts", "2M"], "got '2M', allowed: positive integers"),
+        (["run", "--output", "x", "--grid", "2M=1"], "got '2M=1', allowed: CONTEXT=BATCH,..."),
+        (["run", "--output", "x", "--grid", "2K=max"], "got '2K=max', allowed: CONTEXT=BATCH,..."),
+        (["run", "--output", "x", "--groups", "2M"], "got '2M', allowed: positive integers"),
         (["run", "--output", "x", "--time-limit", "0"], "Invalid value for '--time-limit'"),
         (["run", "--output", "x"], "no CUDA device"),
         (["run"], "--output"),
@@ -622,13 +635,16 @@ def test_options_replace_parts_of_the_grid():
         (["plot", __file__, "--folder", "x", "--formats", "gif"], "got 'gif', allowed: svg, png"),
     ],
 )
-def test_bad_input_ends_in_one_message(arguments, message, monkeypatch):
+def test_bad_input_ends_in_one_message(arguments, message, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("COLUMNS", "300")
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 2
-    assert message in done.output
-    assert "Traceback" not in done.output
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    output = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert message in output
+    assert "Traceback" not in output
 
 
 @pytest.mark.parametrize(

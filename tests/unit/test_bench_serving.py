@@ -2,22 +2,24 @@ import json
 import statistics
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 
-from bench.engine import Variant, WrongBackendError, force_routing
-from bench.models import NEEDLE_8M, SHAPES, open_model
+from bench.common.engine import Variant, WrongBackendError, force_routing
+from bench.common.models import NEEDLE_8M, SHAPES, open_model
+from bench.common.options import parse_grid
+from bench.common.results import ResultFile, read_run, read_runs, spread
+from bench.common.worker import BenchWorker
 from bench.quality.__main__ import main as quality_main
 from bench.quality.accuracy import all_settings, unfinished
 from bench.quality.accuracy import tables as accuracy_tables
-from bench.report import read_runs, spread
 from bench.serving.__main__ import main as serving_main
-from bench.serving.decode import DecodeSettings, draw_prompts, forecast_seconds, measure_batch, parse_grid
+from bench.serving.decode import DecodeSettings, draw_prompts, forecast_seconds, measure_batch
 from bench.serving.decode import table as decode_table
 from bench.serving.serve import Load, parse_result
-from bench.worker import BenchWorker
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -155,6 +157,7 @@ def test_drawn_weights_are_no_longer_tiny():
 def test_grids_are_sorted_by_context():
     rows = parse_grid(["128K=1,max", "2048=24,6"])
     assert [(row.context, row.batches) for row in rows] == [(2048, (24, 6)), (131072, (1, None))]
+    assert parse_grid(["32K,8K=1,8"]) == parse_grid(["8K=1,8", "32K=1,8"])
 
 
 def test_prompts_differ_at_once_and_short_ones_begin_long_ones():
@@ -277,6 +280,20 @@ def test_results_of_several_runs_can_follow_each_other(tmp_path):
     runs = read_runs(write_results(tmp_path / "both.jsonl", rows[:3], rows[3:]))
     assert [run.rows for run in runs] == [rows[:3], rows[3:]]
     assert runs[0].about == RUN
+    assert read_run(tmp_path / "both.jsonl").rows == rows
+
+
+def test_a_result_file_is_begun_and_gone_on_with(tmp_path):
+    path = tmp_path / "out.jsonl"
+    with ResultFile(path, RUN) as file:
+        file.write({"batch": 1})
+        assert read_run(path).rows == [{"batch": 1}]
+    with ResultFile(path) as file:
+        file.write({"batch": 2})
+    assert [row["batch"] for row in read_run(path).rows] == [1, 2]
+    with ResultFile(path, RUN):
+        pass
+    assert read_run(path).rows == []
 
 
 def test_the_table_has_a_column_for_each_variant_and_a_dash_where_nothing_was_measured():
@@ -299,6 +316,35 @@ def test_plot_draws_a_panel_for_each_batch(monkeypatch, tmp_path, suffix):
     assert picture.stat().st_size > 5000
 
 
+def test_decode_times_on_a_cpu_are_written_as_they_are_measured(monkeypatch, tmp_path, capsys):
+    served = []
+
+    @contextmanager
+    def run_server(name, settings, _console):
+        served.append((name, settings.backend))
+        yield name
+
+    monkeypatch.setattr("bench.serving.decode_cpu.run_server", run_server)
+    monkeypatch.setattr(
+        "bench.serving.decode_cpu.decode_seconds",
+        lambda client, prompt, repeats: [len(prompt) * (1e-6 if client == "unique" else 3e-6)] * repeats,
+    )
+    monkeypatch.setattr("bench.serving.decode_cpu.operation_seconds", lambda context: {"score": context * 1e-9})
+    output = tmp_path / "out.jsonl"
+    arguments = ["decode-cpu", "--context", "2K,4K", "--repeats", "2", "--output", str(output)]
+    monkeypatch.setattr(sys, "argv", ["bench", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        serving_main()
+    assert not ended.value.code
+    assert served == [("dense", None), ("unique", "unique")]
+    rows = read_run(output).rows
+    assert [(row.get("backend"), row["context_tokens"]) for row in rows] == [
+        ("dense", 2048), ("dense", 4096), ("unique", 2048), ("unique", 4096), (None, 2048), (None, 4096)
+    ]  # fmt: skip
+    assert len(rows[0]["seconds_per_token"]) == 2
+    assert "3.00" in capsys.readouterr().out
+
+
 SERVING = {
     "unknown backend": (["--variant", "fastest"], "variant: got 'fastest', allowed: dense, flash_attn, "),
     "unknown KV cache": (["--variant", "unique:int3"], "variant: got 'unique:int3', allowed: "),
@@ -316,12 +362,14 @@ DECODE = SERVING | {
     "no number": (["--grid", "many=1"], "grid: got 'many=1', allowed: "),
     "batch of none": (["--grid", "2K=0"], "grid: got '2K=0', allowed: "),
     "context twice": (["--grid", "2K=1", "--grid", "2048=2"], "grid: got '2048=2', allowed: "),
+    "context twice in one": (["--grid", "2K,2048=1"], "grid: got '2K,2048=1', allowed: "),
     "context too long": (["--grid", "256K=1"], "grid: got a context of 262144 tokens, allowed: from "),
     "context too short": (["--grid", "100=1"], "grid: got a context of 100 tokens, allowed: from "),
     "batch too large": (["--grid", "2K=64"], "grid: got a batch of 64, allowed: at most max_num_seqs = 32"),
 }
 SERVE = SERVING | {
-    "unknown workload": (["--workload", "chat"], "workload: got 'chat', allowed: random or shared_prefix"),
+    "unknown workload": (["--workload", "chat"], "workload: got 'chat', allowed: random, shared_prefix"),
+    "no concurrency": (["--concurrency", "0"], "concurrency: got '0', allowed: positive integers"),
     "prompt too long": (["--input-tokens", "131072"], "input_tokens: got 131072, allowed with 128 output tokens: "),
 }
 

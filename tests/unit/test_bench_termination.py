@@ -1,9 +1,9 @@
 import torch
 from transformers import AutoTokenizer
 
-from bench.termination.__main__ import PAPER, agreement, depth, rules
-from bench.termination.model import MODEL, Layer, Question, questions
-from bench.termination.report import PAGE, render
+from research.termination.__main__ import PAPER, agreement, depth, rules
+from research.termination.model import MODEL, Layer, Question, questions
+from research.termination.report import PAGE, render
 
 
 def layer(blocks: int) -> Layer:

@@ -1,21 +1,24 @@
+import itertools
 import json
+import math
 import random
 import subprocess
 import sys
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
-from bench.models import NEEDLE_8M
-from bench.witness import __main__ as commands
-from bench.witness import training
-from bench.witness.card import LOG, MEASUREMENTS, render
-from bench.witness.data import (
+from bench.common.models import NEEDLE_8M
+from bench.common.results import ResultFile
+from research.witness import __main__ as commands
+from research.witness import training
+from research.witness.card import LOG, MEASUREMENTS, PAGE, render
+from research.witness.data import (
     ANSWER,
     ASKED_TASKS,
     BOS,
@@ -28,9 +31,9 @@ from bench.witness.data import (
     encode,
     stretches,
 )
-from bench.witness.measure import measure, newest_mass
-from bench.witness.model import Forward, build_model, save_model
-from bench.witness.training import (
+from research.witness.measure import measure, newest_mass
+from research.witness.model import Forward, build_model, save_model
+from research.witness.training import (
     Batch,
     Recipe,
     Stage,
@@ -247,13 +250,15 @@ def test_the_schedule_follows_the_clock():
 
 def test_training_learns_and_saves(tmp_path, monkeypatch):
     monkeypatch.setattr(training, "_LOG_SECONDS", 0.0)
+    # A clock that shows a second more whenever it is read: at the beginning, and twice a step.
+    monkeypatch.setattr(training, "time", SimpleNamespace(monotonic=itertools.count().__next__))
     trainer = Trainer(toy(), RECIPE, "cpu", False)
     stream = np.array(encode(TEXT[:20_000]), dtype=np.uint16)
-    with ThreadPoolExecutor(1) as workers, (tmp_path / LOG).open("w") as log:
+    with ThreadPoolExecutor(1) as workers, ResultFile(tmp_path / LOG) as log:
         pool = DocumentPool([TEXT], [257, 513], 4_000, 0, workers)
-        training.train(trainer, RECIPE, stream, pool, time.monotonic() + 6, tmp_path, log)
+        training.train(trainer, RECIPE, stream, pool, 14, tmp_path, log)
     rows = [json.loads(line) for line in (tmp_path / LOG).read_text().splitlines()]
-    assert rows[-1]["steps"] == rows[-2]["step"] > 4
+    assert rows[-1]["steps"] == rows[-2]["step"] == 7
     assert [row["length"] for row in rows if "length" in row] == sorted(row["length"] for row in rows[:-1])
     assert rows[-2]["length"] == 512
     for source in ("text", "document", "answer"):
@@ -269,8 +274,8 @@ def test_training_learns_and_saves(tmp_path, monkeypatch):
 
 def test_an_interrupted_run_is_saved(tmp_path):
     trainer = Trainer(toy(), RECIPE, "cpu", False)
-    with (tmp_path / LOG).open("w") as log, pytest.raises(ValueError, match="high"):
-        training.train(trainer, RECIPE, np.zeros(10, dtype=np.uint16), None, time.monotonic() + 5, tmp_path, log)
+    with ResultFile(tmp_path / LOG) as log, pytest.raises(ValueError, match="high"):
+        training.train(trainer, RECIPE, np.zeros(10, dtype=np.uint16), None, math.inf, tmp_path, log)
     assert (tmp_path / "model.safetensors").exists()
 
 
@@ -288,7 +293,8 @@ def folder(tmp_path_factory):
     model = toy()
     save_model(model, folder)
     about = {
-        "date": "2026-01-02T00:00:00+00:00", "command": "python -m bench.witness train", "versions": {"torch": "2.11"},
+        "date": "2026-01-02T00:00:00+00:00", "command": "python -m research.witness train",
+        "versions": {"torch": "2.11"},
         "hardware": {"gpu": "GPU X", "cores": 16}, "parameters": 6_320_000,
         "recipe": {**vars(RECIPE), "stages": [list(stage) for stage in RECIPE.stages]},
         "data": {"files": 7, "tokens": 3_000_000, "held_out_characters": 1234, "held_out": "x", "text_bytes": 1},
@@ -311,7 +317,7 @@ def test_the_card_states_what_was_measured(folder):
     ]  # fmt: skip
     assert "Perplexity" not in render(folder)
     (folder / MEASUREMENTS).write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
-    page = render(folder)
+    page = " ".join(render(folder).split())
     (folder / MEASUREMENTS).unlink()
     for fact in ("6.3 M", "2,345 steps, 987.6 M tokens in 400 s", "1 steps skipped", "text 2.125", "GPU X", "6.79",
                  "costs up to 0.1 nats", "| 1,024 | - | - | 11/16 |", "37.5% of the groups", "75.0% have",
@@ -320,8 +326,13 @@ def test_the_card_states_what_was_measured(folder):
     assert "not the one" not in page
 
 
+def test_the_card_of_the_committed_model_is_what_its_files_say():
+    committed = NEEDLE_8M.parent / "witness-6m"
+    assert render(committed) == (committed / PAGE).read_text(encoding="utf-8")
+
+
 def test_measuring_gives_all_its_rows(folder, monkeypatch):
-    monkeypatch.setattr("bench.witness.measure.CONTEXTS", (256,))
+    monkeypatch.setattr("research.witness.measure.CONTEXTS", (256,))
     rows = list(measure(folder, TEXT, "cpu", 1, 600))
     assert [row["measure"] for row in rows] == ["attention", "attention", "perplexity", "answers", "answers", "answers"]
     assert 2000 < rows[2]["perplexity"] < 8000  # an untrained model's of 4,096 tokens
@@ -353,7 +364,7 @@ def test_bad_input_is_one_sentence(tmp_path, monkeypatch, arguments, sentence):
 
 
 def test_bad_input_is_exit_code_2(tmp_path):
-    command = [sys.executable, "-m", "bench.witness", "train", "--output", str(tmp_path), "--seconds", "1"]
+    command = [sys.executable, "-m", "research.witness", "train", "--output", str(tmp_path), "--seconds", "1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert done.stderr.startswith("error: output: got ")

@@ -37,6 +37,14 @@ def test_what_is_observed_is_what_a_loop_finds():
             assert float(observed.scores[0, query, head]) == pytest.approx(float(cosine), rel=1e-4, abs=1e-6)
 
 
+def test_the_value_of_the_first_token_is_compared_with_the_median_of_the_others():
+    inputs = layer(tokens=6)
+    inputs.values[:, 0] *= 0.01
+    for head, found in enumerate(calibration.first_value(inputs).tolist()):
+        norms = [float(value.double().norm()) for value in inputs.values[head]]
+        assert found == pytest.approx(norms[0] / sorted(norms[1:])[2], rel=1e-5)
+
+
 @pytest.mark.parametrize("ratio", [0.01, 0.25, 0.6, 1.0])
 def test_a_threshold_skips_the_share_that_was_asked_for(ratio):
     scores = torch.randn(4, 25, 3)
@@ -135,8 +143,9 @@ def test_a_skipped_group_has_no_part_in_what_follows(captured):
 
 
 def test_lengths_and_texts():
-    assert _lengths(None, 32768, 4096) == [4096, 6502, 10321, 16384]
+    assert _lengths(None, 16384, 4096) == [4096, 6502, 10321, 16384]
     assert _lengths(None, 8192, 4096)[-1] == 8192
+    assert _lengths(None, 1 << 20, 4096)[-1] == 1 << 20
     assert _lengths([9000, 5000], 32768, 4096) == [5000, 9000]
     first, second = _cut([list(range(500))], [100, 400])
     assert first.document + first.rest[0] == list(range(100))
@@ -206,6 +215,16 @@ def test_calibrate_writes_a_preset_that_skips_what_it_says(monkeypatch, capsys, 
     described, found = map(json.loads, report.read_text().splitlines())
     assert described["model"] == "needle-8m"
     assert [row["layer"] for row in found["layers"]] == [3, 4, 5, 6, 7]
+    assert all(0 < row["first_value"] <= row["first_value_largest"] for row in found["layers"])
+    assert [row["skip_ratio"] for row in found["sweep"]] == [0.1, 0.2, 0.25, 0.4, 0.6, 0.8]
+    skipped = [row["skipped"] for row in found["sweep"]]
+    assert skipped == sorted(skipped)
+    asked_for = found["sweep"][2]
+    judged = found["rows"]
+    assert asked_for["tokens"] == sum(row["tokens"] for row in judged)
+    assert asked_for["tokens_right"] == sum(row["routed_tokens_right"] for row in judged)
+    assert asked_for["answers_right"] == sum(row["routed_answers_right"] for row in judged)
+    assert asked_for["skipped"] == found["detection"][0]
     assert [(row["context_tokens"], row["task"]) for row in found["rows"]] == [(128, "text"), (300, "text")]
     # What its thresholds skip of the texts they were fitted to.
     for length in (128, 300):

@@ -8,7 +8,7 @@ import yaml
 from annotated_types import Ge, Le
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sparse_kernels.termination import StopRule
+from sparse_kernels.stopping import StopRule
 
 from vllm_sparse_plugin.config import (
     KEY,
@@ -517,7 +517,7 @@ def test_one_form_of_threshold_replaces_the_other_of_an_earlier_source(tmp_path)
 def test_routing_joins_any_selection_and_null_turns_it_off():
     assert resolve(None, "unique").routing is None
     joined = resolve({"routing": {"threshold": 0.75}}, "unique")
-    assert joined.pages == UniqueSelection()
+    assert joined.selector == UniqueSelection()
     assert joined.routing == Routing(threshold=0.75)
     off = resolve({"routing": None}, "sinkrouter")
     assert off.config == resolve(None, "dense").config
@@ -568,8 +568,8 @@ def test_any_settings_resolve_or_are_refused_in_one_line(given_settings, preset)
     if isinstance(outcome, str):
         assert len(outcome.splitlines()) == 1
     else:
-        pages = outcome.pages
-        assert isinstance(pages, EveryPage | None) or pages.budget_pages > pages.reserved_pages
+        selector = outcome.selector
+        assert isinstance(selector, EveryPage | None) or selector.budget_pages > selector.reserved_pages
 
 
 @settings(max_examples=200, deadline=None)
@@ -622,15 +622,15 @@ def test_termination_is_off_unless_it_is_asked_for():
     for preset in BACKENDS.values():
         resolved = resolve(None, preset)
         assert (resolved.stop_rule is None) == (preset != "art")
-    assert resolve({"termination": None}, "art").pages is None
+    assert resolve({"termination": None}, "art").selector is None
     assert resolve({"termination": None}, "art").stop_rule is None
 
 
 def test_art_is_dense_with_the_papers_rule():
     art = resolve(None, "art")
     assert art.selection == DensePolicy()
-    assert art.pages == EveryPage(sink_pages=1)
-    assert art.pages.kv_read_share(4099, 64) == 1.0
+    assert art.selector == EveryPage(sink_pages=1)
+    assert art.selector.kv_read_share(4099, 64) == 1.0
     assert art.stop_rule == StopRule(1e-5, 1e-3, 5, 512, 1)
     assert resolve({"termination": {"dense_sink_pages": 0}}, "art").stop_rule.least_pages == 0
 
@@ -663,9 +663,9 @@ def test_traversal_is_sinks_then_newest_first():
     lengths = torch.tensor([20, 4, 1])
     query = torch.zeros(3, 1, 1, 8)
     table = torch.zeros(3, 1).long()
-    found = selection.traverse(query, None, table, lengths)[:, 0].tolist()
+    found = selection.reading_order(query, None, table, lengths)[:, 0].tolist()
     assert found == [[0, 1, 19, 18, 17], [0, 1, 3, 2, -1], [0, -1, -1, -1, -1]]
-    every = EveryPage(sink_pages=1).traverse(query, None, table, lengths.clamp(max=5))[:, 0].tolist()
+    every = EveryPage(sink_pages=1).reading_order(query, None, table, lengths.clamp(max=5))[:, 0].tolist()
     assert every == [[0, 4, 3, 2, 1], [0, 3, 2, 1, -1], [0, -1, -1, -1, -1]]
 
 

@@ -3,11 +3,13 @@ import math
 import os
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry, generate_latest
-from sparse_kernels.paging import PagedTensor
+from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
 
 from vllm_sparse_plugin.cli import main
 from vllm_sparse_plugin.diagnostics import live
@@ -56,7 +58,7 @@ def test_quality_is_what_a_loop_finds(sinks, softcap):
     query = torch.randn(3, HEADS, GROUP, SIZE).bfloat16()
     keys, values = torch.randn(HEADS, 40, SIZE).bfloat16(), torch.randn(HEADS, 40, SIZE).bfloat16()
     pages = torch.tensor([[[0, 3, 8], [1, 5, -1]], [[0, 3, 8], [6, 7, 8]], [[0, 4, 9], [2, 5, -1]]])
-    quality = measure(query, keys, values, torch.tensor(contexts), pages, PAGE, 0.5, sinks, softcap)
+    quality = measure(query, keys, values, torch.tensor(contexts), pages, PAGE, Softmax(0.5, softcap, sinks))
     for token, context in enumerate(contexts):
         expected = by_hand(query[token], keys, values, context, pages[token], 0.5, sinks, softcap)
         for name, found in quality._asdict().items():
@@ -67,7 +69,7 @@ def test_reading_everything_is_perfect():
     query = torch.randn(1, HEADS, GROUP, SIZE)
     keys, values = torch.randn(2, HEADS, 19, SIZE)
     pages = torch.arange(4).expand(1, HEADS, 4)
-    quality = measure(query, keys, values, torch.tensor([19]), pages, PAGE, 0.3)
+    quality = measure(query, keys, values, torch.tensor([19]), pages, PAGE, Softmax(0.3))
     for part in quality:
         torch.testing.assert_close(part, torch.ones(1, HEADS))
 
@@ -77,7 +79,7 @@ def test_reading_the_best_pages_is_the_oracle():
     keys, values = torch.randn(2, HEADS, 32, SIZE)
     weights = torch.einsum("qhgd,hnd->qhgn", query, keys).softmax(dim=-1)
     best = weights.unflatten(-1, (8, PAGE)).sum(dim=-1).mean(dim=2).topk(3, dim=-1).indices
-    quality = measure(query, keys, values, torch.tensor([32]), best, PAGE, 1.0)
+    quality = measure(query, keys, values, torch.tensor([32]), best, PAGE, Softmax(1.0))
     assert quality.recall.eq(1).all()
     torch.testing.assert_close(quality.mass, quality.oracle_mass)
     assert quality.mass.lt(1).all()
@@ -118,12 +120,13 @@ def samples(registry: CollectorRegistry) -> dict[tuple[str, str, str], float]:
 def record(layer: int, first_kv_head: int, seed: int) -> Quality:
     generator = torch.Generator().manual_seed(seed)
     block_rows = torch.randn(5, HEADS, 16, 2 * SIZE, generator=generator).bfloat16()
-    keys, values = (PagedTensor.from_rows(rows, PAGE) for rows in block_rows.split(SIZE, dim=-1))
+    cache, softmax = KVCache.from_rows(block_rows, PAGE), Softmax(0.4)
     query = torch.randn(1, HEADS, GROUP, SIZE, generator=generator)
     table, context, pages = torch.tensor([3, 1, 4, 0]), 45, torch.tensor([[[0, 3, 9], [1, 2, 10]]])
-    live.LayerQuality(layer, first_kv_head).record(query, keys, values, table, context, pages, 0.4, None, 0.0)
+    token = QueryTokens(query, table[None], torch.tensor([context]))
+    live.LayerQuality(layer, first_kv_head).record(token, cache, pages, softmax)
     tokens = block_rows[table].transpose(0, 1).flatten(1, 2)[:, :context]
-    return measure(query, *tokens.split(SIZE, dim=-1), torch.tensor([context]), pages, PAGE, 0.4)
+    return measure(query, *tokens.split(SIZE, dim=-1), torch.tensor([context]), pages, PAGE, softmax)
 
 
 def test_what_is_recorded_reaches_the_registry_of_the_process_that_serves_metrics(registry, monkeypatch):
@@ -178,6 +181,46 @@ def test_how_far_attention_reads_reaches_the_metrics(registry):
     assert len(found) == 2 * 2
 
 
+def test_lengths_say_how_far_a_budget_reads(registry):
+    """Pages of 8, a budget of 4; of 40 tokens of context the fourth page is complete and the fifth begins at 32."""
+    live.expose()
+    reads = live.ContextReads(page_size=8, budget_pages=4, dense_tokens=40)
+    #  one token, two tokens, a prompt's end, within the budget, too short, a chunk of a prompt, padding
+    query_lens = torch.tensor([1, 2, 1, 1, 1, 30, 0, 0])
+    seq_lens = torch.tensor([1003, 509, 700, 39, 40, 900, 0, 0])
+    is_prefilling = torch.tensor([False, False, True, False, False, False])
+    query_start = torch.cat([torch.zeros(1, dtype=torch.int64), query_lens.cumsum(0)])
+    batch = {
+        "seq_lens_cpu_upper_bound": seq_lens,
+        "query_start_loc_cpu": query_start,
+        "is_prefilling": is_prefilling,
+    }
+    for _ in range(live.COUNTED_STEPS):
+        assert samples(registry) == {}
+        reads.step(SimpleNamespace(**batch), 2)
+    found = samples(registry)
+    assert found == {
+        ("vllm_sparse_kv_read_share_sum", "", ""): 4 * 8 * 3 + 1003 % 8 + 509 % 8 + 508 % 8,
+        ("vllm_sparse_kv_read_share_count", "", ""): 1003 + 509 + 508,
+    }
+    for _ in range(live.COUNTED_STEPS):
+        reads.step(SimpleNamespace(**batch | {"seq_lens_cpu_upper_bound": None}), 2)
+    assert samples(registry) == found
+
+
+def test_a_step_without_decoding_tokens_counts_nothing(registry):
+    live.expose()
+    reads = live.ContextReads(page_size=8, budget_pages=4, dense_tokens=0)
+    batch = {
+        "seq_lens_cpu_upper_bound": torch.tensor([300, 200]),
+        "query_start_loc_cpu": torch.tensor([0, 100, 200]),
+        "is_prefilling": None,
+    }
+    for _ in range(live.COUNTED_STEPS):
+        reads.step(SimpleNamespace(**batch), 1)
+    assert samples(registry) == {}
+
+
 SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
 
 
@@ -211,7 +254,7 @@ def test_the_pages_judged_are_those_of_the_policys_score(inputs):
     products = torch.maximum(query * pages.amax(dim=2)[None, :, None], query * pages.amin(dim=2)[None, :, None])
     scores = products.sum(dim=-1).amax(dim=2).bfloat16()
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., :8]
-    expected = measure(inputs.query, inputs.keys, inputs.values, inputs.context_lens, best, 8, 0.125)
+    expected = measure(inputs.query, inputs.keys, inputs.values, inputs.context_lens, best, 8, Softmax(0.125))
     for found, wanted in zip(quality, expected, strict=True):
         torch.testing.assert_close(found, wanted)
 

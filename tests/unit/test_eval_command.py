@@ -238,6 +238,22 @@ def test_results_side_by_side(run, output, tmp_path):
     assert all(f"<!-- {name} -->" in drawn for name in ("mine", "theirs", "multikey", "4K"))
 
 
+def test_the_share_of_the_cache_that_was_read_is_shown_where_it_is_known(run, output, tmp_path):
+    run(*NEEDLES)
+    assert "KV read" not in run("show", str(output), base=())[1]
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    for line, share in zip(lines[1:], (0.5, 0.25, 0.5, 0.25), strict=True):
+        line["kv_read_share"] = share
+    other = tmp_path / "other.jsonl"
+    other.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    out = run("show", str(output), str(other), base=())[1]
+    assert cells(out, "multikey")[3:] == ["1.000 [0.510, 1.000]", "1.000 [0.510, 1.000]", "37.5%"]
+    lines[2]["kv_read_share"] = None
+    other.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    # A mean of some of the answers would be that of others.
+    assert "KV read" not in run("show", str(other), base=())[1]
+
+
 def test_a_comparison_on_the_same_items(run, output, tmp_path):
     run(*NEEDLES)
     other, picture = tmp_path / "other.jsonl", tmp_path / "differences.png"

@@ -1,8 +1,17 @@
+import re
 import subprocess
 import sys
 import textwrap
 import tomllib
 from pathlib import Path
+
+import pytest
+from packaging.markers import Marker
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from run import EXTRAS
 
 ROOT = Path(__file__).parents[2]
 
@@ -13,35 +22,45 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=300)
 
 
-def test_packages_are_the_folders_with_python_files():
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    found = {"vllm_sparse_plugin.configs"}
-    for base, top in ((ROOT, "vllm_sparse_plugin"), (ROOT / "kernels", "sparse_kernels")):
-        for file in (base / top).rglob("*.py"):
-            found.add(".".join(file.parent.relative_to(base).parts))
-            assert (file.parent / "__init__.py").exists()
-    assert (ROOT / "configs" / "__init__.py").exists()
-    assert sorted(tool["packages"]) == sorted(found)
+def locked() -> list[tuple[str, Version, Marker | None]]:
+    """Name, version and condition of every package of the lock file; each must have its hashes."""
+    found = []
+    for entry in re.split(r"^(?=[a-z0-9])", (ROOT / "requirements" / "cpu.lock").read_text(), flags=re.MULTILINE)[1:]:
+        name, version, marker = re.match(r"([\w.-]+)==(\S+)(?: ; (.+))? \\\n", entry).groups()
+        assert "    --hash=sha256:" in entry, name
+        found.append((name, Version(version), Marker(marker) if marker else None))
+    return found
 
 
-def test_package_folders_exist():
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    for folder in tool["package-dir"].values():
-        assert (ROOT / folder / "__init__.py").exists()
+def requirements(path: str) -> list[Requirement]:
+    """Those of a file without options."""
+    lines = (ROOT / "requirements" / path).read_text().splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
 
 
-def test_data_patterns_match_files():
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    for package, patterns in tool["package-data"].items():
-        for pattern in patterns:
-            assert list((ROOT / tool["package-dir"][package]).glob(pattern)), (package, pattern)
+@pytest.mark.parametrize("python", ["3.11", "3.12"])
+def test_the_lock_has_what_the_project_asks_for(python):
+    """After a change of the dependencies in pyproject.toml: `python3 run.py lock`."""
+    environment = {"python_version": python, "python_full_version": f"{python}.6", "sys_platform": "linux"}
+    versions = {name: version for name, version, marker in locked() if marker is None or marker.evaluate(environment)}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    asked = [*project["dependencies"], *(line for extra in EXTRAS for line in project["optional-dependencies"][extra])]
+    left_out = {each.name for path in ("cpu-overrides.txt", "lock-overrides.txt") for each in requirements(path)}
+    assert left_out & versions.keys() == set()
+    for requirement in map(Requirement, asked):
+        if requirement.name not in left_out:
+            assert versions[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+    assert len(versions) > 150
 
 
-def test_every_cuda_source_is_packaged():
-    tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
-    base = ROOT / "kernels" / "sparse_kernels"
-    packaged = {file for pattern in tool["package-data"]["sparse_kernels"] for file in base.glob(pattern)}
-    assert packaged >= {*base.rglob("*.cu"), *base.rglob("*.cuh")}
+def test_the_lock_names_no_registry():
+    assert "://" not in (ROOT / "requirements" / "cpu.lock").read_text()
+
+
+def test_every_extra_is_locked():
+    assert sorted(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]) == sorted(
+        EXTRAS
+    )
 
 
 def test_the_folder_of_kernels_is_no_package():
@@ -68,6 +87,7 @@ def test_kernels_run_where_vllm_cannot_be_imported():
 
         import torch
         from support.paged import make_batch
+        from sparse_kernels.batch import Softmax
         from sparse_kernels.page_score import score_pages
         from sparse_kernels.page_topk import select_pages
         from sparse_kernels.sparse_attention import attend_pages
@@ -76,9 +96,7 @@ def test_kernels_run_where_vllm_cannot_be_imported():
         query = torch.randn(2, 2, 4, 64).bfloat16()
         scores = score_pages(query, batch.statistics, batch.block_table, batch.num_pages, 0.75)
         pages = select_pages(scores, batch.num_pages, 4, 1, 1)
-        output = attend_pages(
-            query, batch.paged_keys, batch.paged_values, batch.block_table, batch.context_lens, pages, 0.125
-        )
+        output = attend_pages(batch.tokens(query), batch.cache, pages, Softmax(0.125))
         assert pages.shape == (2, 2, 4) and output.shape == (2, 8, 64) and output.isfinite().all()
         assert not [name for name in sys.modules if name.partition(".")[0] in ("vllm", "vllm_sparse_plugin")]
         print("ran")

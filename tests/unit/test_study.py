@@ -7,6 +7,8 @@ from typing import get_args
 
 import pytest
 import torch
+from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
 from sparse_kernels.page_score.reference import score_pages
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from sparse_kernels.page_statistics.codes import finite_words
@@ -16,13 +18,12 @@ from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention.reference import attend_pages
 from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from bench.models import NEEDLE_8M
-from bench.quality.questions import load_tokenizer
-from bench.study import data, plan, run
-from bench.study.documents import load_documents
-from bench.study.pipeline import Decoder
-from bench.study.scores import Interval, Mean, Moments, Oracle, Parts, TwoLevel, pack, unpack
-from bench.study.settings import Setting, Stress
+from bench.common.models import NEEDLE_8M, load_tokenizer
+from research.study import data, plan, run
+from research.study.documents import load_documents
+from research.study.pipeline import Decoder
+from research.study.scores import Interval, Mean, Moments, Oracle, Parts, TwoLevel, pack, unpack
+from research.study.settings import Setting, Stress
 from vllm_sparse_plugin.errors import ConfigurationError
 
 LAYERS, KV_HEADS, GROUP, HEAD_SIZE, BLOCK = 2, 2, 2, 32, 64
@@ -97,7 +98,8 @@ class OneByOne:
         scores = score_pages(grouped, statistics, self.table, complete, setting.score.weight)
         pages = select_pages(scores, complete, setting.budget_pages, setting.sink_pages, setting.recent_pages)
         self.pages.append(pages[0])
-        output = attend_pages(grouped, keys, values, self.table, context, pages, HEAD_SIZE**-0.5, None, 0.0)
+        tokens = QueryTokens(grouped, self.table, context)
+        output = attend_pages(tokens, KVCache(keys, values), pages, Softmax(HEAD_SIZE**-0.5))
         return output.view(1, 1, KV_HEADS * GROUP, HEAD_SIZE), None
 
     @torch.inference_mode()
@@ -382,7 +384,7 @@ def test_what_the_plan_lacks_is_refused(arguments):
 def test_the_page_is_up_to_date():
     pytest.importorskip("matplotlib")
     pytest.importorskip("scipy")
-    from bench.study.__main__ import PAGE, RESULTS
-    from bench.study.report import write_page
+    from research.study.__main__ import PAGE, RESULTS
+    from research.study.report import write_page
 
     write_page(PAGE, RESULTS, check=True)

@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.registration import BACKENDS
+from vllm_sparse_plugin.names import BACKENDS
 
 
 def __getattr__(name: str) -> Any:

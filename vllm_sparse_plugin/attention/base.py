@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from sparse_kernels.group_routing import GroupRouting
-from sparse_kernels.page_statistics import StatisticsLayout
-from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
+from sparse_kernels.batch import Softmax
+from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
-from vllm.model_executor.layers.attention import Attention
-from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec
 
-from vllm_sparse_plugin.admission import settings_of
-from vllm_sparse_plugin.config import ResolvedConfig, resolve
-from vllm_sparse_plugin.diagnostics.live import SKIPPED, VISITS, DeviceCounts, LayerQuality
+from vllm_sparse_plugin.attention import engine_config
+from vllm_sparse_plugin.attention.plan import LayerPlan
+from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.errors import ConfigurationError
 
 logger = init_logger(f"vllm.{__name__}")
@@ -30,9 +28,8 @@ class SparseBackend:
 
     preset: ClassVar[str]
     """Preset of the registered name."""
-    settings: ClassVar[Any] = None
-    """Our part of the configuration of the engine that this process loads, set by its layers: vLLM calls class
-    methods of a backend with and without its configuration at hand, but builds the layers with it, and first."""
+    supports_kv_cache_update_bypass: ClassVar[bool] = False
+    """A fused operation of vLLM's that writes keys and values itself would leave their statistics unwritten."""
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -50,16 +47,15 @@ class SparseBackend:
     def supports_rswa(cls) -> bool:
         return False
 
-    @staticmethod
-    def remember_settings() -> None:
-        """Keeps the settings of the configuration that vLLM builds a layer with."""
-        SparseBackend.settings = settings_of(get_current_vllm_config())
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        # The builder splits batches by the query lengths that the host knows.
+        return False
 
     @classmethod
     def config(cls) -> ResolvedConfig:
         """The configuration of the engine being loaded."""
-        current = get_current_vllm_config_or_none()
-        return resolve(SparseBackend.settings if current is None else settings_of(current), cls.preset)
+        return engine_config.current(cls.preset)
 
     @classmethod
     def statistics_layout(cls, spec: AttentionSpec) -> StatisticsLayout | None:
@@ -73,6 +69,51 @@ class SparseBackend:
         if layout is None or spec.tokens_per_state != 1:
             return spec
         return replace(spec, tokens_per_state=layout.tokens_per_row)
+
+
+class SparseImpl:
+    """One attention layer; each platform derives it together with vLLM's dense implementation there."""
+
+    plan: LayerPlan
+    """What the layer does with decoding tokens, once the metadata builder has bound it."""
+    sinks: torch.Tensor | None
+    scale: float
+    logits_soft_cap: float
+    alibi_slopes: torch.Tensor | None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        engine_config.remember()
+        if self.alibi_slopes is not None:
+            raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
+        self._bound_cache: torch.Tensor | None = None
+
+    def bind(self, plan: LayerPlan) -> None:
+        """Takes what the metadata builder has decided for the layer."""
+        self.plan = plan
+        self._bound_cache = None
+
+    def bind_cache(self, kv_cache: torch.Tensor) -> None:
+        """Makes views of the layer's cache, once: they cost as much as a kernel."""
+        if self._bound_cache is not kv_cache:
+            self._make_views(kv_cache)
+            self._bound_cache = kv_cache
+
+    def _make_views(self, kv_cache: torch.Tensor) -> None:
+        raise NotImplementedError
+
+    def _statistics(self, kv_cache: torch.Tensor) -> PageStatistics | None:
+        """Views of the statistics behind the token rows of a cache."""
+        plan = self.plan
+        if plan.statistics is None:
+            return None
+        return plan.statistics.views(kv_cache[:, :, plan.block_size :], plan.block_size)
+
+    @property
+    def softmax(self) -> Softmax:
+        """How the layer's logits become weights. Sink logits are the model's own tensor: weights may be replaced."""
+        sinks = self.sinks
+        return Softmax(self.scale, self.logits_soft_cap, None if sinks is None else sinks.detach())
 
 
 class DecodeRun(NamedTuple):
@@ -95,78 +136,6 @@ def decode_runs(query_lens: Sequence[int], longest: int) -> list[DecodeRun]:
         runs.append(DecodeRun(request, count, token, count * length))
         request, token = request + count, token + count * length
     return runs
-
-
-def selects_pages(layer: Attention, sparse: ResolvedConfig) -> bool:
-    """Whether decoding tokens of a layer read selected pages."""
-    # A layer that shares another's cache can only read statistics that the other one writes.
-    owner = layer.kv_sharing_target_layer_name or layer.layer_name
-    if sparse.pages is None or layer.sliding_window is not None:
-        return False
-    return extract_layer_index(owner) >= sparse.config.first_dense_layers
-
-
-class RoutedLayers:
-    """The routing of a group of layers, and the counts of what they skip."""
-
-    def __init__(
-        self, layers: Mapping[str, Attention], sparse: ResolvedConfig, vllm_config: VllmConfig, device: torch.device
-    ) -> None:
-        """Takes the layers by name, of which sliding-window ones and leading ones are left alone.
-
-        Raises:
-            ConfigurationError: for a layer with learned sinks, which leave the first token nothing to stand for.
-        """
-        self.of_layer: dict[str, GroupRouting] = {}
-        self.counts: DeviceCounts | None = None
-        routing = sparse.routing
-        if routing is None:
-            return
-        routed = {
-            name: layer
-            for name, layer in layers.items()
-            if layer.sliding_window is None and extract_layer_index(name) >= routing.dense_layers
-        }
-        if not routed:
-            return
-        if any(getattr(layer.impl, "sinks", None) is not None for layer in routed.values()):
-            raise ConfigurationError("model: got learned attention sinks, allowed with routing: models without")
-        numbered = _numbered(routed, vllm_config)
-        self.counts = DeviceCounts(numbered, SKIPPED, 2, device)
-        for name, (index, heads), counts in zip(routed, numbered, self.counts.of_layers, strict=True):
-            self.of_layer[name] = routing.of_layer(index, heads, device, counts)
-
-
-def count_visits_of(
-    layers: Mapping[str, Attention], sparse: ResolvedConfig, vllm_config: VllmConfig, device: torch.device
-) -> DeviceCounts | None:
-    """Gives those of a group of layers whose attention may stop counters of how far it reads; None if none may."""
-    stopping = {name: layer for name, layer in layers.items() if layer.impl.selects}
-    if sparse.stop_rule is None or not stopping:
-        return None
-    counts = DeviceCounts(_numbered(stopping, vllm_config), VISITS, 4, device)
-    for layer, counters in zip(stopping.values(), counts.of_layers, strict=True):
-        layer.impl.counters = counters
-    return counts
-
-
-def _numbered(layers: Mapping[str, Attention], vllm_config: VllmConfig) -> list[tuple[int, range]]:
-    """Index and KV heads of each layer, numbered over all tensor-parallel workers."""
-    first = first_kv_head(vllm_config)
-    return [(extract_layer_index(name), range(first, first + layer.num_kv_heads)) for name, layer in layers.items()]
-
-
-def first_kv_head(vllm_config: VllmConfig) -> int:
-    """The first of this worker's KV heads, numbered over all tensor-parallel workers."""
-    parallel = vllm_config.parallel_config
-    total = vllm_config.model_config.get_total_num_kv_heads()
-    # Tensor-parallel workers are numbered first; with fewer heads than workers, some have copies of one.
-    return int(parallel.rank % parallel.tensor_parallel_size * total // parallel.tensor_parallel_size)
-
-
-def layer_quality(layer: Attention, vllm_config: VllmConfig) -> LayerQuality:
-    """What measures a layer's sampled tokens."""
-    return LayerQuality(extract_layer_index(layer.layer_name), first_kv_head(vllm_config))
 
 
 def report_memory(

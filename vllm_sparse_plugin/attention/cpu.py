@@ -7,13 +7,14 @@ once per step by the metadata builder, from lengths alone.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from sparse_kernels.group_routing import GroupRouting, route_groups
-from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout, update_page_statistics
-from sparse_kernels.paging import PagedTensor
+from sparse_kernels.batch import QueryTokens
+from sparse_kernels.cache import KVCache
+from sparse_kernels.group_routing import route_groups
+from sparse_kernels.page_statistics import update_page_statistics
 from sparse_kernels.sparse_attention import attend_pages
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
@@ -27,19 +28,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin.attention import packing
-from vllm_sparse_plugin.attention.base import (
-    RoutedLayers,
-    SparseBackend,
-    count_visits_of,
-    layer_quality,
-    report_memory,
-    selects_pages,
-)
-from vllm_sparse_plugin.config import ResolvedConfig
-from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
-from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.attention.base import SparseBackend, SparseImpl, report_memory
+from vllm_sparse_plugin.attention.plan import plan_layers
+from vllm_sparse_plugin.attention.stopping import select_until_stable
+from vllm_sparse_plugin.diagnostics.live import StepSampler
 from vllm_sparse_plugin.policies.dense import EveryPage, every_page
-from vllm_sparse_plugin.termination import select_until_stable
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -74,8 +67,6 @@ class DecodeTokens:
     """`[num_tokens, max_blocks]` int64."""
     context_lens: torch.Tensor
     """`[num_tokens]` int64, tokens that each may attend, itself included."""
-    num_pages: torch.Tensor
-    """`[num_tokens]` int64, complete pages among them."""
     sampled: int | None = None
     """Index of the token whose selection is measured, if one's is."""
 
@@ -107,25 +98,23 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
         backend: type[SparseCPUBackend] = next(iter(layers.values())).attn_backend
         self.sparse = backend.config()
-        self.page_size = (self.sparse.pages or EveryPage()).page_size
+        self.page_size = (self.sparse.selector or EveryPage()).page_size
         self.isa = packing.supported_isa(self.isa)
         self._set_isa_to_layers(layer_names)
         if self.sparse.is_sparse:
             packing.check_packing(self.isa, self.block_size, self.head_dim, self.page_size, self.dtype)
         statistics = backend.statistics_layout(kv_cache_spec)
         self.sampler = StepSampler(self.sparse.config.diagnostics.sample_every)
-        routed = RoutedLayers(layers, self.sparse, vllm_config, device)
-        self.routes = bool(routed.of_layer)
+        group = plan_layers(layers, self.sparse, vllm_config, self.block_size, statistics, device)
+        self.counts = group.counts
+        self.reads = group.reads
+        self.routes = any(plan.routing is not None for plan in group.plans.values())
         for name, layer in layers.items():
-            layer.impl.configure(self.sparse, self.isa, self.block_size, self.page_size, statistics)
-            layer.impl.selects = selects_pages(layer, self.sparse)
-            layer.impl.routing = routed.of_layer.get(name)
-            if self.sampler.every:
-                layer.impl.quality = layer_quality(layer, vllm_config)
-        for impl in {layer.impl.num_heads: layer.impl for layer in layers.values() if layer.impl.is_sparse}.values():
+            layer.impl.isa = self.isa
+            layer.impl.bind(group.plans[name])
+        sparse_impls = [layer.impl for layer in layers.values() if layer.impl.plan.is_sparse]
+        for impl in {impl.num_heads: impl for impl in sparse_impls}.values():
             impl.warm_up(self.kv_cache_spec)
-        visits = count_visits_of(layers, self.sparse, vllm_config, device)
-        self.counts = [counts for counts in (routed.counts, visits) if counts is not None]
         if statistics is not None:
             report_memory(backend.get_name(), vllm_config, self.kv_cache_spec, statistics, len(layers))
 
@@ -140,6 +129,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             return metadata
         for counts in self.counts:
             counts.step()
+        if self.reads is not None:
+            self.reads.step(common, self.reorder_batch_threshold)
 
         page_size = self.page_size
         slots = common.slot_mapping[: common.num_actual_tokens]
@@ -161,7 +152,6 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             tokens,
             common.block_table_tensor[requests].long(),
             context_lens,
-            context_lens // page_size,
             self.sampler.pick(len(tokens)),
         )
         if len(tokens) < common.num_actual_tokens:
@@ -175,8 +165,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         """`[num_reqs]` bool: decoding requests that are routed, or whose context exceeds the budget."""
         assert self.reorder_batch_threshold is not None
         sparse = (query_lens > 0) & (query_lens <= self.reorder_batch_threshold)
-        if not self.routes and self.sparse.pages is not None:
-            sparse &= common.seq_lens // self.page_size > self.sparse.pages.budget_pages
+        if not self.routes and self.sparse.selector is not None:
+            sparse &= common.seq_lens // self.page_size > self.sparse.selector.budget_pages
         sparse &= common.seq_lens >= self.sparse.config.min_context_tokens
         if common.is_prefilling is not None:
             sparse &= ~common.is_prefilling
@@ -204,103 +194,34 @@ def _subset(
     )
 
 
-def _by_head(statistics: PageStatistics) -> PageStatistics:
-    """The same statistics with every block of every KV head numbered on its own, like `PagedTensor.by_head`."""
-    vectors, scales, spread = (
-        None if part is None else part.view(-1, 1, *part.shape[2:])
-        for part in (statistics.vectors, statistics.scales, statistics.spread)
-    )
-    assert vectors is not None
-    return replace(statistics, vectors=vectors, scales=scales, spread=spread)
-
-
-class _Rows(NamedTuple):
-    """What a batch of tokens attends to."""
-
-    keys: PagedTensor
-    values: PagedTensor
-    statistics: PageStatistics | None
-    block_table: torch.Tensor
-    context_lens: torch.Tensor
-    num_pages: torch.Tensor
-    heads: torch.Tensor
-    """`[num_tokens or 1, num_kv_heads]` int64, which KV heads of the layer these are."""
-
-    def at(self, token: slice) -> _Rows:
-        """Those of some of the tokens, each with every KV head."""
-        return self._replace(
-            block_table=self.block_table[token], context_lens=self.context_lens[token], num_pages=self.num_pages[token]
-        )
-
-
-class SparseCPUImpl(CPUAttentionBackendImpl):
+class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
     """One attention layer."""
 
-    selects: bool = False
-    """Whether decoding tokens of this layer read selected pages."""
-    routing: GroupRouting | None = None
-    """Which KV groups they skip, if any."""
-    quality: LayerQuality | None = None
-    """Measures sampled tokens, if any are to be."""
-    counters: torch.Tensor | None = None
-    """`[num_kv_heads, 4]` int64, see `count_visits`; only where attention may stop."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        SparseBackend.remember_settings()
-        if self.alibi_slopes is not None:
-            raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether decoding tokens of this layer attend in our kernels."""
-        return self.selects or self.routing is not None
-
-    def configure(
-        self,
-        sparse: ResolvedConfig,
-        isa: str,
-        block_size: int,
-        page_size: int,
-        statistics: StatisticsLayout | None,
-    ) -> None:
-        """What the metadata builder knows of the cache, for the layer's own use."""
-        self.selection = sparse.pages
-        self.stop_rule = sparse.stop_rule
-        self.isa = isa
-        self.page_size = page_size
-        self.block_size = block_size
-        self.statistics_layout = statistics
-        self.pages_of: torch.Tensor | None = None
+    isa: str
+    """Instruction set of vLLM's attention kernel, which decides how blocks are packed."""
 
     def warm_up(self, spec: AttentionSpec) -> None:
         """Compiles what this layer needs, on a cache of its own, so that no request waits for it."""
-        self._bind(torch.zeros(2, self.num_kv_heads, spec.num_states, 2 * self.head_size, dtype=spec.dtype))
+        self.bind_cache(torch.zeros(2, self.num_kv_heads, spec.num_states, 2 * self.head_size, dtype=spec.dtype))
         first = torch.zeros(1, dtype=torch.int64)
-        lens = first + self.page_size + 1
-        if self.statistics is not None:
-            update_page_statistics(self.keys, self.statistics, first, first)
+        if self.cache.statistics is not None:
+            update_page_statistics(self.cache.keys, self.cache.statistics, first, first)
         grouped = torch.zeros(1, self.num_kv_heads, self.num_queries_per_kv, self.head_size, dtype=spec.dtype)
-        rows = self._rows(first.unsqueeze(1), lens, lens // self.page_size)
-        self._attend(grouped, rows)
-        if self.routing is not None:
-            route_groups(grouped, self.keys, rows.block_table, lens, self.routing)
-        self.pages_of = None
+        token = QueryTokens(grouped, first.unsqueeze(1), first + self.plan.page_size + 1)
+        self._attend(token, self.cache, self.all_heads)
+        if self.plan.routing is not None:
+            route_groups(token, self.cache.keys, self.plan.routing)
+        self._bound_cache = None
 
-    def _bind(self, kv_cache: torch.Tensor) -> None:
-        """Views of the layer's cache, made once: they cost as much as a kernel."""
-        self.pages_of = kv_cache
-        self.token_rows = kv_cache[:, :, : self.block_size]
-        self.statistics = None
-        if not self.is_sparse:
+    def _make_views(self, kv_cache: torch.Tensor) -> None:
+        self.token_rows = kv_cache[:, :, : self.plan.block_size]
+        if not self.plan.is_sparse and self.plan.statistics is None:
             return
         self.all_heads = torch.arange(self.num_kv_heads)[None]
-        self.keys, self.values = packing.paged_keys_and_values(self.token_rows, self.isa, self.page_size)
-        if self.selects and self.statistics_layout is not None:
-            rows = kv_cache[:, :, self.block_size :]
-            self.statistics = self.statistics_layout.views(rows, self.block_size)
-        if self.routing is not None:
-            self.statistics_by_head = self.statistics and _by_head(self.statistics)
+        keys, values = packing.paged_keys_and_values(self.token_rows, self.isa, self.plan.page_size)
+        self.cache = KVCache(keys, values, self._statistics(kv_cache))
+        if self.plan.routing is not None:
+            self.cache_by_head = self.cache.by_head
 
     def do_kv_cache_update(
         self,
@@ -310,14 +231,14 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        super().do_kv_cache_update(layer, key, value, kv_cache[:, :, : self.block_size], slot_mapping)
+        super().do_kv_cache_update(layer, key, value, kv_cache[:, :, : self.plan.block_size], slot_mapping)
 
     def forward(
         self,
         layer: Any,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: CPUAttentionMetadata | None,
         output: torch.Tensor,
@@ -327,110 +248,73 @@ class SparseCPUImpl(CPUAttentionBackendImpl):
         if attn_metadata is None:
             return output
         assert isinstance(attn_metadata, SparseCPUMetadata)
-        if self.pages_of is not kv_cache:
-            self._bind(kv_cache)
+        self.bind_cache(kv_cache)
 
         def dense(query: torch.Tensor, metadata: CPUAttentionMetadata, output: torch.Tensor) -> torch.Tensor:
             return super(SparseCPUImpl, self).forward(
                 layer, query, key, value, self.token_rows, metadata, output, output_scale, output_block_scale
             )
 
-        if not self.is_sparse:
-            return dense(query, attn_metadata, output)
         # A layer that shares another's cache finds the statistics there.
-        if attn_metadata.filled and self.statistics is not None and self.kv_sharing_target_layer_name is None:
-            update_page_statistics(self.keys, self.statistics, *attn_metadata.filled)
+        if attn_metadata.filled and self.plan.statistics is not None and self.kv_sharing_target_layer_name is None:
+            assert self.cache.statistics is not None
+            update_page_statistics(self.cache.keys, self.cache.statistics, *attn_metadata.filled)
         decode = attn_metadata.decode
-        if decode is None:
+        if decode is None or not self.plan.is_sparse:
             return dense(query, attn_metadata, output)
         if attn_metadata.dense is None:
             output[: attn_metadata.num_actual_tokens] = self._decode(query[: attn_metadata.num_actual_tokens], decode)
             return output
-        rest = attn_metadata.dense_tokens
-        output[rest] = dense(query[rest], attn_metadata.dense, torch.empty_like(output[rest]))
+        others = attn_metadata.dense_tokens
+        output[others] = dense(query[others], attn_metadata.dense, torch.empty_like(output[others]))
         output[decode.tokens] = self._decode(query[decode.tokens], decode)
         return output
 
     def _decode(self, query: torch.Tensor, decode: DecodeTokens) -> torch.Tensor:
-        """Select and attend; `[num_tokens, num_heads, head_size]` in and out."""
+        """Route, select and attend; `[num_tokens, num_heads, head_size]` in and out."""
         grouped = query.unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
-        rows = self._rows(decode.block_table, decode.context_lens, decode.num_pages)
-        if decode.sampled is not None and self.quality is not None:
-            self._measure(grouped, rows, decode.sampled)
-        if self.routing is None:
-            return self._attend(grouped, rows)
-        skipped = route_groups(grouped, self.keys, rows.block_table, rows.context_lens, self.routing)
-        if self.routing.counts is not None:
+        tokens = QueryTokens(grouped, decode.block_table, decode.context_lens)
+        if decode.sampled is not None:
+            self._measure(tokens[decode.sampled : decode.sampled + 1])
+        routing = self.plan.routing
+        if routing is None:
+            return self._attend(tokens, self.cache, self.all_heads)
+        skipped = route_groups(tokens, self.cache.keys, routing)
+        if routing.counts is not None:
             asked = torch.full((self.num_kv_heads,), len(query))
-            self.routing.counts.add_(torch.stack([skipped.sum(dim=0), asked], dim=1))
-        # The other groups form a batch of their own, each a token of a cache of one KV head.
+            routing.counts.add_(torch.stack([skipped.sum(dim=0), asked], dim=1))
+        # The groups that are left form a batch of their own, each a token of a cache of one KV head.
         token, head = (~skipped).nonzero(as_tuple=True)
-        blocks = rows.block_table[token] * self.num_kv_heads + head[:, None]
-        active = _Rows(
-            self.keys.by_head, self.values.by_head, self.statistics_by_head, blocks,
-            rows.context_lens[token], rows.num_pages[token], head[:, None],
-        )  # fmt: skip
+        blocks = tokens.block_table[token] * self.num_kv_heads + head[:, None]
+        active = QueryTokens(grouped[token, head].unsqueeze(1), blocks, tokens.context_lens[token])
         output = torch.zeros_like(grouped)
-        output[token, head] = self._attend(grouped[token, head].unsqueeze(1), active)
+        output[token, head] = self._attend(active, self.cache_by_head, head[:, None])
         return output.flatten(1, 2)
 
-    def _rows(self, block_table: torch.Tensor, context_lens: torch.Tensor, num_pages: torch.Tensor) -> _Rows:
-        """All KV heads of tokens."""
-        return _Rows(self.keys, self.values, self.statistics, block_table, context_lens, num_pages, self.all_heads)
+    def _attend(self, tokens: QueryTokens, cache: KVCache, heads: torch.Tensor) -> torch.Tensor:
+        """Attention of tokens over the pages that the layer reads.
 
-    def _attend(self, grouped: torch.Tensor, rows: _Rows) -> torch.Tensor:
-        """Attention of `[num_tokens, num_kv_heads, group_size, head_size]` over the pages that the layer reads."""
-        pages, counts = self._pages(grouped, rows)
-        if counts is not None and self.counters is not None:
-            self.counters.index_add_(0, rows.heads.expand(counts.shape[:2]).flatten(), counts.flatten(0, 1))
-        return attend_pages(
-            grouped,
-            rows.keys,
-            rows.values,
-            rows.block_table,
-            rows.context_lens,
-            pages,
-            self.scale,
-            self.sinks,
-            self.logits_soft_cap,
-        )
+        Args:
+            tokens: the query tokens.
+            cache: what they attend to.
+            heads: `[num_tokens or 1, num_kv_heads]` int64, which KV heads of the layer those of the cache are.
+        """
+        pages, reads = self._pages(tokens, cache)
+        if reads is not None and self.plan.counters is not None:
+            self.plan.counters.index_add_(0, heads.expand(reads.shape[:2]).flatten(), reads.flatten(0, 1))
+        return attend_pages(tokens, cache, pages, self.softmax)
 
-    def _pages(self, grouped: torch.Tensor, rows: _Rows) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The pages that the layer reads and, where attention may stop, what `count_visits` says of them."""
-        if not self.selects:
-            return every_page(rows.num_pages, grouped.shape[1]), None
-        assert self.selection is not None
-        if self.stop_rule is None:
-            return self.selection.select(grouped, rows.statistics, rows.block_table, rows.num_pages), None
-        return select_until_stable(
-            self.selection,
-            self.stop_rule,
-            grouped,
-            rows.keys,
-            rows.values,
-            rows.statistics,
-            rows.block_table,
-            rows.context_lens,
-            self.scale,
-            self.sinks,
-            self.logits_soft_cap,
-        )
+    def _pages(self, tokens: QueryTokens, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The pages that the layer reads and, where attention may stop, what `count_reads` says of them."""
+        plan, num_pages = self.plan, tokens.num_pages(cache.page_size)
+        if plan.selector is None:
+            return every_page(num_pages, cache.num_kv_heads), None
+        if plan.stop_rule is None:
+            return plan.selector.select(tokens.query, cache.statistics, tokens.block_table, num_pages), None
+        return select_until_stable(plan.selector, plan.stop_rule, tokens, cache, self.softmax)
 
-    def _measure(self, grouped: torch.Tensor, rows: _Rows, sampled: int) -> None:
+    def _measure(self, token: QueryTokens) -> None:
         """Records the quality of one token's selection, of all its groups."""
-        assert self.quality is not None
-        if not self.selects:
-            return
-        token = slice(sampled, sampled + 1)
-        one = rows.at(token)
-        self.quality.record(
-            grouped[token],
-            one.keys,
-            one.values,
-            one.block_table[0],
-            int(one.context_lens),
-            self._pages(grouped[token], one)[0],
-            self.scale,
-            self.sinks,
-            self.logits_soft_cap,
-        )
+        if self.plan.quality is not None and self.plan.selector is not None:
+            pages, _ = self._pages(token, self.cache)
+            self.plan.quality.record(token, self.cache, pages, self.softmax)

@@ -9,15 +9,16 @@ of decoding requests is one full CUDA graph.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from sparse_kernels.group_routing import GroupRouting
-from sparse_kernels.page_statistics import StatisticsLayout, write_cache
-from sparse_kernels.paging import PagedTensor
-from sparse_kernels.routed_attention import PIECES_BYTES, SPLITS, routed_attention, rows_at_once, stop_scratch
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, QueryTokens
+from sparse_kernels.cache import KVCache
+from sparse_kernels.limits import HEAD_SIZES
+from sparse_kernels.page_statistics import write_cache
 from sparse_kernels.sparse_decode import sparse_decode
+from sparse_kernels.split_attention import pieces_of, rows_at_once, split_attention, splits_for, stop_scratch
 from vllm.config import VllmConfig, get_current_vllm_config_or_none, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, MultipleOf
@@ -30,21 +31,11 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
-from vllm_sparse_plugin.admission import CUDA_HEAD_SIZES, CUDA_KERNEL_BLOCK, block_multiple
-from vllm_sparse_plugin.attention.base import (
-    DecodeRun,
-    RoutedLayers,
-    SparseBackend,
-    count_visits_of,
-    decode_runs,
-    layer_quality,
-    report_memory,
-    selects_pages,
-)
-from vllm_sparse_plugin.config import ResolvedConfig
-from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
-from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.termination import select_until_stable
+from vllm_sparse_plugin.admission import CUDA_KERNEL_BLOCK, block_multiple
+from vllm_sparse_plugin.attention.base import DecodeRun, SparseBackend, SparseImpl, decode_runs, report_memory
+from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
+from vllm_sparse_plugin.attention.stopping import select_until_stable
+from vllm_sparse_plugin.diagnostics.live import StepSampler
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -52,12 +43,6 @@ if TYPE_CHECKING:
 _PREFERRED_BLOCK = 64
 """Tokens of a block unless the user says otherwise: the statistics of a block and head are then one kilobyte in a row,
 which is what memory reads well."""
-
-
-def splits_for(max_requests: int, num_heads: int, head_size: int) -> int:
-    """Pieces that a context is cut into, at most: one number for an engine, for a batch must not change a bit."""
-    piece_bytes = max_requests * num_heads * head_size * 4
-    return max(8, min(SPLITS, PIECES_BYTES // piece_bytes))
 
 
 class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
@@ -81,8 +66,8 @@ class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        pages = cls.config().pages
-        unit: int = pages.page_size if pages else 1
+        selector = cls.config().selector
+        unit: int = selector.page_size if selector else 1
         if isinstance(kv_cache_spec, AttentionSpec) and (layout := cls.statistics_layout(kv_cache_spec)):
             unit = layout.unit_tokens
         return [MultipleOf(math.lcm(CUDA_KERNEL_BLOCK, unit))]
@@ -99,7 +84,7 @@ class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
     def supports_head_size(cls, head_size: int) -> bool:
         if not cls.config().is_sparse:
             return bool(super().supports_head_size(head_size))
-        return head_size in CUDA_HEAD_SIZES
+        return head_size in HEAD_SIZES
 
     @classmethod
     def supports_per_head_quant_scales(cls) -> bool:
@@ -158,42 +143,39 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self.dense_requests = torch.zeros(max_requests, dtype=torch.bool, device=device)
         self.any_dense_request = False
-        scratch = self._stop_scratch(layers, sparse, max_requests)
-        routed = RoutedLayers(layers, sparse, vllm_config, device)
+        group = plan_layers(layers, sparse, vllm_config, self.block_size, statistics, device)
+        self.counts = group.counts
+        self.reads = group.reads
+        assert self.reorder_batch_threshold is not None
+        max_tokens = max_requests * self.reorder_batch_threshold
+        scratch = self._stop_scratch(layers, group.plans, max_tokens)
         for name, layer in layers.items():
-            layer.impl.configure(sparse, self.block_size, statistics)
-            layer.impl.selects = selects_pages(layer, sparse)
-            layer.impl.routing = routed.of_layer.get(name)
+            layer.impl.bind(group.plans[name])
+            layer.impl.splits = splits_for(max_tokens, layer.num_heads, layer.head_size)
             layer.impl.scratch = scratch
-            layer.impl.splits = splits_for(max_requests, layer.num_heads, layer.head_size)
-            if self.sampler.every:
-                layer.impl.quality = layer_quality(layer, vllm_config)
-        visits = count_visits_of(layers, sparse, vllm_config, device)
-        self.counts = [counts for counts in (routed.counts, visits) if counts is not None]
-        self.any_dense_layer = not all(layer.impl.is_sparse for layer in layers.values())
-        self.any_sparse_layer = any(layer.impl.is_sparse for layer in layers.values())
+        self.any_dense_layer = not all(plan.is_sparse for plan in group.plans.values())
+        self.any_sparse_layer = any(plan.is_sparse for plan in group.plans.values())
         if statistics is not None:
             report_memory(backend.get_name(), vllm_config, kv_cache_spec, statistics, len(layers))
 
     def _stop_scratch(
-        self, layers: dict[str, Attention], sparse: ResolvedConfig, max_requests: int
+        self, layers: dict[str, Attention], plans: dict[str, LayerPlan], max_tokens: int
     ) -> torch.Tensor | None:
         """What layers that may stop anywhere share, for they run one after the other; None if none may."""
-        rule, longest = sparse.stop_rule, self.reorder_batch_threshold
-        if rule is None or not sparse.stops_everywhere:
-            return None
-        assert longest is not None
         # vLLM may pad the rows of a block table.
         context_tokens = self.vllm_config.model_config.max_model_len + 64 * self.block_size
-        pieces, tokens = context_tokens // rule.block_tokens, max_requests * longest
-        num_rows = max(
-            min(
-                tokens * layer.num_kv_heads,
-                rows_at_once(pieces, layer.num_heads // layer.num_kv_heads, layer.head_size),
+        scratch: torch.Tensor | None = None
+        for name, layer in layers.items():
+            stopping = plans[name].stopping()
+            if stopping is None:
+                continue
+            most_rows = rows_at_once(
+                pieces_of(context_tokens, stopping.rule), layer.num_heads // layer.num_kv_heads, layer.head_size
             )
-            for layer in layers.values()
-        )
-        return stop_scratch(num_rows, context_tokens, rule, self.device)
+            rows = min(max_tokens * layer.num_kv_heads, most_rows)
+            wanted = stop_scratch(stopping.rule, rows, context_tokens, self.device)
+            scratch = wanted if scratch is None or len(wanted) > len(scratch) else scratch
+        return scratch
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -201,6 +183,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         common = common_attn_metadata
         for counts in self.counts:
             counts.step()
+        if self.reads is not None:
+            self.reads.step(common, self.reorder_batch_threshold)
         runs = self._decode_runs(common) if self.any_sparse_layer else []
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)
@@ -282,65 +266,21 @@ def _without_first(common: CommonAttentionMetadata, requests: int, tokens: int) 
     )
 
 
-class SparseCUDAImpl(FlashAttentionImpl):
+class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
     """One attention layer."""
 
     supports_dcp: bool = False
     can_return_lse_for_decode: bool = False
-    selects: bool = False
-    """Whether decoding tokens of this layer read selected pages."""
-    routing: GroupRouting | None = None
-    """Which KV groups they skip, if any."""
-    splits: int = SPLITS
+    splits: int
     """Pieces of a context, at most, where every page is read to the end."""
-    scratch: torch.Tensor | None = None
-    """See `stop_scratch`; only where every page may be read."""
-    quality: LayerQuality | None = None
-    """Measures sampled tokens, if any are to be."""
-    counters: torch.Tensor | None = None
-    """`[num_kv_heads, 4]` int64, see `count_visits`; only where attention may stop."""
+    scratch: torch.Tensor | None
+    """See `Stopping.scratch`; only where every page may be read."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        SparseBackend.remember_settings()
-        if self.alibi_slopes is not None:
-            raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
-        self.sink_logits: torch.Tensor | None = None
-        self.bound_to: torch.Tensor | None = None
-
-    @property
-    def is_sparse(self) -> bool:
-        """Whether decoding tokens of this layer attend in our kernels."""
-        return self.selects or self.routing is not None
-
-    def configure(self, sparse: ResolvedConfig, block_size: int, statistics: StatisticsLayout | None) -> None:
-        """What the metadata builder knows of the cache, for the layer's own use."""
-        # Without a selection nothing follows from the size of a page.
-        self.page_size = sparse.pages.page_size if sparse.pages else CUDA_KERNEL_BLOCK
-        self.selection = sparse.pages
-        self.stop_rule = sparse.stop_rule
-        self.decode_settings = sparse.pages.decode_settings() if sparse.pages else None
-        self.dense_tokens = sparse.config.min_context_tokens - 1
-        self.block_size = block_size
-        self.statistics_layout = statistics
-
-    def _bind(self, kv_cache: torch.Tensor) -> None:
-        """Views of the layer's cache, made once."""
+    def _make_views(self, kv_cache: torch.Tensor) -> None:
         if kv_cache.dtype == torch.uint8:
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
-        self.token_rows = kv_cache[:, :, : self.block_size]
-        self.keys = PagedTensor.from_rows(self.token_rows[..., : self.head_size], self.page_size)
-        self.values = PagedTensor.from_rows(self.token_rows[..., self.head_size :], self.page_size)
-        self.statistics = None
-        if self.selects and self.statistics_layout is not None:
-            self.statistics = self.statistics_layout.views(kv_cache[:, :, self.block_size :], self.block_size)
-        if self.sinks is not None:
-            self.sink_logits = self.sinks.float()
-
-    def _bound(self, kv_cache: torch.Tensor) -> None:
-        if self.bound_to is not kv_cache:
-            self._bind(kv_cache)
-            self.bound_to = kv_cache
+        self.token_rows = kv_cache[:, :, : self.plan.block_size]
+        self.cache = KVCache.from_rows(self.token_rows, self.plan.page_size, self._statistics(kv_cache))
 
     def do_kv_cache_update(
         self,
@@ -350,18 +290,19 @@ class SparseCUDAImpl(FlashAttentionImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        self._bound(kv_cache)
+        self.bind_cache(kv_cache)
         scales: Any = layer
         write_cache(
-            key, value, self.token_rows, self.statistics, slot_mapping, self.page_size, scales._k_scale, scales._v_scale
-        )
+            key, value, self.token_rows, self.cache.statistics, slot_mapping, self.plan.page_size, scales._k_scale,
+            scales._v_scale,
+        )  # fmt: skip
 
     def forward(
         self,
         layer: torch.nn.Module,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: FlashAttentionMetadata | None,
         output: torch.Tensor,
@@ -371,99 +312,70 @@ class SparseCUDAImpl(FlashAttentionImpl):
         if attn_metadata is None:
             return output.fill_(0)
         assert isinstance(attn_metadata, SparseCUDAMetadata)
-        self._bound(kv_cache)
+        self.bind_cache(kv_cache)
 
         def dense(metadata: FlashAttentionMetadata, first: int) -> None:
+            # A layer that shares another's cache has no keys and values of its own.
+            new_keys, new_values = (None if new is None else new[first:] for new in (key, value))
             super(SparseCUDAImpl, self).forward(
-                layer, query[first:], key[first:], value[first:], self.token_rows, metadata, output[first:],
-                output_scale, output_block_scale,
+                layer, query[first:], new_keys, new_values, self.token_rows, metadata, output[first:], output_scale,
+                output_block_scale,
             )  # fmt: skip
 
-        if not self.is_sparse:
+        if not self.plan.is_sparse:
             dense(attn_metadata, 0)
             return output
         scales: Any = layer
-        eight_bit_query, eight_bit_cache = query.dtype.itemsize == 1, self.keys.view.dtype.itemsize == 1
+        query_scale = scales._q_scale if query.dtype.itemsize == 1 else None
+        cache = self.cache
+        if cache.keys.view.dtype.itemsize == 1:
+            cache = replace(cache, key_scale=scales._k_scale, value_scale=scales._v_scale)
         for decode in attn_metadata.decode:
-            more: dict[str, Any] = {
-                "dense_tokens": self.dense_tokens,
-                "dense_requests": decode.dense,
-                "routing": self.routing,
-                "scale": self.scale,
-                "softcap": self.logits_soft_cap,
-                "query_scale": scales._q_scale if eight_bit_query else None,
-                "key_scale": scales._k_scale if eight_bit_cache else None,
-                "value_scale": scales._v_scale if eight_bit_cache else None,
-                "out": output[decode.tokens],
-            }
-            own = query[decode.tokens]
-            if not self.selects:
-                routed_attention(
-                    own, self.keys, self.values, decode.block_table, decode.seq_lens, splits=self.splits, **more
-                )
-                continue
-            more |= {"sinks": self.sink_logits, "rule": self.stop_rule, "counters": self.counters}
-            if self.decode_settings is None:
-                assert self.selection is not None
-                routed_attention(
-                    own,
-                    self.keys,
-                    self.values,
-                    decode.block_table,
-                    decode.seq_lens,
-                    sink_pages=self.selection.sink_pages,
-                    scratch=self.scratch,
-                    **more,
-                )
-            else:
-                sparse_decode(
-                    own,
-                    self.keys,
-                    self.values,
-                    self.statistics,
-                    decode.block_table,
-                    decode.seq_lens,
-                    **self.decode_settings._asdict(),
-                    **more,
-                )
+            batch = DecodeBatch(
+                query[decode.tokens], decode.block_table, decode.seq_lens, decode.dense, self.plan.dense_tokens,
+                query_scale,
+            )  # fmt: skip
+            self._decode(batch, cache, DecodeOutput(output[decode.tokens], counters=self.plan.counters))
             sampled = attn_metadata.sampled
             if sampled is not None and decode.tokens.start <= sampled < decode.tokens.stop:
-                self._measure(query, decode, sampled, scales)
+                self._measure(batch, cache, sampled - decode.tokens.start)
         if attn_metadata.prefill:
             dense(attn_metadata.prefill, attn_metadata.num_decode_tokens)
         return output
 
-    def _measure(self, query: torch.Tensor, decode: DecodeRequests, sampled: int, scales: Any) -> None:
-        """Records the quality of one token's selection; waits for the device, so never part of a CUDA graph."""
-        assert self.selection is not None
-        if self.quality is None:
-            return
-        per_request = (decode.tokens.stop - decode.tokens.start) // len(decode.seq_lens)
-        request, index = divmod(sampled - decode.tokens.start, per_request)
-        context = int(decode.seq_lens[request]) - (per_request - 1 - index)
-        complete = context // self.page_size
-        if context <= self.dense_tokens or complete <= self.selection.budget_pages or decode.dense[request]:
-            return
-        scale, row = self.scale, query[sampled : sampled + 1]
-        if row.dtype.itemsize == 1:
-            scale *= float(scales._q_scale)
-        if self.keys.view.dtype.itemsize == 1:
-            scale *= float(scales._k_scale)
-        grouped = row.to(torch.bfloat16).unflatten(1, (self.num_kv_heads, -1))
-        table = decode.block_table[request]
-        if self.stop_rule is None:
-            num_pages = torch.tensor([complete], device=query.device)
-            pages = self.selection.select(grouped, self.statistics, table[None].long(), num_pages)
-        else:
-            rule = self.stop_rule
-            if self.values.view.dtype.itemsize == 1:
-                # Of the values as they are meant, not as they are stored.
-                rule = rule._replace(scale_tolerance=rule.scale_tolerance / float(scales._v_scale))
-            context_lens = torch.tensor([context], device=query.device)
-            pages, _ = select_until_stable(
-                self.selection, rule, grouped, self.keys, self.values, self.statistics, table[None].long(),
-                context_lens, scale, self.sink_logits, self.logits_soft_cap,
+    def _decode(self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput) -> None:
+        """Attention of decoding tokens over what the plan has them read."""
+        plan = self.plan
+        selection = plan.page_selection
+        if selection is None:
+            split_attention(
+                batch, cache, self.softmax, routing=plan.routing, stopping=plan.stopping(self.scratch),
+                splits=self.splits, output=output,
             )  # fmt: skip
-        self.quality.record(
-            grouped, self.keys, self.values, table, context, pages, scale, self.sink_logits, self.logits_soft_cap
-        )
+        else:
+            sparse_decode(
+                batch, cache, self.softmax, selection, routing=plan.routing, rule=plan.stop_rule, output=output
+            )
+
+    def _measure(self, batch: DecodeBatch, cache: KVCache, index: int) -> None:
+        """Records the quality of one token's selection; waits for the device, so never part of a CUDA graph."""
+        plan = self.plan
+        if plan.quality is None or plan.selector is None:
+            return
+        request, position = divmod(index, batch.tokens_per_request)
+        context = int(batch.seq_lens[request]) - (batch.tokens_per_request - 1 - position)
+        whole = context <= batch.dense_tokens or (batch.dense_requests is not None and batch.dense_requests[request])
+        if whole or context // plan.page_size <= plan.selector.budget_pages:
+            return
+        softmax, query = self.softmax, batch.query[index : index + 1]
+        if batch.query_scale is not None:
+            softmax = replace(softmax, scale=softmax.scale * float(batch.query_scale))
+        grouped = query.to(torch.bfloat16).unflatten(1, (cache.num_kv_heads, -1))
+        table = batch.block_table[request : request + 1].long()
+        token = QueryTokens(grouped, table, torch.tensor([context], device=query.device))
+        if plan.stop_rule is None:
+            num_pages = token.num_pages(plan.page_size)
+            pages = plan.selector.select(grouped, cache.statistics, table, num_pages)
+        else:
+            pages, _ = select_until_stable(plan.selector, plan.stop_rule, token, cache, softmax)
+        plan.quality.record(token, cache, pages, softmax)

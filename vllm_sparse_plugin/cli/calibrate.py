@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from vllm_sparse_plugin.diagnostics.calibration import Outcome, Text, Verdict
 
 DEFAULT_TASKS = ("multikey", "kv")
-DEFAULT_LONGEST = 16384
 LENGTHS = 4
 """Contexts that thresholds are found for, if the user names none: as many as a cubic has coefficients."""
 _TEXT_QUERIES = 64
@@ -44,8 +43,8 @@ def calibrate(
     context: Annotated[
         list[int] | None,
         typer.Option(
-            help=f"Context in tokens, repeatable, two or more; {LENGTHS} from {MIN_CONTEXT_TOKENS} to "
-            f"{DEFAULT_LONGEST}, or to the model's longest if that is less."
+            help=f"Context in tokens, repeatable, two or more; {LENGTHS} from {MIN_CONTEXT_TOKENS} to the model's "
+            "longest. Engines with longer contexts than the longest of these are refused."
         ),
     ] = None,
     task: Annotated[
@@ -137,8 +136,7 @@ def calibrate(
 def _lengths(given: list[int] | None, limit: int, least: int) -> list[int]:
     """The contexts to calibrate at, ascending."""
     if given is None:
-        longest = min(DEFAULT_LONGEST, limit)
-        ratio = longest / MIN_CONTEXT_TOKENS
+        ratio = limit / MIN_CONTEXT_TOKENS
         given = [round(MIN_CONTEXT_TOKENS * ratio ** (i / (LENGTHS - 1))) for i in range(LENGTHS)] if ratio > 1 else []
     lengths = sorted(set(given))
     if len(lengths) < 2 or lengths[0] < least or lengths[-1] > limit:
@@ -201,8 +199,6 @@ def _preset(routing: Routing, verdict: Verdict) -> str:
 
 
 def _tables(outcome: Outcome) -> Iterator[Table]:
-    from vllm_sparse_plugin.diagnostics.calibration import SWEEP
-
     table = Table("context", "task", title="Documents that the thresholds were not fitted to")
     for heading in ("threshold found", "skipped", "sink groups"):
         table.add_column(heading, justify="right")
@@ -222,18 +218,23 @@ def _tables(outcome: Outcome) -> Iterator[Table]:
             *(f"{row[key] / row['tokens']:.1%}" for key in ("dense_tokens_right", "routed_tokens_right")),
         )  # fmt: skip
     yield table
-    table = Table(title="By layer")
-    for heading in ("layer", "skipped", "attention on token 0", "sink groups"):
+    table = Table(title="By layer; the norm of token 0's value over the median of the others', mean and largest")
+    for heading in ("layer", "skipped", "attention on token 0", "sink groups", "value of token 0", "largest"):
         table.add_column(heading, justify="right")
     for row in outcome.layers:
-        table.add_row(str(row["layer"]), f"{row['skipped']:.1%}", f"{row['mass']:.4f}", f"{row['sink_groups']:.1%}")
+        table.add_row(
+            str(row["layer"]), f"{row['skipped']:.1%}", f"{row['mass']:.4f}", f"{row['sink_groups']:.1%}",
+            f"{row['first_value']:.3f}", f"{row['first_value_largest']:.3f}",
+        )  # fmt: skip
     yield table
-    table = Table(title="Skipped groups that are sink groups, and sink groups that are skipped")
-    for heading in ("thresholds", "skipped", "precision", "recall"):
+    table = Table(title="By the share that thresholds were fitted to skip: precision and recall are of sink groups")
+    for heading in ("asked for", "skipped", "precision", "recall", "tokens right", "answers right"):
         table.add_column(heading, justify="right")
-    named = [(f"for {share:.0%}", found) for share, found in zip(SWEEP, outcome.sweep, strict=True)]
-    for name, found in [*named, ("fitted", outcome.detection)]:
-        table.add_row(name, f"{found.skipped:.1%}", _number(found.precision), _number(found.recall))
+    for row in outcome.sweep:
+        table.add_row(
+            f"{row['skip_ratio']:.0%}", f"{row['skipped']:.1%}", _number(row["precision"]), _number(row["recall"]),
+            f"{row['tokens_right'] / row['tokens']:.1%}", f"{row['answers_right']}/{row['answers']}",
+        )  # fmt: skip
     yield table
 
 

@@ -22,7 +22,6 @@ from vllm_sparse_plugin.cli.cores import bind_to_every_core
 from vllm_sparse_plugin.eval.endpoints import EndpointError
 from vllm_sparse_plugin.eval.progress import show_progress
 
-_SERVE = [sys.executable, "-m", "vllm_sparse_plugin", "serve"]
 _ANSWER_SECONDS = 600
 _CAUSE = re.compile(r"(?<![\w.])((?:[\w.]*(?:Error|Exception)|error): \S.*)")
 """What a line of a log says of an error, without what vLLM writes before it."""
@@ -52,6 +51,10 @@ class ServerSettings:
     """Variables for the server, beside those of this process."""
     start_seconds: float = 600
     """How long the server may take to become ready."""
+    program: tuple[str, ...] = (sys.executable, "-m", "vllm_sparse_plugin")
+    """Command line of `vllm-sparse`, of another installation perhaps."""
+    folder: Path | None = None
+    """Folder that the server runs in; None for that of this process."""
     log_lines: int = 20
     """How much of the log's end a failure shows; 0 for one sentence with the first error of the log."""
     every_core: bool = False
@@ -82,6 +85,7 @@ class LaunchedServer:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
+                cwd=settings.folder,
                 env={"VLLM_CPU_KVCACHE_SPACE": "2", **cores, **os.environ, **settings.environment},
                 start_new_session=True,
             )
@@ -162,7 +166,7 @@ def run_server(name: str, settings: ServerSettings, console: Console) -> Iterato
 
 
 def _command(settings: ServerSettings, port: int) -> list[str]:
-    command = [*_SERVE, str(settings.model), "--served-model-name", settings.model.name]
+    command = [*settings.program, "serve", str(settings.model), "--served-model-name", settings.model.name]
     command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
     if settings.eager:
         command.append("--enforce-eager")

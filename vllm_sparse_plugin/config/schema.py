@@ -12,14 +12,13 @@ from pydantic.fields import FieldInfo
 
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.termination import Termination
+from vllm_sparse_plugin.names import KEY as KEY
 from vllm_sparse_plugin.policies import POLICIES, EveryPage, Policy, Selection, UniqueSelection
 from vllm_sparse_plugin.policies.base import Section
 
 if TYPE_CHECKING:
-    from sparse_kernels.termination import StopRule
+    from sparse_kernels.stopping import StopRule
 
-KEY = "sparse_attention"
-"""Key of our settings in vLLM's `--additional-config`."""
 SOURCES = ("preset", "config")
 """Keys beside those of the schema: the names of a preset and of a YAML file to take values from."""
 
@@ -94,9 +93,8 @@ class ResolvedConfig:
         return self.config.routing
 
     @property
-    def pages(self) -> Selection | None:
-        """The selection part if it chooses pages, all of them where dense attention may stop; None if everything is
-        read."""
+    def selector(self) -> Selection | None:
+        """The policy that chooses pages, all of them where dense attention may stop; None if everything is read."""
         if isinstance(self.selection, Selection):
             return self.selection
         termination = self.config.termination
@@ -105,15 +103,10 @@ class ResolvedConfig:
     @property
     def stop_rule(self) -> StopRule | None:
         """When attention to selected pages stops; None if it does not."""
-        termination, pages = self.config.termination, self.pages
-        return termination.rule(pages) if termination and pages else None
-
-    @property
-    def stops_everywhere(self) -> bool:
-        """Whether attention that may stop has every page to read."""
-        return isinstance(self.pages, EveryPage)
+        termination, selector = self.config.termination, self.selector
+        return termination.rule(selector) if termination and selector else None
 
     @property
     def is_sparse(self) -> bool:
         """Whether decode steps of some layers run in our kernels."""
-        return self.pages is not None or self.routing is not None
+        return self.selector is not None or self.routing is not None

@@ -10,7 +10,7 @@ from vllm_sparse_plugin.policies.base import Policy, Section, Selection
 from vllm_sparse_plugin.policies.dense import DensePolicy
 
 if TYPE_CHECKING:
-    from sparse_kernels.termination import StopRule
+    from sparse_kernels.stopping import StopRule
 
 
 class Termination(Section):
@@ -39,7 +39,7 @@ class Termination(Section):
 
     def rule(self, selection: Selection) -> StopRule:
         """The rule for what a policy selects."""
-        from sparse_kernels.termination import StopRule
+        from sparse_kernels.stopping import StopRule
 
         block_tokens = self.block_tokens_of(selection)
         return StopRule(

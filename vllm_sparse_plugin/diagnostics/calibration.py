@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from vllm_sparse_plugin.diagnostics.forward import SINK_MASS, CapturingModel, De
 from vllm_sparse_plugin.errors import ConfigurationError
 
 SWEEP = (0.1, 0.2, 0.4, 0.6, 0.8)
-"""Skip ratios at which precision and recall are reported."""
+"""Skip ratios at which precision, recall and answers are reported, besides the one that was asked for."""
 
 
 class Text(NamedTuple):
@@ -174,9 +175,44 @@ class _Right:
     answers: list[bool] = field(default_factory=list)
 
     def add(self, rest: list[int], asked: int, predictions: list[int]) -> None:
+        """Compares predictions with the newest `asked` tokens of what was decoded."""
         right = [a == b for a, b in zip(rest[-asked:], predictions[-asked - 1 : -1], strict=True)]
         self.tokens += right
         self.answers.append(all(right))
+
+
+@dataclass
+class _Judged:
+    """Texts of one length and task: what their groups do, and what is right of their answers."""
+
+    length: int
+    task: str
+    layers: list[int] = field(default_factory=list)
+    """Indices of the layers that may be routed."""
+    observed: list[Observed] = field(default_factory=list)
+    first_values: list[torch.Tensor] = field(default_factory=list)
+    """`[layers, num_kv_heads]` of each text."""
+    dense: _Right = field(default_factory=_Right)
+    routed: dict[float, _Right] = field(default_factory=dict)
+    """By skip ratio."""
+    skipped: dict[float, list[torch.Tensor]] = field(default_factory=dict)
+    """By skip ratio: bool, of the shape of a text's scores."""
+
+    def row(self, skip_ratio: float) -> dict[str, Any]:
+        """What the report says of these texts at one skip ratio."""
+        observed, skipped = Observed.join(self.observed), torch.cat(self.skipped[skip_ratio], dim=1)
+        return {
+            "context_tokens": self.length,
+            "task": self.task,
+            "skipped": float(skipped.float().mean()),
+            "sink_groups": float((observed.mass >= SINK_MASS).float().mean()),
+            "tokens": len(self.dense.tokens),
+            "dense_tokens_right": sum(self.dense.tokens),
+            "routed_tokens_right": sum(self.routed[skip_ratio].tokens),
+            "answers": len(self.dense.answers),
+            "dense_answers_right": sum(self.dense.answers),
+            "routed_answers_right": sum(self.routed[skip_ratio].answers),
+        }
 
 
 @dataclass(frozen=True)
@@ -189,15 +225,69 @@ class Outcome:
     rows: list[dict[str, Any]]
     """By length and task."""
     layers: list[dict[str, Any]]
-    """By routed layer."""
+    """By routed layer. `first_value` is the norm of token 0's value over the median norm of the others, the mean over
+    KV heads and texts, and `first_value_largest` the largest of them: a skipped group's zero stands for that value, so
+    it should be far below 1."""
     detection: Detection
     """Of the fitted thresholds."""
-    sweep: list[Detection]
-    """Of thresholds that skip the shares of `SWEEP`."""
+    sweep: list[dict[str, Any]]
+    """By skip ratio, of thresholds fitted to it: what they skip, and what is right of the answers."""
     auprc: float
     sink_groups: float
     """Share of the groups."""
     verdict: Verdict
+
+
+class _Calibration:
+    """A model whose groups are looked at, and the layers and score that are routed by."""
+
+    def __init__(self, model: CapturingModel, score: GroupScore, dense_layers: int) -> None:
+        self.model, self.score, self.dense_layers = model, score, dense_layers
+
+    def routed_layers(self, decoded: Decoded) -> dict[int, LayerInputs]:
+        """The layers that may be routed, by their index.
+
+        Raises:
+            ConfigurationError: if there is none.
+        """
+        routed = {i: layer for i, layer in enumerate(decoded.layers) if layer is not None and i >= self.dense_layers}
+        if not routed:
+            raise ConfigurationError("model: got no layer of full attention to route, allowed: models with one")
+        return routed
+
+    def scores(self, texts: Sequence[Text], progress: Callable[[int], None]) -> dict[int, torch.Tensor]:
+        """The scores of all groups of some texts, by length."""
+        scores: dict[int, list[torch.Tensor]] = {}
+        for text in texts:
+            cache = self.model.prefill(text.document)
+            for rest in text.rest:
+                layers = self.routed_layers(self.model.decode(cache, rest))
+                scores.setdefault(text.length, []).append(Observed.of(list(layers.values()), self.score).scores)
+            progress(text.length)
+        return {length: torch.cat(scores[length], dim=1) for length in sorted(scores)}
+
+    def judge(self, judged: _Judged, text: Text, routings: Mapping[float, Routing]) -> None:
+        """Adds what one text shows: decoded densely, and routed at each skip ratio."""
+        cache = self.model.prefill(text.document)
+        for rest, asked in zip(text.rest, text.asked, strict=True):
+            decoded = self.model.decode(cache, rest)
+            layers = self.routed_layers(decoded)
+            judged.layers = list(layers)
+            judged.observed.append(Observed.of(list(layers.values()), self.score))
+            judged.first_values.append(torch.stack([first_value(inputs) for inputs in layers.values()]).cpu())
+            judged.dense.add(rest, asked, decoded.predictions)
+            for ratio, routing in routings.items():
+                skipped = torch.stack([skipped_by(routing, *layer).cpu() for layer in layers.items()])
+                judged.skipped.setdefault(ratio, []).append(skipped)
+                routed = self.model.decode(cache, rest, partial(skipped_by, routing))
+                judged.routed.setdefault(ratio, _Right()).add(rest, asked, routed.predictions)
+
+
+def first_value(inputs: LayerInputs) -> torch.Tensor:
+    """The norm of token 0's value over the median norm of the other tokens' values: `[num_kv_heads]` float32."""
+    norms: torch.Tensor = inputs.values.float().norm(dim=-1)
+    median = norms[:, 1:].median(dim=-1).values
+    return norms[:, 0] / median
 
 
 def calibrate(
@@ -225,80 +315,75 @@ def calibrate(
     Raises:
         ConfigurationError: if no layer is left to be routed.
     """
-
-    def routed_layers(decoded: Decoded) -> dict[int, LayerInputs]:
-        routed = {i: layer for i, layer in enumerate(decoded.layers) if layer is not None and i >= dense_layers}
-        if not routed:
-            raise ConfigurationError("model: got no layer of full attention to route, allowed: models with one")
-        return routed
-
-    scores: dict[int, list[torch.Tensor]] = {}
-    for text in fitting:
-        cache = model.prefill(text.document)
-        for rest in text.rest:
-            observed = Observed.of(list(routed_layers(model.decode(cache, rest)).values()), score)
-            scores.setdefault(text.length, []).append(observed.scores)
-        progress(text.length)
-    lengths = sorted(scores)
-    thresholds = {length: threshold_for(torch.cat(scores[length], dim=1), skip_ratio) for length in lengths}
-    routing = Routing(
-        score=score, cubic=fit(lengths, list(thresholds.values())), shortest=lengths[0], longest=lengths[-1],
-        dense_layers=dense_layers, **about,
-    )  # fmt: skip
-
-    rows, everything, all_skips = [], [], []
+    calibration = _Calibration(model, score, dense_layers)
+    scores = calibration.scores(fitting, progress)
+    routings, thresholds = {}, {}
+    for ratio in sorted({*SWEEP, skip_ratio}):
+        thresholds[ratio] = {length: threshold_for(of_length, ratio) for length, of_length in scores.items()}
+        lengths = list(scores)
+        routings[ratio] = Routing(
+            score=score, cubic=fit(lengths, list(thresholds[ratio].values())), shortest=lengths[0],
+            longest=lengths[-1], dense_layers=dense_layers, **about,
+        )  # fmt: skip
+    judged = []
     for (length, task), texts in groupby(judging, lambda text: (text.length, text.task)):
-        seen, skips, dense, routed = [], [], _Right(), _Right()
+        judged.append(_Judged(length, task))
         for text in texts:
-            cache = model.prefill(text.document)
-            for rest, asked in zip(text.rest, text.asked, strict=True):
-                decoded = model.decode(cache, rest)
-                layers = routed_layers(decoded)
-                seen.append(Observed.of(list(layers.values()), score))
-                skips.append(torch.stack([skipped_by(routing, *layer).cpu() for layer in layers.items()]))
-                dense.add(rest, asked, decoded.predictions)
-                again = model.decode(cache, rest, lambda layer, inputs: skipped_by(routing, layer, inputs))
-                routed.add(rest, asked, again.predictions)
-            progress(text.length)
-        together, skipped = Observed.join(seen), torch.cat(skips, dim=1)
-        everything.append(together)
-        all_skips.append(skipped)
-        rows.append(
-            {
-                "context_tokens": length,
-                "task": task,
-                "skipped": float(skipped.float().mean()),
-                "sink_groups": float((together.mass >= SINK_MASS).float().mean()),
-                "tokens": len(dense.tokens),
-                "dense_tokens_right": sum(dense.tokens),
-                "routed_tokens_right": sum(routed.tokens),
-                "answers": len(dense.answers),
-                "dense_answers_right": sum(dense.answers),
-                "routed_answers_right": sum(routed.answers),
-            }
-        )
-    together, skipped = Observed.join(everything), torch.cat(all_skips, dim=1)
-    detection = detect(together, skipped)
-    sinks = (together.mass >= SINK_MASS).float()
-    tokens, dense_right, routed_right = (
-        sum(row[key] for row in rows) for key in ("tokens", "dense_tokens_right", "routed_tokens_right")
-    )
+            calibration.judge(judged[-1], text, routings)
+            progress(length)
+    return _outcome(judged, routings, skip_ratio, thresholds[skip_ratio])
+
+
+def _outcome(
+    judged: Sequence[_Judged], routings: Mapping[float, Routing], skip_ratio: float, thresholds: dict[int, float]
+) -> Outcome:
+    """What the judged texts come to together.
+
+    Args:
+        judged: the texts by length and task.
+        routings: by skip ratio.
+        skip_ratio: the one that was asked for.
+        thresholds: found for it, by length.
+    """
+    rows = [part.row(skip_ratio) for part in judged]
+    observed = Observed.join([each for part in judged for each in part.observed])
+    skipped = {ratio: torch.cat([each for part in judged for each in part.skipped[ratio]], dim=1) for ratio in routings}
+    first_values = torch.stack([each for part in judged for each in part.first_values])
+    sinks = (observed.mass >= SINK_MASS).float()
+    layers = [
+        {
+            "layer": layer,
+            "skipped": float(skipped[skip_ratio][row].float().mean()),
+            "mass": float(observed.mass[row].mean()),
+            "sink_groups": float(sinks[row].mean()),
+            "first_value": float(first_values[:, row].mean()),
+            "first_value_largest": float(first_values[:, row].max()),
+        }
+        for row, layer in enumerate(judged[0].layers)
+    ]
+    detections = {ratio: detect(observed, skipped[ratio]) for ratio in routings}
+    tokens = sum(row["tokens"] for row in rows)
+    sweep = [
+        {
+            "skip_ratio": ratio,
+            **detections[ratio]._asdict(),
+            "tokens": tokens,
+            "tokens_right": sum(sum(part.routed[ratio].tokens) for part in judged),
+            "answers": sum(row["answers"] for row in rows),
+            "answers_right": sum(sum(part.routed[ratio].answers) for part in judged),
+        }
+        for ratio in routings
+    ]
+    dense, routed = (sum(row[key] for row in rows) / tokens for key in ("dense_tokens_right", "routed_tokens_right"))
+    prevalence = float(sinks.mean())
     return Outcome(
-        routing,
+        routings[skip_ratio],
         thresholds,
         rows,
-        [
-            {
-                "layer": layer,
-                "skipped": float(skip.float().mean()),
-                "mass": float(mass.mean()),
-                "sink_groups": float(sink.mean()),
-            }
-            for layer, skip, mass, sink in zip(layers, skipped, together.mass, sinks, strict=True)
-        ],
-        detection,
-        [detect(together, together.scores >= threshold_for(together.scores, share)) for share in SWEEP],
-        average_precision(together),
-        float(sinks.mean()),
-        judge(float(sinks.mean()), detection, skip_ratio, dense_right / tokens, routed_right / tokens),
+        layers,
+        detections[skip_ratio],
+        sweep,
+        average_precision(observed),
+        prevalence,
+        judge(prevalence, detections[skip_ratio], skip_ratio, dense, routed),
     )

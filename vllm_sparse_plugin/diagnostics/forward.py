@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from sparse_kernels.batch import Softmax
 from sparse_kernels.page_statistics import update_page_statistics
 from sparse_kernels.paging import PagedTensor
 
@@ -202,7 +203,7 @@ class PagedLayer:
         num_pages = layer.context_lens // selection.page_size
         pages = selection.select(layer.query, self.statistics, self.block_table, num_pages)
         return measure(
-            layer.query, layer.keys, layer.values, layer.context_lens, pages, selection.page_size, layer.scale
+            layer.query, layer.keys, layer.values, layer.context_lens, pages, selection.page_size, Softmax(layer.scale)
         )
 
 

@@ -3,37 +3,54 @@
 Workers are other processes than the one that serves `/metrics`. They add to files in the format of prometheus_client's
 multi-process mode; the process that the user starts makes the folder before it starts them, and reads it when it is
 asked. Where vLLM itself runs in that mode (several API servers), its folder is used and it reads the files.
+
+Metrics never end an engine: what cannot be published, as by a worker on another machine than the folder, is dropped,
+and the log says so once.
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
+import numpy as np
 import torch
 from prometheus_client import REGISTRY
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
-from sparse_kernels.paging import PagedTensor
+from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
 
 from vllm_sparse_plugin.diagnostics.quality import measure
 
+_logger = logging.getLogger(f"vllm.{__name__}")
 _VLLM_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _OUR_FOLDER = "SPARSE_PLUGIN_METRICS_DIR"
+_COPIED_TO_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+"""Names of what vLLM passes on to Ray's workers, which do not inherit the environment, separated by commas."""
 _METRICS = {
     "mass": ("vllm_sparse_attention_mass", "Share of the attention weight that is on tokens read, by sampled steps."),
     "recall": ("vllm_sparse_page_recall", "Share of the pages of largest attention weight that are read."),
     "cosine": ("vllm_sparse_output_cosine", "Cosine of the outputs of sparse and dense attention."),
 }
 """By field of `Quality`: a summary's name and help; its `_sum` over its `_count` is the mean."""
+
+
+_READ_SHARE = "vllm_sparse_kv_read_share"
+_READ_SHARE_TEXT = (
+    "Tokens read (sum) of those in the context (count) by decoding tokens that read selected pages, of groups that are "
+    "not skipped; layer and kv_head are empty where all read alike."
+)
 
 
 class Ratio(NamedTuple):
@@ -48,20 +65,29 @@ class Ratio(NamedTuple):
 SKIPPED = (Ratio("vllm_sparse_group_skipped", "Share of the KV groups of decoding tokens that routing skips.", 0, 1),)
 """Of `GroupRouting.counts`."""
 VISITS = (
-    Ratio("vllm_sparse_traversal_blocks", "Blocks that attention visited before it stopped, by token.", 1, 0),
-    Ratio("vllm_sparse_kv_read_share", "Tokens read (sum) of those in the context (count), where it may stop.", 2, 3),
+    Ratio("vllm_sparse_traversal_blocks", "Blocks that attention read before it stopped, by token.", 1, 0),
+    Ratio(_READ_SHARE, _READ_SHARE_TEXT, 2, 3),
 )
-"""Of `count_visits`."""
+"""Of `stopping.count_reads`."""
 COUNTED_STEPS = 16
-"""Steps between two looks at what kernels count."""
+"""Steps between two copies of what kernels count."""
 
 
 def expose() -> None:
     """Makes what workers add visible at `/metrics`; to be called before they start. Idempotent."""
     if _VLLM_FOLDER in os.environ or _OUR_FOLDER in os.environ:
         return
+    try:
+        _make_folder()
+    except Exception as error:
+        _say_once("there are none", error)
+
+
+def _make_folder() -> None:
     folder = tempfile.mkdtemp(prefix="vllm-sparse-metrics-")
     os.environ[_OUR_FOLDER] = folder
+    others = [name for name in os.environ.get(_COPIED_TO_RAY, "").split(",") if name.strip()]
+    os.environ[_COPIED_TO_RAY] = ",".join([*others, _OUR_FOLDER])
     owner = os.getpid()
 
     def remove() -> None:
@@ -105,40 +131,30 @@ class LayerQuality:
         self.layer = layer
         self.first_kv_head = first_kv_head
 
-    def record(
-        self,
-        query: torch.Tensor,
-        keys: PagedTensor,
-        values: PagedTensor,
-        block_table: torch.Tensor,
-        context_len: int,
-        pages: torch.Tensor,
-        scale: float,
-        sinks: torch.Tensor | None,
-        softcap: float,
-    ) -> None:
+    def record(self, token: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax) -> None:
         """Compares one token's selection with dense attention and adds the result to the metrics.
 
         Args:
-            query: `[1, num_kv_heads, group_size, head_size]`.
-            keys: the cached keys.
-            values: the cached values.
-            block_table: `[max_blocks]` integer, physical blocks of the token's request.
-            context_len: tokens it attends to, itself included.
+            token: the query token.
+            cache: what it attends to.
             pages: `[1, num_kv_heads, k]` integer, the complete pages it reads, -1 for none.
-            scale: factor of the logits.
-            sinks: learned sink logits `[num_query_heads]`.
-            softcap: as in `measure`.
+            softmax: how logits become weights.
         """
-        page = torch.arange(-(-context_len // keys.page_size), device=query.device)
-        blocks = block_table.long()[page // keys.pages_per_block]
-        heads = torch.arange(keys.num_kv_heads, device=query.device)[:, None]
-        own_keys, own_values = (
-            paged.gather(blocks, heads, page % keys.pages_per_block).flatten(1, 2)[:, :context_len]
-            for paged in (keys, values)
-        )
-        context_lens = torch.tensor([context_len], device=query.device)
-        quality = measure(query, own_keys, own_values, context_lens, pages, keys.page_size, scale, sinks, softcap)
+        context, per_block, device = int(token.context_lens), cache.keys.pages_per_block, token.query.device
+        page = torch.arange(-(-context // cache.page_size), device=device)
+        blocks = token.block_table[0].long()[page // per_block]
+        heads = torch.arange(cache.num_kv_heads, device=device)[:, None]
+        softmax = replace(softmax, scale=cache.scaled_by_keys(softmax.scale))
+        try:
+            keys, values = (
+                paged.gather(blocks, heads, page % per_block).flatten(1, 2)[:, :context]
+                for paged in (cache.keys, cache.values)
+            )
+            quality = measure(token.query, keys, values, token.context_lens, pages, cache.page_size, softmax)
+        except RuntimeError as error:
+            # A long context may not fit the memory that vLLM leaves.
+            _say_once("a token cannot be measured", error)
+            return
         for field, (metric, text) in _METRICS.items():
             for head, value in enumerate(getattr(quality, field)[0].tolist()):
                 labels = [str(self.layer), str(self.first_kv_head + head)]
@@ -205,9 +221,73 @@ def count_totals() -> dict[str, tuple[int, int]]:
     return totals
 
 
+class BatchLengths(Protocol):
+    """The part of vLLM's `CommonAttentionMetadata` that is on the host."""
+
+    seq_lens_cpu_upper_bound: torch.Tensor | None
+    """`[num_requests]`, tokens of each request's context; with asynchronous speculation the most they can be."""
+    query_start_loc_cpu: torch.Tensor
+    """`[num_requests + 1]`, where each request's query tokens begin."""
+    is_prefilling: torch.Tensor | None
+    """`[num_requests]` bool, requests whose prompt is not finished."""
+
+
+class ContextReads:
+    """How much of its context a decoding token reads where the budget alone decides: lengths on the host say it."""
+
+    def __init__(self, page_size: int, budget_pages: int, dense_tokens: int) -> None:
+        """Takes tokens of a page, pages of the budget, and the longest context that is attended whole."""
+        self.page_size = page_size
+        self.budget_pages = budget_pages
+        self.dense_tokens = dense_tokens
+        self._steps = 0
+
+    def step(self, batch: BatchLengths, longest_query: int | None) -> None:
+        """To be called once a step: adds one in `COUNTED_STEPS` of them to the metrics.
+
+        Args:
+            batch: what vLLM says of the step's requests.
+            longest_query: most query tokens of a request that decodes; None for 1.
+        """
+        self._steps += 1
+        seq_lens, is_prefilling = batch.seq_lens_cpu_upper_bound, batch.is_prefilling
+        if self._steps % COUNTED_STEPS or seq_lens is None:
+            return
+        query_lens = np.diff(batch.query_start_loc_cpu.numpy())[: len(seq_lens)]
+        lens = seq_lens.numpy()[: len(query_lens)]
+        decodes = (query_lens > 0) & (query_lens <= (longest_query or 1))
+        if is_prefilling is not None:
+            # Of the requests that pad a batch it may say nothing.
+            prompts = is_prefilling.numpy()[: len(decodes)]
+            decodes[: len(prompts)] &= ~prompts
+        tokens_read = tokens_in_context = 0
+        for later_tokens in range(int(query_lens[decodes].max(initial=0))):
+            context = lens[decodes & (query_lens > later_tokens)] - later_tokens
+            sparse = context[(context > self.dense_tokens) & (context // self.page_size > self.budget_pages)]
+            tokens_read += self.budget_pages * self.page_size * len(sparse) + int((sparse % self.page_size).sum())
+            tokens_in_context += int(sparse.sum())
+        if tokens_in_context:
+            _add(_READ_SHARE, "_sum", ["", ""], _READ_SHARE_TEXT, tokens_read)
+            _add(_READ_SHARE, "_count", ["", ""], _READ_SHARE_TEXT, tokens_in_context)
+
+
 def _add(metric: str, suffix: str, labels: list[str], text: str, amount: float) -> None:
-    folder = os.environ.get(_VLLM_FOLDER) or os.environ[_OUR_FOLDER]
-    key = mmap_key(metric, metric + suffix, ["layer", "kv_head"], labels, text)
-    file = _file(folder)
-    value, _ = file.read_value(key)
-    file.write_value(key, value + amount, time.time())
+    """Adds to a metric in the folder, or drops the amount where that fails."""
+    try:
+        folder = os.environ.get(_VLLM_FOLDER) or os.environ[_OUR_FOLDER]
+        key = mmap_key(metric, metric + suffix, ["layer", "kv_head"], labels, text)
+        file = _file(folder)
+        value, _ = file.read_value(key)
+        file.write_value(key, value + amount, time.time())
+    except Exception as error:
+        _say_once("they are not published", error)
+
+
+_said: set[str] = set()
+
+
+def _say_once(what: str, error: Exception) -> None:
+    if what not in _said:
+        _said.add(what)
+        reason = f"{type(error).__name__}: {error}"
+        _logger.warning("vllm_sparse_ metrics of process %d: %s (%s)", os.getpid(), what, reason)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from sparse_kernels.batch import Softmax
 
 
 class Quality(NamedTuple):
@@ -27,9 +28,7 @@ def measure(
     context_lens: torch.Tensor,
     pages: torch.Tensor,
     page_size: int,
-    scale: float,
-    sinks: torch.Tensor | None = None,
-    softcap: float = 0.0,
+    softmax: Softmax,
 ) -> Quality:
     """Compares attention over selected pages with dense attention.
 
@@ -42,17 +41,15 @@ def measure(
         context_lens: `[num_queries]` integer, tokens that each query attends to, itself included; at least 1.
         pages: `[num_queries, num_kv_heads, k]` integer, complete pages that are read, -1 for none.
         page_size: tokens per page.
-        scale: factor of the logits.
-        sinks: learned sink logits `[num_kv_heads * group_size]`; they take part in the outputs, not in the shares.
-        softcap: logits become `softcap * tanh(logits / softcap)`; 0 for none.
+        softmax: how logits become weights; sink logits take part in the outputs, not in the shares.
     """
     heads, tokens = keys.shape[:2]
-    logits = torch.einsum("qhgd,hnd->qhgn", query.float(), keys.float()) * scale
-    if softcap:
-        logits = softcap * torch.tanh(logits / softcap)
+    logits = torch.einsum("qhgd,hnd->qhgn", query.float(), keys.float()) * softmax.scale
+    if softmax.softcap:
+        logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
     token = torch.arange(tokens, device=logits.device)
     logits = logits.masked_fill(token >= context_lens[:, None, None, None], -torch.inf)
-    sink = None if sinks is None else sinks.float().view(heads, -1, 1)
+    sink = None if softmax.sink_logits is None else softmax.sink_logits.float().view(heads, -1, 1)
 
     weights = _softmax(logits, sink)
     by_page = torch.nn.functional.pad(weights, (0, -tokens % page_size)).unflatten(-1, (-1, page_size)).sum(dim=-1)

@@ -70,20 +70,40 @@ def differences(first: ResultFile, second: ResultFile) -> dict[Place, Difference
     return found
 
 
+def read_shares(results: Sequence[Result]) -> dict[Place, float]:
+    """Mean share of the cached keys and values read, of each task and context where every answer has one."""
+    shares: dict[Place, float] = {}
+    for place, part in _places(results).items():
+        known = [result.kv_read_share for result in part if result.kv_read_share is not None]
+        if len(known) == len(part):
+            shares[place] = sum(known) / len(known)
+    return shares
+
+
 def score_table(files: Sequence[ResultFile]) -> Table:
-    """Return a row for each task and context, with the score and its interval in each file."""
+    """Return a row for each task and context, with the score and its interval in each file.
+
+    A file whose engine could tell has the share of the KV cache that was read beside its score.
+    """
     found = [estimates(list(file.results.values())) for file in files]
+    shares = [read_shares(list(file.results.values())) for file in files]
     table = Table(Column("task", no_wrap=True), title="Mean scores and perplexities, with intervals of 95 %")
-    for heading in ("context", "items", *(_heading(file) for file in files)):
+    for heading in ("context", "items"):
         table.add_column(heading, justify="right")
+    for file, of_file in zip(files, shares, strict=True):
+        table.add_column(_heading(file), justify="right")
+        if of_file:
+            table.add_column("KV read", justify="right")
     for place in _order(found):
-        cells = [each.get(place) for each in found]
-        counts = {cell.count for cell in cells if cell}
+        cells = []
+        for scores, of_file in zip(found, shares, strict=True):
+            cells.append(_interval(scores[place]) if place in scores else "-")
+            if of_file:
+                cells.append(f"{of_file[place]:.1%}" if place in of_file else "-")
+        counts = {scores[place].count for scores in found if place in scores}
         table.add_row(
-            place[0], f"{place[1]:,}", "/".join(map(str, sorted(counts))),
-            *(_interval(cell) if cell else "-" for cell in cells),
-            end_section=place[0] == _ALL,
-        )  # fmt: skip
+            place[0], f"{place[1]:,}", "/".join(map(str, sorted(counts))), *cells, end_section=place[0] == _ALL
+        )
     return table
 
 

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 if TYPE_CHECKING:
     import torch
+    from sparse_kernels.batch import PageSelection
     from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
-
-
-class DecodeSettings(NamedTuple):
-    """What `sparse_decode` needs to know of a policy; it knows how to select by statistics, and the newest pages."""
-
-    k: int
-    """Complete pages read per KV head."""
-    sink_pages: int
-    """Leading pages among them, whatever the query."""
-    recent_pages: int
-    """Newest complete pages among them, whatever the query."""
-    std_weight: float
-    """Weight of the spread in a page's score."""
 
 
 class Section(BaseModel):
@@ -58,6 +46,8 @@ class Policy(Section):
 class Selection(Policy):
     """A policy that reads a fixed budget of pages; the settings that all of them share."""
 
+    reads_every_page: ClassVar[bool] = False
+    """Whether all pages may be read, whatever the budget."""
     page_size: Literal[8, 16, 32] = 8
     """Tokens per page, the unit of selection; divides vLLM's block size."""
     budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 512
@@ -107,14 +97,14 @@ class Selection(Policy):
         """
         raise NotImplementedError
 
-    def traverse(
+    def reading_order(
         self,
         query: torch.Tensor,
         statistics: PageStatistics | None,
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
     ) -> torch.Tensor:
-        """What `select` chooses, in the order in which attention that may stop visits it: sinks, then newest first.
+        """What `select` chooses, in the order in which attention that may stop reads it: sinks, then newest first.
 
         Arguments and result are those of `select`; -1 behind the last page.
         """
@@ -125,13 +115,15 @@ class Selection(Policy):
         count = (newest >= 0).sum(dim=-1, keepdim=True)
         sinks = ((newest >= 0) & (newest < self.sink_pages)).sum(dim=-1, keepdim=True)
         slot = torch.arange(pages.shape[-1], device=pages.device)
-        # The sinks lie behind the rest, the first of them last.
+        # The sinks lie behind the others, the first of them last.
         place = torch.where(slot < sinks, count - 1 - slot, slot - sinks)
         return newest.gather(-1, torch.where(slot < count, place, slot))
 
-    def decode_settings(self) -> DecodeSettings | None:
-        """The selection as the fused decode kernel takes it; None for every page."""
-        return DecodeSettings(self.budget_pages, self.sink_pages, recent_pages=0, std_weight=0.0)
+    def page_selection(self) -> PageSelection:
+        """The selection as the fused decode kernel takes it."""
+        from sparse_kernels.batch import PageSelection
+
+        return PageSelection(self.budget_pages, self.sink_pages)
 
     def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
         if context_tokens // self.page_size <= self.budget_pages:

@@ -34,6 +34,7 @@ def every_page(num_pages: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 class EveryPage(Selection):
     """Dense attention by our kernels, for attention that may stop: every page, whatever the budget."""
 
+    reads_every_page = True
     policy: Literal["dense"] = "dense"
     page_size: Literal[8, 16, 32] = 16
     budget_tokens: int = 1 << 20
@@ -50,9 +51,6 @@ class EveryPage(Selection):
         num_pages: torch.Tensor,
     ) -> torch.Tensor:
         return every_page(num_pages, query.shape[1])
-
-    def decode_settings(self) -> None:
-        return None
 
     def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
         return 1.0

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from pydantic import Field
 from sparse_kernels.formats import StatisticsFormat
 
-from vllm_sparse_plugin.policies.base import DecodeSettings, Selection
+from vllm_sparse_plugin.policies.base import Selection
 
 if TYPE_CHECKING:
     import torch
+    from sparse_kernels.batch import PageSelection
     from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
 
 
@@ -40,8 +41,10 @@ class ScoredSelection(Selection):
 
         return StatisticsLayout(self.page_size, head_size, self.statistics, cache_itemsize, KINDS[self.statistics_kind])
 
-    def decode_settings(self) -> DecodeSettings:
-        return DecodeSettings(self.budget_pages, self.sink_pages, self.recent_pages, self.std_weight)
+    def page_selection(self) -> PageSelection:
+        from sparse_kernels.batch import PageSelection
+
+        return PageSelection(self.budget_pages, self.sink_pages, self.recent_pages, self.std_weight)
 
     def select(
         self,
@@ -52,7 +55,7 @@ class ScoredSelection(Selection):
     ) -> torch.Tensor:
         return self._select(query, statistics, block_table, num_pages)[0]
 
-    def traverse(
+    def reading_order(
         self,
         query: torch.Tensor,
         statistics: PageStatistics | None,

@@ -1,9 +1,7 @@
-// Softmax attention over pages, eight tokens a warp at a time; keys and values go from memory to the matrix units
-// without passing shared memory.
+// Softmax attention over pages: a warp takes eight tokens at a time, and keys and values go from memory to the matrix
+// units without passing shared memory.
 #pragma once
-#include "common.cuh"
-
-constexpr float LOG2E = 1.4426950408889634f;
+#include "params.cuh"
 
 #define INFINITY_F __int_as_float(0x7f800000)
 
@@ -29,14 +27,6 @@ struct ValueType<FP8> {
         even = fp8_pair_to_fp16((u16)bytes);
         odd = fp8_pair_to_fp16((u16)(bytes >> 16));
     }
-};
-
-// Keys and values of one KV head of a cache of token rows; strides in bytes.
-struct TokenRows {
-    const u8* keys;
-    const u8* values;
-    i64 block_stride;
-    int token_stride;
 };
 
 // Eight consecutive tokens of a block of the cache, of which `valid` belong to the context.

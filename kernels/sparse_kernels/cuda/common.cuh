@@ -16,6 +16,7 @@ typedef unsigned long long u64;
 #define INT8 3
 #define SKETCH 4
 #define QUARTERS 5
+#define FP32 6
 
 constexpr int WARP = 32;
 constexpr u32 FULL = 0xffffffffu;

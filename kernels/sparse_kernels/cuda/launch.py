@@ -17,6 +17,7 @@ FORMATS: dict[torch.dtype, int] = {
     torch.float16: 1,
     torch.float8_e4m3fn: 2,
     torch.int8: 3,
+    torch.float32: 6,
 }
 """Element formats by the numbers that common.cuh gives them."""
 CODE_FORMATS = {2: 4, 4: 5}
@@ -46,8 +47,8 @@ def compile_source(source: Path, architecture: str, macros: dict[str, int]) -> A
         std="c++17",
         use_fast_math=True,
         arch=architecture,
-        include_path=[str(_HEADERS)],
-        define_macro=[(f"SK_{name}", str(value)) for name, value in macros.items()],
+        include_path=[str(_HEADERS), str(source.parent)],
+        define_macro=[(f"SK_{name}", str(value)) for name, value in macros.items()] or None,
         device_as_default_execution_space=True,
         name=source.name,
     )
@@ -103,42 +104,42 @@ class Kernel:
                 raise ValueError(f"shared memory of a block: got {num_bytes} bytes, allowed: less ({status.name})")
         self._shared_bytes = num_bytes
 
-    def launch(self, grid: tuple[int, ...], *arguments: object, shared_bytes: int = 0) -> None:
+    def launch(self, grid: tuple[int, int, int], params: ctypes.Structure, shared_bytes: int = 0) -> None:
         """Launches on torch's current stream.
 
         Args:
             grid: blocks in each dimension.
-            *arguments: tensors and None become pointers, `int` stays as given by `int32`/`int64`, floats are float32.
+            params: the kernel's one argument.
             shared_bytes: dynamic shared memory of a block.
+
+        Raises:
+            RuntimeError: if the launch is refused.
         """
-        from cuda.core import LaunchConfig, launch
+        from cuda.bindings import driver
 
-        config = LaunchConfig(
-            grid=grid, block=self.threads, shmem_size=shared_bytes, programmatic_stream_serialization=self.overlaps
-        )
-        launch(
-            _stream(torch.cuda.current_stream(self.device).cuda_stream), config, self.handle, *map(_marshal, arguments)
-        )
-
-
-def int32(value: int) -> ctypes.c_int32:
-    """A kernel argument of type `int`."""
-    return ctypes.c_int32(value)
-
-
-def int64(value: int) -> ctypes.c_int64:
-    """A kernel argument of type `long long`."""
-    return ctypes.c_int64(value)
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = self.threads, 1, 1
+        config.sharedMemBytes = shared_bytes
+        config.hStream = torch.cuda.current_stream(self.device).cuda_stream
+        if self.overlaps:
+            config.attrs, config.numAttrs = _overlap(), 1
+        argument = (ctypes.c_void_p * 1)(ctypes.addressof(params))
+        function = driver.CUfunction(int(self.handle.handle))
+        (status,) = driver.cuLaunchKernelEx(config, function, ctypes.addressof(argument), 0)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"launch of {grid} blocks with {shared_bytes} bytes of shared memory: {status.name}")
 
 
-def _marshal(argument: object) -> object:
-    if isinstance(argument, torch.Tensor):
-        return argument.data_ptr()
-    if argument is None:
-        return 0
-    if isinstance(argument, float):
-        return ctypes.c_float(argument)
-    return argument
+@functools.cache
+def _overlap() -> list[Any]:
+    """The attribute of a launch that may begin while the kernel before it ends."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return [attribute]
 
 
 def kernel(source: Path, device: torch.device, macros: dict[str, int], threads: int, name: str | None = None) -> Kernel:
@@ -167,13 +168,6 @@ def _kernel(source: Path, device: torch.device, macros: tuple[tuple[str, int], .
     suffix = "a" if major >= 9 else ""
     code = compile_source(source, f"sm_{major}{minor}{suffix}", dict(macros))
     return Kernel(code.get_kernel(name), device, threads, overlaps=major >= 9)
-
-
-@functools.cache
-def _stream(handle: int) -> Any:
-    from cuda.core import Stream
-
-    return Stream.from_handle(handle)
 
 
 def _device_index(device: torch.device) -> int:

@@ -73,7 +73,7 @@ struct ChainedAttention {
     // All blocks of the cluster are known to run.
     template <int OUTPUT, typename Locate>
     static DEVICE void run(Shared& shared, Values& values, const TokenRows& rows, int tiles, float scale, float softcap,
-                           const float* sinks, float value_scale, u16* out, int rank, int warp, int lane,
+                           const SinkLogits& sinks, float value_scale, u16* out, int rank, int warp, int lane,
                            Locate locate) {
 #pragma unroll 1
         for (int c = warp; c < PER_BLOCK; c += WARPS) {
@@ -88,7 +88,7 @@ struct ChainedAttention {
 
     // Merges the published chains, each block its share of the output.
     template <int OUTPUT>
-    static DEVICE void merge(Shared& shared, Values& values, const float* sinks, float value_scale, u16* out, int rank,
+    static DEVICE void merge(Shared& shared, Values& values, const SinkLogits& sinks, float value_scale, u16* out, int rank,
                              int warp, int lane) {
         Peers::sync();
 

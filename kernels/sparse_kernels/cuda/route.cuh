@@ -1,28 +1,25 @@
-// Which KV groups are skipped, by the cosines of their queries with token 0's key.
+// Routing decides which KV groups are skipped, by the cosines of their queries with token 0's key.
 #pragma once
-#include "common.cuh"
+#include "params.cuh"
 
 // Scores of a group, as the host numbers them; the third is the least cosine.
 #define SCORE_MEAN 0
 #define SCORE_MAX 1
 
-// The routing of one layer.
+// Decides by the routing of one layer.
 struct Routing {
-    const float4* coefficients;  // of each KV head's threshold, a cubic; null: nothing is skipped
-    int score;
-    float first, step;  // the cubic's variable is (log2(context) - first) * step, within 0 and 1
-    u64* counts;        // of each KV head, groups skipped and groups asked for; null: not counted
+    const RoutingParams& p;
 
     DEVICE float threshold(int head, int context) const {
-        float x = fminf(fmaxf((log2f((float)context) - first) * step, 0.0f), 1.0f);
-        float4 c = coefficients[head];
+        float x = fminf(fmaxf((log2f((float)context) - p.first) * p.step, 0.0f), 1.0f);
+        float4 c = p.coefficients[head];
         return fmaf(fmaf(fmaf(c.w, x, c.z), x, c.y), x, c.x);
     }
 
     DEVICE void count(int head, bool skipped) const {
-        if (!counts) return;
-        if (skipped) atomicAdd(counts + 2 * head, 1ull);
-        atomicAdd(counts + 2 * head + 1, 1ull);
+        if (!p.counts) return;
+        if (skipped) atomicAdd(p.counts + 2 * head, 1ull);
+        atomicAdd(p.counts + 2 * head + 1, 1ull);
     }
 
     // Whether a group is a sink group, by the cosines of its heads: the same in every thread that asks.
@@ -35,7 +32,7 @@ struct Routing {
             largest = fmaxf(largest, cosines[h]);
             least = fminf(least, cosines[h]);
         }
-        return (score == SCORE_MEAN ? total / GROUP : score == SCORE_MAX ? largest : least) >= threshold;
+        return (p.score == SCORE_MEAN ? total / GROUP : p.score == SCORE_MAX ? largest : least) >= threshold;
     }
 };
 

@@ -1,15 +1,15 @@
-// Where attention that is split stops (ART): the outputs of pieces are looked at in the order of the pieces while later
-// ones are computed, and no block ever waits for another.
+// Split attention finds here where a row stops (ART): the outputs of its pieces are tested in the order of the pieces
+// while later pieces are computed, and no block ever waits for another.
 //
-// Neighbouring pieces share a mark, and are looked at together once all of them have arrived there (one each) and so has
-// the scan of their row (REACHED), which has looked at all pieces before them. Whoever comes last goes on with the scan;
-// who comes before leaves, so the scan is one block's at a time and no wake-up can be lost. Arriving is one atomic
-// operation that releases what the block has written, the piece or the state of the scan, and acquires what the others
-// have. The scan skips its own arrival at marks that it finds full: their blocks came first, found it not there and have
-// left.
+// Neighbouring pieces share a mark. They are tested together once all of them have arrived there (one each) and so has
+// the scan of their row (REACHED), which has tested all pieces before them. The block that arrives last goes on with the
+// scan and the others leave, so the scan belongs to one block at a time and no wake-up can be lost. Arriving is one
+// atomic operation that releases what the block has written, the piece or the state of the scan, and acquires what the
+// other blocks have written. The scan skips its own arrival at marks that it finds full: the blocks of such a mark came
+// first, found the scan absent and have left.
 //
-// What is decided follows from the pieces alone, not from who looks or at how many at once: sums are taken in the order
-// of the pieces by the same instructions, and handed on as they are.
+// The decision follows from the pieces alone, not from the block that tests them nor from how many are tested at once:
+// sums are taken in the order of the pieces by the same instructions, and handed on as they are.
 #pragma once
 #include "marks.cuh"
 #include "stop.cuh"
@@ -19,7 +19,7 @@ constexpr int REACHED = 1 << 16;
 template <int WARPS, int GROUP, int HEAD_SIZE>
 struct Scan {
     static constexpr int STEP = HEAD_SIZE / PROBE, HEADS_PER_WARP = ceil_div(GROUP, WARPS);
-    // Pieces whose numbers a scan asks for before it knows which more are ready.
+    // A scan asks for the numbers of so many pieces before it knows which others are ready.
     static constexpr int AHEAD = 4;
 
     struct Shared {
@@ -27,27 +27,28 @@ struct Scan {
         int count;
         int goes_on;
     };
-    // The probes of a head after each piece of a batch, behind that before the batch; padded so that lanes that read
-    // rows side by side read different banks.
+    // Row 0 holds the probe of a head before a batch of pieces, the others the probe after each piece. Rows are padded so
+    // that lanes that read rows side by side read different banks.
     struct Probes {
         float rows[WARP + 1][PROBE + 1];
     };
 
     const float* values;  // of the row's pieces, as they are merged
     const float2* weights;
-    float4* states;       // [GROUP, WARP] of the row: element of the probe, unnormalised and as last looked at; sums
+    float4* states;       // [GROUP, WARP] of the row: element of the probe, unnormalised and as last tested; sums
     int* consecutive;     // stable pieces before the next
     RowMarks marks;
     StopRule rule;
     int piece_tiles;
-    int looks;            // pieces that are looked at: all but the last, whose look decides nothing
-    int pieces_per_look;  // a power of two, a warp's lanes at most
-    const float* sinks;   // of the row's heads
+    int tests;            // pieces that are tested: all but the last, whose test would decide nothing
+    int pieces_per_test;  // a power of two, a warp's lanes at most
+    SinkLogits sinks;   // of the row's heads
     float value_scale;
 
-    // Adds `count` pieces from `first` on to the state of a head, and looks after each: bit i for a stable piece i. Of
-    // `ahead` pieces the numbers are here: lane i has the weight of piece i, all lanes have their elements.
-    DEVICE u32 look(Probes& probes, float4& state, int h, int first, int count, int ahead, float2 weight,
+    // Adds `count` pieces from `first` on to the state of a head and tests the output after each of them: bit i is set for
+    // a stable piece i. Of `ahead` pieces the numbers are here already: lane i holds the weight of piece i, and all lanes
+    // hold their elements.
+    DEVICE u32 test(Probes& probes, float4& state, int h, int first, int count, int ahead, float2 weight,
                     const float (&elements)[AHEAD], int lane) const {
         auto& x = probes.rows;
         __syncwarp();
@@ -104,19 +105,19 @@ struct Scan {
         return __ballot_sync(FULL, stable);
     }
 
-    // A piece has been written, one thread says. Returns whether the scan is to go on with the pieces of its mark.
+    // One thread says that a piece has been written. Returns whether the scan is to go on with the pieces of its mark.
     DEVICE bool arrives(int piece) const {
-        int mark = piece / pieces_per_look;
+        int mark = piece / pieces_per_test;
         return arrive(marks.mark(mark), 1) + 1 == sharing(mark) + (mark ? REACHED : 0);
     }
 
-    DEVICE int sharing(int mark) const { return min(pieces_per_look, looks - mark * pieces_per_look); }
+    DEVICE int sharing(int mark) const { return min(pieces_per_test, tests - mark * pieces_per_test); }
 
-    // Goes on at the mark of `piece`, where the scan and all pieces are. Returns after how many pieces the row stops, all
-    // of them if it does not, and 0 if others will tell. By all threads of a block, between barriers; `probes` are those
-    // of each warp.
+    // Goes on at the mark of `piece`, where the scan and all pieces have arrived. Returns after how many pieces the row
+    // stops, all of them if it does not, and 0 if another block will find out. All threads of a block call it, between
+    // barriers; `probes` holds those of each warp.
     DEVICE int run(Shared& shared, Probes* probes, int piece, int warp, int lane) const {
-        piece -= piece % pieces_per_look;
+        piece -= piece % pieces_per_test;
         float4 state[HEADS_PER_WARP];
 #pragma unroll
         for (int n = 0; n < HEADS_PER_WARP; n++) {
@@ -131,7 +132,7 @@ struct Scan {
 #pragma unroll 1
         for (;;) {
             // The loads of the pieces that are known to be ready do not wait for the marks of those behind them.
-            int ahead = min(min(AHEAD, pieces_per_look), looks - piece);
+            int ahead = min(min(AHEAD, pieces_per_test), tests - piece);
             float2 weight[HEADS_PER_WARP];
             float elements[HEADS_PER_WARP][AHEAD];
 #pragma unroll
@@ -147,11 +148,11 @@ struct Scan {
             }
             if (warp == 0) {
                 // The barrier passes on to all warps what the lanes acquire.
-                int mark = piece / pieces_per_look + lane, first = mark * pieces_per_look;
-                bool full = lane == 0 || (first < looks && load_acquire(marks.mark(mark)) == sharing(mark));
+                int mark = piece / pieces_per_test + lane, first = mark * pieces_per_test;
+                bool full = lane == 0 || (first < tests && load_acquire(marks.mark(mark)) == sharing(mark));
                 u32 missing = ~__ballot_sync(FULL, full);
                 int marks_full = missing ? __ffs(missing) - 1 : WARP;
-                if (lane == 0) shared.count = min(min(WARP, marks_full * pieces_per_look), looks - piece);
+                if (lane == 0) shared.count = min(min(WARP, marks_full * pieces_per_test), tests - piece);
             }
             __syncthreads();
             int count = shared.count;
@@ -159,7 +160,7 @@ struct Scan {
             for (int n = 0; n < HEADS_PER_WARP; n++) {
                 int h = warp + n * WARPS;
                 if (h >= GROUP) break;
-                u32 stable = look(probes[warp], state[n], h, piece, count, ahead, weight[n], elements[n], lane);
+                u32 stable = test(probes[warp], state[n], h, piece, count, ahead, weight[n], elements[n], lane);
                 if (lane == 0) shared.stable[h] = stable;
             }
             __syncthreads();
@@ -169,11 +170,11 @@ struct Scan {
 #pragma unroll 1
             for (int i = 0; i < count; i++) {
                 stable_before = stable >> i & 1 ? stable_before + 1 : 0;
-                int visited = piece + i + 1;
-                if (stable_before >= rule.patience && visited * piece_tiles >= rule.least_tiles) return visited;
+                int count_read = piece + i + 1;
+                if (stable_before >= rule.patience && count_read * piece_tiles >= rule.least_tiles) return count_read;
             }
             piece += count;
-            if (piece == looks) return looks + 1;
+            if (piece == tests) return tests + 1;
 #pragma unroll
             for (int n = 0; n < HEADS_PER_WARP; n++) {
                 int h = warp + n * WARPS;
@@ -182,7 +183,7 @@ struct Scan {
             if (warp == 0 && lane == 0) *consecutive = stable_before;
             __syncthreads();
             if (warp == 0 && lane == 0) {
-                int mark = piece / pieces_per_look;
+                int mark = piece / pieces_per_test;
                 shared.goes_on = arrive(marks.mark(mark), REACHED) == sharing(mark);
             }
             __syncthreads();

@@ -1,13 +1,17 @@
 // Page scores, S_p = max_g(q_g . mu_p + lambda ||q_g|| sigma_p), eight pages a warp at a time on the matrix units.
 #pragma once
-#include "common.cuh"
+#include "params.cuh"
 
 // The statistics of a KV head; the stride in bytes.
 struct Statistics {
-    const u8* mean;
-    const u16* scale;
-    const u16* std;
+    const u8* vectors;
+    const u16* scales;
+    const u16* spread;
     i64 block_stride;
+
+    DEVICE Statistics(const StatisticsParams& p, int head)
+        : vectors(p.vectors + head * p.head_stride), scales((const u16*)((const u8*)p.scales + head * p.head_stride)),
+          spread((const u16*)((const u8*)p.spread + head * p.head_stride)), block_stride(p.block_stride) {}
 };
 
 // Flips fixed signs, then applies a Hadamard matrix to a row that is spread over a warp; `x` are the lane's consecutive
@@ -40,29 +44,29 @@ DEVICE void rotate(float (&x)[HEAD_SIZE / WARP], int lane) {
     for (int i = 0; i < PER_LANE; i++) x[i] *= norm;
 }
 
-// The query heads of one KV head, in the format of the means they meet.
+// The query heads of one KV head, in the format of the vectors they meet.
 //
-// int8 means are met by queries in 16-bit fixed point, split into two signed bytes that take two rows of the matrix
-// tile: the dot product is an exact integer, and no mean is ever converted. float8 means are met in fp16, bf16 means
-// in bf16. A byte of a sketch holds the two-bit codes of one dimension of four vectors, a byte of quarters the four-bit
+// int8 vectors are met by queries in 16-bit fixed point, split into two signed bytes that take two rows of the matrix
+// tile: the dot product is an exact integer, and no vector is ever converted. float8 vectors are met in fp16, bf16
+// vectors in bf16. A byte of a sketch holds the two-bit codes of one dimension of four vectors, a byte of quarters the four-bit
 // codes of two: masked, not shifted, the bytes are those codes times a power of two, and the shift that undoes it comes
 // after the dot product. Quarters keep their steps in the place of the first two dimensions.
-template <int MEAN, int GROUP, int HEAD_SIZE>
+template <int RECORD, int GROUP, int HEAD_SIZE>
 struct ScoreQuery {
     static constexpr int ROWS = Heads<GROUP>::ROWS;
     static constexpr int TILES = Heads<GROUP>::TILES;
-    static constexpr bool CODES = MEAN == SKETCH || MEAN == QUARTERS;
-    static constexpr bool FIXED_POINT = MEAN == INT8 || CODES;
-    static constexpr bool HAS_SCALE = MEAN != BF16 && MEAN != QUARTERS;
+    static constexpr bool CODES = RECORD == SKETCH || RECORD == QUARTERS;
+    static constexpr bool FIXED_POINT = RECORD == INT8 || CODES;
+    static constexpr bool HAS_SCALE = RECORD != BF16 && RECORD != QUARTERS;
     static constexpr bool HAS_SPREAD = !CODES;
-    static constexpr int MEAN_BYTES = MEAN == BF16 || MEAN == QUARTERS ? 2 : 1;
-    static constexpr int RECORD_BYTES = HEAD_SIZE * MEAN_BYTES + 2 * HAS_SCALE + 2 * HAS_SPREAD;
-    // 16-byte pieces of a mean that one lane holds.
-    static constexpr int PIECES = HEAD_SIZE * MEAN_BYTES / 64;
+    static constexpr int VECTOR_BYTES = RECORD == BF16 || RECORD == QUARTERS ? 2 : 1;
+    static constexpr int RECORD_BYTES = HEAD_SIZE * VECTOR_BYTES + 2 * HAS_SCALE + 2 * HAS_SPREAD;
+    // 16-byte pieces of a vector that one lane holds.
+    static constexpr int PIECES = HEAD_SIZE * VECTOR_BYTES / 64;
     // Rows of codes in a record, bits of a code.
-    static constexpr int CODE_ROWS = MEAN == QUARTERS ? 2 : 1, CODE_BITS = MEAN == QUARTERS ? 4 : 2;
+    static constexpr int CODE_ROWS = RECORD == QUARTERS ? 2 : 1, CODE_BITS = RECORD == QUARTERS ? 4 : 2;
     // Pieces of a query; those of every row of codes meet the same.
-    static constexpr int QUERY_PIECES = CODES ? PIECES / CODE_ROWS : PIECES * (MEAN == FP8 ? 2 : 1);
+    static constexpr int QUERY_PIECES = CODES ? PIECES / CODE_ROWS : PIECES * (RECORD == FP8 ? 2 : 1);
 
     struct Shared {
         union {
@@ -84,8 +88,8 @@ struct ScoreQuery {
         float x[PER_LANE];
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) x[i] = query[i];
-        if constexpr (MEAN == SKETCH) rotate<HEAD_SIZE>(x, lane);
-        if constexpr (MEAN == QUARTERS) {
+        if constexpr (RECORD == SKETCH) rotate<HEAD_SIZE>(x, lane);
+        if constexpr (RECORD == QUARTERS) {
             if (lane == 0) x[0] = x[1] = 0;
         }
         float square = 0, largest = 0;
@@ -96,10 +100,10 @@ struct ScoreQuery {
         }
         float norm = sqrtf(warp_sum(square));
         largest = warp_max(largest);
-        // Fixed point for int8; a power of two that brings the query into the range of fp16 for float8.
+        // int8 vectors take fixed point, float8 vectors a power of two that brings the query into the range of fp16 for float8.
         float step = 1;
         if (FIXED_POINT) step = largest / 32512.0f;
-        if (MEAN == FP8 && largest > 0) step = exp2f(floorf(log2f(largest)) - 8.0f);
+        if (RECORD == FP8 && largest > 0) step = exp2f(floorf(log2f(largest)) - 8.0f);
         float inverse = step > 0 ? 1.0f / step : 0.0f;
         int sum = 0;
 #pragma unroll
@@ -112,7 +116,7 @@ struct ScoreQuery {
                 shared.planes[0][row][d] = (u8)high;
                 shared.planes[1][row][d] = (u8)(fixed - high * 256);
             } else {
-                shared.halves[row][d] = (u16)pack_pair<MEAN == BF16 ? BF16 : FP16>(x[i] * inverse, 0);
+                shared.halves[row][d] = (u16)pack_pair<RECORD == BF16 ? BF16 : FP16>(x[i] * inverse, 0);
             }
         }
         // Codes stand for themselves less half of the largest.
@@ -139,7 +143,7 @@ struct ScoreQuery {
                         fragments[tile][piece][4 + i] = *(const u32*)&shared.planes[1][8 * tile + g][d];
                     }
             } else {
-                constexpr int PER_PIECE = 16 / MEAN_BYTES;
+                constexpr int PER_PIECE = 16 / VECTOR_BYTES;
 #pragma unroll
                 for (int piece = 0; piece < PIECES; piece++)
 #pragma unroll
@@ -152,17 +156,17 @@ struct ScoreQuery {
         }
     }
 
-    // Dot products of head g of each tile with pages 2t and 2t+1, in units of the stored mean.
-    DEVICE void dot(const uint4 (&mean)[PIECES], float (&out)[TILES][2]) const {
-        if constexpr (MEAN == INT8) {
+    // Dot products of head g of each tile with pages 2t and 2t+1, in units of the stored vector.
+    DEVICE void dot(const uint4 (&vector)[PIECES], float (&out)[TILES][2]) const {
+        if constexpr (RECORD == INT8) {
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
                 int c[4] = {0, 0, 0, 0};
 #pragma unroll
                 for (int piece = 0; piece < PIECES; piece++) {
                     const u32(&f)[8] = fragments[tile][piece];
-                    mma_s8(c, f[0], f[4], f[1], f[5], mean[piece].x, mean[piece].y);
-                    mma_s8(c, f[2], f[6], f[3], f[7], mean[piece].z, mean[piece].w);
+                    mma_s8(c, f[0], f[4], f[1], f[5], vector[piece].x, vector[piece].y);
+                    mma_s8(c, f[2], f[6], f[3], f[7], vector[piece].z, vector[piece].w);
                 }
                 out[tile][0] = (float)(c[0] * 256 + c[2]) * step[tile];
                 out[tile][1] = (float)(c[1] * 256 + c[3]) * step[tile];
@@ -170,8 +174,8 @@ struct ScoreQuery {
         } else if constexpr (CODES) {
             // Steps lie in the first lane of a page; the products of pages 2t and 2t+1 are in lane t of every head.
             float units[CODE_ROWS][2];
-            if constexpr (MEAN == QUARTERS) {
-                u32 own = __byte_perm(mean[0].x, mean[PIECES / 2].x, 0x5410);
+            if constexpr (RECORD == QUARTERS) {
+                u32 own = __byte_perm(vector[0].x, vector[PIECES / 2].x, 0x5410);
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
                     u32 both = __shfl_sync(FULL, own, 8 * (threadIdx.x % 4) + 4 * i);
@@ -190,7 +194,7 @@ struct ScoreQuery {
 #pragma unroll
                         for (int piece = 0; piece < QUERY_PIECES; piece++) {
                             const u32(&f)[8] = fragments[tile][piece];
-                            const uint4& codes = mean[row * QUERY_PIECES + piece];
+                            const uint4& codes = vector[row * QUERY_PIECES + piece];
                             mma_s8_u8(c, f[0], f[4], f[1], f[5], codes.x & mask, codes.y & mask);
                             mma_s8_u8(c, f[2], f[6], f[3], f[7], codes.z & mask, codes.w & mask);
                         }
@@ -203,26 +207,26 @@ struct ScoreQuery {
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
                         float found = (float)(2 * best[i] - __float_as_int(spread[tile])) * step[tile];
-                        if (MEAN == QUARTERS) found *= units[row][i];
+                        if (RECORD == QUARTERS) found *= units[row][i];
                         out[tile][i] = row ? fmaxf(out[tile][i], found) : found;
                     }
                 }
             }
         } else {
             float c[4] = {0, 0, 0, 0};
-            constexpr int FORMAT = MEAN == BF16 ? BF16 : FP16;
+            constexpr int FORMAT = RECORD == BF16 ? BF16 : FP16;
             auto row = [&](int tile, int step, int i) { return tile < TILES ? fragments[tile < TILES ? tile : 0][step][i] : 0u; };
 #pragma unroll
             for (int piece = 0; piece < PIECES; piece++) {
-                if constexpr (MEAN == BF16) {
+                if constexpr (RECORD == BF16) {
                     mma_k16<FORMAT>(c, row(0, piece, 0), row(1, piece, 0), row(0, piece, 1), row(1, piece, 1),
-                                    mean[piece].x, mean[piece].y);
+                                    vector[piece].x, vector[piece].y);
                     mma_k16<FORMAT>(c, row(0, piece, 2), row(1, piece, 2), row(0, piece, 3), row(1, piece, 3),
-                                    mean[piece].z, mean[piece].w);
+                                    vector[piece].z, vector[piece].w);
                 } else {
 #pragma unroll
                     for (int i = 0; i < 4; i++) {
-                        u32 four = word(mean[piece], i);
+                        u32 four = word(vector[piece], i);
                         int at = 2 * piece + i / 2, f = i % 2 * 2;
                         mma_k16<FORMAT>(c, row(0, at, f), row(1, at, f), row(0, at, f + 1), row(1, at, f + 1),
                                         fp8_pair_to_fp16((u16)four), fp8_pair_to_fp16((u16)(four >> 16)));
@@ -243,16 +247,16 @@ struct ScoreQuery {
 constexpr int SCORE_TILES = 4;
 
 // What a warp reads to score 32 consecutive pages; `table` and statistics are those of one row.
-template <int PAGES_PER_BLOCK, int MEAN, int GROUP, int HEAD_SIZE>
+template <int PAGES_PER_BLOCK, int RECORD, int GROUP, int HEAD_SIZE>
 struct ScoreBatch {
-    using Query = ScoreQuery<MEAN, GROUP, HEAD_SIZE>;
-    static constexpr int MEAN_STRIDE = HEAD_SIZE * Query::MEAN_BYTES;
+    using Query = ScoreQuery<RECORD, GROUP, HEAD_SIZE>;
+    static constexpr int VECTOR_STRIDE = HEAD_SIZE * Query::VECTOR_BYTES;
     static constexpr bool TILE_IN_BLOCK = PAGES_PER_BLOCK % 8 == 0;
     static constexpr bool PAIR_IN_BLOCK = PAGES_PER_BLOCK % 2 == 0;
 
-    uint4 means[SCORE_TILES][Query::PIECES];
+    uint4 vectors[SCORE_TILES][Query::PIECES];
     u32 scales[SCORE_TILES];
-    u32 stds[SCORE_TILES];
+    u32 spreads[SCORE_TILES];
 
     struct Blocks {
         int ids[SCORE_TILES];
@@ -266,9 +270,9 @@ struct ScoreBatch {
     DEVICE void load_tile(int u, const Statistics& head, const Blocks& blocks, int base, int last, int lane) {
         int g = lane / 4, t = lane % 4;
         int page = min(base + 8 * u + g, last - 1);
-        const u8* p = head.mean + blocks.ids[u] * head.block_stride + page % PAGES_PER_BLOCK * MEAN_STRIDE + 16 * t;
+        const u8* p = head.vectors + blocks.ids[u] * head.block_stride + page % PAGES_PER_BLOCK * VECTOR_STRIDE + 16 * t;
 #pragma unroll
-        for (int piece = 0; piece < Query::PIECES; piece++) means[u][piece] = load16(p + 64 * piece);
+        for (int piece = 0; piece < Query::PIECES; piece++) vectors[u][piece] = load16(p + 64 * piece);
     }
 
     DEVICE void load_scalars(int u, const Statistics& head, const Blocks& blocks, int base, int last, int lane) {
@@ -282,16 +286,16 @@ struct ScoreBatch {
             return;
         } else if constexpr (PAIR_IN_BLOCK) {
             i64 at = scalars(2 * t);
-            if (Query::HAS_SCALE) scales[u] = __ldg((const u32*)((const u8*)head.scale + at));
-            if (Query::HAS_SPREAD) stds[u] = __ldg((const u32*)((const u8*)head.std + at));
+            if (Query::HAS_SCALE) scales[u] = __ldg((const u32*)((const u8*)head.scales + at));
+            if (Query::HAS_SPREAD) spreads[u] = __ldg((const u32*)((const u8*)head.spread + at));
         } else {
             i64 even = scalars(2 * t), odd = scalars(2 * t + 1);
             auto both = [&](const u16* values) {
                 return __ldg((const u16*)((const u8*)values + even)) |
                        (u32)__ldg((const u16*)((const u8*)values + odd)) << 16;
             };
-            if (Query::HAS_SCALE) scales[u] = both(head.scale);
-            if (Query::HAS_SPREAD) stds[u] = both(head.std);
+            if (Query::HAS_SCALE) scales[u] = both(head.scales);
+            if (Query::HAS_SPREAD) spreads[u] = both(head.spread);
         }
     }
 
@@ -310,7 +314,7 @@ struct ScoreBatch {
 #pragma unroll
         for (int u = 0; u < SCORE_TILES; u++) {
             float dots[Query::TILES][2];
-            query.dot(means[u], dots);
+            query.dot(vectors[u], dots);
 #pragma unroll
             for (int tile = 0; tile < Query::TILES; tile++) {
                 float scores[2];
@@ -319,7 +323,7 @@ struct ScoreBatch {
                     float unit = Query::HAS_SCALE ? bf16_to_float(i ? scales[u] >> 16 : scales[u] & 0xffff) : 1.0f;
                     scores[i] = dots[tile][i] * unit;
                     if constexpr (Query::HAS_SPREAD) {
-                        float sigma = bf16_to_float(i ? stds[u] >> 16 : stds[u] & 0xffff);
+                        float sigma = bf16_to_float(i ? spreads[u] >> 16 : spreads[u] & 0xffff);
                         scores[i] = fmaf(dots[tile][i], unit, query.spread[tile] * sigma);
                     }
                 }
@@ -354,13 +358,13 @@ struct ScoreBatch {
 // `first` is a multiple of eight. PIPELINED, for few warps with many registers, keeps one batch in flight while the one
 // before is scored, and the block ids of the one after; of wide records a batch takes half of the registers, so there a
 // tile is asked for again as soon as it has been scored.
-template <bool PIPELINED, int PAGES_PER_BLOCK, int MEAN, int GROUP, int HEAD_SIZE, typename Emit>
-DEVICE void score_range(const ScoreQuery<MEAN, GROUP, HEAD_SIZE>& query, const Statistics& head, const int* table,
+template <bool PIPELINED, int PAGES_PER_BLOCK, int RECORD, int GROUP, int HEAD_SIZE, typename Emit>
+DEVICE void score_range(const ScoreQuery<RECORD, GROUP, HEAD_SIZE>& query, const Statistics& head, const int* table,
                         int first, int last, int warp, int warps, int lane, Emit emit) {
-    using Batch = ScoreBatch<PAGES_PER_BLOCK, MEAN, GROUP, HEAD_SIZE>;
+    using Batch = ScoreBatch<PAGES_PER_BLOCK, RECORD, GROUP, HEAD_SIZE>;
     using Blocks = typename Batch::Blocks;
     constexpr int STEP = 8 * SCORE_TILES;
-    constexpr bool WIDE = Batch::MEAN_STRIDE > 128;
+    constexpr bool WIDE = Batch::VECTOR_STRIDE > 128;
     int base = first + warp * STEP, stride = warps * STEP;
     if (base >= last) return;
     Blocks blocks(table, base, last, lane);

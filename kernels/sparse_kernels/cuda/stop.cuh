@@ -1,18 +1,22 @@
-// Attention that stops when its output is stable (ART): tiles are read in waves, and between two waves the blocks of a
-// cluster look at what all chains have summed up so far.
+// Attention over selected pages stops here when its output is stable (ART): tiles are read in waves, and between two
+// waves the blocks of a cluster test what all chains have summed up so far.
 #pragma once
 #include "merge.cuh"
 
-// Elements of an output that are watched, evenly spread: one to a lane.
+// The probe is this many elements of an output, evenly spread: one to a lane.
 constexpr int PROBE = WARP;
-// Chains are merged for a look in groups of this many, then the groups: an order that no launch changes.
+// A test merges the chains in groups of this many, then the groups: an order that no launch changes.
 constexpr int CHAINS_PER_PART = 4, PARTS = CHAINS / CHAINS_PER_PART;
 
 struct StopRule {
     float scale_tolerance;
     float direction_tolerance;
-    int patience;     // 0 never stops
-    int least_tiles;  // tiles at the front that are read whatever the outputs
+    int patience;     // 0 never stops.
+    int least_tiles;  // Tiles at the front that are read whatever the outputs.
+
+    DEVICE StopRule(const StopParams& p, int tiles_per_page)
+        : scale_tolerance(p.scale_tolerance), direction_tolerance(p.direction_tolerance), patience(p.patience),
+          least_tiles(p.least_pages * tiles_per_page) {}
 
     // Whether a probe is near the one before, by the squares of their distance and norms and their product. Without a
     // direction (0 / 0) nothing is.
@@ -21,8 +25,8 @@ struct StopRule {
     }
 };
 
-// A warp to a chain at most, so that a chain's sums stay in registers. `TILES` are those of pages in a wave. With whole
-// rounds of reads in a wave (IN_FLIGHT tiles to each chain) the sums have the bits of `ChainedAttention::run`.
+// A warp works on one chain at most, so that a chain's sums stay in registers. A wave reads `TILES` tiles of pages. Where
+// a wave holds whole rounds of reads (IN_FLIGHT tiles to each chain) the sums have the bits of `ChainedAttention::run`.
 template <int CLUSTER, int WARPS, int KV, int GROUP, int HEAD_SIZE, int TILES>
 struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE> {
     using Chained = ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE>;
@@ -34,17 +38,17 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
     static constexpr int HEADS_PER_WARP = ceil_div(GROUP, WARPS);
     static constexpr int STEP = HEAD_SIZE / PROBE;
 
-    // The probe of some of a row's tokens, unnormalised.
+    // The probe over some of a row's tokens, not normalised.
     struct Part {
         float largest;
         float total_weight;
         float values[PROBE];
     };
-    struct Looks {
+    struct Probes {
         Part chains[PER_BLOCK][GROUP];
-        // Of the whole row; a slow block may still look at one wave while a fast one tells of the next.
+        // The parts of the whole row, twice: a slow block may still test one wave while a fast one publishes the next.
         Part parts[2][PARTS][GROUP];
-        // The incomplete page, which is part of every look and added to the sums last.
+        // The incomplete page takes part in every test and is added to the sums last.
         Part tail[GROUP];
         int stable[GROUP];
     };
@@ -67,8 +71,8 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
         });
     }
 
-    // Merges the chains of this block by parts and tells every block of the cluster.
-    static DEVICE void tell(Looks& looks, int wave, int rank, int warp, int lane) {
+    // Merges the chains of this block by parts and gives them to every block of the cluster.
+    static DEVICE void publish_probes(Probes& probes, int wave, int rank, int warp, int lane) {
         constexpr int OWN = PER_BLOCK / CHAINS_PER_PART;
 #pragma unroll 1
         for (int task = warp; task < OWN * GROUP; task += WARPS) {
@@ -76,18 +80,18 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
             float largest[CHAINS_PER_PART], base = -INFINITY_F;
 #pragma unroll
             for (int c = 0; c < CHAINS_PER_PART; c++) {
-                largest[c] = looks.chains[part * CHAINS_PER_PART + c][h].largest;
+                largest[c] = probes.chains[part * CHAINS_PER_PART + c][h].largest;
                 base = fmaxf(base, largest[c]);
             }
             float total = 0, value = 0;
 #pragma unroll
             for (int c = 0; c < CHAINS_PER_PART; c++) {
-                const Part& chain = looks.chains[part * CHAINS_PER_PART + c][h];
+                const Part& chain = probes.chains[part * CHAINS_PER_PART + c][h];
                 float weight = base == -INFINITY_F ? 0.0f : fast_exp2(largest[c] - base);
                 total = fmaf(weight, chain.total_weight, total);
                 value = fmaf(weight, chain.values[lane], value);
             }
-            Part& whole = looks.parts[wave % 2][rank * OWN + part][h];
+            Part& whole = probes.parts[wave % 2][rank * OWN + part][h];
 #pragma unroll 1
             for (int peer = 0; peer < CLUSTER; peer++) {
                 Peers::store(&whole.values[lane], peer, value);
@@ -100,8 +104,8 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
     }
 
     // The lane's element of a head's output over all that has been read.
-    static DEVICE float element(const Looks& looks, int wave, int h, const float* sinks, float value_scale, int lane) {
-        auto part = [&](int i) -> const Part& { return i < PARTS ? looks.parts[wave % 2][i][h] : looks.tail[h]; };
+    static DEVICE float element(const Probes& probes, int wave, int h, const SinkLogits& sinks, float value_scale, int lane) {
+        auto part = [&](int i) -> const Part& { return i < PARTS ? probes.parts[wave % 2][i][h] : probes.tail[h]; };
         bool one = lane <= PARTS;
         float largest = one ? part(lane).largest : -INFINITY_F, sink = sinks ? sinks[h] * LOG2E : -INFINITY_F;
         float base = fmaxf(warp_max(largest), sink);
@@ -114,15 +118,15 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
         return value / total * value_scale;
     }
 
-    // `locate(i, visited)` gives where tile i lies if the incomplete page comes after `visited` tiles of pages. Returns
-    // how many of the `page_tiles` were visited; tells all threads of the cluster the same.
+    // `locate(i, end_of_pages)` gives where tile i lies if the incomplete page comes after `end_of_pages` tiles of pages.
+    // Returns how many of the `page_tiles` were read, the same to all threads of the cluster.
     template <int OUTPUT, typename Locate>
-    static DEVICE int run(typename Chained::Shared& shared, typename Chained::Values& values, Looks& looks,
+    static DEVICE int run(typename Chained::Shared& shared, typename Chained::Values& values, Probes& probes,
                           const TokenRows& rows, bool stopping, int page_tiles, int tail_tiles, const StopRule& rule,
-                          float scale, float softcap, const float* sinks, float value_scale, u16* out, int rank, int warp,
+                          float scale, float softcap, const SinkLogits& sinks, float value_scale, u16* out, int rank, int warp,
                           int lane, Locate locate) {
         bool working = warp < PER_BLOCK;
-        int chain = rank * PER_BLOCK + warp, visited = page_tiles;
+        int chain = rank * PER_BLOCK + warp, end_of_pages = page_tiles;
         Attend attention;
         typename Attend::Tokens tokens[READS];
         int valid[READS], count = 0;
@@ -132,7 +136,7 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
             if (count == 0) return;
 #pragma unroll
             for (int n = 0; n < READS; n++) {
-                TokenTile at = locate(n < count ? i + n * CHAINS : i, visited);
+                TokenTile at = locate(n < count ? i + n * CHAINS : i, end_of_pages);
                 valid[n] = n < count ? at.valid : 0;
                 tokens[n] = Attend::template read<true>(rows, at.block, at.token, valid[n], lane);
             }
@@ -146,19 +150,19 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
                 int valid_one[1] = {at.valid};
                 attention.add(shared.query, one, valid_one, 1, scale, softcap, lane);
             }
-            watch(looks.tail, attention, lane);
+            watch(probes.tail, attention, lane);
             __syncwarp();
 #pragma unroll 1
             for (int peer = 1; peer < CLUSTER; peer++)
 #pragma unroll 1
-                for (int i = lane; i < sizeof(looks.tail) / 4; i += WARP)
-                    Peers::store((float*)looks.tail + i, peer, ((const float*)looks.tail)[i]);
+                for (int i = lane; i < sizeof(probes.tail) / 4; i += WARP)
+                    Peers::store((float*)probes.tail + i, peer, ((const float*)probes.tail)[i]);
         }
         attention.clear();
         float before[HEADS_PER_WARP];
         int consecutive = 0;
         auto end_of = [&](int from) {
-            return !stopping || from + TILES >= visited ? visited + tail_tiles : from + TILES;
+            return !stopping || from + TILES >= end_of_pages ? end_of_pages + tail_tiles : from + TILES;
         };
         auto first_of = [&](int from) { return from + (chain - from & CHAINS - 1); };
         int from = 0, i = first_of(0), end = end_of(0);
@@ -169,40 +173,40 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
             i += READS * CHAINS;
             bool same_wave = i < end;
             if (!same_wave) {
-                if (!stopping || from + TILES >= visited) break;
+                if (!stopping || from + TILES >= end_of_pages) break;
                 from += TILES, i = first_of(from), end = end_of(from);
             }
-            // The next wave is on its way while this one is looked at.
+            // The next wave is on its way while this one is tested.
             read(i, end);
             if (same_wave) continue;
-            if (working) watch(looks.chains[warp], attention, lane);
+            if (working) watch(probes.chains[warp], attention, lane);
             __syncthreads();
-            tell(looks, wave, rank, warp, lane);
+            publish_probes(probes, wave, rank, warp, lane);
             Peers::sync();
 #pragma unroll
             for (int n = 0; n < HEADS_PER_WARP; n++) {
                 int h = warp + n * WARPS;
                 if (h >= GROUP) break;
-                float x = element(looks, wave, h, sinks, value_scale, lane), then = wave ? before[n] : 0.0f;
+                float x = element(probes, wave, h, sinks, value_scale, lane), then = wave ? before[n] : 0.0f;
                 float distance = warp_sum((x - then) * (x - then)), product = warp_sum(x * then);
                 float now_square = warp_sum(x * x), then_square = warp_sum(then * then);
                 bool stable = wave && rule.stable(distance, product, now_square, then_square);
-                if (lane == 0) looks.stable[h] = stable;
+                if (lane == 0) probes.stable[h] = stable;
                 before[n] = x;
             }
             __syncthreads();
             bool stable = true;
 #pragma unroll
-            for (int h = 0; h < GROUP; h++) stable &= looks.stable[h] != 0;
+            for (int h = 0; h < GROUP; h++) stable &= probes.stable[h] != 0;
             consecutive = stable ? consecutive + 1 : 0;
             wave++;
             if (rule.patience && consecutive >= rule.patience && from >= rule.least_tiles) {
-                visited = from, end = end_of(from);
+                end_of_pages = from, end = end_of(from);
                 read(i, end);
             }
         }
         if (working) Chained::publish(shared, values, attention, chain, lane);
         Chained::template merge<OUTPUT>(shared, values, sinks, value_scale, out, rank, warp, lane);
-        return visited;
+        return end_of_pages;
     }
 };

@@ -8,6 +8,7 @@ from typing import Literal, get_args
 
 import torch
 
+from sparse_kernels.batch import QueryTokens
 from sparse_kernels.group_routing import reference
 from sparse_kernels.paging import PagedTensor
 
@@ -18,7 +19,7 @@ GROUP_SCORES: tuple[GroupScore, ...] = get_args(GroupScore)
 
 @dataclass(frozen=True)
 class GroupRouting:
-    """When a KV group of one layer is a sink group (SinkRouter, Eq. 12 and 13).
+    """Which KV groups of one layer are skipped, because they are sink groups (SinkRouter, Eq. 12 and 13).
 
     The threshold of a context of n tokens is `c0 + c1 x + c2 x^2 + c3 x^3`, where x goes from 0 at `shortest` to 1 at
     `longest` as the logarithm of n does, and stays there beyond. The paper normalises the length without saying how.
@@ -55,48 +56,44 @@ class GroupRouting:
         c0, c1, c2, c3 = self.coefficients.unbind(dim=1)
         return ((c3 * x + c2) * x + c1) * x + c0
 
+    def check(self, num_kv_heads: int) -> None:
+        """Raises ValueError unless thresholds and counts are those of as many KV heads."""
+        shape = tuple(self.coefficients.shape)
+        if shape != (num_kv_heads, 4):
+            raise ValueError(f"coefficients: got {list(shape)}, allowed: [{num_kv_heads}, 4]")
+        if self.counts is not None and tuple(self.counts.shape) != (num_kv_heads, 2):
+            raise ValueError(f"counts: got {list(self.counts.shape)}, allowed: [{num_kv_heads}, 2]")
 
-def route_groups(
-    query: torch.Tensor,
-    keys: PagedTensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    routing: GroupRouting,
-) -> torch.Tensor:
-    """Which KV groups are sink groups: the cosines of their queries with token 0's key reach the threshold.
+
+def route_groups(tokens: QueryTokens, keys: PagedTensor, routing: GroupRouting) -> torch.Tensor:
+    """Which KV groups are skipped: those whose queries' cosines with token 0's key reach the threshold.
 
     SinkRouter, Eq. 11 to 13: `c_h = q_h . k_0 / (||q_h|| ||k_0||)`, one score of a group's c_h, and a sink group where
     it is at least the threshold of the context's length. A NaN is no sink. A vector of zeros has a cosine of 0.
 
     Args:
-        query: `[num_tokens, num_kv_heads, group_size, head_size]`, any float dtype. Positive factors do not matter.
+        tokens: the query tokens. Positive factors of their queries do not matter.
         keys: the cached keys.
-        block_table: `[num_tokens, max_blocks]` integer, physical block ids of each token's request.
-        context_lens: `[num_tokens]` integer, tokens each may attend, itself included; at least 1.
         routing: thresholds of the layer. Its counts are left alone.
 
     Returns:
-        `[num_tokens, num_kv_heads]` bool, True for sink groups, whose output is zero.
+        `[num_tokens, num_kv_heads]` bool, True for groups that are skipped, whose output is zero.
 
     Raises:
         ValueError: if the shapes disagree.
     """
-    num_tokens, num_kv_heads, _, head_size = query.shape
-    if (num_kv_heads, head_size) != (keys.num_kv_heads, keys.head_size):
-        raise ValueError(
-            f"query: got {num_kv_heads} KV heads of size {head_size}, allowed: the keys' "
-            f"{keys.num_kv_heads} of size {keys.head_size}"
-        )
-    check_routing(routing, num_kv_heads)
-    if num_tokens == 0:
-        return torch.zeros((0, num_kv_heads), dtype=torch.bool, device=query.device)
+    tokens.check(keys.num_kv_heads, keys.head_size)
+    routing.check(keys.num_kv_heads)
+    query = tokens.query
+    if len(tokens) == 0:
+        return torch.zeros((0, keys.num_kv_heads), dtype=torch.bool, device=query.device)
     implementation = reference.score_groups
     if query.device.type == "cpu" and keys.view.dtype == torch.bfloat16:
         from sparse_kernels.group_routing import cpu
 
         implementation = cpu.score_groups
-    scores = implementation(query, keys, block_table[:, 0], GROUP_SCORES.index(routing.score))
-    return scores >= routing.thresholds(context_lens)
+    scores = implementation(query, keys, tokens.block_table[:, 0], GROUP_SCORES.index(routing.score))
+    return scores >= routing.thresholds(tokens.context_lens)
 
 
 def group_scores(query: torch.Tensor, anchors: torch.Tensor, score: GroupScore) -> torch.Tensor:
@@ -111,12 +108,3 @@ def group_scores(query: torch.Tensor, anchors: torch.Tensor, score: GroupScore) 
         `[...]`, at least float32.
     """
     return reference.aggregate(reference.cosines(query, anchors), GROUP_SCORES.index(score))
-
-
-def check_routing(routing: GroupRouting, num_kv_heads: int) -> None:
-    """Raises ValueError unless thresholds and counts are those of as many KV heads."""
-    shape = tuple(routing.coefficients.shape)
-    if shape != (num_kv_heads, 4):
-        raise ValueError(f"coefficients: got {list(shape)}, allowed: [{num_kv_heads}, 4]")
-    if routing.counts is not None and tuple(routing.counts.shape) != (num_kv_heads, 2):
-        raise ValueError(f"counts: got {list(routing.counts.shape)}, allowed: [{num_kv_heads}, 2]")

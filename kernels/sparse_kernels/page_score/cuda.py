@@ -1,6 +1,6 @@
 """Page scores on CUDA: reads the statistics where they lie in the cache, writes bfloat16 scores and nothing else.
 
-For codes, and records of one vector that the query itself meets; Triton scores the others.
+It scores codes, and records of one vector that the query itself meets; Triton scores the others.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, int32, int64, kernel
+from sparse_kernels.batch import DecodeBatch
+from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, kernel
+from sparse_kernels.cuda.params import ContextParams, QueryParams, ScoreParams, StatisticsParams, pointer
 from sparse_kernels.page_statistics import PageStatistics
 
 _SOURCE = Path(__file__).with_name("score.cu")
@@ -38,27 +40,9 @@ def format_of(statistics: PageStatistics) -> int:
     return FORMATS[statistics.vectors.dtype] if codes is None else CODE_FORMATS[codes.bits]
 
 
-def weight_of(statistics: PageStatistics | None, std_weight: float) -> float:
-    """The weight of what `statistics_arguments` gives for the spread: zero where records have none."""
-    return float(std_weight) if statistics is not None and statistics.kind.has_spread else 0.0
-
-
-def statistics_arguments(statistics: PageStatistics | None) -> tuple[object, ...]:
-    """Pointers to the statistics and their strides in bytes, as the kernels take them."""
-    if statistics is None:
-        return None, None, None, int64(0), int64(0)
-    vectors, scales = statistics.vectors, statistics.scales
-    block, head = (vectors.stride(dim) * vectors.element_size() for dim in (0, 1))
-    # What a weight of zero multiplies: every word of a record is finite.
-    spread = (vectors if scales is None else scales) if statistics.spread is None else statistics.spread
-    return vectors, scales, spread, int64(block), int64(head)
-
-
 def launch_scores(
-    query: torch.Tensor,
+    batch: DecodeBatch,
     statistics: PageStatistics,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
     page_size: int,
     std_weight: float,
     scores: torch.Tensor,
@@ -68,11 +52,8 @@ def launch_scores(
     """Scores every complete page of each token's context, but nothing for the groups that are skipped.
 
     Args:
-        query: `[num_tokens, num_query_heads, head_size]`, any strides but a contiguous last dimension.
+        batch: the requests that decode. Where `page_size` is 0 its lengths are complete pages, not tokens.
         statistics: views of the cache's statistics.
-        block_table: `[num_requests, max_blocks]` int32.
-        lengths: `[num_requests]` int32: complete pages if `page_size` is 0, else tokens of the request's context, of
-            which its query tokens are the last.
         page_size: tokens per page, or 0.
         std_weight: lambda.
         scores: `[num_tokens, num_kv_heads, >= pages]` bfloat16 to write to; beyond a row's pages nothing is written.
@@ -82,30 +63,33 @@ def launch_scores(
     if not statistics.kind.is_fused:
         from sparse_kernels.page_score import triton
 
-        triton.launch_scores(query, statistics, block_table, lengths, page_size, std_weight, scores, skipped)
+        triton.launch_scores(batch, statistics, page_size, std_weight, scores, skipped)
         return
-    num_tokens, num_query_heads, head_size = query.shape
     _, num_kv_heads, pages_per_block, _ = statistics.vectors.shape
     launch = launch or launch_of(statistics)
     macros = {
-        "QUERY": FORMATS[query.dtype],
-        "MEAN": format_of(statistics),
-        "GROUP": num_query_heads // num_kv_heads,
-        "HEAD_SIZE": head_size,
+        "QUERY": FORMATS[batch.query.dtype],
+        "RECORD": format_of(statistics),
+        "GROUP": batch.group_size(num_kv_heads),
+        "HEAD_SIZE": batch.head_size,
         "PAGES_PER_BLOCK": pages_per_block,
         "CHUNK": launch.chunk,
         "WARPS": launch.warps,
         "BLOCKS_PER_SM": launch.blocks_per_sm,
         "PIPELINED": int(launch.pipelined),
     }
-    chunks = -(-block_table.shape[1] * pages_per_block // launch.chunk)
-    kernel(_SOURCE, query.device, macros, 32 * launch.warps).launch(
-        (chunks, num_kv_heads, num_tokens),
-        query, int64(query.stride(0)), int64(query.stride(1)),
-        *statistics_arguments(statistics),
-        block_table, int64(block_table.stride(0)), lengths, int32(num_tokens // len(lengths)), int32(page_size),
-        weight_of(statistics, std_weight), skipped, scores, int64(scores.stride(1)),
-    )  # fmt: skip
+    params = ScoreParams(
+        QueryParams.of(batch.query),
+        StatisticsParams.of(statistics, std_weight),
+        ContextParams.of(batch),
+        pointer(skipped),
+        pointer(scores),
+        scores.stride(1),
+        page_size,
+    )
+    chunks = -(-batch.block_table.shape[1] * pages_per_block // launch.chunk)
+    compiled = kernel(_SOURCE, batch.query.device, macros, 32 * launch.warps)
+    compiled.launch((chunks, num_kv_heads, batch.num_tokens), params)
 
 
 def score_pages(
@@ -120,5 +104,6 @@ def score_pages(
     # The host does not know the lengths: as wide as the block table.
     width = block_table.shape[1] * statistics.pages_per_block
     scores = torch.empty((num_tokens, num_kv_heads, -(-width // 8) * 8), dtype=torch.bfloat16, device=query.device)
-    launch_scores(query.flatten(1, 2), statistics, block_table.int(), num_pages.int(), 0, std_weight, scores)
+    batch = DecodeBatch(query.flatten(1, 2), block_table.int(), num_pages.int())
+    launch_scores(batch, statistics, 0, std_weight, scores)
     return scores

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from sparse_kernels.batch import DecodeBatch
 from sparse_kernels.page_statistics import PageStatistics
 
 _PAGES = 64
@@ -97,45 +98,42 @@ def _page_score(
 
 
 def launch_scores(
-    query: torch.Tensor,
+    batch: DecodeBatch,
     statistics: PageStatistics,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
     page_size: int,
     std_weight: float,
     scores: torch.Tensor,
     skipped: torch.Tensor | None = None,
 ) -> None:
     """See `cuda.launch_scores`."""
-    num_tokens, num_query_heads, head_size = query.shape
     kind, num_kv_heads = statistics.kind, statistics.vectors.shape[1]
     scales, spread = statistics.scales, statistics.spread
-    width = block_table.shape[1] * statistics.pages_per_block
-    _page_score[(num_tokens * num_kv_heads, triton.cdiv(width, _PAGES))](
-        query,
+    width = batch.block_table.shape[1] * statistics.pages_per_block
+    _page_score[(batch.num_tokens * num_kv_heads, triton.cdiv(width, _PAGES))](
+        batch.query,
         statistics.vectors,
         scales,
         spread,
-        block_table,
-        lengths,
+        batch.block_table,
+        batch.seq_lens,
         skipped,
         scores,
-        query.stride(),
+        batch.query.stride(),
         statistics.vectors.stride(),
         () if scales is None else scales.stride(),
         () if spread is None else spread.stride(),
-        block_table.stride(0),
+        batch.block_table.stride(0),
         scores.stride(1),
         float(std_weight),
-        num_tokens // len(lengths),
+        batch.tokens_per_request,
         num_kv_heads,
         page_size,
         FEATURES=kind.triton_features,
         COMBINE=kind.triton_combine,
         VECTORS=kind.vectors,
-        GROUP=num_query_heads // num_kv_heads,
-        HEAD_SIZE=head_size,
-        DIMS=triton.next_power_of_2(head_size),
+        GROUP=batch.group_size(num_kv_heads),
+        HEAD_SIZE=batch.head_size,
+        DIMS=triton.next_power_of_2(batch.head_size),
         PAGES_PER_BLOCK=statistics.pages_per_block,
         PAGES=_PAGES,
         num_warps=4,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import pairwise
@@ -56,6 +56,16 @@ class PageStatistics:
     def parts(self) -> tuple[torch.Tensor, ...]:
         """The views there are: vectors, scales, spread."""
         return tuple(part for part in (self.vectors, self.scales, self.spread) if part is not None)
+
+    @cached_property
+    def by_head(self) -> PageStatistics:
+        """The same statistics with every block of every KV head numbered on its own, like `PagedTensor.by_head`."""
+        vectors, scales, spread = (
+            None if part is None else part.view(-1, 1, *part.shape[2:])
+            for part in (self.vectors, self.scales, self.spread)
+        )
+        assert vectors is not None
+        return replace(self, vectors=vectors, scales=scales, spread=spread)
 
     @cached_property
     def memory(self) -> tuple[Any, Any, Any]:

@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_kernels.cuda.launch import int32, int64, kernel
+from sparse_kernels.batch import PageSelection
+from sparse_kernels.cuda.launch import kernel
+from sparse_kernels.cuda.params import SelectionParams, TopkParams, pointer
+from sparse_kernels.limits import MAX_K, MAX_PAGES
 
 _SOURCE = Path(__file__).with_name("topk.cu")
-
-MAX_SEGMENT = 64 * 1024
-"""Pages that one block selects from: their keys take two bytes of shared memory each."""
-_MAX_K = 1024
 
 
 class Launch(NamedTuple):
@@ -39,12 +38,6 @@ _LAUNCHES = (
 _CROWDED = (*_LAUNCHES[:3], Launch(8192, 8, 32), Launch(16384, 8, 64), *_LAUNCHES[5:])
 
 
-def check_k(k: int) -> None:
-    """Raises ValueError if the kernels do not select as many pages."""
-    if k > _MAX_K:
-        raise ValueError(f"k: got {k}, allowed on CUDA: up to {_MAX_K}")
-
-
 def select_pages(
     scores: torch.Tensor,
     num_pages: torch.Tensor,
@@ -57,10 +50,11 @@ def select_pages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `api.select_pages`; also gives the counts, `[num_tokens, num_kv_heads]` int32."""
     num_tokens, num_kv_heads, width = scores.shape
-    check_k(k)
+    if k > MAX_K:
+        raise ValueError(f"k: got {k}, allowed on CUDA: up to {MAX_K}")
     if scores.stride(2) != 1 or scores.stride(1) % 8 or scores.stride(0) != num_kv_heads * scores.stride(1):
         scores = torch.nn.functional.pad(scores, (0, -width % 8), value=-torch.inf).contiguous()
-    lengths = num_pages.int()
+    lengths, selection = num_pages.int(), PageSelection(k, sink_pages, recent_pages)
     rows = num_tokens * num_kv_heads
     multiprocessors = torch.cuda.get_device_properties(scores.device).multi_processor_count
     pages = torch.empty((num_tokens, num_kv_heads, k), dtype=torch.int32, device=scores.device)
@@ -70,7 +64,7 @@ def select_pages(
         size: int, segments: int, candidates: torch.Tensor | None, table: torch.Tensor | None, out: torch.Tensor
     ) -> None:
         launches = _CROWDED if rows > multiprocessors else _LAUNCHES
-        _, warps, per_thread = next(each for each in launches if size <= each.pages)
+        _, warps, per_thread = next(launch for launch in launches if size <= launch.pages)
         macros = {
             "WARPS": warps,
             "PER_THREAD": per_thread,
@@ -80,15 +74,14 @@ def select_pages(
         compiled = kernel(_SOURCE, scores.device, macros, 32 * warps)
         shared_bytes = 2 * (-(-size // 8) * 8)
         compiled.reserve_shared(shared_bytes)
-        compiled.launch(
-            (segments, num_kv_heads, num_tokens),
-            scores, int64(scores.stride(1)), lengths, int32(k), int32(sink_pages), int32(recent_pages), int32(size),
-            int32(scores.shape[2]), candidates, int32(0 if candidates is None else size),
-            table, int64(0 if table is None else table.stride(0)), out, int64(out.stride(0)), int64(out.stride(1)),
-            counts, shared_bytes=shared_bytes,
+        params = TopkParams(
+            pointer(scores), pointer(lengths), pointer(candidates), pointer(table), pointer(out), pointer(counts),
+            scores.stride(1), 0 if table is None else table.stride(0), out.stride(0), out.stride(1),
+            SelectionParams.of(selection), size, scores.shape[2], 0 if candidates is None else size,
         )  # fmt: skip
+        compiled.launch((segments, num_kv_heads, num_tokens), params, shared_bytes)
 
-    limit = segment or MAX_SEGMENT
+    limit = segment or MAX_PAGES
     segments = -(-width // limit)
     table = None if block_table is None else block_table.int()
     if segments == 1:

@@ -1,4 +1,5 @@
 // The k best pages of a row of scores, or of a segment of it, by one block; each thread holds some of the keys.
+#include "params.cuh"
 #include "select.cuh"
 
 constexpr int WARPS = SK_WARPS, THREADS = WARPS * WARP;
@@ -33,32 +34,41 @@ struct RegisterKeys {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-page_topk(const u16* scores, i64 scores_stride, const int* num_pages, int k, int sink_pages, int recent_pages,
-          int segment,                                        // columns of a segment, a multiple of eight
-          int width,                                          // columns of a row that exist, a multiple of eight
-          const int* candidates, int num_candidates,          // of each row, ascending
-          const int* block_table, i64 table_stride,
-          int* pages, i64 row_stride, i64 segment_stride, int* counts) {
+struct TopkParams {
+    const u16* scores;
+    const int* num_pages;
+    const int* candidates;   // Of each row, ascending; unless a row is given as scores.
+    const int* block_table;  // Null without PAGES_PER_BLOCK.
+    int* pages;
+    int* counts;
+    i64 scores_stride, table_stride, row_stride, segment_stride;
+    SelectionParams selection;
+    int segment;             // Columns of a segment, a multiple of eight.
+    int width;               // Columns of a row that exist, a multiple of eight.
+    int num_candidates;      // Of each row.
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) page_topk(const __grid_constant__ TopkParams p) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ __align__(16) typename Select<WARPS>::Shared shared;
     int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     int token = blockIdx.z, row = token * gridDim.y + blockIdx.y;
-    int begin = blockIdx.x * segment;
-    const u16* row_scores = scores + row * scores_stride;
+    int segment = p.segment, k = p.selection.k, sink_pages = p.selection.sink_pages;
+    int recent_pages = p.selection.recent_pages, begin = blockIdx.x * segment;
+    const u16* row_scores = p.scores + row * p.scores_stride;
     shared.clear(thread);
     depend_on_previous();
     release_next();
 
     constexpr int RUN = RegisterKeys::RUN, RUNS = RegisterKeys::RUNS;
     RegisterKeys keys{{}, (u16*)memory, 0, thread};
-    int length = __ldg(num_pages + token);
+    int length = __ldg(p.num_pages + token);
     if constexpr (!CANDIDATES) {
         // Before the length is known: what exists of a row may be read.
 #pragma unroll
         for (int r = 0; r < RUNS; r++) {
             int i = begin + RUN * (r * THREADS + thread);
-            if (i >= min(begin + segment, width)) continue;
+            if (i >= min(begin + segment, p.width)) continue;
             if constexpr (RUN == 8) {
                 uint4 v = load16(row_scores + i);
 #pragma unroll
@@ -69,9 +79,9 @@ page_topk(const u16* scores, i64 scores_stride, const int* num_pages, int k, int
             }
         }
     }
-    int count = CANDIDATES ? num_candidates : max(0, min(segment, length - begin));
+    int count = CANDIDATES ? p.num_candidates : max(0, min(segment, length - begin));
     keys.padded = ceil_div(count, 8) * 8;
-    candidates += row * (i64)num_candidates;
+    const int* candidates = p.candidates + row * (i64)p.num_candidates;
 #pragma unroll
     for (int r = 0; r < RUNS; r++) {
         int first = RUN * (r * THREADS + thread);
@@ -96,12 +106,12 @@ page_topk(const u16* scores, i64 scores_stride, const int* num_pages, int k, int
         }
     }
     __syncthreads();
-    int* out = pages + row * row_stride + blockIdx.x * segment_stride;
+    int* out = p.pages + row * p.row_stride + blockIdx.x * p.segment_stride;
     auto put = [&](int slot, int i) {
         int page = CANDIDATES ? candidates[i] : begin + i;
         if constexpr (PAGES_PER_BLOCK > 0) {
             if (page >= 0) {
-                int block = block_table[token * table_stride + page / PAGES_PER_BLOCK];
+                int block = p.block_table[token * p.table_stride + page / PAGES_PER_BLOCK];
                 page = block * PAGES_PER_BLOCK + page % PAGES_PER_BLOCK;
             }
         }
@@ -118,5 +128,5 @@ page_topk(const u16* scores, i64 scores_stride, const int* num_pages, int k, int
 #pragma unroll 1
         for (int i = length + thread; i < k; i += THREADS) out[i] = -1;
     }
-    if (counts && thread == 0) counts[row] = min(k, length);
+    if (p.counts && thread == 0) p.counts[row] = min(k, length);
 }

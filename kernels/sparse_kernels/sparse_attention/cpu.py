@@ -9,8 +9,18 @@ import numba
 import numpy as np
 import torch
 
-from sparse_kernels.compiled import CHUNK_TOKENS, FASTMATH, add_products, exp, narrow, parallel_kernel, unpack_page
-from sparse_kernels.paging import PagedTensor
+from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.compiled import (
+    CHUNK_TOKENS,
+    FASTMATH,
+    add_products,
+    exp,
+    narrow,
+    parallel_kernel,
+    sink_array,
+    unpack_page,
+)
 from sparse_kernels.threads import use_threads
 
 
@@ -99,35 +109,26 @@ def _kernel(
     return attend
 
 
-def attend_pages(
-    query: torch.Tensor,
-    keys: PagedTensor,
-    values: PagedTensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    pages: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None,
-    softcap: float,
-) -> torch.Tensor:
+def attend_pages(tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax) -> torch.Tensor:
     """See `api.attend_pages`."""
-    key_pages, value_pages = keys.head_major, values.token_major
+    query = tokens.query
+    key_pages, value_pages = cache.keys.head_major, cache.values.token_major
     output = torch.empty(query.shape, dtype=torch.bfloat16)
     kernel = _kernel(
-        *query.shape[2:], keys.page_size, key_pages.length, key_pages.step, value_pages.length, value_pages.step
+        *query.shape[2:], cache.page_size, key_pages.length, key_pages.step, value_pages.length, value_pages.step
     )
-    use_threads(pages.numel() * keys.page_size * (keys.head_size + values.head_size))
+    use_threads(pages.numel() * cache.page_size * (cache.keys.head_size + cache.values.head_size))
     kernel(
         query.float().numpy(),
         key_pages.location,
         value_pages.location,
-        keys.pages_per_block,
-        block_table.numpy(),
-        context_lens.numpy(),
+        cache.keys.pages_per_block,
+        tokens.block_table.numpy(),
+        tokens.context_lens.numpy(),
         pages.numpy(),
-        np.float32(scale),
-        np.empty(0, np.float32) if sinks is None else sinks.float().numpy(),
-        np.float32(softcap),
+        np.float32(softmax.scale),
+        sink_array(softmax),
+        np.float32(softmax.softcap),
         output.view(torch.uint16).numpy(),
     )
     return output.flatten(1, 2)

@@ -7,14 +7,22 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_kernels.cuda.launch import FORMATS, int32, int64, kernel
-from sparse_kernels.paging import PagedTensor
+from sparse_kernels.batch import DecodeOutput, QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.cuda.launch import FORMATS, kernel
+from sparse_kernels.cuda.params import (
+    AttendParams,
+    CacheParams,
+    ContextParams,
+    OutputParams,
+    QueryParams,
+    SoftmaxParams,
+    batch_of,
+    pointer,
+)
+from sparse_kernels.cuda.shared_memory import chain_bytes, is_wide, least_cluster, merging_bytes
 
 _SOURCE = Path(__file__).with_name("attend.cu")
-
-CHAINS = 32
-"""Chains of summation to a row, as merge.cuh has them."""
-_MOST_CHAIN_BYTES = 128 * 1024
 
 
 class Launch(NamedTuple):
@@ -23,30 +31,6 @@ class Launch(NamedTuple):
     cluster: int
     warps: int
     blocks_per_sm: int
-
-
-def chain_bytes(cluster: int, group_size: int, head_size: int) -> int:
-    """Shared memory of a block for the sums of a row's chains: `ChainedAttention::Values` in merge.cuh."""
-    return CHAINS * group_size * head_size * 4 // cluster
-
-
-def merging_bytes(group_size: int, head_size: int) -> int:
-    """Shared memory of a block for the rest: `ChainedAttention::Shared` in merge.cuh, rounded up."""
-    rows = -(-group_size // 8) * 8
-    return rows * (head_size + 32) * 2 + CHAINS * group_size * 12 + 64
-
-
-def is_wide(group_size: int, head_size: int) -> bool:
-    """Whether a warp's sums take so many registers that a multiprocessor holds one block."""
-    return head_size > 128 or group_size > 8
-
-
-def least_cluster(group_size: int, head_size: int) -> int:
-    """Blocks that it takes, in powers of two, for the sums of a row's chains to leave shared memory for the rest."""
-    cluster = 1
-    while chain_bytes(cluster, group_size, head_size) > _MOST_CHAIN_BYTES:
-        cluster *= 2
-    return cluster
 
 
 # By the number of rows, as measured on an H200: about one wave of blocks, fewer where clusters of that size would not
@@ -71,59 +55,40 @@ def launch_of(num_rows: int, group_size: int, head_size: int, device: torch.devi
     return launch._replace(cluster=max(launch.cluster, least_cluster(group_size, head_size)))
 
 
-def cache_arguments(keys: PagedTensor, values: PagedTensor) -> tuple[object, ...]:
-    """Pointers to the token rows of a cache and their strides in bytes, as the kernels take them.
-
-    Raises:
-        ValueError: if the cache does not store one contiguous row per token.
-    """
-    view, item = keys.view, keys.view.element_size()
-    if keys.token_dims != (0,) or view.stride(-1) != 1 or view.stride() != values.view.stride():
-        raise ValueError("keys and values: got packed blocks, allowed on CUDA: one contiguous row per token")
-    return (
-        view, values.view, int64(view.stride(0) * item), int64(view.stride(1) * item), int32(view.stride(-2) * item),
-    )  # fmt: skip
-
-
 def attend_pages(
-    query: torch.Tensor,
-    keys: PagedTensor,
-    values: PagedTensor,
-    block_table: torch.Tensor,
-    context_lens: torch.Tensor,
-    pages: torch.Tensor,
-    scale: float,
-    sinks: torch.Tensor | None,
-    softcap: float,
-    launch: Launch | None = None,
+    tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax, launch: Launch | None = None
 ) -> torch.Tensor:
     """See `api.attend_pages`."""
-    num_tokens, num_kv_heads, group_size, head_size = query.shape
-    query = query.flatten(1, 2)
-    output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    launch = launch or launch_of(num_tokens * num_kv_heads, group_size, head_size, query.device)
+    batch, device = batch_of(tokens), tokens.query.device
+    output = DecodeOutput.like(batch.query)
+    group_size = batch.group_size(cache.num_kv_heads)
+    launch = launch or launch_of(batch.num_tokens * cache.num_kv_heads, group_size, cache.head_size, device)
+    shared_bytes = chain_bytes(launch.cluster, group_size, cache.head_size)
+    shared_bytes += merging_bytes(group_size, cache.head_size)
     macros = {
-        "QUERY": FORMATS[query.dtype],
-        "KV": FORMATS[keys.view.dtype],
-        "OUTPUT": FORMATS[output.dtype],
+        "QUERY": FORMATS[batch.query.dtype],
+        "KV": FORMATS[cache.keys.view.dtype],
+        "OUTPUT": FORMATS[output.heads.dtype],
         "GROUP": group_size,
-        "HEAD_SIZE": head_size,
-        "PAGE_SIZE": keys.page_size,
-        "PAGES_PER_BLOCK": keys.pages_per_block,
+        "HEAD_SIZE": cache.head_size,
+        "PAGE_SIZE": cache.page_size,
+        "PAGES_PER_BLOCK": cache.keys.pages_per_block,
         "CLUSTER": launch.cluster,
         "WARPS": launch.warps,
         "BLOCKS_PER_SM": launch.blocks_per_sm,
+        "SHARED_BYTES": shared_bytes,
     }
-    compiled = kernel(_SOURCE, query.device, macros, 32 * launch.warps)
-    shared_bytes = chain_bytes(launch.cluster, group_size, head_size) + merging_bytes(group_size, head_size)
+    compiled = kernel(_SOURCE, device, macros, 32 * launch.warps)
     compiled.reserve_shared(shared_bytes, launch.blocks_per_sm)
-    table = block_table.int()
-    compiled.launch(
-        (launch.cluster, num_kv_heads, num_tokens),
-        query, int64(query.stride(0)), int64(query.stride(1)),
-        *cache_arguments(keys, values),
-        table, int64(table.stride(0)), context_lens.int(), pages.int().contiguous(), int32(pages.shape[2]),
-        float(scale), float(softcap), None if sinks is None else sinks.float(),
-        output, int64(output.stride(0)), shared_bytes=shared_bytes,
-    )  # fmt: skip
-    return output
+    selected = pages.int().contiguous()
+    params = AttendParams(
+        QueryParams.of(batch.query),
+        CacheParams.of(cache),
+        ContextParams.of(batch),
+        pointer(selected),
+        selected.shape[2],
+        SoftmaxParams.of(softmax),
+        OutputParams.of(output),
+    )
+    compiled.launch((launch.cluster, cache.num_kv_heads, batch.num_tokens), params, shared_bytes)
+    return output.heads

@@ -1,0 +1,45 @@
+"""Commands as child processes that never outlive this one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from bench.common.results import ROOT
+from vllm_sparse_plugin.cli.server import stop_group
+
+
+def python_path() -> str:
+    """PYTHONPATH of a child process that imports this package, wherever it runs."""
+    return os.pathsep.join([str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+
+
+def run_python(module: str, arguments: list[str], seconds: float, log: Path | None = None) -> int | None:
+    """Run `python -m module arguments`, with its output in `log` or where this process prints.
+
+    Returns:
+        The exit code, or None if it was ended because it took longer than `seconds`.
+    """
+    with (log or Path(os.devnull)).open("wb") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=file if log else None,
+            stderr=subprocess.STDOUT if log else None,
+            env={
+                "VLLM_LOGGING_LEVEL": "WARNING",
+                **os.environ,
+                "PYTHONPATH": python_path(),
+                "NO_PROXY": "127.0.0.1",  # a proxy of the environment must not see local requests
+                "no_proxy": "127.0.0.1",
+            },
+            start_new_session=True,
+        )
+        try:
+            return process.wait(max(seconds, 0))
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            stop_group(process)

@@ -1,0 +1,162 @@
+"""Variants of the engine to compare, and engines inside this process."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from bench.common.models import Model
+from bench.common.options import split_values
+from bench.common.worker import EXTENSION
+from vllm_sparse_plugin.cli.arguments import parse_additional_config
+from vllm_sparse_plugin.config import KEY, resolve
+from vllm_sparse_plugin.config.routing import Routing
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.registration import BACKENDS
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+DENSE = "dense"
+DENSE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
+KV_CACHE_DTYPES = ("auto", "fp8")
+
+
+class WrongBackendError(RuntimeError):
+    """vLLM runs another attention backend than it was asked for."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An attention backend and a type of the KV cache."""
+
+    backend: str | None
+    """Name as vLLM registers it; None for the platform's own choice."""
+    kv_cache_dtype: str = "auto"
+    """`auto` is the model's type."""
+
+    @classmethod
+    def parse(cls, text: str) -> Variant:
+        """Parse `BACKEND` or `BACKEND:KV_CACHE_DTYPE`, such as `unique:fp8`.
+
+        Raises:
+            ConfigurationError: for anything else.
+        """
+        name, _, dtype = text.partition(":")
+        # Ours of that name is no variant: what is compared here is vLLM as it comes.
+        known = list(dict.fromkeys([DENSE, *(backend.lower() for backend in (*DENSE_BACKENDS, *BACKENDS))]))
+        dtype = dtype or "auto"
+        if name.lower() not in known or dtype not in KV_CACHE_DTYPES:
+            raise ConfigurationError(
+                f"variant: got {text!r}, allowed: {', '.join(known)}, each alone or with "
+                f"{' or '.join(':' + dtype for dtype in KV_CACHE_DTYPES)}"
+            )
+        return cls(None if name.lower() == DENSE else name.upper(), dtype)
+
+    @property
+    def name(self) -> str:
+        """The text that `parse` reads."""
+        dtype = "" if self.kv_cache_dtype == "auto" else f":{self.kv_cache_dtype}"
+        return (self.backend or DENSE).lower() + dtype
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the backend is one of ours."""
+        return self.backend in BACKENDS
+
+    def additional_config(self, text: str | None) -> str | None:
+        """The JSON for this variant: vLLM's own backends get none.
+
+        Raises:
+            ConfigurationError: if the settings are wrong for the backend.
+        """
+        if not self.sparse or text is None:
+            return None
+        assert self.backend is not None
+        resolve(parse_additional_config(text).get(KEY), BACKENDS[self.backend])
+        return text
+
+    def check_backends(self, used: list[str]) -> str:
+        """Return the backend of the layers.
+
+        Raises:
+            WrongBackendError: if it is not the one that was asked for, or there are several.
+        """
+        if len(used) != 1 or self.backend not in (None, used[0]):
+            raise WrongBackendError(f"{self.name}: vLLM runs {' and '.join(used) or 'no attention backend'}")
+        return used[0]
+
+
+def parse_variants(values: Iterable[str]) -> list[Variant]:
+    """Parse the variants of an option that may be repeated.
+
+    Raises:
+        ConfigurationError: for one that is no variant.
+    """
+    return [Variant.parse(text) for text in split_values(values)]
+
+
+def force_routing(model: Model, additional_config: str | None, skip_ratio: float) -> str:
+    """Settings with which our backends skip a share of the KV groups whatever the data: of drawn weights no threshold
+    would, and so the time does not depend on them.
+
+    Args:
+        model: gives layers and KV heads.
+        additional_config: JSON to add to.
+        skip_ratio: share of the groups of all layers but the leading ones that are not routed.
+
+    Raises:
+        ConfigurationError: for a share that is none, or JSON that is no object.
+    """
+    if not 0 <= skip_ratio <= 1:
+        raise ConfigurationError(f"skip_ratio: got {skip_ratio}, allowed: 0 to 1")
+    heads, dense = int(model.config["num_key_value_heads"]), int(Routing.model_fields["dense_layers"].default)
+    thresholds = []
+    for layer in range(int(model.config["num_hidden_layers"])):
+        before, after = (round(skip_ratio * heads * max(0, routed)) for routed in (layer - dense, layer - dense + 1))
+        thresholds.append([-2] * (after - before) + [2] * (heads - after + before))
+    settings = parse_additional_config(additional_config or "{}")
+    ours = settings.get(KEY) or {}
+    return json.dumps(settings | {KEY: {**ours, "routing": {"threshold": thresholds}}})
+
+
+def start_engine(model: Model, variant: Variant, additional_config: str | None, **arguments: Any) -> tuple[LLM, str]:
+    """Start an engine inside this process, and return it with the name of its attention backend.
+
+    Raises:
+        WrongBackendError: if vLLM chose another attention backend.
+    """
+    # The engine's own process would put its queues and its scheduler's turns between the clock and the model.
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    if variant.backend is not None:
+        arguments["attention_backend"] = variant.backend
+    if settings := variant.additional_config(additional_config):
+        arguments["additional_config"] = parse_additional_config(settings)
+    if model.drawn_weights:
+        arguments["load_format"] = "dummy"
+    if current_platform.is_cpu():
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        arguments |= {"enforce_eager": True, "compilation_config": {}}
+        arguments.pop("gpu_memory_utilization", None)
+    given = {name: value for name, value in arguments.items() if value is not None}
+    engine = LLM(
+        model=str(model.folder), kv_cache_dtype=variant.kv_cache_dtype, worker_extension_cls=EXTENSION, **given
+    )
+    if model.drawn_weights:
+        engine.collective_rpc("draw_weights")
+    return engine, variant.check_backends(engine.collective_rpc("attention_backends")[0])
+
+
+def free_engines() -> None:
+    """Free the memory of the engines of this process that nothing refers to any more, so that the next one finds it."""
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    gc.collect()
+    cleanup_dist_env_and_memory()

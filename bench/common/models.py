@@ -1,0 +1,142 @@
+"""Models to measure with: the small one of this repository, and the shape of a large one with drawn weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from bench.common.results import ROOT
+from vllm_sparse_plugin.errors import ConfigurationError
+
+NEEDLE_8M = ROOT / "models" / "needle-8m"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+_NEEDED = (
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_size", "intermediate_size",
+    "vocab_size", "max_position_embeddings",
+)  # fmt: skip
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama-3.1-8b": {
+        "architectures": ["LlamaForCausalLM"],
+        "attention_bias": False,
+        "bos_token_id": 0,
+        "dtype": "bfloat16",
+        "eos_token_id": 1,
+        "head_dim": 128,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05,
+        "rope_parameters": {
+            "factor": 8.0,
+            "high_freq_factor": 4.0,
+            "low_freq_factor": 1.0,
+            "original_max_position_embeddings": 8192,
+            "rope_theta": 500000.0,
+            "rope_type": "llama3",
+        },
+        "tie_word_embeddings": False,
+        "vocab_size": 128256,
+    },
+}
+"""Configurations of models whose weights do not matter for time."""
+SHAPES["llama-3.1-8b-512k"] = SHAPES["llama-3.1-8b"] | {"max_position_embeddings": 524288}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A folder that vLLM can load."""
+
+    folder: Path
+    """Its last part is the name in results."""
+    drawn_weights: bool
+    """There is no checkpoint: load dummy weights and call `BenchWorker.draw_weights`."""
+    config: dict[str, Any]
+    """Of config.json."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids below this exist."""
+        return int(self.config["vocab_size"])
+
+    def kv_bytes_per_token(self, kv_cache_dtype: str) -> int:
+        """Bytes of keys and values of one token in all layers, without page statistics."""
+        config = self.config
+        itemsize = 1 if kv_cache_dtype.startswith("fp8") else 2
+        return int(2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * itemsize)
+
+    @property
+    def matrix_elements(self) -> int:
+        """Weights that every token is multiplied with."""
+        config = self.config
+        hidden = config["hidden_size"]
+        heads = 2 * (config["num_attention_heads"] + config["num_key_value_heads"]) * config["head_dim"]
+        layer = hidden * (heads + 3 * config["intermediate_size"])
+        return int(config["num_hidden_layers"] * layer + self.vocabulary * hidden)
+
+    def prefill_flops(self, begin: int, end: int) -> float:
+        """Floating-point operations to compute the tokens from `begin` to `end` of one prompt."""
+        config = self.config
+        width = config["num_hidden_layers"] * config["num_attention_heads"] * config["head_dim"]
+        return float(2 * self.matrix_elements * (end - begin) + 2 * width * (end**2 - begin**2))
+
+
+@contextmanager
+def open_model(name: str) -> Iterator[Model]:
+    """Yield the model of a folder, or of a shape in a temporary folder.
+
+    A shape gets the tokenizer of needle-8m, which is all that prompts of a given length need.
+
+    Raises:
+        ConfigurationError: if `name` is neither.
+    """
+    if name in SHAPES:
+        with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as parent:
+            folder = Path(parent) / name
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(SHAPES[name], indent=2), encoding="utf-8")
+            for file in TOKENIZER_FILES:
+                shutil.copy(NEEDLE_8M / file, folder)
+            yield Model(folder, True, SHAPES[name])
+        return
+    folder = NEEDLE_8M if name == NEEDLE_8M.name else Path(name).resolve()
+    yield Model(folder, False, _read_config(name, folder))
+
+
+@cache
+def load_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model.
+
+    Raises:
+        ConfigurationError: if the folder has none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):
+        raise ConfigurationError(f"model: got {folder.name!r}, allowed: a model with a tokenizer") from None
+
+
+def _read_config(name: str, folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        if all(isinstance(config[key], int) for key in _NEEDED):
+            return dict(config)
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    known = ", ".join((NEEDLE_8M.name, *SHAPES))
+    raise ConfigurationError(f"model: got {name!r}, allowed: {known} or a folder with the config.json of a Llama")

@@ -1,0 +1,130 @@
+"""The grammar of the options that the benchmarks and the research share.
+
+- An option that takes several values is repeated, or takes them separated by commas: `--variant a --variant b` is
+  `--variant a,b`.
+- A size is a positive integer, with `K` for 1024: `--context 4K,32K`.
+- A grid of decode steps names the batches of a context: `--grid 32K=1,8 --grid 128K=1`; several contexts with the same
+  batches share an option, as in `--grid 8K,32K=1,8`.
+- `--output` is the result file, `--time-limit` says for how many seconds a command may measure, and `--commit` what is
+  measured where the checkout cannot say it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from pydantic import BaseModel, ConfigDict
+
+from vllm_sparse_plugin.errors import ConfigurationError
+
+LARGEST = "max"
+"""In a grid: as large a batch as the KV cache holds."""
+
+Output = Annotated[Path, typer.Option("--output", help="JSON lines to write.")]
+TimeLimit = Annotated[
+    float, typer.Option("--time-limit", min=1, help="Seconds after which the command ends with what it has measured.")
+]
+Commit = Annotated[
+    str | None, typer.Option("--commit", help="Commit to record, where the checkout has no history of its own.")
+]
+
+
+def make_app(text: str) -> typer.Typer:
+    """A command line with subcommands, described by `text`."""
+    return typer.Typer(help=text, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+class GridRow(BaseModel):
+    """The batches of one context; None is the largest batch that fits the KV cache."""
+
+    model_config = ConfigDict(frozen=True)
+
+    context: int
+    batches: tuple[int | None, ...]
+
+
+def size_text(number: int) -> str:
+    """Whole multiples of 1024 as people say them: 32768 is `32K`."""
+    return f"{number // 1024}K" if number % 1024 == 0 and number else str(number)
+
+
+def parse_size(text: str) -> int:
+    """Parse a size such as `8` or `32K`.
+
+    Raises:
+        ValueError: if it is not a positive integer.
+    """
+    digits = text.strip().upper()
+    unit = 1024 if digits.endswith("K") else 1
+    digits = digits.removesuffix("K")
+    if not digits.isdecimal() or int(digits) == 0:
+        raise ValueError(f"{text!r} is no size")
+    return int(digits) * unit
+
+
+def split_values(values: Iterable[str]) -> list[str]:
+    """The values of an option that may be repeated and may hold several values separated by commas."""
+    return [part.strip() for value in values for part in value.split(",")]
+
+
+def parse_sizes(option: str, values: Iterable[str]) -> tuple[int, ...]:
+    """Parse the sizes of an option, each of them once.
+
+    Raises:
+        ConfigurationError: names the option and the value that is no size.
+    """
+    sizes = []
+    for part in split_values(values):
+        try:
+            sizes.append(parse_size(part))
+        except ValueError:
+            raise ConfigurationError(
+                f"{option}: got {part!r}, allowed: positive integers separated by commas, such as 1,8,32K"
+            ) from None
+    return tuple(dict.fromkeys(sizes))
+
+
+def parse_names(option: str, values: Iterable[str], allowed: Sequence[str]) -> tuple[str, ...]:
+    """Parse the names of an option, each of them once.
+
+    Raises:
+        ConfigurationError: names the option and the value that is not allowed.
+    """
+    names = split_values(values)
+    for name in names:
+        if name not in allowed:
+            raise ConfigurationError(f"{option}: got {name!r}, allowed: {', '.join(allowed)}")
+    return tuple(dict.fromkeys(names))
+
+
+def parse_grid(texts: Iterable[str], largest: bool = True) -> tuple[GridRow, ...]:
+    """Parse `CONTEXT=BATCH,BATCH,...` once for each context, such as `2048=1,6,24` or `8K,128K=1,max`.
+
+    Args:
+        texts: values of the option.
+        largest: whether `max` is a batch.
+
+    Returns:
+        The rows, sorted by context.
+
+    Raises:
+        ConfigurationError: for anything else, or a context that appears twice.
+    """
+    rows: dict[int, GridRow] = {}
+    for text in texts:
+        contexts, _, batches = text.partition("=")
+        try:
+            sizes = [parse_size(context) for context in contexts.split(",")]
+            row = tuple(None if batch == LARGEST and largest else parse_size(batch) for batch in batches.split(","))
+        except ValueError:
+            sizes, row = [], ()
+        if not sizes or any(sizes.count(size) > 1 or size in rows for size in sizes):
+            example = f"32K=1,8{f',{LARGEST}' if largest else ''}"
+            raise ConfigurationError(
+                f"grid: got {text!r}, allowed: CONTEXT=BATCH,... once for each context, such as {example}"
+            )
+        rows |= {size: GridRow(context=size, batches=row) for size in sizes}
+    return tuple(rows[context] for context in sorted(rows))

@@ -1,0 +1,133 @@
+"""Result files: JSON lines, one that describes the run and then one for each measurement."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from vllm_sparse_plugin.cli.provenance import open_output
+from vllm_sparse_plugin.errors import ConfigurationError
+
+Row = dict[str, Any]
+"""The columns of one measurement."""
+
+ROOT = Path(__file__).parents[2]
+"""The checkout."""
+RESULTS = ROOT / "bench" / "results"
+"""The committed result files, as MACHINE/STUDY/NAME.jsonl."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run and what it measured."""
+
+    about: dict[str, Any]
+    """What `describe_run` says."""
+    rows: list[Row]
+    """The measurements, in order."""
+
+    @property
+    def command(self) -> str:
+        """The command line, as it was typed."""
+        return str(self.about["command"])
+
+    @property
+    def day(self) -> str:
+        """The day of the run, as `2026-11-21`."""
+        return str(self.about["date"])[:10]
+
+    @property
+    def commit(self) -> str | None:
+        """The measured commit, with a `+` where files differed from it; None where the run did not record one."""
+        return self.about.get("commit")
+
+    @property
+    def machine(self) -> str:
+        """The accelerator, or the processor of a machine without one."""
+        hardware = self.about["hardware"]
+        return str(hardware.get("gpu") or f"{hardware['processor']}, {hardware['cores']} cores")
+
+    @property
+    def hardware(self) -> str:
+        """Accelerator, driver, processor and number of cores, as far as they were recorded."""
+        hardware = self.about["hardware"]
+        driver = [f"driver {hardware['driver']}"] if hardware.get("driver") else []
+        names = [str(hardware[name]) for name in ("gpu", "processor") if name in hardware]
+        cores = [f"{hardware['cores']} cores"] if hardware.get("cores") else []
+        return ", ".join([*names[:-1], *driver, *names[-1:], *cores])
+
+    @property
+    def versions(self) -> str:
+        """The packages and their versions."""
+        return ", ".join(f"{package} {version}" for package, version in self.about["versions"].items())
+
+
+def read_runs(path: Path) -> list[Run]:
+    """Read a result file, or several of them one after the other.
+
+    Raises:
+        ConfigurationError: if the file cannot be read or is no result file.
+    """
+    try:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line]
+    except (OSError, ValueError):
+        lines = []
+    if not lines or not all(isinstance(line, dict) for line in lines) or "versions" not in lines[0]:
+        raise ConfigurationError(f"results: got {str(path)!r}, allowed: JSON lines that begin with those of a run")
+    runs: list[Run] = []
+    for line in lines:
+        if "versions" in line:
+            runs.append(Run(line, []))
+        else:
+            runs[-1].rows.append(line)
+    return runs
+
+
+def read_run(path: Path) -> Run:
+    """Read a result file of one run, or all measurements of a run that later runs went on with.
+
+    Raises:
+        ConfigurationError: if the file cannot be read or is no result file.
+    """
+    runs = read_runs(path)
+    return Run(runs[0].about, [row for run in runs for row in run.rows])
+
+
+class ResultFile:
+    """A result file that is open for writing: each line is on disk as soon as it is written."""
+
+    def __init__(self, path: Path, about: Mapping[str, Any] | None = None) -> None:
+        """Opens a file.
+
+        Args:
+            path: of the file; its folder must be there.
+            about: describes the run that begins a new file; None to go on with a file that is there.
+
+        Raises:
+            ConfigurationError: if the file cannot be written.
+        """
+        self._file = open_output(path, "output", "w" if about is not None else "a")
+        if about is not None:
+            self.write(about)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self._file.close()
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Writes one line."""
+        print(json.dumps(line), file=self._file, flush=True)
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """The median and the 20th and 80th percentile."""
+    if len(values) == 1:
+        return values[0], values[0], values[0]
+    low, _, _, high = statistics.quantiles(values, n=5, method="inclusive")
+    return statistics.median(values), low, high

@@ -1,0 +1,33 @@
+"""What the measurements ask of vLLM's workers, for `worker_extension_cls`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+EXTENSION = "bench.common.worker.BenchWorker"
+
+
+class BenchWorker:
+    """Methods that vLLM adds to its worker, for `collective_rpc`."""
+
+    def attention_backends(self) -> list[str]:
+        """Names of the attention backends that the model's layers really use."""
+        worker: Any = self
+        layers = worker.vllm_config.compilation_config.static_forward_context.values()
+        return sorted({layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")})
+
+    def draw_weights(self) -> None:
+        """Replace dummy weights by random ones that keep activations near unit size.
+
+        vLLM's dummy weights, the norms' included, are so small that keys underflow to zero in fp8 and pages have
+        equal scores: kernels whose time depends on the data, and power draw, would be measured on zeros.
+        """
+        worker: Any = self
+        with torch.no_grad():
+            for parameter in worker.get_model().parameters():
+                if parameter.dim() < 2:
+                    parameter.fill_(1.0)
+                else:
+                    parameter.normal_(0.0, parameter.shape[-1] ** -0.5)

@@ -1,0 +1,1 @@
+"""Generated blocks of the pages: README.md, docs/ and the pages of research/ and bench/."""

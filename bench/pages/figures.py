@@ -1,0 +1,73 @@
+"""Figures of the pages, drawn from result files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.common.options import size_text
+from bench.common.results import ROOT
+from bench.pages.serving import H200, read_steps
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FOLDER = ROOT / "docs" / "figures"
+_VERSION = re.compile(rb"Matplotlib v([\w.]+)")
+
+
+def _decode() -> Figure:
+    """Decode time per token of dense and of sparse attention, by context and batch."""
+    from matplotlib.figure import Figure
+
+    folder, names = H200 / "decode", ("flash_attn", "unique")
+    computed, noise = ([read_steps(folder / f"{name}{suffix}.jsonl") for name in names] for suffix in ("", "_noise"))
+    shared = [dense.keys() & sparse.keys() for dense, sparse in (computed, noise)]
+    steps = sorted(shared[0] | shared[1])
+    # A step that was measured after prompts is shown so.
+    times = [
+        [(after if step in shared[0] else filled)[step]["ms_per_token"] for step in steps]
+        for after, filled in zip(computed, noise, strict=True)
+    ]
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    axes = figure.subplots()
+    places = range(len(steps))
+    for offset, label, colour, heights in zip(
+        (-0.2, 0.2), ("FlashAttention 3", "unique"), ("#9aa5b1", "#3f51b5"), times, strict=True
+    ):
+        axes.bar([place + offset for place in places], heights, 0.4, label=label, color=colour)
+    for place, dense, sparse in zip(places, *times, strict=True):
+        axes.text(place, max(dense, sparse), f"{dense / sparse:.1f}x", ha="center", va="bottom", fontsize=9)
+    labels = [f"{size_text(step[0])}\nx {step[1]}{'' if step in shared[0] else '*'}" for step in steps]
+    axes.set_xticks(places, labels)
+    axes.set_xlabel("context in tokens x requests (*: from a cache filled with noise, the others from prompts)")
+    axes.set_ylabel("ms per token")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left")
+    figure.suptitle("Decoding with the shape of Llama-3.1-8B on one H200", fontsize=11)
+    return figure
+
+
+FIGURES: dict[Path, Callable[[], Figure]] = {FOLDER / "decode.svg": _decode}
+"""What draws each figure."""
+
+
+def draw(make: Callable[[], Figure]) -> bytes:
+    """A figure as SVG, the same bytes every time."""
+    import matplotlib as mpl
+
+    file = BytesIO()
+    with mpl.rc_context({"svg.hashsalt": "vllm_sparse_plugin"}):
+        make().savefig(file, format="svg", metadata={"Date": None})
+    return file.getvalue()
+
+
+def is_current(path: Path, content: bytes) -> bool:
+    """Whether a file shows what was drawn; one that another version of matplotlib drew is taken to."""
+    if not path.exists():
+        return False
+    written = path.read_bytes()
+    return written == content or _VERSION.findall(written) != _VERSION.findall(content)

@@ -1,0 +1,113 @@
+"""Blocks about kernels on a GPU, each beside its rivals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from bench.common.pages import Block, table
+from bench.common.results import RESULTS, Row, read_run
+
+_FOLDER = RESULTS / "h200" / "kernels"
+_RIVALS = ("FlashAttention 3", "FlashInfer")
+
+_Times = dict[tuple[str, str], dict[str, Row]]
+"""Rows by operation and case, and by provider."""
+
+
+def _read_times(path: Path) -> _Times:
+    times: _Times = {}
+    for row in read_run(path).rows:
+        times.setdefault((row["op"], row["case_name"]), {})[row["provider"]] = row
+    return times
+
+
+def kernels_gpu() -> Block:
+    """A decode step, selection and scoring beside their rivals on a GPU."""
+    path = _FOLDER / "all.jsonl"
+    times = _read_times(path)
+
+    def line(op: str, case: str, rivals: list[str]) -> list[str]:
+        here = times[op, case]
+        ours = here["unique"]["warm"]["median_us"]
+        others = (here[rival]["warm"]["median_us"] for rival in rivals)
+        return [case, f"{ours:.1f}", *(f"{other:.1f} ({other / ours:.1f}x)" for other in others)]
+
+    rivals = ["flashinfer.top_k", "torch.topk"]
+    cases = [f"{rows} x {pages}" for rows in (8, 64, 256) for pages in ("1K", "4K", "16K", "64K")]
+    topk = table(["rows x pages, k = 64", "ours, µs", *rivals], [line("topk", case, rivals) for case in cases])
+    scores = [line("score", f"{case} g4 int8", ["three launches"]) for case in ("1q1s128K", "8q1s32K", "32q1s128K")]
+    for cells, case in zip(scores, ("1q1s128K", "8q1s32K", "32q1s128K"), strict=True):
+        cells.append(f"{times['score', f'{case} g4 int8']['unique']['share_of_read_bandwidth']['warm']:.0%}")
+    headings = ["requests and context, int8 means", "ours, µs", "three launches", "of read bandwidth"]
+    named = (f"{batch}q1s{context} g4" for batch in (1, 8, 32) for context in ("2K", "8K", "32K", "128K", "512K"))
+    steps = [step for case in named if (step := _step(times, case))]
+    ours = ("`unique`, quarters, µs", "`unique`, int8, µs")
+    decodes = table(["requests and context", *ours, *_RIVALS], steps)
+    return Block("\n\n".join([decodes, topk, table(headings, scores)]), [path])
+
+
+def _step(times: _Times, case: str) -> list[str] | None:
+    """Cache write, statistics, scores, selection and attention beside dense attention; None if it was not measured."""
+    quarters, means = (times.get(("decode", name), {}) for name in (case, f"{case} int8"))
+    if not all("warm" in providers.get("unique", {}) for providers in (quarters, means)):
+        return None
+    large, small = (providers["unique"]["warm"]["median_us"] for providers in (quarters, means))
+    cells = [case.removesuffix(" g4"), f"{large:.1f}", f"{small:.1f}"]
+    for rival in _RIVALS:
+        both = [providers.get(rival, {}).get("warm", {}).get("median_us") for providers in (quarters, means)]
+        cells.append(
+            "-" if None in both else f"{both[0]:.1f} ({both[0] / large:.1f}x), {both[1]:.1f} ({both[1] / small:.1f}x)"
+        )
+    return cells
+
+
+def kernels_groups() -> Block:
+    """A decode step of other group sizes beside dense attention."""
+    path = _FOLDER / "groups.jsonl"
+    rows = []
+    for (op, case), providers in _read_times(path).items():
+        if op == "decode" and "warm" in providers.get("unique", {}):
+            ours = providers["unique"]["warm"]["median_us"]
+            others = (providers.get(rival, {}).get("warm", {}).get("median_us") for rival in _RIVALS)
+            cells = (f"{other:.1f} ({other / ours:.1f}x)" if other else "-" for other in others)
+            step, _, group = case.partition(" g")
+            rows.append([step, group, f"{ours:.1f}", *cells])
+    headings = ["requests and context", "query heads of a KV head", "`unique`, quarters, µs", *_RIVALS]
+    return Block(table(headings, rows), [path])
+
+
+def routing_gpu() -> Block:
+    """Attention of routed groups beside dense attention, and what asking costs."""
+    path = _FOLDER / "route.jsonl"
+    times = _read_times(path)
+    rows = []
+    for batch in (1, 4, 8, 32):
+        for context in ("8K", "32K", "128K", "512K"):
+            case = f"{batch}q1s{context} g4"
+            us = {name: row["cold"]["median_us"] for name, row in times["route", case].items()}
+            sparse = {name: row["cold"]["median_us"] for name, row in times["route_unique", case].items()}
+            routed, dense = us["sinkrouter"], us["FlashAttention 3"]
+            asking = us["sinkrouter, nothing skipped"] / us["sinkrouter, not routed"] - 1
+            cells = f"{routed:.0f}", f"{dense:.0f} ({dense / routed:.2f}x)", f"{asking:+.1%}"
+            rows.append([case.removesuffix(" g4"), *cells, f"{sparse['unique']:.0f} / {sparse['unique, routed']:.0f}"])
+    headings = ["requests and context", "routed, µs", "FlashAttention 3", "cost of asking", "`unique` / routed, µs"]
+    return Block(table(headings, rows), [path])
+
+
+def stop_gpu() -> Block:
+    """Attention that stops beside attention that tests in vain, and that cannot stop."""
+    path = _FOLDER / "stop.jsonl"
+    run = read_run(path)
+    us = {(row["case_name"], row["provider"]): row["cold"]["median_us"] for row in run.rows}
+    rows = []
+    for case in dict.fromkeys(case for case, _ in us):
+        art, vain, plain, split, dense = (
+            us[case, name]
+            for name in (
+                "art", "art that never stops", "art, endless patience", "sinkrouter, not routed", "FlashAttention 3",
+            )
+        )  # fmt: skip
+        cells = f"{art:.0f}", f"{vain:.0f}", f"{plain:.0f}", f"{vain / plain - 1:+.1%}", f"{split:.0f}"
+        rows.append([case.removesuffix(" g4"), *cells, f"{dense:.0f} ({dense / art:.2f}x)"])
+    headings = ["requests and context", "`art`, µs", "tests in vain", "patience without end", "cost of the tests"]
+    return Block(table([*headings, "our split attention", "FlashAttention 3"], rows), [path])

@@ -1,0 +1,191 @@
+"""Blocks about answers: needles, evaluations, calibration, and how selections compare."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bench.common.pages import Block, table
+from bench.common.results import RESULTS, Row, read_run
+from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.eval.results import read_results
+from vllm_sparse_plugin.eval.statistics import estimate_difference, estimate_mean
+
+_H200 = RESULTS / "h200"
+_CPU = RESULTS / "cpu-2core"
+_HEAD_SIZE = 64
+"""Of needle-8m."""
+_EVALUATED = ["right", "share (95 %)", "minus dense, paired"]
+_WITNESS_MIXES = ("dense", "sinkrouter", "unique", "unique_routed", "sinkrouter_art")
+MIXES = (
+    "dense", "unique", "unique_art", "unique_routed", "unique_routed_art", "quest", "quest_art", "mean", "infllm",
+    "streaming_llm", "sinkrouter", "art", "sinkrouter_art",
+)  # fmt: skip
+"""Presets, and mixes of them, that answered the same questions."""
+
+
+def mix_file(name: str) -> Path:
+    """The results of a preset or a mix."""
+    return _CPU / "mixes" / f"{name}.jsonl"
+
+
+def _share_right(answers: list[Row], **where: Any) -> str:
+    correct = [answer["correct"] for answer in answers if all(answer[key] == value for key, value in where.items())]
+    return f"{sum(correct)}/{len(correct)}" if correct else "-"
+
+
+def needles() -> Block:
+    """Needles asked of a server: dense attention, `unique`, and the negative control."""
+    path, control_path = (_CPU / "served" / f"{name}.jsonl" for name in ("unique", "streaming_llm"))
+    answers, control = read_run(path).rows, read_run(control_path).rows
+    selection = resolve(None, "unique").selection
+    contexts = sorted({answer["context_tokens"] for answer in answers})
+
+    def cells(**where: Any) -> list[str]:
+        both = [_share_right(answers, backend=backend, **where) for backend in ("dense", "unique")]
+        return [*both, _share_right(control, backend="streaming_llm", **where)]
+
+    rows = []
+    for context in contexts:
+        share = f"{selection.kv_read_share(context, _HEAD_SIZE):.1%}"
+        rows += [
+            [task, f"{context:,}", *cells(task=task, context_tokens=context), share]
+            for task in dict.fromkeys(answer["task"] for answer in answers)
+        ]
+    rows += [
+        ["**all**", f"{context:,}", *(f"**{cell}**" for cell in cells(context_tokens=context)), ""]
+        for context in contexts
+    ]
+    headings = ["task", "context", "dense", "`unique`", "newest 512 tokens", "KV read by `unique`"]
+    return Block(table(headings, rows), [path, control_path])
+
+
+def needles_in_short() -> Block:
+    """The same at the longest context in one sentence."""
+    path, control_path = (_CPU / "served" / f"{name}.jsonl" for name in ("unique", "streaming_llm"))
+    answers = [*read_run(path).rows, *(row for row in read_run(control_path).rows if row["backend"] != "dense")]
+    longest = max(answer["context_tokens"] for answer in answers)
+    share = resolve(None, "unique").selection.kv_read_share(longest, _HEAD_SIZE)
+
+    def right(backend: str) -> str:
+        return _share_right(answers, backend=backend, context_tokens=longest).replace("/", " of ")
+
+    return Block(
+        f"Of needle questions over {longest:,} tokens `unique` answers {right('unique')} and reads {share:.1%} of the "
+        f"KV cache;\ndense attention answers {right('dense')}, and the newest 512 tokens alone are enough for "
+        f"{right('streaming_llm')}.",
+        [path, control_path],
+    )
+
+
+def look_alikes() -> Block:
+    """The task that a small budget loses."""
+    paths = [_CPU / "served" / f"look_alikes_{budget}.jsonl" for budget in (512, 2048)]
+    small, large = (read_run(path).rows for path in paths)
+    rows = []
+    for context in sorted({answer["context_tokens"] for answer in small}):
+        here = {"context_tokens": context}
+        unique = [_share_right(answers, backend="unique", **here) for answers in (small, large)]
+        rows.append([f"{context:,}", _share_right(small, backend="dense", **here), *unique])
+    headings = ["context", "dense", "`unique`, 512 tokens", "`unique`, 2048 tokens (preset `unique_wide`)"]
+    return Block(table(headings, rows), paths)
+
+
+def accuracy_gpu() -> Block:
+    """Needles answered on a GPU by statistics and budget."""
+    names = ("quarters", "means", "means_16", "fp8_16", "lambda_075")
+    paths = {name: _H200 / "accuracy" / f"{name}.jsonl" for name in names}
+    contexts = (4096, 8192, 16384, 32768)
+    counts: dict[str, dict[int, list[int]]] = {}
+    for name, path in paths.items():
+        # Dense attention was asked again in most runs, with the same answers.
+        known = set(counts.get("dense", {}))
+        for row in read_run(path).rows:
+            setting, context = row["setting"], row["context_tokens"]
+            if setting == "dense" and context in known:
+                continue
+            if setting != "dense" and name == names[-1]:
+                setting += ", lambda 0.75"
+            count = counts.setdefault(setting, {}).setdefault(context, [0, 0, 0])
+            count[0] += row["correct"]
+            count[1] += row["questions"]
+            count[2] += 1
+    tasks = max(count[2] for by_context in counts.values() for count in by_context.values())
+    rows = []
+    for setting, by_context in counts.items():
+        complete = {context: count for context, count in by_context.items() if count[2] == tasks}
+        cells = (f"{complete[c][0]}/{complete[c][1]}" if c in complete else "-" for c in contexts)
+        if complete:
+            rows.append([setting, *cells])
+    headings = ["statistics and pages of 8", *(f"{context:,}" for context in contexts)]
+    return Block(table(headings, rows), list(paths.values()))
+
+
+def formats() -> Block:
+    """How the selections of a step compare with those of true attention, by the format of statistics."""
+    paths = {kind: _CPU / "diagnose" / f"{kind}.jsonl" for kind in ("quarters", "int8", "bf16", "fp8")}
+    rows = []
+    for kind, path in paths.items():
+        lines = read_run(path).rows
+        for budget in (512, 256, 128, 64):
+            here = [line for line in lines if line["budget_tokens"] == budget]
+            cells = (f"{statistics.mean(line[name] for line in here):.3f}" for name in ("mass", "recall", "cosine"))
+            rows.append([kind, str(budget), *cells])
+    headings = ["statistics", "budget, tokens", "attention weight read", "best pages read", "output cosine"]
+    return Block(table(headings, rows), list(paths.values()))
+
+
+def _evaluated(paths: Sequence[Path]) -> list[list[str]]:
+    """Rows of files of `vllm-sparse eval` about the same items, the first of them dense."""
+    files = [read_results(path) for path in paths]
+    dense = files[0].results
+    rows = []
+    for file in files:
+        scores = [result.score for result in file.results.values()]
+        mean = estimate_mean(scores)
+        cells = [file.label, f"{sum(scores):.0f}/{mean.count}", f"{mean.value:.3f} ({mean.low:.3f} to {mean.high:.3f})"]
+        if file is files[0]:
+            cells.append("")
+        else:
+            gap = estimate_difference([dense[item].score for item in file.results], scores)
+            cells.append(f"{gap.value:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})")
+        rows.append(cells)
+    return rows
+
+
+def served() -> Block:
+    """Needles decoded from the question, through vLLM, by budget."""
+    parts, sources = [], []
+    for folder, where in ((_CPU, "4,096 tokens on a CPU"), (_H200, "16,384 tokens on an H200")):
+        paths = [folder / "needles" / f"{label}.jsonl" for label in ("dense", "512", "128", "64")]
+        parts.append(table([f"budget, {where}", *_EVALUATED], _evaluated(paths)))
+        sources += paths
+    return Block("\n\n".join(parts), sources)
+
+
+def mixes() -> Block:
+    """Needles decoded from the question under every preset, and under mixes of them."""
+    paths = [mix_file(name) for name in MIXES]
+    return Block(table(["preset or mix", *_EVALUATED], _evaluated(paths)), paths)
+
+
+def calibrated() -> Block:
+    """What `vllm-sparse calibrate` says of a model with sink groups and of one without, and answers with both."""
+    paths = [_CPU / "calibrate" / f"{model}.jsonl" for model in ("witness-6m", "needle-8m")]
+    rows = []
+    for run in map(read_run, paths):
+        (line,) = run.rows
+        skipped, precision, recall = line["detection"]
+        answers = [sum(row[key] for row in line["rows"]) for key in ("dense_answers_right", "routed_answers_right")]
+        asked = sum(row["answers"] for row in line["rows"])
+        shares = (f"{share:.1%}" for share in (line["sink_groups"], skipped, precision, recall))
+        right = (f"{count}/{asked}" for count in answers)
+        verdict = "yes" if line["verdict"][0] else "no"
+        rows.append([run.about["model"], *shares, f"{line['auprc']:.3f}", *right, verdict])
+    headings = ["model", "sink groups", "skipped", "of them sink groups", "sink groups skipped", "AUPRC"]
+    calibration = table([*headings, "dense", "routed", "recommended"], rows)
+    mixed = [_CPU / "witness" / f"{name}.jsonl" for name in _WITNESS_MIXES]
+    answers_table = table(["witness-6m through vLLM, from the question", *_EVALUATED], _evaluated(mixed))
+    return Block(f"{calibration}\n\n{answers_table}", [*paths, *mixed])

@@ -1,0 +1,46 @@
+"""The blocks that pages may hold, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from bench.common.pages import Block
+from bench.pages import kernels, quality, serving, settings
+
+
+@dataclass(frozen=True)
+class Section:
+    """A block that pages may hold."""
+
+    make: Callable[[], Block]
+    """Makes the block."""
+    may_be_unused: bool = False
+    """Whether it is no mistake that no page holds it."""
+
+
+SECTIONS: dict[str, Section] = {
+    "configuration": Section(settings.configuration),
+    "presets": Section(settings.presets, may_be_unused=True),
+    "statistics-memory": Section(settings.statistics_memory),
+    "needles": Section(quality.needles),
+    "readme-needles": Section(quality.needles_in_short),
+    "look-alikes": Section(quality.look_alikes),
+    "accuracy-gpu": Section(quality.accuracy_gpu),
+    "formats": Section(quality.formats),
+    "served": Section(quality.served),
+    "mixes": Section(quality.mixes),
+    "calibrated": Section(quality.calibrated),
+    "decode": Section(serving.decode_cpu),
+    "operations": Section(serving.operations),
+    "decode-gpu": Section(serving.decode_gpu),
+    "decode-batches": Section(serving.decode_batches),
+    "decode-routed": Section(serving.decode_routed),
+    "decode-more": Section(serving.decode_more),
+    "decode-stopping": Section(serving.decode_stopping),
+    "serve-gpu": Section(serving.serve_gpu),
+    "kernels-gpu": Section(kernels.kernels_gpu),
+    "kernels-groups": Section(kernels.kernels_groups),
+    "routing-gpu": Section(kernels.routing_gpu),
+    "stop-gpu": Section(kernels.stop_gpu),
+}

@@ -1,0 +1,158 @@
+"""Blocks about the speed of engines and servers."""
+
+from __future__ import annotations
+
+import statistics
+from pathlib import Path
+from typing import Any
+
+from bench.common.pages import Block, link, table
+from bench.common.results import RESULTS, Row, read_run
+from vllm_sparse_plugin.config.routing import Routing
+
+H200 = RESULTS / "h200"
+_CPU = RESULTS / "cpu-2core" / "decode" / "all.jsonl"
+_WEIGHT_BYTES = 2 * (32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 4096 * 128256)
+"""Read for every token, of Llama-3.1-8B's shape: all matrices but the embedding."""
+
+_Steps = dict[tuple[int, int], Row]
+"""Measured decode steps by context and batch."""
+
+
+def read_steps(path: Path) -> _Steps:
+    """The measured decode steps of a result file, by context and batch."""
+    return {(row["context_tokens"], row["batch"]): row for row in read_run(path).rows if row.get("ms_per_token")}
+
+
+def _pair_rows(dense_path: Path, sparse_path: Path) -> list[list[str]]:
+    """Rows of the steps that were measured both ways, and how many times as long the first takes."""
+    dense = read_steps(dense_path)
+    rows = []
+    for (context, batch), line in read_steps(sparse_path).items():
+        if (context, batch) in dense:
+            before, now = dense[context, batch]["ms_per_token"], line["ms_per_token"]
+            rows.append([f"{context:,}", str(batch), f"{before:.2f}", f"{now:.2f}", f"{before / now:.2f}"])
+    return rows
+
+
+def _pair(dense: Path, sparse: Path) -> Block:
+    headings = ["context", "requests", "FlashAttention 3, ms per token", "`unique`, ms per token", "ratio"]
+    return Block(table(headings, _pair_rows(dense, sparse)), [sparse, dense])
+
+
+def decode_gpu() -> Block:
+    """Time per token on a GPU by context and batch."""
+    return _pair(H200 / "decode" / "flash_attn.jsonl", H200 / "decode" / "unique.jsonl")
+
+
+def decode_batches() -> Block:
+    """More contexts and batches on a GPU, of a cache that is filled with noise."""
+    return _pair(H200 / "decode" / "flash_attn_noise.jsonl", H200 / "decode" / "unique_noise.jsonl")
+
+
+def decode_more() -> Block:
+    """Time per token with int8 means, in a bf16 and in an fp8 cache."""
+    headings = ["context", "requests", "FlashAttention 3, ms per token", "`unique`, int8 means, ms per token", "ratio"]
+    parts, sources = [], []
+    for title, dense, sparse in (
+        ("bf16 cache:", "flash_attn", "unique_int8"),
+        ("fp8 cache:", "flash_attn_fp8_cache", "unique_fp8_cache"),
+    ):
+        paths = [H200 / "decode" / f"{name}.jsonl" for name in (dense, sparse)]
+        parts += [title, table(headings, _pair_rows(*paths))]
+        sources += paths
+    return Block("\n\n".join(parts), sources)
+
+
+def decode_routed() -> Block:
+    """Time per token with routed groups, and what the bytes would allow."""
+    bandwidth_path = H200 / "kernels" / "stop.jsonl"
+    bandwidth = read_run(bandwidth_path).about["read_bandwidth_gb_s"] / 1e3
+    rows, sources = [], []
+    for suffix in ("", "_512k"):
+        dense_path, routed_path = (H200 / "routing" / f"{name}{suffix}.jsonl" for name in ("flash_attn", "sinkrouter"))
+        steps = read_steps(routed_path)
+        for cells in _pair_rows(dense_path, routed_path):
+            line = steps[int(cells[0].replace(",", "")), int(cells[1])]
+            layers, skipping = _skipped(line["additional_config"])
+            kv = line["kv_gib"] * 2**30
+            dense, routed = _WEIGHT_BYTES + kv, _WEIGHT_BYTES + kv * (1 - skipping / layers)
+            rows.append([*cells, f"{dense / routed:.2f}", f"{routed / line['ms_per_token'] / 1e9:.2f}"])
+        sources += [routed_path, dense_path]
+    headings = ["context", "requests", "FlashAttention 3, ms per token", "`sinkrouter`, ms per token", "ratio"]
+    sparse = [H200 / "routing" / f"{name}.jsonl" for name in ("unique", "unique_routed")]
+    parts = [
+        table([*headings, "ratio of bytes", "`sinkrouter` reads, TB/s"], rows),
+        f"A kernel that only reads gets {bandwidth:.2f} TB/s of this memory ({link('data', bandwidth_path)}). "
+        "The same in front of `unique`:",
+        table(["context", "requests", "`unique`, ms per token", "routed", "ratio"], _pair_rows(*sparse)),
+    ]
+    return Block("\n\n".join(parts), [*sources, *sparse, bandwidth_path])
+
+
+def _skipped(additional_config: dict[str, Any]) -> tuple[int, float]:
+    """Layers, and the sum over layers of the share of KV heads that forced thresholds skip."""
+    routing = additional_config["sparse_attention"]["routing"]
+    dense = Routing.model_validate(routing).dense_layers
+    heads = [[threshold <= -1 for threshold in layer] for layer in routing["threshold"]]
+    return len(heads), sum(sum(layer) / len(layer) for layer in heads[dense:])
+
+
+def decode_stopping() -> Block:
+    """Time per token of attention that stops at a depth, tests in vain, or cannot stop."""
+    names = ("stops", "vain", "endless", "flash_attn")
+    paths = {name: H200 / "stopping" / f"{name}.jsonl" for name in names}
+    steps = {name: read_steps(path) for name, path in paths.items()}
+    rows = []
+    for context, batch in steps["stops"]:
+        stops, vain, endless, dense = (steps[name][context, batch]["ms_per_token"] for name in names)
+        cells = f"{dense:.2f}", f"{endless:.2f}", f"{vain:.2f} ({vain / endless - 1:+.1%})"
+        rows.append([f"{context:,}", str(batch), *cells, f"{stops:.2f} ({endless / stops - 1:+.0%} tokens per s)"])
+    rule = next(iter(steps["stops"].values()))["additional_config"]["sparse_attention"]["termination"]
+    stop = f"stops after {rule['patience'] + 1} blocks of {rule['block_tokens']}"
+    headings = ["context", "requests", "FlashAttention 3, ms per token", "`art` that cannot stop", "tests in vain"]
+    return Block(table([*headings, stop], rows), list(paths.values()))
+
+
+def serve_gpu() -> Block:
+    """A server under load."""
+    paths = {name: H200 / "serve" / f"{name}.jsonl" for name in ("flash_attn", "unique")}
+    by_load: dict[tuple[str, int], dict[str, Row]] = {}
+    for name, path in paths.items():
+        for line in read_run(path).rows:
+            by_load.setdefault((line["workload"], line["concurrency"]), {})[name] = line
+    rows = []
+    for (workload, concurrency), here in by_load.items():
+        if len(here) == len(paths):
+            cells = (
+                f"{here['flash_attn'][key]:,.{digits}f} / {here['unique'][key]:,.{digits}f}"
+                for key, digits in (("ttft_ms_median", 0), ("tpot_ms_median", 2), ("output_tokens_per_second", 1))
+            )
+            rows.append([workload.replace("_", " "), str(concurrency), *cells])
+    headings = ["prompts of 32K", "concurrency", "first token, ms", "per output token, ms", "output tokens per s"]
+    return Block(table(headings, rows), list(paths.values()))
+
+
+def decode_cpu() -> Block:
+    """Time per token on a CPU by context."""
+    times: dict[int, dict[str, float]] = {}
+    for line in read_run(_CPU).rows:
+        if "backend" in line:
+            per_token = statistics.median(line["seconds_per_token"]) * 1e3
+            times.setdefault(line["context_tokens"], {})[line["backend"]] = per_token
+    rows = [
+        [f"{context:,}", f"{ms['dense']:.2f}", f"{ms['unique']:.2f}", f"{ms['dense'] / ms['unique']:.2f}"]
+        for context, ms in times.items()
+    ]
+    return Block(table(["context", "dense, ms per token", "`unique`, ms per token", "dense / unique"], rows), [_CPU])
+
+
+def operations() -> Block:
+    """Where the time of a sparse layer goes on a CPU."""
+    by_context = {
+        line["context_tokens"]: line["operation_seconds"] for line in read_run(_CPU).rows if "operation_seconds" in line
+    }
+    names = list(next(iter(by_context.values())))
+    rows = [[name, *(f"{medians[name] * 1e6:.0f}" for medians in by_context.values())] for name in names]
+    headings = ["µs per layer and token at a context of", *(f"{context:,}" for context in by_context)]
+    return Block(table(headings, rows), [_CPU])

@@ -1,0 +1,170 @@
+"""What a decode step is made of: the frozen arguments that the operations share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class DecodeBatch:
+    """Requests that decode, each with the same number of query tokens, which are the last of its context.
+
+    The query tokens of a request are consecutive. A query token without a context belongs to a request that pads the
+    batch; its output is zero.
+    """
+
+    query: torch.Tensor
+    """`[num_tokens, num_query_heads, head_size]`, any strides but a contiguous last dimension."""
+    block_table: torch.Tensor
+    """`[num_requests, max_blocks]` int32, physical block ids."""
+    seq_lens: torch.Tensor
+    """`[num_requests]` int32, tokens of each request's context, its query tokens included."""
+    dense_requests: torch.Tensor | None = None
+    """`[num_requests]` bool, requests that are attended whole whatever their length; None for none."""
+    dense_tokens: int = 0
+    """Contexts of up to this many tokens are attended whole."""
+    query_scale: torch.Tensor | None = None
+    """One float32: a float8 query times this is the query. Scoring pages and routing groups take the query as it is
+    stored, since a positive factor changes neither order nor angle."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the batch."""
+        return self.query.shape[0]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of the batch."""
+        return len(self.seq_lens)
+
+    @property
+    def tokens_per_request(self) -> int:
+        """Query tokens of each request."""
+        return self.num_tokens // self.num_requests
+
+    @property
+    def head_size(self) -> int:
+        """Elements of a query head."""
+        return self.query.shape[2]
+
+    def group_size(self, num_kv_heads: int) -> int:
+        """Query heads that share a KV head."""
+        return self.query.shape[1] // num_kv_heads
+
+    def requests(self, first: int, last: int) -> DecodeBatch:
+        """The batch of the requests from `first` to before `last`."""
+        tokens = slice(first * self.tokens_per_request, last * self.tokens_per_request)
+        dense = None if self.dense_requests is None else self.dense_requests[first:last]
+        return DecodeBatch(
+            self.query[tokens], self.block_table[first:last], self.seq_lens[first:last], dense, self.dense_tokens,
+            self.query_scale,
+        )  # fmt: skip
+
+    def check(self, num_kv_heads: int, head_size: int) -> None:
+        """Raises ValueError unless the tensors are those of one batch for a cache of these heads."""
+        num_tokens, num_query_heads, query_size = self.query.shape
+        if self.num_requests == 0 or num_tokens % self.num_requests:
+            raise ValueError(f"query: got {num_tokens} tokens, allowed: a multiple of the {self.num_requests} requests")
+        if num_query_heads % num_kv_heads or query_size != head_size:
+            raise ValueError(
+                f"query: got {num_query_heads} heads of size {query_size}, allowed: a multiple of {num_kv_heads} "
+                f"heads of size {head_size}"
+            )
+        if len(self.block_table) != self.num_requests:
+            raise ValueError(
+                f"block_table: got {len(self.block_table)} rows, allowed: one for each of {self.num_requests} requests"
+            )
+
+
+@dataclass(frozen=True)
+class QueryTokens:
+    """Query tokens that each have a context and a row of the block table of their own."""
+
+    query: torch.Tensor
+    """`[num_tokens, num_kv_heads, group_size, head_size]`, float16, bfloat16 or float32."""
+    block_table: torch.Tensor
+    """`[num_tokens, max_blocks]` integer, physical block ids of each token's request."""
+    context_lens: torch.Tensor
+    """`[num_tokens]` integer, tokens that each query token may attend, itself included; at least 1."""
+
+    def __len__(self) -> int:
+        return self.query.shape[0]
+
+    def __getitem__(self, tokens: slice) -> QueryTokens:
+        return QueryTokens(self.query[tokens], self.block_table[tokens], self.context_lens[tokens])
+
+    def num_pages(self, page_size: int) -> torch.Tensor:
+        """`[num_tokens]` integer, complete pages of each context."""
+        return self.context_lens // page_size
+
+    def check(self, num_kv_heads: int, head_size: int) -> None:
+        """Raises ValueError unless the query has these KV heads."""
+        shape = self.query.shape[1], self.query.shape[3]
+        if shape != (num_kv_heads, head_size):
+            raise ValueError(
+                f"query: got {shape[0]} KV heads of size {shape[1]}, allowed: the keys' {num_kv_heads} of size "
+                f"{head_size}"
+            )
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """How logits become weights."""
+
+    scale: float
+    """Factor of the logits, usually `head_size ** -0.5`."""
+    softcap: float = 0.0
+    """Logits become `softcap * tanh(logits / softcap)`; 0 for none."""
+    sink_logits: torch.Tensor | None = None
+    """Learned sink logits `[num_query_heads]`, bfloat16, float16 or float32: they join the softmax's denominator and
+    nothing else."""
+
+    def check(self, num_query_heads: int) -> None:
+        """Raises ValueError unless there is a sink logit for every query head, or none at all."""
+        if self.sink_logits is not None and self.sink_logits.numel() != num_query_heads:
+            raise ValueError(f"sink_logits: got {self.sink_logits.numel()} logits, allowed: {num_query_heads}")
+
+
+@dataclass(frozen=True)
+class PageSelection:
+    """Which complete pages of a context a decode step reads, per KV head."""
+
+    k: int
+    """Complete pages that are read, besides the incomplete last one. Contexts of at most as many are read whole."""
+    sink_pages: int = 0
+    """Leading pages among them, whatever the query."""
+    recent_pages: int = 0
+    """Newest complete pages among them, whatever the query."""
+    std_weight: float = 0.0
+    """lambda, the weight of the spread in a page's score (UNIQUE, Eq. 3)."""
+
+    def check(self) -> None:
+        """Raises ValueError unless the pages that are always read fit."""
+        least = max(self.sink_pages + self.recent_pages, 1)
+        if self.k < least:
+            raise ValueError(f"k: got {self.k}, allowed: at least {least}")
+
+
+@dataclass(frozen=True)
+class DecodeOutput:
+    """Where a decode step writes."""
+
+    heads: torch.Tensor
+    """`[num_tokens, num_query_heads, head_size]` float16 or bfloat16, rows of heads contiguous."""
+    pages_read: torch.Tensor | None = None
+    """`[num_tokens, num_kv_heads]` int32, under a stop rule: pages read before the stop, 0 for skipped groups."""
+    counters: torch.Tensor | None = None
+    """`[num_kv_heads, 4]` int64 that rows which may stop and are not skipped add to: see `stopping.count_reads`."""
+
+    @classmethod
+    def like(cls, query: torch.Tensor) -> DecodeOutput:
+        """Room for the attention of a query, in its dtype; bfloat16 for a float8 query."""
+        dtype = torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype
+        return cls(torch.empty(query.shape, dtype=dtype, device=query.device))
+
+    def tokens(self, first: int, last: int) -> DecodeOutput:
+        """The output of the query tokens from `first` to before `last`."""
+        pages_read = None if self.pages_read is None else self.pages_read[first:last]
+        return DecodeOutput(self.heads[first:last], pages_read, self.counters)

@@ -1,0 +1,83 @@
+"""The KV cache of a layer, as the operations see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from sparse_kernels.page_statistics.layout import PageStatistics
+from sparse_kernels.paging import PagedTensor
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Keys, values and page statistics that lie in the same blocks."""
+
+    keys: PagedTensor
+    values: PagedTensor
+    """The values, with the keys' page size."""
+    statistics: PageStatistics | None = None
+    """What is kept of each page's keys; None for a cache without."""
+    key_scale: torch.Tensor | None = None
+    """One float32: a float8 key times this is the key; None for other caches."""
+    value_scale: torch.Tensor | None = None
+    """One float32: a float8 value times this is the value; None for other caches."""
+
+    @classmethod
+    def from_rows(
+        cls,
+        rows: torch.Tensor,
+        page_size: int,
+        statistics: PageStatistics | None = None,
+        key_scale: torch.Tensor | None = None,
+        value_scale: torch.Tensor | None = None,
+    ) -> KVCache:
+        """The cache that stores one row per token: its key, then its value.
+
+        Args:
+            rows: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, any strides.
+            page_size: tokens per page; divides `block_size`.
+            statistics: views of the statistics in the same blocks.
+            key_scale: see the field.
+            value_scale: see the field.
+
+        Raises:
+            ValueError: if `page_size` does not divide the block.
+        """
+        head_size = rows.shape[-1] // 2
+        keys = PagedTensor.from_rows(rows[..., :head_size], page_size)
+        values = PagedTensor.from_rows(rows[..., head_size:], page_size)
+        return cls(keys, values, statistics, key_scale, value_scale)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.keys.page_size
+
+    @property
+    def num_kv_heads(self) -> int:
+        """KV heads in the cache."""
+        return self.keys.num_kv_heads
+
+    @property
+    def head_size(self) -> int:
+        """Elements of a key."""
+        return self.keys.head_size
+
+    @property
+    def by_head(self) -> KVCache:
+        """The same cache with every block of every KV head numbered on its own, see `PagedTensor.by_head`."""
+        statistics = None if self.statistics is None else self.statistics.by_head
+        return replace(self, keys=self.keys.by_head, values=self.values.by_head, statistics=statistics)
+
+    def scaled_by_keys(self, factor: float) -> float:
+        """A factor of the logits of queries with the keys as they are meant."""
+        return factor if self.key_scale is None else factor * float(self.key_scale)
+
+    def check(self) -> None:
+        """Raises ValueError unless keys and values have pages of one size."""
+        if self.keys.page_size != self.values.page_size:
+            raise ValueError(
+                f"values: got pages of {self.values.page_size} tokens, allowed: the keys' {self.keys.page_size}"
+            )

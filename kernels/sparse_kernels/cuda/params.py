@@ -1,0 +1,264 @@
+"""What the kernels are told: the structs of params.cuh and of the kernels, filled from the arguments of the operations.
+
+A test holds their sizes and offsets to the device's.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.cuda.launch import FORMATS
+from sparse_kernels.group_routing import GROUP_SCORES, GroupRouting
+from sparse_kernels.page_statistics import PageStatistics
+from sparse_kernels.stopping import StopRule
+
+_Pointer, _Int, _Long, _Float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
+_Fields = Sequence[tuple[str, Any]]
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    """The address of a tensor's first element; None, a null pointer, for None."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+class QueryParams(ctypes.Structure):
+    """The query heads of a batch; strides in elements."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("heads", _Pointer),
+        ("scale", _Pointer),
+        ("token_stride", _Long),
+        ("head_stride", _Long),
+    ]
+
+    @classmethod
+    def of(cls, query: torch.Tensor, scale: torch.Tensor | None = None) -> QueryParams:
+        """Those of `[num_tokens, num_query_heads, head_size]`."""
+        return cls(pointer(query), pointer(scale), query.stride(0), query.stride(1))
+
+
+class CacheParams(ctypes.Structure):
+    """Keys and values of a cache of token rows; strides in bytes."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("keys", _Pointer), ("values", _Pointer), ("key_scale", _Pointer), ("value_scale", _Pointer),
+        ("block_stride", _Long), ("head_stride", _Long), ("token_stride", _Int),
+    ]  # fmt: skip
+
+    @classmethod
+    def of(cls, cache: KVCache) -> CacheParams:
+        """Those of a cache.
+
+        Raises:
+            ValueError: if the cache does not store one contiguous row per token.
+        """
+        view, item = cache.keys.view, cache.keys.view.element_size()
+        if cache.keys.token_dims != (0,) or view.stride(-1) != 1 or view.stride() != cache.values.view.stride():
+            raise ValueError("keys and values: got packed blocks, allowed on CUDA: one contiguous row per token")
+        strides = (view.stride(dim) * item for dim in (0, 1, -2))
+        return cls(
+            pointer(view), pointer(cache.values.view), pointer(cache.key_scale), pointer(cache.value_scale), *strides
+        )
+
+
+class StatisticsParams(ctypes.Structure):
+    """The statistics of all pages; strides in bytes."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("vectors", _Pointer), ("scales", _Pointer), ("spread", _Pointer), ("block_stride", _Long),
+        ("head_stride", _Long), ("std_weight", _Float),
+    ]  # fmt: skip
+
+    @classmethod
+    def of(cls, statistics: PageStatistics | None, std_weight: float) -> StatisticsParams:
+        """Those of a cache's statistics; null pointers for None."""
+        if statistics is None:
+            return cls()
+        vectors, scales = statistics.vectors, statistics.scales
+        block, head = (vectors.stride(dim) * vectors.element_size() for dim in (0, 1))
+        # Where records have no spread, finite numbers stand in for it, and their weight is zero.
+        finite = vectors if scales is None else scales
+        spread = finite if statistics.spread is None else statistics.spread
+        weight = std_weight if statistics.kind.has_spread else 0.0
+        return cls(pointer(vectors), pointer(scales), pointer(spread), block, head, weight)
+
+
+class ContextParams(ctypes.Structure):
+    """The contexts of a batch of requests."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("block_table", _Pointer), ("seq_lens", _Pointer), ("dense_requests", _Pointer), ("table_stride", _Long),
+        ("tokens_per_request", _Int), ("dense_tokens", _Int),
+    ]  # fmt: skip
+
+    @classmethod
+    def of(cls, batch: DecodeBatch) -> ContextParams:
+        """Those of requests that decode."""
+        return cls(
+            pointer(batch.block_table), pointer(batch.seq_lens), pointer(batch.dense_requests),
+            batch.block_table.stride(0), batch.tokens_per_request, batch.dense_tokens,
+        )  # fmt: skip
+
+
+class RoutingParams(ctypes.Structure):
+    """The routing of one layer."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("coefficients", _Pointer), ("counts", _Pointer), ("score", _Int), ("first", _Float), ("step", _Float),
+    ]  # fmt: skip
+
+    @classmethod
+    def of(cls, routing: GroupRouting | None) -> RoutingParams:
+        """Thresholds, score, range of the cubic and counts; null pointers without routing."""
+        if routing is None:
+            return cls()
+        first, step = routing.log_range
+        score = GROUP_SCORES.index(routing.score)
+        return cls(pointer(routing.coefficients), pointer(routing.counts), score, first, step)
+
+
+class SoftmaxParams(ctypes.Structure):
+    """How logits become weights."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("sink_logits", _Pointer), ("scale", _Float), ("softcap", _Float), ("sink_format", _Int),
+    ]  # fmt: skip
+
+    @classmethod
+    def of(cls, softmax: Softmax) -> SoftmaxParams:
+        """Those of a softmax, whose sink logits, if any, are bfloat16, float16 or float32."""
+        sinks = softmax.sink_logits
+        return cls(pointer(sinks), softmax.scale, softmax.softcap, 0 if sinks is None else FORMATS[sinks.dtype])
+
+
+class SelectionParams(ctypes.Structure):
+    """Which pages are read."""
+
+    _fields_: ClassVar[_Fields] = [("k", _Int), ("sink_pages", _Int), ("recent_pages", _Int)]
+
+    @classmethod
+    def of(cls, selection: PageSelection) -> SelectionParams:
+        """Those of a selection."""
+        return cls(selection.k, selection.sink_pages, selection.recent_pages)
+
+
+class StopParams(ctypes.Structure):
+    """When attention stops."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("scale_tolerance", _Float), ("direction_tolerance", _Float), ("patience", _Int), ("least_pages", _Int),
+    ]  # fmt: skip
+
+    @classmethod
+    def of(cls, rule: StopRule | None) -> StopParams:
+        """Those of a rule; never, without one."""
+        if rule is None:
+            return cls()
+        return cls(rule.scale_tolerance, rule.direction_tolerance, rule.patience, rule.least_pages)
+
+
+class OutputParams(ctypes.Structure):
+    """Where a decode step writes; the stride in elements."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("heads", _Pointer), ("pages_read", _Pointer), ("counters", _Pointer), ("token_stride", _Long),
+    ]  # fmt: skip
+
+    @classmethod
+    def of(cls, output: DecodeOutput) -> OutputParams:
+        """Those of an output."""
+        heads = output.heads
+        return cls(pointer(heads), pointer(output.pages_read), pointer(output.counters), heads.stride(0))
+
+
+class PieceParams(ctypes.Structure):
+    """What is kept of the pieces of contexts."""
+
+    _fields_: ClassVar[_Fields] = [("values", _Pointer), ("weights", _Pointer), ("counts", _Pointer), ("most", _Int)]
+
+
+class ScanParams(ctypes.Structure):
+    """What the blocks of a row tell each other under a stop rule."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("marks", _Pointer), ("states", _Pointer), ("consecutive", _Pointer), ("pieces_per_test", _Int),
+        ("sink_pages", _Int),
+    ]  # fmt: skip
+
+
+class DecodeParams(ctypes.Structure):
+    """What `sparse_decode` is told."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("query", QueryParams), ("cache", CacheParams), ("statistics", StatisticsParams), ("scores", _Pointer),
+        ("scores_stride", _Long), ("contexts", ContextParams), ("selection", SelectionParams),
+        ("routing", RoutingParams), ("softmax", SoftmaxParams), ("stop", StopParams), ("output", OutputParams),
+    ]  # fmt: skip
+
+
+class SplitParams(ctypes.Structure):
+    """What `split_attention` is told."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("query", QueryParams), ("cache", CacheParams), ("contexts", ContextParams), ("routing", RoutingParams),
+        ("softmax", SoftmaxParams), ("stop", StopParams), ("output", OutputParams), ("pieces", PieceParams),
+        ("scan", ScanParams),
+    ]  # fmt: skip
+
+
+class MergeParams(ctypes.Structure):
+    """What `merge_pieces` is told."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("pieces", PieceParams), ("scan", ScanParams), ("softmax", SoftmaxParams), ("cache", CacheParams),
+        ("output", OutputParams),
+    ]  # fmt: skip
+
+
+class AttendParams(ctypes.Structure):
+    """What `sparse_attention` is told."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("query", QueryParams), ("cache", CacheParams), ("contexts", ContextParams), ("pages", _Pointer), ("k", _Int),
+        ("softmax", SoftmaxParams), ("output", OutputParams),
+    ]  # fmt: skip
+
+
+class RouteParams(ctypes.Structure):
+    """What `route_groups` is told."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("query", QueryParams), ("cache", CacheParams), ("contexts", ContextParams), ("routing", RoutingParams),
+        ("skipped", _Pointer),
+    ]  # fmt: skip
+
+
+class ScoreParams(ctypes.Structure):
+    """What `page_score` is told."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("query", QueryParams), ("statistics", StatisticsParams), ("contexts", ContextParams), ("skipped", _Pointer),
+        ("scores", _Pointer), ("scores_stride", _Long), ("page_size", _Int),
+    ]  # fmt: skip
+
+
+class TopkParams(ctypes.Structure):
+    """What `page_topk` is told."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("scores", _Pointer), ("num_pages", _Pointer), ("candidates", _Pointer), ("block_table", _Pointer),
+        ("pages", _Pointer), ("counts", _Pointer), ("scores_stride", _Long), ("table_stride", _Long),
+        ("row_stride", _Long), ("segment_stride", _Long), ("selection", SelectionParams), ("segment", _Int),
+        ("width", _Int), ("num_candidates", _Int),
+    ]  # fmt: skip
+
+
+def batch_of(tokens: QueryTokens) -> DecodeBatch:
+    """Query tokens as a batch of requests of one token each, as the kernels take it."""
+    return DecodeBatch(tokens.query.flatten(1, 2), tokens.block_table.int(), tokens.context_lens.int())

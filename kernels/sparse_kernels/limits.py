@@ -1,0 +1,100 @@
+"""What the GPU kernels can do, stated once: admission asks, the kernels are compiled by it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+HEAD_SIZES = (64, 128, 256)
+"""Head sizes that the CUDA kernels are written for."""
+MAX_GROUP = 16
+"""Query heads to a KV head, at most."""
+MAX_K = 1024
+"""Pages that are selected, at most: `MAX_CANDIDATES` in select.cuh."""
+MAX_PAGES = 1 << 16
+"""Pages of a context, at most, that are selected from: pages of a row are numbered in 16 bits."""
+MIN_CAPABILITY = (8, 0)
+"""The oldest compute capability."""
+CLUSTER_CAPABILITY = (9, 0)
+"""The first compute capability with clusters of blocks: before it no attention over a selection may stop."""
+FLOAT8_CAPABILITY = (8, 9)
+"""The first compute capability with instructions for 8-bit floats."""
+MAX_WIDTH_WITHOUT_CLUSTERS = 512
+"""Query heads to a KV head times head size, at most, without clusters: a block must hold all sums of a row in its own
+shared memory."""
+MAX_PAGES_WITHOUT_CLUSTERS = 1 << 15
+"""Pages of a context, at most, without clusters, for the same reason."""
+
+
+HEAD_SIZE, GROUP, WIDTH = "head size", "query heads to a KV head", "query heads to a KV head times head size"
+PAGES_OF_A_CONTEXT, PAGES_READ = "pages of a context", "pages read"
+STOP_RULE, FLOAT8_STATISTICS, SHARED_MEMORY = "stop rule", "float8 statistics", "shared memory of a block"
+
+
+class Refusal(NamedTuple):
+    """Why the kernels do not serve a shape."""
+
+    field: str
+    """What is refused, one of the names above."""
+    got: int
+    allowed: str
+    most: int = 0
+    """The largest number that is served, where it is a number that limits."""
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """What a decode step over a selection is compiled for, as far as limits go."""
+
+    group_size: int
+    head_size: int
+    max_pages: int
+    """Pages of the longest context."""
+    k: int
+    """Pages that are read."""
+    stopping: bool = False
+    """Whether attention may stop."""
+    float8_statistics: bool = False
+    """Whether the vectors of the statistics are 8-bit floats."""
+
+
+def head_refusals(group_size: int, head_size: int) -> Iterator[Refusal]:
+    """Why no kernel serves these heads, if so."""
+    if head_size not in HEAD_SIZES:
+        yield Refusal(HEAD_SIZE, head_size, ", ".join(map(str, HEAD_SIZES[:-1])) + f" or {HEAD_SIZES[-1]}")
+    if group_size > MAX_GROUP:
+        yield Refusal(GROUP, group_size, f"up to {MAX_GROUP}", MAX_GROUP)
+
+
+def decode_refusals(shape: DecodeShape, capability: tuple[int, int]) -> Iterator[Refusal]:
+    """Why `sparse_decode` does not serve a shape on a GPU of a compute capability, if so."""
+    clusters = capability >= CLUSTER_CAPABILITY
+    if shape.float8_statistics and capability < FLOAT8_CAPABILITY:
+        yield Refusal(FLOAT8_STATISTICS, 1, "0 on this GPU")
+    if shape.stopping and not clusters:
+        yield Refusal(STOP_RULE, 1, "0 on this GPU")
+        return
+    width = shape.group_size * shape.head_size
+    if not clusters and width > MAX_WIDTH_WITHOUT_CLUSTERS:
+        yield Refusal(WIDTH, width, f"up to {MAX_WIDTH_WITHOUT_CLUSTERS} on this GPU", MAX_WIDTH_WITHOUT_CLUSTERS)
+    most_pages = MAX_PAGES if clusters else MAX_PAGES_WITHOUT_CLUSTERS
+    if shape.max_pages > most_pages:
+        yield Refusal(PAGES_OF_A_CONTEXT, shape.max_pages, f"up to {most_pages}", most_pages)
+    if shape.k > MAX_K:
+        yield Refusal(PAGES_READ, shape.k, f"up to {MAX_K}", MAX_K)
+    from sparse_kernels.sparse_decode.launches import most_shared_bytes
+
+    available = shared_bytes_of(capability)
+    needed = most_shared_bytes(shape, capability)
+    if needed > available:
+        yield Refusal(SHARED_MEMORY, needed, f"up to {available} bytes on this GPU", available)
+
+
+def shared_bytes_of(capability: tuple[int, int]) -> int:
+    """Shared memory that a block may ask for by compute capability, as NVIDIA's programming guide lists it.
+
+    What the guide did not list when this was written is taken for the least of them.
+    """
+    large = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
+    return 1024 * large.get(capability, 99)

@@ -1,0 +1,109 @@
+"""How the work of a decode step is laid out over a GPU, and the shared memory that it takes. Needs no GPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from sparse_kernels.cuda.shared_memory import (
+    chain_bytes,
+    is_wide,
+    least_cluster,
+    merging_bytes,
+    probe_bytes,
+    round_up,
+    score_bytes,
+    select_bytes,
+)
+from sparse_kernels.limits import CLUSTER_CAPABILITY, DecodeShape
+
+
+class Launch(NamedTuple):
+    """How the work of a row is laid out; its result does not depend on it."""
+
+    fused: bool
+    cluster: int
+    warps: int
+    blocks_per_sm: int
+
+
+# By the number of rows, as measured on an H200: about one wave of blocks, and large blocks where they suffice.
+_LAUNCHES = (
+    (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1)),
+    (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),
+    (66, Launch(True, cluster=2, warps=16, blocks_per_sm=1)),
+    (132, Launch(True, cluster=1, warps=16, blocks_per_sm=1)),
+    (1 << 62, Launch(True, cluster=1, warps=8, blocks_per_sm=2)),
+)
+# Where attention may stop a warp works on one chain at most.
+_STOPPING_LAUNCHES = (
+    (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1)),
+    (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),
+    (1 << 62, Launch(True, cluster=4, warps=8, blocks_per_sm=2)),
+)
+# A launch that only scores reads faster. That counts beyond this many pages, and with wide records from half as many on
+# where the rows keep every multiprocessor busy already.
+_MANY_PAGES = 1 << 15
+_WIDE_RECORD_BYTES = 256
+_MANY_ROWS = 224
+
+
+def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: tuple[int, int]) -> Launch:
+    """The launch configuration of a batch.
+
+    Args:
+        num_rows: query tokens times KV heads.
+        shape: what is compiled.
+        record_bytes: bytes of a page's vectors; 0 if nothing is scored.
+        capability: compute capability of the GPU.
+
+    Raises:
+        ValueError: if attention is to stop without clusters, where the chains of a row find no room.
+    """
+    clusters = capability >= CLUSTER_CAPABILITY
+    wide = is_wide(shape.group_size, shape.head_size)
+    if not clusters and shape.stopping:
+        raise ValueError(f"rule: got one on compute capability {capability[0]}.x, allowed: 9.0 or later")
+    if not clusters:
+        return Launch(False, 1, warps=8, blocks_per_sm=1 if wide else 2)
+    launches = _STOPPING_LAUNCHES if shape.stopping else _LAUNCHES
+    launch = next(launch for most_rows, launch in launches if num_rows <= most_rows)
+    if wide:
+        launch = launch._replace(cluster=8 if shape.stopping else launch.cluster, warps=8, blocks_per_sm=1)
+    # With many wide records half as many warps with twice the registers have as much on its way, and leave more cache.
+    if not shape.stopping and record_bytes >= _WIDE_RECORD_BYTES and 32 < num_rows <= 66:
+        launch = launch._replace(warps=8)
+    crowded = num_rows > _MANY_ROWS and record_bytes >= _WIDE_RECORD_BYTES
+    if record_bytes and shape.max_pages >= (_MANY_PAGES // 2 if crowded else _MANY_PAGES + 1):
+        launch = launch._replace(fused=False)
+    return launch._replace(cluster=max(launch.cluster, least_cluster(shape.group_size, shape.head_size)))
+
+
+def fixed_bytes(launch: Launch, shape: DecodeShape) -> int:
+    """Shared memory of a block but for values, keys and selected pages: `FIXED_BYTES` in decode.cu."""
+    stages = merging_bytes(shape.group_size, shape.head_size) + select_bytes(launch.warps)
+    stages = round_up(stages + score_bytes(shape.group_size, shape.head_size), 8)
+    return round_up(stages + (probe_bytes(launch.cluster, shape.group_size) if shape.stopping else 0), 16)
+
+
+def values_bytes(launch: Launch, shape: DecodeShape) -> int:
+    """Shared memory of a block for the sums of its chains."""
+    return chain_bytes(launch.cluster, shape.group_size, shape.head_size)
+
+
+def shared_bytes(launch: Launch, shape: DecodeShape) -> int:
+    """Shared memory of a block."""
+    values, keys = values_bytes(launch, shape), 2 * round_up(shape.max_pages, 8)
+    # A block that is alone has done with the keys when it attends.
+    both = max(values, keys) if launch.cluster == 1 else values + keys
+    return fixed_bytes(launch, shape) + both + 4 * shape.k
+
+
+def most_shared_bytes(shape: DecodeShape, capability: tuple[int, int]) -> int:
+    """Shared memory of a block, at most, whatever the number of rows."""
+    table = _STOPPING_LAUNCHES if shape.stopping else _LAUNCHES
+    rows = {most_rows for most_rows, _ in table} | {1, 33, _MANY_ROWS + 1}
+    return max(
+        shared_bytes(launch_of(num_rows, shape, record_bytes, capability), shape)
+        for num_rows in rows
+        for record_bytes in (0, _WIDE_RECORD_BYTES)
+    )

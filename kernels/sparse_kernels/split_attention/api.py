@@ -1,0 +1,71 @@
+"""Entry point of the split-attention operation."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.group_routing import GroupRouting
+from sparse_kernels.split_attention import reference
+from sparse_kernels.split_attention.pieces import MAX_SPLITS, Stopping
+
+
+def split_attention(
+    batch: DecodeBatch,
+    cache: KVCache,
+    softmax: Softmax,
+    *,
+    routing: GroupRouting | None = None,
+    stopping: Stopping | None = None,
+    splits: int = MAX_SPLITS,
+    output: DecodeOutput | None = None,
+) -> torch.Tensor:
+    """Attention of decoding tokens over their whole context, zero for skipped groups (SinkRouter, Eq. 14, and Split-K).
+
+    Decided on the device alone: no length is read by the host, and launches captured in a CUDA graph serve every later
+    batch of their size. How a context is cut follows from its length and from `splits`, so the bits of a token's
+    output depend on that token alone. Of a skipped group nothing is read but token 0's key.
+
+    With `stopping`, attention may stop early (ART, arXiv 2606.00024; see `stopping.pages_until_stable`). A piece is
+    then a block of the rule, and on a GPU several are read at a time: some beyond the stop may have been read, but
+    count for nothing. Contexts that are attended whole because they are short or their request says so, and those
+    without a complete page, are read to the end.
+
+    Args:
+        batch: the requests that decode.
+        cache: their keys and values.
+        softmax: how logits become weights; sink logits only with `stopping`.
+        routing: which KV groups are skipped, unless their context is attended whole; None for none.
+        stopping: when attention stops; None if it reads everything.
+        splits: pieces of a context, at most, without `stopping`. More of them fill a GPU with fewer contexts, and take
+            memory: for each token, query head and piece the float32 of an output. `splits_for` gives a number.
+        output: where to write; a new tensor of the query's dtype (bfloat16 for a float8 query) if left out.
+
+    Returns:
+        The output's heads, `[num_tokens, num_query_heads, head_size]`.
+
+    Raises:
+        ValueError: if the shapes disagree or a dtype is not supported.
+    """
+    batch.check(cache.num_kv_heads, cache.head_size)
+    cache.check()
+    softmax.check(batch.query.shape[1])
+    if not 1 <= splits <= MAX_SPLITS:
+        raise ValueError(f"splits: got {splits}, allowed: 1 to {MAX_SPLITS}")
+    if routing is not None:
+        routing.check(cache.num_kv_heads)
+    if stopping is not None:
+        stopping.rule.check(cache.page_size)
+    elif softmax.sink_logits is not None:
+        raise ValueError("sink_logits: got learned ones without a stop rule, allowed: None")
+    output = DecodeOutput.like(batch.query) if output is None else output
+    if batch.num_tokens == 0:
+        return output.heads
+    implementation = reference.split_attention
+    if batch.query.is_cuda:
+        from sparse_kernels.split_attention import cuda
+
+        implementation = cuda.split_attention
+    implementation(batch, cache, softmax, routing, stopping, splits, output)
+    return output.heads

@@ -1,0 +1,182 @@
+"""Split attention on CUDA: blocks to the pieces of each context, then one to each query head that adds the pieces up.
+
+Pieces are cut by the context's length, so that a few long contexts fill a GPU and the result does not depend on the
+batch. Blocks of skipped groups, and those beyond the pieces of a short context, end at once; with many rows a block
+takes several pieces.
+
+Under a rule blocks begin with the first pieces of all rows, and those of a row that has stopped end at once (scan.cuh).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.cuda.launch import FORMATS, kernel
+from sparse_kernels.cuda.params import (
+    CacheParams,
+    ContextParams,
+    MergeParams,
+    OutputParams,
+    PieceParams,
+    QueryParams,
+    RoutingParams,
+    ScanParams,
+    SoftmaxParams,
+    SplitParams,
+    StopParams,
+    pointer,
+)
+from sparse_kernels.cuda.shared_memory import is_wide, piece_bytes
+from sparse_kernels.group_routing import GroupRouting
+from sparse_kernels.split_attention.pieces import Stopping, pieces_of, rows_at_once, scratch_numbers, stop_scratch
+
+_ATTEND = Path(__file__).with_name("attend.cu")
+_MERGE = Path(__file__).with_name("merge.cu")
+LEAST_TOKENS = 256
+"""Tokens of a piece, at least."""
+_MERGING_THREADS = 512
+
+
+class _Blocks(NamedTuple):
+    """Blocks that attend."""
+
+    warps: int
+    per_sm: int
+    """Blocks of narrow heads that a multiprocessor has room for; of wide ones it has room for half as many."""
+
+
+_PLAIN = _Blocks(8, 2)
+_STOPPING = _Blocks(4, 4)
+"""While one block publishes its piece, or tests, the others of its multiprocessor read."""
+_WAVES = 2
+"""A GPU is filled with blocks so often, where rows and pieces give them: what skipped groups leave is then taken, and a
+block has several pieces for what it costs to begin."""
+
+
+class Launch(NamedTuple):
+    """What a launch may choose: no output depends on it."""
+
+    blocks: int
+    """About how many blocks share the pieces."""
+    pieces_per_test: int = 1
+    """Neighbouring pieces that are tested together, a power of two, 32 at most."""
+
+
+_STOPPING_BLOCKS = 8192
+"""About as many blocks where attention may stop: the pieces of a row are best begun one after the other."""
+_MOST_PIECES_PER_TEST = 4
+
+
+def _launch_of(stopping: bool, rows: int, filled: int) -> Launch:
+    if not stopping:
+        return Launch(_WAVES * filled)
+    # As many of a row's pieces are under way at the same time anyway.
+    together = max(1, min(_MOST_PIECES_PER_TEST, filled // rows))
+    return Launch(_STOPPING_BLOCKS, 1 << together.bit_length() - 1)
+
+
+def split_attention(
+    batch: DecodeBatch,
+    cache: KVCache,
+    softmax: Softmax,
+    routing: GroupRouting | None,
+    stopping: Stopping | None,
+    splits: int,
+    output: DecodeOutput,
+    launch: Launch | None = None,
+) -> None:
+    """See `api.split_attention`."""
+    if stopping is None:
+        _attend_and_merge(batch, cache, softmax, routing, None, splits, output, launch)
+        return
+    context_tokens = batch.block_table.shape[1] * cache.page_size * cache.keys.pages_per_block
+    pieces = pieces_of(context_tokens, stopping.rule)
+    rows_per_request = batch.tokens_per_request * cache.num_kv_heads
+    scratch = stopping.scratch
+    if scratch is None or len(scratch) < rows_per_request * scratch_numbers(pieces):
+        rows = batch.num_requests * rows_per_request
+        scratch = stop_scratch(stopping.rule, rows, context_tokens, batch.query.device)
+        stopping = replace(stopping, scratch=scratch)
+    most_rows = rows_at_once(pieces, batch.group_size(cache.num_kv_heads), cache.head_size)
+    at_once = max(1, min(most_rows, len(scratch) // scratch_numbers(pieces)) // rows_per_request)
+    for first in range(0, batch.num_requests, at_once):
+        last = min(first + at_once, batch.num_requests)
+        part = output.tokens(first * batch.tokens_per_request, last * batch.tokens_per_request)
+        _attend_and_merge(batch.requests(first, last), cache, softmax, routing, stopping, pieces, part, launch)
+
+
+def _attend_and_merge(
+    batch: DecodeBatch,
+    cache: KVCache,
+    softmax: Softmax,
+    routing: GroupRouting | None,
+    stopping: Stopping | None,
+    splits: int,
+    output: DecodeOutput,
+    launch: Launch | None,
+) -> None:
+    device, head_size, num_kv_heads = batch.query.device, cache.head_size, cache.num_kv_heads
+    group_size, rows = batch.group_size(num_kv_heads), batch.num_tokens * num_kv_heads
+    warps, blocks_per_sm = _STOPPING if stopping else _PLAIN
+    if is_wide(group_size, head_size):
+        blocks_per_sm //= 2
+    if launch is None:
+        filled = blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+        launch = _launch_of(stopping is not None, rows, filled)
+    shared_bytes = piece_bytes(warps, group_size, head_size, stopping is not None)
+    shape = {"GROUP": group_size, "HEAD_SIZE": head_size}
+    macros = {
+        **shape,
+        "QUERY": FORMATS[batch.query.dtype],
+        "KV": FORMATS[cache.keys.view.dtype],
+        "PAGE_SIZE": cache.page_size,
+        "BLOCK_TOKENS": cache.page_size * cache.keys.pages_per_block,
+        "LEAST_TOKENS": LEAST_TOKENS,
+        "WARPS": warps,
+        "BLOCKS_PER_SM": blocks_per_sm,
+        "STOP_TOKENS": stopping.rule.block_tokens if stopping else 0,
+        "SHARED_BYTES": shared_bytes,
+    }
+    attend = kernel(_ATTEND, device, macros, 32 * warps)
+    attend.reserve_shared(shared_bytes, blocks_per_sm)
+    parts = _MERGING_THREADS // head_size
+    macros = {**shape, "OUTPUT": FORMATS[output.heads.dtype], "SPLITS": 0 if stopping else splits, "PARTS": parts}
+    merge = kernel(_MERGE, device, macros, parts * head_size, "merge_pieces")
+
+    values = torch.empty((rows, splits, group_size * head_size), dtype=torch.float32, device=device)
+    weights = torch.empty((rows, splits, group_size, 2), dtype=torch.float32, device=device)
+    counts = torch.empty(rows, dtype=torch.int32, device=device)
+    pieces = PieceParams(pointer(values), pointer(weights), pointer(counts), splits)
+    scan = ScanParams()
+    if stopping is not None:
+        states = torch.empty((rows, group_size, 32, 4), dtype=torch.float32, device=device)
+        consecutive = torch.empty(rows, dtype=torch.int32, device=device)
+        scan = ScanParams(
+            pointer(stopping.scratch), pointer(states), pointer(consecutive), launch.pieces_per_test,
+            stopping.sink_pages,
+        )  # fmt: skip
+    cache_params, softmax_params, output_params = (
+        CacheParams.of(cache),
+        SoftmaxParams.of(softmax),
+        OutputParams.of(output),
+    )
+    rule = stopping.rule if stopping else None
+    shares = max(1, min(splits, launch.blocks // rows))
+    attend.launch(
+        (num_kv_heads, batch.num_tokens, shares) if stopping else (shares, num_kv_heads, batch.num_tokens),
+        SplitParams(
+            QueryParams.of(batch.query, batch.query_scale), cache_params, ContextParams.of(batch),
+            RoutingParams.of(routing), softmax_params, StopParams.of(rule), output_params, pieces, scan,
+        ),
+        shared_bytes,
+    )  # fmt: skip
+    merge.launch(
+        (group_size, num_kv_heads, batch.num_tokens),
+        MergeParams(pieces, scan, softmax_params, cache_params, output_params),
+    )

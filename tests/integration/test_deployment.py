@@ -1,0 +1,128 @@
+"""What people install and watch: the archives of a release, a server from its wheel, and the dashboard's queries."""
+
+import json
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from support.dashboard import queries, series_of, variable_series
+
+from vllm_sparse_plugin.cli.server import ServerSettings, run_server
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "models" / "needle-8m"
+EVERY_METRIC = {
+    "selection": {"budget_tokens": 128},
+    "routing": {"threshold": 0.5},
+    "termination": {"scale_tolerance": 1e-3, "block_tokens": 64},
+    "diagnostics": {"sample_every": 4},
+    "min_context_tokens": 0,
+}
+"""Settings with which a server has all the metrics that ours can have."""
+_ADDED_BY_PROMETHEUS = {"instance", "job"}
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, cwd=cwd, check=False, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def archives(tmp_path_factory) -> tuple[Path, Path]:
+    """The source archive, and the wheel that is built of it."""
+    folder = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
+    (source,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
+    return source, wheel
+
+
+@pytest.fixture(scope="module")
+def program(archives, tmp_path_factory) -> Path:
+    """`vllm-sparse` of an environment that has the wheel, beside the packages that this one has but the checkout."""
+    folder = tmp_path_factory.mktemp("installation")
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", archives[1], cwd=folder)
+    # The files of paths in a folder that such a file names are not read, so the checkout stays out.
+    packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    (Path(packages) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    return folder / "bin" / "vllm-sparse"
+
+
+def test_the_wheel_has_every_module_kernel_and_preset_and_nothing_else(archives):
+    wanted = {}
+    for folder, package in (("vllm_sparse_plugin", "vllm_sparse_plugin"), ("kernels/sparse_kernels", "sparse_kernels")):
+        wanted |= {f"{package}/{file.relative_to(ROOT / folder)}": file for file in (ROOT / folder).rglob("*.*")}
+    wanted |= {f"vllm_sparse_plugin/configs/{file.name}": file for file in (ROOT / "configs").glob("*.*")}
+    wanted = {name: file for name, file in wanted.items() if "__pycache__" not in name and file.is_file()}
+    assert {Path(name).suffix for name in wanted} == {".py", ".cu", ".cuh", ".yaml", ".typed"}
+    with zipfile.ZipFile(archives[1]) as wheel:
+        packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
+        assert packed == {*wanted}
+        assert all(wheel.read(name) == file.read_bytes() for name, file in wanted.items())
+
+
+def test_the_source_archive_has_what_the_wheel_is_built_of_alone(archives):
+    with tarfile.open(archives[0]) as source:
+        tops = {name.split("/")[1] for name in source.getnames() if "/" in name}
+    assert {"LICENSE", "README.md", "configs", "kernels", "pyproject.toml", "setup.py", "vllm_sparse_plugin"} <= tops
+    assert not tops & {"bench", "docker", "models", "research", "tests"}
+
+
+def test_an_installed_wheel_is_what_is_imported(program):
+    code = "import vllm_sparse_plugin, vllm_sparse_plugin.configs, sparse_kernels as k; print("
+    code += "vllm_sparse_plugin.__file__, vllm_sparse_plugin.configs.__file__, k.__file__, sep='\\n')"
+    files = run(program.with_name("python"), "-P", "-c", code, cwd=program.parent).splitlines()
+    assert len(files) == 3
+    assert all(Path(file).is_relative_to(program.parents[1]) for file in files)
+
+
+@pytest.fixture(scope="module")
+def labels(program) -> dict[str, set[str]]:
+    """Labels of every series that a server from the wheel has at `/metrics`, by name, after some requests."""
+    settings = ServerSettings(
+        MODEL, 2048, "unique", json.dumps({"sparse_attention": EVERY_METRIC}), (), program=(str(program),),
+        folder=program.parent,
+    )  # fmt: skip
+    with run_server("wheel", settings, Console()) as client:
+        for _ in range(3):
+            # Counters are written now and then.
+            reply = client.completions.create(
+                model=MODEL.name, prompt=[7] * 500, max_tokens=64, temperature=0, extra_body={"ignore_eos": True}
+            )
+            assert reply.usage.completion_tokens == 64
+        text = client._client.get(str(client.base_url).removesuffix("v1/") + "metrics").text
+    found: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found.setdefault(sample.name, set()).update(sample.labels)
+    return found
+
+
+@pytest.mark.parametrize("query", queries(), ids=lambda query: f"{query.panel}: {query.legend}")
+def test_a_query_of_the_dashboard_reads_what_a_server_has(query, labels):
+    series = series_of(query.expression)
+    assert series
+    for one in series:
+        assert one.name in labels
+        assert one.labels <= labels[one.name] | _ADDED_BY_PROMETHEUS
+
+
+def test_variables_of_the_dashboard_read_what_a_server_has(labels):
+    for one in variable_series():
+        assert one.labels <= labels[one.name] | _ADDED_BY_PROMETHEUS
+
+
+def test_every_metric_of_ours_is_on_the_dashboard(labels):
+    shown = {one.name for query in queries() for one in series_of(query.expression)}
+    assert {name for name in labels if name.startswith("vllm_sparse_")} == {
+        name for name in shown if name.startswith("vllm_sparse_")
+    }

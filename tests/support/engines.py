@@ -1,0 +1,112 @@
+"""Engines without a server, each in a process of its own that is forked from one which has imported vLLM.
+
+A server is three processes that import vLLM, twenty seconds of a core each; a fork takes none of them. The process that
+is forked has loaded no plugin and started no thread.
+"""
+
+import functools
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+from typing import Any
+
+MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
+_IMPORTED_ONCE = [
+    "vllm.entrypoints.llm",
+    "vllm.model_executor.models.llama",
+    "vllm.v1.engine.core",
+    "vllm.v1.metrics.loggers",
+    "vllm.v1.worker.cpu_worker",
+]
+
+
+@functools.cache
+def _context() -> ForkServerContext:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_IMPORTED_ONCE)
+    return context
+
+
+@contextmanager
+def _process() -> Iterator[ProcessPoolExecutor]:
+    """Yield a process that makes one call after the other, and runs an engine that it starts itself."""
+    with ProcessPoolExecutor(1, _context(), _keep_engines) as pool:
+        try:
+            yield pool
+        except BaseException:
+            # The pool waits for a call that a test has given up.
+            for process in multiprocessing.active_children():
+                process.kill()
+            raise
+
+
+def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of a module in a process that may start an engine, and return or raise what it does."""
+    with _process() as pool:
+        return pool.submit(function, *arguments).result()
+
+
+@dataclass(frozen=True)
+class Engine:
+    """An engine that runs in another process."""
+
+    _pool: ProcessPoolExecutor
+
+    def answer(
+        self, prompts: Sequence[str | list[int]], max_tokens: int = 16, ignore_eos: bool = False
+    ) -> list[list[int]]:
+        """The tokens that follow each of a batch of prompts, greedily."""
+        return self._pool.submit(_answer, list(prompts), max_tokens, ignore_eos).result()
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric over its labels."""
+        return sum_of_metric(self._pool.submit(_metrics).result(), name)
+
+
+@contextmanager
+def run_engine(backend: str | None, config: dict[str, Any] | None = None, **arguments: Any) -> Iterator[Engine]:
+    """Run an engine of the model with settings of the plugin and further arguments of `vllm.LLM`."""
+    arguments = {"max_model_len": 16_384, "max_num_batched_tokens": 4096, "attention_backend": backend} | arguments
+    if config is not None:
+        arguments["additional_config"] = {"sparse_attention": config}
+    with _process() as pool:
+        pool.submit(_start, arguments).result()
+        yield Engine(pool)
+
+
+def sum_of_metric(text: str, name: str) -> float:
+    """Sum the samples of all metrics whose names begin so, in the text that `/metrics` serves."""
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
+
+
+# What follows runs in the engine's process, which has one engine.
+
+
+def _keep_engines() -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+
+def _start(arguments: dict[str, Any]) -> None:
+    global _llm
+    from vllm import LLM
+
+    _llm = LLM(str(MODEL), enforce_eager=True, disable_log_stats=False, **arguments)
+
+
+def _answer(prompts: list[str | list[int]], max_tokens: int, ignore_eos: bool) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    inputs = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts]
+    return [list(done.outputs[0].token_ids) for done in _llm.generate(inputs, sampling, use_tqdm=False)]
+
+
+def _metrics() -> str:
+    from prometheus_client import REGISTRY, generate_latest
+
+    return generate_latest(REGISTRY).decode()

@@ -1,0 +1,81 @@
+"""Drives a whole engine through random schedules and checks the statistics in its cache after every step."""
+
+import random
+from collections import Counter
+
+import torch
+from sparse_kernels.page_statistics.reference import quantise, summarise
+from support.engines import MODEL
+from vllm import LLM, SamplingParams
+
+STEPS = 120
+CHUNK = 256
+BLOCKS = 18
+
+
+def check(layer, blocks: list[int], computed: int) -> int:
+    """Compares the stored statistics of a request's complete pages with those of the keys in its blocks."""
+    impl = layer.impl
+    page_size, per_block = impl.plan.page_size, impl.cache.keys.pages_per_block
+    page = torch.arange(computed // page_size)
+    block, within = torch.tensor(blocks)[page // per_block], page % per_block
+    keys = impl.cache.keys.gather(block[:, None], torch.arange(impl.num_kv_heads), within[:, None])
+    vectors, spread = summarise(impl.cache.statistics.kind, keys)
+    codes = impl.cache.statistics.kind.codes
+    stored, scales = codes.pack(vectors) if codes else quantise(vectors, torch.int8)
+    stored = stored if codes else stored.flatten(-2)
+    assert torch.equal(impl.cache.statistics.vectors[block, :, within], stored)
+    assert torch.equal(impl.cache.statistics.scales[block, :, within], scales)
+    if spread is not None:
+        assert torch.equal(impl.cache.statistics.spread[block, :, within], spread.bfloat16())
+    return len(page)
+
+
+def check_random_schedules(seed: int, backend: str) -> Counter[str]:
+    """Run an engine in this process and return how often what happened in it; AssertionError for wrong statistics."""
+    rng = random.Random(seed)
+    llm = LLM(
+        model=str(MODEL),
+        attention_backend=backend,
+        enforce_eager=True,
+        max_model_len=2048,
+        max_num_batched_tokens=CHUNK,
+        max_num_seqs=6,
+        num_gpu_blocks_override=BLOCKS,
+        kv_cache_memory_bytes=1 << 28,
+        additional_config={"sparse_attention": {"selection": {"budget_tokens": 128}, "min_context_tokens": 0}},
+    )
+    engine = llm.llm_engine
+    core = engine.engine_core.engine_core
+    scheduler = core.scheduler
+    runner = core.model_executor.driver_worker.worker.model_runner
+    layers = list(runner.compilation_config.static_forward_context.values())
+    garbage = torch.Generator().manual_seed(seed)
+    for layer in layers:
+        # Finite, as vLLM's own attention needs it beyond the context.
+        layer.kv_cache.copy_(torch.randn(layer.kv_cache.shape, generator=garbage) * 1e6)
+
+    prefixes = [[0] + [rng.randrange(3, 4000) for _ in range(400)] for _ in range(3)]
+    seen: Counter[str] = Counter()
+    live: dict[str, object] = {}
+    for step in range(STEPS):
+        if len(scheduler.running) + len(scheduler.waiting) < 6 and rng.random() < 0.6:
+            prompt = rng.choice(prefixes)[: rng.choice([0, 130, 256, 390])] or [0]
+            prompt = prompt + [rng.randrange(3, 4000) for _ in range(rng.choice([1, 7, 63, 200]))]
+            engine.add_request(
+                f"r{step}",
+                {"prompt_token_ids": prompt},
+                SamplingParams(temperature=0, max_tokens=rng.choice([1, 30, 100]), ignore_eos=True),
+            )
+        engine.step()
+        for request in scheduler.running:
+            # A first step computes at most a chunk, unless it starts from the prefix cache.
+            seen["hits"] += request.request_id not in live and request.num_computed_tokens > CHUNK
+            live[request.request_id] = request
+            blocks = scheduler.kv_cache_manager.get_block_ids(request.request_id)[0]
+            for layer in layers[::3]:
+                seen["pages"] += check(layer, blocks, request.num_computed_tokens)
+            seen["decodes"] += request.num_computed_tokens > request.num_prompt_tokens
+            seen["chunks"] += request.num_computed_tokens < request.num_prompt_tokens
+    seen["preemptions"] = sum(request.num_preemptions for request in live.values())
+    return seen

@@ -1,0 +1,224 @@
+import ast
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from typer import Context
+from typer.core import TyperGroup
+from typer.main import get_command
+
+from vllm_sparse_plugin.cli.app import app
+from vllm_sparse_plugin.config import KEY, resolve
+from vllm_sparse_plugin.registration import BACKENDS
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+PACKAGE = ROOT / "vllm_sparse_plugin"
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
+
+STANDS_FOR = {
+    "{field}.threshold": (f"{KEY}.routing.threshold",),
+    # A setting by its path, the name of a preset, an option with JSON; what `expect` names has a row of its own.
+    "{field}": (f"{KEY}.preset", "additional_config", "engine_args", f"{KEY}.diagnostics.sample_every"),
+    "{origin}": (f"{KEY}.config",),
+    "{option}": ("json", "output", "squad", "hotpotqa"),
+    "{', '.join(engine)}": ("attention_backend", "additional_config", "engine_args"),
+    "{', '.join(arguments)}": ("attention_backend", "additional_config", "engine_args"),
+    "{name}": (),  # a task of eval
+    "{' '.join(sentence.splitlines())}": (),  # any setting, by its path
+    "{FORCED_TOKENS_ARGUMENT}": (),  # refused by the server, for one request
+}
+"""Which fields the leads of messages stand for that are written with a variable."""
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def text_of(node: ast.expr) -> str:
+    """A string as it is written in the code: what is put in when the code runs stays in braces."""
+    match node:
+        case ast.Constant():
+            return str(node.value)
+        case ast.JoinedStr():
+            return "".join(text_of(value) for value in node.values)
+        case ast.FormattedValue():
+            return f"{{{ast.unparse(node.value)}}}"
+        case ast.BinOp():
+            return text_of(node.left) + text_of(node.right)
+        case _:
+            return f"{{{ast.unparse(node)}}}"
+
+
+def refusals() -> Iterator[tuple[str, str, str]]:
+    """What stands before `: got` in each refusal of the package, what was got, and where it is raised."""
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call):
+                continue
+            called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
+            place = f"{name_of(path)}:{node.lineno}"
+            if called == "expect":
+                yield text_of(node.args[1]), text_of(node.args[2]), place
+            elif called in ("ConfigurationError", "PydanticCustomError", "ValueError") and node.args:
+                lead, _, rest = text_of(node.args[called == "PydanticCustomError"]).partition(":")
+                if called != "ValueError" or rest.startswith(" got"):
+                    # What vLLM's checks say of a backend begins with the words "attention backend" and its name.
+                    lead = "attention backend" if lead.startswith("attention backend") else lead
+                    yield lead, rest.partition(", allowed")[0].removeprefix(" got"), place
+
+
+def refused_fields() -> dict[str, str]:
+    """Every field that a refusal names, and a place that does."""
+    fields = {}
+    for written, _, place in refusals():
+        lead = written.replace("{KEY}", KEY)
+        if "{" in lead:
+            assert lead in STANDS_FOR, f"{place}: say in STANDS_FOR which fields {lead!r} stands for"
+        fields |= dict.fromkeys(STANDS_FOR.get(lead, (lead,)), place)
+    return fields
+
+
+def entries(page: str) -> set[str]:
+    """The fields that have an entry on the page: list items that begin with them."""
+    heads = re.findall(r"^ *- ((?:`[^`]+`(?:, )?)+):", page, re.MULTILINE)
+    return {field for head in heads for field in re.findall(r"`([^`]+)`", head)}
+
+
+def code_lines(path: Path) -> Iterator[str]:
+    """Lines of the code blocks of a page, continued lines joined."""
+    text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in text.splitlines():
+        if line.startswith("    ") and not line.lstrip().startswith("-"):
+            yield line.strip()
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Every `vllm-sparse` command of the pages that has options of its own, as its arguments."""
+    found = []
+    for path in PAGES:
+        for line in code_lines(path):
+            if re.match(r"(python3 run\.py exec )?vllm-sparse ", line):
+                words = shlex.split(line, comments=True)
+                arguments = words[words.index("vllm-sparse") + 1 :]
+                if arguments and arguments[0] not in ("serve", "bench"):
+                    found.append((f"{name_of(path)}: {line}", arguments))
+    return found
+
+
+def settings() -> list[tuple[str, str, dict]]:
+    """Every `sparse_attention` of the pages' commands, and the backend that is chosen beside it."""
+    found = []
+    for path in PAGES:
+        for line in code_lines(path):
+            if match := re.search(r"--additional-config '([^']*)'", line):
+                backend = re.search(r"--attention-backend (\w+)", line)
+                found.append((f"{name_of(path)}: {line}", backend[1] if backend else "unique", json.loads(match[1])))
+    return found
+
+
+def test_the_readme_fits_a_few_screens_and_helps_in_the_first():
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 150
+    first = "\n".join(lines[:40])
+    for help_in_it in ("pip install", "vllm serve MODEL --attention-backend unique", "\n## Try it\n"):
+        assert help_in_it in first
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_lines_can_be_read(path):
+    long = [(number, len(line)) for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) >= 200]
+    assert long == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_links_to_files_lead_somewhere(path):
+    # mkdocs checks the same for the site, and the README is no part of it.
+    for target in re.findall(r"\]\((?!\w+:|#)([^)\s]+)\)", path.read_text(encoding="utf-8")):
+        file, _, anchor = target.partition("#")
+        there = path.parent / file
+        assert there.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, target
+
+
+def test_every_backend_has_a_page_with_the_same_questions():
+    for backend in BACKENDS.values():
+        method = "unique" if backend == "unique_paper" else backend
+        page = (ROOT / "docs" / "methods" / f"{method}.md").read_text(encoding="utf-8")
+        assert f"--attention-backend {backend}" in page
+        headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
+        wanted = ("What this backend does", "Where it departs", "Measured", "Use it when", "Do not use it when")
+        assert [heading for heading in headings if heading in wanted] == list(wanted), backend
+
+
+def test_every_page_is_in_the_navigation():
+    def names(nav: object) -> Iterator[str]:
+        if isinstance(nav, str):
+            yield nav
+        elif isinstance(nav, dict):
+            yield from names(list(nav.values()))
+        elif isinstance(nav, list):
+            for entry in nav:
+                yield from names(entry)
+
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    pages = {str(path.relative_to(ROOT / "docs")) for path in PAGES if path != README}
+    assert {name for name in names(nav) if not name.startswith("../")} == pages
+
+
+def test_troubleshooting_has_every_refusal_and_no_other():
+    fields = refused_fields()
+    listed = entries(TROUBLESHOOTING.read_text(encoding="utf-8"))
+    assert {field: place for field, place in fields.items() if field not in listed} == {}
+    assert listed - set(fields) == set()
+
+
+def test_troubleshooting_has_every_notice_and_no_other():
+    tree = ast.parse((PACKAGE / "notices.py").read_text(encoding="utf-8"))
+    sentences = [
+        text_of(node.value)
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef) and function.name.startswith("_about_")
+        for node in ast.walk(function)
+        if isinstance(node, ast.Return) and node.value is not None
+    ]
+    fields = {sentence.partition(":")[0].removeprefix("{KEY}.") for sentence in sentences}
+    section = TROUBLESHOOTING.read_text(encoding="utf-8").partition("### Notices")[2].partition("\n## ")[0]
+    listed = {
+        field for cell in re.findall(r"^\| (`[^|]*`) \|", section, re.M) for field in re.findall(r"`(.*?)`", cell)
+    }
+    assert fields >= {"selection.lambda", "routing.{form}"}
+    assert listed == {field.replace("{form}", form) for field in fields for form in ("threshold", "cubic")}
+
+
+def test_troubleshooting_says_what_is_wrong_with_a_model():
+    page = re.sub(r"[*`]", "", TROUBLESHOOTING.read_text(encoding="utf-8"))
+    reasons = [re.sub(r"\{[^}]*\}", "", got).strip() for lead, got, _ in refusals() if lead == "model"]
+    told = [reason for reason in reasons if len(reason) > len("with")]
+    assert "with MLA" in told
+    assert [reason for reason in told if reason not in page] == []
+
+
+@pytest.mark.parametrize(("line", "arguments"), [pytest.param(*case, id=case[0][:60]) for case in commands()])
+def test_commands_of_the_pages_have_the_options_that_they_are_given(line, arguments):
+    command = get_command(app)
+    for word in arguments:
+        if isinstance(command, TyperGroup) and word in command.commands:
+            _, command, _ = command.resolve_command(Context(command), [word])
+        elif word.startswith("--"):
+            assert word in [option for parameter in command.params for option in parameter.opts], line
+
+
+@pytest.mark.parametrize(("line", "backend", "config"), [pytest.param(*case, id=case[0][:60]) for case in settings()])
+def test_settings_of_the_pages_are_settings(line, backend, config):
+    assert list(config) == [KEY], line
+    if "config" not in config[KEY]:
+        resolve(config[KEY], BACKENDS[backend.upper()])

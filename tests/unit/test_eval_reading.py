@@ -1,0 +1,68 @@
+import pytest
+import torch
+
+from vllm_sparse_plugin.diagnostics.live import SKIPPED, VISITS, DeviceCounts, count_totals
+from vllm_sparse_plugin.eval.reading import CountingWorker, ReadShare, resolve_arguments
+
+BLOCKS, STOPPED = (ratio.name for ratio in VISITS)
+(ROUTED,) = (ratio.name for ratio in SKIPPED)
+LAYERS, HEAD_SIZE, CONTEXT = 8, 64, 16384
+
+
+def share_of(backend: str | None, settings: dict, before: list[dict], after: list[dict]) -> float:
+    arguments = {"attention_backend": backend, "additional_config": {"sparse_attention": settings}}
+    return ReadShare(resolve_arguments(arguments), LAYERS, HEAD_SIZE).of(CONTEXT, before, after)
+
+
+def test_vllms_own_attention_reads_everything():
+    assert resolve_arguments({}) is None
+    assert resolve_arguments({"attention_backend": "FLASH_ATTN"}) is None
+    assert share_of(None, {}, [], []) == 1.0
+
+
+def test_a_selection_reads_what_its_settings_say():
+    selection = resolve_arguments({"attention_backend": "UNIQUE"}).selection
+    assert share_of("unique", {}, [], []) == selection.kv_read_share(CONTEXT, HEAD_SIZE)
+    dense_layers = share_of("unique", {"first_dense_layers": 2}, [], [])
+    assert dense_layers == pytest.approx((2 + 6 * selection.kv_read_share(CONTEXT, HEAD_SIZE)) / LAYERS)
+
+
+def test_attention_that_stops_reads_what_its_workers_have_counted_since():
+    before = [{STOPPED: (100, 200)}, {STOPPED: (0, 0)}]
+    after = [{STOPPED: (350, 700)}, {STOPPED: (50, 700)}]
+    assert share_of("art", {}, before, after) == (250 + 50) / (500 + 700)
+
+
+def test_layers_that_are_routed_read_what_is_not_skipped():
+    before, after = [{ROUTED: (0, 0)}], [{ROUTED: (30, 40)}]
+    # Two layers are never routed.
+    assert share_of("sinkrouter", {}, before, after) == pytest.approx((2 + 6 * 0.25) / LAYERS)
+    both = share_of("sinkrouter", {"termination": {}}, [{}], [{ROUTED: (30, 40), STOPPED: (1, 2)}])
+    assert both == pytest.approx((2 * 0.5 + 6 * 0.25 * 0.5) / LAYERS)
+
+
+def test_what_is_counted_depends_on_the_settings():
+    for backend, settings, is_counted in (
+        ("unique", {}, False), ("dense", {}, False), ("art", {}, True), ("sinkrouter", {}, True),
+        ("unique", {"termination": {}}, True), (None, {}, False),
+    ):  # fmt: skip
+        arguments = {"attention_backend": backend, "additional_config": {"sparse_attention": settings}}
+        assert ReadShare(resolve_arguments(arguments), LAYERS, HEAD_SIZE).is_counted == is_counted
+
+
+def test_a_worker_tells_what_all_its_layers_have_counted():
+    before = count_totals()
+    stopping = DeviceCounts([(0, range(2)), (1, range(2))], VISITS, 4, torch.device("cpu"))
+    routed = DeviceCounts([(0, range(2))], SKIPPED, 2, torch.device("cpu"))
+    for counters in stopping.of_layers:
+        counters += torch.tensor([1, 3, 512, 2048])
+    routed.of_layers[0][0] += torch.tensor([4, 5])
+    after = CountingWorker().sparse_count_totals()
+
+    def grown(name: str) -> tuple[int, int]:
+        sums = (totals.get(name, (0, 0)) for totals in (after, before))
+        return tuple(new - old for new, old in zip(*sums, strict=True))
+
+    assert grown(STOPPED) == (4 * 512, 4 * 2048)
+    assert grown(BLOCKS) == (12, 4)
+    assert grown(ROUTED) == (4, 5)

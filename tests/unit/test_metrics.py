@@ -1,0 +1,84 @@
+"""Metrics reach every worker that can have them, and never end an engine."""
+
+import logging
+import os
+
+import pytest
+import torch
+from prometheus_client import CollectorRegistry
+from sparse_kernels.paging import PagedTensor
+from vllm.ray.ray_env import get_env_vars_to_copy
+
+from vllm_sparse_plugin.diagnostics import live
+
+
+@pytest.fixture(autouse=True)
+def warnings(monkeypatch) -> list[str]:
+    """What the log says; no folder is known."""
+    for name in (live._VLLM_FOLDER, live._OUR_FOLDER, live._COPIED_TO_RAY):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(live, "_said", set())
+    monkeypatch.setattr(live, "REGISTRY", CollectorRegistry())
+    lines: list[str] = []
+    logger = logging.getLogger("vllm.vllm_sparse_plugin.diagnostics.live")
+    monkeypatch.setattr(logger, "warning", lambda text, *values: lines.append(text % values))
+    return lines
+
+
+def count_for_a_while() -> None:
+    counts = live.DeviceCounts([(0, range(2))], live.SKIPPED, 2, torch.device("cpu"))
+    for _ in range(4 * live.COUNTED_STEPS):
+        counts.of_layers[0].add_(torch.tensor([[1, 2], [1, 2]]))
+        counts.step()
+
+
+def test_a_worker_without_a_folder_goes_on(warnings):
+    count_for_a_while()
+    (line,) = warnings
+    assert line.endswith("they are not published (KeyError: 'SPARSE_PLUGIN_METRICS_DIR')")
+
+
+def test_a_worker_whose_folder_is_gone_goes_on(warnings, monkeypatch, tmp_path):
+    monkeypatch.setenv(live._OUR_FOLDER, str(tmp_path / "gone"))
+    count_for_a_while()
+    (line,) = warnings
+    assert "they are not published (FileNotFoundError" in line
+
+
+def test_an_engine_that_can_make_no_folder_starts_and_goes_on(warnings, monkeypatch):
+    def full(**_: object) -> str:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(live.tempfile, "mkdtemp", full)
+    live.expose()
+    count_for_a_while()
+    assert [line.partition(": ")[2] for line in warnings] == [
+        "there are none (OSError: [Errno 28] No space left on device)",
+        "they are not published (KeyError: 'SPARSE_PLUGIN_METRICS_DIR')",
+    ]
+
+
+@pytest.mark.parametrize("others", [None, "", "MINE,", "MINE,YOURS"])
+def test_the_folder_is_known_to_workers_of_ray(others, monkeypatch):
+    if others is not None:
+        monkeypatch.setenv(live._COPIED_TO_RAY, others)
+    live.expose()
+    copied = get_env_vars_to_copy()
+    assert live._OUR_FOLDER in copied
+    assert {name for name in (others or "").split(",") if name} <= copied
+    names = os.environ[live._COPIED_TO_RAY]
+    live.expose()
+    assert os.environ[live._COPIED_TO_RAY] == names
+
+
+def test_a_token_that_does_not_fit_the_memory_is_not_measured(warnings, monkeypatch):
+    def too_large(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(live, "measure", too_large)
+    pages = PagedTensor.from_rows(torch.zeros(4, 1, 16, 8), 8)
+    query, read = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, dtype=torch.int64)
+    live.LayerQuality(0, 0).record(query, pages, pages, torch.arange(4), 40, read, 1.0, None, 0.0)
+    (line,) = warnings
+    assert line.endswith("a token cannot be measured (OutOfMemoryError: CUDA out of memory)")

@@ -1,0 +1,29 @@
+"""Our part of the configuration of the engine that this process loads.
+
+vLLM calls class methods of a backend with and without its configuration at hand, but it builds the layers with it, and
+first. So the layers leave our settings here, and the class methods find them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
+
+from vllm_sparse_plugin.admission import settings_of
+from vllm_sparse_plugin.config import ResolvedConfig, resolve
+
+_remembered: list[Any] = []
+
+
+def remember() -> None:
+    """Keeps our settings of the configuration that vLLM builds a layer with."""
+    _remembered[:] = [settings_of(get_current_vllm_config())]
+
+
+def current(preset: str) -> ResolvedConfig:
+    """The configuration of the engine being loaded, for a backend of this preset."""
+    vllm_config = get_current_vllm_config_or_none()
+    if vllm_config is not None:
+        return resolve(settings_of(vllm_config), preset)
+    return resolve(_remembered[0] if _remembered else None, preset)

@@ -1,0 +1,188 @@
+"""What each attention layer does with the tokens that decode: decided once, when an engine starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from sparse_kernels.batch import PageSelection
+from sparse_kernels.group_routing import GroupRouting
+from sparse_kernels.page_statistics import StatisticsLayout
+from sparse_kernels.split_attention import Stopping
+from sparse_kernels.stopping import StopRule
+from vllm.config import VllmConfig
+from vllm.model_executor.layers.attention import Attention
+from vllm.model_executor.models.utils import extract_layer_index
+
+from vllm_sparse_plugin.config import ResolvedConfig
+from vllm_sparse_plugin.diagnostics.live import SKIPPED, VISITS, ContextReads, DeviceCounts, LayerQuality
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.policies import EveryPage, Selection
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """What one attention layer does with the tokens that decode."""
+
+    block_size: int
+    """Tokens of a cache block."""
+    page_size: int
+    """Tokens of a page."""
+    dense_tokens: int
+    """Contexts of up to this many tokens are attended whole."""
+    statistics: StatisticsLayout | None = None
+    """Layout of the statistics that the layer keeps in its blocks; None if it keeps none."""
+    selector: Selection | None = None
+    """The policy that chooses the pages that are read; None for a layer that reads everything."""
+    stop_rule: StopRule | None = None
+    """When attention over the chosen pages stops; None for never."""
+    routing: GroupRouting | None = None
+    """Which KV groups are skipped; None for none."""
+    counters: torch.Tensor | None = None
+    """`[num_kv_heads, 4]` int64, see `stopping.count_reads`; only where attention may stop."""
+    quality: LayerQuality | None = None
+    """Measures sampled tokens, if any are to be."""
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether decoding tokens of this layer attend in our kernels."""
+        return self.selector is not None or self.routing is not None
+
+    @property
+    def page_selection(self) -> PageSelection | None:
+        """The selection as the fused kernels take it; None where every page may be read."""
+        if self.selector is None or self.selector.reads_every_page:
+            return None
+        return self.selector.page_selection()
+
+    def stopping(self, scratch: torch.Tensor | None = None) -> Stopping | None:
+        """When attention to every page stops; None where pages are selected or everything is read."""
+        if self.selector is None or self.stop_rule is None or not self.selector.reads_every_page:
+            return None
+        return Stopping(self.stop_rule, self.selector.sink_pages, scratch)
+
+
+class LayerGroup(NamedTuple):
+    """The plans of the layers that share a metadata builder, and what is counted for them."""
+
+    plans: dict[str, LayerPlan]
+    counts: list[DeviceCounts]
+    """What kernels count on the device."""
+    reads: ContextReads | None
+    """What lengths say of the tokens read; None if no layer selects, or where attention may stop."""
+
+
+def plan_layers(
+    layers: Mapping[str, Attention],
+    sparse: ResolvedConfig,
+    vllm_config: VllmConfig,
+    block_size: int,
+    statistics: StatisticsLayout | None,
+    device: torch.device,
+) -> LayerGroup:
+    """Plans for a group of layers by name.
+
+    Args:
+        layers: the layers; those that attend to a window or a chunk alone are left dense.
+        sparse: our configuration.
+        vllm_config: vLLM's.
+        block_size: tokens of a cache block.
+        statistics: layout of the statistics rows in the blocks of these layers, if they have any.
+        device: where the layers run.
+
+    Raises:
+        ConfigurationError: for routed layers with learned sinks, which leave the first token nothing to stand for.
+    """
+    routing, skipped = _routing_of(layers, sparse, vllm_config, device)
+    selecting = {name: layer for name, layer in layers.items() if selects_pages(layer, sparse)}
+    reads = _counts_of_reads(selecting, sparse, vllm_config, device)
+    counters = dict(zip(selecting, reads.of_layers, strict=True)) if reads else {}
+    plans = {}
+    for name, layer in layers.items():
+        quality = None
+        if sparse.config.diagnostics.sample_every:
+            quality = LayerQuality(extract_layer_index(layer.layer_name), first_kv_head(vllm_config))
+        plans[name] = LayerPlan(
+            block_size=block_size,
+            page_size=(sparse.selector or EveryPage()).page_size,
+            dense_tokens=sparse.config.min_context_tokens - 1,
+            statistics=statistics if attends_whole_context(layer) else None,
+            selector=sparse.selector if name in selecting else None,
+            stop_rule=sparse.stop_rule if name in selecting else None,
+            routing=routing.get(name),
+            counters=counters.get(name),
+            quality=quality,
+        )
+    counts = [counts for counts in (skipped, reads) if counts is not None]
+    return LayerGroup(plans, counts, _reads_by_length(sparse) if selecting else None)
+
+
+def attends_whole_context(layer: Attention) -> bool:
+    """Whether a layer attends to its whole context, not to a window or a chunk of it."""
+    return layer.sliding_window is None and getattr(layer, "attention_chunk_size", None) is None
+
+
+def selects_pages(layer: Attention, sparse: ResolvedConfig) -> bool:
+    """Whether decoding tokens of a layer read selected pages."""
+    if sparse.selector is None or not attends_whole_context(layer):
+        return False
+    # A layer that shares another's cache can only read statistics that the other one writes.
+    owner = layer.kv_sharing_target_layer_name or layer.layer_name
+    return extract_layer_index(owner) >= sparse.config.first_dense_layers
+
+
+def first_kv_head(vllm_config: VllmConfig) -> int:
+    """The first of this worker's KV heads, numbered over all tensor-parallel workers."""
+    parallel = vllm_config.parallel_config
+    total = vllm_config.model_config.get_total_num_kv_heads()
+    # Tensor-parallel workers are numbered first; with fewer heads than workers, some have copies of one.
+    return int(parallel.rank % parallel.tensor_parallel_size * total // parallel.tensor_parallel_size)
+
+
+def _routing_of(
+    layers: Mapping[str, Attention], sparse: ResolvedConfig, vllm_config: VllmConfig, device: torch.device
+) -> tuple[dict[str, GroupRouting], DeviceCounts | None]:
+    """The routing of the layers that are routed, and the counts of what they skip."""
+    routing = sparse.routing
+    if routing is None:
+        return {}, None
+    routed = {
+        name: layer
+        for name, layer in layers.items()
+        if attends_whole_context(layer) and extract_layer_index(name) >= routing.dense_layers
+    }
+    if not routed:
+        return {}, None
+    if any(getattr(layer.impl, "sinks", None) is not None for layer in routed.values()):
+        raise ConfigurationError("model: got learned attention sinks, allowed with routing: models without")
+    numbered = _numbered(routed, vllm_config)
+    counts = DeviceCounts(numbered, SKIPPED, 2, device)
+    of_layer = {
+        name: routing.of_layer(index, heads, device, counted)
+        for name, (index, heads), counted in zip(routed, numbered, counts.of_layers, strict=True)
+    }
+    return of_layer, counts
+
+
+def _counts_of_reads(
+    selecting: Mapping[str, Attention], sparse: ResolvedConfig, vllm_config: VllmConfig, device: torch.device
+) -> DeviceCounts | None:
+    """Counts of how far the layers that may stop have read; None if none may."""
+    if sparse.stop_rule is None or not selecting:
+        return None
+    return DeviceCounts(_numbered(selecting, vllm_config), VISITS, 4, device)
+
+
+def _reads_by_length(sparse: ResolvedConfig) -> ContextReads | None:
+    """What counts the tokens that a budget reads; None where attention may stop before."""
+    if sparse.selector is None or sparse.stop_rule is not None:
+        return None
+    return ContextReads(sparse.selector.page_size, sparse.selector.budget_pages, sparse.config.min_context_tokens - 1)
+
+
+def _numbered(layers: Mapping[str, Attention], vllm_config: VllmConfig) -> list[tuple[int, range]]:
+    """Index and KV heads of each layer, numbered over all tensor-parallel workers."""
+    first = first_kv_head(vllm_config)
+    return [(extract_layer_index(name), range(first, first + layer.num_kv_heads)) for name, layer in layers.items()]

@@ -1,0 +1,96 @@
+"""vLLM's KV connectors, told what the blocks of our backends hold.
+
+A block that leaves its engine, to a file, another store or another engine, is found again by its tokens, the model's
+name and the numbers that vLLM knows of its layout. Page statistics are part of the block and none of these: those of
+another kind or format take as many bytes, and a page would be scored by what is none of its keys. So our connectors
+are vLLM's, constructed with a model name that ends in what the statistics are: files get other names, and the
+handshake of two engines fails.
+
+vLLM finds the classes here because admission names this module in `kv_connector_module_path`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import TYPE_CHECKING, Any
+
+from vllm_sparse_plugin.compat import chosen_backend
+from vllm_sparse_plugin.config import ResolvedConfig, resolve
+from vllm_sparse_plugin.names import BACKENDS, KEY
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector", "DecodeBenchConnector")
+"""KV connectors that move whole blocks, statistics rows included, or, to measure time, fill them with noise."""
+STATISTICS_VERSION = 1
+"""To be raised whenever a page's statistics of the same name come to be other bytes; `test_connectors.py` has some."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in CONNECTORS:
+        raise AttributeError(name)
+    return _connector(name)
+
+
+@functools.cache
+def _connector(name: str) -> type:
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    theirs: Any = KVConnectorFactory.get_connector_class_by_name(name)
+
+    class Connector(theirs):  # type: ignore[misc]
+        def __init__(self, vllm_config: VllmConfig, role: Any, kv_cache_config: KVCacheConfig) -> None:
+            super().__init__(with_block_contents(vllm_config, kv_cache_config), role, kv_cache_config)
+
+    Connector.__name__ = Connector.__qualname__ = name
+    return Connector
+
+
+def with_block_contents(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmConfig:
+    """The same configuration with a model name that ends in what the blocks hold besides keys and values."""
+    name = chosen_backend(vllm_config, BACKENDS)
+    if name is None:
+        return vllm_config
+    config = resolve(vllm_config.additional_config.get(KEY), BACKENDS[name])
+    contents = block_contents(config, kv_cache_config)
+    if not contents:
+        return vllm_config
+    renamed = copy.copy(vllm_config)
+    renamed.model_config = copy.copy(vllm_config.model_config)
+    renamed.model_config.model = f"{vllm_config.model_config.model}+{contents}"
+    return renamed
+
+
+def block_contents(config: ResolvedConfig, kv_cache_config: KVCacheConfig) -> str:
+    """Everything that the bytes of a block follow from besides its keys and values, as a part of a file's name.
+
+    Args:
+        config: the settings of the backend.
+        kv_cache_config: the blocks of all layers, as vLLM lays them out.
+
+    Returns:
+        Nothing if blocks hold nothing else.
+    """
+    from vllm.v1.kv_cache_interface import AttentionSpec
+
+    shapes = set()
+    for group in kv_cache_config.kv_cache_groups:
+        # A group of layers of different shapes has a specification for each.
+        specs = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
+        shapes |= {
+            (spec.block_size, spec.head_size, str(spec.dtype).removeprefix("torch."), spec.dtype.itemsize)
+            for spec in specs
+            if isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1
+        }
+    parts = []
+    for block_size, head_size, dtype, itemsize in sorted(shapes):
+        if layout := config.selection.statistics_layout(head_size, itemsize):
+            parts.append(
+                f"{layout.kind.name}-{layout.format}-page{layout.page_size}-block{block_size}-head{head_size}-{dtype}"
+            )
+    if not parts:
+        return ""
+    return "+".join([f"statistics{STATISTICS_VERSION}-from-layer{config.config.first_dense_layers}", *parts])

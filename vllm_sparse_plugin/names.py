@@ -1,0 +1,16 @@
+"""The names that users write; nothing else of the plugin is needed to know them."""
+
+BACKENDS: dict[str, str] = {
+    "UNIQUE": "unique",
+    "UNIQUE_PAPER": "unique_paper",
+    "QUEST": "quest",
+    "INFLLM": "infllm",
+    "MEAN": "mean",
+    "STREAMING_LLM": "streaming_llm",
+    "DENSE": "dense",
+    "SINKROUTER": "sinkrouter",
+    "ART": "art",
+}
+"""Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
+KEY = "sparse_attention"
+"""Key of our settings in vLLM's `--additional-config`."""
