@@ -93,4 +93,4 @@ def block_contents(config: ResolvedConfig, kv_cache_config: KVCacheConfig) -> st
             )
     if not parts:
         return ""
-    return "+".join([f"statistics{STATISTICS_VERSION}-from-layer{config.config.first_dense_layers}", *parts])
+    return "+".join([f"statistics{STATISTICS_VERSION}", *parts])

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm_sparse_plugin import compat
-from vllm_sparse_plugin.names import BACKENDS as BACKENDS
-from vllm_sparse_plugin.names import KEY
+from vllm_sparse_plugin.names import BACKENDS, KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

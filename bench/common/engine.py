@@ -16,7 +16,7 @@ from vllm_sparse_plugin.cli.arguments import parse_additional_config
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.registration import BACKENDS
+from vllm_sparse_plugin.names import BACKENDS
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -13,8 +13,8 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import customize_attention_spec
 
+from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import Selection
-from vllm_sparse_plugin.registration import BACKENDS
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from vllm_sparse_plugin.admission import admit
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.config.routing import identify
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.registration import BACKENDS
+from vllm_sparse_plugin.names import BACKENDS
 
 SMALL = {
     "vocab_size": 256,
@@ -166,6 +166,35 @@ REFUSED = {
         connector("ExampleConnector"),
         f"kv_connector: got ExampleConnector, {UNIQUE}one that keeps page statistics: "
         "OffloadingConnector, SimpleCPUOffloadConnector, NixlConnector or DecodeBenchConnector",
+    ),
+    "connector of another module": (
+        {
+            "kv_transfer_config": {
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_both",
+                "kv_connector_module_path": "mine.connectors",
+            }
+        },
+        f"kv_connector_module_path: got mine.connectors, {UNIQUE}none",
+    ),
+    "engines that need not agree": (
+        {
+            "kv_transfer_config": {
+                "kv_connector": "NixlConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"enforce_handshake_compat": False},
+            }
+        },
+        f"kv_connector_extra_config.enforce_handshake_compat: got false, {UNIQUE}true: engines must agree on their "
+        "page statistics",
+    ),
+    "offloading to LMCache": (
+        {"kv_offloading_size": 1.0, "kv_offloading_backend": "lmcache"},
+        f"kv_offloading_backend: got lmcache, {UNIQUE}native",
+    ),
+    "prompts whose last token is told apart by vLLM alone": (
+        {"kv_sharing_fast_prefill": True},
+        f"kv_sharing_fast_prefill: got true, {UNIQUE}false",
     ),
     "two backends by kind": (
         {"attention_backend": None, "attention_config": {"backend_per_kind": PER_KIND}},
@@ -494,6 +523,48 @@ def test_admitted_on_cuda(cache_dtype, head_size, folder, monkeypatch):
     admit(config, BACKENDS)
 
 
+def test_batches_in_parts_are_refused(folder):
+    config = engine_config(folder())
+    config.parallel_config.enable_dbo = True
+    with pytest.raises(ConfigurationError, match=r"^enable_dbo, ubatch_size: got batches in parts, .*: neither$"):
+        admit(config, BACKENDS)
+
+
+def test_caches_of_one_and_two_bytes_in_one_model(folder, monkeypatch):
+    config = engine_config(folder(head_dim=128))
+    on_cuda(monkeypatch)
+    config.cache_config.kv_cache_dtype_skip_layers = ["sliding_window"]
+    admit(config, BACKENDS)
+    config.cache_config.cache_dtype = "fp8"
+    with pytest.raises(ConfigurationError) as caught:
+        admit(config, BACKENDS)
+    assert str(caught.value) == f"kv_cache_dtype_skip_layers: got sliding_window, {UNIQUE}none with fp8"
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (12, 0), (12, 1)])
+def test_gpus_with_less_shared_memory_take_narrower_groups(capability, folder, monkeypatch):
+    config = engine_config(folder(head_dim=128, num_attention_heads=8, num_key_value_heads=1))
+    for large in ((9, 0), (10, 0)):
+        on_cuda(monkeypatch, large)
+        admit(config, BACKENDS)
+    on_cuda(monkeypatch, capability)
+    with pytest.raises(ConfigurationError, match=r"got 1024, .*: up to 512 on this GPU$"):
+        admit(config, BACKENDS)
+
+
+@pytest.mark.parametrize(("preset", "least"), [("unique", 16), ("quest", 64), ("dense", 16)])
+def test_blocks_that_vllm_chooses_for_several_backends_hold_whole_units_on_cuda(preset, least, folder):
+    from vllm.platforms.interface import Platform
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    from vllm_sparse_plugin.attention.cuda import SparseCUDABackend
+
+    names = {"preset": preset, "get_name": staticmethod(preset.upper)}
+    backend = type(preset.upper(), (SparseCUDABackend,), names)
+    config = engine_config(folder(head_dim=128), attention_backend=preset)
+    assert Platform._preferred_block_size_for_backends([backend, FlashAttentionBackend], 16, config) == least
+
+
 def test_block_size_that_an_fp8_cache_cannot_have_on_cuda(folder, monkeypatch):
     config = engine_config(folder(head_dim=128), block_size=32)
     on_cuda(monkeypatch)
@@ -514,6 +585,14 @@ def test_blocks_of_an_fp8_cache_are_as_long_as_its_statistics_need(folder, monke
         config.cache_config.cache_dtype = dtype
         with set_current_vllm_config(config):
             assert backend.get_preferred_block_size(16) == wanted
+
+
+def test_a_block_size_that_vllm_has_yet_to_choose(folder):
+    # vLLM 0.33 chooses it on a CPU, too, after this check, and asks the backend.
+    config = engine_config(folder())
+    config.cache_config.block_size = 16
+    assert not config.cache_config.user_specified_block_size
+    admit(config, BACKENDS)
 
 
 UNCHOSEN = {

@@ -23,6 +23,7 @@ from vllm_sparse_plugin.config import (
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.termination import Termination
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import (
     POLICIES,
     DensePolicy,
@@ -32,7 +33,6 @@ from vllm_sparse_plugin.policies import (
     StreamingLLMSelection,
     UniqueSelection,
 )
-from vllm_sparse_plugin.registration import BACKENDS
 
 SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
 SECTIONS = {

@@ -31,7 +31,6 @@ CONTENTS = {
     "means in bf16": {"selection": {"statistics": "bf16"}},
     "sketch": {"selection": {"statistics": "sketch"}},
     "pages of 16": {"selection": {"page_size": 16, "budget_tokens": 512}},
-    "dense layers without statistics": {"first_dense_layers": 1},
     "blocks of 64": {"block_size": 64},
     "infllm": {"backend": "infllm"},
     "quest": {"backend": "quest"},
@@ -73,7 +72,12 @@ def seen_by_connector(monkeypatch, config, cache):
 def test_files_and_handshakes_are_apart_unless_blocks_hold_the_same(model, monkeypatch):
     folders, hashes = {}, {}
     for name, settings in (
-        CONTENTS | {"quarters again": {"selection": {"budget_tokens": 256}}, "mean": {"backend": "mean"}}
+        CONTENTS
+        | {
+            "quarters again": {"selection": {"budget_tokens": 256}},
+            "mean": {"backend": "mean"},
+            "dense layers": {"first_dense_layers": 1},
+        }
     ).items():
         config, cache = engine(model, "OffloadingConnector", {"cpu_bytes_to_use": 1 << 20}, settings)
         seen = seen_by_connector(monkeypatch, config, cache)
@@ -87,9 +91,10 @@ def test_files_and_handshakes_are_apart_unless_blocks_hold_the_same(model, monke
     for names in (folders, hashes):
         assert names["quarters again"] == names["quarters"]
         assert names["mean"] == names["means in int8"]
+        assert names["dense layers"] == names["quarters"]
         assert len(set(names.values())) == len(CONTENTS)
     assert Path(folders["quarters"]).name.startswith(
-        model.replace("/", "_") + "+statistics1-from-layer0+quarters-int4-page8-block128-head64-bfloat16_"
+        model.replace("/", "_") + "+statistics1+quarters-int4-page8-block128-head64-bfloat16_"
     )
 
 

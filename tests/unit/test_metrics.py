@@ -6,6 +6,8 @@ import os
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
+from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
 from sparse_kernels.paging import PagedTensor
 from vllm.ray.ray_env import get_env_vars_to_copy
 
@@ -77,8 +79,8 @@ def test_a_token_that_does_not_fit_the_memory_is_not_measured(warnings, monkeypa
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     monkeypatch.setattr(live, "measure", too_large)
-    pages = PagedTensor.from_rows(torch.zeros(4, 1, 16, 8), 8)
-    query, read = torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, dtype=torch.int64)
-    live.LayerQuality(0, 0).record(query, pages, pages, torch.arange(4), 40, read, 1.0, None, 0.0)
+    rows = PagedTensor.from_rows(torch.zeros(4, 1, 16, 8), 8)
+    token = QueryTokens(torch.zeros(1, 1, 1, 8), torch.arange(4)[None], torch.tensor([40]))
+    live.LayerQuality(0, 0).record(token, KVCache(rows, rows), torch.zeros(1, 1, 1, dtype=torch.int64), Softmax(1.0))
     (line,) = warnings
     assert line.endswith("a token cannot be measured (OutOfMemoryError: CUDA out of memory)")

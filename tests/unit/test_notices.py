@@ -6,7 +6,7 @@ import pytest
 from vllm_sparse_plugin import notices
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.registration import BACKENDS
+from vllm_sparse_plugin.names import BACKENDS
 
 LARGE = "sparse_attention.selection: 512 tokens in pages of 16 are 32 pages, and with fewer than 64 large pages "
 CACHE = "sparse_attention.selection.statistics: 'auto' keeps int8 means in this 8-bit KV cache, not the quarters of a "

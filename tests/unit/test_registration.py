@@ -25,7 +25,7 @@ import vllm_sparse_plugin
 from vllm_sparse_plugin import compat, registration
 from vllm_sparse_plugin.attention import backends
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.registration import BACKENDS
+from vllm_sparse_plugin.names import BACKENDS
 
 vllm_sparse_plugin.register()
 

@@ -66,10 +66,14 @@ class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec: KVCacheSpec | None = None) -> list[int | MultipleOf]:
-        selector = cls.config().selector
+        selector, current = cls.config().selector, get_current_vllm_config_or_none()
         unit: int = selector.page_size if selector else 1
-        if isinstance(kv_cache_spec, AttentionSpec) and (layout := cls.statistics_layout(kv_cache_spec)):
-            unit = layout.unit_tokens
+        if isinstance(kv_cache_spec, AttentionSpec):
+            layout = cls.statistics_layout(kv_cache_spec)
+            unit = layout.unit_tokens if layout else unit
+        elif current is not None and current.model_config is not None:
+            # vLLM asks without a specification when it looks for blocks that several backends take.
+            unit = block_multiple(current, cls.config(), unit)
         return [MultipleOf(math.lcm(CUDA_KERNEL_BLOCK, unit))]
 
     @classmethod

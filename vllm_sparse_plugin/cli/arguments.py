@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from vllm_sparse_plugin.errors import ConfigurationError, choices
-from vllm_sparse_plugin.registration import BACKENDS
+from vllm_sparse_plugin.names import BACKENDS
 
 NEEDLE_MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 """The model that a checkout brings along and a wheel does not."""
@@ -65,6 +65,27 @@ def find_model(folder: Path | None) -> Path:
     if folder is None and not NEEDLE_MODEL.is_dir():
         raise ConfigurationError("model: got none, allowed outside of a checkout: the folder of a model")
     return (folder or NEEDLE_MODEL).resolve()
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model, of transformers.
+
+    Raises:
+        ConfigurationError: if the folder has none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):
+        raise ConfigurationError(f"model: got {str(folder)!r}, allowed: a folder with a tokenizer") from None
+
+
+def default_device() -> str:
+    """Torch's name of the GPU, or of the CPU where there is none."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def parse_additional_config(text: str, field: str = "additional_config") -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import typer
 import yaml
@@ -16,7 +16,16 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from vllm_sparse_plugin.cli.arguments import Device, ModelFolder, Seed, find_model, model_limits, read_prompts
+from vllm_sparse_plugin.cli.arguments import (
+    Device,
+    ModelFolder,
+    Seed,
+    default_device,
+    find_model,
+    model_limits,
+    open_tokenizer,
+    read_prompts,
+)
 from vllm_sparse_plugin.cli.provenance import open_report
 from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.errors import ConfigurationError, choices
@@ -31,105 +40,155 @@ LENGTHS = 4
 _TEXT_QUERIES = 64
 
 
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON lines with `prompt` and perhaps `completion`, as long as the longest context: thresholds are "
+        "fitted to every other one and judged by the rest. Needle documents if left out."
+    ),
+]
+Contexts = Annotated[
+    list[int] | None,
+    typer.Option(
+        help=f"Context in tokens, repeatable, two or more; {LENGTHS} from {MIN_CONTEXT_TOKENS} to the model's "
+        "longest. Engines with longer contexts than the longest of these are refused."
+    ),
+]
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(help=f"Task of needle documents, repeatable: {', '.join(TASKS)}; {' and '.join(DEFAULT_TASKS)}."),
+]
+SkipRatio = Annotated[float, typer.Option(help="Share of the groups to be skipped.")]
+Score = Annotated[Literal["mean", "max", "min"], typer.Option(help="Of the cosines of a group's heads.")]
+DenseLayers = Annotated[int, typer.Option(min=0, help="Leading layers that are not routed.")]
+Output = Annotated[
+    Path | None, typer.Option(help="Preset to write; sinkrouter-MODEL.yaml if left out.", metavar="PATH")
+]
+Report = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write a JSON line for the run and one for its results.", metavar="PATH"),
+]
+
+
+class _Documents(NamedTuple):
+    """What thresholds are fitted to and judged by."""
+
+    fitting: list[Text]
+    judging: list[Text]
+    data: str
+    """What they are, in words."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all contexts."""
+        return sum(text.length for text in (*self.fitting, *self.judging))
+
+
 def calibrate(
     model: ModelFolder = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON lines with `prompt` and perhaps `completion`, as long as the longest context: thresholds are "
-            "fitted to every other one and judged by the rest. Needle documents if left out."
-        ),
-    ] = None,
-    context: Annotated[
-        list[int] | None,
-        typer.Option(
-            help=f"Context in tokens, repeatable, two or more; {LENGTHS} from {MIN_CONTEXT_TOKENS} to the model's "
-            "longest. Engines with longer contexts than the longest of these are refused."
-        ),
-    ] = None,
-    task: Annotated[
-        list[str] | None,
-        typer.Option(help=f"Task of needle documents, repeatable: {', '.join(TASKS)}; {' and '.join(DEFAULT_TASKS)}."),
-    ] = None,
-    skip_ratio: Annotated[float, typer.Option(help="Share of the groups to be skipped.")] = 0.6,
-    score: Annotated[Literal["mean", "max", "min"], typer.Option(help="Of the cosines of a group's heads.")] = "mean",
-    dense_layers: Annotated[int, typer.Option(min=0, help="Leading layers that are not routed.")] = 2,
+    prompts: Prompts = None,
+    context: Contexts = None,
+    task: Tasks = None,
+    skip_ratio: SkipRatio = 0.6,
+    score: Score = "mean",
+    dense_layers: DenseLayers = 2,
     seed: Seed = 0,
     device: Device = None,
-    output: Annotated[
-        Path | None, typer.Option(help="Preset to write; sinkrouter-MODEL.yaml if left out.", metavar="PATH")
-    ] = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write a JSON line for the run and one for its results.", metavar="PATH"),
-    ] = None,
+    output: Output = None,
+    json_path: Report = None,
 ) -> None:
     """Find the thresholds at which SinkRouter skips a share of a model's KV groups, and say whether to use them.
 
     Runs the model in transformers. Thresholds are fitted to some documents and judged by others: the share of groups
-    skipped by length and task, how many of those attend to the first token, and the answers beside those of dense
-    attention. Writes a preset for this model alone, to be given as `--additional-config
-    '{"sparse_attention": {"config": "PATH"}}'`.
+    skipped by length and task, how many of those attend to the first token, how large the value is that a zero stands
+    for, and the answers beside those of dense attention, at several skip ratios. Writes a preset for this model alone,
+    to be given as `--additional-config '{"sparse_attention": {"config": "PATH"}}'`.
     """
-    model = find_model(model)
-    limit, layers = model_limits(model)
+    folder = find_model(model)
+    limit, layers = model_limits(folder)
     lengths = _lengths(context, limit, 2 if prompts else MIN_CONTEXT_TOKENS)
     if not 0 < skip_ratio < 1:
         raise ConfigurationError(f"skip_ratio: got {skip_ratio}, allowed: more than 0 and less than 1")
     if dense_layers >= layers:
         raise ConfigurationError(f"dense_layers: got {dense_layers}, allowed: 0 to {layers - 1}")
-    tasks = task or list(DEFAULT_TASKS)
-    for name in tasks:
-        if name not in TASKS:
-            raise ConfigurationError(f"task: got {name!r}, allowed: {choices(TASKS)}")
-    given = None if prompts is None else read_prompts(prompts)
-    if given is not None and len(given) < 2:
-        raise ConfigurationError(f"prompts: got one in {str(prompts)!r}, allowed: two or more")
-    output = output or Path(f"sinkrouter-{model.name}.yaml")
-    try:
-        output.touch()
-    except OSError as error:
-        raise ConfigurationError(
-            f"output: got {str(output)!r} ({error.strerror}), allowed: a file that can be written"
-        ) from None
+    tasks = _check_tasks(task or list(DEFAULT_TASKS))
+    given = _read_texts(prompts)
+    preset = _writable(output or Path(f"sinkrouter-{folder.name}.yaml"))
     # Imported late: bad input need not wait for them.
-    import torch
-    from transformers import AutoTokenizer
-
     from vllm_sparse_plugin.diagnostics import calibration
     from vllm_sparse_plugin.diagnostics.forward import CapturingModel
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):
-        raise ConfigurationError(f"model: got {str(model)!r}, allowed: a folder with a tokenizer") from None
+    tokenizer = open_tokenizer(folder)
     console = Console()
     with console.status("Writing the documents"):
-        if given is None:
-            fitting, judging = (list(_needles(tokenizer, tasks, lengths, 2 * seed + part)) for part in (0, 1))
-            data = f"{_two_of_each(tasks)}, seed {seed}"
-        else:
-            texts = [tokenizer.encode(one["prompt"] + one["completion"]) for one in given]
-            fitting, judging = (list(_cut(texts[part::2], lengths)) for part in (0, 1))
-            data = f"{prompts.name if prompts else ''}, {len(texts)} texts"
-    identity = identify(str(model))
-    with open_report(json_path, model, "json") as report, Progress(console=console, transient=True) as progress:
-        captured = CapturingModel(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        bar = progress.add_task("Running the model", total=sum(text.length for text in (*fitting, *judging)))
+        documents = _documents(tokenizer, given, prompts, tasks, lengths, seed)
+    with open_report(json_path, folder, "json") as report, Progress(console=console, transient=True) as progress:
+        captured = CapturingModel(folder, device or default_device())
+        bar = progress.add_task("Running the model", total=documents.num_tokens)
         outcome = calibration.calibrate(
-            captured, fitting, judging, skip_ratio, lambda tokens: progress.advance(bar, tokens), score, dense_layers, {
-                "model": identity.model, "revision": identity.revision,
-                "data": f"{data}, contexts of {', '.join(map(str, lengths))} tokens",
-                "date": datetime.now(UTC).date().isoformat(),
-            },
+            captured, documents.fitting, documents.judging, skip_ratio, lambda tokens: progress.advance(bar, tokens),
+            score, dense_layers, _origin(folder, documents.data),
         )  # fmt: skip
         print(json.dumps({**asdict(outcome), "routing": outcome.routing.model_dump()}), file=report)
-    output.write_text(_preset(outcome.routing, outcome.verdict), encoding="utf-8")
+    preset.write_text(_preset(outcome.routing, outcome.verdict), encoding="utf-8")
+    _print(outcome, preset, console)
+
+
+def _check_tasks(tasks: list[str]) -> list[str]:
+    for name in tasks:
+        if name not in TASKS:
+            raise ConfigurationError(f"task: got {name!r}, allowed: {choices(TASKS)}")
+    return tasks
+
+
+def _read_texts(prompts: Path | None) -> list[str] | None:
+    """The texts of a file, None without one."""
+    if prompts is None:
+        return None
+    texts = [entry["prompt"] + entry["completion"] for entry in read_prompts(prompts)]
+    if len(texts) < 2:
+        raise ConfigurationError(f"prompts: got one in {str(prompts)!r}, allowed: two or more")
+    return texts
+
+
+def _writable(path: Path) -> Path:
+    try:
+        path.touch()
+    except OSError as error:
+        raise ConfigurationError(
+            f"output: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
+        ) from None
+    return path
+
+
+def _documents(
+    tokenizer: Any, given: list[str] | None, prompts: Path | None, tasks: list[str], lengths: list[int], seed: int
+) -> _Documents:
+    """Half of them to fit to and half to judge by: the texts of a file, or needle documents without one."""
+    contexts = f"contexts of {', '.join(map(str, lengths))} tokens"
+    if given is None or prompts is None:
+        fitting, judging = (list(_needles(tokenizer, tasks, lengths, 2 * seed + part)) for part in (0, 1))
+        kind = f"needle documents ({', '.join(tasks)}; one of each length to fit to, one to judge by)"
+        return _Documents(fitting, judging, f"{kind}, seed {seed}, {contexts}")
+    texts = [tokenizer.encode(text) for text in given]
+    fitting, judging = (list(_cut(texts[part::2], lengths)) for part in (0, 1))
+    return _Documents(fitting, judging, f"{prompts.name}, {len(texts)} texts, {contexts}")
+
+
+def _origin(folder: Path, data: str) -> dict[str, str | None]:
+    """The fields of `Routing` that say where thresholds come from."""
+    identity = identify(str(folder))
+    date = datetime.now(UTC).date().isoformat()
+    return {"model": identity.model, "revision": identity.revision, "data": data, "date": date}
+
+
+def _print(outcome: Outcome, preset: Path, console: Console) -> None:
     for table in _tables(outcome):
         console.print(table)
     console.print(f"AUPRC of the score as a sign of a sink group: {_number(outcome.auprc)}.")
-    console.print(f"Wrote {output}.")
-    console.print(f"Routing is {'' if outcome.verdict.route else 'NOT '}recommended for {identity.model}: ", end="")
+    console.print(f"Wrote {preset}.")
+    recommended = f"Routing is {'' if outcome.verdict.route else 'NOT '}recommended for {outcome.routing.model}: "
+    console.print(recommended, end="")
     console.print(f"{outcome.verdict.reason}.", highlight=False)
 
 
@@ -145,10 +204,6 @@ def _lengths(given: list[int] | None, limit: int, least: int) -> list[int]:
             f"lengths from {least} to the model's {limit}"
         )
     return lengths
-
-
-def _two_of_each(tasks: Sequence[str]) -> str:
-    return f"needle documents ({', '.join(tasks)}; one of each length to fit to, one to judge by)"
 
 
 def _needles(tokenizer: Any, tasks: Sequence[str], lengths: Sequence[int], seed: int) -> Iterator[Text]:

@@ -18,18 +18,20 @@ from vllm_sparse_plugin.cli.arguments import (
     Device,
     ModelFolder,
     Seed,
+    default_device,
     find_model,
     find_preset,
     model_limits,
+    open_tokenizer,
     parse_additional_config,
     read_prompts,
 )
 from vllm_sparse_plugin.cli.provenance import open_report
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.needles import MIN_CONTEXT_TOKENS, STRESS_TASKS, TASKS, build_questions
 from vllm_sparse_plugin.policies import Selection
-from vllm_sparse_plugin.registration import BACKENDS
 
 DEFAULT_BUDGETS = (512, 256, 128, 64)
 _COLUMNS = ("mass", "oracle_mass", "recall", "cosine")
@@ -50,39 +52,43 @@ class _Compared(NamedTuple):
     """The selection with each budget."""
 
 
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON lines with `prompt` and, if not the prompt's own end is of interest, `completion`; needle "
+        "questions with their answers if left out."
+    ),
+]
+Budgets = Annotated[list[int] | None, typer.Option(help=f"Budget, repeatable; {choices(map(str, DEFAULT_BUDGETS))}.")]
+Layers = Annotated[list[int] | None, typer.Option(min=0, help="Layer, repeatable; all of them.")]
+Queries = Annotated[
+    int, typer.Option(min=1, help="Newest tokens whose queries are measured where there is no completion.")
+]
+Context = Annotated[int, typer.Option(help="Context of needle questions in tokens.")]
+Tasks = Annotated[list[str] | None, typer.Option(help=f"Task of needle questions, repeatable; {', '.join(TASKS)}.")]
+Questions = Annotated[int, typer.Option(help="Needle questions for each task.")]
+By = Annotated[Literal["budget", "layer", "head"], typer.Option(help="What each line of the table is for.")]
+Report = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write a JSON line for the run and one for each layer and head.", metavar="PATH"),
+]
+
+
 def diagnose(
     model: ModelFolder = None,
-    prompts: Annotated[
-        Path | None,
-        typer.Option(
-            help="JSON lines with `prompt` and, if not the prompt's own end is of interest, `completion`; needle "
-            "questions with their answers if left out."
-        ),
-    ] = None,
+    prompts: Prompts = None,
     attention_backend: AttentionBackends = None,
     additional_config: AdditionalConfig = "{}",
-    budget_tokens: Annotated[
-        list[int] | None,
-        typer.Option(help=f"Budget, repeatable; {choices(map(str, DEFAULT_BUDGETS))}."),
-    ] = None,
-    layer: Annotated[list[int] | None, typer.Option(min=0, help="Layer, repeatable; all of them.")] = None,
-    queries: Annotated[
-        int, typer.Option(min=1, help="Newest tokens whose queries are measured where there is no completion.")
-    ] = 16,
-    context: Annotated[int, typer.Option(help="Context of needle questions in tokens.")] = 8192,
-    task: Annotated[
-        list[str] | None, typer.Option(help=f"Task of needle questions, repeatable; {', '.join(TASKS)}.")
-    ] = None,
-    questions: Annotated[int, typer.Option(help="Needle questions for each task.")] = 2,
+    budget_tokens: Budgets = None,
+    layer: Layers = None,
+    queries: Queries = 16,
+    context: Context = 8192,
+    task: Tasks = None,
+    questions: Questions = 2,
     seed: Seed = 0,
-    by: Annotated[
-        Literal["budget", "layer", "head"], typer.Option(help="What each line of the table is for.")
-    ] = "budget",
+    by: By = "budget",
     device: Device = None,
-    json_path: Annotated[
-        Path | None,
-        typer.Option("--json", help="Write a JSON line for the run and one for each layer and head.", metavar="PATH"),
-    ] = None,
+    json_path: Report = None,
 ) -> None:
     """Run a model once over each prompt and compare each policy's selections with dense attention.
 
@@ -90,36 +96,28 @@ def diagnose(
     that reads as many pages; the share of the oracle's pages read; and the cosine of the outputs. Means over the tokens
     that produce the completion, or the newest of the prompt.
     """
-    model = find_model(model)
+    folder = find_model(model)
     budgets = budget_tokens or list(DEFAULT_BUDGETS)
     compared = [_compared(name, additional_config, budgets) for name in attention_backend or ["unique"]]
-    limit, layers = model_limits(model)
+    limit, layers = model_limits(folder)
     if layer and max(layer) >= layers:
         raise ConfigurationError(f"layer: got {max(layer)}, allowed: 0 to {layers - 1}")
     given = None if prompts is None else read_prompts(prompts)
-    # Imported late: bad input need not wait for them.
-    import torch
-    from transformers import AutoTokenizer
-
+    tasks = task or list(TASKS)
+    if given is None:
+        _check_needles(context, tasks, questions, limit)
+    # Imported late: bad input need not wait for it.
     from vllm_sparse_plugin.diagnostics.forward import CapturingModel
 
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
-    except (OSError, ValueError):
-        raise ConfigurationError(f"model: got {str(model)!r}, allowed: a folder with a tokenizer") from None
+    tokenizer = open_tokenizer(folder)
     console = Console()
     if given is None:
-        _check_needles(context, task or list(TASKS), questions, limit)
         with console.status("Writing the questions"):
-            given = [
-                {"name": f"{kind} {number}", "prompt": question.prompt, "completion": f" {question.answer}"}
-                for kind in task or TASKS
-                for number, question in enumerate(build_questions(tokenizer, kind, context, questions, seed))
-            ]
-    encoded = [_encode(tokenizer, one, queries, limit) for one in given]
+            given = _needle_prompts(tokenizer, tasks, context, questions, seed)
+    encoded = [_encode(tokenizer, entry, queries, limit) for entry in given]
     rows: list[dict[str, Any]] = []
-    with open_report(json_path, model, "json") as report:
-        captured = CapturingModel(model, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    with open_report(json_path, folder, "json") as report:
+        captured = CapturingModel(folder, device or default_device())
         for prompt in track(encoded, "Comparing", console=console, transient=True):
             for index, inputs in enumerate(captured.run(prompt.tokens, prompt.queries)):
                 if inputs is None or (layer and index not in layer):
@@ -130,6 +128,15 @@ def diagnose(
     if not rows:
         raise ConfigurationError("layer: got none that selects pages, allowed: a layer of full attention")
     console.print(_table(rows, by))
+
+
+def _needle_prompts(tokenizer: Any, tasks: list[str], context: int, questions: int, seed: int) -> list[dict[str, str]]:
+    """Needle questions with their answers, as `read_prompts` returns prompts."""
+    return [
+        {"name": f"{task} {number}", "prompt": question.prompt, "completion": f" {question.answer}"}
+        for task in tasks
+        for number, question in enumerate(build_questions(tokenizer, task, context, questions, seed))
+    ]
 
 
 def _compared(backend: str, additional_config: str, budgets: list[int]) -> _Compared:

@@ -39,8 +39,8 @@ from vllm_sparse_plugin.eval.items import Item, PlannedItem, Prompter
 from vllm_sparse_plugin.eval.progress import show_progress
 from vllm_sparse_plugin.eval.results import Result, ask
 from vllm_sparse_plugin.eval.tasks import needle_items
+from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.needles import QUICK_TASKS, STRESS_TASKS, TASKS, check_questions, first_line
-from vllm_sparse_plugin.registration import BACKENDS
 
 _DENSE = "dense"
 """Name of vLLM's own attention in tables and reports, unless it is compared with our backend of that name."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
 from vllm_sparse_plugin.diagnostics.live import SKIPPED, VISITS, count_totals
-from vllm_sparse_plugin.registration import BACKENDS
+from vllm_sparse_plugin.names import BACKENDS
 
 COUNTING_WORKER = "vllm_sparse_plugin.eval.reading.CountingWorker"
 """For vLLM's `worker_extension_cls`."""
