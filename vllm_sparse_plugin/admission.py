@@ -32,22 +32,6 @@ CPU_KERNEL_BLOCK = 32
 """vLLM's CPU attention packs blocks of a multiple of this many tokens."""
 CUDA_KERNEL_BLOCK = 16
 """FlashAttention reads blocks of a multiple of this many tokens."""
-<<<<<<< HEAD
-CUDA_HEAD_SIZES = (64, 128, 256)
-"""Head sizes that the CUDA kernels are written for."""
-CUDA_MAX_GROUP = 16
-"""Query heads to a KV head, at most, that the CUDA kernels are written for."""
-CUDA_MAX_PAGES = 1 << 16
-"""Pages of a context, at most, that the CUDA kernels select from."""
-CUDA_MAX_OLD_WIDTH = 512
-"""Query heads to a KV head times head size, at most, before compute capability 9.0, where blocks without clusters must
-hold all sums of a row in their own shared memory, and from 12.0, which has less of it."""
-CUDA_MAX_OLD_PAGES = 1 << 15
-"""Pages of a context, at most, before compute capability 9.0, for the same reason."""
-CUDA_MAX_BUDGET_PAGES = 1024
-"""Pages, at most, that the CUDA kernels select."""
-=======
->>>>>>> main
 LEARNED_SINKS = ("gpt_oss",)
 """Model types whose attention has learned sinks."""
 SPECULATORS = ("ngram",)
@@ -194,33 +178,6 @@ def _expect_cuda_shapes(
 ) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     head_size = model.get_head_size()
-<<<<<<< HEAD
-    expect(head_size in CUDA_HEAD_SIZES, "head size", head_size, choices(tuple(map(str, CUDA_HEAD_SIZES))))
-    heads, kv_heads = model.get_num_attention_heads(parallel), model.get_num_kv_heads(parallel)
-    group = heads // kv_heads
-    expect(group <= CUDA_MAX_GROUP, "query heads to a KV head", group, f"up to {CUDA_MAX_GROUP}")
-    pages = config.selector
-    if pages is None or pages.reads_every_page:
-        return
-    layout = pages.statistics_layout(head_size, 2)
-    served = layout is None or layout.kind.runs_on_gpu
-    expect(served, "selection.policy", pages.name(), "one whose page statistics have a Triton form, on a GPU")
-    means = getattr(pages, "statistics", None)
-    expect(means != "fp8" or capability >= (8, 9), "selection.statistics", means, "int8 or bf16 on this GPU")
-    old = capability < (9, 0)
-    # GPUs of compute capability 12 have clusters, and half the shared memory of 9.0 and 10.0.
-    narrow = old or capability >= (12, 0)
-    expect(not old or config.stop_rule is None, f"{KEY}.termination", "a rule", "null on this GPU")
-    width, widest = group * head_size, CUDA_MAX_OLD_WIDTH
-    expect(
-        not narrow or width <= widest, "query heads to a KV head times head size", width, f"up to {widest} on this GPU"
-    )
-    longest = (CUDA_MAX_OLD_PAGES if old else CUDA_MAX_PAGES) * pages.page_size
-    expect(model.max_model_len <= longest, "max_model_len", model.max_model_len, f"up to {longest}")
-    most = CUDA_MAX_BUDGET_PAGES * pages.page_size
-    fits = pages.budget_pages <= CUDA_MAX_BUDGET_PAGES
-    expect(fits, "budget_tokens", pages.budget_tokens, f"up to {most} (pages of {pages.page_size} tokens)")
-=======
     group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
     refusals = list(head_refusals(group, head_size))
     selector = config.selector
@@ -250,7 +207,6 @@ def _expect_cuda_shapes(
         elif refusal.field == FLOAT8_STATISTICS:
             field, got, allowed = "selection.statistics", "fp8", "int8 or bf16 on this GPU"
         expect(False, field, got, allowed)
->>>>>>> main
 
 
 def _expect_routable(expect: Callable[[bool, str, Any, str], None], vllm_config: VllmConfig, routing: Routing) -> None:

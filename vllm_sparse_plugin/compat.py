@@ -1,6 +1,6 @@
 """What changes vLLM's own behaviour; each change says why it is there, for which versions, and when it can go.
 
-`tests/unit/vllm_touches.toml` lists everything of vLLM that the other files use.
+`tests/unit/vllm_touches.yaml` lists everything of vLLM that the files of the plugin use.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.common.pages import Block, table
+from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
-from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.config import describe_policies, resolve
+from vllm_sparse_plugin.eval.report import read_shares
 from vllm_sparse_plugin.eval.results import read_results
 from vllm_sparse_plugin.eval.statistics import estimate_difference, estimate_mean
 
@@ -168,7 +169,37 @@ def served() -> Block:
 def mixes() -> Block:
     """Needles decoded from the question under every preset, and under mixes of them."""
     paths = [mix_file(name) for name in MIXES]
-    return Block(table(["preset or mix", *_EVALUATED], _evaluated(paths)), paths)
+    departures = [
+        wrap(f"- `{name}`: {departure}", "  ")
+        for name, _, departure in describe_policies()
+        if departure and name in MIXES
+    ]
+    parts = [
+        table(["preset or mix", *_EVALUATED], _evaluated(paths)),
+        "Where the policies leave their papers:",
+        "\n".join(departures),
+    ]
+    return Block("\n\n".join(parts), paths)
+
+
+def stopped_answers() -> Block:
+    """Needles decoded from the question under `art`, at long contexts, with the share of the KV cache that was read."""
+    paths = sorted((_CPU / "art").glob("*.jsonl"))
+    rows = []
+    for path in paths:
+        file = read_results(path)
+        shares = read_shares(list(file.results.values()))
+        for place, share in shares.items():
+            task, context = place
+            answers = [r for r in file.results.values() if (r.task, r.context_tokens) == place]
+            if not answers:  # all tasks together
+                continue
+            of_answers = [r.kv_read_share for r in answers if r.kv_read_share is not None]
+            right = f"{sum(r.score for r in answers):.0f}/{len(answers)}"
+            reach = f"{min(of_answers):.1%} to {max(of_answers):.1%}"
+            rows.append([file.settings["model"], file.label, f"{context:,}", task, right, f"{share:.1%}", reach])
+    headings = ["model", "attention", "context", "task", "right", "KV cache read", "by answer"]
+    return Block(table(headings, rows), paths)
 
 
 def calibrated() -> Block:

@@ -12,6 +12,7 @@ from vllm_sparse_plugin.config.routing import Routing
 
 H200 = RESULTS / "h200"
 _CPU = RESULTS / "cpu-2core" / "decode" / "all.jsonl"
+_THREADS = RESULTS / "cpu-2core" / "threads"
 _WEIGHT_BYTES = 2 * (32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 4096 * 128256)
 """Read for every token, of Llama-3.1-8B's shape: all matrices but the embedding."""
 
@@ -145,6 +146,25 @@ def decode_cpu() -> Block:
         for context, ms in times.items()
     ]
     return Block(table(["context", "dense, ms per token", "`unique`, ms per token", "dense / unique"], rows), [_CPU])
+
+
+def threads_cpu() -> Block:
+    """Prefill and decoding on a CPU, and the cores that they keep busy."""
+    paths = {"": _THREADS / "torchs_threads.jsonl", ", kernels on threads of their own": _THREADS / "one_thread.jsonl"}
+    rows = []
+    for note, path in paths.items():
+        by_backend: dict[str, list[Row]] = {}
+        for line in read_run(path).rows:
+            by_backend.setdefault(line["backend"], []).append(line)
+        for backend, lines in by_backend.items():
+            prefill, prefill_cores, decode, decode_cores = (
+                statistics.median(line[name] for line in lines)
+                for name in ("prefill_seconds", "prefill_cores", "decode_seconds_per_token", "decode_cores")
+            )
+            times = f"{prefill:.2f}", f"{prefill_cores:.2f}", f"{decode * 1e3:.1f}", f"{decode_cores:.2f}"
+            rows.append([f"`{backend}`{note}", f"{lines[0]['context_tokens']:,}", *times])
+    headings = ["backend", "prompt", "prefill, s", "cores busy", "decoding, ms per token", "cores busy"]
+    return Block(table(headings, rows), list(paths.values()))
 
 
 def operations() -> Block:

@@ -205,8 +205,8 @@ def test_attention_that_stops_says_how_far_it_reads():
             for name in (
                 "kv_read_share_sum",
                 "kv_read_share_count",
-                "traversal_blocks_sum",
-                "traversal_blocks_count",
+                "blocks_read_sum",
+                "blocks_read_count",
             )
         )
     assert answer

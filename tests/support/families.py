@@ -1,7 +1,7 @@
 """Tiny models of several families with random, sharp weights, served by vLLM in this process one after the other.
 
-`python tests/support/families.py FAMILY FOLDER` writes the model's configuration into the folder and prints as JSON what
-each way of attention decodes: ids of tokens and their log probabilities.
+`python tests/support/families.py FAMILY FOLDER` writes the model's configuration into the folder and prints as JSON
+what each way of attention decodes: ids of tokens and their log probabilities.
 """
 
 import contextlib

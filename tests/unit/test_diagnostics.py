@@ -163,7 +163,7 @@ def test_where_vllm_collects_from_files_they_are_put_beside_its_own(registry, mo
 
 def test_how_far_attention_reads_reaches_the_metrics(registry):
     live.expose()
-    counts = live.DeviceCounts([(3, range(2, 4)), (5, range(2, 3))], live.VISITS, 4, torch.device("cpu"))
+    counts = live.DeviceCounts([(3, range(2, 4)), (5, range(2, 3))], live.READS, 4, torch.device("cpu"))
     for visits in ([4, 20, 1300, 9000], [1, 7, 400, 3000]):
         counts.of_layers[1][0] += torch.tensor(visits)
         for _ in range(live.COUNTED_STEPS):
@@ -174,8 +174,8 @@ def test_how_far_attention_reads_reaches_the_metrics(registry):
     for _ in range(live.COUNTED_STEPS):
         counts.step()
     found = samples(registry)
-    assert found["vllm_sparse_traversal_blocks_sum", "5", "2"] == 27
-    assert found["vllm_sparse_traversal_blocks_count", "5", "2"] == 5
+    assert found["vllm_sparse_blocks_read_sum", "5", "2"] == 27
+    assert found["vllm_sparse_blocks_read_count", "5", "2"] == 5
     assert found["vllm_sparse_kv_read_share_sum", "5", "2"] == 1700
     assert found["vllm_sparse_kv_read_share_count", "5", "2"] == 12000
     assert len(found) == 2 * 2

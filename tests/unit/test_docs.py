@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from sparse_kernels import limits
 from typer import Context
 from typer.core import TyperGroup
 from typer.main import get_command
@@ -55,16 +56,35 @@ def text_of(node: ast.expr) -> str:
             return f"{{{ast.unparse(node)}}}"
 
 
+def assigned(tree: ast.AST, name: str) -> Iterator[str]:
+    """The strings that a variable is given."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign):
+            targets, values = [node.targets[0]], [node.value]
+            if isinstance(targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple):
+                targets, values = targets[0].elts, node.value.elts
+            for target, value in zip(targets, values, strict=True):
+                if (
+                    isinstance(target, ast.Name)
+                    and target.id == name
+                    and isinstance(value, ast.Constant | ast.JoinedStr)
+                ):
+                    yield text_of(value)
+
+
 def refusals() -> Iterator[tuple[str, str, str]]:
     """What stands before `: got` in each refusal of the package, what was got, and where it is raised."""
     for path in sorted(PACKAGE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
             if not isinstance(node, ast.Call):
                 continue
             called = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", "")
             place = f"{name_of(path)}:{node.lineno}"
             if called == "expect":
-                yield text_of(node.args[1]), text_of(node.args[2]), place
+                field, got = node.args[1], text_of(node.args[2])
+                leads = assigned(tree, field.id) if isinstance(field, ast.Name) else [text_of(field)]
+                yield from ((lead, got, place) for lead in leads)
             elif called in ("ConfigurationError", "PydanticCustomError", "ValueError") and node.args:
                 lead, _, rest = text_of(node.args[called == "PydanticCustomError"]).partition(":")
                 if called != "ValueError" or rest.startswith(" got"):
@@ -81,6 +101,9 @@ def refused_fields() -> dict[str, str]:
         if "{" in lead:
             assert lead in STANDS_FOR, f"{place}: say in STANDS_FOR which fields {lead!r} stands for"
         fields |= dict.fromkeys(STANDS_FOR.get(lead, (lead,)), place)
+    # What the kernels do not serve has their own name, where admission has none that a user knows better.
+    fields |= dict.fromkeys((limits.HEAD_SIZE, limits.GROUP, limits.WIDTH, limits.SHARED_MEMORY), "limits.py")
+    del fields[f"{KEY}.routing"]  # the beginning of others
     return fields
 
 
@@ -157,6 +180,17 @@ def test_every_backend_has_a_page_with_the_same_questions():
         headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
         wanted = ("What this backend does", "Where it departs", "Measured", "Use it when", "Do not use it when")
         assert [heading for heading in headings if heading in wanted] == list(wanted), backend
+
+
+def test_the_limits_of_the_kernels_are_those_of_the_page():
+    rows = (ROOT / "docs" / "support.md").read_text(encoding="utf-8").splitlines()
+    for begin, told in {
+        "| head size |": ", ".join(map(str, limits.HEAD_SIZES)),
+        "| query heads to a KV head |": f"up to {limits.MAX_GROUP} ",
+        "| pages of a context |": f"up to {limits.MAX_PAGES:,} ",
+        "| pages of a budget |": f"up to {limits.MAX_K:,} ",
+    }.items():
+        assert [told in row for row in rows if row.startswith(begin)] == [True], begin
 
 
 def test_every_page_is_in_the_navigation():

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from vllm_sparse_plugin.diagnostics.live import SKIPPED, VISITS, DeviceCounts, count_totals
+from vllm_sparse_plugin.diagnostics.live import SKIPPED, READS, DeviceCounts, count_totals
 from vllm_sparse_plugin.eval.reading import CountingWorker, ReadShare, resolve_arguments
 
-BLOCKS, STOPPED = (ratio.name for ratio in VISITS)
+BLOCKS, STOPPED = (ratio.name for ratio in READS)
 (ROUTED,) = (ratio.name for ratio in SKIPPED)
 LAYERS, HEAD_SIZE, CONTEXT = 8, 64, 16384
 
@@ -52,7 +52,7 @@ def test_what_is_counted_depends_on_the_settings():
 
 def test_a_worker_tells_what_all_its_layers_have_counted():
     before = count_totals()
-    stopping = DeviceCounts([(0, range(2)), (1, range(2))], VISITS, 4, torch.device("cpu"))
+    stopping = DeviceCounts([(0, range(2)), (1, range(2))], READS, 4, torch.device("cpu"))
     routed = DeviceCounts([(0, range(2))], SKIPPED, 2, torch.device("cpu"))
     for counters in stopping.of_layers:
         counters += torch.tensor([1, 3, 512, 2048])

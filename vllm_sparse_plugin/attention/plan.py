@@ -17,7 +17,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_sparse_plugin.config import ResolvedConfig
-from vllm_sparse_plugin.diagnostics.live import SKIPPED, VISITS, ContextReads, DeviceCounts, LayerQuality
+from vllm_sparse_plugin.diagnostics.live import SKIPPED, READS, ContextReads, DeviceCounts, LayerQuality
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import EveryPage, Selection
 
@@ -172,7 +172,7 @@ def _counts_of_reads(
     """Counts of how far the layers that may stop have read; None if none may."""
     if sparse.stop_rule is None or not selecting:
         return None
-    return DeviceCounts(_numbered(selecting, vllm_config), VISITS, 4, device)
+    return DeviceCounts(_numbered(selecting, vllm_config), READS, 4, device)
 
 
 def _reads_by_length(sparse: ResolvedConfig) -> ContextReads | None:

@@ -64,8 +64,8 @@ class Ratio(NamedTuple):
 
 SKIPPED = (Ratio("vllm_sparse_group_skipped", "Share of the KV groups of decoding tokens that routing skips.", 0, 1),)
 """Of `GroupRouting.counts`."""
-VISITS = (
-    Ratio("vllm_sparse_traversal_blocks", "Blocks that attention read before it stopped, by token.", 1, 0),
+READS = (
+    Ratio("vllm_sparse_blocks_read", "Blocks that attention read before it stopped, by token.", 1, 0),
     Ratio(_READ_SHARE, _READ_SHARE_TEXT, 2, 3),
 )
 """Of `stopping.count_reads`."""

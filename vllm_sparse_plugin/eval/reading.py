@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
-from vllm_sparse_plugin.diagnostics.live import SKIPPED, VISITS, count_totals
+from vllm_sparse_plugin.diagnostics.live import SKIPPED, READS, count_totals
 from vllm_sparse_plugin.names import BACKENDS
 
 COUNTING_WORKER = "vllm_sparse_plugin.eval.reading.CountingWorker"
@@ -17,7 +17,7 @@ COUNT_METHOD = "sparse_count_totals"
 Totals = Mapping[str, tuple[int, int]]
 """Sum and count of metrics by their names."""
 _SKIPPED = SKIPPED[0].name
-_TOKENS_READ = VISITS[1].name
+_TOKENS_READ = READS[1].name
 
 
 class CountingWorker:

@@ -117,7 +117,7 @@ def attend_pages(tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softm
     kernel = _kernel(
         *query.shape[2:], cache.page_size, key_pages.length, key_pages.step, value_pages.length, value_pages.step
     )
-    use_threads(pages.numel() * cache.page_size * (cache.keys.head_size + cache.values.head_size))
+    use_threads(pages.numel() * cache.page_size * (cache.head_size + cache.values.head_size))
     kernel(
         query.float().numpy(),
         key_pages.location,

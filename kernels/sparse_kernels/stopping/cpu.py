@@ -137,7 +137,7 @@ def pages_until_stable(
     kernel = _kernel(
         *tokens.query.shape[2:], cache.page_size, key_pages.length, key_pages.step, value_pages.length, value_pages.step
     )
-    use_threads(pages.numel() * cache.page_size * (cache.keys.head_size + cache.values.head_size))
+    use_threads(pages.numel() * cache.page_size * (cache.head_size + cache.values.head_size))
     kernel(
         tokens.query.float().numpy(),
         key_pages.location,
