@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,7 +31,8 @@ def needles(monkeypatch, capsys, tmp_path):
         described = {"answers": answers, "pids": str(tmp_path), **settings}
         monkeypatch.setenv("STUB_SERVER", json.dumps(described))
         monkeypatch.setenv("COLUMNS", "200")
-        monkeypatch.setattr(server, "_SERVE", [sys.executable, str(STUB)])
+        stub = partial(server.ServerSettings, program=(sys.executable, str(STUB)))
+        monkeypatch.setattr(needle_test, "ServerSettings", stub)
         monkeypatch.setattr(needle_test, "is_cpu_build", lambda: True)
         monkeypatch.setattr(needle_test, "_prompter", lambda _model: None)
         questions = [item("multikey", 1), item("multikey", 2), item("kv", 3)]
