@@ -158,17 +158,17 @@ def test_ngram_speculation_keeps_greedy_answers(questions, answers):
 
 
 def test_preempted_requests_finish_with_right_answers():
-    """Six requests of 2,048 tokens that write 300 more need 114 blocks of 128 tokens, and find 103.
+    """Six requests of 4,096 tokens that write 300 more need 210 blocks of 128 tokens, and find 200.
 
     Beyond the answers tokens are no matter of right and wrong, and may change: vLLM prefills, densely, what a preempted
     request has written. That the statistics are right then is tested below, byte by byte.
     """
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    asked = [build_questions(tokenizer, "kv", 2048, 1, seed=seed)[0] for seed in range(6)]
-    config = {"selection": {"budget_tokens": 256}, "min_context_tokens": 0}
+    asked = [build_questions(tokenizer, "kv", 4096, 1, seed=seed)[0] for seed in range(6)]
+    config = {"selection": {"budget_tokens": 512}, "min_context_tokens": 0}
     replies, preemptions = [], []
-    for blocks in (121, 104):
-        with run_engine("unique", config, num_gpu_blocks_override=blocks, max_model_len=4096) as engine:
+    for blocks in (241, 201):
+        with run_engine("unique", config, num_gpu_blocks_override=blocks, max_model_len=7000) as engine:
             replies.append(engine.answer([question.prompt for question in asked], max_tokens=300, ignore_eos=True))
             preemptions.append(engine.metric("vllm:num_preemptions_total"))
     assert preemptions[0] == 0 < preemptions[1]

@@ -211,6 +211,9 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         self._attend(token, self.cache, self.all_heads)
         if self.plan.routing is not None:
             route_groups(token, self.cache.keys, self.plan.routing)
+        if self.plan.counters is not None:
+            # Nobody asked for this token.
+            self.plan.counters.zero_()
         self._bound_cache = None
 
     def _make_views(self, kv_cache: torch.Tensor) -> None:
