@@ -1,4 +1,4 @@
-"""What a decode step is made of: the frozen arguments that the operations share."""
+"""The operations share these frozen arguments of a decode step."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DecodeBatch:
         return self.query.shape[1] // num_kv_heads
 
     def requests(self, first: int, last: int) -> DecodeBatch:
-        """The batch of the requests from `first` to before `last`."""
+        """Returns the batch of the requests from `first` to before `last`."""
         tokens = slice(first * self.tokens_per_request, last * self.tokens_per_request)
         dense = None if self.dense_requests is None else self.dense_requests[first:last]
         return DecodeBatch(
@@ -160,11 +160,11 @@ class DecodeOutput:
 
     @classmethod
     def like(cls, query: torch.Tensor) -> DecodeOutput:
-        """Room for the attention of a query, in its dtype; bfloat16 for a float8 query."""
+        """Makes room for the attention of a query, in its dtype; in bfloat16 for a float8 query."""
         dtype = torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype
         return cls(torch.empty(query.shape, dtype=dtype, device=query.device))
 
     def tokens(self, first: int, last: int) -> DecodeOutput:
-        """The output of the query tokens from `first` to before `last`."""
+        """Returns the output of the query tokens from `first` to before `last`."""
         pages_read = None if self.pages_read is None else self.pages_read[first:last]
         return DecodeOutput(self.heads[first:last], pages_read, self.counters)

@@ -1,4 +1,4 @@
-"""Page scores on CUDA: reads the statistics where they lie in the cache, writes bfloat16 scores and nothing else.
+"""Scores pages on CUDA. It reads the statistics where they lie in the cache, and writes bfloat16 scores and nothing else.
 
 It scores codes, and records of one vector that the query itself meets; Triton scores the others.
 """
@@ -28,14 +28,14 @@ class Launch(NamedTuple):
 
 
 def launch_of(statistics: PageStatistics) -> Launch:
-    """The launch configuration for a format and head size: what fits the registers of a multiprocessor."""
+    """Returns the launch configuration for a format and head size: what fits the registers of a multiprocessor."""
     if statistics.vectors.shape[3] * statistics.vectors.element_size() > 128:
         return Launch(chunk=1024, warps=8, blocks_per_sm=2, pipelined=statistics.kind.codes is not None)
     return Launch(chunk=1024, warps=8, blocks_per_sm=3, pipelined=False)
 
 
 def format_of(statistics: PageStatistics) -> int:
-    """The format of the vectors by the number that common.cuh gives it."""
+    """Returns the format of the vectors by the number that common.cuh gives it."""
     codes = statistics.kind.codes
     return FORMATS[statistics.vectors.dtype] if codes is None else CODE_FORMATS[codes.bits]
 

@@ -1,4 +1,4 @@
-"""Attention over selected pages on CPU, compiled: reads pages where they lie in the cache. bfloat16 only."""
+"""Attends to selected pages on CPU, compiled. It reads pages where they lie in the cache, which holds bfloat16."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sparse_kernels.threads import use_threads
 def _kernel(
     group_size: int, head_size: int, page_size: int, key_length: int, key_step: int, value_length: int, value_step: int
 ) -> Any:
-    """Compiled for one model's shape and packing: the compiler unrolls loops whose lengths it knows."""
+    """Compiles the kernel for one model's shape and packing: the compiler unrolls loops whose lengths it knows."""
     chunk_pages = max(1, CHUNK_TOKENS // page_size)
     chunk_tokens = chunk_pages * page_size
 
@@ -49,7 +49,7 @@ def _kernel(
         num_tokens, num_kv_heads, k = pages.shape
         for row in numba.prange(num_tokens * num_kv_heads):
             token, head = row // num_kv_heads, row % num_kv_heads
-            # The selected pages, then the incomplete one.
+            # The incomplete page goes behind the selected ones.
             chosen = np.empty(k + 1, np.int64)
             count = 0
             for slot in range(k):
