@@ -96,7 +96,7 @@ def add_products(weights, offset, rows, sums, column):
 
 @numba.njit(nogil=True, forceinline=True)
 def exp(x):
-    """Returns exp(x) for x <= 0 within 2 units in the last place. It vectorises, which a call of the C library does not."""
+    """Returns exp(x) for x <= 0 within 2 units in the last place; it vectorises, unlike a call of the C library."""
     # exp(x) = 2**n * exp(r) with |r| <= ln(2) / 2. ln(2) is in two parts, so that n times it is subtracted exactly.
     n = np.rint(x * np.float32(1.44269504))
     r = (x - n * np.float32(0.693359375)) + n * np.float32(2.12194440e-4)

@@ -38,7 +38,7 @@ class PageAddresses(NamedTuple):
 
     @property
     def location(self) -> tuple[Any, ...]:
-        """All fields but the shape of a run, which compiled kernels take as constants. It is flat, as Numba needs it."""
+        """All fields but the shape of a run, which compiled kernels take as constants; flat, as Numba needs it."""
         return self.elements, self.offsets, self.pages_per_group, *self.strides
 
 

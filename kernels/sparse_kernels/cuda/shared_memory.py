@@ -1,4 +1,4 @@
-"""Computes how much shared memory the parts of a block take. The kernels assert the same sizes when they are compiled."""
+"""Counts the shared memory that the parts of a block take. The kernels assert the same sizes when they are compiled."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def probe_bytes(cluster: int, group_size: int) -> int:
 
 
 def piece_bytes(warps: int, group_size: int, head_size: int, stopping: bool) -> int:
-    """Returns the bytes of a block of `split_attention`: `Shared` and the scratch behind it in split_attention/attend.cu."""
+    """Returns the bytes of a block of `split_attention`: `Shared` in its attend.cu, and the scratch behind it."""
     fixed = _query_bytes(group_size, head_size) + (2 * warps + 1) * group_size * 4
     scratch = warps * group_size * head_size * 4
     if stopping:
@@ -59,7 +59,7 @@ def is_wide(group_size: int, head_size: int) -> bool:
 
 
 def least_cluster(group_size: int, head_size: int) -> int:
-    """Returns the least power of two of blocks with which the sums of a row's chains leave shared memory for the rest."""
+    """Returns the least power of two of blocks among which the sums of a row's chains find room."""
     cluster = 1
     while chain_bytes(cluster, group_size, head_size) > _MOST_CHAIN_BYTES:
         cluster *= 2

@@ -67,10 +67,11 @@ class GroupRouting:
 
 
 def route_groups(tokens: QueryTokens, keys: PagedTensor, routing: GroupRouting) -> torch.Tensor:
-    """Decides which KV groups are skipped: those whose queries' cosines with token 0's key reach the threshold.
+    """Decides which KV groups are skipped: their queries' cosines with token 0's key reach the threshold.
 
-    SinkRouter, Eq. 11 to 13: `c_h = q_h . k_0 / (||q_h|| ||k_0||)`, one score of a group's c_h, and the group is skipped
-    where it is at least the threshold of the context's length. A score that is NaN skips nothing. A vector of zeros has a cosine of 0.
+    SinkRouter, Eq. 11 to 13: `c_h = q_h . k_0 / (||q_h|| ||k_0||)`. A group's c_h become one score, and the group is
+    skipped where that is at least the threshold of the context's length. A score that is NaN skips nothing. A vector
+    of zeros has a cosine of 0.
 
     Args:
         tokens: the query tokens. Positive factors of their queries do not matter.

@@ -1,4 +1,4 @@
-"""Scores pages on CUDA. It reads the statistics where they lie in the cache, and writes bfloat16 scores and nothing else.
+"""Scores pages on CUDA. It reads the statistics where they lie in the cache, and writes nothing but bfloat16 scores.
 
 It scores codes, and records of one vector that the query itself meets; Triton scores the others.
 """

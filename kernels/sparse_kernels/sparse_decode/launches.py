@@ -26,7 +26,8 @@ class Launch(NamedTuple):
     blocks_per_sm: int
 
 
-# The launch follows from the number of rows, as measured on an H200: about one wave of blocks, large where they suffice.
+# The launch follows from the number of rows, as measured on an H200: about one wave of blocks, which are large where
+# they suffice.
 _LAUNCHES = (
     (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1)),
     (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),

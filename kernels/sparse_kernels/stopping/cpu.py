@@ -1,4 +1,4 @@
-"""Finds the stop on CPU, compiled: it computes the probe of the partial outputs, block by block, in a bfloat16 cache."""
+"""Finds the stop on CPU, compiled, from the probes of partial outputs, block by block, in a bfloat16 cache."""
 
 from __future__ import annotations
 
