@@ -69,6 +69,7 @@ def builder(monkeypatch):
     made.any_sparse_layer = True
     made.sampler = StepSampler(0)
     made.counts = []
+    made.reads = None
     made.dense_requests = torch.zeros(16, dtype=torch.bool)
     made.any_dense_request = False
     return made

@@ -326,7 +326,7 @@ def test_kernel_agrees_with_the_reference(case, device):
 
 @on_devices
 def test_of_equal_representatives_the_oldest_are_kept(device):
-    # One-hot keys agree equally with their mean, in any arithmetic: the order alone decides which two of eight are kept.
+    # One-hot keys agree equally with their mean in any arithmetic: only the order says which two of eight are kept.
     shape = Shape(statistics="bf16", kind="representatives")
     keys = torch.eye(shape.page_size, shape.head_size, dtype=shape.dtype)[:, None].repeat(1, shape.num_kv_heads, 1)
     slots = torch.arange(shape.page_size)

@@ -93,6 +93,8 @@ struct Row {
     int* selected;  // The pages that this block attends, in shared memory: `p.selection.k` of them.
     int thread, lane, warp, rank, head, token, row;
     QueryToken at;
+    TokenRows rows;
+    u16* out;
 
     // A warp prepares every so many rows of the matrix tiles of a query.
     static constexpr int PER_WARP = ceil_div(Score::ROWS, WARPS);
@@ -104,13 +106,8 @@ struct Row {
           keys((u16*)(CLUSTER == 1 ? &values : &values + 1)),
           selected((int*)(memory + dynamic_shared_bytes()) - params.selection.k), thread(threadIdx.x),
           lane(threadIdx.x % WARP), warp(threadIdx.x / WARP), rank(Peers::rank()), head(blockIdx.y), token(blockIdx.z),
-          row(blockIdx.z * gridDim.y + blockIdx.y), at(params.contexts, blockIdx.z) {}
-
-    // These are worked out where they are needed, so that they take no registers while pages are scored.
-    DEVICE TokenRows rows() const { return TokenRows(p.cache, head); }
-    DEVICE u16* out() const {
-        return p.output.heads + token * p.output.token_stride + (i64)head * GROUP * HEAD_SIZE;
-    }
+          row(blockIdx.z * gridDim.y + blockIdx.y), at(params.contexts, blockIdx.z), rows(params.cache, blockIdx.y),
+          out(params.output.heads + blockIdx.z * params.output.token_stride + (i64)blockIdx.y * GROUP * HEAD_SIZE) {}
 
     DEVICE void load_query(QueryRows& x) const {
         i64 first = first_query_element(p.query, token, head, GROUP);
@@ -124,7 +121,7 @@ struct Row {
         if (!p.routing.coefficients || at.context <= 0 || at.whole) return false;
         Routing routing{p.routing};
         float threshold = routing.threshold(head, at.context);
-        const u8* anchor = rows().first_key(at.table);
+        const u8* anchor = rows.first_key(at.table);
         float* cosines = shared.attention.largest[0];
 #pragma unroll
         for (int n = 0; n < PER_WARP; n++) {
@@ -140,9 +137,8 @@ struct Row {
     }
 
     DEVICE void write_zeros() const {
-        u16* heads = out();
 #pragma unroll 1
-        for (int i = rank * THREADS + thread; i < GROUP * HEAD_SIZE; i += CLUSTER * THREADS) heads[i] = 0;
+        for (int i = rank * THREADS + thread; i < GROUP * HEAD_SIZE; i += CLUSTER * THREADS) out[i] = 0;
         if (STOP_TILES && p.output.pages_read && rank == 0 && thread == 0) p.output.pages_read[row] = 0;
     }
 
@@ -232,8 +228,8 @@ struct Row {
             return TokenTile{at.table[page / PAGES_PER_BLOCK], page % PAGES_PER_BLOCK * PAGE_SIZE + 8 * tile,
                              in_tail >= 0 ? min(8, tail - 8 * in_tail) : 8};
         };
-        int tiles_read = Attending<STOP_TILES>::run(shared, values, p, rows(), head, !dense, page_tiles,
-                                                    ceil_div(tail, 8), out(), rank, warp, lane, locate);
+        int tiles_read = Attending<STOP_TILES>::run(shared, values, p, rows, head, !dense, page_tiles, ceil_div(tail, 8),
+                                                    out, rank, warp, lane, locate);
         if (STOP_TILES == 0 || rank > 0 || thread > 0) return;
         if (p.output.pages_read) p.output.pages_read[row] = tiles_read / TILES_PER_PAGE;
         if (p.output.counters && !dense) {
