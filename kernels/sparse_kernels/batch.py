@@ -50,7 +50,7 @@ class DecodeBatch:
         return self.query.shape[2]
 
     def group_size(self, num_kv_heads: int) -> int:
-        """Query heads that share a KV head."""
+        """Returns how many query heads share a KV head."""
         return self.query.shape[1] // num_kv_heads
 
     def requests(self, first: int, last: int) -> DecodeBatch:
@@ -96,7 +96,7 @@ class QueryTokens:
         return QueryTokens(self.query[tokens], self.block_table[tokens], self.context_lens[tokens])
 
     def num_pages(self, page_size: int) -> torch.Tensor:
-        """`[num_tokens]` integer, complete pages of each context."""
+        """Returns the complete pages of each context: `[num_tokens]` integer."""
         return self.context_lens // page_size
 
     def check(self, num_kv_heads: int, head_size: int) -> None:

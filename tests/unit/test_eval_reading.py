@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from vllm_sparse_plugin.diagnostics.live import SKIPPED, READS, DeviceCounts, count_totals
+from vllm_sparse_plugin.diagnostics.live import READS, SKIPPED, DeviceCounts, count_totals
 from vllm_sparse_plugin.eval.reading import CountingWorker, ReadShare, resolve_arguments
 
 BLOCKS, STOPPED = (ratio.name for ratio in READS)

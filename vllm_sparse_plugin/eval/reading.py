@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
-from vllm_sparse_plugin.diagnostics.live import SKIPPED, READS, count_totals
+from vllm_sparse_plugin.diagnostics.live import READS, SKIPPED, count_totals
 from vllm_sparse_plugin.names import BACKENDS
 
 COUNTING_WORKER = "vllm_sparse_plugin.eval.reading.CountingWorker"

@@ -72,7 +72,7 @@ struct ChainedAttention {
     // The caller has made sure that all blocks of the cluster run.
     template <int OUTPUT, typename Locate>
     static DEVICE void run(Shared& shared, Values& values, const TokenRows& rows, int tiles, float scale, float softcap,
-                           const SinkLogits& sinks, float value_scale, u16* out, int rank, int warp, int lane,
+                           const SinkLogits& sink_logits, float value_scale, u16* out, int rank, int warp, int lane,
                            Locate locate) {
 #pragma unroll 1
         for (int c = warp; c < PER_BLOCK; c += WARPS) {
@@ -82,19 +82,19 @@ struct ChainedAttention {
             add_tiles(attention, shared.query, rows, chain, CHAINS, tiles, scale, softcap, lane, locate);
             publish(shared, values, attention, chain, lane);
         }
-        merge<OUTPUT>(shared, values, sinks, value_scale, out, rank, warp, lane);
+        merge<OUTPUT>(shared, values, sink_logits, value_scale, out, rank, warp, lane);
     }
 
     // Merges the published chains. Every block merges its share of the output.
     template <int OUTPUT>
-    static DEVICE void merge(Shared& shared, Values& values, const SinkLogits& sinks, float value_scale, u16* out, int rank,
+    static DEVICE void merge(Shared& shared, Values& values, const SinkLogits& sink_logits, float value_scale, u16* out, int rank,
                              int warp, int lane) {
         Peers::sync();
 
 #pragma unroll 1
         for (int h = warp; h < GROUP; h += WARPS) {
             float largest = shared.largest[lane][h], base = warp_max(largest);
-            float sink = sinks ? sinks[h] * LOG2E : -INFINITY_F;
+            float sink = sink_logits ? sink_logits[h] * LOG2E : -INFINITY_F;
             base = fmaxf(base, sink);
             float weight = base == -INFINITY_F ? 0.0f : fast_exp2(largest - base);
             float sum = warp_sum(weight * shared.total_weight[lane][h]);

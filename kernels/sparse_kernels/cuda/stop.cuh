@@ -105,10 +105,10 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
     }
 
     // Returns the lane's element of a head's output over all that has been read.
-    static DEVICE float element(const Probes& probes, int wave, int h, const SinkLogits& sinks, float value_scale, int lane) {
+    static DEVICE float element(const Probes& probes, int wave, int h, const SinkLogits& sink_logits, float value_scale, int lane) {
         auto part = [&](int i) -> const Part& { return i < PARTS ? probes.parts[wave % 2][i][h] : probes.tail[h]; };
         bool has_part = lane <= PARTS;
-        float largest = has_part ? part(lane).largest : -INFINITY_F, sink = sinks ? sinks[h] * LOG2E : -INFINITY_F;
+        float largest = has_part ? part(lane).largest : -INFINITY_F, sink = sink_logits ? sink_logits[h] * LOG2E : -INFINITY_F;
         float base = fmaxf(warp_max(largest), sink);
         float weight = base == -INFINITY_F ? 0.0f : fast_exp2(largest - base);
         float total = warp_sum(has_part ? weight * part(lane).total_weight : 0.0f);
@@ -124,7 +124,7 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
     template <int OUTPUT, typename Locate>
     static DEVICE int run(typename Chained::Shared& shared, typename Chained::Values& values, Probes& probes,
                           const TokenRows& rows, bool stopping, int page_tiles, int tail_tiles, const StopRule& rule,
-                          float scale, float softcap, const SinkLogits& sinks, float value_scale, u16* out, int rank, int warp,
+                          float scale, float softcap, const SinkLogits& sink_logits, float value_scale, u16* out, int rank, int warp,
                           int lane, Locate locate) {
         bool working = warp < PER_BLOCK;
         int chain = rank * PER_BLOCK + warp, end_of_pages = page_tiles;
@@ -188,7 +188,7 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
             for (int n = 0; n < HEADS_PER_WARP; n++) {
                 int h = warp + n * WARPS;
                 if (h >= GROUP) break;
-                float x = element(probes, wave, h, sinks, value_scale, lane), then = wave ? before[n] : 0.0f;
+                float x = element(probes, wave, h, sink_logits, value_scale, lane), then = wave ? before[n] : 0.0f;
                 float distance = warp_sum((x - then) * (x - then)), product = warp_sum(x * then);
                 float now_square = warp_sum(x * x), then_square = warp_sum(then * then);
                 bool stable = wave && rule.stable(distance, product, now_square, then_square);
@@ -207,7 +207,7 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
             }
         }
         if (working) Chained::publish(shared, values, attention, chain, lane);
-        Chained::template merge<OUTPUT>(shared, values, sinks, value_scale, out, rank, warp, lane);
+        Chained::template merge<OUTPUT>(shared, values, sink_logits, value_scale, out, rank, warp, lane);
         return end_of_pages;
     }
 };

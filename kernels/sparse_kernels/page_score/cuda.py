@@ -101,7 +101,7 @@ def score_pages(
 ) -> torch.Tensor:
     """See `api.score_pages`."""
     num_tokens, num_kv_heads = query.shape[:2]
-    # The host does not know the lengths: as wide as the block table.
+    # The scores are as wide as the block table, because the host does not know the lengths.
     width = block_table.shape[1] * statistics.pages_per_block
     scores = torch.empty((num_tokens, num_kv_heads, -(-width // 8) * 8), dtype=torch.bfloat16, device=query.device)
     batch = DecodeBatch(query.flatten(1, 2), block_table.int(), num_pages.int())

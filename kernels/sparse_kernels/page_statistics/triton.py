@@ -31,8 +31,8 @@ class _Launch(NamedTuple):
 # A decode step has about as many tokens as the device has multiprocessors, and many small programs spread over more of
 # them; a prefill fills the device anyway and needs fewer programs.
 _LAUNCHES = (_Launch(512, 128), _Launch(float("inf"), 1024))
-# Keys of a page per warp, 64 for each thread: the page stays in registers between its mean and its deviations. With
-# pages of 8 tokens a thread then copies 8 elements, 16 bytes, of a token's key.
+# A warp takes this many elements of a page's keys, 64 for each thread: the page stays in registers between its mean and
+# its deviations. With pages of 8 tokens a thread then copies 8 elements, 16 bytes, of a token's key.
 _PAGE_ELEMENTS_PER_WARP = 2048
 
 

@@ -42,7 +42,7 @@ def _kernel(
         context_lens,
         pages,
         scale,
-        sinks,
+        sink_logits,
         softcap,
         output,
     ):
@@ -80,13 +80,13 @@ def _kernel(
                     for i in range(num_read):
                         logits[g, i] = softcap * np.tanh(logits[g, i] / softcap)
                 largest = np.float32(-np.inf)
-                if sinks.size:
-                    largest = sinks[head * group_size + g]
+                if sink_logits.size:
+                    largest = sink_logits[head * group_size + g]
                 for i in range(num_read):
                     largest = max(largest, logits[g, i])
                 total = np.float32(0)
-                if sinks.size:
-                    total = exp(sinks[head * group_size + g] - largest)
+                if sink_logits.size:
+                    total = exp(sink_logits[head * group_size + g] - largest)
                 for i in range(num_read):
                     logits[g, i] = exp(logits[g, i] - largest)
                     total += logits[g, i]

@@ -39,8 +39,8 @@ extern "C" __global__ void __launch_bounds__(PARTS* HEAD_SIZE) merge_pieces(cons
     for (int i = threadIdx.x; i < used; i += PARTS * HEAD_SIZE) *row_marks.mark(i) = 0;
     const float2* of_head = p.pieces.weights + first * GROUP + h;
     if (threadIdx.x < WARP) {
-        SinkLogits sinks(p.softmax, head, GROUP);
-        float sink = sinks && threadIdx.x == 0 ? sinks[h] * LOG2E : -INFINITY_F;
+        SinkLogits sink_logits(p.softmax, head, GROUP);
+        float sink = sink_logits && threadIdx.x == 0 ? sink_logits[h] * LOG2E : -INFINITY_F;
         float largest = sink, sum = sink == -INFINITY_F ? 0.0f : 1.0f;
 #pragma unroll 4
         for (int piece = threadIdx.x; piece < pieces; piece += WARP) {

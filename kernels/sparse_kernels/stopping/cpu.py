@@ -36,7 +36,7 @@ def _kernel(
         context_lens,
         pages,
         scale,
-        sinks,
+        sink_logits,
         softcap,
         scale_tolerance,
         direction_tolerance,
@@ -57,9 +57,9 @@ def _kernel(
                     heads[g, d] = query[token, head, g, d] * scale
             largest = np.full(group_size, -np.inf, np.float32)
             total = np.zeros(group_size, np.float32)
-            if sinks.size:
+            if sink_logits.size:
                 for g in range(group_size):
-                    largest[g] = sinks[head * group_size + g]
+                    largest[g] = sink_logits[head * group_size + g]
                     total[g] = np.float32(1)
             sums = np.zeros((group_size, probe_size), np.float32)
             before = np.zeros((group_size, probe_size), np.float32)
