@@ -33,19 +33,19 @@ CPU_KERNEL_BLOCK = 32
 CUDA_KERNEL_BLOCK = 16
 """FlashAttention reads blocks of a multiple of this many tokens."""
 LEARNED_SINKS = ("gpt_oss",)
-"""Model types whose attention has learned sinks."""
+"""Model types whose attention has learned sink logits."""
 SPECULATORS = ("ngram",)
 """Speculative methods whose drafts need no attention of their own."""
 
 
 def settings_of(vllm_config: VllmConfig) -> Any:
-    """Our part of `--additional-config`, or None."""
+    """Returns our part of `--additional-config`, or None."""
     additional = vllm_config.additional_config
     return additional.get(KEY) if isinstance(additional, Mapping) else None
 
 
 def block_multiple(vllm_config: VllmConfig, config: ResolvedConfig, kernel_block: int) -> int:
-    """The block size must be a multiple of this many tokens."""
+    """Returns the number of tokens that the block size must be a multiple of."""
     if config.selector is None:
         return kernel_block
     itemsize = 1 if vllm_config.cache_config.cache_dtype in EIGHT_BIT_CACHES else 2
@@ -83,11 +83,11 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
 def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[str, Any, str]]:
     from vllm.platforms import current_platform
 
-    found: list[tuple[str, Any, str]] = []
+    refusals: list[tuple[str, Any, str]] = []
 
     def expect(holds: bool, field: str, got: Any, allowed: str) -> None:
         if not holds:
-            found.append((field, got, allowed))
+            refusals.append((field, got, allowed))
 
     on_cpu, on_cuda = current_platform.is_cpu(), current_platform.is_cuda()
     expect(on_cpu or on_cuda, "platform", current_platform.device_name, "NVIDIA GPUs or vLLM's CPU build")
@@ -117,7 +117,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             _expect_cuda_shapes(expect, vllm_config, config, (capability[0], capability[1]))
         if config.routing is not None:
             _expect_routable(expect, vllm_config, config.routing)
-        if not found:
+        if not refusals:
             multiple = block_multiple(vllm_config, config, CPU_KERNEL_BLOCK if on_cpu else CUDA_KERNEL_BLOCK)
             # vLLM may choose the block size after this, and asks the backend which ones it takes.
             expect(
@@ -137,9 +137,9 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             f"{every} with CUDA graphs in mode {mode.name}",
             "0, or --enforce-eager, or --compilation-config.cudagraph_mode PIECEWISE",
         )
-    # Of a request's last token vLLM then says no longer whether it is part of the prompt.
+    # With it vLLM no longer says of a request's last token whether it is part of the prompt.
     expect(not cache.kv_sharing_fast_prefill, "kv_sharing_fast_prefill", "true", "false")
-    # Two half batches at once would share what a layer keeps between its kernels, and its counts.
+    # Two half batches at once would share the scratch between a layer's kernels, and its counts.
     expect(not parallel.use_ubatching, "enable_dbo, ubatch_size", "batches in parts", "neither")
     skipped = cache.kv_cache_dtype_skip_layers
     mixed = cache.cache_dtype in EIGHT_BIT_CACHES and skipped
@@ -167,7 +167,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         expect(backend == "native", "kv_offloading_backend", backend, "native")
     if speculative := vllm_config.speculative_config:
         expect(speculative.method in SPECULATORS, "speculative method", speculative.method, choices(SPECULATORS))
-    return found
+    return refusals
 
 
 def _expect_cuda_shapes(
@@ -212,14 +212,19 @@ def _expect_cuda_shapes(
 def _expect_routable(expect: Callable[[bool, str, Any, str], None], vllm_config: VllmConfig, routing: Routing) -> None:
     model = vllm_config.model_config
     field = f"{KEY}.routing"
-    sinks = model.hf_config.model_type in LEARNED_SINKS
-    # What the first token is to other models, the learned sink is to these: there is nothing to route by.
+    has_sink_logits = model.hf_config.model_type in LEARNED_SINKS
+    # These models attend to learned sink logits where others attend to the first token: there is nothing to route by.
     expect(
-        not sinks, "model", f"{model.hf_config.model_type} with learned attention sinks", "models without, if routed"
+        not has_sink_logits,
+        "model",
+        f"{model.hf_config.model_type} with learned attention sinks",
+        "models without, if routed",
     )
     layers, kv_heads = routing.shape
-    own = model.hf_text_config.num_hidden_layers
-    expect(layers in (None, own), f"{field}.threshold", f"a list of {layers}", f"the model's {own} layers")
+    num_layers = model.hf_text_config.num_hidden_layers
+    expect(
+        layers in (None, num_layers), f"{field}.threshold", f"a list of {layers}", f"the model's {num_layers} layers"
+    )
     heads = model.get_total_num_kv_heads()
     wrong = next((count for count in kv_heads if count != heads), heads)
     expect(wrong == heads, f"{field}.threshold", f"a layer's list of {wrong}", f"the model's {heads} KV heads")

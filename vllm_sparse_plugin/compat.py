@@ -1,4 +1,4 @@
-"""What changes vLLM's own behaviour; each change says why it is there, for which versions, and when it can go.
+"""Changes vLLM's own behaviour. Each change says why it is there, for which versions, and when it can go.
 
 `tests/unit/vllm_touches.yaml` lists everything of vLLM that the files of the plugin use.
 """
@@ -28,7 +28,7 @@ _HOOKED = "_vllm_sparse_plugin_hooked"
 
 
 def untested_vllm() -> str | None:
-    """The version of vLLM, if it is not one that this version is tested with."""
+    """Returns the version of vLLM, if it is not one that this version is tested with; else None."""
     from vllm.version import __version__, __version_tuple__
 
     first, end = TESTED_VLLM
@@ -49,13 +49,13 @@ def register_backend_names(names: Mapping[str, str]) -> None:
     for name in names:
         if name not in AttentionBackendEnum.__members__:
             register_backend(name, f"{CLASS_MODULE}.{name}")
-    theirs = copyreg.dispatch_table.get(AttentionBackendEnum)
-    if not getattr(theirs, _HOOKED, False):
+    reducer = copyreg.dispatch_table.get(AttentionBackendEnum)
+    if not getattr(reducer, _HOOKED, False):
 
         def reduce(member: AttentionBackendEnum) -> Any:
             if member.name in names:
                 return _restore_member, (member.name,)
-            return theirs(member) if theirs else (type(member), (member.value,))
+            return reducer(member) if reducer else (type(member), (member.value,))
 
         setattr(reduce, _HOOKED, True)
         copyreg.pickle(AttentionBackendEnum, reduce)
@@ -69,17 +69,19 @@ def _restore_member(name: str) -> AttentionBackendEnum:
 
 
 def chosen_backend(vllm_config: VllmConfig, names: Mapping[str, str]) -> str | None:
-    """Our backend that the configuration selects for some or all layers, if any.
+    """Returns our backend that the configuration selects for some or all layers, if any.
 
     Raises:
         ConfigurationError: if it selects two of ours.
     """
     attention = vllm_config.attention_config
     selected = [attention.backend, *attention.backend_per_kind.values()]
-    ours = sorted({member.name for member in selected if member is not None and member.name in names})
-    if len(ours) > 1:
-        raise ConfigurationError(f"attention_config: got backends {' and '.join(ours)}, allowed: one of them at a time")
-    return ours[0] if ours else None
+    backends = sorted({member.name for member in selected if member is not None and member.name in names})
+    if len(backends) > 1:
+        raise ConfigurationError(
+            f"attention_config: got backends {' and '.join(backends)}, allowed: one of them at a time"
+        )
+    return backends[0] if backends else None
 
 
 def hook_platform(names: Mapping[str, str], admit: Callable[[VllmConfig], None]) -> None:

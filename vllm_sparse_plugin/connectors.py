@@ -1,8 +1,8 @@
-"""vLLM's KV connectors, told what the blocks of our backends hold.
+"""Tells vLLM's KV connectors what the blocks of our backends hold.
 
 A block that leaves its engine, to a file, another store or another engine, is found again by its tokens, the model's
-name and the numbers that vLLM knows of its layout. Page statistics are part of the block and none of these: those of
-another kind or format take as many bytes, and a page would be scored by what is none of its keys. So our connectors
+name and the numbers that vLLM knows of its layout. Page statistics are part of the block, but in none of these: those
+of another kind or format may take as many bytes, and a page would be scored by the wrong numbers. So our connectors
 are vLLM's, constructed with a model name that ends in what the statistics are: files get other names, and the
 handshake of two engines fails.
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector", "DecodeBenchConnector")
 """KV connectors that move whole blocks, statistics rows included, or, to measure time, fill them with noise."""
 STATISTICS_VERSION = 1
-"""To be raised whenever a page's statistics of the same name come to be other bytes; `test_connectors.py` has some."""
+"""Version of the bytes of page statistics, raised whenever a name comes to stand for other bytes;
+`test_connectors.py` holds some of them."""
 
 
 def __getattr__(name: str) -> Any:
@@ -39,9 +40,9 @@ def __getattr__(name: str) -> Any:
 def _connector(name: str) -> type:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    theirs: Any = KVConnectorFactory.get_connector_class_by_name(name)
+    base: Any = KVConnectorFactory.get_connector_class_by_name(name)
 
-    class Connector(theirs):  # type: ignore[misc]
+    class Connector(base):  # type: ignore[misc]
         def __init__(self, vllm_config: VllmConfig, role: Any, kv_cache_config: KVCacheConfig) -> None:
             super().__init__(with_block_contents(vllm_config, kv_cache_config), role, kv_cache_config)
 
@@ -50,7 +51,7 @@ def _connector(name: str) -> type:
 
 
 def with_block_contents(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmConfig:
-    """The same configuration with a model name that ends in what the blocks hold besides keys and values."""
+    """Returns the configuration with a model name that ends in what the blocks hold besides keys and values."""
     name = chosen_backend(vllm_config, BACKENDS)
     if name is None:
         return vllm_config
@@ -65,14 +66,14 @@ def with_block_contents(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
 
 
 def block_contents(config: ResolvedConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Everything that the bytes of a block follow from besides its keys and values, as a part of a file's name.
+    """Names all that the bytes of a block follow from besides its keys and values, as a part of a file's name.
 
     Args:
         config: the settings of the backend.
         kv_cache_config: the blocks of all layers, as vLLM lays them out.
 
     Returns:
-        Nothing if blocks hold nothing else.
+        The name; empty if blocks hold nothing else.
     """
     from vllm.v1.kv_cache_interface import AttentionSpec
 

@@ -1,4 +1,4 @@
-"""What a decode step is made of: the frozen arguments that the operations share."""
+"""The operations share these frozen arguments of a decode step."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class DecodeBatch:
         return self.query.shape[2]
 
     def group_size(self, num_kv_heads: int) -> int:
-        """Query heads that share a KV head."""
+        """Returns how many query heads share a KV head."""
         return self.query.shape[1] // num_kv_heads
 
     def requests(self, first: int, last: int) -> DecodeBatch:
-        """The batch of the requests from `first` to before `last`."""
+        """Returns the batch of the requests from `first` to before `last`."""
         tokens = slice(first * self.tokens_per_request, last * self.tokens_per_request)
         dense = None if self.dense_requests is None else self.dense_requests[first:last]
         return DecodeBatch(
@@ -96,7 +96,7 @@ class QueryTokens:
         return QueryTokens(self.query[tokens], self.block_table[tokens], self.context_lens[tokens])
 
     def num_pages(self, page_size: int) -> torch.Tensor:
-        """`[num_tokens]` integer, complete pages of each context."""
+        """Returns the complete pages of each context: `[num_tokens]` integer."""
         return self.context_lens // page_size
 
     def check(self, num_kv_heads: int, head_size: int) -> None:
@@ -160,11 +160,11 @@ class DecodeOutput:
 
     @classmethod
     def like(cls, query: torch.Tensor) -> DecodeOutput:
-        """Room for the attention of a query, in its dtype; bfloat16 for a float8 query."""
+        """Makes room for the attention of a query, in its dtype; in bfloat16 for a float8 query."""
         dtype = torch.bfloat16 if query.dtype.itemsize == 1 else query.dtype
         return cls(torch.empty(query.shape, dtype=dtype, device=query.device))
 
     def tokens(self, first: int, last: int) -> DecodeOutput:
-        """The output of the query tokens from `first` to before `last`."""
+        """Returns the output of the query tokens from `first` to before `last`."""
         pages_read = None if self.pages_read is None else self.pages_read[first:last]
         return DecodeOutput(self.heads[first:last], pages_read, self.counters)

@@ -18,7 +18,7 @@ class KVCache:
     values: PagedTensor
     """The values, with the keys' page size."""
     statistics: PageStatistics | None = None
-    """What is kept of each page's keys; None for a cache without."""
+    """What is stored of each page's keys; None for a cache without statistics."""
     key_scale: torch.Tensor | None = None
     """One float32: a float8 key times this is the key; None for other caches."""
     value_scale: torch.Tensor | None = None
@@ -33,7 +33,7 @@ class KVCache:
         key_scale: torch.Tensor | None = None,
         value_scale: torch.Tensor | None = None,
     ) -> KVCache:
-        """The cache that stores one row per token: its key, then its value.
+        """Returns the cache that stores one row per token: its key, then its value.
 
         Args:
             rows: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, any strides.
@@ -72,7 +72,7 @@ class KVCache:
         return replace(self, keys=self.keys.by_head, values=self.values.by_head, statistics=statistics)
 
     def scaled_by_keys(self, factor: float) -> float:
-        """A factor of the logits of queries with the keys as they are meant."""
+        """Returns `factor` times `key_scale`: the factor of logits of queries with the keys as they are stored."""
         return factor if self.key_scale is None else factor * float(self.key_scale)
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""What the compiled CPU kernels share. Imports Numba, so only they import it."""
+"""The compiled CPU kernels share this. It imports Numba, so only they import it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CHUNK_TOKENS = 64
 
 
 def sink_array(softmax: Softmax) -> np.ndarray:
-    """The sink logits of a softmax as the compiled kernels take them: `[num_query_heads]` float32, empty for none."""
+    """Returns sink logits as the compiled kernels take them: `[num_query_heads]` float32, empty for none."""
     if softmax.sink_logits is None:
         return np.empty(0, np.float32)
     # A model's sink logits are a parameter, which NumPy takes only without its gradient.
@@ -42,13 +42,13 @@ def parallel_kernel(fastmath: bool | Set[str] = False) -> Callable[[Callable[...
 
 @numba.njit(nogil=True, forceinline=True)
 def widen(bits):
-    """The float32 of bfloat16 bits."""
+    """Returns the float32 of bfloat16 bits."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @numba.njit(nogil=True, forceinline=True)
 def narrow(value):
-    """The bfloat16 bits of a float32: to nearest even, as torch rounds; one pattern for every NaN."""
+    """Returns the bfloat16 bits of a float32. Rounds to nearest even, as torch does; every NaN has one pattern."""
     bits = np.float32(value).view(np.uint32)
     rounded = np.uint32(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
     return np.uint16(0x7FC0) if value != value else np.uint16(rounded >> np.uint32(16))
@@ -75,7 +75,7 @@ def unpack_page(location, length, step, block, head, within, unpacked, row, colu
     start += within // pages_per_group * per_group + within % pages_per_group * per_page
     runs_per_row = width // length
     for run in range(offsets.size):
-        # Unsigned, because a negative index would have to be looked for.
+        # Indices are unsigned, because a test for negative ones would cost time.
         first = np.uint64(start + offsets[run])
         to_row, to = np.uint64(row + run // runs_per_row), np.uint64(column + run % runs_per_row * length)
         for i in range(length):
@@ -96,8 +96,8 @@ def add_products(weights, offset, rows, sums, column):
 
 @numba.njit(nogil=True, forceinline=True)
 def exp(x):
-    """exp(x) for x <= 0 within 2 units in the last place; vectorises, which a call of the C library does not."""
-    # exp(x) = 2**n * exp(r) with |r| <= ln(2) / 2, and ln(2) in two parts to subtract n of it exactly.
+    """Returns exp(x) for x <= 0 within 2 units in the last place; it vectorises, unlike a call of the C library."""
+    # exp(x) = 2**n * exp(r) with |r| <= ln(2) / 2. ln(2) is in two parts, so that n times it is subtracted exactly.
     n = np.rint(x * np.float32(1.44269504))
     r = (x - n * np.float32(0.693359375)) + n * np.float32(2.12194440e-4)
     y = np.float32(1.9875691500e-4)

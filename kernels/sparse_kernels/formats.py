@@ -1,4 +1,4 @@
-"""Names of formats, for those who ask for one before they need torch."""
+"""The names of formats need no torch, so a configuration can be checked before torch is imported."""
 
 from typing import Literal, get_args
 

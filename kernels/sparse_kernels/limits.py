@@ -1,4 +1,4 @@
-"""What the GPU kernels can do, stated once: admission asks, the kernels are compiled by it."""
+"""The limits of the GPU kernels are stated once: admission asks here, and the kernels are compiled by them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class DecodeShape:
 
 
 def head_refusals(group_size: int, head_size: int) -> Iterator[Refusal]:
-    """Why no kernel serves these heads, if so."""
+    """Yields why no kernel serves these heads; nothing if one does."""
     if head_size not in HEAD_SIZES:
         yield Refusal(HEAD_SIZE, head_size, ", ".join(map(str, HEAD_SIZES[:-1])) + f" or {HEAD_SIZES[-1]}")
     if group_size > MAX_GROUP:
@@ -68,9 +68,9 @@ def head_refusals(group_size: int, head_size: int) -> Iterator[Refusal]:
 
 
 def shared_bytes_of(capability: tuple[int, int]) -> int:
-    """Shared memory that a block may ask for by compute capability, as NVIDIA's programming guide lists it.
+    """Returns the bytes of shared memory that a block may ask for, as NVIDIA's programming guide lists them.
 
-    What the guide did not list when this was written is taken for the least of them.
+    A compute capability that the guide did not list when this was written counts as the least of them.
     """
     large = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
     return 1024 * large.get(capability, 99)

@@ -1,4 +1,4 @@
-"""How keys and values lie in a paged cache, seen page by page whatever the packing of the block."""
+"""Describes how keys and values lie in a paged cache, page by page whatever the packing of the block."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 
 def memory_of(tensor: torch.Tensor) -> Any:
-    """The tensor's memory from its first element to the end of its storage: a NumPy array of integers, 1-D.
+    """Returns a tensor's memory from its first element to the end of its storage, as a 1-D NumPy array.
 
-    For kernels that compute addresses themselves: a compiler vectorises what it knows to be contiguous. 16-bit
+    Kernels that compute addresses themselves need it: a compiler vectorises what it knows to be contiguous. 16-bit
     floats appear as their bits.
     """
     reach = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
@@ -38,7 +38,7 @@ class PageAddresses(NamedTuple):
 
     @property
     def location(self) -> tuple[Any, ...]:
-        """All but the shape of a run, which compiled kernels take as constants; flat, as Numba needs it."""
+        """All fields but the shape of a run, which compiled kernels take as constants; flat, as Numba needs it."""
         return self.elements, self.offsets, self.pages_per_group, *self.strides
 
 
@@ -63,7 +63,7 @@ class PagedTensor:
 
     @classmethod
     def from_rows(cls, rows: torch.Tensor, page_size: int) -> PagedTensor:
-        """Pages of a cache that stores one row per token.
+        """Returns the pages of a cache that stores one row per token.
 
         Args:
             rows: `[num_blocks, num_kv_heads, block_size, head_size]`, any strides.

@@ -325,6 +325,19 @@ def test_kernel_agrees_with_the_reference(case, device):
 
 
 @on_devices
+def test_of_equal_representatives_the_oldest_are_kept(device):
+    # One-hot keys agree equally with their mean in any arithmetic: only the order says which two of eight are kept.
+    shape = Shape(statistics="bf16", kind="representatives")
+    keys = torch.eye(shape.page_size, shape.head_size, dtype=shape.dtype)[:, None].repeat(1, shape.num_kv_heads, 1)
+    slots = torch.arange(shape.page_size)
+    oldest = keys[:2].float().mean(dim=0)
+    for implementation, place in ((reference.write_cache, "cpu"), (kernel, device)):
+        memory, stored = Memory.dirty(shape).to(place), keys.to(place)
+        implementation(stored, stored, memory.cache, memory.views, slots.to(place), shape.page_size, None, None)
+        assert torch.equal(memory.views.vectors[0, :, 0].float().cpu(), oldest)
+
+
+@on_devices
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernel_agrees_with_the_reference_in_other_shapes(shape, device):
     page, size = shape.page_size, shape.block_size

@@ -20,7 +20,7 @@ def warnings(monkeypatch) -> list[str]:
     for name in (live._VLLM_FOLDER, live._OUR_FOLDER, live._COPIED_TO_RAY):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(live, "_said", set())
+    monkeypatch.setattr(live, "_reported", set())
     monkeypatch.setattr(live, "REGISTRY", CollectorRegistry())
     lines: list[str] = []
     logger = logging.getLogger("vllm.vllm_sparse_plugin.diagnostics.live")

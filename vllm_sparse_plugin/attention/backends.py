@@ -1,4 +1,4 @@
-"""The backend classes by registered name, built on first use for the platform at hand."""
+"""Builds the backend classes by registered name, on first use and for the platform at hand."""
 
 from __future__ import annotations
 

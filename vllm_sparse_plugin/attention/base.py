@@ -1,4 +1,4 @@
-"""What our attention backends share on every platform."""
+"""Our attention backends share this on every platform."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SparseBackend:
     preset: ClassVar[str]
     """Preset of the registered name."""
     supports_kv_cache_update_bypass: ClassVar[bool] = False
-    """A fused operation of vLLM's that writes keys and values itself would leave their statistics unwritten."""
+    """False, because a fused operation that writes keys and values itself would leave their statistics unwritten."""
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -54,12 +54,12 @@ class SparseBackend:
 
     @classmethod
     def config(cls) -> ResolvedConfig:
-        """The configuration of the engine being loaded."""
+        """Returns the configuration of the engine being loaded."""
         return engine_config.current(cls.preset)
 
     @classmethod
     def statistics_layout(cls, spec: AttentionSpec) -> StatisticsLayout | None:
-        """Layout of the statistics rows in blocks of this spec."""
+        """Returns the layout of the statistics rows in blocks of this spec."""
         return cls.config().selection.statistics_layout(spec.head_size, spec.dtype.itemsize)
 
     @classmethod
@@ -103,7 +103,7 @@ class SparseImpl:
         raise NotImplementedError
 
     def _statistics(self, kv_cache: torch.Tensor) -> PageStatistics | None:
-        """Views of the statistics behind the token rows of a cache."""
+        """Makes views of the statistics behind the token rows of a cache."""
         plan = self.plan
         if plan.statistics is None:
             return None
@@ -112,8 +112,8 @@ class SparseImpl:
     @property
     def softmax(self) -> Softmax:
         """How the layer's logits become weights. Sink logits are the model's own tensor: weights may be replaced."""
-        sinks = self.sinks
-        return Softmax(self.scale, self.logits_soft_cap, None if sinks is None else sinks.detach())
+        sink_logits = self.sinks
+        return Softmax(self.scale, self.logits_soft_cap, None if sink_logits is None else sink_logits.detach())
 
 
 class DecodeRun(NamedTuple):
@@ -126,7 +126,7 @@ class DecodeRun(NamedTuple):
 
 
 def decode_runs(query_lens: Sequence[int], longest: int) -> list[DecodeRun]:
-    """The requests at the front of a batch that have at most `longest` query tokens, in runs of equal numbers."""
+    """Returns the requests at the front of a batch with at most `longest` query tokens, in runs of equal numbers."""
     runs: list[DecodeRun] = []
     request = token = 0
     for length, group in groupby(query_lens):

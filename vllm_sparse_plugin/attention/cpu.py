@@ -1,4 +1,4 @@
-"""The sparse decode pipeline inside vLLM's CPU build.
+"""Runs the sparse decode pipeline inside vLLM's CPU build.
 
 Prefill, short contexts, sliding-window layers and leading dense layers run vLLM's own CPU attention on the token
 rows of the cache; decoding tokens of long contexts run route, select and attend. Which requests are which is decided
@@ -162,7 +162,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         return metadata
 
     def _sparse_requests(self, common: CommonAttentionMetadata, query_lens: torch.Tensor) -> torch.Tensor:
-        """`[num_reqs]` bool: decoding requests that are routed, or whose context exceeds the budget."""
+        """Finds decoding requests that are routed, or whose context exceeds the budget: `[num_reqs]` bool."""
         assert self.reorder_batch_threshold is not None
         sparse = (query_lens > 0) & (query_lens <= self.reorder_batch_threshold)
         if not self.routes and self.sparse.selector is not None:
@@ -176,7 +176,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 def _subset(
     common: CommonAttentionMetadata, requests: torch.Tensor, query_lens: torch.Tensor, tokens: torch.Tensor
 ) -> CommonAttentionMetadata:
-    """The batch that some of the requests form, all tokens of theirs included."""
+    """Returns the batch that some of the requests form, with all of their tokens."""
     lens = query_lens[requests]
     start = torch.zeros(len(lens) + 1, dtype=common.query_start_loc.dtype)
     torch.cumsum(lens, 0, out=start[1:])
@@ -258,7 +258,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
                 layer, query, key, value, self.token_rows, metadata, output, output_scale, output_block_scale
             )
 
-        # A layer that shares another's cache finds the statistics there.
+        # A layer that shares the cache of another finds the statistics there.
         if attn_metadata.filled and self.plan.statistics is not None and self.kv_sharing_target_layer_name is None:
             assert self.cache.statistics is not None
             update_page_statistics(self.cache.keys, self.cache.statistics, *attn_metadata.filled)
@@ -268,13 +268,13 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         if attn_metadata.dense is None:
             output[: attn_metadata.num_actual_tokens] = self._decode(query[: attn_metadata.num_actual_tokens], decode)
             return output
-        others = attn_metadata.dense_tokens
-        output[others] = dense(query[others], attn_metadata.dense, torch.empty_like(output[others]))
+        dense_tokens = attn_metadata.dense_tokens
+        output[dense_tokens] = dense(query[dense_tokens], attn_metadata.dense, torch.empty_like(output[dense_tokens]))
         output[decode.tokens] = self._decode(query[decode.tokens], decode)
         return output
 
     def _decode(self, query: torch.Tensor, decode: DecodeTokens) -> torch.Tensor:
-        """Route, select and attend; `[num_tokens, num_heads, head_size]` in and out."""
+        """Routes, selects and attends; takes and returns `[num_tokens, num_heads, head_size]`."""
         grouped = query.unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
         tokens = QueryTokens(grouped, decode.block_table, decode.context_lens)
         if decode.sampled is not None:
@@ -295,7 +295,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         return output.flatten(1, 2)
 
     def _attend(self, tokens: QueryTokens, cache: KVCache, heads: torch.Tensor) -> torch.Tensor:
-        """Attention of tokens over the pages that the layer reads.
+        """Attends with tokens to the pages that the layer reads.
 
         Args:
             tokens: the query tokens.
@@ -308,7 +308,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         return attend_pages(tokens, cache, pages, self.softmax)
 
     def _pages(self, tokens: QueryTokens, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The pages that the layer reads and, where attention may stop, what `count_reads` says of them."""
+        """Returns the pages that the layer reads and, where attention may stop, what `count_reads` says of them."""
         plan, num_pages = self.plan, tokens.num_pages(cache.page_size)
         if plan.selector is None:
             return every_page(num_pages, cache.num_kv_heads), None

@@ -1,4 +1,4 @@
-"""The sparse decode pipeline on NVIDIA GPUs.
+"""Runs the sparse decode pipeline on NVIDIA GPUs.
 
 Prefill, sliding-window layers and leading dense layers run vLLM's FlashAttention on the token rows of the cache;
 decoding tokens run one fused kernel, which attends short contexts whole, or, where they are routed or may stop but
@@ -143,7 +143,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         sparse = backend.config()
         statistics = backend.statistics_layout(kv_cache_spec)
         self.sampler = StepSampler(sparse.config.diagnostics.sample_every)
-        # What captured graphs read: never reallocated.
+        # Captured graphs read this tensor, so it is never reallocated.
         max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self.dense_requests = torch.zeros(max_requests, dtype=torch.bool, device=device)
         self.any_dense_request = False
@@ -165,7 +165,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
     def _stop_scratch(
         self, layers: dict[str, Attention], plans: dict[str, LayerPlan], max_tokens: int
     ) -> torch.Tensor | None:
-        """What layers that may stop anywhere share, for they run one after the other; None if none may."""
+        """Makes the scratch that layers which may stop anywhere share, one after the other; None if none may."""
         # vLLM may pad the rows of a block table.
         context_tokens = self.vllm_config.model_config.max_model_len + 64 * self.block_size
         scratch: torch.Tensor | None = None
@@ -221,8 +221,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         if num_decodes < common.num_reqs:
             if num_decodes:
                 # The schedule that FlashAttention plans ahead lies in one buffer, which the whole batch's may hold.
-                rest = _without_first(common, num_decodes, num_decode_tokens)
-                metadata.prefill = super().build(common_prefix_len, rest, fast_build=True)
+                prefills = _without_first(common, num_decodes, num_decode_tokens)
+                metadata.prefill = super().build(common_prefix_len, prefills, fast_build=True)
             else:
                 metadata.prefill = whole
         return metadata
@@ -242,7 +242,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         dense = self.dense_requests[:num_decodes]
         prefilling = None if common.is_prefilling is None else common.is_prefilling[:num_decodes]
         if prefilling is not None and prefilling.any():
-            # Of the requests that pad a graph's batch it may say nothing.
+            # It may leave out the requests that pad a graph's batch.
             self.dense_requests.zero_()
             dense[: len(prefilling)].copy_(prefilling, non_blocking=True)
             self.any_dense_request = True
@@ -253,7 +253,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
 
 
 def _without_first(common: CommonAttentionMetadata, requests: int, tokens: int) -> CommonAttentionMetadata:
-    """The batch without its first requests."""
+    """Returns the batch without its first requests."""
     start = common.query_start_loc_cpu[requests:] - tokens
     bound = common.seq_lens_cpu_upper_bound
     return common.replace(
@@ -319,7 +319,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         self.bind_cache(kv_cache)
 
         def dense(metadata: FlashAttentionMetadata, first: int) -> None:
-            # A layer that shares another's cache has no keys and values of its own.
+            # A layer that shares the cache of another has no keys and values of its own.
             new_keys, new_values = (None if new is None else new[first:] for new in (key, value))
             super(SparseCUDAImpl, self).forward(
                 layer, query[first:], new_keys, new_values, self.token_rows, metadata, output[first:], output_scale,
@@ -348,7 +348,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         return output
 
     def _decode(self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput) -> None:
-        """Attention of decoding tokens over what the plan has them read."""
+        """Attends with decoding tokens to what the plan has them read."""
         plan = self.plan
         selection = plan.page_selection
         if selection is None:
@@ -362,7 +362,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             )
 
     def _measure(self, batch: DecodeBatch, cache: KVCache, index: int) -> None:
-        """Records the quality of one token's selection; waits for the device, so never part of a CUDA graph."""
+        """Records the quality of one token's selection. It waits for the device, so no CUDA graph may hold it."""
         plan = self.plan
         if plan.quality is None or plan.selector is None:
             return

@@ -1,4 +1,4 @@
-"""Our part of the configuration of the engine that this process loads.
+"""Remembers our part of the configuration of the engine that this process loads.
 
 vLLM calls class methods of a backend with and without its configuration at hand, but it builds the layers with it, and
 first. So the layers leave our settings here, and the class methods find them.
@@ -22,7 +22,7 @@ def remember() -> None:
 
 
 def current(preset: str) -> ResolvedConfig:
-    """The configuration of the engine being loaded, for a backend of this preset."""
+    """Returns the configuration of the engine being loaded, for a backend of this preset."""
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is not None:
         return resolve(settings_of(vllm_config), preset)

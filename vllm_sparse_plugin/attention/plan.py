@@ -1,4 +1,4 @@
-"""What each attention layer does with the tokens that decode: decided once, when an engine starts."""
+"""Decides what each attention layer does with the tokens that decode, once, when an engine starts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class LayerPlan:
     counters: torch.Tensor | None = None
     """`[num_kv_heads, 4]` int64, see `stopping.count_reads`; only where attention may stop."""
     quality: LayerQuality | None = None
-    """Measures sampled tokens, if any are to be."""
+    """Measures sampled tokens; None if none are sampled."""
 
     @property
     def is_sparse(self) -> bool:
@@ -58,7 +58,7 @@ class LayerPlan:
         return self.selector.page_selection()
 
     def stopping(self, scratch: torch.Tensor | None = None) -> Stopping | None:
-        """When attention to every page stops; None where pages are selected or everything is read."""
+        """Returns when attention to every page stops; None where pages are selected or everything is read."""
         if self.selector is None or self.stop_rule is None or not self.selector.reads_every_page:
             return None
         return Stopping(self.stop_rule, self.selector.sink_pages, scratch)
@@ -82,7 +82,7 @@ def plan_layers(
     statistics: StatisticsLayout | None,
     device: torch.device,
 ) -> LayerGroup:
-    """Plans for a group of layers by name.
+    """Plans a group of layers by name.
 
     Args:
         layers: the layers; those that attend to a window or a chunk alone are left dense.
@@ -93,7 +93,7 @@ def plan_layers(
         device: where the layers run.
 
     Raises:
-        ConfigurationError: for routed layers with learned sinks, which leave the first token nothing to stand for.
+        ConfigurationError: for routed layers with learned sink logits, which take the place of the first token.
     """
     routing, skipped = _routing_of(layers, sparse, vllm_config, device)
     selecting = {name: layer for name, layer in layers.items() if selects_pages(layer, sparse)}
@@ -120,21 +120,21 @@ def plan_layers(
 
 
 def attends_whole_context(layer: Attention) -> bool:
-    """Whether a layer attends to its whole context, not to a window or a chunk of it."""
+    """Returns whether a layer attends to its whole context, not to a window or a chunk of it."""
     return layer.sliding_window is None and getattr(layer, "attention_chunk_size", None) is None
 
 
 def selects_pages(layer: Attention, sparse: ResolvedConfig) -> bool:
-    """Whether decoding tokens of a layer read selected pages."""
+    """Returns whether decoding tokens of a layer read selected pages."""
     if sparse.selector is None or not attends_whole_context(layer):
         return False
-    # A layer that shares another's cache can only read statistics that the other one writes.
+    # A layer that shares the cache of another can only read statistics that its owner writes.
     owner = layer.kv_sharing_target_layer_name or layer.layer_name
     return extract_layer_index(owner) >= sparse.config.first_dense_layers
 
 
 def first_kv_head(vllm_config: VllmConfig) -> int:
-    """The first of this worker's KV heads, numbered over all tensor-parallel workers."""
+    """Returns the first of this worker's KV heads, numbered over all tensor-parallel workers."""
     parallel = vllm_config.parallel_config
     total = vllm_config.model_config.get_total_num_kv_heads()
     # Tensor-parallel workers are numbered first; with fewer heads than workers, some have copies of one.
@@ -144,7 +144,7 @@ def first_kv_head(vllm_config: VllmConfig) -> int:
 def _routing_of(
     layers: Mapping[str, Attention], sparse: ResolvedConfig, vllm_config: VllmConfig, device: torch.device
 ) -> tuple[dict[str, GroupRouting], DeviceCounts | None]:
-    """The routing of the layers that are routed, and the counts of what they skip."""
+    """Returns the routing of the layers that are routed, and the counts of what they skip."""
     routing = sparse.routing
     if routing is None:
         return {}, None
@@ -169,20 +169,20 @@ def _routing_of(
 def _counts_of_reads(
     selecting: Mapping[str, Attention], sparse: ResolvedConfig, vllm_config: VllmConfig, device: torch.device
 ) -> DeviceCounts | None:
-    """Counts of how far the layers that may stop have read; None if none may."""
+    """Makes the counts of how far the layers that may stop have read; None if none may."""
     if sparse.stop_rule is None or not selecting:
         return None
     return DeviceCounts(_numbered(selecting, vllm_config), READS, 4, device)
 
 
 def _reads_by_length(sparse: ResolvedConfig) -> ContextReads | None:
-    """What counts the tokens that a budget reads; None where attention may stop before."""
+    """Makes what counts the tokens that a budget reads; None where attention may stop before."""
     if sparse.selector is None or sparse.stop_rule is not None:
         return None
     return ContextReads(sparse.selector.page_size, sparse.selector.budget_pages, sparse.config.min_context_tokens - 1)
 
 
 def _numbered(layers: Mapping[str, Attention], vllm_config: VllmConfig) -> list[tuple[int, range]]:
-    """Index and KV heads of each layer, numbered over all tensor-parallel workers."""
+    """Returns index and KV heads of each layer, numbered over all tensor-parallel workers."""
     first = first_kv_head(vllm_config)
     return [(extract_layer_index(name), range(first, first + layer.num_kv_heads)) for name, layer in layers.items()]

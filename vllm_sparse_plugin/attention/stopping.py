@@ -1,4 +1,4 @@
-"""When a decode step stops reading: ART (arXiv 2606.00024)."""
+"""Stops reading in a decode step when the output is stable: ART (arXiv 2606.00024)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vllm_sparse_plugin.policies import Selection
 def select_until_stable(
     selection: Selection, rule: StopRule, tokens: QueryTokens, cache: KVCache, softmax: Softmax
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The pages that are read before the output is stable. Contexts within the budget are read to the end.
+    """Selects the pages that are read before the output is stable. Contexts within the budget are read to the end.
 
     Args:
         selection: what would be read without termination.
@@ -23,8 +23,8 @@ def select_until_stable(
         softmax: how logits become weights.
 
     Returns:
-        Like that of `Selection.select`, ascending behind the -1s: attention adds the pages up as without termination;
-        and what `count_reads` says of the rows that may stop, zeros for the others.
+        Pages as `Selection.select` returns them, ascending behind the -1s, so that attention adds them up as without
+        termination; and what `count_reads` says of the rows that may stop, zeros for the others.
     """
     num_pages = tokens.num_pages(selection.page_size)
     may_stop = (num_pages > selection.budget_pages)[:, None]

@@ -1,4 +1,4 @@
-"""The configuration: its schema, the sources of its values, and the sentences about it.
+"""The configuration has a schema, sources of its values, and sentences about it.
 
 Importing it and resolving a configuration need neither vLLM nor torch.
 """

@@ -1,4 +1,4 @@
-"""What is allowed, in words: the sentence for a bad value, and a row of documentation for each field."""
+"""Says in words what is allowed: in a sentence for a bad value, and in a row of documentation for each field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_sparse_plugin.policies import POLICIES, Selection
 
 
 def describe_fields() -> list[tuple[str, str, Any, str]]:
-    """Every field of the schema, for documentation: (dotted name, allowed values, default, description)."""
+    """Returns every field of the schema, for documentation: (dotted name, allowed values, default, description)."""
     names = [policy.name() for policy in POLICIES]
     rows = [("selection.policy", choices(names), names[0], "Which pages a decode step reads.")]
     for key in SECTIONS["selection"]:
@@ -40,7 +40,7 @@ def describe_fields() -> list[tuple[str, str, Any, str]]:
 
 
 def describe_policies() -> list[tuple[str, str, str]]:
-    """Every policy, for documentation: (name, what it does, where it leaves its paper or nothing)."""
+    """Returns every policy, for documentation: (name, what it does, where it leaves its paper or nothing)."""
     return [(policy.name(), (policy.__doc__ or "").split("\n")[0], policy.departure) for policy in POLICIES]
 
 
@@ -49,7 +49,7 @@ def _row(name: str, field: FieldInfo, prefix: str) -> tuple[str, str, Any, str]:
 
 
 def sentence_of(error: ErrorDetails, sources: Mapping[str, str]) -> str:
-    """The field, what it got and what it allows.
+    """Returns a sentence of the field, what it got and what it allows.
 
     Args:
         error: of pydantic's validation of `SparseAttentionConfig`.
@@ -94,8 +94,8 @@ def _field(path: list[str], location: tuple[int | str, ...]) -> FieldInfo | None
 
 
 def _allowed(field: FieldInfo) -> str:
-    if said := next((text for text in field.metadata if isinstance(text, str)), None):
-        return said
+    if sentence := next((text for text in field.metadata if isinstance(text, str)), None):
+        return sentence
     if literals := get_args(field.annotation):
         return choices([str(literal) for literal in literals])
     kind = "an integer" if field.annotation is int else "a number"

@@ -76,7 +76,7 @@ class Routing(Section):
             return None
         if not isinstance(value, (list, tuple)) or len(value) != 4:
             raise ValueError
-        return tuple(_nested(each, depth=0, most=_MOST_COEFFICIENT) for each in value)
+        return tuple(_nested(number, depth=0, most=_MOST_COEFFICIENT) for number in value)
 
     @model_validator(mode="after")
     def _one_threshold(self) -> Self:
@@ -105,7 +105,7 @@ class Routing(Section):
     def of_layer(
         self, layer: int, kv_heads: range, device: torch.device | str, counts: torch.Tensor | None = None
     ) -> GroupRouting:
-        """The thresholds of one layer, as kernels take them.
+        """Returns the thresholds of one layer, as kernels take them.
 
         Args:
             layer: its index.
@@ -120,14 +120,14 @@ class Routing(Section):
         if self.cubic is not None:
             coefficients[:] = torch.tensor(self.cubic)
             return GroupRouting(coefficients.to(device), self.score, self.shortest, self.longest, counts)
-        own = self.threshold[layer] if isinstance(self.threshold, tuple) else self.threshold
-        of_heads = [own[head] for head in kv_heads] if isinstance(own, tuple) else [own] * len(kv_heads)
+        level = self.threshold[layer] if isinstance(self.threshold, tuple) else self.threshold
+        of_heads = [level[head] for head in kv_heads] if isinstance(level, tuple) else [level] * len(kv_heads)
         coefficients[:, 0] = torch.tensor(of_heads)
         return GroupRouting(coefficients.to(device), self.score, counts=counts)
 
 
 def identify(model: str, commit: str | None = None) -> ModelIdentity:
-    """The identity of a model by its name on the hub or its folder.
+    """Identifies a model by its name on the hub or its folder.
 
     Args:
         model: as given to vLLM or transformers.
@@ -149,9 +149,13 @@ def identify(model: str, commit: str | None = None) -> ModelIdentity:
 
 
 def _nested(value: Any, depth: int, most: float) -> Any:
-    """The value, lists of up to `depth` levels as tuples; ValueError for anything but finite numbers in range."""
+    """Returns the value with lists of up to `depth` levels as tuples.
+
+    Raises:
+        ValueError: for anything but finite numbers in range.
+    """
     if isinstance(value, (list, tuple)) and depth and value:
-        return tuple(_nested(each, depth - 1, most) for each in value)
+        return tuple(_nested(item, depth - 1, most) for item in value)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or abs(value) > most:
         raise ValueError
     return float(value)

@@ -1,4 +1,4 @@
-"""The configuration schema, and a configuration with the source of each of its values."""
+"""Defines the configuration schema, and a configuration with the source of each of its values."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class SparseAttentionConfig(Section):
     """Measuring the selections of a running server."""
 
     def without_auto(self) -> SparseAttentionConfig:
-        """The same with the number that `termination.block_tokens: auto` stands for."""
+        """Returns the configuration with the number that `termination.block_tokens: auto` stands for."""
         if self.termination is None:
             return self
         number = self.termination.block_tokens_of(self.selection)
@@ -60,7 +60,7 @@ class SparseAttentionConfig(Section):
 
 
 def fields_by_key(section: type[Section]) -> dict[str, FieldInfo]:
-    """The fields of a part of the configuration, by the keys that a user writes."""
+    """Returns the fields of a part of the configuration, by the keys that a user writes."""
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 

@@ -1,4 +1,4 @@
-"""Where the values of a configuration come from.
+"""Merges the values of a configuration from their sources.
 
 Later sources win: the schema's defaults, the preset of the chosen backend, `preset`, the YAML file named by
 `config`, and the keys given in `--additional-config '{"sparse_attention": {...}}'` themselves.
@@ -21,11 +21,11 @@ from vllm_sparse_plugin.errors import ConfigurationError, choices
 ADDITIONAL_CONFIG = "additional config"
 """Source of values that `--additional-config` gives itself."""
 FILE = "file "
-"""How the name of a source begins that is a file of the user."""
+"""Beginning of the name of a source that is a file of the user."""
 
 
 def preset_names() -> list[str]:
-    """Names of the presets in `configs/`."""
+    """Returns the names of the presets in `configs/`."""
     folder = resources.files("vllm_sparse_plugin.configs")
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
@@ -107,10 +107,10 @@ def _merge(
             del sources[name]
     if prefix == "routing.":
         # One form of the threshold replaces the other.
-        for form, other in (("threshold", "cubic"), ("cubic", "threshold")):
-            if form in values and other not in values:
-                into.pop(other, None)
-                sources.pop(prefix + other, None)
+        for form, replaced in (("threshold", "cubic"), ("cubic", "threshold")):
+            if form in values and replaced not in values:
+                into.pop(replaced, None)
+                sources.pop(prefix + replaced, None)
     for key, value in values.items():
         if isinstance(value, Mapping) and isinstance(into.setdefault(key, {}), dict):
             _merge(into[key], sources, value, source, f"{prefix}{key}.")

@@ -1,4 +1,4 @@
-"""When a decode step stops reading: the settings of ART (arXiv 2606.00024)."""
+"""The settings of ART say when a decode step stops reading (arXiv 2606.00024)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Termination(Section):
     `selection.sink_pages`."""
 
     def rule(self, selection: Selection) -> StopRule:
-        """The rule for what a policy selects."""
+        """Returns the rule for what a policy selects."""
         from sparse_kernels.stopping import StopRule
 
         block_tokens = self.block_tokens_of(selection)
@@ -47,7 +47,7 @@ class Termination(Section):
         )
 
     def block_tokens_of(self, selection: Policy) -> int:
-        """`block_tokens`, where `auto` is what it takes under a policy."""
+        """Returns `block_tokens`; for `auto` the number that it stands for under a policy."""
         if self.block_tokens != "auto":
             return self.block_tokens
         return 512 if selection.name() == DensePolicy.name() else 64

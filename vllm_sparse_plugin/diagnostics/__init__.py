@@ -1,1 +1,1 @@
-"""How good a selection of pages is: measured on prompts, and on a sampled share of what a server decodes."""
+"""Measures how good a selection of pages is, on prompts and on a sampled share of what a server decodes."""

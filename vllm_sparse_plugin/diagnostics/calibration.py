@@ -1,5 +1,5 @@
-"""Thresholds of SinkRouter for one model: what its groups score, the cubic through the thresholds, and how well it
-finds the groups that attend to the first token."""
+"""Finds thresholds of SinkRouter for one model: what its groups score, the cubic through the thresholds, and how well
+that finds the groups that attend to the first token."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class Text(NamedTuple):
 
     task: str
     length: int
-    """Of the context in tokens, as it was asked for."""
+    """Tokens of the context, as they were asked for."""
     document: list[int]
     """Ids of the beginning, which is prefilled densely."""
     rest: list[list[int]]
     """Ids of what may follow, each of which is decoded after the same beginning."""
     asked: list[int]
-    """Newest tokens of each that are to be predicted."""
+    """For each of these, how many of its newest tokens are to be predicted."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ class Observed:
 
     @classmethod
     def of(cls, layers: Sequence[LayerInputs], score: GroupScore) -> Observed:
-        """What full attention's layers saw of one text."""
+        """Observes what the layers of full attention saw of one text."""
         scores = [group_scores(layer.query.float(), layer.keys[:, 0].float(), score) for layer in layers]
         mass = [layer.weights()[..., 0].mean(dim=-1) for layer in layers]
         return cls(torch.stack(scores).cpu(), torch.stack(mass).cpu())
 
     @classmethod
     def join(cls, parts: Sequence[Observed]) -> Observed:
-        """Several texts' as one."""
+        """Joins what was observed of several texts."""
         return cls(*(torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("scores", "mass")))
 
 
@@ -69,13 +69,13 @@ class Detection(NamedTuple):
 
 
 def threshold_for(scores: torch.Tensor, skip_ratio: float) -> float:
-    """The largest score from which at least `skip_ratio` of the groups are skipped."""
+    """Returns the largest score from which at least `skip_ratio` of the groups are skipped."""
     ranked = scores.flatten().sort(descending=True).values
     return float(ranked[max(0, math.ceil(skip_ratio * len(ranked)) - 1)])
 
 
 def fit(lengths: Sequence[int], thresholds: Sequence[float]) -> tuple[float, float, float, float]:
-    """The cubic through thresholds by length: least squares, of a lower degree where there are fewer than four.
+    """Fits a cubic to thresholds by length: by least squares, and of a lower degree where there are fewer than four.
 
     Args:
         lengths: contexts in tokens, ascending, two or more; the first and the last are the range of the fit.
@@ -87,8 +87,8 @@ def fit(lengths: Sequence[int], thresholds: Sequence[float]) -> tuple[float, flo
     log = torch.tensor(lengths, dtype=torch.float64).log()
     x = (log - log[0]) / (log[-1] - log[0])
     powers = x[:, None] ** torch.arange(min(4, len(lengths)))
-    found = torch.linalg.lstsq(powers, torch.tensor(thresholds, dtype=torch.float64)[:, None]).solution[:, 0].tolist()
-    c0, c1, c2, c3 = (round(c, 6) for c in [*found, 0.0, 0.0][:4])
+    solution = torch.linalg.lstsq(powers, torch.tensor(thresholds, dtype=torch.float64)[:, None]).solution
+    c0, c1, c2, c3 = (round(c, 6) for c in [*solution[:, 0].tolist(), 0.0, 0.0][:4])
     return c0, c1, c2, c3
 
 
@@ -109,9 +109,9 @@ def detect(observed: Observed, skipped: torch.Tensor) -> Detection:
 
 
 def average_precision(observed: Observed) -> float:
-    """Area under the curve of precision over recall of the score as a sign of a sink group; NaN without sink groups.
+    """Returns the area under precision over recall of the score as a sign of a sink group; NaN without sink groups.
 
-    Its step-wise form: the sum over the distinct thresholds of precision times what recall rises by.
+    This is the step-wise form: the sum over the distinct thresholds of precision times what recall rises by.
     """
     scores, order = observed.scores.flatten().sort(descending=True, stable=True)
     sinks = (observed.mass.flatten()[order] >= SINK_MASS).double()
@@ -119,20 +119,20 @@ def average_precision(observed: Observed) -> float:
         return math.nan
     # Groups of one score are found together.
     last = torch.cat([scores[1:] != scores[:-1], torch.ones(1, dtype=torch.bool)])
-    found = sinks.cumsum(dim=0)[last]
-    precision = found / (torch.arange(len(scores), dtype=torch.float64)[last] + 1)
-    rise = torch.diff(found, prepend=torch.zeros(1, dtype=torch.float64)) / sinks.sum()
+    sinks_found = sinks.cumsum(dim=0)[last]
+    precision = sinks_found / (torch.arange(len(scores), dtype=torch.float64)[last] + 1)
+    rise = torch.diff(sinks_found, prepend=torch.zeros(1, dtype=torch.float64)) / sinks.sum()
     return float((precision * rise).sum())
 
 
 def skipped_by(routing: Routing, layer: int, inputs: LayerInputs) -> torch.Tensor:
-    """Which groups of a layer a routing skips: `[num_queries, num_kv_heads]` bool."""
+    """Decides which groups of a layer a routing skips: `[num_queries, num_kv_heads]` bool."""
     heads = inputs.keys.shape[0]
     if layer < routing.dense_layers:
         return torch.zeros(len(inputs.query), heads, dtype=torch.bool, device=inputs.query.device)
     scores = group_scores(inputs.query.float(), inputs.keys[:, 0].float(), routing.score)
-    own = routing.of_layer(layer, range(heads), inputs.query.device)
-    return scores >= own.thresholds(inputs.context_lens)
+    layer_routing = routing.of_layer(layer, range(heads), inputs.query.device)
+    return scores >= layer_routing.thresholds(inputs.context_lens)
 
 
 class Verdict(NamedTuple):
@@ -143,7 +143,7 @@ class Verdict(NamedTuple):
 
 
 def judge(prevalence: float, detection: Detection, target: float, dense: float, routed: float) -> Verdict:
-    """Whether routing is worth its price, by what was measured.
+    """Judges whether routing is worth its price, by what was measured.
 
     Args:
         prevalence: share of sink groups.
@@ -194,12 +194,12 @@ class _Judged:
     """`[layers, num_kv_heads]` of each text."""
     dense: _Right = field(default_factory=_Right)
     routed: dict[float, _Right] = field(default_factory=dict)
-    """By skip ratio."""
+    """Answers when routed, by skip ratio."""
     skipped: dict[float, list[torch.Tensor]] = field(default_factory=dict)
-    """By skip ratio: bool, of the shape of a text's scores."""
+    """Skipped groups by skip ratio: bool, of the shape of a text's scores."""
 
     def row(self, skip_ratio: float) -> dict[str, Any]:
-        """What the report says of these texts at one skip ratio."""
+        """Returns what the report says of these texts at one skip ratio."""
         observed, skipped = Observed.join(self.observed), torch.cat(self.skipped[skip_ratio], dim=1)
         return {
             "context_tokens": self.length,
@@ -221,31 +221,31 @@ class Outcome:
 
     routing: Routing
     thresholds: dict[int, float]
-    """By length, what skips the share that was asked for."""
+    """Thresholds that skip the share that was asked for, by length."""
     rows: list[dict[str, Any]]
-    """By length and task."""
+    """What was measured, by length and task."""
     layers: list[dict[str, Any]]
-    """By routed layer. `first_value` is the norm of token 0's value over the median norm of the others, the mean over
-    KV heads and texts, and `first_value_largest` the largest of them: a skipped group's zero stands for that value, so
-    it should be far below 1."""
+    """What was measured, by routed layer. `first_value` is the norm of token 0's value over the median norm of the
+    others, the mean over KV heads and texts, and `first_value_largest` the largest of them: a skipped group's zero
+    stands for that value, so it should be far below 1."""
     detection: Detection
-    """Of the fitted thresholds."""
+    """How the fitted thresholds find sink groups."""
     sweep: list[dict[str, Any]]
-    """By skip ratio, of thresholds fitted to it: what they skip, and what is right of the answers."""
+    """What thresholds fitted to a skip ratio skip, and what is right of the answers, by skip ratio."""
     auprc: float
     sink_groups: float
-    """Share of the groups."""
+    """Share of the groups that are sink groups."""
     verdict: Verdict
 
 
 class _Calibration:
-    """A model whose groups are looked at, and the layers and score that are routed by."""
+    """A model whose groups are observed, and the layers and the score by which they are routed."""
 
     def __init__(self, model: CapturingModel, score: GroupScore, dense_layers: int) -> None:
         self.model, self.score, self.dense_layers = model, score, dense_layers
 
     def routed_layers(self, decoded: Decoded) -> dict[int, LayerInputs]:
-        """The layers that may be routed, by their index.
+        """Returns the layers that may be routed, by their index.
 
         Raises:
             ConfigurationError: if there is none.
@@ -256,12 +256,12 @@ class _Calibration:
         return routed
 
     def scores(self, texts: Sequence[Text], progress: Callable[[int], None]) -> dict[int, torch.Tensor]:
-        """The scores of all groups of some texts, by length."""
+        """Returns the scores of all groups of some texts, by length."""
         scores: dict[int, list[torch.Tensor]] = {}
         for text in texts:
             cache = self.model.prefill(text.document)
-            for rest in text.rest:
-                layers = self.routed_layers(self.model.decode(cache, rest))
+            for continuation in text.rest:
+                layers = self.routed_layers(self.model.decode(cache, continuation))
                 scores.setdefault(text.length, []).append(Observed.of(list(layers.values()), self.score).scores)
             progress(text.length)
         return {length: torch.cat(scores[length], dim=1) for length in sorted(scores)}
@@ -269,22 +269,22 @@ class _Calibration:
     def judge(self, judged: _Judged, text: Text, routings: Mapping[float, Routing]) -> None:
         """Adds what one text shows: decoded densely, and routed at each skip ratio."""
         cache = self.model.prefill(text.document)
-        for rest, asked in zip(text.rest, text.asked, strict=True):
-            decoded = self.model.decode(cache, rest)
+        for continuation, asked in zip(text.rest, text.asked, strict=True):
+            decoded = self.model.decode(cache, continuation)
             layers = self.routed_layers(decoded)
             judged.layers = list(layers)
             judged.observed.append(Observed.of(list(layers.values()), self.score))
             judged.first_values.append(torch.stack([first_value(inputs) for inputs in layers.values()]).cpu())
-            judged.dense.add(rest, asked, decoded.predictions)
+            judged.dense.add(continuation, asked, decoded.predictions)
             for ratio, routing in routings.items():
                 skipped = torch.stack([skipped_by(routing, *layer).cpu() for layer in layers.items()])
                 judged.skipped.setdefault(ratio, []).append(skipped)
-                routed = self.model.decode(cache, rest, partial(skipped_by, routing))
-                judged.routed.setdefault(ratio, _Right()).add(rest, asked, routed.predictions)
+                routed = self.model.decode(cache, continuation, partial(skipped_by, routing))
+                judged.routed.setdefault(ratio, _Right()).add(continuation, asked, routed.predictions)
 
 
 def first_value(inputs: LayerInputs) -> torch.Tensor:
-    """The norm of token 0's value over the median norm of the other tokens' values: `[num_kv_heads]` float32."""
+    """Returns the norm of token 0's value over the median norm of the other values: `[num_kv_heads]` float32."""
     norms: torch.Tensor = inputs.values.float().norm(dim=-1)
     median = norms[:, 1:].median(dim=-1).values
     return norms[:, 0] / median
@@ -337,7 +337,7 @@ def calibrate(
 def _outcome(
     judged: Sequence[_Judged], routings: Mapping[float, Routing], skip_ratio: float, thresholds: dict[int, float]
 ) -> Outcome:
-    """What the judged texts come to together.
+    """Sums up the judged texts.
 
     Args:
         judged: the texts by length and task.
@@ -346,9 +346,9 @@ def _outcome(
         thresholds: found for it, by length.
     """
     rows = [part.row(skip_ratio) for part in judged]
-    observed = Observed.join([each for part in judged for each in part.observed])
-    skipped = {ratio: torch.cat([each for part in judged for each in part.skipped[ratio]], dim=1) for ratio in routings}
-    first_values = torch.stack([each for part in judged for each in part.first_values])
+    observed = Observed.join([text for part in judged for text in part.observed])
+    skipped = {ratio: torch.cat([text for part in judged for text in part.skipped[ratio]], dim=1) for ratio in routings}
+    first_values = torch.stack([norms for part in judged for norms in part.first_values])
     sinks = (observed.mass >= SINK_MASS).float()
     layers = [
         {

@@ -1,4 +1,4 @@
-"""Queries, keys and values of a model's forward pass, and what a policy selects of them.
+"""Captures queries, keys and values of a model's forward pass, and measures what a policy selects of them.
 
 The pass runs in transformers with dense attention everywhere, so every selection is judged by itself: earlier ones have
 not changed what a layer sees.
@@ -42,7 +42,7 @@ class LayerInputs:
     """Factor of the logits."""
 
     def weights(self, window: int | None = None) -> torch.Tensor:
-        """Attention weights: `[num_queries, num_kv_heads, group_size, num_tokens]` float32.
+        """Returns attention weights: `[num_queries, num_kv_heads, group_size, num_tokens]` float32.
 
         Args:
             window: newest tokens that each query attends to; all of them if left out.
@@ -62,14 +62,15 @@ class LayerInputs:
 
 
 Skip = Callable[[int, LayerInputs], torch.Tensor]
-"""Of a layer, by its index and what it sees, the groups that are skipped: `[num_queries, num_kv_heads]` bool."""
+"""Takes the index of a layer and what it sees, and gives the groups that are skipped: `[num_queries, num_kv_heads]`
+bool."""
 
 
 class Decoded(NamedTuple):
     """What comes of decoding given tokens."""
 
     layers: list[LayerInputs | None]
-    """Of every layer what its attention saw, None for one of sliding-window attention."""
+    """What the attention of every layer saw; None for one of sliding-window attention."""
     predictions: list[int]
     """The likeliest token after each."""
 
@@ -92,7 +93,7 @@ class CapturingModel:
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
-        # One name for each model: transformers looks the function up at every call.
+        # Every model has a name of its own, because transformers fetches the function by its name at every call.
         attention = f"vllm_sparse_capture_{id(self)}"
         AttentionInterface.register(attention, self._attend)
         try:
@@ -143,11 +144,11 @@ class CapturingModel:
         cache.crop(-len(tokens))
         return Decoded(list(self._layers), logits[0].argmax(dim=-1).tolist())
 
-    def _forward(self, tokens: list[int], newest: int, skip: Skip | None, **more: Any) -> torch.Tensor:
+    def _forward(self, tokens: list[int], newest: int, skip: Skip | None, **options: Any) -> torch.Tensor:
         self._newest, self._skip = newest, skip
         self._layers.clear()
         with torch.inference_mode():
-            logits: torch.Tensor = self._model(torch.tensor([tokens], device=self._device), **more).logits
+            logits: torch.Tensor = self._model(torch.tensor([tokens], device=self._device), **options).logits
         return logits
 
     def _attend(self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
@@ -158,10 +159,10 @@ class CapturingModel:
                 f"model: got {self._name!r} with learned attention sinks or capped logits, allowed: models without; "
                 "diagnostics.sample_every measures all on a server"
             )
-        # [query heads, queries, size] to [queries, KV heads, group, size]
-        kept = query[0, :, -self._newest :].unflatten(0, (key.shape[1], -1)).permute(2, 0, 1, 3).contiguous()
+        # Queries go from [query heads, queries, size] to [queries, KV heads, group, size].
+        newest = query[0, :, -self._newest :].unflatten(0, (key.shape[1], -1)).permute(2, 0, 1, 3).contiguous()
         window = kwargs.get("sliding_window")
-        inputs = LayerInputs(kept, key[0], value[0], kwargs.get("scaling") or query.shape[-1] ** -0.5)
+        inputs = LayerInputs(newest, key[0], value[0], kwargs.get("scaling") or query.shape[-1] ** -0.5)
         self._layers.append(None if window else inputs)
         if query.shape[2] == key.shape[2]:
             return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
@@ -194,10 +195,10 @@ class PagedLayer:
             update_page_statistics(keys, self.statistics, page // keys.pages_per_block, page % keys.pages_per_block)
 
     def quality(self, selection: Selection | None = None) -> Quality:
-        """What the selection gets of dense attention.
+        """Measures what the selection gets of dense attention.
 
         Args:
-            selection: another than the one whose statistics these are, that differs in its budget.
+            selection: one that differs in its budget from the one whose statistics these are.
         """
         layer, selection = self.layer, selection or self.selection
         num_pages = layer.context_lens // selection.page_size
@@ -208,6 +209,6 @@ class PagedLayer:
 
 
 def in_blocks(rows: torch.Tensor, block_size: int, page_size: int) -> PagedTensor:
-    """Rows `[num_kv_heads, num_tokens, head_size]` in as many blocks as they fill, one after the other."""
+    """Puts rows `[num_kv_heads, num_tokens, head_size]` in as many blocks as they fill, one after the other."""
     padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[1] % block_size))
     return PagedTensor.from_rows(padded.unflatten(1, (-1, block_size)).transpose(0, 1), page_size)

@@ -1,4 +1,4 @@
-"""Quality of the selections of a running server: which steps are measured, and how it reaches `/metrics`.
+"""Measures the selections of a running server: picks steps, and brings what they show to `/metrics`.
 
 Workers are other processes than the one that serves `/metrics`. They add to files in the format of prometheus_client's
 multi-process mode; the process that the user starts makes the folder before it starts them, and reads it when it is
@@ -43,7 +43,7 @@ _METRICS = {
     "recall": ("vllm_sparse_page_recall", "Share of the pages of largest attention weight that are read."),
     "cosine": ("vllm_sparse_output_cosine", "Cosine of the outputs of sparse and dense attention."),
 }
-"""By field of `Quality`: a summary's name and help; its `_sum` over its `_count` is the mean."""
+"""A summary's name and help, by field of `Quality`; its `_sum` over its `_count` is the mean."""
 
 
 _READ_SHARE = "vllm_sparse_kv_read_share"
@@ -63,12 +63,12 @@ class Ratio(NamedTuple):
 
 
 SKIPPED = (Ratio("vllm_sparse_group_skipped", "Share of the KV groups of decoding tokens that routing skips.", 0, 1),)
-"""Of `GroupRouting.counts`."""
+"""Summaries of `GroupRouting.counts`."""
 READS = (
     Ratio("vllm_sparse_blocks_read", "Blocks that attention read before it stopped, by token.", 1, 0),
     Ratio(_READ_SHARE, _READ_SHARE_TEXT, 2, 3),
 )
-"""Of `stopping.count_reads`."""
+"""Summaries of `stopping.count_reads`."""
 COUNTED_STEPS = 16
 """Steps between two copies of what kernels count."""
 
@@ -86,8 +86,8 @@ def expose() -> None:
 def _make_folder() -> None:
     folder = tempfile.mkdtemp(prefix="vllm-sparse-metrics-")
     os.environ[_OUR_FOLDER] = folder
-    others = [name for name in os.environ.get(_COPIED_TO_RAY, "").split(",") if name.strip()]
-    os.environ[_COPIED_TO_RAY] = ",".join([*others, _OUR_FOLDER])
+    names = [name for name in os.environ.get(_COPIED_TO_RAY, "").split(",") if name.strip()]
+    os.environ[_COPIED_TO_RAY] = ",".join([*names, _OUR_FOLDER])
     owner = os.getpid()
 
     def remove() -> None:
@@ -112,7 +112,7 @@ class StepSampler:
         self.steps = 0
 
     def pick(self, num_tokens: int) -> int | None:
-        """Index of the query token of this step to be measured, if one is: another in every sampled step.
+        """Picks the index of the query token of this step to be measured, if one is: another in every sampled step.
 
         Args:
             num_tokens: query tokens that decode in this step.
@@ -120,8 +120,8 @@ class StepSampler:
         if not self.every or not num_tokens:
             return None
         self.steps += 1
-        sample, rest = divmod(self.steps, self.every)
-        return None if rest else sample % num_tokens
+        sample, remainder = divmod(self.steps, self.every)
+        return None if remainder else sample % num_tokens
 
 
 class LayerQuality:
@@ -182,12 +182,12 @@ class DeviceCounts:
         _COUNTING.add(self)
 
     def totals(self) -> dict[str, tuple[int, int]]:
-        """Sum and count of each metric by its name, over all heads and until now; waits for the device."""
+        """Returns sum and count of each metric by its name, over all heads and until now. It waits for the device."""
         columns = self._counts.sum(dim=0).tolist()
         return {ratio.name: (columns[ratio.sum_column], columns[ratio.count_column]) for ratio in self.metrics}
 
     def step(self) -> None:
-        """To be called once a step: now and then asks for the counts, and adds what has come since to the metrics.
+        """Is called once a step: now and then asks for the counts, and adds what has come since to the metrics.
 
         What `/metrics` says is up to twice `COUNTED_STEPS` steps old.
         """
@@ -208,11 +208,11 @@ class DeviceCounts:
 
 
 _COUNTING: WeakSet[DeviceCounts] = WeakSet()
-"""All of this process that are in use."""
+"""Counts of this process that are in use."""
 
 
 def count_totals() -> dict[str, tuple[int, int]]:
-    """Sum and count of every metric that kernels of this process count, by its name; waits for the device."""
+    """Returns sum and count of every metric that kernels of this process count, by name. It waits for the device."""
     totals: dict[str, tuple[int, int]] = {}
     for counts in _COUNTING:
         for name, (amount, count) in counts.totals().items():
@@ -243,7 +243,7 @@ class ContextReads:
         self._steps = 0
 
     def step(self, batch: BatchLengths, longest_query: int | None) -> None:
-        """To be called once a step: adds one in `COUNTED_STEPS` of them to the metrics.
+        """Is called once a step: adds one in `COUNTED_STEPS` of them to the metrics.
 
         Args:
             batch: what vLLM says of the step's requests.
@@ -257,7 +257,7 @@ class ContextReads:
         lens = seq_lens.numpy()[: len(query_lens)]
         decodes = (query_lens > 0) & (query_lens <= (longest_query or 1))
         if is_prefilling is not None:
-            # Of the requests that pad a batch it may say nothing.
+            # It may leave out the requests that pad a batch.
             prompts = is_prefilling.numpy()[: len(decodes)]
             decodes[: len(prompts)] &= ~prompts
         tokens_read = tokens_in_context = 0
@@ -283,11 +283,11 @@ def _add(metric: str, suffix: str, labels: list[str], text: str, amount: float) 
         _say_once("they are not published", error)
 
 
-_said: set[str] = set()
+_reported: set[str] = set()
 
 
 def _say_once(what: str, error: Exception) -> None:
-    if what not in _said:
-        _said.add(what)
+    if what not in _reported:
+        _reported.add(what)
         reason = f"{type(error).__name__}: {error}"
         _logger.warning("vllm_sparse_ metrics of process %d: %s (%s)", os.getpid(), what, reason)

@@ -1,4 +1,4 @@
-"""What a selection of pages gets of dense attention, in torch."""
+"""Measures what a selection of pages gets of dense attention, in torch."""
 
 from __future__ import annotations
 
@@ -62,22 +62,24 @@ def measure(
     chosen = torch.zeros(*mass.shape[:2], count + 1, dtype=torch.bool, device=logits.device)
     chosen = chosen.scatter(2, torch.where(pages < 0, count, pages).long(), True)[..., :count] & complete
     read = chosen | (page == complete_pages)
-    # The oracle takes as many complete pages; of equal ones the lower.
+    # The oracle takes as many complete pages as were chosen; of equal ones it takes the lower.
     rank = mass.masked_fill(~complete, -1.0).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     oracle = rank < chosen.sum(dim=-1, keepdim=True)
 
     sparse = logits.masked_fill(~read.repeat_interleave(page_size, dim=-1)[:, :, None, :tokens], -torch.inf)
-    ours, theirs = (torch.einsum("qhgn,hnd->qhgd", w, values.float()) for w in (_softmax(sparse, sink), weights))
+    sparse_output, dense_output = (
+        torch.einsum("qhgn,hnd->qhgd", w, values.float()) for w in (_softmax(sparse, sink), weights)
+    )
     return Quality(
         (mass * read).sum(dim=-1),
         (mass * (oracle | (page == complete_pages))).sum(dim=-1),
         (oracle & chosen).sum(dim=-1) / oracle.sum(dim=-1).clamp(min=1),
-        torch.nn.functional.cosine_similarity(ours, theirs, dim=-1).mean(dim=2),
+        torch.nn.functional.cosine_similarity(sparse_output, dense_output, dim=-1).mean(dim=2),
     )
 
 
 def _softmax(logits: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
-    """Softmax over the last dimension, with a learned sink in the denominator."""
+    """Takes the softmax over the last dimension, with a learned sink logit in the denominator."""
     if sink is None:
         return logits.softmax(dim=-1)
     return torch.cat([logits, sink.expand(*logits.shape[:-1], 1)], dim=-1).softmax(dim=-1)[..., :-1]

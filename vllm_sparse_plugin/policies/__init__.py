@@ -1,4 +1,4 @@
-"""What a decode step reads: one file a policy, one row here."""
+"""Policies say what a decode step reads. Each has one file, and one row here."""
 
 from vllm_sparse_plugin.policies.base import Policy, Selection
 from vllm_sparse_plugin.policies.dense import DensePolicy, EveryPage

@@ -1,4 +1,4 @@
-"""What policies have: their settings, their statistics, and the choice itself."""
+"""Policies have settings, statistics, and the choice itself."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Policy(Section):
 
     @classmethod
     def name(cls) -> str:
-        """Name of the policy, as in `selection.policy`."""
+        """Returns the name of the policy, as in `selection.policy`."""
         return str(cls.model_fields["policy"].default)
 
     def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout | None:
-        """How the policy's page statistics lie in the KV block; None if it needs none."""
+        """Returns how the policy's page statistics lie in the KV block; None if it needs none."""
         return None
 
     def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
-        """Bytes a decode step reads (pages and statistics) over the bytes of dense attention."""
+        """Returns the bytes that a decode step reads (pages and statistics) over the bytes of dense attention."""
         return 1.0
 
 
@@ -104,7 +104,7 @@ class Selection(Policy):
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
     ) -> torch.Tensor:
-        """What `select` chooses, in the order in which attention that may stop reads it: sinks, then newest first.
+        """Returns what `select` chooses in the reading order of attention that may stop: sink pages, then newest first.
 
         Arguments and result are those of `select`; -1 behind the last page.
         """
@@ -113,14 +113,14 @@ class Selection(Policy):
         pages = self.select(query, statistics, block_table, num_pages)
         newest = pages.sort(dim=-1, descending=True).values
         count = (newest >= 0).sum(dim=-1, keepdim=True)
-        sinks = ((newest >= 0) & (newest < self.sink_pages)).sum(dim=-1, keepdim=True)
+        num_sinks = ((newest >= 0) & (newest < self.sink_pages)).sum(dim=-1, keepdim=True)
         slot = torch.arange(pages.shape[-1], device=pages.device)
-        # The sinks lie behind the others, the first of them last.
-        place = torch.where(slot < sinks, count - 1 - slot, slot - sinks)
+        # The sink pages lie behind the others, the first of them last.
+        place = torch.where(slot < num_sinks, count - 1 - slot, slot - num_sinks)
         return newest.gather(-1, torch.where(slot < count, place, slot))
 
     def page_selection(self) -> PageSelection:
-        """The selection as the fused decode kernel takes it."""
+        """Returns the selection as the fused decode kernel takes it."""
         from sparse_kernels.batch import PageSelection
 
         return PageSelection(self.budget_pages, self.sink_pages)

@@ -1,4 +1,4 @@
-"""Dense attention: everything."""
+"""Dense attention reads everything."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class DensePolicy(Policy):
 
 
 def every_page(num_pages: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """All pages of contexts, as `Selection.select` returns pages.
+    """Returns all pages of contexts, as `Selection.select` returns pages.
 
     Args:
         num_pages: `[num_tokens]` integer, complete pages of each.

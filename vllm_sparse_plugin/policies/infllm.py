@@ -1,4 +1,4 @@
-"""InfLLM (arXiv 2402.04617): the pages whose representative keys match the query best."""
+"""InfLLM (arXiv 2402.04617) reads the pages whose representative keys match the query best."""
 
 from __future__ import annotations
 

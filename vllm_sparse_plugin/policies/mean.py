@@ -1,4 +1,4 @@
-"""UNIQUE without its offset: the pages whose mean key matches the query best."""
+"""UNIQUE without its offset reads the pages whose mean key matches the query best."""
 
 from __future__ import annotations
 

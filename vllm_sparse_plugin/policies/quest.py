@@ -1,4 +1,4 @@
-"""Quest (arXiv 2406.10774): the pages that can hold the key that matches the query best."""
+"""Quest (arXiv 2406.10774) reads the pages that can hold the key that matches the query best."""
 
 from __future__ import annotations
 

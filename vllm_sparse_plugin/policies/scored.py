@@ -1,4 +1,4 @@
-"""What the policies that score pages by their statistics share."""
+"""The policies that score pages by their statistics share this."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class ScoredSelection(Selection):
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
     ) -> torch.Tensor:
-        """What `select` chooses: pages that are always read, then best score first."""
+        """Returns what `select` chooses: pages that are always read, then best score first."""
         from sparse_kernels.page_topk import best_first
 
         pages, scores = self._select(query, statistics, block_table, num_pages)
@@ -75,7 +75,7 @@ class ScoredSelection(Selection):
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pages and the scores of all."""
+        """Returns the pages, and the scores of all pages."""
         from sparse_kernels.page_score import score_pages
         from sparse_kernels.page_topk import select_pages
 

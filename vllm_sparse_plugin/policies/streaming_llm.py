@@ -1,4 +1,4 @@
-"""StreamingLLM (arXiv 2309.17453): the first tokens and the newest ones, whatever the query."""
+"""StreamingLLM (arXiv 2309.17453) reads the first tokens and the newest ones, whatever the query."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class StreamingLLMSelection(Selection):
         offsets = torch.arange(self.budget_pages, device=query.device)
         newest = num_pages[:, None] - self.budget_pages + offsets
         pages = torch.where(offsets < self.sink_pages, offsets, newest)
-        # A context within the budget is read whole: page i at slot i.
+        # A context within the budget is read whole, with page i at slot i.
         pages = torch.where(num_pages[:, None] > self.budget_pages, pages, offsets)
         pages = torch.where(pages < num_pages[:, None], pages, -1)
         return pages[:, None, :].expand(-1, query.shape[1], -1)

@@ -1,4 +1,4 @@
-"""UNIQUE (arXiv 2605.27740): the pages whose statistics match the query best."""
+"""UNIQUE (arXiv 2605.27740) reads the pages whose statistics match the query best."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class UniqueSelection(ScoredSelection):
         return self.lambda_
 
     def statistics_in(self, cache_itemsize: int) -> Literal["quarters", "sketch", "int8", "fp8", "bf16"]:
-        """`statistics` without `auto`.
+        """Returns `statistics`; for `auto` what it stands for.
 
         Args:
             cache_itemsize: bytes of an element of the KV cache.

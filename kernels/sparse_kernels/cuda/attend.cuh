@@ -5,7 +5,7 @@
 
 #define INFINITY_F __int_as_float(0x7f800000)
 
-// Eight elements of a value, and pairs of two tokens' elements in the format of the matrix instructions.
+// Eight elements of a token's value. `interleave` pairs those of two tokens in the format of the matrix instructions.
 template <int KV>
 struct ValueType {
     using type = uint4;
@@ -29,23 +29,23 @@ struct ValueType<FP8> {
     }
 };
 
-// Eight consecutive tokens of a block of the cache, of which `valid` belong to the context.
+// A tile is eight consecutive tokens of a block of the cache. The first `valid` of them belong to the context.
 struct TokenTile {
     i64 block;
     int token;
     int valid;
 };
 
-// Query rows in shared memory, in the format of the matrix instructions; rows beyond the group are zero.
+// Query rows lie in shared memory in the format of the matrix instructions. Rows beyond the group are zero.
 template <int MMA, int GROUP, int HEAD_SIZE>
 struct AttendQuery {
     static constexpr int ROWS = 8 * Heads<GROUP>::TILES;
-    // Padded by 64 bytes, so that the rows of a tile that one access touches lie in different banks.
+    // A row is padded by 64 bytes, so that the rows of a tile that one access touches lie in different banks.
     u16 rows[ROWS][HEAD_SIZE + 32];
 
     DEVICE uint4 eight(int row, int d) const { return row < ROWS ? *(const uint4*)&rows[row][d] : uint4{0, 0, 0, 0}; }
 
-    // One row, spread over a warp; `x` are the lane's consecutive elements.
+    // Stores one row, which is spread over a warp: `x` are the lane's consecutive elements.
     DEVICE void prepare(int row, const float (&x)[HEAD_SIZE / WARP], int lane) {
         constexpr int PER_LANE = HEAD_SIZE / WARP;
 #pragma unroll
@@ -53,8 +53,8 @@ struct AttendQuery {
     }
 };
 
-// Unnormalised attention of a warp: per head g of each tile the largest logit (base 2) and the sum of weights, and
-// per head 2t and 2t+1 the weighted values of elements 64 piece + 8 g + {2j, 2j+1}.
+// The unnormalised attention of a warp. A lane holds the largest logit (base 2) and the sum of weights of head g of each
+// tile, and of heads 2t and 2t+1 the weighted values of elements 64 piece + 8 g + {2j, 2j+1}.
 template <int KV, int GROUP, int HEAD_SIZE>
 struct Attention {
     static constexpr int MMA = KV == BF16 ? BF16 : FP16;
@@ -88,8 +88,8 @@ struct Attention {
         }
     }
 
-    // Reads eight consecutive tokens of a block; of those beyond `valid`, which may hold anything, no value is read.
-    // `AHEAD`: they are used after a barrier, and are to be on their way before it.
+    // Reads eight consecutive tokens of a block. Tokens beyond `valid` may hold anything, so their values are not read.
+    // AHEAD is for tokens that are used after a barrier and must be on their way before it.
     template <bool AHEAD = false>
     static DEVICE Tokens read(const TokenRows& rows, i64 block, int token, int valid, int lane) {
         int g = lane / 4, t = lane % 4;
@@ -110,12 +110,12 @@ struct Attention {
         return tokens;
     }
 
-    // Adds `count` of N tiles. `scale` includes log2(e) unless there is a softcap.
+    // Adds the first `count` of N tiles. `scale` includes log2(e) unless there is a softcap.
     template <int N>
     DEVICE void add(const Query& query, const Tokens (&tokens)[N], const int (&valid)[N], int count, float scale,
                     float softcap, int lane) {
         int g = lane / 4, t = lane % 4;
-        // Two chains of products to a tile: the matrix units are fast, but slow to answer.
+        // A tile has two chains of products, because the matrix units are fast but slow to answer.
         float logits[N][2][4];
 #pragma unroll
         for (int n = 0; n < N; n++)
@@ -165,7 +165,7 @@ struct Attention {
                 }
             now = fmaxf(now, __shfl_xor_sync(FULL, now, 1));
             now = fmaxf(now, __shfl_xor_sync(FULL, now, 2));
-            // A logit of -inf or NaN in every place leaves no largest to subtract.
+            // Where every logit is -inf or NaN there is no largest to subtract.
             float base = now == -INFINITY_F ? 0.0f : now;
             float shrink = fast_exp2(largest[tile] - base), sum = 0;
 #pragma unroll
@@ -175,7 +175,7 @@ struct Attention {
                     weights[n][i] = fast_exp2(weights[n][i] - base);
                     sum += weights[n][i];
                 }
-            // Of the lane's own tokens only: the lanes of a head add theirs up in the end.
+            // The total covers the lane's own tokens only: the lanes of a head add theirs up in the end.
             total[tile] = total[tile] * shrink + sum;
             largest[tile] = now;
             float even = __shfl_sync(FULL, shrink, 8 * t), odd = __shfl_sync(FULL, shrink, 8 * t + 4);
@@ -202,7 +202,7 @@ struct Attention {
         }
     }
 
-    // The weights of a head's tokens, summed over the lanes that share them.
+    // Returns the sum of the weights of a head's tokens over the lanes that share them.
     DEVICE float total_weight(int tile) const {
         float sum = total[tile];
         sum += __shfl_xor_sync(FULL, sum, 1);

@@ -1,4 +1,4 @@
-// Types, loads, matrix instructions and cluster primitives shared by the kernels. No headers: NVRTC needs none.
+// The kernels share these types, loads, matrix instructions and cluster primitives. NVRTC needs no headers for them.
 #pragma once
 
 typedef unsigned char u8;
@@ -9,7 +9,7 @@ typedef unsigned long long u64;
 
 #define DEVICE __device__ __forceinline__
 
-// Element formats, as the host names them.
+// Element formats have the numbers that the host gives them (launch.py).
 #define BF16 0
 #define FP16 1
 #define FP8 2
@@ -23,7 +23,7 @@ constexpr u32 FULL = 0xffffffffu;
 
 DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// A load that is `AHEAD` stays before the barriers that it stands before.
+// A load with AHEAD is not moved behind a barrier that follows it.
 template <bool AHEAD = false>
 DEVICE uint4 load16(const void* p) {
     uint4 v;
@@ -48,7 +48,7 @@ DEVICE uint2 load8(const void* p) {
 
 DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// A kernel launched as dependent may begin while the one before it ends: it must not touch memory before this.
+// A kernel that is launched as dependent may begin while the one before it ends. It must not touch memory before this.
 DEVICE void depend_on_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -81,14 +81,14 @@ DEVICE float fp16_to_float(u16 bits) {
     return f;
 }
 
-// Two e4m3 bytes to two halves. Before compute capability 8.9 no instruction does it.
+// Converts two e4m3 bytes to two halves. Before compute capability 8.9 no instruction does it.
 DEVICE u32 fp8_pair_to_fp16(u16 pair) {
 #if __CUDA_ARCH__ >= 890
     u32 d;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(pair));
     return d;
 #else
-    // e4m3 shifted into the fields of a half is too small by 2^8, subnormals included.
+    // An e4m3 number that is shifted into the fields of a half is too small by 2^8, subnormals included.
     u32 wide = ((u32)pair & 0xffu) << 8 | ((u32)pair & 0xff00u) << 16;
     u32 bits = (wide & 0x80008000u) | (wide & 0x7f007f00u) >> 1, d;
     asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(bits), "r"(0x5c005c00u));
@@ -103,13 +103,13 @@ DEVICE float load_float(const void* p, i64 i) {
     if constexpr (FORMAT == FP8) return fp16_to_float((u16)fp8_pair_to_fp16(((const u8*)p)[i]));
 }
 
-// A pair of 16-bit numbers in the format that the matrix instructions run on.
+// Packs a pair of 16-bit numbers in the format that the matrix instructions run on.
 template <int FORMAT>
 DEVICE u32 pack_pair(float low, float high) {
     return FORMAT == BF16 ? pack_bf16(low, high) : pack_fp16(low, high);
 }
 
-// Larger of each half of two pairs of bfloat16; NaN if either is.
+// Returns the larger of each half of two pairs of bfloat16, or NaN if either is NaN.
 DEVICE u32 max_or_nan_bf16(u32 a, u32 b) {
     u32 d;
     asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
@@ -128,7 +128,7 @@ DEVICE void mma_s8(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// The same with an unsigned second operand.
+// This is `mma_s8` with an unsigned second operand.
 DEVICE void mma_s8_u8(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
@@ -180,19 +180,19 @@ DEVICE u32 dynamic_shared_bytes() {
     return d;
 }
 
-// Query heads of a KV head in rows of matrix tiles: eight to a tile, spare rows repeat a head so that a maximum over
-// the rows is one over the heads.
+// The query heads of a KV head are the rows of matrix tiles, eight to a tile. Spare rows repeat a head, so that a maximum
+// over the rows is one over the heads.
 template <int GROUP>
 struct Heads {
     static constexpr int TILES = ceil_div(GROUP, 8);
     static constexpr int ROWS = 8 * TILES;
     static constexpr bool POWER_OF_TWO = (GROUP & (GROUP - 1)) == 0;
-    // Rows of a tile that a maximum must be taken over; the rest repeat them.
+    // A maximum must be taken over this many rows of a tile; the others repeat them.
     static constexpr int DISTINCT = GROUP >= 8 || !POWER_OF_TWO ? 8 : GROUP;
     static DEVICE int of_row(int row) { return POWER_OF_TWO && GROUP < 8 ? row % GROUP : row < GROUP ? row : GROUP - 1; }
 };
 
-// The lane's consecutive elements of a row of query heads, spread over a warp; strides in elements.
+// Loads the lane's consecutive elements of a row of query heads, which is spread over a warp. Strides are in elements.
 template <int QUERY, int GROUP, int HEAD_SIZE>
 DEVICE void load_row(const void* query, i64 first, i64 head_stride, int row, int lane, float (&x)[HEAD_SIZE / WARP]) {
     constexpr int PER_LANE = HEAD_SIZE / WARP;
@@ -201,8 +201,8 @@ DEVICE void load_row(const void* query, i64 first, i64 head_stride, int row, int
     for (int i = 0; i < PER_LANE; i++) x[i] = load_float<QUERY>(query, start + i);
 }
 
-// Thread block clusters (compute capability 9.0 and later): shared memory of the blocks of a row is one memory. With
-// one block to a row, all of this is about that block.
+// In a cluster of thread blocks (compute capability 9.0 and later) the blocks of a row reach each other's shared memory.
+// A row of one block needs no cluster: these functions then serve that block.
 template <int SIZE>
 struct Cluster {
     static DEVICE int rank() {
@@ -220,7 +220,7 @@ struct Cluster {
         if constexpr (SIZE > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     }
 
-    // Every thread of the cluster has arrived, and sees what the others wrote to shared memory.
+    // Afterwards every thread of the cluster has arrived, and sees what the others wrote to shared memory.
     static DEVICE void sync() {
         if constexpr (SIZE == 1) __syncthreads();
         arrive();
@@ -228,10 +228,10 @@ struct Cluster {
     }
 
     static DEVICE u32 address(const void* local, int peer) {
-        u32 own = (u32)__cvta_generic_to_shared(local), remote;
-        if constexpr (SIZE == 1) return own;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(own), "r"(peer));
-        return remote;
+        u32 local_address = (u32)__cvta_generic_to_shared(local), peer_address;
+        if constexpr (SIZE == 1) return local_address;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer_address) : "r"(local_address), "r"(peer));
+        return peer_address;
     }
 
     static DEVICE uint4 load(const uint4* local, int peer) {

@@ -21,14 +21,14 @@ FORMATS: dict[torch.dtype, int] = {
 }
 """Element formats by the numbers that common.cuh gives them."""
 CODE_FORMATS = {2: 4, 4: 5}
-"""Codes of a few bits, by their bits."""
+"""Formats of codes of a few bits, by the number of bits; common.cuh has the same numbers."""
 
 _RESERVED_SHARED_BYTES = 1024
 """What a block takes besides its own, since compute capability 8.0."""
 
 
 def compile_source(source: Path, architecture: str, macros: dict[str, int]) -> Any:
-    """Compiles one CUDA source file; needs no GPU.
+    """Compiles one CUDA source file. It needs no GPU.
 
     Args:
         source: the file; it may include the headers of this folder.
@@ -66,7 +66,7 @@ class Kernel:
     device: torch.device
     threads: int
     overlaps: bool
-    """Whether launches may begin while the kernel before them ends: every kernel waits for it before it reads."""
+    """Whether launches may begin while the kernel before them ends: every kernel waits for that end before it reads."""
     _shared_bytes: int = 0
 
     def reserve_shared(self, num_bytes: int, blocks_per_sm: int | None = None) -> None:
@@ -90,8 +90,8 @@ class Kernel:
             share = min(100, -(-100 * blocks_per_sm * (num_bytes + _RESERVED_SHARED_BYTES) // available))
         for attribute, value in (
             (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, num_bytes),
-            # Else the driver may leave room for one block where two fit. What is left is cache, through which every
-            # load in flight passes.
+            # Without it the driver may leave room for one block where two fit. The memory that is left over is cache,
+            # through which every load in flight passes.
             (attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, share),
         ):
             status, *_ = driver.cuKernelSetAttribute(
@@ -133,7 +133,7 @@ class Kernel:
 
 @functools.cache
 def _overlap() -> list[Any]:
-    """The attribute of a launch that may begin while the kernel before it ends."""
+    """Returns the attribute of a launch that may begin while the kernel before it ends."""
     from cuda.bindings import driver
 
     attribute = driver.CUlaunchAttribute()
@@ -143,7 +143,7 @@ def _overlap() -> list[Any]:
 
 
 def kernel(source: Path, device: torch.device, macros: dict[str, int], threads: int, name: str | None = None) -> Kernel:
-    """The entry function of a source file, compiled for a device.
+    """Returns the entry function of a source file, compiled for a device.
 
     Args:
         source: the CUDA source.

@@ -1,10 +1,10 @@
-// Attention of one query token and KV head by the blocks of a cluster: tiles of tokens are dealt to a fixed number of
-// chains of summation, and the chains are merged in a fixed order.
+// The blocks of a cluster compute the attention of one query token and KV head: tiles of tokens are dealt to a fixed
+// number of chains of summation, and the chains are merged in a fixed order.
 #pragma once
 #include "attend.cuh"
 
-// Whatever the number of blocks and warps that work on them: a token's bits depend neither on the launch nor, hence,
-// on the batch.
+// The number does not follow from the blocks and warps that work on the chains, so a token's bits depend neither on the
+// launch nor, hence, on the batch.
 constexpr int CHAINS = 32;
 
 template <int CLUSTER, int WARPS, int KV, int GROUP, int HEAD_SIZE>
@@ -12,7 +12,7 @@ struct ChainedAttention {
     using Attend = Attention<KV, GROUP, HEAD_SIZE>;
     using Peers = Cluster<CLUSTER>;
     static constexpr int PER_BLOCK = CHAINS / CLUSTER;
-    // Elements of the output that one block merges.
+    // A block merges this many elements of the output.
     static constexpr int SHARE = GROUP * HEAD_SIZE / CLUSTER;
     static constexpr int IN_FLIGHT = HEAD_SIZE <= 128 && GROUP <= 8 ? 2 : 1;
 
@@ -26,11 +26,10 @@ struct ChainedAttention {
         float rows[CHAINS][SHARE];
     };
 
-    // The block that works on tile i.
+    // Returns the block that works on tile i.
     static DEVICE int block_of(int i) { return i % CHAINS / PER_BLOCK; }
 
-    // Adds the tiles `first`, `first + stride` and so on, below `tiles`. `locate(i)` gives where tile i lies: the block
-    // of the cache, the first token in it and the valid tokens.
+    // Adds the tiles `first`, `first + stride` and so on, below `tiles`. `locate(i)` gives the `TokenTile` of tile i.
     template <typename Locate>
     static DEVICE void add_tiles(Attend& attention, const typename Attend::Query& query, const TokenRows& rows,
                                  int first, int stride, int tiles, float scale, float softcap, int lane, Locate locate) {
@@ -41,7 +40,7 @@ struct ChainedAttention {
             int valid[IN_FLIGHT], count = min(IN_FLIGHT, ceil_div(tiles - i, stride));
 #pragma unroll
             for (int n = 0; n < IN_FLIGHT; n++) {
-                // Beyond the last tile the first stands for nothing.
+                // Beyond the last tile the first one fills the place, without a valid token.
                 at[n] = locate(n < count ? i + n * stride : i);
                 valid[n] = n < count ? at[n].valid : 0;
             }
@@ -70,10 +69,10 @@ struct ChainedAttention {
         });
     }
 
-    // All blocks of the cluster are known to run.
+    // The caller has made sure that all blocks of the cluster run.
     template <int OUTPUT, typename Locate>
     static DEVICE void run(Shared& shared, Values& values, const TokenRows& rows, int tiles, float scale, float softcap,
-                           const SinkLogits& sinks, float value_scale, u16* out, int rank, int warp, int lane,
+                           const SinkLogits& sink_logits, float value_scale, u16* out, int rank, int warp, int lane,
                            Locate locate) {
 #pragma unroll 1
         for (int c = warp; c < PER_BLOCK; c += WARPS) {
@@ -83,19 +82,19 @@ struct ChainedAttention {
             add_tiles(attention, shared.query, rows, chain, CHAINS, tiles, scale, softcap, lane, locate);
             publish(shared, values, attention, chain, lane);
         }
-        merge<OUTPUT>(shared, values, sinks, value_scale, out, rank, warp, lane);
+        merge<OUTPUT>(shared, values, sink_logits, value_scale, out, rank, warp, lane);
     }
 
-    // Merges the published chains, each block its share of the output.
+    // Merges the published chains. Every block merges its share of the output.
     template <int OUTPUT>
-    static DEVICE void merge(Shared& shared, Values& values, const SinkLogits& sinks, float value_scale, u16* out, int rank,
+    static DEVICE void merge(Shared& shared, Values& values, const SinkLogits& sink_logits, float value_scale, u16* out, int rank,
                              int warp, int lane) {
         Peers::sync();
 
 #pragma unroll 1
         for (int h = warp; h < GROUP; h += WARPS) {
             float largest = shared.largest[lane][h], base = warp_max(largest);
-            float sink = sinks ? sinks[h] * LOG2E : -INFINITY_F;
+            float sink = sink_logits ? sink_logits[h] * LOG2E : -INFINITY_F;
             base = fmaxf(base, sink);
             float weight = base == -INFINITY_F ? 0.0f : fast_exp2(largest - base);
             float sum = warp_sum(weight * shared.total_weight[lane][h]);

@@ -1,4 +1,5 @@
-// What the kernels are told, as structs that the host fills (params.py); a test holds both to the same sizes and offsets.
+// The host fills these structs (params.py), which are the arguments of the kernels. A test holds both sides to the same
+// sizes and offsets.
 #pragma once
 #include "common.cuh"
 
@@ -45,8 +46,8 @@ struct ContextParams {
 
 // The routing of one layer.
 struct RoutingParams {
-    const float4* coefficients;  // Of each KV head's threshold, a cubic; null: nothing is skipped.
-    u64* counts;                 // Of each KV head, groups skipped and groups asked for; null: not counted.
+    const float4* coefficients;  // The cubic of each KV head's threshold; null: nothing is skipped.
+    u64* counts;                 // Groups skipped and groups asked for, per KV head; null: not counted.
     int score;
     float first;                 // The cubic's variable is (log2(context) - first) * step, within 0 and 1.
     float step;
@@ -79,7 +80,7 @@ struct OutputParams {
     i64 token_stride;  // In elements.
 };
 
-// A query token: its request, its context and who attends it whole.
+// A query token: its request, its context, and whether that is attended whole.
 struct QueryToken {
     int request;
     int context;
@@ -113,7 +114,7 @@ struct TokenRows {
     DEVICE const u8* first_key(const int* table) const { return keys + table[0] * block_stride; }
 };
 
-// What logits of a query and a key as they are stored are multiplied by: log2(e) included unless there is a softcap.
+// Returns the factor of the logits of a query and a key as they are stored. It includes log2(e) unless there is a softcap.
 DEVICE float logit_scale(const SoftmaxParams& softmax, const QueryParams& query, const CacheParams& cache) {
     return softmax.scale * (query.scale ? *query.scale : 1.0f) * (cache.key_scale ? *cache.key_scale : 1.0f) *
            (softmax.softcap > 0 ? 1.0f : LOG2E);

@@ -1,4 +1,4 @@
-"""What the kernels are told: the structs of params.cuh and of the kernels, filled from the arguments of the operations.
+"""Fills the arguments of the kernels, structs of params.cuh and of the sources, from the arguments of the operations.
 
 A test holds their sizes and offsets to the device's.
 """
@@ -23,7 +23,7 @@ _Fields = Sequence[tuple[str, Any]]
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
-    """The address of a tensor's first element; None, a null pointer, for None."""
+    """Returns the address of a tensor's first element; None, which is a null pointer, for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -39,7 +39,7 @@ class QueryParams(ctypes.Structure):
 
     @classmethod
     def of(cls, query: torch.Tensor, scale: torch.Tensor | None = None) -> QueryParams:
-        """Those of `[num_tokens, num_query_heads, head_size]`."""
+        """Fills in a query, `[num_tokens, num_query_heads, head_size]`."""
         return cls(pointer(query), pointer(scale), query.stride(0), query.stride(1))
 
 
@@ -53,7 +53,7 @@ class CacheParams(ctypes.Structure):
 
     @classmethod
     def of(cls, cache: KVCache) -> CacheParams:
-        """Those of a cache.
+        """Fills in a cache.
 
         Raises:
             ValueError: if the cache does not store one contiguous row per token.
@@ -77,7 +77,7 @@ class StatisticsParams(ctypes.Structure):
 
     @classmethod
     def of(cls, statistics: PageStatistics | None, std_weight: float) -> StatisticsParams:
-        """Those of a cache's statistics; null pointers for None."""
+        """Fills in the statistics of a cache; null pointers for None."""
         if statistics is None:
             return cls()
         vectors, scales = statistics.vectors, statistics.scales
@@ -99,7 +99,7 @@ class ContextParams(ctypes.Structure):
 
     @classmethod
     def of(cls, batch: DecodeBatch) -> ContextParams:
-        """Those of requests that decode."""
+        """Fills in requests that decode."""
         return cls(
             pointer(batch.block_table), pointer(batch.seq_lens), pointer(batch.dense_requests),
             batch.block_table.stride(0), batch.tokens_per_request, batch.dense_tokens,
@@ -115,7 +115,7 @@ class RoutingParams(ctypes.Structure):
 
     @classmethod
     def of(cls, routing: GroupRouting | None) -> RoutingParams:
-        """Thresholds, score, range of the cubic and counts; null pointers without routing."""
+        """Fills in thresholds, score, range of the cubic and counts; null pointers without routing."""
         if routing is None:
             return cls()
         first, step = routing.log_range
@@ -132,9 +132,9 @@ class SoftmaxParams(ctypes.Structure):
 
     @classmethod
     def of(cls, softmax: Softmax) -> SoftmaxParams:
-        """Those of a softmax, whose sink logits, if any, are bfloat16, float16 or float32."""
-        sinks = softmax.sink_logits
-        return cls(pointer(sinks), softmax.scale, softmax.softcap, 0 if sinks is None else FORMATS[sinks.dtype])
+        """Fills in a softmax, whose sink logits, if any, are bfloat16, float16 or float32."""
+        logits = softmax.sink_logits
+        return cls(pointer(logits), softmax.scale, softmax.softcap, 0 if logits is None else FORMATS[logits.dtype])
 
 
 class SelectionParams(ctypes.Structure):
@@ -144,7 +144,7 @@ class SelectionParams(ctypes.Structure):
 
     @classmethod
     def of(cls, selection: PageSelection) -> SelectionParams:
-        """Those of a selection."""
+        """Fills in a selection."""
         return cls(selection.k, selection.sink_pages, selection.recent_pages)
 
 
@@ -157,7 +157,7 @@ class StopParams(ctypes.Structure):
 
     @classmethod
     def of(cls, rule: StopRule | None) -> StopParams:
-        """Those of a rule; never, without one."""
+        """Fills in a rule; without one attention never stops."""
         if rule is None:
             return cls()
         return cls(rule.scale_tolerance, rule.direction_tolerance, rule.patience, rule.least_pages)
@@ -172,13 +172,13 @@ class OutputParams(ctypes.Structure):
 
     @classmethod
     def of(cls, output: DecodeOutput) -> OutputParams:
-        """Those of an output."""
+        """Fills in an output."""
         heads = output.heads
         return cls(pointer(heads), pointer(output.pages_read), pointer(output.counters), heads.stride(0))
 
 
 class PieceParams(ctypes.Structure):
-    """What is kept of the pieces of contexts."""
+    """What one launch stores of the pieces of contexts for the next."""
 
     _fields_: ClassVar[_Fields] = [("values", _Pointer), ("weights", _Pointer), ("counts", _Pointer), ("most", _Int)]
 
@@ -260,5 +260,5 @@ class TopkParams(ctypes.Structure):
 
 
 def batch_of(tokens: QueryTokens) -> DecodeBatch:
-    """Query tokens as a batch of requests of one token each, as the kernels take it."""
+    """Returns query tokens as a batch of requests of one token each, as the kernels take it."""
     return DecodeBatch(tokens.query.flatten(1, 2), tokens.block_table.int(), tokens.context_lens.int())

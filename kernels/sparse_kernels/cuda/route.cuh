@@ -2,11 +2,11 @@
 #pragma once
 #include "params.cuh"
 
-// Scores of a group, as the host numbers them; the third is the least cosine.
+// The host numbers the scores of a group like this; the third is the least cosine.
 #define SCORE_MEAN 0
 #define SCORE_MAX 1
 
-// Decides by the routing of one layer.
+// Routes groups by the thresholds of one layer.
 struct Routing {
     const RoutingParams& p;
 
@@ -22,7 +22,7 @@ struct Routing {
         atomicAdd(p.counts + 2 * head + 1, 1ull);
     }
 
-    // Whether a group is a sink group, by the cosines of its heads: the same in every thread that asks.
+    // Returns whether a group is skipped, by the cosines of its heads. Every thread that asks gets the same answer.
     template <int GROUP>
     DEVICE bool skips(const float* cosines, float threshold) const {
         float total = 0, largest = -2, least = 2;
@@ -36,7 +36,7 @@ struct Routing {
     }
 };
 
-// The cosine of a query head with a key, the head spread over a warp: `x` are the lane's consecutive elements.
+// Returns the cosine of a query head with a key. The head is spread over a warp: `x` are the lane's consecutive elements.
 template <int KV, int HEAD_SIZE>
 DEVICE float cosine(const u8* key, const float (&x)[HEAD_SIZE / WARP], int lane) {
     constexpr int PER_LANE = HEAD_SIZE / WARP;

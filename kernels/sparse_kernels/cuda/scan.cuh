@@ -19,7 +19,7 @@ constexpr int REACHED = 1 << 16;
 template <int WARPS, int GROUP, int HEAD_SIZE>
 struct Scan {
     static constexpr int STEP = HEAD_SIZE / PROBE, HEADS_PER_WARP = ceil_div(GROUP, WARPS);
-    // A scan asks for the numbers of so many pieces before it knows which others are ready.
+    // A scan asks for the numbers of this many pieces before it knows which others are ready.
     static constexpr int AHEAD = 4;
 
     struct Shared {
@@ -42,12 +42,12 @@ struct Scan {
     int piece_tiles;
     int tests;            // pieces that are tested: all but the last, whose test would decide nothing
     int pieces_per_test;  // a power of two, a warp's lanes at most
-    SinkLogits sinks;   // of the row's heads
+    SinkLogits sink_logits;  // of the row's heads
     float value_scale;
 
     // Adds `count` pieces from `first` on to the state of a head and tests the output after each of them: bit i is set for
-    // a stable piece i. Of `ahead` pieces the numbers are here already: lane i holds the weight of piece i, and all lanes
-    // hold their elements.
+    // a stable piece i. The numbers of the first `ahead` pieces are here already: lane i holds the weight of piece i, and
+    // all lanes hold their elements.
     DEVICE u32 test(Probes& probes, float4& state, int h, int first, int count, int ahead, float2 weight,
                     const float (&elements)[AHEAD], int lane) const {
         auto& x = probes.rows;
@@ -60,38 +60,39 @@ struct Scan {
             if (i < ahead) x[1 + i][lane] = elements[i];
 #pragma unroll 1
         for (int i = ahead; i < count; i += 16) {
-            float each[16];
+            float batch[16];
 #pragma unroll
             for (int j = 0; j < 16; j++)
-                each[j] = i + j < count ? load_shared(values + place(i + j) * HEAD_SIZE + lane * STEP) : 0.0f;
+                batch[j] = i + j < count ? load_shared(values + place(i + j) * HEAD_SIZE + lane * STEP) : 0.0f;
 #pragma unroll
             for (int j = 0; j < 16; j++)
-                if (i + j < count) x[1 + i + j][lane] = each[j];
+                if (i + j < count) x[1 + i + j][lane] = batch[j];
         }
-        // A lane to a piece: the largest logit up to it, and what it and the sum before it are scaled by.
+        // Each lane takes a piece. It finds the largest logit up to the piece, by which the piece and the sum before it are
+        // scaled.
         float base = fmaxf(state.z, weight.x);
 #pragma unroll
         for (int offset = 1; offset < WARP; offset *= 2) {
-            float other = __shfl_up_sync(FULL, base, offset);
-            if (lane >= offset) base = fmaxf(base, other);
+            float earlier_base = __shfl_up_sync(FULL, base, offset);
+            if (lane >= offset) base = fmaxf(base, earlier_base);
         }
         float before = __shfl_up_sync(FULL, base, 1);
         if (lane == 0) before = state.z;
         float shrink = base == -INFINITY_F ? 0.0f : fast_exp2(before - base);
         float grow = base == -INFINITY_F ? 0.0f : fast_exp2(weight.x - base);
-        // In the order of the pieces, whichever of them are at hand.
+        // The sums are taken in the order of the pieces, whichever of them are at hand.
 #pragma unroll 4
         for (int i = 0; i < count; i++) {
-            float own = __shfl_sync(FULL, grow, i), total = __shfl_sync(FULL, weight.y, i);
-            float rest = __shfl_sync(FULL, shrink, i);
-            state.x = fmaf(own, x[1 + i][lane], rest * state.x);
-            state.w = fmaf(own, total, rest * state.w);
+            float piece_factor = __shfl_sync(FULL, grow, i), total = __shfl_sync(FULL, weight.y, i);
+            float sum_factor = __shfl_sync(FULL, shrink, i);
+            state.x = fmaf(piece_factor, x[1 + i][lane], sum_factor * state.x);
+            state.w = fmaf(piece_factor, total, sum_factor * state.w);
             x[1 + i][lane] = state.x / state.w * value_scale;
         }
         state.z = __shfl_sync(FULL, base, count - 1);
         state.y = x[count][lane];
         __syncwarp();
-        // A lane to a piece.
+        // Each lane tests a piece.
         float distance = 0, product = 0, now_square = 0, then_square = 0;
 #pragma unroll 4
         for (int d = 0; d < PROBE; d++) {
@@ -124,7 +125,7 @@ struct Scan {
             int h = warp + n * WARPS;
             if (h >= GROUP) break;
             if (piece == 0)
-                state[n] = float4{0, 0, sinks ? sinks[h] * LOG2E : -INFINITY_F, sinks ? 1.0f : 0.0f};
+                state[n] = float4{0, 0, sink_logits ? sink_logits[h] * LOG2E : -INFINITY_F, sink_logits ? 1.0f : 0.0f};
             else
                 state[n] = load_shared(states + h * WARP + lane);
         }

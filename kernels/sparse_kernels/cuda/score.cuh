@@ -2,7 +2,7 @@
 #pragma once
 #include "params.cuh"
 
-// The statistics of a KV head; the stride in bytes.
+// The statistics of a KV head; the stride is in bytes.
 struct Statistics {
     const u8* vectors;
     const u16* scales;
@@ -36,8 +36,8 @@ DEVICE void rotate(float (&x)[HEAD_SIZE / WARP], int lane) {
     for (int offset = 1; offset < WARP; offset *= 2)
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
-            float other = __shfl_xor_sync(FULL, x[i], offset);
-            x[i] = lane & offset ? other - x[i] : x[i] + other;
+            float partner = __shfl_xor_sync(FULL, x[i], offset);
+            x[i] = lane & offset ? partner - x[i] : x[i] + partner;
         }
     float norm = rsqrtf((float)HEAD_SIZE);
 #pragma unroll
@@ -48,9 +48,9 @@ DEVICE void rotate(float (&x)[HEAD_SIZE / WARP], int lane) {
 //
 // int8 vectors are met by queries in 16-bit fixed point, split into two signed bytes that take two rows of the matrix
 // tile: the dot product is an exact integer, and no vector is ever converted. float8 vectors are met in fp16, bf16
-// vectors in bf16. A byte of a sketch holds the two-bit codes of one dimension of four vectors, a byte of quarters the four-bit
-// codes of two: masked, not shifted, the bytes are those codes times a power of two, and the shift that undoes it comes
-// after the dot product. Quarters keep their steps in the place of the first two dimensions.
+// vectors in bf16. A byte of a sketch holds the two-bit codes of one dimension of four vectors, a byte of quarters the
+// four-bit codes of two. The bytes are masked and not shifted: they are the codes times a power of two, and the shift that
+// undoes it comes after the dot product. Quarters keep their steps in the place of the first two dimensions.
 template <int RECORD, int GROUP, int HEAD_SIZE>
 struct ScoreQuery {
     static constexpr int ROWS = Heads<GROUP>::ROWS;
@@ -61,11 +61,11 @@ struct ScoreQuery {
     static constexpr bool HAS_SPREAD = !CODES;
     static constexpr int VECTOR_BYTES = RECORD == BF16 || RECORD == QUARTERS ? 2 : 1;
     static constexpr int RECORD_BYTES = HEAD_SIZE * VECTOR_BYTES + 2 * HAS_SCALE + 2 * HAS_SPREAD;
-    // 16-byte pieces of a vector that one lane holds.
+    // A lane holds this many 16-byte pieces of a vector.
     static constexpr int PIECES = HEAD_SIZE * VECTOR_BYTES / 64;
-    // Rows of codes in a record, bits of a code.
+    // A record has so many rows of codes, and a code so many bits.
     static constexpr int CODE_ROWS = RECORD == QUARTERS ? 2 : 1, CODE_BITS = RECORD == QUARTERS ? 4 : 2;
-    // Pieces of a query; those of every row of codes meet the same.
+    // A lane holds this many pieces of a query. All rows of codes meet the same pieces.
     static constexpr int QUERY_PIECES = CODES ? PIECES / CODE_ROWS : PIECES * (RECORD == FP8 ? 2 : 1);
 
     struct Shared {
@@ -77,12 +77,12 @@ struct ScoreQuery {
         float spread[ROWS];
     };
 
-    // Rows of a tile, as the matrix instructions want them.
+    // The rows of a tile lie as the matrix instructions want them.
     u32 fragments[TILES][QUERY_PIECES][8];
     float step[TILES];
     float spread[TILES];
 
-    // One row, spread over a warp; `x` are the lane's consecutive elements.
+    // Stores one row, which is spread over a warp: `query` are the lane's consecutive elements.
     static DEVICE void prepare(Shared& shared, int row, const float (&query)[HEAD_SIZE / WARP], float std_weight, int lane) {
         constexpr int PER_LANE = HEAD_SIZE / WARP;
         float x[PER_LANE];
@@ -100,7 +100,7 @@ struct ScoreQuery {
         }
         float norm = sqrtf(warp_sum(square));
         largest = warp_max(largest);
-        // int8 vectors take fixed point, float8 vectors a power of two that brings the query into the range of fp16 for float8.
+        // int8 vectors and codes take fixed point. For float8 vectors a power of two brings the query into the range of fp16.
         float step = 1;
         if (FIXED_POINT) step = largest / 32512.0f;
         if (RECORD == FP8 && largest > 0) step = exp2f(floorf(log2f(largest)) - 8.0f);
@@ -119,7 +119,7 @@ struct ScoreQuery {
                 shared.halves[row][d] = (u16)pack_pair<RECORD == BF16 ? BF16 : FP16>(x[i] * inverse, 0);
             }
         }
-        // Codes stand for themselves less half of the largest.
+        // A code stands for itself less half of the largest code.
         if constexpr (CODES) sum = __reduce_add_sync(FULL, sum) * ((1 << CODE_BITS) - 1);
         if (lane == 0) {
             shared.step[row] = CODES ? 0.5f * step : step;
@@ -156,7 +156,7 @@ struct ScoreQuery {
         }
     }
 
-    // Dot products of head g of each tile with pages 2t and 2t+1, in units of the stored vector.
+    // Gives the dot products of head g of each tile with pages 2t and 2t+1, in units of the stored vector.
     DEVICE void dot(const uint4 (&vector)[PIECES], float (&out)[TILES][2]) const {
         if constexpr (RECORD == INT8) {
 #pragma unroll
@@ -175,10 +175,10 @@ struct ScoreQuery {
             // Steps lie in the first lane of a page; the products of pages 2t and 2t+1 are in lane t of every head.
             float units[CODE_ROWS][2];
             if constexpr (RECORD == QUARTERS) {
-                u32 own = __byte_perm(vector[0].x, vector[PIECES / 2].x, 0x5410);
+                u32 steps = __byte_perm(vector[0].x, vector[PIECES / 2].x, 0x5410);
 #pragma unroll
                 for (int i = 0; i < 2; i++) {
-                    u32 both = __shfl_sync(FULL, own, 8 * (threadIdx.x % 4) + 4 * i);
+                    u32 both = __shfl_sync(FULL, steps, 8 * (threadIdx.x % 4) + 4 * i);
                     units[0][i] = bf16_to_float(both & 0xffff), units[CODE_ROWS - 1][i] = bf16_to_float(both >> 16);
                 }
             }
@@ -206,9 +206,9 @@ struct ScoreQuery {
                     }
 #pragma unroll
                     for (int i = 0; i < 2; i++) {
-                        float found = (float)(2 * best[i] - __float_as_int(spread[tile])) * step[tile];
-                        if (RECORD == QUARTERS) found *= units[row][i];
-                        out[tile][i] = row ? fmaxf(out[tile][i], found) : found;
+                        float product = (float)(2 * best[i] - __float_as_int(spread[tile])) * step[tile];
+                        if (RECORD == QUARTERS) product *= units[row][i];
+                        out[tile][i] = row ? fmaxf(out[tile][i], product) : product;
                     }
                 }
             }
@@ -243,10 +243,10 @@ struct ScoreQuery {
     }
 };
 
-// Tiles of eight pages that a warp scores at once: one page a lane in the end.
+// A warp scores this many tiles of eight pages at once, which is one page a lane in the end.
 constexpr int SCORE_TILES = 4;
 
-// What a warp reads to score 32 consecutive pages; `table` and statistics are those of one row.
+// What a warp reads to score 32 consecutive pages. The table and the statistics are those of one row.
 template <int PAGES_PER_BLOCK, int RECORD, int GROUP, int HEAD_SIZE>
 struct ScoreBatch {
     using Query = ScoreQuery<RECORD, GROUP, HEAD_SIZE>;
@@ -266,7 +266,7 @@ struct ScoreBatch {
         }
     };
 
-    // The pages of a batch beyond `last` repeat others; `first` pages of ranges are multiples of eight.
+    // Pages of a batch from `last` on repeat the one before. The first page of a range is a multiple of eight.
     DEVICE void load_tile(int u, const Statistics& head, const Blocks& blocks, int base, int last, int lane) {
         int g = lane / 4, t = lane % 4;
         int page = min(base + 8 * u + g, last - 1);
@@ -306,7 +306,7 @@ struct ScoreBatch {
         for (int u = 0; u < SCORE_TILES; u++) load_scalars(u, head, blocks, base, last, lane);
     }
 
-    // The score, in bfloat16, of page base + `place(lane)`; calls `after(u)` once tile u has been read.
+    // Returns the score, in bfloat16, of page base + `place(lane)`. Calls `after(u)` once tile u has been scored.
     template <typename After>
     DEVICE u16 score(const Query& query, int lane, After after) {
         int g = lane / 4;
@@ -332,16 +332,16 @@ struct ScoreBatch {
             }
             after(u);
         }
-        // The maximum over the heads, which lie in lanes 4 apart. Lanes that no longer need the same tiles split them.
+        // The maximum goes over the heads, which lie in lanes 4 apart. Lanes that no longer need the same tiles split them.
         constexpr int DISTINCT = Heads<GROUP>::DISTINCT;
 #pragma unroll
         for (int bit = 0, count = SCORE_TILES; bit < 2; bit++, count /= 2) {
             bool upper = g >> bit & 1;
 #pragma unroll
             for (int i = 0; i < count / 2; i++) {
-                u32 keep = upper ? best[count / 2 + i] : best[i], give = upper ? best[i] : best[count / 2 + i];
-                best[i] = keep;
-                if (DISTINCT >> bit > 1) best[i] = max_or_nan_bf16(keep, __shfl_xor_sync(FULL, give, 4 << bit));
+                u32 retained = upper ? best[count / 2 + i] : best[i], passed = upper ? best[i] : best[count / 2 + i];
+                best[i] = retained;
+                if (DISTINCT >> bit > 1) best[i] = max_or_nan_bf16(retained, __shfl_xor_sync(FULL, passed, 4 << bit));
             }
         }
         if (DISTINCT == 8) best[0] = max_or_nan_bf16(best[0], __shfl_xor_sync(FULL, best[0], 16));
@@ -356,8 +356,8 @@ struct ScoreBatch {
 
 // Scores pages [first, last) of a row, the warps of a block together, and hands each to `emit(page, bf16 bits)`.
 // `first` is a multiple of eight. PIPELINED, for few warps with many registers, keeps one batch in flight while the one
-// before is scored, and the block ids of the one after; of wide records a batch takes half of the registers, so there a
-// tile is asked for again as soon as it has been scored.
+// before is scored, and the block ids of the one after. A batch of wide records takes half of the registers, so there the
+// next tile is asked for as soon as one has been scored.
 template <bool PIPELINED, int PAGES_PER_BLOCK, int RECORD, int GROUP, int HEAD_SIZE, typename Emit>
 DEVICE void score_range(const ScoreQuery<RECORD, GROUP, HEAD_SIZE>& query, const Statistics& head, const int* table,
                         int first, int last, int warp, int warps, int lane, Emit emit) {
@@ -383,9 +383,9 @@ DEVICE void score_range(const ScoreQuery<RECORD, GROUP, HEAD_SIZE>& query, const
         load(batch, base);
 #pragma unroll 1
         for (; base < last; base += stride) {
-            bool more = base + stride < last;
+            bool has_next = base + stride < last;
             score([&](int u) {
-                if (!more) return;
+                if (!has_next) return;
                 batch.load_tile(u, head, blocks, base + stride, last, lane);
                 batch.load_scalars(u, head, blocks, base + stride, last, lane);
             });

@@ -1,15 +1,15 @@
-// Exact selection of the k largest bfloat16 scores of a row by one block, ties to the lowest page.
+// One block selects exactly the k largest bfloat16 scores of a row. Ties go to the lowest page.
 //
-// A floor that at least k scores reach is found from a sample: the largest of each thread's scores. What reaches it is
-// little more than k, and is ranked by comparing each with each. Where it is much more (large k, equal scores), two
-// rounds of 8-bit radix over all scores go first.
+// A floor that at least k scores reach is found from a sample: the largest of each thread's scores. Little more than k
+// scores reach it, and they are ranked by comparing each with each. Where many more do (large k, equal scores), two rounds
+// of 8-bit radix over all scores go first.
 #pragma once
 #include "common.cuh"
 
 constexpr int BUCKETS = 256;
-// Also the largest k. Pages of a row are numbered in 16 bits.
+// This is also the largest k. Pages of a row are numbered in 16 bits.
 constexpr int MAX_CANDIDATES = 1024;
-// Keys order like scores. Below every score: a page that does not exist. Above: one that is always selected.
+// Keys order like scores. A page that does not exist lies below every score, one that is always selected above.
 constexpr u32 KEY_ABSENT = 0;
 constexpr u32 KEY_ALWAYS = 0xffff;
 
@@ -20,7 +20,7 @@ DEVICE u32 ordered_key(u32 bits) {
     return bits & 0x8000 ? bits ^ 0xffff : bits | 0x8000;
 }
 
-// The bucket that holds the `wanted`-th largest entry and its rank there; every warp computes it for itself.
+// Returns the bucket that holds the `wanted`-th largest entry, and its rank there. Every warp computes it for itself.
 __device__ __noinline__ int2 find_bucket(const int* counts, int wanted, int lane) {
     constexpr int PER_LANE = BUCKETS / WARP;
     const int4* eight = (const int4*)(counts + BUCKETS - PER_LANE * (lane + 1));
@@ -34,13 +34,13 @@ __device__ __noinline__ int2 find_bucket(const int* counts, int wanted, int lane
         int below = __shfl_up_sync(FULL, inclusive, offset);
         if (lane >= offset) inclusive += below;
     }
-    int rest = wanted - (inclusive - sums[PER_LANE - 1]), skipped = 0, index = 0;
+    int lane_rank = wanted - (inclusive - sums[PER_LANE - 1]), skipped = 0, index = 0;
 #pragma unroll
     for (int i = 0; i < PER_LANE - 1; i++)
-        if (sums[i] < rest) skipped = sums[i], index = i + 1;
+        if (sums[i] < lane_rank) skipped = sums[i], index = i + 1;
     // The first lane whose sum reaches `wanted` holds the bucket.
     int source = __ffs(__ballot_sync(FULL, inclusive >= wanted)) - 1;
-    return {__shfl_sync(FULL, BUCKETS - 1 - lane * PER_LANE - index, source), __shfl_sync(FULL, rest - skipped, source)};
+    return {__shfl_sync(FULL, BUCKETS - 1 - lane * PER_LANE - index, source), __shfl_sync(FULL, lane_rank - skipped, source)};
 }
 
 // Eight consecutive keys of a shared array.
@@ -50,7 +50,7 @@ struct EightKeys {
     DEVICE u32 operator[](int i) const { return i % 2 ? word(v, i / 2) >> 16 : word(v, i / 2) & 0xffff; }
 };
 
-// Keys of two scores.
+// Returns the keys of two scores.
 DEVICE u32 ordered_pair(u32 scores) {
     // The larger of NaN and -inf is -inf; -0 + 0 is 0.
     asm("max.bf16x2 %0, %0, %1;" : "+r"(scores) : "r"(0xff80ff80u));
@@ -88,7 +88,7 @@ DEVICE void mark_always(u16* keys, int count, int sink_pages, int recent_pages, 
         keys[i < sink_pages ? i : count - recent_pages - sink_pages + i] = KEY_ALWAYS;
 }
 
-// Adds to a counter in shared memory. The compiler would have one lane add for all, which takes longer than their turns.
+// Adds to a counter in shared memory. The compiler would have one lane add for all, which takes longer than all in turn.
 DEVICE int append(int* counter, int n) {
     int before;
     asm volatile("atom.shared.add.s32 %0, [%1], %2;"
@@ -96,26 +96,27 @@ DEVICE int append(int* counter, int n) {
     return before;
 }
 
-// How many numbers are larger than one, in four chains of additions. The compiler would make it one of twice the length.
+// Counts the numbers that are larger than a given one, in four chains of additions. The compiler would make one chain of
+// twice the length.
 struct LargerCount {
     int less[4] = {0, 0, 0, 0};
 
-    DEVICE void add(const uint4& four, u32 own) {
+    DEVICE void add(const uint4& four, u32 number) {
 #pragma unroll
         for (int i = 0; i < 4; i++) {
             u32 difference;
             asm("sub.cc.u32 %0, %2, %3; subc.u32 %1, %1, 0;"
-                : "=&r"(difference), "+r"(less[i]) : "r"(own), "r"(word(four, i)));
+                : "=&r"(difference), "+r"(less[i]) : "r"(number), "r"(word(four, i)));
         }
     }
 
     DEVICE int count() const { return -(less[0] + less[1] + less[2] + less[3]); }
 };
 
-// Keys of a row that lie in shared memory; those that stand for no page, up to a multiple of eight, are KEY_ABSENT.
+// The keys of a row lie in shared memory. Those that stand for no page, up to a multiple of eight, are KEY_ABSENT.
 template <int WARPS>
 struct SharedKeys {
-    // Consecutive keys that a thread looks at together.
+    // A thread reads this many consecutive keys together.
     static constexpr int RUN = 4;
     const u16* keys;
     int padded;
@@ -132,7 +133,7 @@ struct SharedKeys {
         }
     }
 
-    // Where all keys are in shared memory.
+    // Returns where in shared memory all keys are.
     DEVICE const u16* spilled() const { return keys; }
 };
 
@@ -140,33 +141,34 @@ struct SharedKeys {
 template <int WARPS>
 struct Select {
     static constexpr int THREADS = WARPS * WARP;
-    // Reads of candidates in flight, by up to four threads: as many may lie behind the last one, and are zero.
+    // Up to four threads keep so many reads of candidates in flight. They may read SPARE candidates behind the last one,
+    // which are zero.
     static constexpr int LOADS = 4, SPARE = 16 * LOADS;
 
     struct Shared {
-        // Key, then page from the end: unique, and larger the better.
+        // A candidate is a key, then the page counted from the end: it is unique, and larger is better.
         u32 candidates[MAX_CANDIDATES + SPARE];
-        // Of the warps' threads; later what radix counts.
+        // First the largest key of every thread lies here, later what `radix` counts.
         union {
             u32 largest[WARPS][WARP];
             int counts[2][BUCKETS];
         };
         int2 shares[WARPS];
         u32 floors[WARP];
-        int found;
+        int num_candidates;
 
-        // Visible to all after a barrier.
+        // All threads see it cleared after a barrier.
         DEVICE void clear(int thread) {
 #pragma unroll 1
             for (int i = 4 * thread; i < MAX_CANDIDATES + SPARE; i += 4 * THREADS)
                 *(uint4*)(candidates + i) = uint4{0, 0, 0, 0};
             if (thread < WARP) floors[thread] = KEY_ALWAYS;
-            if (thread == 0) found = 0;
+            if (thread == 0) num_candidates = 0;
         }
     };
 
     Shared& shared;
-    int k;  // At least as many keys stand for pages.
+    int k;  // At least k keys stand for pages.
     int warp;
     int lane;
 
@@ -185,7 +187,7 @@ struct Select {
             u32 reach = 0;
 #pragma unroll
             for (int j = 0; j < RUN; j++) reach |= (u32)(key(j) >= floor) << j;
-            int slot = append(&shared.found, __popc(reach));
+            int slot = append(&shared.num_candidates, __popc(reach));
 #pragma unroll
             for (int j = 0; j < RUN; j++) {
                 if (!(reach >> j & 1)) continue;
@@ -194,7 +196,7 @@ struct Select {
             }
         });
         __syncthreads();
-        int count = shared.found;
+        int count = shared.num_candidates;
         if (count > MAX_CANDIDATES) {
             radix(shared, keys.spilled(), keys.padded, k);
             count = k;
@@ -204,7 +206,7 @@ struct Select {
 #pragma unroll 1
         for (int first = 0; first < count; first += THREADS >> log) {
             int c = first + (thread >> log);
-            u32 own = c < count ? shared.candidates[c] : 0xffffffffu;
+            u32 candidate = c < count ? shared.candidates[c] : 0xffffffffu;
             LargerCount larger;
 #pragma unroll 1
             for (int i = 4 * part; i < count; i += 4 * LOADS * parts) {
@@ -212,21 +214,21 @@ struct Select {
 #pragma unroll
                 for (int n = 0; n < LOADS; n++) four[n] = *(const uint4*)(shared.candidates + i + 4 * n * parts);
 #pragma unroll
-                for (int n = 0; n < LOADS; n++) larger.add(four[n], own);
+                for (int n = 0; n < LOADS; n++) larger.add(four[n], candidate);
             }
             int rank = larger.count();
             if (parts > 1) rank += __shfl_xor_sync(FULL, rank, 1);
             if (parts > 2) rank += __shfl_xor_sync(FULL, rank, 2);
-            if (part == 0 && c < count && rank < k) emit(rank, 0xffff - (own & 0xffff));
+            if (part == 0 && c < count && rank < k) emit(rank, 0xffff - (candidate & 0xffff));
         }
     }
 
 private:
-    // A key that at least k keys reach, and not many more: of the largest keys of a warp's threads, the one that as many
-    // threads reach as fall to the warp's share of k; the least of the warps'.
+    // Returns a key that at least k keys reach, and not many more. Every warp finds, among the largest keys of its threads,
+    // the one that as many threads reach as are its share of k. The least of these is the floor.
     template <typename Keys>
     DEVICE u32 find_floor(const Keys& keys) {
-        // A power of two of them: no division.
+        // The number of active warps is a power of two, which saves a division.
         int log = 31 - __clz(min(WARPS, keys.padded / (Keys::RUN * WARP))), active = 1 << log, share = (k + active - 1) >> log;
         if (log < 0 || share > WARP) return KEY_ABSENT + 1;
         u32 pair = KEY_ABSENT;
@@ -234,19 +236,19 @@ private:
 #pragma unroll
             for (int j = 0; j < Keys::RUN / 2; j++) pair = __vmaxu2(pair, pairs[j]);
         });
-        u32 own = max(pair & 0xffff, pair >> 16) << 5 | (u32)lane;
+        u32 best = max(pair & 0xffff, pair >> 16) << 5 | (u32)lane;
         u32* largest = shared.largest[warp];
-        largest[lane] = own;
+        largest[lane] = best;
         __syncwarp();
         LargerCount larger;
 #pragma unroll
-        for (int i = 0; i < WARP; i += 4) larger.add(*(const uint4*)(largest + i), own);
-        if (larger.count() == share - 1 && warp < active) shared.floors[warp] = own >> 5;
+        for (int i = 0; i < WARP; i += 4) larger.add(*(const uint4*)(largest + i), best);
+        if (larger.count() == share - 1 && warp < active) shared.floors[warp] = best >> 5;
         __syncthreads();
         return max(__reduce_min_sync(FULL, shared.floors[lane]), KEY_ABSENT + 1);
     }
 
-    // Lists exactly the k best: two rounds over the bytes of all keys.
+    // Lists exactly the k best, in two rounds over the bytes of all keys.
     static __device__ __noinline__ void radix(Shared& shared, const u16* keys, int padded, int k) {
         int thread = threadIdx.x;
         __syncthreads();
@@ -303,18 +305,18 @@ private:
                     tie |= (u32)(eight[j] == threshold) << j;
                 }
             }
-            u32 mine = __popc(greater) | __popc(tie) << 16, before = mine;
+            u32 lane_counts = __popc(greater) | __popc(tie) << 16, before = lane_counts;
 #pragma unroll
             for (int offset = 1; offset < WARP; offset *= 2) {
-                u32 other = __shfl_up_sync(FULL, before, offset);
-                if (lane >= offset) before += other;
+                u32 preceding = __shfl_up_sync(FULL, before, offset);
+                if (lane >= offset) before += preceding;
             }
             u32 sum = __shfl_sync(FULL, before, WARP - 1);
-            before -= mine;
+            before -= lane_counts;
             int a = above + (before & 0xffff), e = equal + (before >> 16);
 #pragma unroll 1
-            for (u32 rest = greater | tie; rest; rest &= rest - 1) {
-                int j = __ffs(rest) - 1;
+            for (u32 listed = greater | tie; listed; listed &= listed - 1) {
+                int j = __ffs(listed) - 1;
                 bool is_tie = tie >> j & 1;
                 if (!is_tie || e < ties)
                     shared.candidates[a + min(e, ties)] = (u32)keys[i + j] << 16 | (0xffff - (i + j));

@@ -1,4 +1,4 @@
-"""How much shared memory the parts of a block take. The kernels assert the same sizes when they are compiled."""
+"""Counts the shared memory that the parts of a block take. The kernels assert the same sizes when they are compiled."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ _PARTS = CHAINS // 4
 
 
 def round_up(value: int, unit: int) -> int:
-    """The least multiple of a unit that is no less than a value."""
+    """Returns the least multiple of a unit that is no less than a value."""
     return -(-value // unit) * unit
 
 
 def chain_bytes(cluster: int, group_size: int, head_size: int) -> int:
-    """The sums of a row's chains: `ChainedAttention::Values` in merge.cuh."""
+    """Returns the bytes of the sums of a row's chains: `ChainedAttention::Values` in merge.cuh."""
     return CHAINS * group_size * head_size * 4 // cluster
 
 
 def merging_bytes(group_size: int, head_size: int) -> int:
-    """The query and what merges the chains: `ChainedAttention::Shared` in merge.cuh."""
+    """Returns the bytes of the query and of what merges the chains: `ChainedAttention::Shared` in merge.cuh."""
     return _query_bytes(group_size, head_size) + 3 * CHAINS * group_size * 4
 
 
 def select_bytes(warps: int) -> int:
-    """What selects from the keys of a row: `Select::Shared` in select.cuh."""
+    """Returns the bytes of the selection from the keys of a row: `Select::Shared` in select.cuh."""
     counted = max(4 * warps * _WARP, 4 * 2 * _BUCKETS)
     return round_up(4 * (_CANDIDATES + _SPARE) + counted + 8 * warps + 4 * _WARP + 4, 8)
 
 
 def score_bytes(group_size: int, head_size: int) -> int:
-    """The query as statistics meet it: `ScoreQuery::Shared` in score.cuh."""
+    """Returns the bytes of the query in the form that statistics meet: `ScoreQuery::Shared` in score.cuh."""
     rows = round_up(group_size, 8)
     return 2 * rows * head_size + 2 * 4 * rows
 
 
 def probe_bytes(cluster: int, group_size: int) -> int:
-    """What a stop test compares: `StoppingAttention::Probes` in stop.cuh."""
+    """Returns the bytes of what a stop test compares: `StoppingAttention::Probes` in stop.cuh."""
     probe = 4 * (2 + _WARP)
     return group_size * ((CHAINS // cluster + 2 * _PARTS + 1) * probe + 4)
 
 
 def piece_bytes(warps: int, group_size: int, head_size: int, stopping: bool) -> int:
-    """All that a block of `split_attention` takes: `Shared` and the scratch behind it in split_attention/attend.cu."""
+    """Returns the bytes of a block of `split_attention`: `Shared` in its attend.cu, and the scratch behind it."""
     fixed = _query_bytes(group_size, head_size) + (2 * warps + 1) * group_size * 4
     scratch = warps * group_size * head_size * 4
     if stopping:
@@ -54,12 +54,12 @@ def piece_bytes(warps: int, group_size: int, head_size: int, stopping: bool) -> 
 
 
 def is_wide(group_size: int, head_size: int) -> bool:
-    """Whether a warp's sums take so many registers that a multiprocessor holds one block."""
+    """Returns whether a warp's sums take so many registers that a multiprocessor holds one block."""
     return head_size > 128 or group_size > 8
 
 
 def least_cluster(group_size: int, head_size: int) -> int:
-    """Blocks that it takes, in powers of two, for the sums of a row's chains to leave shared memory for the rest."""
+    """Returns the least power of two of blocks among which the sums of a row's chains find room."""
     cluster = 1
     while chain_bytes(cluster, group_size, head_size) > _MOST_CHAIN_BYTES:
         cluster *= 2
@@ -67,5 +67,5 @@ def least_cluster(group_size: int, head_size: int) -> int:
 
 
 def _query_bytes(group_size: int, head_size: int) -> int:
-    # `AttendQuery` in attend.cuh: rows of a matrix tile, padded by 64 bytes.
+    # `AttendQuery` in attend.cuh has rows of a matrix tile, padded by 64 bytes.
     return round_up(group_size, 8) * (head_size + 32) * 2

@@ -3,9 +3,9 @@
 #pragma once
 #include "merge.cuh"
 
-// The probe is this many elements of an output, evenly spread: one to a lane.
+// The probe is this many evenly spread elements of an output, one to a lane.
 constexpr int PROBE = WARP;
-// A test merges the chains in groups of this many, then the groups: an order that no launch changes.
+// A stop test merges the chains in groups of this many, then the groups. No launch changes that order.
 constexpr int CHAINS_PER_PART = 4, PARTS = CHAINS / CHAINS_PER_PART;
 
 struct StopRule {
@@ -18,8 +18,8 @@ struct StopRule {
         : scale_tolerance(p.scale_tolerance), direction_tolerance(p.direction_tolerance), patience(p.patience),
           least_tiles(p.least_pages * tiles_per_page) {}
 
-    // Whether a probe is near the one before, by the squares of their distance and norms and their product. Without a
-    // direction (0 / 0) nothing is.
+    // Returns whether a probe is near the one before, by the squares of their distance and norms and by their product. A
+    // probe without a direction (0 / 0) is not.
     DEVICE bool stable(float distance, float product, float now, float then) const {
         return sqrtf(distance) < scale_tolerance && 1 - product / (sqrtf(now) * sqrtf(then)) < direction_tolerance;
     }
@@ -38,7 +38,7 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
     static constexpr int HEADS_PER_WARP = ceil_div(GROUP, WARPS);
     static constexpr int STEP = HEAD_SIZE / PROBE;
 
-    // The probe over some of a row's tokens, not normalised.
+    // The probe over some of a row's tokens; its values are not normalised.
     struct Part {
         float largest;
         float total_weight;
@@ -46,7 +46,8 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
     };
     struct Probes {
         Part chains[PER_BLOCK][GROUP];
-        // The parts of the whole row, twice: a slow block may still test one wave while a fast one publishes the next.
+        // The parts of the whole row have room twice: a slow block may still test one wave while a fast one publishes the
+        // next.
         Part parts[2][PARTS][GROUP];
         // The incomplete page takes part in every test and is added to the sums last.
         Part tail[GROUP];
@@ -64,18 +65,18 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
             }
         }
         attention.for_each_four(lane, [&](int h, int d, float4 four) {
-            float each[4] = {four.x, four.y, four.z, four.w};
+            float elements[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
             for (int e = 0; e < 4; e++)
-                if ((d + e) % STEP == 0) parts[h].values[(d + e) / STEP] = each[e];
+                if ((d + e) % STEP == 0) parts[h].values[(d + e) / STEP] = elements[e];
         });
     }
 
     // Merges the chains of this block by parts and gives them to every block of the cluster.
     static DEVICE void publish_probes(Probes& probes, int wave, int rank, int warp, int lane) {
-        constexpr int OWN = PER_BLOCK / CHAINS_PER_PART;
+        constexpr int BLOCK_PARTS = PER_BLOCK / CHAINS_PER_PART;
 #pragma unroll 1
-        for (int task = warp; task < OWN * GROUP; task += WARPS) {
+        for (int task = warp; task < BLOCK_PARTS * GROUP; task += WARPS) {
             int part = task / GROUP, h = task % GROUP;
             float largest[CHAINS_PER_PART], base = -INFINITY_F;
 #pragma unroll
@@ -91,7 +92,7 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
                 total = fmaf(weight, chain.total_weight, total);
                 value = fmaf(weight, chain.values[lane], value);
             }
-            Part& whole = probes.parts[wave % 2][rank * OWN + part][h];
+            Part& whole = probes.parts[wave % 2][rank * BLOCK_PARTS + part][h];
 #pragma unroll 1
             for (int peer = 0; peer < CLUSTER; peer++) {
                 Peers::store(&whole.values[lane], peer, value);
@@ -103,14 +104,14 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
         }
     }
 
-    // The lane's element of a head's output over all that has been read.
-    static DEVICE float element(const Probes& probes, int wave, int h, const SinkLogits& sinks, float value_scale, int lane) {
+    // Returns the lane's element of a head's output over all that has been read.
+    static DEVICE float element(const Probes& probes, int wave, int h, const SinkLogits& sink_logits, float value_scale, int lane) {
         auto part = [&](int i) -> const Part& { return i < PARTS ? probes.parts[wave % 2][i][h] : probes.tail[h]; };
-        bool one = lane <= PARTS;
-        float largest = one ? part(lane).largest : -INFINITY_F, sink = sinks ? sinks[h] * LOG2E : -INFINITY_F;
+        bool has_part = lane <= PARTS;
+        float largest = has_part ? part(lane).largest : -INFINITY_F, sink = sink_logits ? sink_logits[h] * LOG2E : -INFINITY_F;
         float base = fmaxf(warp_max(largest), sink);
         float weight = base == -INFINITY_F ? 0.0f : fast_exp2(largest - base);
-        float total = warp_sum(one ? weight * part(lane).total_weight : 0.0f);
+        float total = warp_sum(has_part ? weight * part(lane).total_weight : 0.0f);
         if (base != -INFINITY_F) total += fast_exp2(sink - base);
         float value = 0;
 #pragma unroll
@@ -119,11 +120,11 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
     }
 
     // `locate(i, end_of_pages)` gives where tile i lies if the incomplete page comes after `end_of_pages` tiles of pages.
-    // Returns how many of the `page_tiles` were read, the same to all threads of the cluster.
+    // Returns how many of the `page_tiles` were read; all threads of the cluster get the same number.
     template <int OUTPUT, typename Locate>
     static DEVICE int run(typename Chained::Shared& shared, typename Chained::Values& values, Probes& probes,
                           const TokenRows& rows, bool stopping, int page_tiles, int tail_tiles, const StopRule& rule,
-                          float scale, float softcap, const SinkLogits& sinks, float value_scale, u16* out, int rank, int warp,
+                          float scale, float softcap, const SinkLogits& sink_logits, float value_scale, u16* out, int rank, int warp,
                           int lane, Locate locate) {
         bool working = warp < PER_BLOCK;
         int chain = rank * PER_BLOCK + warp, end_of_pages = page_tiles;
@@ -146,9 +147,9 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
 #pragma unroll 1
             for (int i = 0; i < tail_tiles; i++) {
                 TokenTile at = locate(page_tiles + i, page_tiles);
-                typename Attend::Tokens one[1] = {Attend::read(rows, at.block, at.token, at.valid, lane)};
-                int valid_one[1] = {at.valid};
-                attention.add(shared.query, one, valid_one, 1, scale, softcap, lane);
+                typename Attend::Tokens tile[1] = {Attend::read(rows, at.block, at.token, at.valid, lane)};
+                int tile_valid[1] = {at.valid};
+                attention.add(shared.query, tile, tile_valid, 1, scale, softcap, lane);
             }
             watch(probes.tail, attention, lane);
             __syncwarp();
@@ -187,7 +188,7 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
             for (int n = 0; n < HEADS_PER_WARP; n++) {
                 int h = warp + n * WARPS;
                 if (h >= GROUP) break;
-                float x = element(probes, wave, h, sinks, value_scale, lane), then = wave ? before[n] : 0.0f;
+                float x = element(probes, wave, h, sink_logits, value_scale, lane), then = wave ? before[n] : 0.0f;
                 float distance = warp_sum((x - then) * (x - then)), product = warp_sum(x * then);
                 float now_square = warp_sum(x * x), then_square = warp_sum(then * then);
                 bool stable = wave && rule.stable(distance, product, now_square, then_square);
@@ -206,7 +207,7 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
             }
         }
         if (working) Chained::publish(shared, values, attention, chain, lane);
-        Chained::template merge<OUTPUT>(shared, values, sinks, value_scale, out, rank, warp, lane);
+        Chained::template merge<OUTPUT>(shared, values, sink_logits, value_scale, out, rank, warp, lane);
         return end_of_pages;
     }
 };

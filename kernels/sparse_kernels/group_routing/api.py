@@ -14,7 +14,7 @@ from sparse_kernels.paging import PagedTensor
 
 GroupScore = Literal["mean", "max", "min"]
 GROUP_SCORES: tuple[GroupScore, ...] = get_args(GroupScore)
-"""In the order in which the kernels number them."""
+"""Every score, in the order in which the kernels number them."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,23 @@ class GroupRouting:
     coefficients: torch.Tensor
     """`[num_kv_heads, 4]` float32, contiguous: c0 to c3 of each KV head; a constant threshold has c0 alone."""
     score: GroupScore = "mean"
-    """Of the cosines of a group's query heads."""
+    """How the cosines of a group's query heads become one score."""
     shortest: int = 1
     """Tokens of the context at which x is 0."""
     longest: int = 2
     """Tokens of the context at which x is 1."""
     counts: torch.Tensor | None = None
-    """`[num_kv_heads, 2]` int64, contiguous: groups skipped and groups asked for, which every decision is added to."""
+    """`[num_kv_heads, 2]` int64, contiguous: groups skipped and groups asked for. Attention adds its decisions to them;
+    `route_groups` alone adds none."""
 
     @property
     def log_range(self) -> tuple[float, float]:
-        """Base-2 logarithm of `shortest`, and what its distance is multiplied by to give x."""
+        """The base-2 logarithm of `shortest`, and the factor that makes x of a logarithm's distance to it."""
         first = math.log2(self.shortest)
         return first, 1 / (math.log2(self.longest) - first)
 
     def thresholds(self, context_lens: torch.Tensor) -> torch.Tensor:
-        """Thresholds of contexts.
+        """Returns the thresholds of contexts.
 
         Args:
             context_lens: `[num_tokens]` integer, at least 1.
@@ -66,10 +67,11 @@ class GroupRouting:
 
 
 def route_groups(tokens: QueryTokens, keys: PagedTensor, routing: GroupRouting) -> torch.Tensor:
-    """Which KV groups are skipped: those whose queries' cosines with token 0's key reach the threshold.
+    """Decides which KV groups are skipped: their queries' cosines with token 0's key reach the threshold.
 
-    SinkRouter, Eq. 11 to 13: `c_h = q_h . k_0 / (||q_h|| ||k_0||)`, one score of a group's c_h, and a sink group where
-    it is at least the threshold of the context's length. A NaN is no sink. A vector of zeros has a cosine of 0.
+    SinkRouter, Eq. 11 to 13: `c_h = q_h . k_0 / (||q_h|| ||k_0||)`. A group's c_h become one score, and the group is
+    skipped where that is at least the threshold of the context's length. A score that is NaN skips nothing. A vector
+    of zeros has a cosine of 0.
 
     Args:
         tokens: the query tokens. Positive factors of their queries do not matter.
@@ -97,12 +99,12 @@ def route_groups(tokens: QueryTokens, keys: PagedTensor, routing: GroupRouting) 
 
 
 def group_scores(query: torch.Tensor, anchors: torch.Tensor, score: GroupScore) -> torch.Tensor:
-    """Scores of groups whose queries and key of token 0 are at hand (SinkRouter, Eq. 11 and 12).
+    """Scores groups whose queries and key of token 0 are at hand (SinkRouter, Eq. 11 and 12).
 
     Args:
         query: `[..., group_size, head_size]`, any float dtype.
         anchors: `[..., head_size]`, the keys of token 0.
-        score: of the cosines of a group's heads.
+        score: how the cosines of a group's heads become one.
 
     Returns:
         `[...]`, at least float32.

@@ -1,4 +1,4 @@
-"""Group scores on CPU, compiled: reads token 0's keys where they lie in the cache. bfloat16 only."""
+"""Scores groups on CPU, compiled. It reads token 0's keys where they lie in the cache, which holds bfloat16."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LEAST_NORM = np.float32(1e-30)
 
 @functools.cache
 def _kernel(group_size: int, head_size: int, page_size: int, length: int, step: int) -> Any:
-    """Compiled for one model's shape and packing."""
+    """Compiles the kernel for one model's shape and packing."""
 
     @numba.njit(fastmath=FASTMATH, nogil=True, cache=True)
     def score_groups(query, keys, first_blocks, score, scores):

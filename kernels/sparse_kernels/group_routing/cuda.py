@@ -1,6 +1,6 @@
-"""Group routing on CUDA: a part of the kernels that attend (`route.cuh`).
+"""Routes groups on CUDA ahead of a launch of scores. Otherwise the kernels that attend do it (`route.cuh`).
 
-Where scores are a launch of their own, the launch here goes before it and says which groups need no scores.
+Where pages are scored in a launch of their own, this launch goes before it and says which groups need no scores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _MOST_WARPS = 8
 
 
 def skipped_groups(batch: DecodeBatch, cache: KVCache, routing: GroupRouting) -> torch.Tensor:
-    """Which KV groups the kernels that attend will skip: bit for bit their decisions, which they count themselves.
+    """Decides which KV groups the kernels that attend will skip: bit for bit as they will, and they do the counting.
 
     Args:
         batch: the requests that decode; those that are attended whole are not routed.

@@ -1,4 +1,4 @@
-"""Group scores in torch: the specification."""
+"""Scores groups in torch; this is the specification."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from sparse_kernels.paging import PagedTensor
 
 LEAST_NORM = 1e-30
-"""Of a query times that of a key, so that zeros have a cosine of 0."""
+"""Least product of the norms of a query and a key, so that zeros have a cosine of 0."""
 
 
 def cosines(query: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """Cosines of queries with their group's anchor (SinkRouter, Eq. 11).
+    """Returns the cosines of queries with their group's anchor (SinkRouter, Eq. 11).
 
     Args:
         query: `[..., group_size, head_size]`.
@@ -27,13 +27,13 @@ def cosines(query: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
 
 
 def aggregate(cosines: torch.Tensor, score: int) -> torch.Tensor:
-    """One score of a group, of its heads in the last dimension: mean, largest or least (Eq. 12)."""
+    """Makes one score of the heads of a group, the last dimension: their mean, largest or least (Eq. 12)."""
     scores: tuple[torch.Tensor, ...] = cosines.mean(dim=-1), cosines.amax(dim=-1), cosines.amin(dim=-1)
     return scores[score]
 
 
 def score_groups(query: torch.Tensor, keys: PagedTensor, first_blocks: torch.Tensor, score: int) -> torch.Tensor:
-    """Scores of every token's KV groups: `[num_tokens, num_kv_heads]` float32.
+    """Scores every token's KV groups: `[num_tokens, num_kv_heads]` float32.
 
     Args:
         query: see `api.route_groups`.

@@ -1,4 +1,5 @@
-// Which KV groups are skipped, one block to a query token and KV head: for launches that need not score those.
+// Decides which KV groups are skipped, so that a launch of scores need not score them. A block decides for one query token
+// and KV head.
 #include "route.cuh"
 
 constexpr int QUERY = SK_QUERY, KV = SK_KV, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE, WARPS = SK_WARPS;

@@ -1,4 +1,4 @@
-"""Criticality of each page for a query, from the page's statistics alone."""
+"""Scores each page for a query, from the page's statistics alone."""
 
 from sparse_kernels.page_score.api import score_pages
 

@@ -1,4 +1,4 @@
-"""Page scores on CPU, compiled: reads the statistics where they lie. int8 vectors of linear kinds, codes."""
+"""Scores pages on CPU, compiled. It reads the statistics where they lie: int8 vectors of linear kinds, or codes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sparse_kernels.threads import use_threads
 
 @functools.cache
 def _kernel(group_size: int, head_size: int, vectors: int, has_spread: bool) -> Any:
-    """Compiled for one model's shape: the compiler unrolls loops whose lengths it knows."""
+    """Compiles the kernel for one model's shape: the compiler unrolls loops whose lengths it knows."""
 
     @parallel_kernel(FASTMATH)
     def score_int8(
@@ -42,7 +42,7 @@ def _kernel(group_size: int, head_size: int, vectors: int, has_spread: bool) -> 
                 square = np.float32(0)
                 for d in range(head_size):
                     square += query[token, head, g, d] * query[token, head, g, d]
-                # Without spreads what stands in for them is finite.
+                # Where there are no spreads, finite numbers stand in for them.
                 norm[g] = std_weight * np.sqrt(square) if has_spread else np.float32(0)
                 for v in range(vectors):
                     for d in range(head_size):
@@ -53,7 +53,7 @@ def _kernel(group_size: int, head_size: int, vectors: int, has_spread: bool) -> 
             for first in range(0, length, pages_per_block):
                 block = block_table[token, first // pages_per_block]
                 count = min(pages_per_block, length - first)
-                # Unsigned, because a negative index would have to be looked for.
+                # Indices are unsigned, because a test for negative ones would cost time.
                 first_record = np.uint64(block * record_strides[0] + head * record_strides[1])
                 scalars = np.uint64(block * scalar_strides[0] + head * scalar_strides[1])
                 for page in range(count):
@@ -69,14 +69,14 @@ def _kernel(group_size: int, head_size: int, vectors: int, has_spread: bool) -> 
                     for page in range(count):
                         at = scalars + np.uint64(page)
                         if vectors == 1:
-                            # In one expression, which the compiler makes a vector's.
+                            # The compiler vectorises this as one expression.
                             score = dots[g, page] * widen(scales[at]) + norm[g] * widen(spreads[at])
                         else:
                             score = norm[g] * widen(spreads[at])
                             for v in range(vectors):
                                 scale = widen(scales[scalars + np.uint64(page * vectors + v)])
                                 score += dots[g * vectors + v, page] * scale
-                        # A NaN, once there, stays.
+                        # A NaN stays once it is there.
                         best[page] = best[page] if best[page] > score or best[page] != best[page] else score
                 for page in range(count):
                     scores[token, head, first + page] = narrow(best[page])
@@ -88,7 +88,7 @@ def _kernel(group_size: int, head_size: int, vectors: int, has_spread: bool) -> 
 
 @functools.cache
 def _codes_kernel(group_size: int, head_size: int, bits: int) -> Any:
-    """Compiled for one model's shape, like `_kernel`."""
+    """Compiles the kernel for one model's shape, like `_kernel`."""
     per_byte, mask = 8 // bits, (1 << bits) - 1
 
     @parallel_kernel(FASTMATH)
@@ -98,7 +98,7 @@ def _codes_kernel(group_size: int, head_size: int, bits: int) -> Any:
         num_tokens, num_kv_heads = scores.shape[:2]
         for row in numba.prange(num_tokens * num_kv_heads):
             token, head = row // num_kv_heads, row % num_kv_heads
-            # Copies of its own: the compiler then knows that nothing else writes to them.
+            # A thread has its own copies: the compiler then knows that nothing else writes to them.
             heads = np.zeros((group_size, head_size), np.float32)
             middle = np.zeros(group_size, np.float32)
             for g in range(group_size):
@@ -109,7 +109,7 @@ def _codes_kernel(group_size: int, head_size: int, bits: int) -> Any:
             length = num_pages[token]
             for page in range(length):
                 block, within = block_table[token, page // pages_per_block], page % pages_per_block
-                # Unsigned, because a negative index would have to be looked for.
+                # Indices are unsigned, because a test for negative ones would cost time.
                 record = np.uint64(block * strides[0] + head * strides[1] + within * strides[2])
                 scalars = np.uint64(block * step_strides[0] + head * step_strides[1] + within * step_strides[2])
                 best = np.float32(-np.inf)
@@ -126,7 +126,7 @@ def _codes_kernel(group_size: int, head_size: int, bits: int) -> Any:
                             for d in range(head_size):
                                 dot += heads[g, d] * codes[j, d]
                             dot -= middle[g]
-                            # A NaN, once there, stays.
+                            # A NaN stays once it is there.
                             largest = largest if largest > dot or largest != largest else dot
                     largest *= widen(steps[scalars + np.uint64(shared * step_strides[3])])
                     best = best if best > largest or best != best else largest

@@ -1,4 +1,4 @@
-"""Page scores on CUDA: reads the statistics where they lie in the cache, writes bfloat16 scores and nothing else.
+"""Scores pages on CUDA. It reads the statistics where they lie in the cache, and writes nothing but bfloat16 scores.
 
 It scores codes, and records of one vector that the query itself meets; Triton scores the others.
 """
@@ -28,14 +28,14 @@ class Launch(NamedTuple):
 
 
 def launch_of(statistics: PageStatistics) -> Launch:
-    """The launch configuration for a format and head size: what fits the registers of a multiprocessor."""
+    """Returns the launch configuration for a format and head size: what fits the registers of a multiprocessor."""
     if statistics.vectors.shape[3] * statistics.vectors.element_size() > 128:
         return Launch(chunk=1024, warps=8, blocks_per_sm=2, pipelined=statistics.kind.codes is not None)
     return Launch(chunk=1024, warps=8, blocks_per_sm=3, pipelined=False)
 
 
 def format_of(statistics: PageStatistics) -> int:
-    """The format of the vectors by the number that common.cuh gives it."""
+    """Returns the format of the vectors by the number that common.cuh gives it."""
     codes = statistics.kind.codes
     return FORMATS[statistics.vectors.dtype] if codes is None else CODE_FORMATS[codes.bits]
 
@@ -101,7 +101,7 @@ def score_pages(
 ) -> torch.Tensor:
     """See `api.score_pages`."""
     num_tokens, num_kv_heads = query.shape[:2]
-    # The host does not know the lengths: as wide as the block table.
+    # The scores are as wide as the block table, because the host does not know the lengths.
     width = block_table.shape[1] * statistics.pages_per_block
     scores = torch.empty((num_tokens, num_kv_heads, -(-width // 8) * 8), dtype=torch.bfloat16, device=query.device)
     batch = DecodeBatch(query.flatten(1, 2), block_table.int(), num_pages.int())

@@ -1,4 +1,4 @@
-// Scores of a chunk of pages of one query token and KV head by one block.
+// One block scores a chunk of pages of one query token and KV head.
 #include "score.cuh"
 
 constexpr int QUERY = SK_QUERY, RECORD = SK_RECORD, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE;

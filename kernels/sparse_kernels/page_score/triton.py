@@ -1,4 +1,4 @@
-"""Page scores on a GPU for the kinds of statistics that the CUDA kernels do not score.
+"""Scores pages on a GPU for the kinds of statistics that the CUDA kernels do not score.
 
 One program scores a run of pages for one token and KV head. The grid follows from the width of the block table, and
 lengths are read on the device, so a CUDA graph may hold the launch.
@@ -69,7 +69,7 @@ def _page_score(
     dim = tl.arange(0, DIMS)
     real = dim < HEAD_SIZE
     best = tl.full((PAGES,), float("-inf"), tl.float32)
-    # What the heads of a group read again, they find in the nearest cache.
+    # The heads of a group read the same vectors; all but the first find them in the nearest cache.
     for g in range(GROUP):
         query_row = query_ptr + token.to(tl.int64) * query_strides[0] + (head * GROUP + g) * query_strides[1]
         query = tl.load(query_row + dim, mask=real, other=0.0).to(tl.float32)

@@ -18,7 +18,7 @@ def update_page_statistics(
 ) -> None:
     """Recomputes the statistics of full pages from the keys in the cache, in place (UNIQUE: Eq. 1-2).
 
-    Idempotent: whatever the block's memory held before, and however often a page is rewritten, the statistics
+    It is idempotent: whatever the block's memory held before, and however often a page is rewritten, the statistics
     follow from the keys alone.
 
     Args:
@@ -60,8 +60,8 @@ def write_cache(
     """Stores new keys and values in the cache and the statistics of every page they complete, in place.
 
     The statistics are those of `update_page_statistics`, of the keys as the cache stores them: in a float8 cache of
-    `key / key_scale`, in those units (UNIQUE: Eq. 1-2). Only pages whose last token is written are touched.
-    Idempotent. On a GPU it is one launch that neither waits for the host nor depends on the slots' values, so a CUDA
+    `key / key_scale`, in those units (UNIQUE: Eq. 1-2). Only pages whose last token is written are touched. The write
+    is idempotent. On a GPU it is one launch that neither waits for the host nor depends on the slots' values, so a CUDA
     graph may hold it; there, and only there, statistics of keys that are not finite are finite words all the same.
 
     Args:

@@ -1,4 +1,4 @@
-"""Vectors in fewer than 8 bits an element."""
+"""Stores vectors in fewer than 8 bits an element."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-_LARGEST = torch.finfo(torch.bfloat16).max
+LARGEST_BF16: float = torch.finfo(torch.bfloat16).max
+"""Largest finite number of bfloat16, 3.3895313892515355e38."""
 
 
 def finite_words(packed: torch.Tensor) -> torch.Tensor:
-    """Packed codes with no 16-bit word that is a bfloat16 infinity or NaN.
+    """Changes packed codes so that no 16-bit word is a bfloat16 infinity or NaN.
 
     Where bits 7 to 14 of a word are all set, bit 8 is cleared: the lowest bit of a code of 1, 2, 4 or 8 bits.
 
@@ -34,8 +35,8 @@ class Codes:
     bits: int
     """Bits of an element: 2 or 4."""
     spacing: float
-    """The step for elements of root mean square 1. Of uniform quantisers with this many levels, the one with the least
-    squared error for a normal distribution has it."""
+    """The step for elements of root mean square 1. It is that of the uniform quantiser of this many levels that has the
+    least squared error for a normal distribution."""
     dropped: int = 0
     """Leading dimensions that are not kept, 0 or 2: the step takes the place of two bytes of its row."""
 
@@ -58,7 +59,7 @@ class Codes:
         return torch.arange(0, 8, self.bits, dtype=torch.uint8, device=device)[:, None]
 
     def pack(self, vectors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes and steps of vectors.
+        """Makes codes and steps of vectors.
 
         Args:
             vectors: `[..., 4, head_size]` float32, an even head size.
@@ -68,8 +69,8 @@ class Codes:
         """
         shared = vectors.unflatten(-2, (self.rows, self.per_byte))
         power = shared[..., self.dropped :].double().square().mean(dim=(-2, -1))
-        finite = power <= _LARGEST
-        step = torch.where(finite, (power.sqrt() * self.spacing).float(), _LARGEST).bfloat16()
+        finite = power <= LARGEST_BF16
+        step = torch.where(finite, (power.sqrt() * self.spacing).float(), LARGEST_BF16).bfloat16()
         divisor = torch.where(step > 0, step, 1.0).float()[..., None, None]
         codes = (shared / divisor + self.top / 2).round().clamp(0, self.top)
         both_signs = torch.tensor([float(self.top), 0.0] * (self.per_byte // 2), device=vectors.device)[:, None]
@@ -80,11 +81,11 @@ class Codes:
         return packed.flatten(-2), step
 
     def per_vector(self, steps: torch.Tensor) -> torch.Tensor:
-        """The step of each vector: `[..., rows]` to `[..., 4]`."""
+        """Returns the step of each vector: `[..., rows]` to `[..., 4]`."""
         return steps.repeat_interleave(self.per_byte, dim=-1)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        """The inverse of `pack`, in units of the steps.
+        """Undoes `pack`, in units of the steps.
 
         Args:
             packed: `[..., rows * head_size]` uint8.

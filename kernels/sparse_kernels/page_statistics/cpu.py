@@ -1,7 +1,7 @@
-"""Page statistics on CPU, compiled: reads and writes the cache where the pages lie.
+"""Computes page statistics on CPU, compiled. It reads and writes the cache where the pages lie.
 
-Of bfloat16 keys; int8 means and codes. The sums are those of the reference, in float64, where their order does not
-show in the result.
+It makes int8 means and codes of bfloat16 keys. The sums are those of the reference, in float64, where their order does
+not show in the result.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import numpy as np
 import torch
 
 from sparse_kernels.compiled import narrow, parallel_kernel, unpack_page, widen
+from sparse_kernels.page_statistics.codes import LARGEST_BF16
 from sparse_kernels.page_statistics.kinds.quarters import Sketch, signs
 from sparse_kernels.page_statistics.layout import PageStatistics
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.threads import use_threads
 
-_LARGEST = float(torch.finfo(torch.bfloat16).max)
 _LARGEST_BITS = np.uint16(0x7F7F)
 
 
@@ -25,9 +25,9 @@ def _quantise(mean, largest, stored, start):
     """Writes the means of a page in int8 and returns the bits of their scale."""
     amplitude = np.float32(0)
     for value in mean:
-        # A NaN, once there, stays.
+        # A NaN stays once it is there.
         amplitude = amplitude if amplitude > abs(value) or amplitude != amplitude else abs(value)
-    # Rounded up, so that the largest element still fits.
+    # The scale is rounded up, so that the largest element still fits.
     bits = narrow(amplitude / largest * np.float32(1 + 2**-8))
     scale = widen(bits)
     divisor = scale if scale > 0 else np.float32(1)
@@ -106,7 +106,7 @@ def update_page_statistics(
 
 @numba.njit(nogil=True, cache=True)
 def _rotate(x, signs):
-    """`kinds.quarters.rotate` of a float64 vector, in place."""
+    """Rotates a float64 vector in place, as `kinds.quarters.rotate` does."""
     size = x.size & -x.size
     x *= signs
     half = 1
@@ -160,7 +160,7 @@ def _update_quarters(
                 for d in range(dropped, head_size):
                     power += np.float64(np.float32(parts[j, d])) ** 2
             power /= per_byte * (head_size - dropped)
-            finite = power <= _LARGEST
+            finite = power <= LARGEST_BF16
             step_bits = narrow(np.float32(np.sqrt(power) * spacing)) if finite else _LARGEST_BITS
             divisor = widen(step_bits) if widen(step_bits) > 0 else np.float32(1)
             start = block * strides[0] + head * strides[1] + page * strides[2] + shared * head_size
@@ -172,7 +172,7 @@ def _update_quarters(
                         scaled = np.float32(parts[first + j, d]) / divisor + np.float32(top / 2)
                         code = int(min(max(np.rint(scaled), 0), top))
                     byte |= code << bits * j
-                # With the byte before it: no infinite or NaN bfloat16.
+                # With the byte before it this one must not form an infinite or NaN bfloat16.
                 if d % 2 and byte & 0x7F == 0x7F and codes[start + d - 1] & 0x80:
                     byte &= 0xFE
                 codes[start + d] = byte
@@ -214,4 +214,4 @@ IMPLEMENTATIONS = {
     "quarters": update_quarters,
     "sketch": update_quarters,
 }
-"""By name of the kind; the others run the reference."""
+"""Implementations by name of the kind; the other kinds run the reference."""

@@ -1,4 +1,4 @@
-"""Where the statistics of a page lie: extra rows at the end of each cache block and KV head."""
+"""Says where the statistics of a page lie: in extra rows at the end of each cache block and KV head."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _VECTOR_DTYPE: dict[RecordFormat, torch.dtype] = {
 }
 _SCALAR_DTYPE = torch.bfloat16
 LARGEST: dict[torch.dtype, float] = {torch.int8: 126.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
-"""Largest magnitude of an 8-bit element; what a vector's scale maps its largest element to."""
+"""Largest magnitude of an 8-bit element, which a vector's scale maps its largest element to."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class PageStatistics:
     def memory(self) -> tuple[Any, Any, Any]:
         """The memory of vectors, scales and spread (see `memory_of`), for 8-bit formats.
 
-        Without a spread that of the scales stands in for it: finite numbers, to be multiplied by zero.
+        Where there is no spread the memory of the scales stands in for it: finite numbers, to be multiplied by zero.
         """
         assert self.scales is not None
         scales = memory_of(self.scales)
@@ -159,7 +159,7 @@ class StatisticsLayout:
         return self.unit_rows / self.unit_tokens
 
     def rows(self, block_size: int) -> int:
-        """Statistics rows at the end of a block of `block_size` tokens.
+        """Returns the statistics rows at the end of a block of `block_size` tokens.
 
         Raises:
             ValueError: if the block does not hold a whole number of units.
@@ -173,7 +173,7 @@ class StatisticsLayout:
         return block_size // self.unit_tokens * self.unit_rows
 
     def views(self, rows: torch.Tensor, block_size: int) -> PageStatistics:
-        """Typed views of the statistics rows of every block.
+        """Makes typed views of the statistics rows of every block.
 
         Args:
             rows: `[num_blocks, num_kv_heads, self.rows(block_size), 2 * head_size]` in the cache's dtype, the last

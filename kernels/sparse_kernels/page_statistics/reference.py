@@ -1,6 +1,6 @@
-"""Page statistics in torch: the specification, and what runs where there is no compiled path.
+"""Computes page statistics in torch; this is the specification, and it runs where there is no compiled path.
 
-What a record holds is said by its kind (`kinds/`); here it is rounded to its format and stored.
+Its kind says what a record holds (`kinds/`); here it is rounded to its format and stored.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from sparse_kernels.paging import PagedTensor
 
 
 def summarise(kind: StatisticsKind, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The record of each page, before it is stored.
+    """Returns the record of each page, before it is stored.
 
     Args:
         kind: what a record holds.
@@ -27,7 +27,7 @@ def summarise(kind: StatisticsKind, keys: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def quantise(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Vectors in 8 bits with one scale each.
+    """Rounds vectors to 8 bits with one scale each.
 
     No byte is 0x7f or 0xff, so that any two of them form a finite bfloat16 (see `StatisticsLayout`): float8 has its
     NaN there, and int8 goes without 127 and -1.
@@ -41,7 +41,7 @@ def quantise(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
         `quantised * scale` is the vector up to one step.
     """
     largest = LARGEST[dtype]
-    # Rounded up, so that the largest element still fits.
+    # The scale is rounded up, so that the largest element still fits.
     scale = (vectors.abs().amax(dim=-1) / largest * (1 + 2**-8)).bfloat16()
     scaled = vectors / torch.where(scale > 0, scale, 1.0).float().unsqueeze(-1)
     if dtype == torch.int8:
@@ -51,7 +51,7 @@ def quantise(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """8-bit floats as bytes: index_put is not implemented for them."""
+    """Returns 8-bit floats as bytes, since torch cannot assign them by index; other tensors as they are."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 

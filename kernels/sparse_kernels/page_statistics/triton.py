@@ -1,6 +1,6 @@
-"""The KV-cache write of a GPU: keys, values and the statistics of the pages they fill, in one launch.
+"""Writes keys, values and the statistics of the pages that they fill to the KV cache of a GPU, in one launch.
 
-Needs Triton 3.4 or newer; 8-bit floats, in the cache or as means, need compute capability 8.9.
+It needs Triton 3.4 or newer; 8-bit floats, in the cache or as means, need compute capability 8.9.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class _Launch(NamedTuple):
 # A decode step has about as many tokens as the device has multiprocessors, and many small programs spread over more of
 # them; a prefill fills the device anyway and needs fewer programs.
 _LAUNCHES = (_Launch(512, 128), _Launch(float("inf"), 1024))
-# Keys of a page per warp, 64 for each thread: the page stays in registers between its mean and its deviations. With
-# pages of 8 tokens a thread then copies 8 elements, 16 bytes, of a token's key.
+# A warp takes this many elements of a page's keys, 64 for each thread: the page stays in registers between its mean and
+# its deviations. With pages of 8 tokens a thread then copies 8 elements, 16 bytes, of a token's key.
 _PAGE_ELEMENTS_PER_WARP = 2048
 
 
@@ -40,7 +40,7 @@ _PAGE_ELEMENTS_PER_WARP = 2048
 def _as_stored(x, scale, dtype: tl.constexpr):
     x = x.to(tl.float32)
     if scale is not None:
-        # As vLLM's `reshape_and_cache_flash`: an exact division, saturated, NaN kept.
+        # This is what vLLM's `reshape_and_cache_flash` does: the division is exact and saturates, and a NaN stays.
         x = tl.clamp(tl.div_rn(x, scale), -_LARGEST_E4M3, _LARGEST_E4M3, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)
 
@@ -77,7 +77,7 @@ def _write_cache(
 ):
     token = tl.program_id(0).to(tl.int64)
     first_head = (tl.program_id(1) * HEADS).to(tl.int64)
-    # The elements of all heads of a program in one dimension: the compiler then keeps a page's rows in one thread.
+    # The elements of all heads of a program form one dimension: the compiler then keeps a page's rows in one thread.
     element = tl.arange(0, HEADS * DIMS)
     head = first_head + element // DIMS
     dim = element % DIMS
@@ -89,7 +89,7 @@ def _write_cache(
         key_scale = tl.load(key_scale_ptr)
         value_scale = tl.load(value_scale_ptr)
 
-    # The rows are asked for before the slot is known: one wait instead of two.
+    # The rows are asked for before the slot is known, which makes one wait of two.
     slot = tl.load(slot_ptr + token)
     key_row = key_ptr + token * key_strides[0] + head * key_strides[1] + dim
     value_row = value_ptr + token * value_strides[0] + head * value_strides[1] + dim
@@ -133,7 +133,7 @@ def _write_cache(
             for v in tl.static_range(VECTORS if PACK is None else 0):
                 vector = record[v]
                 if LARGEST is not None:
-                    # The arithmetic of `reference.quantise`.
+                    # This is the arithmetic of `reference.quantise`.
                     vector = tl.reshape(vector, (HEADS, DIMS))
                     scale = tl.div_rn(tl.max(tl.abs(vector), axis=1), LARGEST) * (1 + 2**-8)
                     scale = scale.to(tl.bfloat16)

@@ -1,4 +1,4 @@
-"""Exact top-k on CPU, compiled: two rounds of 8-bit radix over bfloat16 scores."""
+"""Selects the exact top k on CPU, compiled, in two rounds of 8-bit radix over bfloat16 scores."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparse_kernels.threads import use_threads
 
 @numba.njit(nogil=True)
 def _ordered(bits):
-    """Unsigned 16-bit integer that orders like the bfloat16 score; NaN like -inf."""
+    """Returns an unsigned 16-bit integer that orders like the bfloat16 score; NaN orders like -inf."""
     if bits & 0x7FFF > 0x7F80:
         bits = 0xFF80
     if bits == 0x8000:
@@ -22,7 +22,7 @@ def _ordered(bits):
 
 @numba.njit(nogil=True)
 def _bucket(counts, wanted):
-    """The bucket that holds the `wanted`-th largest entry, and its rank within that bucket."""
+    """Returns the bucket that holds the `wanted`-th largest entry, and its rank within that bucket."""
     for bucket in range(255, -1, -1):
         if counts[bucket] >= wanted:
             return bucket, wanted

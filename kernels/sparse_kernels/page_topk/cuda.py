@@ -1,4 +1,4 @@
-"""Exact top-k on CUDA, a row in the shared memory of a block; longer rows in segments first."""
+"""Selects the exact top k on CUDA. A block holds a row in its registers; longer rows go through segments first."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Launch(NamedTuple):
     per_thread: int
 
 
-# As measured on an H200: many keys in few threads, since every warp brings instructions of its own; fewer threads still
-# where several blocks share a multiprocessor.
+# These are measured on an H200. Few threads hold many keys each, since every warp brings instructions of its own; where
+# several blocks share a multiprocessor still fewer threads are best.
 _LAUNCHES = (
     Launch(1024, 8, 4),
     Launch(2048, 8, 8),

@@ -1,4 +1,4 @@
-"""Exact top-k in torch: the specification, and what runs on CPU."""
+"""Selects the exact top k in torch; this is the specification. CPU and CUDA run implementations of their own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def select_pages(
     lengths = num_pages[:, None, None]
     # NaN ranks like -inf, which still beats no page; adding 0 makes -0.0 and 0.0 equal.
     bits = (scores + 0.0).masked_fill(scores.isnan(), -torch.inf).view(torch.int16).long()
-    # Two's complement orders negative floats backwards: flip all but the sign.
+    # Two's complement orders negative floats backwards, so all their bits but the sign are flipped.
     ordered = torch.where(bits < 0, bits ^ 0x7FFF, bits)
     always = (positions < sink_pages) | (positions >= lengths - recent_pages)
     ordered = torch.where(always, 1 << 16, ordered)

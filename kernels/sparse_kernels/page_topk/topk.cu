@@ -1,12 +1,12 @@
-// The k best pages of a row of scores, or of a segment of it, by one block; each thread holds some of the keys.
+// One block selects the k best pages of a row of scores, or of a segment of it. Every thread holds some of the keys.
 #include "params.cuh"
 #include "select.cuh"
 
 constexpr int WARPS = SK_WARPS, THREADS = WARPS * WARP;
 constexpr int PER_THREAD = SK_PER_THREAD;
-// Whether a row is given as candidates, pages chosen from its segments before.
+// True where a row is given as candidates: pages that an earlier launch chose from its segments.
 constexpr bool CANDIDATES = SK_CANDIDATES;
-// To give pages by their place in the cache; 0 to give them as they are numbered in the row.
+// Pages are given by their place in the cache; with 0, as they are numbered in the row.
 constexpr int PAGES_PER_BLOCK = SK_PAGES_PER_BLOCK;
 
 // Keys in registers: run r of a thread lies at `RUN * (r * THREADS + thread)`.
@@ -37,7 +37,7 @@ struct RegisterKeys {
 struct TopkParams {
     const u16* scores;
     const int* num_pages;
-    const int* candidates;   // Of each row, ascending; unless a row is given as scores.
+    const int* candidates;   // [rows, num_candidates], ascending; null where a row is given as scores.
     const int* block_table;  // Null without PAGES_PER_BLOCK.
     int* pages;
     int* counts;
@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) page_topk(const __grid_con
     RegisterKeys keys{{}, (u16*)memory, 0, thread};
     int length = __ldg(p.num_pages + token);
     if constexpr (!CANDIDATES) {
-        // Before the length is known: what exists of a row may be read.
+        // The length is not known yet, but all that exists of a row may be read.
 #pragma unroll
         for (int r = 0; r < RUNS; r++) {
             int i = begin + RUN * (r * THREADS + thread);

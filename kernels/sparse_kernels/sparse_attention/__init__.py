@@ -1,4 +1,4 @@
-"""Exact attention over selected pages of a paged cache."""
+"""Attends exactly to selected pages of a paged cache."""
 
 from sparse_kernels.sparse_attention.api import attend_pages
 

@@ -10,9 +10,9 @@ from sparse_kernels.sparse_attention import reference
 
 
 def attend_pages(tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax) -> torch.Tensor:
-    """Softmax attention over the selected pages and the incomplete last page (UNIQUE, Eq. 5).
+    """Computes softmax attention over the selected pages and the incomplete last page (UNIQUE, Eq. 5).
 
-    Exact over those tokens: selecting every complete page gives dense attention. Memory outside the context,
+    It is exact over those tokens: selecting every complete page gives dense attention. Memory outside the context,
     whatever it holds, has no influence.
 
     Args:

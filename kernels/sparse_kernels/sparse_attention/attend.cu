@@ -1,4 +1,5 @@
-// Attention of one query token and KV head over selected pages and the incomplete last one, by the blocks of a cluster.
+// The blocks of a cluster compute the attention of one query token and KV head over the selected pages and the incomplete
+// last one.
 #include "merge.cuh"
 
 constexpr int QUERY = SK_QUERY, KV = SK_KV, OUTPUT = SK_OUTPUT, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE;

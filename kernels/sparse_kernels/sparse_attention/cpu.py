@@ -1,4 +1,4 @@
-"""Attention over selected pages on CPU, compiled: reads pages where they lie in the cache. bfloat16 only."""
+"""Attends to selected pages on CPU, compiled. It reads pages where they lie in the cache, which holds bfloat16."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sparse_kernels.threads import use_threads
 def _kernel(
     group_size: int, head_size: int, page_size: int, key_length: int, key_step: int, value_length: int, value_step: int
 ) -> Any:
-    """Compiled for one model's shape and packing: the compiler unrolls loops whose lengths it knows."""
+    """Compiles the kernel for one model's shape and packing: the compiler unrolls loops whose lengths it knows."""
     chunk_pages = max(1, CHUNK_TOKENS // page_size)
     chunk_tokens = chunk_pages * page_size
 
@@ -42,14 +42,14 @@ def _kernel(
         context_lens,
         pages,
         scale,
-        sinks,
+        sink_logits,
         softcap,
         output,
     ):
         num_tokens, num_kv_heads, k = pages.shape
         for row in numba.prange(num_tokens * num_kv_heads):
             token, head = row // num_kv_heads, row % num_kv_heads
-            # The selected pages, then the incomplete one.
+            # The incomplete page goes behind the selected ones.
             chosen = np.empty(k + 1, np.int64)
             count = 0
             for slot in range(k):
@@ -80,13 +80,13 @@ def _kernel(
                     for i in range(num_read):
                         logits[g, i] = softcap * np.tanh(logits[g, i] / softcap)
                 largest = np.float32(-np.inf)
-                if sinks.size:
-                    largest = sinks[head * group_size + g]
+                if sink_logits.size:
+                    largest = sink_logits[head * group_size + g]
                 for i in range(num_read):
                     largest = max(largest, logits[g, i])
                 total = np.float32(0)
-                if sinks.size:
-                    total = exp(sinks[head * group_size + g] - largest)
+                if sink_logits.size:
+                    total = exp(sink_logits[head * group_size + g] - largest)
                 for i in range(num_read):
                     logits[g, i] = exp(logits[g, i] - largest)
                     total += logits[g, i]

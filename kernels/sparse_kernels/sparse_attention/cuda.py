@@ -1,4 +1,4 @@
-"""Attention over selected pages on CUDA."""
+"""Attends to selected pages on CUDA."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Launch(NamedTuple):
     blocks_per_sm: int
 
 
-# By the number of rows, as measured on an H200: about one wave of blocks, fewer where clusters of that size would not
-# all find room at once.
+# The launch follows from the number of rows, as measured on an H200: about one wave of blocks, fewer where clusters of
+# that size would not all find room at once.
 _LAUNCHES = (
     (8, Launch(8, warps=8, blocks_per_sm=2)),
     (24, Launch(4, warps=8, blocks_per_sm=2)),
@@ -45,7 +45,7 @@ _LAUNCHES = (
 
 
 def launch_of(num_rows: int, group_size: int, head_size: int, device: torch.device) -> Launch:
-    """The launch configuration of a batch; one block to a row before compute capability 9.0."""
+    """Returns the launch configuration of a batch. Before compute capability 9.0 a row has one block."""
     wide = is_wide(group_size, head_size)
     if torch.cuda.get_device_capability(device)[0] < 9:
         return Launch(1, warps=8, blocks_per_sm=1 if wide else 2)

@@ -1,4 +1,4 @@
-"""Attention over selected pages in torch: the specification, and what runs on CPU."""
+"""Attends to selected pages in torch; this is the specification, and it runs on CPU for other dtypes than bfloat16."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sparse_kernels.paging import PagedTensor
 def logits_and_values(
     tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of the tokens of the pages in their order and then of the incomplete page, which takes the room of a whole one.
+    """Returns logits and values of the pages' tokens in order, then of the incomplete page in the room of a whole one.
 
     Arguments are those of `api.attend_pages`; n is (k + 1) times the page size and a row is a token and KV head. Values
     are as they are stored.

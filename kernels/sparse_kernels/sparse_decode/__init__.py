@@ -1,4 +1,4 @@
-"""A whole decode step of sparse attention: score, select and attend."""
+"""Makes a whole decode step of sparse attention: it scores, selects and attends."""
 
 from sparse_kernels.sparse_decode.api import sparse_decode
 

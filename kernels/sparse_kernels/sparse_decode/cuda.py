@@ -1,8 +1,8 @@
-"""A decode step on CUDA.
+"""Makes a decode step on CUDA.
 
-One launch routes, scores, selects and attends: with few rows (query tokens times KV heads), where launches and the
-latency between them are most of the cost, a cluster of blocks to a row, with many one block. Before compute capability
-9.0, which has no clusters, scoring is a launch of its own, and so it is for the kinds of statistics that
+One launch routes, scores, selects and attends. With few rows (query tokens times KV heads), where launches and the
+latency between them are most of the cost, a row has a cluster of blocks; with many it has one block. Before compute
+capability 9.0 there are no clusters, and scoring is a launch of its own; so it is for the kinds of statistics that
 `page_score.triton` scores.
 """
 
@@ -102,7 +102,7 @@ def sparse_decode(
 def _scores(
     batch: DecodeBatch, cache: KVCache, selection: PageSelection, routing: GroupRouting | None, max_pages: int
 ) -> torch.Tensor:
-    """The scores of a launch of its own, which leaves out the groups that are skipped."""
+    """Scores all pages in a launch of its own, which leaves out the groups that are skipped."""
     assert cache.statistics is not None
     shape = batch.num_tokens, cache.num_kv_heads, -(-max_pages // 8) * 8
     scores = torch.empty(shape, dtype=torch.bfloat16, device=batch.query.device)

@@ -1,5 +1,5 @@
-// One decode step of sparse attention: a cluster of blocks takes each query token and KV head through routing, scoring,
-// selection and attention in one launch, or takes scores from memory. No block waits for another row's.
+// One decode step of sparse attention in one launch: a cluster of blocks takes each query token and KV head through
+// routing, scoring (or scores from memory), selection and attention. No block waits for a block of another row.
 #include "merge.cuh"
 #include "route.cuh"
 #include "score.cuh"
@@ -11,7 +11,7 @@ constexpr int GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE, PAGE_SIZE = SK_PAGE_SI
 constexpr int PAGES_PER_BLOCK = SK_PAGES_PER_BLOCK;
 constexpr int CLUSTER = SK_CLUSTER, WARPS = SK_WARPS, BLOCKS_PER_SM = SK_BLOCKS_PER_SM;
 constexpr bool FUSED = SK_FUSED;
-// Tiles of pages between two stop tests; 0 where attention reads everything.
+// There are this many tiles of pages between two stop tests; 0 where attention reads everything.
 constexpr int STOP_TILES = SK_STOP_TILES;
 
 constexpr int THREADS = WARPS * WARP;
@@ -41,7 +41,7 @@ struct StageMemory {
     typename Score::Shared score;
 };
 
-// How the tiles of the selected pages are attended: until the output is stable.
+// Attends the tiles of the selected pages until the output is stable.
 template <int TILES>
 struct Attending {
     using Stopping = StoppingAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE, TILES>;
@@ -62,7 +62,7 @@ struct Attending {
     }
 };
 
-// The same to the end.
+// Attends them all.
 template <>
 struct Attending<0> {
     struct Shared : StageMemory {};
@@ -102,7 +102,7 @@ struct Row {
 
     DEVICE Row(const DecodeParams& params, u8* memory)
         : p(params), shared(*(Shared*)memory), values(*(typename Chained::Values*)(memory + FIXED_BYTES)),
-          // A block that is alone has done with the keys when it attends; in a cluster its peers may not have.
+          // A single block no longer needs the keys when it attends; in a cluster its peers may still read them.
           keys((u16*)(CLUSTER == 1 ? &values : &values + 1)),
           selected((int*)(memory + dynamic_shared_bytes()) - params.selection.k), thread(threadIdx.x),
           lane(threadIdx.x % WARP), warp(threadIdx.x / WARP), rank(Peers::rank()), head(blockIdx.y), token(blockIdx.z),
@@ -116,7 +116,7 @@ struct Row {
             load_row<QUERY, GROUP, HEAD_SIZE>(p.query.heads, first, p.query.head_stride, warp + n * WARPS, lane, x[n]);
     }
 
-    // Whether the group is skipped: the blocks of a row decide alike, so none waits for one that has left.
+    // Returns whether the group is skipped. The blocks of a row decide alike, so none waits for one that has left.
     DEVICE bool is_skipped(const QueryRows& x) const {
         if (!p.routing.coefficients || at.context <= 0 || at.whole) return false;
         Routing routing{p.routing};
@@ -142,8 +142,8 @@ struct Row {
         if (STOP_TILES && p.output.pages_read && rank == 0 && thread == 0) p.output.pages_read[row] = 0;
     }
 
-    // Asks for the statistics of the block's pages [first, last). With few rows, waiting for memory is all there is to do,
-    // so all of it waits at once.
+    // Asks for the statistics of the block's pages [first, last). A launch with few rows only waits for memory, so it had
+    // better wait for all of it at once.
     DEVICE void prefetch_statistics(int first, int last) const {
         constexpr int LINES = ceil_div(PAGES_PER_BLOCK * Score::RECORD_BYTES, 128);
         int block = first / PAGES_PER_BLOCK, lines = (ceil_div(last, PAGES_PER_BLOCK) - block) * LINES;
@@ -173,7 +173,7 @@ struct Row {
             keys[page] = (u16)(always ? KEY_ALWAYS : ordered_key(bits));
         });
         if constexpr (CLUSTER > 1) {
-            // Every block takes over its peers' keys, and selects from the whole row by itself.
+            // Every block copies its peers' keys, and selects from the whole row by itself.
             Peers::sync();
 #pragma unroll 1
             for (int i = 8 * thread; i < padded; i += 8 * THREADS)

@@ -1,4 +1,4 @@
-"""How the work of a decode step is laid out over a GPU, and the shared memory that it takes. Needs no GPU."""
+"""Lays the work of a decode step out over a GPU, and counts the shared memory that it takes. This needs no GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class Launch(NamedTuple):
     blocks_per_sm: int
 
 
-# By the number of rows, as measured on an H200: about one wave of blocks, and large blocks where they suffice.
+# The launch follows from the number of rows, as measured on an H200: about one wave of blocks, which are large where
+# they suffice.
 _LAUNCHES = (
     (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1)),
     (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),
@@ -40,15 +41,15 @@ _STOPPING_LAUNCHES = (
     (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),
     (1 << 62, Launch(True, cluster=4, warps=8, blocks_per_sm=2)),
 )
-# A launch that only scores reads faster. That counts beyond this many pages, and with wide records from half as many on
-# where the rows keep every multiprocessor busy already.
+# A launch that only scores reads faster. That pays beyond this many pages, and with wide records from half as many on,
+# if the rows keep every multiprocessor busy already.
 _MANY_PAGES = 1 << 15
 _WIDE_RECORD_BYTES = 256
 _MANY_ROWS = 224
 
 
 def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: tuple[int, int]) -> Launch:
-    """The launch configuration of a batch.
+    """Returns the launch configuration of a batch.
 
     Args:
         num_rows: query tokens times KV heads.
@@ -69,7 +70,8 @@ def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: 
     launch = next(launch for most_rows, launch in launches if num_rows <= most_rows)
     if wide:
         launch = launch._replace(cluster=8 if shape.stopping else launch.cluster, warps=8, blocks_per_sm=1)
-    # With many wide records half as many warps with twice the registers have as much on its way, and leave more cache.
+    # With many wide records half as many warps with twice the registers have as many loads on their way, and leave more
+    # cache.
     if not shape.stopping and record_bytes >= _WIDE_RECORD_BYTES and 32 < num_rows <= 66:
         launch = launch._replace(warps=8)
     crowded = num_rows > _MANY_ROWS and record_bytes >= _WIDE_RECORD_BYTES
@@ -79,27 +81,27 @@ def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: 
 
 
 def fixed_bytes(launch: Launch, shape: DecodeShape) -> int:
-    """Shared memory of a block but for values, keys and selected pages: `FIXED_BYTES` in decode.cu."""
+    """Returns the shared memory of a block but for values, keys and selected pages: `FIXED_BYTES` in decode.cu."""
     stages = merging_bytes(shape.group_size, shape.head_size) + select_bytes(launch.warps)
     stages = round_up(stages + score_bytes(shape.group_size, shape.head_size), 8)
     return round_up(stages + (probe_bytes(launch.cluster, shape.group_size) if shape.stopping else 0), 16)
 
 
 def values_bytes(launch: Launch, shape: DecodeShape) -> int:
-    """Shared memory of a block for the sums of its chains."""
+    """Returns the shared memory of a block for the sums of its chains."""
     return chain_bytes(launch.cluster, shape.group_size, shape.head_size)
 
 
 def shared_bytes(launch: Launch, shape: DecodeShape) -> int:
-    """Shared memory of a block."""
+    """Returns the shared memory of a block."""
     values, keys = values_bytes(launch, shape), 2 * round_up(shape.max_pages, 8)
-    # A block that is alone has done with the keys when it attends.
+    # A single block no longer needs the keys when it attends.
     both = max(values, keys) if launch.cluster == 1 else values + keys
     return fixed_bytes(launch, shape) + both + 4 * shape.k
 
 
 def most_shared_bytes(shape: DecodeShape, capability: tuple[int, int]) -> int:
-    """Shared memory of a block, at most, whatever the number of rows."""
+    """Returns the most shared memory that a block takes, whatever the number of rows."""
     table = _STOPPING_LAUNCHES if shape.stopping else _LAUNCHES
     rows = {most_rows for most_rows, _ in table} | {1, 33, _MANY_ROWS + 1}
     return max(

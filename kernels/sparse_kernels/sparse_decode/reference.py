@@ -1,4 +1,4 @@
-"""A decode step in torch: the specification."""
+"""Makes a decode step in torch; this is the specification."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def sparse_decode(
 
 
 def sinks_then_newest(token: QueryTokens, num_pages: int, sink_pages: int, count: int) -> torch.Tensor:
-    """The first `count` of a context's pages in that order, for every KV head: `[1, num_kv_heads, count]`."""
+    """Returns the first `count` of a context's pages in that order, for every KV head: `[1, num_kv_heads, count]`."""
     slot = torch.arange(count, device=token.query.device)
     pages = torch.where(slot < sink_pages, slot, num_pages - 1 - (slot - sink_pages))
     return pages.expand(1, token.query.shape[1], -1)
@@ -65,7 +65,7 @@ def decode_tokens(
     rule: StopRule | None,
     output: DecodeOutput,
 ) -> None:
-    """Attention of decoding tokens, each alone, over pages in an order. Arguments are those of `api.sparse_decode`."""
+    """Attends with each decoding token alone, over pages in an order. Arguments are those of `api.sparse_decode`."""
     num_kv_heads = cache.num_kv_heads
     scale = softmax.scale if batch.query_scale is None else softmax.scale * float(batch.query_scale)
     softmax = replace(softmax, scale=scale)

@@ -21,9 +21,9 @@ def split_attention(
     splits: int = MAX_SPLITS,
     output: DecodeOutput | None = None,
 ) -> torch.Tensor:
-    """Attention of decoding tokens over their whole context, zero for skipped groups (SinkRouter, Eq. 14, and Split-K).
+    """Computes attention of decoding tokens over their context, zero for skipped groups (SinkRouter, Eq. 14; Split-K).
 
-    Decided on the device alone: no length is read by the host, and launches captured in a CUDA graph serve every later
+    All is decided on the device: no length is read by the host, and launches captured in a CUDA graph serve every later
     batch of their size. How a context is cut follows from its length and from `splits`, so the bits of a token's
     output depend on that token alone. Of a skipped group nothing is read but token 0's key.
 
@@ -46,7 +46,7 @@ def split_attention(
         The output's heads, `[num_tokens, num_query_heads, head_size]`.
 
     Raises:
-        ValueError: if the shapes disagree or a dtype is not supported.
+        ValueError: if the shapes disagree, `splits` is out of range, or there are sink logits without `stopping`.
     """
     batch.check(cache.num_kv_heads, cache.head_size)
     cache.check()

@@ -1,6 +1,7 @@
-// Attention of one query token and KV head over pieces of the context, unless the group is skipped. How a context is cut
-// follows from its length alone, whatever the number of blocks that share the pieces, and so do the bits of the sum.
-// Under a stop rule a piece is a block of the rule, in reading order, and pieces beyond the stop count for nothing.
+// Blocks compute the attention of one query token and KV head over pieces of the context, unless the group is skipped. How
+// a context is cut follows from its length alone, whatever the number of blocks that share the pieces, and so do the bits
+// of the sum. Under a stop rule a piece is a block of the rule, in reading order, and pieces beyond the stop count for
+// nothing.
 #include "merge.cuh"
 #include "pieces.cuh"
 #include "route.cuh"
@@ -9,7 +10,7 @@
 constexpr int QUERY = SK_QUERY, KV = SK_KV, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE, PAGE_SIZE = SK_PAGE_SIZE;
 constexpr int BLOCK_TOKENS = SK_BLOCK_TOKENS, LEAST_TOKENS = SK_LEAST_TOKENS;
 constexpr int WARPS = SK_WARPS, BLOCKS_PER_SM = SK_BLOCKS_PER_SM, THREADS = WARPS * WARP;
-// Tokens of a piece under a stop rule; 0 without one.
+// A piece has this many tokens under a stop rule; 0 stands for no rule.
 constexpr int STOP_TOKENS = SK_STOP_TOKENS;
 constexpr int TILES_PER_PAGE = PAGE_SIZE / 8;
 
@@ -47,7 +48,7 @@ struct Place {
 template <int TOKENS>
 struct Cut {
     static constexpr int PIECE_PAGES = TOKENS / PAGE_SIZE;
-    // Neighbouring pieces fall to a block: strides would leave pieces that are due to blocks that start late.
+    // A block gets neighbouring pieces: with strides, pieces that are due would wait for blocks that start late.
     static constexpr int step = 1;
     int context, num_pages, tail, least, pieces, first_piece, end_piece;
 
@@ -96,7 +97,7 @@ struct PieceMemory {
     float cosines[GROUP];
 };
 
-// How a row ends: where its outputs are stable.
+// A row ends where its outputs are stable.
 template <int TOKENS>
 struct Ending {
     using RowScan = Scan<WARPS, GROUP, HEAD_SIZE>;
@@ -114,7 +115,8 @@ struct Ending {
     const Cut<TOKENS>& cut;
     const Place& place;
     RowMarks marks;
-    // A hint, whose age decides how much is read in vain and nothing else. It is one thread's, for all must go the same way.
+    // This is a hint, whose age decides how much is read in vain and nothing else. Only one thread reads it, since all must
+    // go the same way.
     int stop;
     bool may_stop, testing;
 
@@ -125,7 +127,8 @@ struct Ending {
 
     DEVICE void tell(Shared& shared) const { if (threadIdx.x == 0) shared.stop = stop; }
 
-    // One thread writes what the row comes to: the first block's if nothing is tested, else that of the block that finds out.
+    // Writes how much of the row counts. One thread calls it: the first block's if nothing is tested, else one of the block
+    // that finds the end.
     DEVICE void conclude(int count) const {
         int pages = min(count * Cut<TOKENS>::PIECE_PAGES, cut.num_pages);
         p.pieces.counts[place.row] = count;
@@ -138,7 +141,7 @@ struct Ending {
         atomicAdd(of_head + 3, (u64)cut.context);
     }
 
-    // Whether the block has nothing to attend because its row has stopped before.
+    // Returns whether the block has nothing to attend because its row has stopped before.
     DEVICE bool begin(const Shared& shared, bool whole, bool skipped, bool first_thread) {
         may_stop = !whole && cut.num_pages > 0;
         // The first piece is not stable, and stopping after the last is not stopping.
@@ -150,7 +153,7 @@ struct Ending {
         return shared.stop && cut.first_piece >= shared.stop;
     }
 
-    // A piece is written. Returns whether the row has stopped and the block's other pieces count for nothing.
+    // Is called when a piece is written. Returns whether the row has stopped and the block's other pieces count for nothing.
     DEVICE bool after(Shared& shared, u8* scratch, int piece) {
         if (!testing || piece == cut.pieces - 1) return false;
         int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
@@ -177,7 +180,7 @@ struct Ending {
     }
 };
 
-// The same without a stop rule: every piece counts.
+// Without a stop rule every piece counts.
 template <>
 struct Ending<0> {
     static constexpr int SCRATCH_BYTES = sizeof(WarpValues) * WARPS;
@@ -202,8 +205,8 @@ using Shared = typename RowEnding::Shared;
 constexpr int FIXED_BYTES = (sizeof(Shared) + 15) / 16 * 16;
 static_assert(FIXED_BYTES + RowEnding::SCRATCH_BYTES == SK_SHARED_BYTES, "the host counts the shared memory otherwise");
 
-// Adds up what the warps of the block have of a piece, and keeps it for the launch that merges.
-DEVICE void keep_piece(const PieceParams& pieces, const Shared& shared, const WarpValues* warp_values, i64 place) {
+// Adds up what the warps of the block have of a piece, and stores it for the launch that merges.
+DEVICE void store_piece(const PieceParams& pieces, const Shared& shared, const WarpValues* warp_values, i64 place) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < GROUP * HEAD_SIZE; i += THREADS) {
         int h = i / HEAD_SIZE;
@@ -284,7 +287,7 @@ split_attention(const __grid_constant__ SplitParams p) {
             *(float4*)&warp_values[warp][h * HEAD_SIZE + d] = four;
         });
         __syncthreads();
-        keep_piece(p.pieces, shared, warp_values, place.row * p.pieces.most + piece);
+        store_piece(p.pieces, shared, warp_values, place.row * p.pieces.most + piece);
         __syncthreads();
         if (ending.after(shared, memory + FIXED_BYTES, piece)) return;
     }

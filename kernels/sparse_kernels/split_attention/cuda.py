@@ -1,4 +1,4 @@
-"""Split attention on CUDA: blocks to the pieces of each context, then one to each query head that adds the pieces up.
+"""Splits attention on CUDA: blocks attend the pieces of each context, then one for each query head adds them up.
 
 Pieces are cut by the context's length, so that a few long contexts fill a GPU and the result does not depend on the
 batch. Blocks of skipped groups, and those beyond the pieces of a short context, end at once; with many rows a block
@@ -55,8 +55,8 @@ _PLAIN = _Blocks(8, 2)
 _STOPPING = _Blocks(4, 4)
 """While one block publishes its piece, or tests, the others of its multiprocessor read."""
 _WAVES = 2
-"""A GPU is filled with blocks so often, where rows and pieces give them: what skipped groups leave is then taken, and a
-block has several pieces for what it costs to begin."""
+"""How many times a launch fills a GPU with blocks, where rows and pieces suffice. Others then take the place of blocks
+whose groups are skipped, and a block still has several pieces for what its start costs."""
 
 
 class Launch(NamedTuple):
@@ -76,7 +76,7 @@ _MOST_PIECES_PER_TEST = 4
 def _launch_of(stopping: bool, rows: int, filled: int) -> Launch:
     if not stopping:
         return Launch(_WAVES * filled)
-    # As many of a row's pieces are under way at the same time anyway.
+    # This many of a row's pieces are under way at the same time anyway.
     together = max(1, min(_MOST_PIECES_PER_TEST, filled // rows))
     return Launch(_STOPPING_BLOCKS, 1 << together.bit_length() - 1)
 

@@ -1,12 +1,13 @@
-// The output of one query head from the pieces of its context, in one order whatever the launch that made them.
+// A block adds up the output of one query head from the pieces of its context, in one order whatever the launch that made
+// them.
 #include "attend.cuh"
 #include "pieces.cuh"
 
 constexpr int OUTPUT = SK_OUTPUT, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE;
-// Pieces of a row, at most; 0 for no limit, under a stop rule: weights are then made when they are needed, and marks of the
-// pieces are cleared.
+// A row has at most this many pieces. 0 stands for no limit, under a stop rule: weights are then made when they are needed,
+// and the marks of the pieces are cleared.
 constexpr int SPLITS = SK_SPLITS;
-// Threads that share an element of the output.
+// This many threads share an element of the output.
 constexpr int PARTS = SK_PARTS;
 
 struct MergeParams {
@@ -31,21 +32,22 @@ extern "C" __global__ void __launch_bounds__(PARTS* HEAD_SIZE) merge_pieces(cons
         return;
     }
 #if SK_SPLITS == 0
-    // The row's next launch waits for the end of this one. One block clears, and knows how much until all its threads do.
+    // The row's next launch waits for the end of this one. One block clears, and the count of marks stays until all its
+    // threads have read it.
     RowMarks row_marks{p.scan.marks + row * RowMarks::stride(p.pieces.most)};
     int used = h == 0 ? *row_marks.used() : 0;
     for (int i = threadIdx.x; i < used; i += PARTS * HEAD_SIZE) *row_marks.mark(i) = 0;
     const float2* of_head = p.pieces.weights + first * GROUP + h;
     if (threadIdx.x < WARP) {
-        SinkLogits sinks(p.softmax, head, GROUP);
-        float sink = sinks && threadIdx.x == 0 ? sinks[h] * LOG2E : -INFINITY_F;
+        SinkLogits sink_logits(p.softmax, head, GROUP);
+        float sink = sink_logits && threadIdx.x == 0 ? sink_logits[h] * LOG2E : -INFINITY_F;
         float largest = sink, sum = sink == -INFINITY_F ? 0.0f : 1.0f;
 #pragma unroll 4
         for (int piece = threadIdx.x; piece < pieces; piece += WARP) {
-            float2 own = of_head[piece * GROUP];
-            float base = fmaxf(largest, own.x);
+            float2 piece_weight = of_head[piece * GROUP];
+            float base = fmaxf(largest, piece_weight.x);
             if (base == -INFINITY_F) continue;
-            sum = fmaf(fast_exp2(own.x - base), own.y, fast_exp2(largest - base) * sum);
+            sum = fmaf(fast_exp2(piece_weight.x - base), piece_weight.y, fast_exp2(largest - base) * sum);
             largest = base;
         }
         float base = warp_max(largest);
@@ -61,25 +63,25 @@ extern "C" __global__ void __launch_bounds__(PARTS* HEAD_SIZE) merge_pieces(cons
 #else
     if (threadIdx.x < WARP) {
         constexpr int PER_LANE = ceil_div(SPLITS, WARP);
-        float2 own[PER_LANE];
+        float2 lane_weights[PER_LANE];
         float base = -INFINITY_F, sum = 0;
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             int piece = threadIdx.x + i * WARP;
-            own[i] = piece < pieces ? p.pieces.weights[(first + piece) * GROUP + h] : float2{-INFINITY_F, 0};
-            base = fmaxf(base, own[i].x);
+            lane_weights[i] = piece < pieces ? p.pieces.weights[(first + piece) * GROUP + h] : float2{-INFINITY_F, 0};
+            base = fmaxf(base, lane_weights[i].x);
         }
         base = warp_max(base);
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
-            own[i].x = base == -INFINITY_F ? 0.0f : fast_exp2(own[i].x - base);
-            sum = fmaf(own[i].x, own[i].y, sum);
+            lane_weights[i].x = base == -INFINITY_F ? 0.0f : fast_exp2(lane_weights[i].x - base);
+            sum = fmaf(lane_weights[i].x, lane_weights[i].y, sum);
         }
         sum = warp_sum(sum);
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             int piece = threadIdx.x + i * WARP;
-            if (piece < pieces) weights[piece] = own[i].x / sum * value_scale(p.cache);
+            if (piece < pieces) weights[piece] = lane_weights[i].x / sum * value_scale(p.cache);
         }
     }
     __syncthreads();
@@ -93,6 +95,6 @@ extern "C" __global__ void __launch_bounds__(PARTS* HEAD_SIZE) merge_pieces(cons
     __syncthreads();
     if (part > 0) return;
 #pragma unroll
-    for (int other = 1; other < PARTS; other++) sum += sums[other][d];
+    for (int i = 1; i < PARTS; i++) sum += sums[i][d];
     out[d] = (u16)pack_pair<OUTPUT>(sum, 0);
 }

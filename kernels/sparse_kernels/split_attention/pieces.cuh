@@ -1,4 +1,4 @@
-// What is kept of the pieces of contexts between the launch that attends them and the one that adds them up.
+// These structs say what the launch that attends the pieces of contexts leaves to the one that adds them up.
 #pragma once
 #include "marks.cuh"
 
@@ -6,10 +6,10 @@ struct PieceParams {
     float* values;    // [rows, most, GROUP, HEAD_SIZE], not normalised.
     float2* weights;  // [rows, most, GROUP], largest logit (base 2) and sum of weights.
     int* counts;      // [rows], pieces that count; 0 for an output of zero.
-    int most;         // Pieces of a row there is room for.
+    int most;         // Pieces that a row has room for.
 };
 
-// What blocks tell each other under a stop rule.
+// What the blocks of a row tell each other under a stop rule.
 struct ScanParams {
     int* marks;       // `RowMarks` of every row.
     float4* states;   // [rows, GROUP, WARP]: `Scan::states`.

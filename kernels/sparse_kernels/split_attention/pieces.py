@@ -1,4 +1,4 @@
-"""How many pieces a context is cut into, and what memory that takes."""
+"""Says how many pieces a context is cut into, and what memory that takes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_SPLITS = 64
 """Pieces of a context, at most, that are attended side by side without a rule."""
 LEAST_SPLITS = 8
 PIECES_BYTES = 1 << 30
-"""Memory, at most, for what is kept of the pieces of contexts; a batch that needs more is attended in parts."""
+"""Memory, at most, for what is stored of the pieces of contexts; a batch that needs more is attended in parts."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Stopping:
 
 
 def splits_for(max_tokens: int, num_query_heads: int, head_size: int) -> int:
-    """Pieces that a context is cut into, at most, without a rule.
+    """Returns how many pieces a context is cut into, at most, without a rule.
 
     It is one number for the life of an engine, since a batch must not change a bit.
 
@@ -42,7 +42,7 @@ def splits_for(max_tokens: int, num_query_heads: int, head_size: int) -> int:
 
 
 def stop_scratch(rule: StopRule, num_rows: int, context_tokens: int, device: torch.device) -> torch.Tensor:
-    """Scratch that calls which follow each other may share: every call leaves zeros behind.
+    """Makes scratch that calls which follow each other may share: every call leaves zeros behind.
 
     Args:
         rule: when attention stops.
@@ -58,15 +58,15 @@ def stop_scratch(rule: StopRule, num_rows: int, context_tokens: int, device: tor
 
 
 def pieces_of(context_tokens: int, rule: StopRule) -> int:
-    """Pieces of the longest context under a rule: its blocks."""
+    """Returns the pieces of the longest context under a rule: its blocks."""
     return max(1, -(-context_tokens // rule.block_tokens))
 
 
 def scratch_numbers(pieces: int) -> int:
-    """Numbers by which the blocks of a row tell each other what is done: `RowMarks` in marks.cuh."""
+    """Returns how many numbers the blocks of a row share: `RowMarks` in marks.cuh."""
     return 2 + pieces
 
 
 def rows_at_once(pieces: int, group_size: int, head_size: int) -> int:
-    """Rows whose pieces `PIECES_BYTES` hold."""
+    """Returns how many rows' pieces `PIECES_BYTES` hold."""
     return max(1, PIECES_BYTES // (pieces * group_size * (head_size + 2) * 4))

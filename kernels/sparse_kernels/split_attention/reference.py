@@ -1,4 +1,4 @@
-"""Split attention in torch: the specification."""
+"""Attends to contexts whole in torch; this is the specification of split attention."""
 
 from __future__ import annotations
 

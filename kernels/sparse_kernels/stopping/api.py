@@ -13,7 +13,7 @@ from sparse_kernels.stopping.rule import StopRule
 def pages_until_stable(
     tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax, rule: StopRule
 ) -> torch.Tensor:
-    """How many of the pages of each row are read before its attention stops (ART, Algorithm 1).
+    """Counts the pages of each row that are read before its attention stops (ART, Algorithm 1).
 
     Blocks of `rule.block_tokens` are read in the order of `pages`. The incomplete last page, the newest tokens, is
     part of the first block. What stopped attention returns is exact attention over the incomplete page and the pages
@@ -47,7 +47,7 @@ def pages_until_stable(
 def count_reads(
     pages_read: torch.Tensor, context_lens: torch.Tensor, page_size: int, block_tokens: int
 ) -> torch.Tensor:
-    """What each row of a step adds to the counters of its KV head.
+    """Returns what each row of a step adds to the counters of its KV head.
 
     Args:
         pages_read: `[num_tokens, num_kv_heads]` integer, pages read before the stop.

@@ -1,4 +1,4 @@
-"""Stopping on CPU, compiled: partial outputs of the probe alone, block by block. bfloat16 only."""
+"""Finds the stop on CPU, compiled, from the probes of partial outputs, block by block, in a bfloat16 cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparse_kernels.threads import use_threads
 def _kernel(
     group_size: int, head_size: int, page_size: int, key_length: int, key_step: int, value_length: int, value_step: int
 ) -> Any:
-    """Compiled for one model's shape and packing, as the attention kernel is."""
+    """Compiles the kernel for one model's shape and packing, as for attention."""
     chunk_pages = max(1, CHUNK_TOKENS // page_size)
     chunk_tokens = chunk_pages * page_size
     probe_size = len(probe_elements(head_size))
@@ -36,7 +36,7 @@ def _kernel(
         context_lens,
         pages,
         scale,
-        sinks,
+        sink_logits,
         softcap,
         scale_tolerance,
         direction_tolerance,
@@ -57,9 +57,9 @@ def _kernel(
                     heads[g, d] = query[token, head, g, d] * scale
             largest = np.full(group_size, -np.inf, np.float32)
             total = np.zeros(group_size, np.float32)
-            if sinks.size:
+            if sink_logits.size:
                 for g in range(group_size):
-                    largest[g] = sinks[head * group_size + g]
+                    largest[g] = sink_logits[head * group_size + g]
                     total[g] = np.float32(1)
             sums = np.zeros((group_size, probe_size), np.float32)
             before = np.zeros((group_size, probe_size), np.float32)
@@ -68,7 +68,7 @@ def _kernel(
             watched = np.empty((chunk_tokens, probe_size), np.float32)
             logits = np.empty((group_size, chunk_tokens), np.float32)
             tail = context_lens[token] % page_size
-            # Chunks of pages, of which a block may hold several; the incomplete page is a chunk of its own.
+            # Pages are read in chunks, of which a block may hold several. The incomplete page is a chunk of its own.
             consecutive, at, blocks, stopped = 0, 0 if tail == 0 else -1, 0, False
             while at < count and not stopped:
                 first, last = at, min(at + chunk_pages, count, (blocks + 1) * block_pages)
@@ -85,7 +85,7 @@ def _kernel(
                 add_products(heads, 0, by_dim, logits, 0)
                 for i in range(chunk_tokens):
                     for p in range(probe_size):
-                        # Beyond the context is stale memory, perhaps NaN.
+                        # Memory beyond the context is stale and may be NaN.
                         watched[i, p] = by_token[i, probe[p]] if i < num_read else np.float32(0)
                 for g in range(group_size):
                     highest = largest[g]

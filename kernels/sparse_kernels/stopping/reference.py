@@ -1,4 +1,4 @@
-"""Termination in torch: the specification."""
+"""Finds the stop in torch; this is the specification."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from sparse_kernels.stopping.rule import StopRule, probe_elements
 def partial_outputs(
     tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax, block_tokens: int
 ) -> torch.Tensor:
-    """o(t) for every block t: `[num_tokens, num_kv_heads, blocks, group_size, head_size]`, sums of blocks in float64.
+    """Returns o(t) of every block t: `[num_tokens, num_kv_heads, blocks, group_size, head_size]`.
 
-    Arguments are those of `api.pages_until_stable`. Behind the last block of a row o(t) stays as it is.
+    Blocks are summed in float64. Arguments are those of `api.pages_until_stable`. Behind the last block of a row o(t)
+    stays as it is.
     """
     num_tokens, num_kv_heads, group_size, _ = tokens.query.shape
     pages = torch.nn.functional.pad(pages, (0, -pages.shape[-1] % (block_tokens // cache.page_size)), value=-1)
@@ -37,7 +38,7 @@ def partial_outputs(
 
 
 def stop_blocks(partial: torch.Tensor, rule: StopRule, probe: list[int], least_blocks: int = 0) -> torch.Tensor:
-    """The block after which each row stops, or one more than there are.
+    """Returns the block after which each row stops, or one more than there are.
 
     Args:
         partial: `[num_tokens, num_kv_heads, blocks, group_size, head_size]`, see `partial_outputs`.

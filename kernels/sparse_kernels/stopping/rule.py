@@ -1,4 +1,4 @@
-"""When attention stops: ART's rule (arXiv 2606.00024, Eq. 2 and 3)."""
+"""ART's rule says when attention stops (arXiv 2606.00024, Eq. 2 and 3)."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ class StopRule(NamedTuple):
 
 
 def probe_elements(head_size: int) -> list[int]:
-    """Which elements of an output form the probe: evenly spread, all of them if there are no more than `PROBE_SIZE`."""
+    """Returns the elements of an output that form the probe: evenly spread, all if there are at most `PROBE_SIZE`."""
     size = min(PROBE_SIZE, head_size)
     return [i * head_size // size for i in range(size)]

@@ -1,4 +1,4 @@
-"""What a kind of page statistics is: what is kept of a page's keys, and how a query scores it."""
+"""Defines what a kind of page statistics is: what is stored of a page's keys, and how a query scores it."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from typing import Any, ClassVar, Literal
 import torch
 
 from sparse_kernels.formats import StatisticsFormat
-from sparse_kernels.optional_triton import jit, tl
-from sparse_kernels.page_statistics.codes import Codes
+from sparse_kernels.optional_triton import constexpr, jit, tl
+from sparse_kernels.page_statistics.codes import LARGEST_BF16, Codes
 
 RecordFormat = StatisticsFormat | Literal["int2", "int4"]
-"""Codes of a few bits are for the kinds that have them."""
+"""Formats of a record; codes of a few bits are for the kinds that have them."""
+LARGEST_FINITE = constexpr(LARGEST_BF16)
+"""`LARGEST_BF16`, as Triton's functions take a constant."""
 
 
 @jit
 def finite_or(x, replacement):
-    """`x`, or `replacement` where bfloat16 has no finite number for it."""
-    return tl.where(tl.abs(x) <= 3.3895313892515355e38, x, replacement)
+    """Returns `x`, or `replacement` where bfloat16 has no finite number for it."""
+    return tl.where(tl.abs(x) <= LARGEST_FINITE, x, replacement)
 
 
 @jit
 def query_itself(query, std_weight):
-    """The features of most kinds."""
+    """Returns the features of most kinds: the query alone."""
     return (query,)
 
 
 class StatisticsKind(ABC):
-    """What is kept of a page's keys, and how a query scores it.
+    """A kind says what is stored of a page's keys, and how a query scores it.
 
     A record holds `vectors` vectors x_1..x_V of the size of a head and, if `has_spread`, a scalar y. The score of a
     page for a query head q is
@@ -46,9 +48,9 @@ class StatisticsKind(ABC):
     has_spread: ClassVar[bool] = False
     """Whether a record holds a scalar besides its vectors."""
     formats: ClassVar[tuple[RecordFormat, ...]] = ("int8", "fp8", "bf16")
-    """How its vectors can be stored, of the layout's formats."""
+    """Formats of the layout that its vectors can be stored in."""
     codes: ClassVar[Codes | None] = None
-    """How they are packed in a format below 8 bits, which is then the only one."""
+    """How its vectors are packed in a format below 8 bits, which is then the only one."""
     triton_summarise: ClassVar[Any] = None
     """`summarise` in Triton, for `page_statistics.triton`: `(keys, PAGE_SIZE, HEADS, DIMS)` to a tuple of the vectors,
     `[HEADS * DIMS]` each, and the spread `[HEADS]` if there is one. Keys are `[PAGE_SIZE, HEADS * DIMS]` float32, zero
@@ -65,7 +67,7 @@ class StatisticsKind(ABC):
     @staticmethod
     @abstractmethod
     def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The record of each page.
+        """Returns the record of each page.
 
         Args:
             keys: `[..., page_size, head_size]` float64: the order of a sum then does not show once it is rounded.
@@ -76,7 +78,7 @@ class StatisticsKind(ABC):
 
     @staticmethod
     def features(query: torch.Tensor, std_weight: float) -> torch.Tensor:
-        """What the vectors of a record are multiplied with, phi: by default the query.
+        """Returns phi, what the vectors of a record are multiplied with: by default the query.
 
         Args:
             query: `[..., head_size]` float32.
@@ -102,11 +104,11 @@ class StatisticsKind(ABC):
     @property
     def runs_on_gpu(self) -> bool:
         """Whether a GPU can write records of the kind, and score them."""
-        own = type(self)
-        scored = (own.features is StatisticsKind.features) == (own.triton_features is query_itself) and (
-            own.combine is StatisticsKind.combine
-        ) == (own.triton_combine is None)
-        return own.triton_summarise is not None and (self.is_fused or scored)
+        kind = type(self)
+        scored = (kind.features is StatisticsKind.features) == (kind.triton_features is query_itself) and (
+            kind.combine is StatisticsKind.combine
+        ) == (kind.triton_combine is None)
+        return kind.triton_summarise is not None and (self.is_fused or scored)
 
     @property
     def is_fused(self) -> bool:

@@ -1,20 +1,19 @@
-"""Quest (arXiv 2406.10774): the smallest box that holds a page's keys."""
+"""Quest (arXiv 2406.10774) keeps the smallest box that holds a page's keys."""
 
 from __future__ import annotations
 
 import torch
 
 from sparse_kernels.optional_triton import jit, tl
-from sparse_kernels.page_statistics.kinds.base import StatisticsKind
+from sparse_kernels.page_statistics.kinds.base import LARGEST_FINITE, StatisticsKind
 
 
 @jit
 def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
-    # What is not finite has no bounds: such a page is read, not hidden.
-    largest = 3.3895313892515355e38
-    finite = tl.abs(keys) <= largest
-    most = tl.max(tl.where(finite, keys, largest), axis=0)
-    least = tl.min(tl.where(finite, keys, -largest), axis=0)
+    # Keys that are not finite have no bounds: such a page is read, not hidden.
+    finite = tl.abs(keys) <= LARGEST_FINITE
+    most = tl.max(tl.where(finite, keys, LARGEST_FINITE), axis=0)
+    least = tl.min(tl.where(finite, keys, -LARGEST_FINITE), axis=0)
     return most, least
 
 

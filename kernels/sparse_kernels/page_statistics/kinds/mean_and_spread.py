@@ -1,11 +1,11 @@
-"""UNIQUE (arXiv 2605.27740): the mean key, and how far the keys lie from it."""
+"""UNIQUE (arXiv 2605.27740) keeps the mean key, and how far the keys lie from it."""
 
 from __future__ import annotations
 
 import torch
 
 from sparse_kernels.optional_triton import jit, tl
-from sparse_kernels.page_statistics.kinds.base import StatisticsKind, finite_or
+from sparse_kernels.page_statistics.kinds.base import LARGEST_FINITE, StatisticsKind, finite_or
 
 
 @jit
@@ -15,7 +15,7 @@ def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.cons
     variance = tl.sum(deviation * deviation, axis=0) / PAGE_SIZE
     spread = tl.sqrt_rn(tl.sum(tl.reshape(variance, (HEADS, DIMS)), axis=1))
     # A page whose statistics are not finite has the largest spread: it is read, not hidden.
-    return finite_or(mean, 0.0), finite_or(spread, 3.3895313892515355e38)
+    return finite_or(mean, 0.0), finite_or(spread, LARGEST_FINITE)
 
 
 class MeanAndSpread(StatisticsKind):

@@ -1,4 +1,4 @@
-"""The quarters of a page's keys, in a few bits an element."""
+"""These kinds keep the quarters of a page's keys, in a few bits an element."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ from typing import ClassVar
 
 import torch
 
-from sparse_kernels.optional_triton import jit, tl
+from sparse_kernels.optional_triton import constexpr, jit, tl
 from sparse_kernels.page_statistics.codes import Codes
-from sparse_kernels.page_statistics.kinds.base import RecordFormat, StatisticsKind
+from sparse_kernels.page_statistics.kinds.base import LARGEST_FINITE, RecordFormat, StatisticsKind
+
+_FOUR_BITS = Codes(bits=4, spacing=0.3352, dropped=2)
+_TWO_BITS = Codes(bits=2, spacing=0.9957)
+_FOUR_BIT_SPACING, _TWO_BIT_SPACING = constexpr(_FOUR_BITS.spacing), constexpr(_TWO_BITS.spacing)
 
 
 @cache
 def signs(head_size: int) -> torch.Tensor:
-    """`[head_size]` float64 of 1 and -1, drawn by a hash in 32-bit arithmetic that every implementation can compute."""
+    """Draws `[head_size]` float64 of 1 and -1 by a hash in 32-bit arithmetic that every implementation can compute."""
 
     def flipped(d: int) -> int:
         x = (d + 1) * 0x9E3779B1 & 0xFFFFFFFF
@@ -49,7 +53,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 @jit
 def _butterfly(x, HALF: tl.constexpr, ELEMENTS: tl.constexpr):
-    # A stage of the Hadamard transform: sums and differences of what lies HALF apart.
+    # A stage of the Hadamard transform takes sums and differences of elements that lie HALF apart.
     low, high = tl.split(tl.permute(tl.reshape(x, (ELEMENTS // (2 * HALF), 2, HALF)), (0, 2, 1)))
     return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), (ELEMENTS,))
 
@@ -99,7 +103,7 @@ def _square_sum(x, DROPPED: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexp
 
 @jit
 def _step_of(power, FACTOR: tl.constexpr):
-    step = tl.where(power <= 3.3895313892515355e38, tl.sqrt_rn(power) * FACTOR, 3.3895313892515355e38)
+    step = tl.where(power <= LARGEST_FINITE, tl.sqrt_rn(power) * FACTOR, LARGEST_FINITE)
     return step.to(tl.bfloat16)
 
 
@@ -108,9 +112,9 @@ def _code(x, power, step, TOP: tl.constexpr, WHEN_NOT_FINITE: tl.constexpr, HEAD
     divisor = step.to(tl.float32)
     divisor = tl.where(divisor > 0, divisor, 1.0)[:, None]
     scaled = tl.div_rn(tl.reshape(x, (HEADS, DIMS)), divisor) + TOP / 2
-    # Rounds to the nearest integer, ties to even.
+    # The sum rounds to the nearest integer, ties to even.
     code = tl.clamp((scaled + 12582912.0) - 12582912.0, 0.0, TOP)
-    code = tl.where((power <= 3.3895313892515355e38)[:, None], code, WHEN_NOT_FINITE)
+    code = tl.where((power <= LARGEST_FINITE)[:, None], code, WHEN_NOT_FINITE)
     return code.to(tl.int32)
 
 
@@ -127,7 +131,7 @@ def _pack_two_bits(record, HEADS: tl.constexpr, DIMS: tl.constexpr):
     for v in tl.static_range(4):
         power += _square_sum(record[v], 0, HEADS, DIMS)
     power = power / (4 * DIMS)
-    step = _step_of(power, 0.9957)
+    step = _step_of(power, _TWO_BIT_SPACING)
     packed = tl.zeros((HEADS, DIMS), tl.int32)
     for v in tl.static_range(4):
         packed = packed | (_code(record[v], power, step, 3, 3.0 - 3.0 * (v % 2), HEADS, DIMS) << (2 * v))
@@ -138,7 +142,7 @@ def _pack_two_bits(record, HEADS: tl.constexpr, DIMS: tl.constexpr):
 def _pack_pair(low, high, HEADS: tl.constexpr, DIMS: tl.constexpr):
     power = _square_sum(low, 2, HEADS, DIMS) + _square_sum(high, 2, HEADS, DIMS)
     power = power / (2 * (DIMS - 2))
-    step = _step_of(power, 0.3352)
+    step = _step_of(power, _FOUR_BIT_SPACING)
     packed = _code(low, power, step, 15, 15.0, HEADS, DIMS) | (_code(high, power, step, 15, 0.0, HEADS, DIMS) << 4)
     return _finite_bytes(packed, HEADS, DIMS), step
 
@@ -163,7 +167,7 @@ class Quarters(StatisticsKind):
 
     name = "quarters"
     vectors = 4
-    codes = Codes(bits=4, spacing=0.3352, dropped=2)
+    codes = _FOUR_BITS
     formats: ClassVar[tuple[RecordFormat, ...]] = ("int4",)
     triton_summarise = _summarise
     triton_pack = _pack_four_bits
@@ -199,7 +203,7 @@ class Sketch(Quarters):
     """
 
     name = "sketch"
-    codes = Codes(bits=2, spacing=0.9957)
+    codes = _TWO_BITS
     formats: ClassVar[tuple[RecordFormat, ...]] = ("int2",)
     triton_summarise = _summarise_rotated
     triton_pack = _pack_two_bits

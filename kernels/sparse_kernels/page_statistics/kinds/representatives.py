@@ -1,4 +1,4 @@
-"""InfLLM (arXiv 2402.04617): a few keys that stand for their page."""
+"""InfLLM (arXiv 2402.04617) keeps a few keys that stand for their page."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from sparse_kernels.page_statistics.kinds.base import StatisticsKind, finite_or
 def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
     mean = tl.sum(keys, axis=0) / PAGE_SIZE
     merit = tl.sum(tl.reshape(keys * mean[None, :], (PAGE_SIZE, HEADS, DIMS)), axis=2)
-    # A key is among the best if fewer than that many come before it; equal ones come in their order.
-    one, other = merit[:, None, :], merit[None, :, :]
-    token = tl.arange(0, PAGE_SIZE)
-    earlier = (token[None, :] < token[:, None])[:, :, None]
-    before = tl.sum(((other > one) | ((other == one) & earlier)).to(tl.int32), axis=1)
+    # A key is among the `count` best if fewer than `count` rank before it. Of equal keys the older ranks before; keys
+    # come newest first.
+    ranked, rival = merit[:, None, :], merit[None, :, :]
+    age = tl.arange(0, PAGE_SIZE)
+    older = (age[None, :] > age[:, None])[:, :, None]
+    before = tl.sum(((rival > ranked) | ((rival == ranked) & older)).to(tl.int32), axis=1)
     count: tl.constexpr = max(PAGE_SIZE // 4, 1)
     chosen = tl.reshape(tl.broadcast_to((before < count)[:, :, None], (PAGE_SIZE, HEADS, DIMS)), keys.shape)
     return (finite_or(tl.sum(tl.where(chosen, keys, 0.0), axis=0) / count, 0.0),)
@@ -46,7 +47,7 @@ class Representatives(StatisticsKind):
     def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `StatisticsKind.summarise`."""
         merit = (keys * keys.mean(dim=-2, keepdim=True)).sum(dim=-1)
-        # Stable, so that of equal keys the earlier one is taken.
+        # The sort is stable, so that of equal keys the older one is taken.
         best = merit.sort(dim=-1, descending=True, stable=True).indices[..., : max(keys.shape[-2] // 4, 1)]
         chosen = keys.gather(-2, best.unsqueeze(-1).expand(*best.shape, keys.shape[-1]))
         return chosen.mean(dim=-2, keepdim=True), None
