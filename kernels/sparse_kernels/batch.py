@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+"""Dtypes of queries that the GPU kernels take."""
+
 
 @dataclass(frozen=True)
 class DecodeBatch:
@@ -64,6 +67,9 @@ class DecodeBatch:
 
     def check(self, num_kv_heads: int, head_size: int) -> None:
         """Raises ValueError unless the tensors are those of one batch for a cache of these heads."""
+        _check_tensor("query", self.query, QUERY_DTYPES if self.query.is_cuda else (*QUERY_DTYPES, torch.float32), 3)
+        _check_tensor("block_table", self.block_table, (torch.int32,), 2)
+        _check_tensor("seq_lens", self.seq_lens, (torch.int32,), 1)
         num_tokens, num_query_heads, query_size = self.query.shape
         if self.num_requests == 0 or num_tokens % self.num_requests:
             raise ValueError(f"query: got {num_tokens} tokens, allowed: a multiple of the {self.num_requests} requests")
@@ -76,6 +82,12 @@ class DecodeBatch:
             raise ValueError(
                 f"block_table: got {len(self.block_table)} rows, allowed: one for each of {self.num_requests} requests"
             )
+        if self.dense_requests is not None:
+            _check_tensor("dense_requests", self.dense_requests, (torch.bool,), 1)
+            if len(self.dense_requests) != self.num_requests:
+                raise ValueError(
+                    f"dense_requests: got {len(self.dense_requests)} requests, allowed: {self.num_requests}"
+                )
 
 
 @dataclass(frozen=True)
@@ -142,6 +154,9 @@ class PageSelection:
 
     def check(self) -> None:
         """Raises ValueError unless the pages that are always read fit."""
+        for name in ("sink_pages", "recent_pages"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: got {getattr(self, name)}, allowed: at least 0")
         least = max(self.sink_pages + self.recent_pages, 1)
         if self.k < least:
             raise ValueError(f"k: got {self.k}, allowed: at least {least}")
@@ -168,3 +183,24 @@ class DecodeOutput:
         """Returns the output of the query tokens from `first` to before `last`."""
         pages_read = None if self.pages_read is None else self.pages_read[first:last]
         return DecodeOutput(self.heads[first:last], pages_read, self.counters)
+
+    def check(self, batch: DecodeBatch, num_kv_heads: int) -> None:
+        """Raises ValueError unless there is room for a batch's output, and for what is counted of it."""
+        _check_tensor("output", self.heads, (torch.bfloat16, torch.float16), 3)
+        rooms = [("output", self.heads, tuple(batch.query.shape))]
+        if self.pages_read is not None:
+            rooms.append(("pages_read", self.pages_read, (batch.num_tokens, num_kv_heads)))
+        if self.counters is not None:
+            rooms.append(("counters", self.counters, (num_kv_heads, 4)))
+        for name, tensor, shape in rooms:
+            if tuple(tensor.shape) != shape or tensor.device != batch.query.device:
+                allowed = f"{list(shape)} on {batch.query.device}"
+                raise ValueError(f"{name}: got {list(tensor.shape)} on {tensor.device}, allowed: {allowed}")
+
+
+def _check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], dimensions: int) -> None:
+    """Raises ValueError unless a tensor is of one of the dtypes and its last dimension is contiguous."""
+    if tensor.dtype not in dtypes or tensor.dim() != dimensions or (tensor.numel() and tensor.stride(-1) != 1):
+        allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        got = f"{str(tensor.dtype).removeprefix('torch.')} of {tensor.dim()} dimensions, strides {tensor.stride()}"
+        raise ValueError(f"{name}: got {got}, allowed: {allowed} of {dimensions}, the last one contiguous")

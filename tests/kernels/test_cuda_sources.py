@@ -16,7 +16,7 @@ from sparse_kernels.limits import MAX_K, DecodeShape
 from sparse_kernels.sparse_decode.launches import Launch, fixed_bytes, values_bytes
 
 ROOT = Path(sparse_kernels.__file__).parent
-BF16, FP16, FP8, INT8, FP32 = FORMATS.values()
+BF16, FP16, FP8, INT8 = FORMATS.values()
 SKETCH, QUARTERS = CODE_FORMATS.values()
 SHAPE = {"GROUP": 4, "HEAD_SIZE": 128, "PAGES_PER_BLOCK": 8}
 LAUNCH = {"WARPS": 8, "BLOCKS_PER_SM": 2}

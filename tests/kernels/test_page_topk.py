@@ -66,3 +66,15 @@ def test_bad_arguments_are_refused():
         select_pages(scores, torch.tensor([8]), 4, 1)
     with pytest.raises(ValueError, match="k: got 2, allowed: at least 3"):
         select_pages(scores.bfloat16(), torch.tensor([8]), 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "sentence"),
+    [
+        ([30], "num_pages: got 30, allowed: up to the 16 pages scored"),
+        ([3, 4], r"num_pages: got \[2\], allowed: one for each of 1 tokens"),
+    ],
+)
+def test_lengths_that_do_not_fit_the_scores_are_refused(lengths, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        select_pages(torch.zeros(1, 2, 16).bfloat16(), torch.tensor(lengths), 4)

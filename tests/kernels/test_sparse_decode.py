@@ -80,7 +80,7 @@ def test_query_tokens_are_the_last_of_their_request():
 def test_padding_is_zero_and_out_is_written():
     batch = make_batch([300, 129], HEADS, SIZE)
     query = query_of(batch)
-    out = torch.full(query.shape, torch.nan)
+    out = torch.full(query.shape, torch.nan).bfloat16()
     returned = decode(batch, query, seq_lens=torch.tensor([300, 0], dtype=torch.int32), output=DecodeOutput(out))
     assert returned is out
     assert torch.equal(out[1], torch.zeros_like(out[1]))
@@ -109,6 +109,16 @@ def test_scales_of_eight_bit_tensors_multiply():
     ("change", "sentence"),
     [
         ({"selection": replace(SELECTION, k=1)}, "k: got 1, allowed: at least 2"),
+        ({"selection": replace(SELECTION, sink_pages=-1)}, "sink_pages: got -1, allowed: at least 0"),
+        ({"block_table": torch.zeros(1, 9).long()}, r"block_table: got int64 of 2 dimensions.*, allowed: int32 of 2"),
+        ({"seq_lens": torch.ones(1).long()}, r"seq_lens: got int64 of 1 dimensions.*, allowed: int32 of 1"),
+        ({"dense_requests": torch.ones(2).bool()}, "dense_requests: got 2 requests, allowed: 1"),
+        ({"dense_requests": torch.ones(1).int()}, r"dense_requests: got int32 .*, allowed: bool"),
+        (
+            {"output": DecodeOutput(torch.zeros(2, HEADS * GROUP, SIZE).bfloat16())},
+            r"output: got \[2, 8, 64\] on cpu, allowed: \[1, 8, 64\] on cpu",
+        ),
+        ({"output": DecodeOutput(torch.zeros(1, HEADS * GROUP, SIZE))}, r"output: got float32 .*bfloat16 or float16"),
         ({"seq_lens": torch.ones(2, dtype=torch.int32)}, "query: got 1 tokens, allowed: a multiple of the 2 requests"),
     ],
 )

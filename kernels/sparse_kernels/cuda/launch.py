@@ -17,9 +17,10 @@ FORMATS: dict[torch.dtype, int] = {
     torch.float16: 1,
     torch.float8_e4m3fn: 2,
     torch.int8: 3,
-    torch.float32: 6,
 }
 """Element formats by the numbers that common.cuh gives them."""
+SINK_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 6}
+"""Formats of learned sink logits, by the same numbers."""
 CODE_FORMATS = {2: 4, 4: 5}
 """Formats of codes of a few bits, by the number of bits; common.cuh has the same numbers."""
 

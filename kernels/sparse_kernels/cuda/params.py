@@ -13,7 +13,7 @@ import torch
 
 from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.cuda.launch import FORMATS
+from sparse_kernels.cuda.launch import SINK_FORMATS
 from sparse_kernels.group_routing import GROUP_SCORES, GroupRouting
 from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.stopping import StopRule
@@ -134,7 +134,7 @@ class SoftmaxParams(ctypes.Structure):
     def of(cls, softmax: Softmax) -> SoftmaxParams:
         """Fills in a softmax, whose sink logits, if any, are bfloat16, float16 or float32."""
         logits = softmax.sink_logits
-        return cls(pointer(logits), softmax.scale, softmax.softcap, 0 if logits is None else FORMATS[logits.dtype])
+        return cls(pointer(logits), softmax.scale, softmax.softcap, 0 if logits is None else SINK_FORMATS[logits.dtype])
 
 
 class SelectionParams(ctypes.Structure):

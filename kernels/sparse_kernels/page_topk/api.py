@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from sparse_kernels.batch import PageSelection
 from sparse_kernels.page_topk import reference
 
 
@@ -27,16 +28,20 @@ def select_pages(
         best first, but ascending where all of a row's pages are selected.
 
     Raises:
-        ValueError: if `scores` is not bfloat16 or `k` is below `sink_pages + recent_pages` or 1.
+        ValueError: if `scores` is not bfloat16, `k` is below `sink_pages + recent_pages` or 1, or `num_pages` does not
+            fit the scores (its values are known on the CPU alone).
     """
     if scores.dtype != torch.bfloat16:
         raise ValueError(f"scores: got {scores.dtype}, allowed: torch.bfloat16")
-    if k < max(sink_pages + recent_pages, 1):
-        raise ValueError(f"k: got {k}, allowed: at least {max(sink_pages + recent_pages, 1)}")
+    PageSelection(k, sink_pages, recent_pages).check()
+    if num_pages.shape != scores.shape[:1]:
+        raise ValueError(f"num_pages: got {list(num_pages.shape)}, allowed: one for each of {len(scores)} tokens")
     if scores.is_cuda:
         from sparse_kernels.page_topk import cuda
 
         return cuda.select_pages(scores, num_pages, k, sink_pages, recent_pages)[0]
+    if len(num_pages) and int(num_pages.max()) > scores.shape[2]:
+        raise ValueError(f"num_pages: got {int(num_pages.max())}, allowed: up to the {scores.shape[2]} pages scored")
     implementation = reference.select_pages
     if scores.device.type == "cpu":
         from sparse_kernels.page_topk import cpu

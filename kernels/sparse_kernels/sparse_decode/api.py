@@ -59,6 +59,7 @@ def sparse_decode(
     if rule is not None:
         rule.check(cache.page_size)
     output = DecodeOutput.like(batch.query) if output is None else output
+    output.check(batch, cache.num_kv_heads)
     if batch.num_tokens == 0:
         return output.heads
     implementation = reference.sparse_decode

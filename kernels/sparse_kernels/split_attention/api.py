@@ -60,6 +60,7 @@ def split_attention(
     elif softmax.sink_logits is not None:
         raise ValueError("sink_logits: got learned ones without a stop rule, allowed: None")
     output = DecodeOutput.like(batch.query) if output is None else output
+    output.check(batch, cache.num_kv_heads)
     if batch.num_tokens == 0:
         return output.heads
     implementation = reference.split_attention
