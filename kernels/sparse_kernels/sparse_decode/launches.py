@@ -21,9 +21,13 @@ class Launch(NamedTuple):
     """How the work of a row is laid out; its result does not depend on it."""
 
     fused: bool
+    """Whether the launch scores, too; otherwise it takes scores from memory."""
     cluster: int
+    """Blocks that share a row; 1 before there were clusters."""
     warps: int
+    """Warps of a block."""
     blocks_per_sm: int
+    """Blocks that a multiprocessor is to have room for."""
 
 
 # The launch follows from the number of rows, as measured on an H200: about one wave of blocks, which are large where
@@ -46,6 +50,9 @@ _STOPPING_LAUNCHES = (
 _MANY_PAGES = 1 << 15
 _WIDE_RECORD_BYTES = 256
 _MANY_ROWS = 224
+# With more rows of wide records than the first number and at most the second, half as many warps with twice the registers
+# have as many loads on their way, and leave more cache.
+_FEWER_WARPS = (32, 66)
 
 
 def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: tuple[int, int]) -> Launch:
@@ -70,9 +77,8 @@ def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: 
     launch = next(launch for most_rows, launch in launches if num_rows <= most_rows)
     if wide:
         launch = launch._replace(cluster=8 if shape.stopping else launch.cluster, warps=8, blocks_per_sm=1)
-    # With many wide records half as many warps with twice the registers have as many loads on their way, and leave more
-    # cache.
-    if not shape.stopping and record_bytes >= _WIDE_RECORD_BYTES and 32 < num_rows <= 66:
+    fewest, most = _FEWER_WARPS
+    if not shape.stopping and record_bytes >= _WIDE_RECORD_BYTES and fewest < num_rows <= most:
         launch = launch._replace(warps=8)
     crowded = num_rows > _MANY_ROWS and record_bytes >= _WIDE_RECORD_BYTES
     if record_bytes and shape.max_pages >= (_MANY_PAGES // 2 if crowded else _MANY_PAGES + 1):
@@ -103,7 +109,8 @@ def shared_bytes(launch: Launch, shape: DecodeShape) -> int:
 def most_shared_bytes(shape: DecodeShape, capability: tuple[int, int]) -> int:
     """Returns the most shared memory that a block takes, whatever the number of rows."""
     table = _STOPPING_LAUNCHES if shape.stopping else _LAUNCHES
-    rows = {most_rows for most_rows, _ in table} | {1, 33, _MANY_ROWS + 1}
+    # A launch begins with the row after the last of another.
+    rows = {1, *(rows + 1 for rows in (*_FEWER_WARPS, _MANY_ROWS, *(most for most, _ in table[:-1])))}
     return max(
         shared_bytes(launch_of(num_rows, shape, record_bytes, capability), shape)
         for num_rows in rows

@@ -1,0 +1,76 @@
+"""How a decode step is laid out over a GPU, without one."""
+
+from itertools import product
+
+import pytest
+from sparse_kernels.limits import DecodeShape, shared_bytes_of
+from sparse_kernels.sparse_decode.launches import Launch, launch_of, most_shared_bytes, shared_bytes
+
+HOPPER = (9, 0)
+NARROW = DecodeShape(group_size=4, head_size=128, max_pages=4096, k=64)
+WIDE = DecodeShape(group_size=16, head_size=256, max_pages=4096, k=64)
+STOPPING = DecodeShape(group_size=4, head_size=128, max_pages=4096, k=64, stopping=True)
+INT8, QUARTERS = 128, 256
+"""Bytes of a record's vectors at head size 128."""
+
+
+@pytest.mark.parametrize(
+    ("rows", "shape", "record_bytes", "expected"),
+    [
+        (8, NARROW, INT8, Launch(True, 8, 16, 1)),
+        (9, NARROW, INT8, Launch(True, 4, 16, 1)),
+        (24, NARROW, INT8, Launch(True, 4, 16, 1)),
+        (25, NARROW, INT8, Launch(True, 2, 16, 1)),
+        (66, NARROW, INT8, Launch(True, 2, 16, 1)),
+        (67, NARROW, INT8, Launch(True, 1, 16, 1)),
+        (132, NARROW, INT8, Launch(True, 1, 16, 1)),
+        (133, NARROW, INT8, Launch(True, 1, 8, 2)),
+        (32, NARROW, QUARTERS, Launch(True, 2, 16, 1)),
+        (33, NARROW, QUARTERS, Launch(True, 2, 8, 1)),
+        (66, NARROW, QUARTERS, Launch(True, 2, 8, 1)),
+        (67, NARROW, QUARTERS, Launch(True, 1, 16, 1)),
+        (8, WIDE, INT8, Launch(True, 8, 8, 1)),
+        (1000, WIDE, INT8, Launch(True, 4, 8, 1)),
+        (1000, STOPPING, INT8, Launch(True, 4, 8, 2)),
+        (1000, DecodeShape(16, 256, 4096, 64, stopping=True), INT8, Launch(True, 8, 8, 1)),
+        (224, DecodeShape(4, 128, 1 << 14, 64), QUARTERS, Launch(True, 1, 8, 2)),
+        (225, DecodeShape(4, 128, 1 << 14, 64), QUARTERS, Launch(False, 1, 8, 2)),
+        (8, DecodeShape(4, 128, 1 << 15, 64), INT8, Launch(True, 8, 16, 1)),
+        (8, DecodeShape(4, 128, (1 << 15) + 1, 64), INT8, Launch(False, 8, 16, 1)),
+        (8, DecodeShape(4, 128, (1 << 15) + 1, 64), 0, Launch(True, 8, 16, 1)),
+    ],
+)
+def test_the_launch_follows_from_rows_and_shape(
+    rows: int, shape: DecodeShape, record_bytes: int, expected: Launch
+) -> None:
+    assert launch_of(rows, shape, record_bytes, HOPPER) == expected
+
+
+def test_without_clusters_a_row_has_one_block_that_does_not_score() -> None:
+    assert launch_of(8, NARROW, INT8, (8, 0)) == Launch(False, 1, 8, 2)
+    assert launch_of(8, WIDE, INT8, (8, 9)) == Launch(False, 1, 8, 1)
+    with pytest.raises(ValueError, match=r"rule: got one on compute capability 8\.x, allowed: 9\.0 or later"):
+        launch_of(8, STOPPING, INT8, (8, 9))
+
+
+SHAPES = [
+    DecodeShape(group, head_size, pages, k, stopping)
+    for group, head_size, pages, k, stopping in product(
+        (1, 4, 8, 16), (64, 128, 256), (64, 1 << 14, 1 << 16), (16, 1024), (False, True)
+    )
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_no_batch_takes_more_shared_memory_than_admission_counts(shape: DecodeShape) -> None:
+    found = max(
+        shared_bytes(launch_of(rows, shape, record_bytes, HOPPER), shape)
+        for rows in range(1, 300)
+        for record_bytes in (0, 64, 128, 256, 512)
+    )
+    assert most_shared_bytes(shape, HOPPER) == found
+
+
+def test_a_gpu_with_less_shared_memory_serves_shorter_contexts() -> None:
+    assert most_shared_bytes(DecodeShape(4, 128, 1 << 16, 64), HOPPER) > shared_bytes_of((12, 0))
+    assert most_shared_bytes(DecodeShape(4, 128, 1 << 14, 64), HOPPER) < shared_bytes_of((12, 0))
