@@ -50,8 +50,8 @@ _STOPPING_LAUNCHES = (
 _MANY_PAGES = 1 << 15
 _WIDE_RECORD_BYTES = 256
 _MANY_ROWS = 224
-# Wide records of more rows than the first number and at most the second take half as many warps with twice the registers,
-# which have as many loads on their way and leave more cache.
+# With wide records, more rows than the first number and at most the second take half as many warps with twice the
+# registers: as many loads are on their way, and more cache is left.
 _FEWER_WARPS = (32, 66)
 
 
