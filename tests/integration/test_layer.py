@@ -271,9 +271,9 @@ def recent_query(request: Request, heads: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("backend", COMPOSED)
 @pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 3, 8).bfloat16()], ids=["plain", "sinks"])
-def test_a_stopped_step_is_exact_over_what_it_visited(model, backend, sinks, monkeypatch):
+def test_a_stopped_step_is_exact_over_what_it_read(model, backend, sinks, monkeypatch):
     seen = []
-    monkeypatch.setattr(cpu, "attend_pages", lambda *arguments: seen.append(arguments[5]) or attend_pages(*arguments))
+    monkeypatch.setattr(cpu, "attend_pages", lambda *arguments: seen.append(arguments[2]) or attend_pages(*arguments))
     settings = COMPOSED[backend] | {"termination": TERMINATION, "min_context_tokens": 0}
     extras = {} if sinks is None else {"sinks": sinks}
     harness = LayerHarness(model, settings=settings, backend=backend, **extras)
@@ -335,7 +335,9 @@ def test_sampled_steps_measure_what_was_read(model, backend, monkeypatch):
     assert len(recorded) == 2
     for (quality, arguments), index, step in zip(recorded, (2, 0), (1, 3), strict=True):
         assert (quality.layer, quality.first_kv_head) == (3, 0)
-        query, _, _, table, context, pages, scale, sinks, softcap = arguments
+        token, _, pages, softmax = arguments
+        query, table, context = token.query, token.block_table[0], int(token.context_lens)
+        scale, sinks, softcap = softmax.scale, softmax.sink_logits, softmax.softcap
         request = requests[index]
         assert context == len(request.keys) - (3 - step)
         blocks = table[torch.arange(-(-context // harness.block_size))]
