@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ class LayerPlan:
         """Whether decoding tokens of this layer attend in our kernels."""
         return self.selector is not None or self.routing is not None
 
-    @property
+    @cached_property
     def page_selection(self) -> PageSelection | None:
         """The selection as the fused kernels take it; None where every page may be read."""
         if self.selector is None or self.selector.reads_every_page:

@@ -73,6 +73,7 @@ def open_tokenizer(folder: Path) -> Any:
     Raises:
         ConfigurationError: if the folder has none.
     """
+    # Imported late: it takes seconds.
     from transformers import AutoTokenizer
 
     try:

@@ -21,7 +21,14 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from vllm_sparse_plugin.cli.arguments import AttentionBackends, ModelFolder, Seed, find_model, parse_additional_config
+from vllm_sparse_plugin.cli.arguments import (
+    AttentionBackends,
+    ModelFolder,
+    Seed,
+    find_model,
+    open_tokenizer,
+    parse_additional_config,
+)
 from vllm_sparse_plugin.cli.cores import is_cpu_build
 from vllm_sparse_plugin.cli.provenance import open_report
 from vllm_sparse_plugin.cli.server import (
@@ -159,13 +166,7 @@ class _Plan:
 
 @cache
 def _prompter(model: Path) -> Prompter:
-    # Imported late: it takes seconds, and the servers start meanwhile.
-    from transformers import AutoTokenizer
-
-    try:
-        return Prompter(AutoTokenizer.from_pretrained(model))
-    except (OSError, ValueError):
-        raise ConfigurationError(f"model: got {str(model)!r}, allowed: a folder with a tokenizer") from None
+    return Prompter(open_tokenizer(model))
 
 
 def _ask_all(

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from sparse_kernels.limits import MAX_K
+
 CHAINS = 32
 """Chains of summation to a row: `CHAINS` in merge.cuh."""
 _MOST_CHAIN_BYTES = 128 * 1024
-_CANDIDATES, _SPARE, _BUCKETS = 1024, 64, 256
+_SPARE, _BUCKETS = 64, 256
 _WARP = 32
 _PARTS = CHAINS // 4
 
@@ -28,7 +30,7 @@ def merging_bytes(group_size: int, head_size: int) -> int:
 def select_bytes(warps: int) -> int:
     """Returns the bytes of the selection from the keys of a row: `Select::Shared` in select.cuh."""
     counted = max(4 * warps * _WARP, 4 * 2 * _BUCKETS)
-    return round_up(4 * (_CANDIDATES + _SPARE) + counted + 8 * warps + 4 * _WARP + 4, 8)
+    return round_up(4 * (MAX_K + _SPARE) + counted + 8 * warps + 4 * _WARP + 4, 8)
 
 
 def score_bytes(group_size: int, head_size: int) -> int:
