@@ -91,6 +91,80 @@ class DecodeBatch:
 
 
 @dataclass(frozen=True)
+class Prompts:
+    """Where the chunks of prompts of a step lie: the query tokens of a request are the last of its context."""
+
+    query_start: torch.Tensor
+    """`[num_requests + 1]` int32, where the tokens of each request begin in the batch."""
+    block_table: torch.Tensor
+    """`[num_requests, max_blocks]` int32, physical block ids."""
+    seq_lens: torch.Tensor
+    """`[num_requests]` int32, tokens of each request's context, its query tokens included."""
+    query_lens: tuple[int, ...]
+    """Query tokens of each request, as the host knows them."""
+    longest: tuple[int, ...]
+    """An upper bound of each request's context, as the host knows it."""
+
+    def __len__(self) -> int:
+        return len(self.query_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of all requests."""
+        return sum(self.query_lens)
+
+    def part(self, first: int, last: int) -> Prompts:
+        """Returns the prompts from `first` to before `last`; their tokens begin at 0."""
+        before = sum(self.query_lens[:first])
+        return Prompts(
+            self.query_start[first : last + 1] - before, self.block_table[first:last], self.seq_lens[first:last],
+            self.query_lens[first:last], self.longest[first:last],
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raises ValueError unless the tensors are those of the same requests."""
+        _check_tensor("query_start", self.query_start, (torch.int32,), 1)
+        _check_tensor("block_table", self.block_table, (torch.int32,), 2)
+        _check_tensor("seq_lens", self.seq_lens, (torch.int32,), 1)
+        rows = len(self.query_start) - 1, len(self.block_table), len(self.seq_lens), len(self.longest)
+        if rows != (len(self),) * 4:
+            raise ValueError(
+                f"query_start, block_table, seq_lens and longest: got {', '.join(map(str, rows))} requests, allowed: "
+                f"{len(self)}"
+            )
+
+
+@dataclass(frozen=True)
+class PrefillBatch:
+    """Queries of chunks of prompts."""
+
+    query: torch.Tensor
+    """`[num_tokens, num_query_heads, head_size]`, any strides but a contiguous last dimension."""
+    prompts: Prompts
+    """What they attend to."""
+    query_scale: torch.Tensor | None = None
+    """One float32: a float8 query times this is the query."""
+
+    def grouped(self, num_kv_heads: int) -> torch.Tensor:
+        """Returns the queries `[num_tokens, num_kv_heads, group_size, head_size]`."""
+        grouped: torch.Tensor = self.query.unflatten(1, (num_kv_heads, -1))
+        return grouped
+
+    def check(self, num_kv_heads: int, head_size: int) -> None:
+        """Raises ValueError unless the tensors are those of one batch for a cache of these heads."""
+        _check_tensor("query", self.query, QUERY_DTYPES if self.query.is_cuda else (*QUERY_DTYPES, torch.float32), 3)
+        self.prompts.check()
+        num_tokens, num_query_heads, query_size = self.query.shape
+        if num_query_heads % num_kv_heads or query_size != head_size:
+            raise ValueError(
+                f"query: got {num_query_heads} heads of size {query_size}, allowed: a multiple of {num_kv_heads} "
+                f"heads of size {head_size}"
+            )
+        if self.prompts.num_tokens != num_tokens:
+            raise ValueError(f"query: got {num_tokens} tokens, allowed: the requests' {self.prompts.num_tokens}")
+
+
+@dataclass(frozen=True)
 class QueryTokens:
     """Query tokens that each have a context and a row of the block table of their own."""
 

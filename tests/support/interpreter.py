@@ -17,12 +17,14 @@ def interpret_kernels() -> None:
         return
     os.environ["TRITON_INTERPRET"] = "1"
     try:
+        import sparse_kernels.block_prefill.triton
         import sparse_kernels.page_score.triton
         import sparse_kernels.page_statistics.triton  # noqa: F401
         from triton.runtime import interpreter
     finally:
         del os.environ["TRITON_INTERPRET"]
     interpreter._convert_float = _convert_float
+    interpreter.InterpreterBuilder.create_dot = _dot
 
 
 def _convert_float(values: np.ndarray, source, target, _rounding) -> np.ndarray:
@@ -37,3 +39,14 @@ def _convert_float(values: np.ndarray, source, target, _rounding) -> np.ndarray:
     width = target.primitive_bitwidth
     words = converted.view({8: torch.int8, 16: torch.int16, 32: torch.int32}[width]).numpy()
     return words.view(f"uint{width}").reshape(values.shape)
+
+
+def _dot(builder, a, b, accumulator, _precision, _most_imprecise):
+    """The product of two matrices, of bfloat16 too, which Triton's own takes for the integers of their bits."""
+    from triton.runtime.interpreter import TensorHandle
+
+    left, right = (torch.from_numpy(np.ascontiguousarray(x.data)) for x in (a, b))
+    if a.dtype.scalar.name == "bf16":
+        left, right = left.view(torch.bfloat16), right.view(torch.bfloat16)
+    product = left.float() @ right.float() + torch.from_numpy(np.ascontiguousarray(accumulator.data))
+    return TensorHandle(product.numpy().astype(accumulator.data.dtype), accumulator.dtype.scalar)

@@ -11,14 +11,6 @@ import torch
 from sparse_kernels.page_statistics import PageStatistics
 
 
-def _rows_of(table: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Returns the rows of some blocks head-major: `[num_kv_heads, len(blocks) * pages_per_block, ...]`."""
-    # torch cannot gather 8-bit floats, but it can gather their bits.
-    bits = torch.uint8 if table.dtype == torch.float8_e4m3fn else table.dtype
-    picked = table.view(bits).transpose(0, 1).index_select(1, blocks)
-    return picked.view(table.dtype).flatten(1, 2)
-
-
 def score_pages(
     query: torch.Tensor,
     statistics: PageStatistics,
@@ -38,15 +30,13 @@ def score_pages(
     # Rows go one at a time: the arithmetic of a row must not depend on its neighbours' lengths.
     for token, length in enumerate(lengths):
         blocks = block_table[token, : -(-length // pages_per_block)]
-        vectors = _rows_of(statistics.vectors, blocks)
-        vectors = kind.codes.unpack(vectors) if kind.codes else vectors.float().unflatten(-1, (kind.vectors, -1))
+        vectors, scales, spread = statistics.records(blocks)
         # Products are [num_kv_heads, vectors, group_size, pages].
         products = features[token] @ vectors.permute(0, 2, 3, 1)
-        if statistics.scales is not None:
-            scales = _rows_of(statistics.scales, blocks).float().transpose(1, 2).unsqueeze(2)
-            products *= scales.repeat_interleave(kind.vectors // scales.shape[1], dim=1)
+        if scales is not None:
+            products *= scales.transpose(1, 2).unsqueeze(2)
         raw = kind.combine(products.movedim(1, -1))
-        if statistics.spread is not None:
-            raw = torch.addcmul(raw, norm[token], _rows_of(statistics.spread, blocks).float().unsqueeze(1))
+        if spread is not None:
+            raw = torch.addcmul(raw, norm[token], spread.unsqueeze(1))
         scores[token, :, :length] = raw.amax(dim=1)[:, :length]
     return scores

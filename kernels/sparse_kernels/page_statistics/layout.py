@@ -26,6 +26,14 @@ LARGEST: dict[torch.dtype, float] = {torch.int8: 126.0, torch.float8_e4m3fn: tor
 """Largest magnitude of an 8-bit element, which a vector's scale maps its largest element to."""
 
 
+def _rows_of(table: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Returns the rows of some blocks head-major: `[num_kv_heads, len(blocks) * pages_per_block, ...]`."""
+    # torch cannot gather 8-bit floats, but it can gather their bits.
+    bits = torch.uint8 if table.dtype == torch.float8_e4m3fn else table.dtype
+    picked = table.view(bits).transpose(0, 1).index_select(1, blocks)
+    return picked.view(table.dtype).flatten(1, 2)
+
+
 @dataclass(frozen=True)
 class PageStatistics:
     """Statistics of every page of a cache, as views into its blocks."""
@@ -51,6 +59,27 @@ class PageStatistics:
     def pages_per_block(self) -> int:
         """Pages in one cache block."""
         return self.vectors.shape[2]
+
+    def records(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Copies the records of every page of some blocks, head by head.
+
+        Args:
+            blocks: `[num_blocks]` int64, physical block ids.
+
+        Returns:
+            The vectors `[num_kv_heads, num_pages, kind.vectors, head_size]` in units of their scales, the scales
+            without the last dimension, None where the vectors have none, and the spread `[num_kv_heads, num_pages]`,
+            None where the kind has none; float32.
+        """
+        vectors, scales, spread = (
+            None if part is None else _rows_of(part, blocks) for part in (self.vectors, self.scales, self.spread)
+        )
+        assert vectors is not None
+        codes = self.kind.codes
+        vectors = codes.unpack(vectors) if codes else vectors.float().unflatten(-1, (self.kind.vectors, -1))
+        if scales is not None:
+            scales = scales.float().repeat_interleave(self.kind.vectors // scales.shape[2], dim=2)
+        return vectors, scales, None if spread is None else spread.float()
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:

@@ -22,6 +22,12 @@ def _features(query, std_weight):
     return tl.maximum(query, 0.0), tl.minimum(query, 0.0)
 
 
+@jit
+def _summary(vectors, spread):
+    half = (vectors[0] - vectors[1]) * 0.5
+    return (vectors[0] + vectors[1]) * 0.5, tl.sqrt_rn(tl.sum(half * half, axis=1))
+
+
 class Bounds(StatisticsKind):
     """Element-wise maximum M and minimum m of a page's keys.
 
@@ -35,6 +41,7 @@ class Bounds(StatisticsKind):
     vectors = 2
     triton_summarise = _summarise
     triton_features = _features
+    triton_summary = _summary
 
     @staticmethod
     def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -45,3 +52,9 @@ class Bounds(StatisticsKind):
     def features(query: torch.Tensor, std_weight: float) -> torch.Tensor:
         """See `StatisticsKind.features`: the positive and the negative part of the query."""
         return torch.stack([query.clamp(min=0), query.clamp(max=0)], dim=-2)
+
+    @staticmethod
+    def summary(vectors: torch.Tensor, spread: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `StatisticsKind.summary`: the middle of the box, and half its diagonal."""
+        most, least = vectors.unbind(dim=-2)
+        return (most + least) / 2, ((most - least) / 2).norm(dim=-1)

@@ -71,11 +71,16 @@ def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.cons
 
 
 @jit
-def _rotated(x, ELEMENTS: tl.constexpr, DIMS: tl.constexpr):
+def _flipped(x, ELEMENTS: tl.constexpr, DIMS: tl.constexpr):
     dim = (tl.arange(0, ELEMENTS) % DIMS).to(tl.uint32)
     drawn = (dim + 1) * 0x9E3779B1
     flipped = ((drawn ^ (drawn >> 15)) * 0x85EBCA77) >> 31
-    x = tl.where(flipped == 1, -x, x)
+    return tl.where(flipped == 1, -x, x)
+
+
+@jit
+def _rotated(x, ELEMENTS: tl.constexpr, DIMS: tl.constexpr):
+    x = _flipped(x, ELEMENTS, DIMS)
     for stage in tl.static_range(8):
         if 2**stage < DIMS:
             x = _butterfly(x, 2**stage, ELEMENTS)
@@ -154,6 +159,28 @@ def _pack_four_bits(record, HEADS: tl.constexpr, DIMS: tl.constexpr):
     return (first, second), (first_step, second_step)
 
 
+@jit
+def _summary(vectors, spread):
+    mean = (vectors[0] + vectors[1] + vectors[2] + vectors[3]) * 0.25
+    variance = tl.zeros_like(mean)
+    for v in tl.static_range(4):
+        variance += (vectors[v] - mean) * (vectors[v] - mean)
+    return mean, tl.sqrt_rn(tl.sum(variance, axis=1) * 0.25)
+
+
+@jit
+def _summary_rotated(vectors, spread):
+    mean, deviation = _summary(vectors, spread)
+    pages: tl.constexpr = mean.shape[0]
+    dims: tl.constexpr = mean.shape[1]
+    x = tl.reshape(mean, (pages * dims,))
+    for stage in tl.static_range(8):
+        if 2**stage < dims:
+            x = _butterfly(x, 2**stage, pages * dims)
+    x = x * (dims**-0.5)
+    return tl.reshape(_flipped(x, pages * dims, dims), (pages, dims)), deviation
+
+
 class Quarters(StatisticsKind):
     """The keys of each quarter of a page, averaged, in four bits an element.
 
@@ -171,6 +198,7 @@ class Quarters(StatisticsKind):
     formats: ClassVar[tuple[RecordFormat, ...]] = ("int4",)
     triton_summarise = _summarise
     triton_pack = _pack_four_bits
+    triton_summary = _summary
 
     @property
     def is_fused(self) -> bool:
@@ -192,6 +220,12 @@ class Quarters(StatisticsKind):
         """See `StatisticsKind.combine`: the largest."""
         return products.amax(dim=-1)
 
+    @staticmethod
+    def summary(vectors: torch.Tensor, spread: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `StatisticsKind.summary`: the mean of the quarters, and how far they lie from it."""
+        mean = vectors.mean(dim=-2)
+        return mean, (vectors - mean.unsqueeze(-2)).square().mean(dim=-2).sum(dim=-1).sqrt()
+
 
 class Sketch(Quarters):
     """Four keys in the bytes of one: the quarters of a page, rotated, in two bits an element.
@@ -207,6 +241,7 @@ class Sketch(Quarters):
     formats: ClassVar[tuple[RecordFormat, ...]] = ("int2",)
     triton_summarise = _summarise_rotated
     triton_pack = _pack_two_bits
+    triton_summary = _summary_rotated
 
     @staticmethod
     def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -217,3 +252,9 @@ class Sketch(Quarters):
     def features(query: torch.Tensor, std_weight: float) -> torch.Tensor:
         """See `StatisticsKind.features`: the rotated query, four times."""
         return Quarters.features(rotate(query), std_weight)
+
+    @staticmethod
+    def summary(vectors: torch.Tensor, spread: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `StatisticsKind.summary`: that of the quarters, rotated back."""
+        mean, deviation = Quarters.summary(vectors, spread)
+        return mean @ _rotation(mean.shape[-1], mean.dtype, mean.device).T, deviation

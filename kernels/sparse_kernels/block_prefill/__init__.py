@@ -1,0 +1,8 @@
+"""Block-sparse prefill: tiles of a prompt attend to the blocks of their past that their queries look for."""
+
+from sparse_kernels.block_prefill.api import prefill_blocks
+from sparse_kernels.block_prefill.rule import BlockRule
+from sparse_kernels.block_prefill.sequences import VarlenAttention, VirtualSequences
+from sparse_kernels.block_prefill.tiles import Tiles, plan_tiles
+
+__all__ = ["BlockRule", "Tiles", "VarlenAttention", "VirtualSequences", "plan_tiles", "prefill_blocks"]

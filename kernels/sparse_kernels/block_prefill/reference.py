@@ -1,0 +1,258 @@
+"""Block-sparse prefill in torch; this is the specification, and it runs where there are no kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from sparse_kernels.batch import PrefillBatch, Softmax
+from sparse_kernels.block_prefill.rule import BlockRule
+from sparse_kernels.block_prefill.tiles import Tiles
+from sparse_kernels.cache import KVCache
+from sparse_kernels.page_statistics import PageStatistics
+
+_LARGEST = 2.0**90
+"""Summaries end here, so that no product with a query overflows: a page whose keys are not finite is read, not
+hidden."""
+
+
+def page_summaries(statistics: PageStatistics, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns mean key and spread of every page of some cache blocks, as their records tell them.
+
+    Args:
+        statistics: views of the cache's statistics.
+        blocks: `[num_blocks]` integer, physical block ids.
+
+    Returns:
+        `[num_kv_heads, num_blocks * pages_per_block, head_size]` bfloat16 and, without the last dimension, float32.
+    """
+    vectors, scales, spread = statistics.records(blocks)
+    mean, spread = statistics.kind.summary(vectors if scales is None else vectors * scales[..., None], spread)
+    return mean.clamp(-_LARGEST, _LARGEST).bfloat16(), spread.clamp(max=_LARGEST)
+
+
+def scoring_queries(query: torch.Tensor, rule: BlockRule) -> torch.Tensor:
+    """Returns the tokens of a tile that score its past: one in `query_stride`, from the last one backwards.
+
+    Args:
+        query: `[num_tokens, ...]`.
+        rule: the rule.
+    """
+    return query.flip(0)[:: rule.query_stride]
+
+
+def score_blocks(
+    query: torch.Tensor, mean: torch.Tensor, spread: torch.Tensor, pages_per_block: int, rule: BlockRule
+) -> torch.Tensor:
+    """Scores blocks by their best page for the best query of a tile (UNIQUE, Eq. 3 and 6).
+
+        S_b = max over queries q of the tile, heads of the group and pages p of b of  q . mu_p + lambda ||q||_2 sigma_p
+
+    Args:
+        query: `[num_tokens, num_kv_heads, group_size, head_size]` bfloat16 or float16, of one tile.
+        mean: `[num_kv_heads, num_pages, head_size]` bfloat16, of whole blocks.
+        spread: `[num_kv_heads, num_pages]` float32.
+        pages_per_block: pages of a block, the unit of selection.
+        rule: which tokens score.
+
+    Returns:
+        `[num_kv_heads, num_blocks]` float32.
+    """
+    rows = scoring_queries(query, rule).float().movedim(1, 0).flatten(1, 2)
+    norm = rows.norm(dim=-1, keepdim=True) * rule.std_weight
+    scores = torch.baddbmm(norm * spread[:, None], rows, mean.float().transpose(1, 2))
+    best: torch.Tensor = scores.amax(dim=1).unflatten(1, (-1, pages_per_block)).amax(dim=2)
+    return best
+
+
+def block_masses(
+    query: torch.Tensor,
+    mean: torch.Tensor,
+    spread: torch.Tensor,
+    visible: torch.Tensor,
+    pages_per_block: int,
+    scale: float,
+    rule: BlockRule,
+) -> torch.Tensor:
+    """Estimates the attention weight of each block, summed over the scoring queries of a tile.
+
+    A page's weight for a query is e^l over the sum of that over the complete pages before the query, where
+
+        l = s (q . mu_p + (lambda / 2) ||q||_2 sigma_p)
+
+    Args:
+        query: see `score_blocks`.
+        mean: see `score_blocks`; of every block up to the end of the tile.
+        spread: see `score_blocks`.
+        visible: `[num_scoring_tokens]` integer, complete pages up to each of the `scoring_queries`.
+        pages_per_block: pages of a block.
+        scale: s, the factor of logits.
+        rule: which tokens score.
+
+    Returns:
+        `[num_kv_heads, num_blocks]` float32; over all blocks they add up to the rows that score, where those see a
+        page.
+    """
+    chosen = scoring_queries(query, rule)
+    rows = chosen.float().movedim(1, 0).flatten(1, 2)
+    norm = rows.norm(dim=-1, keepdim=True) * (rule.std_weight / 2)
+    logits = torch.baddbmm(norm * spread[:, None], rows, mean.float().transpose(1, 2)) * scale
+    pages = torch.arange(mean.shape[1], device=query.device)
+    hidden = pages >= visible.repeat_interleave(chosen.shape[2])[:, None]
+    weights = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1).nan_to_num(0.0)
+    masses: torch.Tensor = weights.sum(dim=1).unflatten(1, (-1, pages_per_block)).sum(dim=2)
+    return masses
+
+
+def choose_blocks(scores: torch.Tensor, reads: int, rule: BlockRule, total: float | None = None) -> torch.Tensor:
+    """Chooses the past blocks that a tile reads: those always read, then the best, of equal ones the lowest.
+
+    Args:
+        scores: `[num_kv_heads, past_blocks]` float32, of every past block; masses under an adaptive rule.
+        reads: how many are read; under an adaptive rule at least.
+        rule: the rule.
+        total: under an adaptive rule the mass of the tile, its own blocks included: as many blocks are read, best
+            first, as leave no more than (1 - coverage) of it unread.
+
+    Returns:
+        `[num_kv_heads, past_blocks]` bool.
+    """
+    past = scores.shape[1]
+    block = torch.arange(past, device=scores.device)
+    always = (block < rule.sink_blocks) | (block >= past - rule.recent_blocks)
+    ranked = scores.masked_fill(always, torch.inf).sort(dim=1, descending=True, stable=True).indices
+    rank = ranked.argsort(dim=1)
+    count = torch.full_like(rank[:, :1], reads)
+    if rule.coverage is not None and total is not None:
+        left = scores.sum(dim=1, keepdim=True) - scores.gather(1, ranked).cumsum(dim=1)
+        enough = (left > (1 - rule.coverage) * total).sum(dim=1, keepdim=True) + 1
+        count = torch.maximum(count, enough)
+    return rank < count
+
+
+def attend_blocks(
+    query: torch.Tensor,
+    cache: KVCache,
+    block_table: torch.Tensor,
+    read: torch.Tensor,
+    end: int,
+    block_tokens: int,
+    softmax: Softmax,
+) -> torch.Tensor:
+    """Attends with the tokens of a tile to chosen past blocks and, causally, to everything from there to its end.
+
+    Args:
+        query: `[num_tokens, num_kv_heads, group_size, head_size]`; its tokens are the last before `end`.
+        cache: keys and values.
+        block_table: `[max_blocks]` integer, of the tile's request.
+        read: `[num_kv_heads, past_blocks]` bool.
+        end: position behind the tile's last token.
+        block_tokens: tokens of a block.
+        softmax: how logits become weights; its scale holds those of query and keys.
+
+    Returns:
+        `[num_tokens, num_kv_heads * group_size, head_size]` float32.
+    """
+    num_tokens, heads, group, _ = query.shape
+    device, own = query.device, read.shape[1] * block_tokens
+    pages_per_block = block_tokens // cache.page_size
+    # Heads may read different numbers of blocks: what is beyond a head's own number is masked.
+    most = int(read.sum(dim=1).max()) if read.shape[1] else 0
+    chosen = torch.where(read, torch.arange(read.shape[1], device=device), read.shape[1]).sort(dim=1).values[:, :most]
+    exists = chosen < read.shape[1]
+    pages = torch.where(exists, chosen, 0)[..., None] * pages_per_block + torch.arange(pages_per_block, device=device)
+    own_pages = torch.arange(own // cache.page_size, -(-end // cache.page_size), device=device)
+    pages = torch.cat([pages.flatten(1), own_pages.expand(heads, -1)], dim=1)
+    blocks = block_table.long()[pages // cache.keys.pages_per_block]
+    head = torch.arange(heads, device=device)[:, None]
+    keys, values = (
+        paged.gather(blocks, head, pages % cache.keys.pages_per_block).flatten(1, 2).float()
+        for paged in (cache.keys, cache.values)
+    )
+    position = torch.arange(own, own + own_pages.shape[0] * cache.page_size, device=device)
+    causal = position < torch.arange(end - num_tokens + 1, end + 1, device=device)[:, None]
+    past = exists.repeat_interleave(block_tokens, dim=1)
+    visible = torch.cat(
+        [past[:, None].expand(-1, num_tokens, -1), causal.expand(heads, -1, -1)], dim=2
+    ).repeat_interleave(group, dim=1)  # fmt: skip
+    rows = query.float().transpose(0, 1).flatten(1, 2)
+    logits = rows @ keys.transpose(1, 2) * softmax.scale
+    if softmax.softcap:
+        logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
+    # What lies beyond the context is stale memory and may be NaN, which a weight of 0 would not hide.
+    logits = logits.masked_fill(~visible, -torch.inf)
+    values = values.masked_fill(~visible.any(dim=1)[..., None], 0.0)
+    if softmax.sink_logits is not None:
+        sinks = softmax.sink_logits.float().view(heads, 1, group).expand(-1, num_tokens, -1).reshape(heads, -1, 1)
+        logits = torch.cat([logits, sinks], dim=2)
+    attended = logits.softmax(dim=-1)[..., : keys.shape[1]] @ values
+    output: torch.Tensor = attended.unflatten(1, (num_tokens, group)).transpose(0, 1).flatten(1, 2)
+    return output
+
+
+def prefill_blocks(
+    batch: PrefillBatch,
+    cache: KVCache,
+    softmax: Softmax,
+    rule: BlockRule,
+    tiles: Tiles,
+    output: torch.Tensor,
+    counters: torch.Tensor | None,
+) -> None:
+    """See `api.prefill_blocks`."""
+    assert cache.statistics is not None
+    heads = cache.num_kv_heads
+    scale = cache.scaled_by_keys(softmax.scale) * (1.0 if batch.query_scale is None else float(batch.query_scale))
+    softmax = replace(softmax, scale=scale)
+    grouped, prompts = batch.grouped(heads), batch.prompts
+    tokens_per_block = cache.keys.pages_per_block * cache.page_size
+    summaries: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    parts = (tiles.request, tiles.first_token, tiles.num_tokens, tiles.past_blocks, tiles.reads, tiles.end)
+    for request, first, num_tokens, past, reads, end in torch.stack(parts, dim=1).tolist():
+        if not num_tokens:
+            continue
+        table = prompts.block_table[request]
+        if request not in summaries:
+            blocks = table[: -(-int(prompts.seq_lens[request]) // tokens_per_block)]
+            summaries[request] = page_summaries(cache.statistics, blocks.long())
+        query = grouped[first : first + num_tokens]
+        if query.dtype.itemsize == 1:
+            query = query.bfloat16()
+        read = torch.ones(heads, past, dtype=torch.bool, device=query.device)
+        if reads < past:
+            read = _choose(query, *summaries[request], cache.page_size, past, reads, end, scale, rule)
+        attended = attend_blocks(query, cache, table, read, end, rule.block_tokens, softmax)
+        if cache.value_scale is not None:
+            attended = attended * cache.value_scale
+        output[first : first + num_tokens] = attended.to(output.dtype)
+        if counters is not None:
+            counters[:, 0] += read.sum(dim=1)
+            counters[:, 1] += past
+
+
+def _choose(
+    query: torch.Tensor,
+    mean: torch.Tensor,
+    spread: torch.Tensor,
+    page_size: int,
+    past: int,
+    reads: int,
+    end: int,
+    scale: float,
+    rule: BlockRule,
+) -> torch.Tensor:
+    """Scores the past of a tile and chooses from it."""
+    pages_per_block = rule.block_tokens // page_size
+    if not rule.is_adaptive:
+        pages = past * pages_per_block
+        scores = score_blocks(query, mean[:, :pages], spread[:, :pages], pages_per_block, rule)
+        return choose_blocks(scores, reads, rule)
+    complete = end // page_size
+    padding = -complete % pages_per_block
+    mean = torch.nn.functional.pad(mean[:, :complete], (0, 0, 0, padding))
+    spread = torch.nn.functional.pad(spread[:, :complete], (0, padding))
+    position = torch.arange(end - len(query) + 1, end + 1, device=query.device)
+    visible = scoring_queries(position, rule) // page_size
+    masses = block_masses(query, mean, spread, visible, pages_per_block, scale, rule)
+    return choose_blocks(masses[:, :past], reads, rule, total=len(visible) * query.shape[2])

@@ -1,0 +1,304 @@
+"""Block-sparse prefill: the reference against plain loops, the kernels (interpreted without a GPU) against it."""
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from sparse_kernels.batch import PrefillBatch, Prompts, Softmax
+from sparse_kernels.block_prefill import BlockRule, VirtualSequences, plan_tiles, prefill_blocks, reference
+from sparse_kernels.block_prefill.sequences import PageEntries
+from sparse_kernels.page_statistics import KINDS
+from support.paged import PagedBatch, assert_as_accurate, make_batch
+
+HAS_GPU = torch.cuda.is_available()
+NO_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+ON_CPU = pytest.param(
+    "cpu", marks=[NO_TRITON, pytest.mark.skipif(HAS_GPU, reason="beside a GPU Triton compiles its kernels")]
+)
+ON_GPU = pytest.param("cuda", marks=[NO_TRITON, pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")])
+on_devices = pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
+RULE = BlockRule(tile_tokens=16, block_tokens=16, density=0.4, least_blocks=2, dense_tokens=32)
+HEADS, SIZE = 2, 32
+
+
+@pytest.fixture(autouse=True)
+def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton imports at the first launch must be interpreted too, where there is no GPU."""
+    if not HAS_GPU and find_spec("triton") is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def prompts_of(contexts: list[int], chunks: list[int], table: torch.Tensor) -> Prompts:
+    start = torch.tensor([0, *chunks]).cumsum(0).to(torch.int32)
+    return Prompts(
+        start, table.to(torch.int32), torch.tensor(contexts, dtype=torch.int32), tuple(chunks), tuple(contexts)
+    )
+
+
+@dataclass
+class Case:
+    """A batch of chunks of prompts over a shuffled cache full of garbage."""
+
+    paged: PagedBatch
+    batch: PrefillBatch
+
+    def on(self, device: str) -> "Case":
+        paged, prompts = self.paged, self.batch.prompts
+        cache = paged.paged_keys.view.untyped_storage()
+        moved = torch.tensor([], dtype=torch.uint8).set_(cache).to(device).untyped_storage()
+
+        def move(view: torch.Tensor) -> torch.Tensor:
+            return torch.empty(0, dtype=view.dtype, device=device).set_(
+                moved, view.storage_offset(), view.shape, view.stride()
+            )
+
+        statistics = paged.statistics
+        scales, spread = (None if part is None else move(part) for part in (statistics.scales, statistics.spread))
+        placed = replace(
+            paged,
+            paged_keys=replace(paged.paged_keys, view=move(paged.paged_keys.view)),
+            paged_values=replace(paged.paged_values, view=move(paged.paged_values.view)),
+            statistics=replace(statistics, vectors=move(statistics.vectors), scales=scales, spread=spread),
+        )
+        there = Prompts(
+            *(part.to(device) for part in (prompts.query_start, prompts.block_table, prompts.seq_lens)),
+            prompts.query_lens, prompts.longest,
+        )  # fmt: skip
+        return Case(placed, PrefillBatch(self.batch.query.to(device), there))
+
+
+def make_case(
+    contexts: list[int], chunks: list[int], group: int = 2, kind: str = "mean_and_spread", seed: int = 0, **shape: int
+) -> Case:
+    stored = KINDS[kind].formats[0]
+    paged = make_batch(contexts, HEADS, SIZE, statistics=stored, kind=kind, seed=seed, **{"block_size": 64, **shape})
+    generator = torch.Generator().manual_seed(seed + 1)
+    # The queries are a view of a wider tensor, as they are of a fused projection.
+    projected = torch.randn(sum(chunks), HEADS * group + 3, SIZE, generator=generator).bfloat16()
+    query = projected[:, : HEADS * group]
+    return Case(paged, PrefillBatch(query, prompts_of(contexts, chunks, paged.block_table)))
+
+
+def attend_plainly(sequences: VirtualSequences, output: torch.Tensor, wants_lse: bool) -> torch.Tensor | None:
+    """What FlashAttention does, one sequence after the other."""
+    lse = torch.full(sequences.queries.shape[1::-1], float("nan"))
+    rows = sequences.query_rows.tolist()
+    scale = SIZE**-0.5
+    for index, (first, last) in enumerate(itertools.pairwise(rows)):
+        if first == last:
+            continue
+        length = int(sequences.lengths[index])
+        assert last - first <= sequences.max_rows
+        assert length <= sequences.max_length
+        pages = sequences.page_table[index, : -(-length // sequences.keys.shape[1])].long()
+        keys, values = (x[pages].flatten(0, 1)[:length, 0].float() for x in (sequences.keys, sequences.values))
+        logits = torch.einsum("rgd,nd->grn", sequences.queries[first:last].float(), keys) * scale
+        visible = torch.arange(length) < torch.arange(length - (last - first) + 1, length + 1)[:, None]
+        logits = logits.masked_fill(~visible, -torch.inf)
+        lse[:, first:last] = logits.logsumexp(dim=-1)
+        output[first:last] = (logits.softmax(dim=-1) @ values).transpose(0, 1).to(output.dtype)
+    return lse.to(output.device) if wants_lse else None
+
+
+def run(
+    case: Case, rule: BlockRule, kernels: bool, softmax: Softmax | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output, full of NaN before, and counters."""
+    tiles = plan_tiles(case.batch.prompts, rule)
+    output = torch.full_like(case.batch.query.contiguous(), float("nan"))
+    counters = torch.zeros(HEADS, 2, dtype=torch.int64, device=output.device)
+    prefill_blocks(
+        case.batch, case.paged.cache, softmax or Softmax(SIZE**-0.5), rule, tiles, output=output, counters=counters,
+        attend=attend_plainly if kernels else None,
+    )  # fmt: skip
+    return output, counters
+
+
+def plain_attention(case: Case, rule: BlockRule, dtype: torch.dtype, softmax: Softmax) -> tuple[torch.Tensor, int]:
+    """Attention written token by token, and the past blocks that are read."""
+    outputs, blocks_read, first = [], 0, 0
+    paged, prompts = case.paged, case.batch.prompts
+    for request, (context, chunk) in enumerate(zip(prompts.longest, prompts.query_lens, strict=True)):
+        queries = case.batch.query[first : first + chunk].unflatten(1, (HEADS, -1))
+        mean, spread = reference.page_summaries(
+            paged.statistics, prompts.block_table[request, : -(-context // 64)].long()
+        )
+        for begin in range(context - chunk, context):
+            tile = begin // rule.tile_tokens * rule.tile_tokens
+            own = tile // rule.block_tokens * rule.block_tokens
+            past = own // rule.block_tokens
+            last = min(tile + rule.tile_tokens, context)
+            in_tile = list(range(max(tile, context - chunk), last))
+            scoring = in_tile[::-1][:: rule.query_stride]
+            for head in range(HEADS):
+                chosen = set(range(past))
+                if own >= rule.dense_tokens:
+                    scores = []
+                    for block in range(past):
+                        best = -math.inf
+                        for page in range(block * rule.block_tokens // 8, (block + 1) * rule.block_tokens // 8):
+                            for token in scoring:
+                                q = queries[token - (context - chunk), head].double()
+                                products = q @ mean[head, page].double()
+                                norms = q.norm(dim=-1) * float(spread[head, page]) * rule.std_weight
+                                best = max(best, float((products + norms).max()))
+                        scores.append(best)
+                    always = [b for b in range(past) if b < rule.sink_blocks or b >= past - rule.recent_blocks]
+                    others = sorted((b for b in range(past) if b not in always), key=lambda b: (-scores[b], b))
+                    reads = min(past, max(math.ceil(rule.density * past), rule.least_blocks))
+                    chosen = set((always + others)[:reads])
+                if begin == in_tile[0]:
+                    blocks_read += len(chosen)
+                positions = [
+                    t for b in sorted(chosen) for t in range(b * rule.block_tokens, (b + 1) * rule.block_tokens)
+                ]
+                positions += list(range(own, begin + 1))
+                key, value = (x[request][positions, head].to(dtype) for x in (paged.keys, paged.values))
+                logits = queries[begin - (context - chunk), head].to(dtype) @ key.T * softmax.scale
+                if softmax.softcap:
+                    logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
+                if softmax.sink_logits is not None:
+                    sinks = softmax.sink_logits.view(HEADS, -1)[head].to(dtype)[:, None]
+                    logits = torch.cat([logits, sinks], dim=1)
+                outputs.append(logits.softmax(dim=-1)[:, : len(positions)] @ value)
+        first += chunk
+    return torch.stack(outputs).view(len(case.batch.query), -1, SIZE), blocks_read
+
+
+@pytest.mark.parametrize("stride", [1, 2, 5])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_the_reference_is_attention_over_the_best_blocks(stride: int, softcap: float) -> None:
+    case = make_case([100, 37], [53, 37])
+    rule = replace(RULE, query_stride=stride)
+    softmax = Softmax(SIZE**-0.5, softcap, torch.linspace(-1, 2, HEADS * 2) if softcap else None)
+    output, counters = run(case, rule, kernels=False, softmax=softmax)
+    exact, blocks_read = plain_attention(case, rule, torch.float64, softmax)
+    assert_as_accurate(output, exact, plain_attention(case, rule, torch.float32, softmax)[0])
+    assert int(counters[:, 0].sum()) == blocks_read < int(counters[:, 1].sum())
+
+
+SHAPES = [
+    ([100], [100], {}),
+    ([101, 16, 130], [53, 16, 1], {}),
+    ([130, 129, 128, 127], [17, 16, 15, 31], {}),
+    ([100], [50], {"group": 1}),
+    ([100, 70], [50, 70], {"group": 5}),
+    ([90], [40], {"group": 16}),
+    ([150], [70], {"block_size": 128}),
+]
+RULES = {
+    "density": RULE,
+    "stride": replace(RULE, query_stride=3),
+    "wide tiles": replace(RULE, tile_tokens=32),
+    "wide blocks": replace(RULE, block_tokens=32),
+    "narrow blocks": replace(RULE, block_tokens=8, least_blocks=4),
+    "coverage": replace(RULE, coverage=0.8),
+    "coverage of few": replace(RULE, coverage=0.3, query_stride=4),
+    "nothing always": replace(RULE, sink_blocks=0, recent_blocks=0, least_blocks=1, density=0.01),
+}
+
+
+@on_devices
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize(("contexts", "chunks", "shape"), SHAPES)
+def test_the_kernels_choose_and_regroup_as_the_reference(
+    contexts: list[int], chunks: list[int], shape: dict[str, int], rule: BlockRule, device: str
+) -> None:
+    case = make_case(contexts, chunks, **shape)
+    expected, read = run(case, rule, kernels=False)
+    output, counted = run(case.on(device), rule, kernels=True)
+    assert_as_accurate(output.cpu(), expected.double(), expected.float())
+    assert torch.equal(counted.cpu(), read)
+
+
+@on_devices
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_statistics_has_a_summary(kind: str, device: str) -> None:
+    from sparse_kernels.block_prefill import triton
+
+    case = make_case([200, 77], [8, 8], kind=kind)
+    there = case.on(device)
+    mean, spread, first_page = triton.page_summaries(there.paged.statistics, there.batch, 8)
+    for request, context in enumerate((200, 77)):
+        pages = context // 8
+        blocks = case.batch.prompts.block_table[request, : -(-context // 64)].long()
+        exact_mean, exact_spread = reference.page_summaries(case.paged.statistics, blocks)
+        here = slice(int(first_page[request]), int(first_page[request]) + pages)
+        torch.testing.assert_close(mean[:, here].cpu().float(), exact_mean[:, :pages].float(), rtol=2**-7, atol=1e-2)
+        torch.testing.assert_close(spread[:, here].cpu(), exact_spread[:, :pages], rtol=1e-4, atol=1e-4)
+        keys = case.paged.keys[request][: pages * 8].double().unflatten(0, (pages, 8)).movedim(2, 0)
+        error = (exact_mean[:, :pages].double() - keys.mean(dim=2)).norm(dim=-1)
+        assert error.mean() < keys.mean(dim=2).norm(dim=-1).mean() / 2
+
+
+@on_devices
+def test_learned_sinks_join_every_denominator(device: str) -> None:
+    case = make_case([100, 60], [50, 60])
+    softmax = Softmax(SIZE**-0.5, sink_logits=torch.linspace(-2, 3, 4))
+    expected, _ = run(case, RULE, kernels=False, softmax=softmax)
+    there = replace(softmax, sink_logits=softmax.sink_logits.to(device))
+    output, _ = run(case.on(device), RULE, kernels=True, softmax=there)
+    assert_as_accurate(output.cpu(), expected.double(), expected.float())
+
+
+@pytest.mark.parametrize("whole", [{"density": 1.0}, {"coverage": 1.0}, {"dense_tokens": 99}])
+def test_a_rule_that_reads_everything_is_dense(whole: dict[str, float]) -> None:
+    rule, case = replace(RULE, **whole), make_case([100, 37], [53, 37])
+    output, counters = run(case, rule, kernels=False)
+    everything = replace(RULE, dense_tokens=1 << 20)
+    assert torch.equal(output, run(case, everything, kernels=False)[0])
+    assert torch.equal(counters[:, 0], counters[:, 1])
+
+
+@pytest.mark.parametrize("rule", [RULE, RULES["coverage"]])
+def test_neighbours_and_cuts_at_tiles_change_no_bit(rule: BlockRule) -> None:
+    alone, _ = run(make_case([100], [100]), rule, kernels=False)
+    paged = make_case([100], [100])
+    for first, last in ((0, 48), (48, 100)):
+        prompts = prompts_of([last], [last - first], paged.batch.prompts.block_table)
+        part = replace(paged, batch=PrefillBatch(paged.batch.query[first:last], prompts))
+        assert torch.equal(run(part, rule, kernels=False)[0], alone[first:last])
+
+
+def test_pages_whose_keys_are_not_finite_are_read() -> None:
+    case = make_case([160], [16])
+    case.paged.paged_keys.view[case.batch.prompts.block_table[0, 0], 1, 5, 0, 3] = float("inf")
+    mean = torch.zeros(HEADS, 20, SIZE).bfloat16()
+    spread = torch.zeros(HEADS, 20)
+    mean[:, 10], spread[:, 10] = reference._LARGEST, reference._LARGEST
+    scores = reference.score_blocks(case.batch.grouped(HEADS), mean, spread, 2, RULE)
+    assert scores.isfinite().all()
+    assert (scores.argmax(dim=1) == 5).all()
+
+
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_page_entries_lead_to_every_token(block_size: int, heads: int) -> None:
+    paged = make_batch([300], heads, SIZE, block_size=block_size)
+    entries = PageEntries.of(paged.paged_keys, 64)
+    pages = entries.pages_of(paged.paged_keys)
+    for position in (0, 15, 63, 64, 130, 299):
+        block = int(paged.block_table[0, position // block_size])
+        within = position % block_size
+        for head in range(heads):
+            page = block * entries.block_step + head * entries.head_step + within // entries.tokens * entries.sub_step
+            assert torch.equal(pages[page, within % entries.tokens, 0], paged.keys[0][position, head])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("density", 0.0),
+        ("density", 1.1),
+        ("coverage", 0.0),
+        ("query_stride", 0),
+        ("tile_tokens", 0),
+        ("sink_blocks", -1),
+    ],
+)
+def test_a_rule_that_makes_no_sense_is_refused(field: str, value: float) -> None:
+    with pytest.raises(ValueError, match=f"^{field}: got"):
+        replace(RULE, **{field: value}).check()
