@@ -97,7 +97,7 @@ def attend_plainly(sequences: VirtualSequences, output: torch.Tensor, wants_lse:
         keys, values = (x[pages].flatten(0, 1)[:length, 0].float() for x in (sequences.keys, sequences.values))
         logits = torch.einsum("rgd,nd->grn", sequences.queries[first:last].float(), keys) * scale
         visible = torch.arange(length) < torch.arange(length - (last - first) + 1, length + 1)[:, None]
-        logits = logits.masked_fill(~visible, -torch.inf)
+        logits = logits.masked_fill(~visible.to(logits.device), -torch.inf)
         lse[:, first:last] = logits.logsumexp(dim=-1)
         output[first:last] = (logits.softmax(dim=-1) @ values).transpose(0, 1).to(output.dtype)
     return lse.to(output.device) if wants_lse else None

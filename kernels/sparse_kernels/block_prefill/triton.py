@@ -21,7 +21,7 @@ from sparse_kernels.page_statistics import PageStatistics
 
 _LARGEST = tl.constexpr(2.0**90)
 """`_LARGEST` of the reference."""
-_PIECE_PAGES = 1024
+_PIECE_PAGES = 4096
 """Pages of a context that one program scores for one tile."""
 _MOST_ROWS = 128
 """Query rows that meet the pages at a time."""
@@ -164,28 +164,27 @@ def _scoring_rows(
     rows_ptr, base, count, part, GROUP: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, HEAD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Returns a part of the rows that score a tile's past, their norms, which tokens they are and whether they
-    exist."""
+    """Returns some of the rows that score a tile's past, their norms, their tokens and whether they exist."""
     row = part * ROWS + tl.arange(0, ROWS)
-    # The last token of a tile always scores.
+    # The last token of a tile always scores. Rows that do not exist are those of that token once more.
     token = count - 1 - row // GROUP * STRIDE
     exists = token >= 0
+    token = tl.where(exists, token, count - 1)
     dim = tl.arange(0, DIMS)
     place = rows_ptr + ((base + token).to(tl.int64) * GROUP + row % GROUP)[:, None] * HEAD_SIZE + dim[None, :]
-    query = tl.load(place, mask=exists[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0)
+    query = tl.load(place, mask=(dim < HEAD_SIZE)[None, :], other=0.0)
     full = query.to(tl.float32)
     return query.to(tl.bfloat16), tl.sqrt_rn(tl.sum(full * full, axis=1)), token, exists
 
 
 @triton.jit
-def _page_products(query, norm, mean_ptr, deviation_ptr, page, num_pages, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr):
-    """Returns q . mu + (lambda ||q||) sigma of some rows with some pages."""
+def _pages(mean_ptr, deviation_ptr, page, num_pages, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr):
+    """Returns the mean keys `[PAGES, DIMS]` and the spreads `[PAGES]` of some pages."""
     dim = tl.arange(0, DIMS)
     exists = page < num_pages
-    place = mean_ptr + page.to(tl.int64)[None, :] * HEAD_SIZE + dim[:, None]
-    mean = tl.load(place, mask=exists[None, :] & (dim < HEAD_SIZE)[:, None], other=0.0)
-    deviation = tl.load(deviation_ptr + page, mask=exists, other=0.0)
-    return tl.dot(query, mean) + norm[:, None] * deviation[None, :]
+    place = mean_ptr + page.to(tl.int64)[:, None] * HEAD_SIZE + dim[None, :]
+    mean = tl.load(place, mask=exists[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0)
+    return mean, tl.load(deviation_ptr + page, mask=exists, other=0.0)
 
 
 @triton.jit
@@ -227,14 +226,14 @@ def _score(
     deviation_ptr += offset
     scores_ptr += (tile * KV_HEADS + head).to(tl.int64) * scores_stride
     for part in tl.static_range(PARTS):
-        query, norm, _, is_query = _scoring_rows(rows_ptr, base, count, part, GROUP, STRIDE, ROWS, HEAD_SIZE, DIMS)
-        norm = norm * std_weight
+        query, norm, _, _ = _scoring_rows(rows_ptr, base, count, part, GROUP, STRIDE, ROWS, HEAD_SIZE, DIMS)
+        query, norm = tl.trans(query), norm * std_weight
         for start in range(begin, tl.minimum(begin + PIECE_PAGES, num_pages), PAGES):
             page = start + tl.arange(0, PAGES)
-            score = _page_products(query, norm, mean_ptr, deviation_ptr, page, num_pages, HEAD_SIZE, DIMS)
-            score = tl.where(is_query[:, None], score, float("-inf"))
-            best = tl.max(tl.reshape(score, (ROWS, PAGES // PAGES_PER_BLOCK, PAGES_PER_BLOCK)), axis=2)
-            best = tl.max(best, axis=0)
+            mean, deviation = _pages(mean_ptr, deviation_ptr, page, num_pages, HEAD_SIZE, DIMS)
+            # Pages stand in the rows of the product: most of a maximum over queries then stays within a thread.
+            score = tl.dot(mean, query) + deviation[:, None] * norm[None, :]
+            best = tl.max(tl.reshape(tl.max(score, axis=1), (PAGES // PAGES_PER_BLOCK, PAGES_PER_BLOCK)), axis=1)
             block = start // PAGES_PER_BLOCK + tl.arange(0, PAGES // PAGES_PER_BLOCK)
             if part > 0:
                 best = tl.maximum(best, tl.load(scores_ptr + block, mask=block < past, other=0.0))
@@ -390,7 +389,8 @@ def _normaliser(
         total = tl.zeros((ROWS,), tl.float32)
         for start in range(begin, tl.minimum(begin + PIECE_PAGES, num_pages), PAGES):
             page = start + tl.arange(0, PAGES)
-            logit = _page_products(query, norm, mean_ptr, deviation_ptr, page, num_pages, HEAD_SIZE, DIMS) * scale
+            mean, deviation = _pages(mean_ptr, deviation_ptr, page, num_pages, HEAD_SIZE, DIMS)
+            logit = (tl.dot(query, tl.trans(mean)) + norm[:, None] * deviation[None, :]) * scale
             logit = tl.where(page[None, :] < visible[:, None], logit, float("-inf"))
             larger = tl.maximum(most, tl.max(logit, axis=1))
             total = total * tl.exp(most - larger) + tl.sum(tl.exp(logit - larger[:, None]), axis=1)
@@ -452,7 +452,7 @@ def _mass(
     pieces = (tl.load(end_ptr + tile) // PAGE_SIZE + PIECE_PAGES - 1) // PIECE_PAGES
     for part in tl.static_range(PARTS):
         query, norm, _, is_query = _scoring_rows(rows_ptr, base, count, part, GROUP, STRIDE, ROWS, HEAD_SIZE, DIMS)
-        norm = norm * std_weight
+        query, norm = tl.trans(query), norm * std_weight
         row = (part * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         most = tl.full((ROWS,), -1e30, tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
@@ -464,11 +464,10 @@ def _mass(
         normaliser = most + tl.log(tl.where(total > 0, total, 1.0))
         for start in range(begin, tl.minimum(begin + PIECE_PAGES, num_pages), PAGES):
             page = start + tl.arange(0, PAGES)
-            logit = _page_products(query, norm, mean_ptr, deviation_ptr, page, num_pages, HEAD_SIZE, DIMS) * scale
-            is_past = is_query[:, None] & (page < num_pages)[None, :]
-            weight = tl.where(is_past, tl.exp(logit - normaliser[:, None]), 0.0)
-            mass = tl.sum(tl.reshape(weight, (ROWS, PAGES // PAGES_PER_BLOCK, PAGES_PER_BLOCK)), axis=2)
-            mass = tl.sum(mass, axis=0)
+            mean, deviation = _pages(mean_ptr, deviation_ptr, page, num_pages, HEAD_SIZE, DIMS)
+            logit = (tl.dot(mean, query) + deviation[:, None] * norm[None, :]) * scale
+            weight = tl.where(is_query[None, :], tl.exp(logit - normaliser[None, :]), 0.0)
+            mass = tl.sum(tl.reshape(tl.sum(weight, axis=1), (PAGES // PAGES_PER_BLOCK, PAGES_PER_BLOCK)), axis=1)
             block = start // PAGES_PER_BLOCK + tl.arange(0, PAGES // PAGES_PER_BLOCK)
             if part > 0:
                 mass += tl.load(scores_ptr + block, mask=block < past, other=0.0)
@@ -646,8 +645,8 @@ def score_past(
         "PAGES": _PAGES,
         "HEAD_SIZE": statistics.head_size,
         "DIMS": triton.next_power_of_2(statistics.head_size),
-        "num_warps": 4 if grid.rows <= 64 else 8,
-        "num_stages": 3,
+        "num_warps": 4,
+        "num_stages": 2,
     }
     if not rule.is_adaptive:
         _score[(len(tiles), heads, grid.pieces)](
