@@ -96,8 +96,8 @@ def _read_text(decoder: Decoder, prefix: Prefix, document: Document, setting: Se
     return {"loss": round(-decoded.log_probability.mean().item(), 5), "pages_read": round(decoded.pages_read, 2)}
 
 
-def _open(path: Path, commit: str | None) -> tuple[ResultFile, set[tuple[str, str]]]:
-    """The result file to append to, and what it holds already."""
+def open_results(path: Path, commit: str | None) -> tuple[ResultFile, set[tuple[str, str]]]:
+    """The result file to append to, and the documents and settings that it holds already."""
     done: set[tuple[str, str]] = set()
     if path.exists() and (written := path.read_text(encoding="utf-8")):
         # A process that was killed may have left part of a line.
@@ -121,7 +121,7 @@ def measure(
 ) -> bool:
     """Measure what the file lacks; return whether the time was enough."""
     end = time.monotonic() + time_limit
-    file, done = _open(output, commit)
+    file, done = open_results(output, commit)
     with file, Progress(console=open_console()) as progress:
         source = document_source(seed, folder)
         decoder = Decoder(NEEDLE_8M, device)

@@ -1,0 +1,115 @@
+"""`python -m research.prefill`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from bench.common.options import Commit, Output, TimeLimit, make_app, parse_sizes, split_values
+from bench.common.results import RESULTS
+from research.prefill.plan import DOCUMENTS, STAGES
+from vllm_sparse_plugin.cli.arguments import run_app
+from vllm_sparse_plugin.errors import ConfigurationError
+
+PAGE = Path(__file__).parent / "README.md"
+
+app = make_app("Rules of sparse prefill on needle-8m.")
+
+
+_Stages = Annotated[list[str] | None, typer.Option("--stage", help=f"Repeatable; {', '.join(s.name for s in STAGES)}.")]
+_Contexts = Annotated[
+    list[str] | None, typer.Option("--context", help="In tokens, such as 16K, repeatable; those of the stages.")
+]
+_Seed = Annotated[int, typer.Option("--seed", help="Of documents and needles.")]
+
+
+def _names(values: list[str] | None) -> list[str] | None:
+    return split_values(values) if values else None
+
+
+def _sizes(values: list[str] | None) -> list[int] | None:
+    return list(parse_sizes("context", values)) if values else None
+
+
+@app.command()
+def documents(
+    folder: Annotated[Path, typer.Option(help="Where to keep them, for `run --folder`.")],
+    stages: _Stages = None,
+    contexts: _Contexts = None,
+    seed: _Seed = 0,
+) -> None:
+    """Write the documents, so that another machine asks the same questions."""
+    from research.prefill.run import chosen_stages
+    from research.study.run import document_source
+
+    source = document_source(seed, folder)
+    for stage in chosen_stages(_names(stages), _sizes(contexts), None, None):
+        for context in stage.contexts:
+            for task in stage.tasks:
+                source((task, context, DOCUMENTS))
+
+
+@app.command()
+def run(
+    output: Output,
+    stages: _Stages = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--setting", help="Name or pattern such as 'quarters*/d0.05*', repeatable.")
+    ] = None,
+    contexts: _Contexts = None,
+    count: Annotated[
+        int | None, typer.Option("--documents", min=1, max=DOCUMENTS, help="Per task and context; those of the stages.")
+    ] = None,
+    seed: _Seed = 0,
+    device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
+    folder: Annotated[Path | None, typer.Option(help="Keeps documents.")] = None,
+    time_limit: TimeLimit = 3600,
+    commit: Commit = None,
+) -> None:
+    """Measure what the output does not hold yet; exit code 3 if time runs out, after which the same command goes on."""
+    from research.prefill.data import summary_table
+    from research.prefill.run import Selection, chosen_stages, measure
+
+    chosen = chosen_stages(_names(stages), _sizes(contexts), _names(settings), count)
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        raise ConfigurationError(f"device: got {device!r}, allowed: a device that torch can use here") from None
+    finished = measure(output, Selection(chosen, seed, time_limit), device, folder, commit)
+    typer.echo(summary_table(output))
+    if not finished:
+        typer.echo("time is up: run the same command again to go on", err=True)
+        raise typer.Exit(3)
+
+
+@app.command()
+def collect(
+    raw: Annotated[list[Path], typer.Argument(help="Files that `run` wrote.")],
+    output: Output,
+) -> None:
+    """Fold result files into one line for each setting and context."""
+    from research.prefill.data import collect_runs
+
+    collect_runs(raw, output)
+
+
+@app.command()
+def report(
+    check: Annotated[bool, typer.Option("--check", help="Only say whether the page is up to date.")] = False,
+) -> None:
+    """Write the generated parts and the plots of the study's page."""
+    from research.prefill.report import write_page
+
+    write_page(PAGE, RESULTS, check)
+
+
+def main() -> None:
+    """Runs the command line; bad input ends in one sentence and exit code 2."""
+    run_app(app)
+
+
+if __name__ == "__main__":
+    main()
