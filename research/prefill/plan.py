@@ -43,6 +43,8 @@ MEAN, HALVES, ALL = Quarters(), Quarters(vectors=2), Quarters(vectors=4)
 """Quarters as one, two and four vectors of a page."""
 SCORE, SCORE_ALL = Rule(MEAN, 1.0), Rule(ALL, 0.0)
 MASS, MASS_ALL = Rule(MEAN, 0.5, "mass"), Rule(ALL, 0.0, "mass")
+BEST, BEST_ALL = replace(MASS, form="best"), replace(MASS_ALL, form="best")
+BEST_HALVES, BEST_UNIQUE = Rule(HALVES, 0.5, "best"), Rule(MeanAndSpread(), 0.5, "best")
 ORACLE_MASS, ORACLE_PEAK = Rule(Keys(), 0.0, "mass"), Rule(Keys(), 0.0, "peak")
 ORACLE_LOGIT = Rule(Keys(), 0.0)
 PROBES = replace(ORACLE_MASS, queries=Queries("random"))
@@ -156,14 +158,16 @@ def _wide() -> Iterator[Setting]:
 def finalists() -> Iterator[Setting]:
     """What the default is chosen from."""
     yield Setting()
-    yield from _at((SCORE_ALL, SCORE), (0.05, 0.1, 0.025))
-    yield from _at((replace(SCORE_ALL, queries=Queries(stride=4)),), (0.05, 0.1))
-    yield from _at((replace(SCORE_ALL, queries=Queries(stride=4)),), (0.05, 0.1), tile=128)
-    yield from _at((SCORE_ALL,), (0.05,), tile=128)
-    yield from _at((MASS_ALL, ORACLE_MASS, Rule(MeanAndSpread(), 1.0)), (0.05,))
-    yield from _at((POOLED, Newest()), (0.05, 0.1))
-    yield Setting(SCORE_ALL, Density(0.05, 16))
-    yield from (Setting(MASS_ALL, Coverage(share)) for share in (0.9, 0.95))
+    yield from _at((replace(BEST_ALL, queries=Queries(stride=8)),), (0.1, 0.05))
+    yield from _at((POOLED, Newest()), (0.1, 0.05))
+    yield from _at((replace(MASS, queries=Queries(stride=4)), replace(BEST, queries=Queries(stride=4))), (0.1, 0.05))
+    yield from _at((replace(BEST_HALVES, queries=Queries(stride=8)),), (0.1,))
+    yield from _at((replace(MASS_ALL, queries=Queries(stride=4)),), (0.1, 0.05))
+    yield from _at((replace(BEST_ALL, queries=Queries(stride=16)),), (0.1,))
+    yield from _at((replace(BEST_ALL, queries=Queries(stride=8)),), (0.1,), tile=128)
+    yield from _at((replace(BEST_UNIQUE, queries=Queries(stride=8)), SCORE, ORACLE_MASS), (0.1,))
+    yield Setting(replace(BEST_ALL, queries=Queries(stride=8)), Density(0.05, 16))
+    yield from (Setting(replace(BEST_ALL, queries=Queries(stride=8)), Coverage(share)) for share in (0.9, 0.8))
 
 
 def _zipvl() -> Iterator[ZipVL]:

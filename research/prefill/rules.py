@@ -114,9 +114,10 @@ class Rule:
     summary: Summary
     weight: float = 1.0
     """Of the spread: lambda."""
-    form: Literal["score", "mass", "peak"] = "score"
+    form: Literal["score", "mass", "peak", "best"] = "score"
     """`score`: the largest product over the queries, the heads of the group and the pages of the block. `mass`: the sum
-    over queries and heads of the block's share of the softmax over pages. `peak`: the largest of these shares."""
+    over queries and heads of the block's share of the softmax over pages. `peak`: the largest of these shares. `best`: as
+    `mass`, but a block's part in the softmax is that of its best page's best vector alone."""
     queries: Queries = Queries()
     over: Literal["past", "seen"] = "seen"
     """What a query's softmax is over: the pages before the tile, or also those of the tile that are complete for it."""
@@ -167,8 +168,12 @@ class Rule:
             best = logits.amax(dim=-1).masked_fill_(hidden.squeeze(-1) | ~there.unsqueeze(-1), -torch.inf)
             best = best.amax(dim=(2, 4)).unflatten(-1, (-1, per_block)).amax(dim=-1).transpose(1, 2)
             return best, best.new_zeros(best.shape[:-1])
-        shares = (logits / math.sqrt(head_size)).masked_fill_(hidden, -torch.inf).flatten(-2).softmax(dim=-1)
-        shares = shares.unflatten(-1, (-1, per_block * vectors.shape[3])).sum(dim=-1) * there.unsqueeze(-1)
+        logits = (logits / math.sqrt(head_size)).masked_fill_(hidden, -torch.inf).flatten(-2)
+        of_block = (-1, per_block * vectors.shape[3])
+        if self.form == "best":
+            shares = logits.unflatten(-1, of_block).amax(dim=-1).softmax(dim=-1) * there.unsqueeze(-1)
+        else:
+            shares = logits.softmax(dim=-1).unflatten(-1, of_block).sum(dim=-1) * there.unsqueeze(-1)
         of_tile = shares.amax(dim=(2, 4)) if self.form == "peak" else shares.sum(dim=(2, 4))
         of_tile = of_tile.transpose(1, 2)
         before = torch.arange(of_tile.shape[-1], device=asked.device) < first[:, None, None] // BLOCK

@@ -20,7 +20,7 @@ ON_CPU = pytest.param(
 )
 ON_GPU = pytest.param("cuda", marks=[NO_TRITON, pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")])
 on_devices = pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
-RULE = BlockRule(tile_tokens=16, block_tokens=16, density=0.4, least_blocks=2, dense_tokens=32)
+RULE = BlockRule(tile_tokens=16, block_tokens=16, density=0.4, least_blocks=2, dense_tokens=32, query_stride=2)
 HEADS, SIZE = 2, 32
 
 
@@ -107,7 +107,7 @@ def run(
     case: Case, rule: BlockRule, kernels: bool, softmax: Softmax | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, full of NaN before, and counters."""
-    tiles = plan_tiles(case.batch.prompts, rule)
+    tiles = plan_tiles(case.batch.prompts, rule, case.batch.query.shape[1] // HEADS)
     output = torch.full_like(case.batch.query.contiguous(), float("nan"))
     counters = torch.zeros(HEADS, 2, dtype=torch.int64, device=output.device)
     prefill_blocks(
@@ -123,9 +123,8 @@ def plain_attention(case: Case, rule: BlockRule, dtype: torch.dtype, softmax: So
     paged, prompts = case.paged, case.batch.prompts
     for request, (context, chunk) in enumerate(zip(prompts.longest, prompts.query_lens, strict=True)):
         queries = case.batch.query[first : first + chunk].unflatten(1, (HEADS, -1))
-        mean, spread = reference.page_summaries(
-            paged.statistics, prompts.block_table[request, : -(-context // 64)].long()
-        )
+        blocks = prompts.block_table[request, : -(-context // 64)].long()
+        keys, spread = reference.page_summaries(paged.statistics, blocks)
         for begin in range(context - chunk, context):
             tile = begin // rule.tile_tokens * rule.tile_tokens
             own = tile // rule.block_tokens * rule.block_tokens
@@ -136,16 +135,19 @@ def plain_attention(case: Case, rule: BlockRule, dtype: torch.dtype, softmax: So
             for head in range(HEADS):
                 chosen = set(range(past))
                 if own >= rule.dense_tokens:
-                    scores = []
-                    for block in range(past):
-                        best = -math.inf
-                        for page in range(block * rule.block_tokens // 8, (block + 1) * rule.block_tokens // 8):
-                            for token in scoring:
-                                q = queries[token - (context - chunk), head].double()
-                                products = q @ mean[head, page].double()
-                                norms = q.norm(dim=-1) * float(spread[head, page]) * rule.std_weight
-                                best = max(best, float((products + norms).max()))
-                        scores.append(best)
+                    scores = [0.0] * past
+                    for token, g in itertools.product(scoring, range(queries.shape[2])):
+                        q = queries[token - (context - chunk), head, g].double()
+                        logits = {}
+                        for page in range((token + 1) // 8):
+                            products = keys[head, page].double() @ q
+                            spread_by = 0.0 if spread is None else float(spread[head, page]) * rule.std_weight
+                            logit = float((products.max() + spread_by * q.norm()) * softmax.scale)
+                            block = page * 8 // rule.block_tokens
+                            logits[block] = max(logits.get(block, -math.inf), logit)
+                        total = sum(math.exp(logit) for logit in logits.values())
+                        for block in range(past):
+                            scores[block] += math.exp(logits[block]) / total
                     always = [b for b in range(past) if b < rule.sink_blocks or b >= past - rule.recent_blocks]
                     others = sorted((b for b in range(past) if b not in always), key=lambda b: (-scores[b], b))
                     reads = min(past, max(math.ceil(rule.density * past), rule.least_blocks))
@@ -157,13 +159,13 @@ def plain_attention(case: Case, rule: BlockRule, dtype: torch.dtype, softmax: So
                 ]
                 positions += list(range(own, begin + 1))
                 key, value = (x[request][positions, head].to(dtype) for x in (paged.keys, paged.values))
-                logits = queries[begin - (context - chunk), head].to(dtype) @ key.T * softmax.scale
+                weights = queries[begin - (context - chunk), head].to(dtype) @ key.T * softmax.scale
                 if softmax.softcap:
-                    logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
+                    weights = softmax.softcap * torch.tanh(weights / softmax.softcap)
                 if softmax.sink_logits is not None:
                     sinks = softmax.sink_logits.view(HEADS, -1)[head].to(dtype)[:, None]
-                    logits = torch.cat([logits, sinks], dim=1)
-                outputs.append(logits.softmax(dim=-1)[:, : len(positions)] @ value)
+                    weights = torch.cat([weights, sinks], dim=1)
+                outputs.append(weights.softmax(dim=-1)[:, : len(positions)] @ value)
         first += chunk
     return torch.stack(outputs).view(len(case.batch.query), -1, SIZE), blocks_read
 
@@ -197,6 +199,8 @@ RULES = {
     "narrow blocks": replace(RULE, block_tokens=8, least_blocks=4),
     "coverage": replace(RULE, coverage=0.8),
     "coverage of few": replace(RULE, coverage=0.3, query_stride=4),
+    "maximum": replace(RULE, measure="maximum"),
+    "every query": replace(RULE, query_stride=1),
     "nothing always": replace(RULE, sink_blocks=0, recent_blocks=0, least_blocks=1, density=0.01),
 }
 
@@ -221,17 +225,21 @@ def test_every_kind_of_statistics_has_a_summary(kind: str, device: str) -> None:
 
     case = make_case([200, 77], [8, 8], kind=kind)
     there = case.on(device)
-    mean, spread, first_page = triton.page_summaries(there.paged.statistics, there.batch, 8)
+    summaries = triton.page_summaries(there.paged.statistics, there.batch, 8, torch.bfloat16)
     for request, context in enumerate((200, 77)):
         pages = context // 8
         blocks = case.batch.prompts.block_table[request, : -(-context // 64)].long()
-        exact_mean, exact_spread = reference.page_summaries(case.paged.statistics, blocks)
-        here = slice(int(first_page[request]), int(first_page[request]) + pages)
-        torch.testing.assert_close(mean[:, here].cpu().float(), exact_mean[:, :pages].float(), rtol=2**-7, atol=1e-2)
-        torch.testing.assert_close(spread[:, here].cpu(), exact_spread[:, :pages], rtol=1e-4, atol=1e-4)
-        keys = case.paged.keys[request][: pages * 8].double().unflatten(0, (pages, 8)).movedim(2, 0)
-        error = (exact_mean[:, :pages].double() - keys.mean(dim=2)).norm(dim=-1)
-        assert error.mean() < keys.mean(dim=2).norm(dim=-1).mean() / 2
+        keys, spread = reference.page_summaries(case.paged.statistics, blocks)
+        here = slice(int(summaries.first_page[request]), int(summaries.first_page[request]) + pages)
+        torch.testing.assert_close(
+            summaries.keys[:, here].cpu().float(), keys[:, :pages].float(), rtol=2**-7, atol=1e-2
+        )
+        assert (spread is None) == (summaries.spread is None)
+        if spread is not None:
+            torch.testing.assert_close(summaries.spread[:, here].cpu(), spread[:, :pages], rtol=1e-4, atol=1e-4)
+        mean = case.paged.keys[request][: pages * 8].double().unflatten(0, (pages, 8)).movedim(2, 0).mean(dim=2)
+        error = (keys[:, :pages].double().mean(dim=2) - mean).norm(dim=-1)
+        assert error.mean() < mean.norm(dim=-1).mean() / 2
 
 
 @on_devices
@@ -266,12 +274,14 @@ def test_neighbours_and_cuts_at_tiles_change_no_bit(rule: BlockRule) -> None:
 def test_pages_whose_keys_are_not_finite_are_read() -> None:
     case = make_case([160], [16])
     case.paged.paged_keys.view[case.batch.prompts.block_table[0, 0], 1, 5, 0, 3] = float("inf")
-    mean = torch.zeros(HEADS, 20, SIZE).bfloat16()
+    keys = torch.zeros(HEADS, 20, 1, SIZE).bfloat16()
     spread = torch.zeros(HEADS, 20)
-    mean[:, 10], spread[:, 10] = reference._LARGEST, reference._LARGEST
-    scores = reference.score_blocks(case.batch.grouped(HEADS), mean, spread, 2, RULE)
-    assert scores.isfinite().all()
-    assert (scores.argmax(dim=1) == 5).all()
+    keys[:, 10], spread[:, 10] = reference._LARGEST, reference._LARGEST
+    visible = torch.full((8,), 20)
+    logits = reference.block_logits(case.batch.grouped(HEADS), keys, spread, visible, 2, SIZE**-0.5, RULE)
+    masses = reference.measure_blocks(logits, RULE)
+    assert masses.isfinite().all()
+    assert (masses.argmax(dim=1) == 5).all()
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])

@@ -15,21 +15,24 @@ from sparse_kernels.page_statistics import PageStatistics
 _LARGEST = 2.0**90
 """Summaries end here, so that no product with a query overflows: a page whose keys are not finite is read, not
 hidden."""
+_LARGEST_LOGIT = 60000.0
+"""Logits of blocks end here."""
 
 
-def page_summaries(statistics: PageStatistics, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns mean key and spread of every page of some cache blocks, as their records tell them.
+def page_summaries(statistics: PageStatistics, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the keys that stand for every page of some cache blocks, as their records tell them, and their spreads.
 
     Args:
         statistics: views of the cache's statistics.
         blocks: `[num_blocks]` integer, physical block ids.
 
     Returns:
-        `[num_kv_heads, num_blocks * pages_per_block, head_size]` bfloat16 and, without the last dimension, float32.
+        `[num_kv_heads, num_blocks * pages_per_block, summary_keys, head_size]` bfloat16 and
+        `[num_kv_heads, num_blocks * pages_per_block]` float32, or None for a kind without.
     """
     vectors, scales, spread = statistics.records(blocks)
-    mean, spread = statistics.kind.summary(vectors if scales is None else vectors * scales[..., None], spread)
-    return mean.clamp(-_LARGEST, _LARGEST).bfloat16(), spread.clamp(max=_LARGEST)
+    keys, spread = statistics.kind.summary(vectors if scales is None else vectors * scales[..., None], spread)
+    return keys.clamp(-_LARGEST, _LARGEST).bfloat16(), None if spread is None else spread.clamp(max=_LARGEST)
 
 
 def scoring_queries(query: torch.Tensor, rule: BlockRule) -> torch.Tensor:
@@ -42,66 +45,59 @@ def scoring_queries(query: torch.Tensor, rule: BlockRule) -> torch.Tensor:
     return query.flip(0)[:: rule.query_stride]
 
 
-def score_blocks(
-    query: torch.Tensor, mean: torch.Tensor, spread: torch.Tensor, pages_per_block: int, rule: BlockRule
-) -> torch.Tensor:
-    """Scores blocks by their best page for the best query of a tile (UNIQUE, Eq. 3 and 6).
-
-        S_b = max over queries q of the tile, heads of the group and pages p of b of  q . mu_p + lambda ||q||_2 sigma_p
-
-    Args:
-        query: `[num_tokens, num_kv_heads, group_size, head_size]` bfloat16 or float16, of one tile.
-        mean: `[num_kv_heads, num_pages, head_size]` bfloat16, of whole blocks.
-        spread: `[num_kv_heads, num_pages]` float32.
-        pages_per_block: pages of a block, the unit of selection.
-        rule: which tokens score.
-
-    Returns:
-        `[num_kv_heads, num_blocks]` float32.
-    """
-    rows = scoring_queries(query, rule).float().movedim(1, 0).flatten(1, 2)
-    norm = rows.norm(dim=-1, keepdim=True) * rule.std_weight
-    scores = torch.baddbmm(norm * spread[:, None], rows, mean.float().transpose(1, 2))
-    best: torch.Tensor = scores.amax(dim=1).unflatten(1, (-1, pages_per_block)).amax(dim=2)
-    return best
-
-
-def block_masses(
+def block_logits(
     query: torch.Tensor,
-    mean: torch.Tensor,
-    spread: torch.Tensor,
+    keys: torch.Tensor,
+    spread: torch.Tensor | None,
     visible: torch.Tensor,
     pages_per_block: int,
     scale: float,
     rule: BlockRule,
 ) -> torch.Tensor:
-    """Estimates the attention weight of each block, summed over the scoring queries of a tile.
+    """Returns for each scoring query the logit of every block: that of the page's key which matches it best.
 
-    A page's weight for a query is e^l over the sum of that over the complete pages before the query, where
-
-        l = s (q . mu_p + (lambda / 2) ||q||_2 sigma_p)
+        l_b = max over pages p of b and their summary keys x of  s (q . x + w ||q||_2 sigma_p)
 
     Args:
-        query: see `score_blocks`.
-        mean: see `score_blocks`; of every block up to the end of the tile.
-        spread: see `score_blocks`.
+        query: `[num_tokens, num_kv_heads, group_size, head_size]` bfloat16 or float16, of one tile.
+        keys: `[num_kv_heads, num_pages, summary_keys, head_size]` bfloat16, of whole blocks.
+        spread: `[num_kv_heads, num_pages]` float32, or None.
         visible: `[num_scoring_tokens]` integer, complete pages up to each of the `scoring_queries`.
-        pages_per_block: pages of a block.
+        pages_per_block: pages of a block, the unit of selection.
         scale: s, the factor of logits.
-        rule: which tokens score.
+        rule: which tokens score, and w.
 
     Returns:
-        `[num_kv_heads, num_blocks]` float32; over all blocks they add up to the rows that score, where those see a
-        page.
+        `[num_kv_heads, num_scoring_tokens * group_size, num_blocks]` float32, -inf for blocks without a visible page.
     """
     chosen = scoring_queries(query, rule)
     rows = chosen.float().movedim(1, 0).flatten(1, 2)
-    norm = rows.norm(dim=-1, keepdim=True) * (rule.std_weight / 2)
-    logits = torch.baddbmm(norm * spread[:, None], rows, mean.float().transpose(1, 2)) * scale
-    pages = torch.arange(mean.shape[1], device=query.device)
+    logits = (rows @ keys.float().flatten(1, 2).transpose(1, 2)).unflatten(2, keys.shape[1:3]).amax(dim=3)
+    if spread is not None:
+        logits += rule.std_weight * rows.norm(dim=-1, keepdim=True) * spread[:, None]
+    pages = torch.arange(keys.shape[1], device=query.device)
     hidden = pages >= visible.repeat_interleave(chosen.shape[2])[:, None]
-    weights = logits.masked_fill(hidden, -torch.inf).softmax(dim=-1).nan_to_num(0.0)
-    masses: torch.Tensor = weights.sum(dim=1).unflatten(1, (-1, pages_per_block)).sum(dim=2)
+    logits = (logits * scale).clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT).masked_fill(hidden, -torch.inf)
+    best: torch.Tensor = logits.unflatten(2, (-1, pages_per_block)).amax(dim=3)
+    # Kernels keep these numbers as float16.
+    return best.half().float()
+
+
+def measure_blocks(logits: torch.Tensor, rule: BlockRule) -> torch.Tensor:
+    """Makes one number of each block of what the scoring queries of a tile say of it.
+
+        mass: sum over queries of  e^(l_b) / sum over blocks c of e^(l_c)        maximum: max over queries of l_b
+
+    Args:
+        logits: see `block_logits`.
+        rule: which of the two.
+
+    Returns:
+        `[num_kv_heads, num_blocks]` float32. Masses add up to the number of rows that see a block.
+    """
+    if rule.measure == "maximum":
+        return logits.amax(dim=1)
+    masses: torch.Tensor = logits.softmax(dim=-1).nan_to_num(0.0).sum(dim=1)
     return masses
 
 
@@ -207,7 +203,7 @@ def prefill_blocks(
     softmax = replace(softmax, scale=scale)
     grouped, prompts = batch.grouped(heads), batch.prompts
     tokens_per_block = cache.keys.pages_per_block * cache.page_size
-    summaries: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    summaries: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
     parts = (tiles.request, tiles.first_token, tiles.num_tokens, tiles.past_blocks, tiles.reads, tiles.end)
     for request, first, num_tokens, past, reads, end in torch.stack(parts, dim=1).tolist():
         if not num_tokens:
@@ -233,8 +229,8 @@ def prefill_blocks(
 
 def _choose(
     query: torch.Tensor,
-    mean: torch.Tensor,
-    spread: torch.Tensor,
+    keys: torch.Tensor,
+    spread: torch.Tensor | None,
     page_size: int,
     past: int,
     reads: int,
@@ -242,17 +238,12 @@ def _choose(
     scale: float,
     rule: BlockRule,
 ) -> torch.Tensor:
-    """Scores the past of a tile and chooses from it."""
-    pages_per_block = rule.block_tokens // page_size
-    if not rule.is_adaptive:
-        pages = past * pages_per_block
-        scores = score_blocks(query, mean[:, :pages], spread[:, :pages], pages_per_block, rule)
-        return choose_blocks(scores, reads, rule)
-    complete = end // page_size
+    """Measures the past of a tile and chooses from it."""
+    pages_per_block, complete = rule.block_tokens // page_size, end // page_size
     padding = -complete % pages_per_block
-    mean = torch.nn.functional.pad(mean[:, :complete], (0, 0, 0, padding))
-    spread = torch.nn.functional.pad(spread[:, :complete], (0, padding))
+    keys = torch.nn.functional.pad(keys[:, :complete], (0, 0, 0, 0, 0, padding))
+    spread = None if spread is None else torch.nn.functional.pad(spread[:, :complete], (0, padding))
     position = torch.arange(end - len(query) + 1, end + 1, device=query.device)
     visible = scoring_queries(position, rule) // page_size
-    masses = block_masses(query, mean, spread, visible, pages_per_block, scale, rule)
-    return choose_blocks(masses[:, :past], reads, rule, total=len(visible) * query.shape[2])
+    logits = block_logits(query, keys, spread, visible, pages_per_block, scale, rule)
+    return choose_blocks(measure_blocks(logits, rule)[:, :past], reads, rule, total=logits.shape[1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,16 @@ class BlockRule:
     """Leading blocks that are always read."""
     recent_blocks: int = 1
     """Newest past blocks that are always read."""
-    least_blocks: int = 8
+    least_blocks: int = 16
     """Past blocks that a tile reads at least, if it has so many."""
     dense_tokens: int = 8192
     """Tiles that begin before this position read everything."""
-    std_weight: float = 1.0
-    """lambda, the weight of the spread in a page's score (UNIQUE, Eq. 3)."""
-    query_stride: int = 1
+    measure: Literal["mass", "maximum"] = "mass"
+    """Whether blocks are ranked by their estimated share of the attention weight, added up over the tile's queries, or
+    by the largest logit of any of them."""
+    std_weight: float = 0.5
+    """Weight of the spread in a page's logit, for statistics that have one."""
+    query_stride: int = 8
     """One in so many of a tile's tokens scores the blocks, from its last token backwards."""
 
     def check(self) -> None:
@@ -45,6 +49,8 @@ class BlockRule:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed: at least 0")
         if not 0 < self.density <= 1:
             raise ValueError(f"density: got {self.density}, allowed: above 0, up to 1")
+        if self.measure not in ("mass", "maximum") or (self.is_adaptive and self.measure != "mass"):
+            raise ValueError(f"measure: got {self.measure!r}, allowed: 'mass', or 'maximum' without a coverage")
         if self.coverage is not None and not 0 < self.coverage <= 1:
             raise ValueError(f"coverage: got {self.coverage}, allowed: above 0, up to 1")
 

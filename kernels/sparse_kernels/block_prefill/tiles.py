@@ -9,6 +9,33 @@ import torch
 from sparse_kernels.batch import Prompts
 from sparse_kernels.block_prefill.rule import BlockRule
 
+_ROWS_OF_A_GROUP = 128
+"""Rows that a scoring group has, or a multiple of it."""
+
+
+@dataclass(frozen=True)
+class ScoringRows:
+    """The rows of queries that score together. A row is a token of a tile and a query head of a KV head."""
+
+    rows: int
+    """Rows of a tile that score."""
+    padded: int
+    """Room for the rows of a tile, a power of two."""
+    tiles: int
+    """Tiles of a group."""
+
+    @classmethod
+    def of(cls, rule: BlockRule, group_size: int) -> ScoringRows:
+        """Returns the shape for so many query heads to a KV head."""
+        rows = -(-rule.tile_tokens // rule.query_stride) * group_size
+        padded = 1 << (rows - 1).bit_length()
+        return cls(rows, padded, max(_ROWS_OF_A_GROUP // padded, 1))
+
+    @property
+    def of_group(self) -> int:
+        """Rows of a group."""
+        return self.padded * self.tiles
+
 
 @dataclass(frozen=True)
 class Tiles:
@@ -31,6 +58,17 @@ class Tiles:
     the fewest that it reads."""
     end: torch.Tensor
     """`[num_tiles]` int32, the position behind the last token of each tile."""
+    group_first: torch.Tensor
+    """`[num_groups]` int32, the first tile of each scoring group: consecutive tiles of a request that are scored
+    together, since they read the same statistics."""
+    group_tiles: torch.Tensor
+    """`[num_groups]` int32, how many tiles a group has."""
+    slot: torch.Tensor
+    """`[num_tiles]` int32, `group * scoring.tiles + place in the group` of each tile."""
+    scoring: ScoringRows
+    """The shape of a group."""
+    max_blocks: int
+    """An upper bound of a tile's past and own blocks together."""
     max_past_blocks: int
     """An upper bound of `past_blocks`."""
     max_reads: int
@@ -56,8 +94,13 @@ def tiles_at_most(query_tokens: int, tile_tokens: int) -> int:
     return (query_tokens + tile_tokens - 2) // tile_tokens + 1 if query_tokens else 0
 
 
-def plan_tiles(prompts: Prompts, rule: BlockRule) -> Tiles:
+def plan_tiles(prompts: Prompts, rule: BlockRule, group_size: int) -> Tiles:
     """Cuts a batch of prompts into tiles. The host does not wait for the device.
+
+    Args:
+        prompts: the prompts.
+        rule: what a tile is.
+        group_size: query heads to a KV head.
 
     Raises:
         ValueError: if there are no tokens.
@@ -66,12 +109,19 @@ def plan_tiles(prompts: Prompts, rule: BlockRule) -> Tiles:
         raise ValueError("query_lens: got no tokens, allowed: at least one")
     tile, block = rule.tile_tokens, rule.block_tokens
     counts = torch.tensor([tiles_at_most(length, tile) for length in prompts.query_lens])
+    scoring = ScoringRows.of(rule, group_size)
+    groups = -(-counts // scoring.tiles)
     request = torch.repeat_interleave(counts)
-    index = torch.arange(len(request)) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    known = torch.stack([request, index]).to(torch.int32)
+    index = _within(counts)
+    slot = torch.repeat_interleave((groups.cumsum(0) - groups) * scoring.tiles, counts) + index
+    group_first = torch.repeat_interleave(counts.cumsum(0) - counts, groups) + _within(groups) * scoring.tiles
+    last = torch.repeat_interleave(counts.cumsum(0), groups)
+    group_tiles = torch.minimum(last - group_first, torch.tensor(scoring.tiles))
+    known = torch.cat([request, index, slot, group_first, group_tiles]).to(torch.int32)
     if prompts.seq_lens.is_cuda:
         known = known.pin_memory().to(prompts.seq_lens.device, non_blocking=True)
-    request, index = known
+    tiles, num_groups = len(request), len(group_first)
+    request, index, slot, group_first, group_tiles = known.split([tiles, tiles, tiles, num_groups, num_groups])
     asked = request.long()
     start, lengths = prompts.query_start[asked], prompts.seq_lens[asked]
     begin = lengths - (prompts.query_start[asked + 1] - start)
@@ -87,9 +137,19 @@ def plan_tiles(prompts: Prompts, rule: BlockRule) -> Tiles:
         past_blocks=past,
         reads=_reads(past, rule),
         end=end,
+        group_first=group_first,
+        group_tiles=group_tiles,
+        slot=slot,
+        scoring=scoring,
+        max_blocks=max(-(-length // block) for length in prompts.longest),
         max_past_blocks=max(pasts),
         max_reads=max(max(rule.most_blocks(past), min(past, -(-rule.dense_tokens // block))) for past in pasts),
     )
+
+
+def _within(counts: torch.Tensor) -> torch.Tensor:
+    """Numbers the members of consecutive sets of these sizes, each from 0."""
+    return torch.arange(int(counts.sum())) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
 
 
 def _reads(past: torch.Tensor, rule: BlockRule) -> torch.Tensor:

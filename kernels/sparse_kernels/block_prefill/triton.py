@@ -21,12 +21,14 @@ from sparse_kernels.page_statistics import PageStatistics
 
 _LARGEST = tl.constexpr(2.0**90)
 """`_LARGEST` of the reference."""
-_PIECE_PAGES = 4096
-"""Pages of a context that one program scores for one tile."""
-_MOST_ROWS = 128
-"""Query rows that meet the pages at a time."""
-_PAGES = 128
-"""Pages that they meet at a time."""
+_LARGEST_LOGIT = tl.constexpr(60000.0)
+"""`_LARGEST_LOGIT` of the reference."""
+_PIECE = 16384
+"""Summary keys of a context that one program scores for a group of tiles."""
+_ROWS_AT_A_TIME = 128
+"""Query rows that meet the keys at a time."""
+_KEYS_AT_A_TIME = 128
+"""Keys that they meet at a time."""
 
 
 @triton.jit
@@ -37,15 +39,17 @@ def _summarise(
     table_ptr,
     seq_lens_ptr,
     first_page_ptr,
-    mean_ptr,
+    keys_ptr,
+    key_scales_ptr,
     deviation_ptr,
     vectors_strides,
     scales_strides,
     spread_strides,
     table_stride,
-    mean_strides,
+    pages_of_all,
     SUMMARY: tl.constexpr,
     VECTORS: tl.constexpr,
+    KEYS: tl.constexpr,
     BITS: tl.constexpr,
     DROPPED: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -83,16 +87,25 @@ def _summarise(
             scale = scales_ptr + block * scales_strides[0] + head * scales_strides[1] + within * scales_strides[2]
             x *= tl.load(scale + row * scales_strides[3], mask=exists, other=0.0).to(tl.float32)[:, None]
         vectors = vectors + (x,)  # type: ignore[assignment]  # noqa: RUF005 - Triton's tuples only add
-    kept = None
+    spread = None
     if spread_ptr is not None:
         place = spread_ptr + block * spread_strides[0] + head * spread_strides[1] + within * spread_strides[2]
-        kept = tl.load(place, mask=exists, other=0.0).to(tl.float32)
-    mean, deviation = SUMMARY(vectors, kept)
-    mean = tl.clamp(mean, -_LARGEST, _LARGEST)
-    out = tl.load(first_page_ptr + request).to(tl.int64) + page
-    place = mean_ptr + head * mean_strides[0] + out[:, None] * HEAD_SIZE + dim[None, :]
-    tl.store(place, mean.to(tl.bfloat16), mask=real)
-    tl.store(deviation_ptr + head * (mean_strides[0] // HEAD_SIZE) + out, tl.minimum(deviation, _LARGEST), mask=exists)
+        spread = tl.load(place, mask=exists, other=0.0).to(tl.float32)
+    keys, deviation = SUMMARY(vectors, spread)
+    out = head * pages_of_all + tl.load(first_page_ptr + request) + page
+    for k in tl.static_range(KEYS):
+        key = tl.clamp(keys[k], -_LARGEST, _LARGEST)
+        if key_scales_ptr is not None:
+            scale = tl.max(tl.abs(key), axis=1) * (1 / 448)
+            key = key / tl.where(scale > 0, scale, 1.0)[:, None]
+            tl.store(key_scales_ptr + out * KEYS + k, scale, mask=exists)
+        tl.store(
+            keys_ptr + (out * KEYS + k)[:, None] * HEAD_SIZE + dim[None, :],
+            key.to(keys_ptr.dtype.element_ty),
+            mask=real,
+        )
+    if deviation_ptr is not None:
+        tl.store(deviation_ptr + out, tl.minimum(deviation, _LARGEST), mask=exists)
 
 
 @triton.jit
@@ -160,86 +173,169 @@ def _ungroup_with_sinks(
 
 
 @triton.jit
-def _scoring_rows(
-    rows_ptr, base, count, part, GROUP: tl.constexpr, STRIDE: tl.constexpr, ROWS: tl.constexpr, HEAD_SIZE: tl.constexpr,
-    DIMS: tl.constexpr,
-):  # fmt: skip
-    """Returns some of the rows that score a tile's past, their norms, their tokens and whether they exist."""
-    row = part * ROWS + tl.arange(0, ROWS)
-    # The last token of a tile always scores. Rows that do not exist are those of that token once more.
-    token = count - 1 - row // GROUP * STRIDE
-    exists = token >= 0
-    token = tl.where(exists, token, count - 1)
-    dim = tl.arange(0, DIMS)
-    place = rows_ptr + ((base + token).to(tl.int64) * GROUP + row % GROUP)[:, None] * HEAD_SIZE + dim[None, :]
-    query = tl.load(place, mask=(dim < HEAD_SIZE)[None, :], other=0.0)
-    full = query.to(tl.float32)
-    return query.to(tl.bfloat16), tl.sqrt_rn(tl.sum(full * full, axis=1)), token, exists
-
-
-@triton.jit
-def _pages(mean_ptr, deviation_ptr, page, num_pages, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr):
-    """Returns the mean keys `[PAGES, DIMS]` and the spreads `[PAGES]` of some pages."""
-    dim = tl.arange(0, DIMS)
-    exists = page < num_pages
-    place = mean_ptr + page.to(tl.int64)[:, None] * HEAD_SIZE + dim[None, :]
-    mean = tl.load(place, mask=exists[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0)
-    return mean, tl.load(deviation_ptr + page, mask=exists, other=0.0)
-
-
-@triton.jit
-def _score(
+def _block_logits(
     rows_ptr,
-    mean_ptr,
+    keys_ptr,
+    key_scales_ptr,
     deviation_ptr,
     first_page_ptr,
     request_ptr,
     first_ptr,
     count_ptr,
     past_ptr,
-    reads_ptr,
-    scores_ptr,
-    mean_stride,
-    scores_stride,
+    end_ptr,
+    group_first_ptr,
+    group_tiles_ptr,
+    query_scale_ptr,
+    key_scale_ptr,
+    logits_ptr,
+    pages_of_all,
+    max_blocks,
     std_weight,
+    scale,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     STRIDE: tl.constexpr,
+    SCORING: tl.constexpr,
+    PADDED: tl.constexpr,
+    OF_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PIECE_PAGES: tl.constexpr,
-    PAGES: tl.constexpr,
+    KEYS: tl.constexpr,
+    AT_A_TIME: tl.constexpr,
+    PIECE: tl.constexpr,
     PAGES_PER_BLOCK: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    # Tiles that run side by side read the same pages.
+    # Programs that run side by side read the same keys.
+    parts: tl.constexpr = OF_GROUP // ROWS
+    group, part = tl.program_id(0) // parts, tl.program_id(0) % parts
+    head = tl.program_id(1)
+    first_tile, num_tiles = tl.load(group_first_ptr + group), tl.load(group_tiles_ptr + group)
+    last_tile = first_tile + num_tiles - 1
+    # A tile without tokens pads the request behind its last one.
+    if tl.load(count_ptr + last_tile) == 0:
+        last_tile = tl.maximum(last_tile - 1, first_tile)
+    num_keys = tl.load(end_ptr + last_tile) // PAGE_SIZE * KEYS
+    begin = tl.program_id(2) * PIECE
+    if (begin >= num_keys) | (tl.load(count_ptr + first_tile) == 0):
+        return
+    row = part * ROWS + tl.arange(0, ROWS)
+    tile = tl.minimum(first_tile + row // PADDED, last_tile)
+    count = tl.load(count_ptr + tile)
+    # The last token of a tile always scores. Rows that do not exist repeat it, and nobody looks at them.
+    token = count - 1 - row % PADDED // GROUP * STRIDE
+    token = tl.where(token >= 0, token, count - 1)
+    base = (tl.load(first_ptr + tile) * KV_HEADS + head * count + token).to(tl.int64)
+    dim = tl.arange(0, DIMS)
+    real = (dim < HEAD_SIZE)[None, :]
+    place = rows_ptr + (base * GROUP + row % GROUP)[:, None] * HEAD_SIZE + dim[None, :]
+    query = tl.load(place, mask=real, other=0.0).to(tl.float32)
+    if query_scale_ptr is not None:
+        scale *= tl.load(query_scale_ptr)
+    if key_scale_ptr is not None:
+        scale *= tl.load(key_scale_ptr)
+    factor = tl.zeros((ROWS,), tl.float32) + scale
+    norm = tl.sqrt_rn(tl.sum(query * query, axis=1)) * std_weight * scale
+    if key_scales_ptr is not None:
+        largest = tl.max(tl.abs(query), axis=1) * (1 / 448)
+        largest = tl.where(largest > 0, largest, 1.0)
+        query = query / largest[:, None]
+        factor *= largest
+    query = query.to(keys_ptr.dtype.element_ty)
+    end = tl.load(end_ptr + tile)
+    visible = (end - count + token + 1) // PAGE_SIZE * KEYS
+    all_see = tl.load(past_ptr + first_tile) * (PAGES_PER_BLOCK * KEYS)
+    offset = head.to(tl.int64) * pages_of_all + tl.load(first_page_ptr + tl.load(request_ptr + first_tile))
+    keys_ptr += offset * KEYS * HEAD_SIZE
+    per_block: tl.constexpr = PAGES_PER_BLOCK * KEYS
+    blocks: tl.constexpr = AT_A_TIME // per_block
+    logits_ptr += (group * KV_HEADS + head).to(tl.int64) * max_blocks * OF_GROUP
+    for start in range(begin, tl.minimum(begin + PIECE, num_keys), AT_A_TIME):
+        index = start + tl.arange(0, AT_A_TIME)
+        exists = index < num_keys
+        key = tl.load(
+            keys_ptr + index.to(tl.int64)[:, None] * HEAD_SIZE + dim[None, :], mask=exists[:, None] & real, other=0.0
+        )
+        logit = tl.dot(query, tl.trans(key))
+        if key_scales_ptr is not None:
+            logit *= tl.load(key_scales_ptr + offset * KEYS + index, mask=exists, other=0.0)[None, :]
+        if deviation_ptr is not None:
+            spread = tl.load(deviation_ptr + offset + index // KEYS, mask=exists, other=0.0)
+            logit = logit * factor[:, None] + norm[:, None] * spread[None, :]
+        if start + AT_A_TIME > all_see:
+            logit = tl.where(index[None, :] < visible[:, None], logit, float("-inf"))
+        best = tl.max(tl.reshape(logit, (ROWS, blocks, per_block)), axis=2)
+        if deviation_ptr is None:
+            best *= factor[:, None]
+        best = tl.where(best == float("-inf"), best, tl.clamp(best, -_LARGEST_LOGIT, _LARGEST_LOGIT))
+        block = start // per_block + tl.arange(0, blocks)
+        out = logits_ptr + block.to(tl.int64)[None, :] * OF_GROUP + row[:, None]
+        tl.store(out, best.to(tl.float16), mask=(block < max_blocks)[None, :])
+
+
+@triton.jit
+def _measure(
+    logits_ptr,
+    first_ptr,
+    count_ptr,
+    past_ptr,
+    reads_ptr,
+    end_ptr,
+    slot_ptr,
+    scores_ptr,
+    max_blocks,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    STRIDE: tl.constexpr,
+    SCORING: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    AT_A_TIME: tl.constexpr,
+    IS_MASS: tl.constexpr,
+):
     tile, head = tl.program_id(0), tl.program_id(1)
     count, past = tl.load(count_ptr + tile), tl.load(past_ptr + tile)
-    num_pages = past * PAGES_PER_BLOCK
-    begin = tl.program_id(2) * PIECE_PAGES
-    if (begin >= num_pages) | (count == 0) | (tl.load(reads_ptr + tile) >= past):
+    if (count == 0) | (tl.load(reads_ptr + tile) >= past):
         return
-    base = tl.load(first_ptr + tile) * KV_HEADS + head * count
-    offset = head.to(tl.int64) * mean_stride + tl.load(first_page_ptr + tl.load(request_ptr + tile))
-    mean_ptr += offset * HEAD_SIZE
-    deviation_ptr += offset
-    scores_ptr += (tile * KV_HEADS + head).to(tl.int64) * scores_stride
-    for part in tl.static_range(PARTS):
-        query, norm, _, _ = _scoring_rows(rows_ptr, base, count, part, GROUP, STRIDE, ROWS, HEAD_SIZE, DIMS)
-        query, norm = tl.trans(query), norm * std_weight
-        for start in range(begin, tl.minimum(begin + PIECE_PAGES, num_pages), PAGES):
-            page = start + tl.arange(0, PAGES)
-            mean, deviation = _pages(mean_ptr, deviation_ptr, page, num_pages, HEAD_SIZE, DIMS)
-            # Pages stand in the rows of the product: most of a maximum over queries then stays within a thread.
-            score = tl.dot(mean, query) + deviation[:, None] * norm[None, :]
-            best = tl.max(tl.reshape(tl.max(score, axis=1), (PAGES // PAGES_PER_BLOCK, PAGES_PER_BLOCK)), axis=1)
-            block = start // PAGES_PER_BLOCK + tl.arange(0, PAGES // PAGES_PER_BLOCK)
-            if part > 0:
-                best = tl.maximum(best, tl.load(scores_ptr + block, mask=block < past, other=0.0))
-            tl.store(scores_ptr + block, best, mask=block < past)
-        if part + 1 < PARTS:
-            tl.debug_barrier()
+    # Blocks of which no page is complete have no logits.
+    num_blocks = (tl.load(end_ptr + tile) // PAGE_SIZE * PAGE_SIZE + BLOCK_TOKENS - 1) // BLOCK_TOKENS
+    slot = tl.load(slot_ptr + tile)
+    logits_ptr += (slot // TILES * KV_HEADS + head).to(tl.int64) * max_blocks * (TILES * PADDED)
+    scores_ptr += (tile * KV_HEADS + head).to(tl.int64) * max_blocks
+    row = tl.arange(0, PADDED)
+    exists = (row < SCORING) & (count - 1 - row // GROUP * STRIDE >= 0)
+    column = slot % TILES * PADDED + row
+    within = tl.arange(0, AT_A_TIME)
+    if not IS_MASS:
+        for start in range(0, past, AT_A_TIME):
+            block = start + within
+            mask = (block < past)[:, None] & exists[None, :]
+            place = logits_ptr + block.to(tl.int64)[:, None] * (TILES * PADDED) + column[None, :]
+            logit = tl.load(place, mask=mask, other=float("-inf")).to(tl.float32)
+            tl.store(scores_ptr + block, tl.max(logit, axis=1), mask=block < past)
+        return
+    most = tl.full((PADDED,), -1e30, tl.float32)
+    total = tl.zeros((PADDED,), tl.float32)
+    for start in range(0, num_blocks, AT_A_TIME):
+        block = start + within
+        mask = (block < num_blocks)[:, None] & exists[None, :]
+        place = logits_ptr + block.to(tl.int64)[:, None] * (TILES * PADDED) + column[None, :]
+        logit = tl.load(place, mask=mask, other=float("-inf")).to(tl.float32)
+        larger = tl.maximum(most, tl.max(logit, axis=0))
+        total = total * tl.exp(most - larger) + tl.sum(tl.exp(logit - larger[None, :]), axis=0)
+        most = larger
+    share = 1.0 / tl.where(total > 0, total, 1.0)
+    for start in range(0, past, AT_A_TIME):
+        block = start + within
+        mask = (block < past)[:, None] & exists[None, :]
+        place = logits_ptr + block.to(tl.int64)[:, None] * (TILES * PADDED) + column[None, :]
+        logit = tl.load(place, mask=mask, other=float("-inf")).to(tl.float32)
+        mass = tl.sum(tl.exp(logit - most[None, :]) * share[None, :], axis=1)
+        tl.store(scores_ptr + block, mass, mask=block < past)
 
 
 @triton.jit
@@ -290,6 +386,7 @@ def _choose(
         key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 0x80000001
         key = tl.where(always, 0x1FFFFFFFF, tl.where(exists, key, 0))
         if IS_ADAPTIVE:
+            # As many blocks are read as leave no more than this share of the rows' mass unread.
             rows = (count + STRIDE - 1) // STRIDE * GROUP
             needed = tl.sum(score, axis=0) - unread_share * rows
         low = tl.full((), 0, tl.int64)
@@ -335,200 +432,51 @@ def _choose(
         tl.store(pages_ptr + (num_read + own - past) * entries + entry, page.to(tl.int32), mask=is_own)
 
 
-@triton.jit
-def _normaliser(
-    rows_ptr,
-    mean_ptr,
-    deviation_ptr,
-    first_page_ptr,
-    request_ptr,
-    first_ptr,
-    count_ptr,
-    past_ptr,
-    reads_ptr,
-    end_ptr,
-    query_scale_ptr,
-    key_scale_ptr,
-    lse_ptr,
-    mean_stride,
-    lse_stride,
-    std_weight,
-    scale,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    STRIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PIECE_PAGES: tl.constexpr,
-    PAGES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    DIMS: tl.constexpr,
-):
-    tile, head, piece = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    count, past = tl.load(count_ptr + tile), tl.load(past_ptr + tile)
-    end = tl.load(end_ptr + tile)
-    num_pages = end // PAGE_SIZE
-    begin = piece * PIECE_PAGES
-    if (begin >= num_pages) | (count == 0) | (tl.load(reads_ptr + tile) >= past):
-        return
-    base = tl.load(first_ptr + tile) * KV_HEADS + head * count
-    offset = head.to(tl.int64) * mean_stride + tl.load(first_page_ptr + tl.load(request_ptr + tile))
-    mean_ptr += offset * HEAD_SIZE
-    deviation_ptr += offset
-    if query_scale_ptr is not None:
-        scale *= tl.load(query_scale_ptr)
-    if key_scale_ptr is not None:
-        scale *= tl.load(key_scale_ptr)
-    lse_ptr += ((tile * KV_HEADS + head).to(tl.int64) * (PARTS * ROWS)) * lse_stride + piece
-    for part in tl.static_range(PARTS):
-        query, norm, token, is_query = _scoring_rows(rows_ptr, base, count, part, GROUP, STRIDE, ROWS, HEAD_SIZE, DIMS)
-        norm = norm * std_weight
-        visible = (end - count + token + 1) // PAGE_SIZE
-        most = tl.full((ROWS,), -1e30, tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        for start in range(begin, tl.minimum(begin + PIECE_PAGES, num_pages), PAGES):
-            page = start + tl.arange(0, PAGES)
-            mean, deviation = _pages(mean_ptr, deviation_ptr, page, num_pages, HEAD_SIZE, DIMS)
-            logit = (tl.dot(query, tl.trans(mean)) + norm[:, None] * deviation[None, :]) * scale
-            logit = tl.where(page[None, :] < visible[:, None], logit, float("-inf"))
-            larger = tl.maximum(most, tl.max(logit, axis=1))
-            total = total * tl.exp(most - larger) + tl.sum(tl.exp(logit - larger[:, None]), axis=1)
-            most = larger
-        row = part * ROWS + tl.arange(0, ROWS)
-        lse = tl.where(total > 0, most + tl.log(total), float("-inf"))
-        tl.store(lse_ptr + row.to(tl.int64) * lse_stride, lse, mask=is_query)
-
-
-@triton.jit
-def _mass(
-    rows_ptr,
-    mean_ptr,
-    deviation_ptr,
-    first_page_ptr,
-    request_ptr,
-    first_ptr,
-    count_ptr,
-    past_ptr,
-    reads_ptr,
-    end_ptr,
-    query_scale_ptr,
-    key_scale_ptr,
-    lse_ptr,
-    scores_ptr,
-    mean_stride,
-    lse_stride,
-    scores_stride,
-    std_weight,
-    scale,
-    KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    STRIDE: tl.constexpr,
-    ROWS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PIECE_PAGES: tl.constexpr,
-    PAGES: tl.constexpr,
-    PAGES_PER_BLOCK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    DIMS: tl.constexpr,
-):
-    tile, head = tl.program_id(0), tl.program_id(1)
-    count, past = tl.load(count_ptr + tile), tl.load(past_ptr + tile)
-    num_pages = past * PAGES_PER_BLOCK
-    begin = tl.program_id(2) * PIECE_PAGES
-    if (begin >= num_pages) | (count == 0) | (tl.load(reads_ptr + tile) >= past):
-        return
-    base = tl.load(first_ptr + tile) * KV_HEADS + head * count
-    offset = head.to(tl.int64) * mean_stride + tl.load(first_page_ptr + tl.load(request_ptr + tile))
-    mean_ptr += offset * HEAD_SIZE
-    deviation_ptr += offset
-    if query_scale_ptr is not None:
-        scale *= tl.load(query_scale_ptr)
-    if key_scale_ptr is not None:
-        scale *= tl.load(key_scale_ptr)
-    lse_ptr += ((tile * KV_HEADS + head).to(tl.int64) * (PARTS * ROWS)) * lse_stride
-    scores_ptr += (tile * KV_HEADS + head).to(tl.int64) * scores_stride
-    pieces = (tl.load(end_ptr + tile) // PAGE_SIZE + PIECE_PAGES - 1) // PIECE_PAGES
-    for part in tl.static_range(PARTS):
-        query, norm, _, is_query = _scoring_rows(rows_ptr, base, count, part, GROUP, STRIDE, ROWS, HEAD_SIZE, DIMS)
-        query, norm = tl.trans(query), norm * std_weight
-        row = (part * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-        most = tl.full((ROWS,), -1e30, tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        for piece in range(pieces):
-            lse = tl.load(lse_ptr + row * lse_stride + piece, mask=is_query, other=float("-inf"))
-            larger = tl.maximum(most, lse)
-            total = total * tl.exp(most - larger) + tl.exp(lse - larger)
-            most = larger
-        normaliser = most + tl.log(tl.where(total > 0, total, 1.0))
-        for start in range(begin, tl.minimum(begin + PIECE_PAGES, num_pages), PAGES):
-            page = start + tl.arange(0, PAGES)
-            mean, deviation = _pages(mean_ptr, deviation_ptr, page, num_pages, HEAD_SIZE, DIMS)
-            logit = (tl.dot(mean, query) + deviation[:, None] * norm[None, :]) * scale
-            weight = tl.where(is_query[None, :], tl.exp(logit - normaliser[None, :]), 0.0)
-            mass = tl.sum(tl.reshape(tl.sum(weight, axis=1), (PAGES // PAGES_PER_BLOCK, PAGES_PER_BLOCK)), axis=1)
-            block = start // PAGES_PER_BLOCK + tl.arange(0, PAGES // PAGES_PER_BLOCK)
-            if part > 0:
-                mass += tl.load(scores_ptr + block, mask=block < past, other=0.0)
-            tl.store(scores_ptr + block, mass, mask=block < past)
-        if part + 1 < PARTS:
-            tl.debug_barrier()
-
-
 @dataclass(frozen=True)
-class _Grid:
-    """What the scoring kernels are compiled for."""
+class _Summaries:
+    """Keys that stand for the pages of a batch."""
 
-    rows: int
-    """Rows that meet the pages at a time."""
-    parts: int
-    """How many times that is done for the rows of a tile."""
-    pieces: int
-    """Pieces of the longest context, of `_PIECE_PAGES` pages."""
-
-    @classmethod
-    def of(cls, group_size: int, rule: BlockRule, max_pages: int) -> _Grid:
-        scoring = -(-rule.tile_tokens // rule.query_stride) * group_size
-        rows = min(max(triton.next_power_of_2(scoring), 16), _MOST_ROWS)
-        return cls(rows, triton.cdiv(scoring, rows), triton.cdiv(max_pages, _PIECE_PAGES))
+    keys: torch.Tensor
+    """`[num_kv_heads, num_pages, summary_keys, head_size]`, bfloat16 or float8_e4m3fn."""
+    scales: torch.Tensor | None
+    """`[num_kv_heads, num_pages, summary_keys]` float32, factors of float8 keys."""
+    spread: torch.Tensor | None
+    """`[num_kv_heads, num_pages]` float32; None for a kind without."""
+    first_page: torch.Tensor
+    """`[num_requests]` int32, where the pages of each request begin. Those that are not complete are undefined."""
 
 
-def page_summaries(
-    statistics: PageStatistics, batch: PrefillBatch, page_size: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Takes a mean key and a spread of every complete page from the records in the cache.
-
-    Returns:
-        `[num_kv_heads, num_pages, head_size]` bfloat16, `[num_kv_heads, num_pages]` float32, and for each request
-        `[num_requests]` int32 where its pages begin. Pages beyond a request's complete ones are undefined.
-    """
-    kind, prompts = statistics.kind, batch.prompts
+def page_summaries(statistics: PageStatistics, batch: PrefillBatch, page_size: int, dtype: torch.dtype) -> _Summaries:
+    """Takes the keys that stand for every complete page from the records in the cache, in a dtype of `_Summaries`."""
+    kind, prompts, device = statistics.kind, batch.prompts, batch.query.device
     heads, head_size = statistics.vectors.shape[1], statistics.head_size
     pages = [length // page_size for length in prompts.longest]
     begins = torch.tensor([sum(pages[:request]) for request in range(len(pages))], dtype=torch.int32)
-    device = batch.query.device
     first_page = begins.pin_memory().to(device, non_blocking=True) if batch.query.is_cuda else begins
-    mean = torch.empty(heads, max(sum(pages), 1), head_size, dtype=torch.bfloat16, device=device)
-    deviation = torch.empty(mean.shape[:2], dtype=torch.float32, device=device)
+    shape = heads, max(sum(pages), 1), kind.summary_keys
+    keys = torch.empty(*shape, head_size, dtype=dtype, device=device)
+    key_scales = torch.empty(shape, dtype=torch.float32, device=device) if dtype.itemsize == 1 else None
+    deviation = torch.empty(shape[:2], dtype=torch.float32, device=device) if kind.summary_has_spread else None
     codes, scales, spread = kind.codes, statistics.scales, statistics.spread
     at_a_time = 16
-    _summarise[(triton.cdiv(max(max(pages), 1), at_a_time), heads, len(prompts))](
+    _summarise[(triton.cdiv(max(*pages, 1), at_a_time), heads, len(prompts))](
         statistics.vectors,
         scales,
         spread,
         prompts.block_table,
         prompts.seq_lens,
         first_page,
-        mean,
+        keys,
+        key_scales,
         deviation,
         statistics.vectors.stride(),
         () if scales is None else scales.stride(),
         () if spread is None else spread.stride(),
         prompts.block_table.stride(0),
-        mean.stride(),
+        shape[1],
         SUMMARY=kind.triton_summary,
         VECTORS=kind.vectors,
+        KEYS=kind.summary_keys,
         BITS=codes.bits if codes else 8,
         DROPPED=codes.dropped if codes else 0,
         PAGE_SIZE=page_size,
@@ -538,7 +486,7 @@ def page_summaries(
         DIMS=triton.next_power_of_2(head_size),
         num_warps=4,
     )
-    return mean, deviation, first_page
+    return _Summaries(keys, key_scales, deviation, first_page)
 
 
 def group_queries(batch: PrefillBatch, tiles: Tiles, num_kv_heads: int) -> torch.Tensor:
@@ -606,11 +554,10 @@ def score_past(
     rows: torch.Tensor,
     batch: PrefillBatch,
     tiles: Tiles,
-    statistics: PageStatistics,
-    page_size: int,
+    cache: KVCache,
     rule: BlockRule,
     scale: float,
-    key_scale: torch.Tensor | None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
     """Scores the past blocks of the tiles that do not read all of theirs.
 
@@ -618,53 +565,82 @@ def score_past(
         rows: see `group_queries`.
         batch: the batch.
         tiles: its tiles.
-        statistics: of the cache.
-        page_size: tokens of a page.
+        cache: with statistics.
         rule: the rule.
-        scale: factor of logits; masses alone need it.
-        key_scale: one float32: a float8 key times this is the key.
+        scale: factor of logits.
+        dtype: what the scoring products are made of, bfloat16 or float8_e4m3fn.
 
     Returns:
-        `[num_tiles, num_kv_heads, max_past_blocks]` float32, the largest scores (see `reference.score_blocks`) or,
-        under an adaptive rule, masses (see `reference.block_masses`); undefined beyond a tile's past, and for tiles
-        that read all.
+        `[num_tiles, num_kv_heads, max_blocks]` float32, see `reference.measure_blocks`; undefined beyond a tile's past,
+        and for tiles that read all.
     """
-    heads, group = statistics.vectors.shape[1], rows.shape[1]
-    mean, deviation, first_page = page_summaries(statistics, batch, page_size)
-    scores = torch.empty(len(tiles), heads, max(tiles.max_past_blocks, 1), dtype=torch.float32, device=rows.device)
-    pages_per_block = rule.block_tokens // page_size
-    grid = _Grid.of(group, rule, max(tiles.max_past_blocks, 1) * pages_per_block)
-    where = rows, mean, deviation, first_page, tiles.request, tiles.first_token, tiles.num_tokens, tiles.past_blocks
-    compiled = {
+    statistics, page_size, scoring = cache.statistics, cache.page_size, tiles.scoring
+    assert statistics is not None
+    heads, group, head_size = cache.num_kv_heads, rows.shape[1], cache.head_size
+    summaries = page_summaries(statistics, batch, page_size, dtype)
+    keys = summaries.keys.shape[2]
+    per_block = rule.block_tokens // page_size * keys
+    at_a_time = max(_KEYS_AT_A_TIME, per_block)
+    piece = max(_PIECE, at_a_time)
+    num_groups, device = len(tiles.group_first), rows.device
+    scores = torch.empty(len(tiles), heads, tiles.max_blocks, dtype=torch.float32, device=device)
+    logits = torch.empty(num_groups, heads, tiles.max_blocks, scoring.of_group, dtype=torch.float16, device=device)
+    rows_at_a_time = min(scoring.of_group, _ROWS_AT_A_TIME)
+    where = tiles.first_token, tiles.num_tokens, tiles.past_blocks
+    shape = {
         "KV_HEADS": heads,
         "GROUP": group,
         "STRIDE": rule.query_stride,
-        "ROWS": grid.rows,
-        "PARTS": grid.parts,
-        "PIECE_PAGES": _PIECE_PAGES,
-        "PAGES": _PAGES,
-        "HEAD_SIZE": statistics.head_size,
-        "DIMS": triton.next_power_of_2(statistics.head_size),
-        "num_warps": 4,
-        "num_stages": 2,
+        "SCORING": scoring.rows,
+        "PADDED": scoring.padded,
+        "PAGE_SIZE": page_size,
     }
-    if not rule.is_adaptive:
-        _score[(len(tiles), heads, grid.pieces)](
-            *where, tiles.reads, scores, mean.stride(0) // mean.shape[2], scores.stride(1), float(rule.std_weight),
-            PAGES_PER_BLOCK=pages_per_block, **compiled,
-        )  # fmt: skip
-        return scores
-    whole = _Grid.of(group, rule, max(max(batch.prompts.longest) // page_size, 1))
-    lse = torch.empty(len(tiles) * heads * grid.parts * grid.rows, whole.pieces, device=rows.device)
-    scaling = batch.query_scale, key_scale
-    _normaliser[(len(tiles), heads, whole.pieces)](
-        *where, tiles.reads, tiles.end, *scaling, lse, mean.stride(0) // mean.shape[2], lse.stride(0),
-        rule.std_weight / 2, scale, PAGE_SIZE=page_size, **compiled,
-    )  # fmt: skip
-    _mass[(len(tiles), heads, grid.pieces)](
-        *where, tiles.reads, tiles.end, *scaling, lse, scores, mean.stride(0) // mean.shape[2], lse.stride(0),
-        scores.stride(1), rule.std_weight / 2, scale, PAGES_PER_BLOCK=pages_per_block, PAGE_SIZE=page_size, **compiled,
-    )  # fmt: skip
+    most_keys = max(max(batch.prompts.longest) // page_size, 1) * keys
+    _block_logits[(num_groups * (scoring.of_group // rows_at_a_time), heads, triton.cdiv(most_keys, piece))](
+        rows.view(torch.float8_e4m3fn) if rows.dtype.itemsize == 1 else rows,
+        summaries.keys,
+        summaries.scales,
+        summaries.spread,
+        summaries.first_page,
+        tiles.request,
+        *where,
+        tiles.end,
+        tiles.group_first,
+        tiles.group_tiles,
+        batch.query_scale,
+        cache.key_scale,
+        logits,
+        summaries.keys.shape[1],
+        tiles.max_blocks,
+        rule.std_weight,
+        scale,
+        **shape,
+        OF_GROUP=scoring.of_group,
+        ROWS=rows_at_a_time,
+        KEYS=keys,
+        AT_A_TIME=at_a_time,
+        PIECE=piece,
+        PAGES_PER_BLOCK=rule.block_tokens // page_size,
+        HEAD_SIZE=head_size,
+        DIMS=triton.next_power_of_2(head_size),
+        num_warps=4 if rows_at_a_time <= 64 else 8,
+        num_stages=3,
+    )
+    _measure[(len(tiles), heads)](
+        logits,
+        *where,
+        tiles.reads,
+        tiles.end,
+        tiles.slot,
+        scores,
+        tiles.max_blocks,
+        **shape,
+        TILES=scoring.tiles,
+        BLOCK_TOKENS=rule.block_tokens,
+        AT_A_TIME=max(4096 // scoring.padded, 8),
+        IS_MASS=rule.measure == "mass",
+        num_warps=4,
+    )
     return scores
 
 
@@ -746,8 +722,7 @@ def prefill_blocks(
     heads = cache.num_kv_heads
     rows = group_queries(batch, tiles, heads)
     if tiles.max_reads < tiles.max_past_blocks or rule.is_adaptive:
-        assert cache.statistics is not None
-        scores = score_past(rows, batch, tiles, cache.statistics, cache.page_size, rule, softmax.scale, cache.key_scale)
+        scores = score_past(rows, batch, tiles, cache, rule, softmax.scale)
     else:
         scores = torch.empty(len(tiles), heads, 1, device=rows.device)
     entries = PageEntries.of(cache.keys, rule.block_tokens)

@@ -30,11 +30,9 @@ def query_itself(query, std_weight):
 
 
 @jit
-def summary_of_one(vectors, spread):
-    """Returns the summary of kinds that keep one vector: that vector, and the spread if there is one."""
-    if spread is None:
-        spread = tl.sum(vectors[0] * 0.0, axis=1)
-    return vectors[0], spread
+def summary_as_stored(vectors, spread):
+    """Returns the summary of kinds whose vectors are keys: the vectors, and the spread if there is one."""
+    return vectors, spread
 
 
 class StatisticsKind(ABC):
@@ -69,9 +67,9 @@ class StatisticsKind(ABC):
     triton_pack: ClassVar[Any] = None
     """`codes.pack` in Triton: `(record, HEADS, DIMS)` to a tuple of the rows of bytes, `[HEADS * DIMS]` each, and a
     tuple of their steps, `[HEADS]` bfloat16."""
-    triton_summary: ClassVar[Any] = summary_of_one
+    triton_summary: ClassVar[Any] = summary_as_stored
     """`summary` in Triton, for `block_prefill.triton`: `(vectors, spread)`, a tuple of `[PAGES, DIMS]` float32 and
-    `[PAGES]` float32 or None, to mu `[PAGES, DIMS]` and sigma `[PAGES]`."""
+    `[PAGES]` float32 or None, to such a tuple and spread or None."""
     triton_combine: ClassVar[Any] = None
     """`combine` in Triton: `(products)`, a tuple of float32 tensors, to one of them; None for their sum."""
 
@@ -113,20 +111,27 @@ class StatisticsKind(ABC):
         return products.sum(dim=-1)
 
     @staticmethod
-    def summary(vectors: torch.Tensor, spread: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns what sparse prefill takes of a page's record: a mean key mu and a spread sigma around it.
-
-        A tile of a prompt has too many queries for every vector of a record; one of each page must do. By default it is
-        the only vector, beside the record's spread, or none.
+    def summary(vectors: torch.Tensor, spread: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns keys that stand for a page, and how far its keys lie around them: what sparse prefill takes of it.
 
         Args:
             vectors: `[..., vectors, head_size]` float32, times their scales.
             spread: `[...]` float32, or None.
 
         Returns:
-            mu `[..., head_size]` and sigma `[...]`, float32.
+            `[..., summary_keys, head_size]` and `[...]` or None, float32.
         """
-        return vectors[..., 0, :], torch.zeros_like(vectors[..., 0, 0]) if spread is None else spread
+        return vectors, spread
+
+    @property
+    def summary_keys(self) -> int:
+        """Keys of a page's `summary`."""
+        return self.vectors
+
+    @property
+    def summary_has_spread(self) -> bool:
+        """Whether a page's `summary` has a spread."""
+        return self.has_spread
 
     @property
     def runs_on_gpu(self) -> bool:

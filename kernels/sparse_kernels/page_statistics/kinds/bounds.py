@@ -25,7 +25,7 @@ def _features(query, std_weight):
 @jit
 def _summary(vectors, spread):
     half = (vectors[0] - vectors[1]) * 0.5
-    return (vectors[0] + vectors[1]) * 0.5, tl.sqrt_rn(tl.sum(half * half, axis=1))
+    return ((vectors[0] + vectors[1]) * 0.5,), tl.sqrt_rn(tl.sum(half * half, axis=1))
 
 
 class Bounds(StatisticsKind):
@@ -53,8 +53,18 @@ class Bounds(StatisticsKind):
         """See `StatisticsKind.features`: the positive and the negative part of the query."""
         return torch.stack([query.clamp(min=0), query.clamp(max=0)], dim=-2)
 
+    @property
+    def summary_keys(self) -> int:
+        """See `StatisticsKind.summary_keys`."""
+        return 1
+
+    @property
+    def summary_has_spread(self) -> bool:
+        """See `StatisticsKind.summary_has_spread`."""
+        return True
+
     @staticmethod
-    def summary(vectors: torch.Tensor, spread: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def summary(vectors: torch.Tensor, spread: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `StatisticsKind.summary`: the middle of the box, and half its diagonal."""
         most, least = vectors.unbind(dim=-2)
-        return (most + least) / 2, ((most - least) / 2).norm(dim=-1)
+        return ((most + least) / 2).unsqueeze(-2), ((most - least) / 2).norm(dim=-1)

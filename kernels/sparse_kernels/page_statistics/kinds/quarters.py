@@ -160,25 +160,20 @@ def _pack_four_bits(record, HEADS: tl.constexpr, DIMS: tl.constexpr):
 
 
 @jit
-def _summary(vectors, spread):
-    mean = (vectors[0] + vectors[1] + vectors[2] + vectors[3]) * 0.25
-    variance = tl.zeros_like(mean)
-    for v in tl.static_range(4):
-        variance += (vectors[v] - mean) * (vectors[v] - mean)
-    return mean, tl.sqrt_rn(tl.sum(variance, axis=1) * 0.25)
-
-
-@jit
-def _summary_rotated(vectors, spread):
-    mean, deviation = _summary(vectors, spread)
-    pages: tl.constexpr = mean.shape[0]
-    dims: tl.constexpr = mean.shape[1]
-    x = tl.reshape(mean, (pages * dims,))
+def _rotated_back(x):
+    pages: tl.constexpr = x.shape[0]
+    dims: tl.constexpr = x.shape[1]
+    x = tl.reshape(x, (pages * dims,))
     for stage in tl.static_range(8):
         if 2**stage < dims:
             x = _butterfly(x, 2**stage, pages * dims)
-    x = x * (dims**-0.5)
-    return tl.reshape(_flipped(x, pages * dims, dims), (pages, dims)), deviation
+    return tl.reshape(_flipped(x * (dims**-0.5), pages * dims, dims), (pages, dims))
+
+
+@jit
+def _summary_rotated_back(vectors, spread):
+    first, second = _rotated_back(vectors[0]), _rotated_back(vectors[1])
+    return (first, second, _rotated_back(vectors[2]), _rotated_back(vectors[3])), spread
 
 
 class Quarters(StatisticsKind):
@@ -198,7 +193,6 @@ class Quarters(StatisticsKind):
     formats: ClassVar[tuple[RecordFormat, ...]] = ("int4",)
     triton_summarise = _summarise
     triton_pack = _pack_four_bits
-    triton_summary = _summary
 
     @property
     def is_fused(self) -> bool:
@@ -220,12 +214,6 @@ class Quarters(StatisticsKind):
         """See `StatisticsKind.combine`: the largest."""
         return products.amax(dim=-1)
 
-    @staticmethod
-    def summary(vectors: torch.Tensor, spread: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `StatisticsKind.summary`: the mean of the quarters, and how far they lie from it."""
-        mean = vectors.mean(dim=-2)
-        return mean, (vectors - mean.unsqueeze(-2)).square().mean(dim=-2).sum(dim=-1).sqrt()
-
 
 class Sketch(Quarters):
     """Four keys in the bytes of one: the quarters of a page, rotated, in two bits an element.
@@ -241,7 +229,7 @@ class Sketch(Quarters):
     formats: ClassVar[tuple[RecordFormat, ...]] = ("int2",)
     triton_summarise = _summarise_rotated
     triton_pack = _pack_two_bits
-    triton_summary = _summary_rotated
+    triton_summary = _summary_rotated_back
 
     @staticmethod
     def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -254,7 +242,6 @@ class Sketch(Quarters):
         return Quarters.features(rotate(query), std_weight)
 
     @staticmethod
-    def summary(vectors: torch.Tensor, spread: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `StatisticsKind.summary`: that of the quarters, rotated back."""
-        mean, deviation = Quarters.summary(vectors, spread)
-        return mean @ _rotation(mean.shape[-1], mean.dtype, mean.device).T, deviation
+    def summary(vectors: torch.Tensor, spread: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """See `StatisticsKind.summary`: the quarters, rotated back."""
+        return vectors @ _rotation(vectors.shape[-1], vectors.dtype, vectors.device).T, spread
