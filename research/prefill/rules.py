@@ -116,8 +116,8 @@ class Rule:
     """Of the spread: lambda."""
     form: Literal["score", "mass", "peak", "best"] = "score"
     """`score`: the largest product over the queries, the heads of the group and the pages of the block. `mass`: the sum
-    over queries and heads of the block's share of the softmax over pages. `peak`: the largest of these shares. `best`: as
-    `mass`, but a block's part in the softmax is that of its best page's best vector alone."""
+    over queries and heads of the block's share of the softmax over pages. `peak`: the largest of these shares.
+    `best`: as `mass`, but a block's part in the softmax is that of its best page's best vector alone."""
     queries: Queries = Queries()
     over: Literal["past", "seen"] = "seen"
     """What a query's softmax is over: the pages before the tile, or also those of the tile that are complete for it."""

@@ -47,7 +47,8 @@ def _summarise(
     spread_strides,
     table_stride,
     pages_of_all,
-    SUMMARY: tl.constexpr,
+    SUMMARY_KEYS: tl.constexpr,
+    SUMMARY_SPREAD: tl.constexpr,
     VECTORS: tl.constexpr,
     KEYS: tl.constexpr,
     BITS: tl.constexpr,
@@ -91,7 +92,7 @@ def _summarise(
     if spread_ptr is not None:
         place = spread_ptr + block * spread_strides[0] + head * spread_strides[1] + within * spread_strides[2]
         spread = tl.load(place, mask=exists, other=0.0).to(tl.float32)
-    keys, deviation = SUMMARY(vectors, spread)
+    keys = SUMMARY_KEYS(vectors)
     out = head * pages_of_all + tl.load(first_page_ptr + request) + page
     for k in tl.static_range(KEYS):
         key = tl.clamp(keys[k], -_LARGEST, _LARGEST)
@@ -105,6 +106,7 @@ def _summarise(
             mask=real,
         )
     if deviation_ptr is not None:
+        deviation = SUMMARY_SPREAD(vectors, spread)
         tl.store(deviation_ptr + out, tl.minimum(deviation, _LARGEST), mask=exists)
 
 
@@ -474,7 +476,8 @@ def page_summaries(statistics: PageStatistics, batch: PrefillBatch, page_size: i
         () if spread is None else spread.stride(),
         prompts.block_table.stride(0),
         shape[1],
-        SUMMARY=kind.triton_summary,
+        SUMMARY_KEYS=kind.triton_summary_keys,
+        SUMMARY_SPREAD=kind.triton_summary_spread,
         VECTORS=kind.vectors,
         KEYS=kind.summary_keys,
         BITS=codes.bits if codes else 8,

@@ -30,9 +30,15 @@ def query_itself(query, std_weight):
 
 
 @jit
-def summary_as_stored(vectors, spread):
-    """Returns the summary of kinds whose vectors are keys: the vectors, and the spread if there is one."""
-    return vectors, spread
+def keys_as_stored(vectors):
+    """Returns the summary keys of kinds whose vectors are keys: the vectors."""
+    return vectors
+
+
+@jit
+def spread_as_stored(vectors, spread):
+    """Returns the summary's spread of kinds that store one."""
+    return spread
 
 
 class StatisticsKind(ABC):
@@ -67,9 +73,10 @@ class StatisticsKind(ABC):
     triton_pack: ClassVar[Any] = None
     """`codes.pack` in Triton: `(record, HEADS, DIMS)` to a tuple of the rows of bytes, `[HEADS * DIMS]` each, and a
     tuple of their steps, `[HEADS]` bfloat16."""
-    triton_summary: ClassVar[Any] = summary_as_stored
-    """`summary` in Triton, for `block_prefill.triton`: `(vectors, spread)`, a tuple of `[PAGES, DIMS]` float32 and
-    `[PAGES]` float32 or None, to such a tuple and spread or None."""
+    triton_summary_keys: ClassVar[Any] = keys_as_stored
+    """The keys of `summary` in Triton: from a tuple of `[PAGES, DIMS]` float32 to another."""
+    triton_summary_spread: ClassVar[Any] = spread_as_stored
+    """The spread of `summary` in Triton: `(vectors, spread)`, the spread None where none is stored, to `[PAGES]`."""
     triton_combine: ClassVar[Any] = None
     """`combine` in Triton: `(products)`, a tuple of float32 tensors, to one of them; None for their sum."""
 

@@ -23,9 +23,14 @@ def _features(query, std_weight):
 
 
 @jit
-def _summary(vectors, spread):
+def _middle(vectors):
+    return ((vectors[0] + vectors[1]) * 0.5,)
+
+
+@jit
+def _half_diagonal(vectors, spread):
     half = (vectors[0] - vectors[1]) * 0.5
-    return ((vectors[0] + vectors[1]) * 0.5,), tl.sqrt_rn(tl.sum(half * half, axis=1))
+    return tl.sqrt_rn(tl.sum(half * half, axis=1))
 
 
 class Bounds(StatisticsKind):
@@ -41,7 +46,8 @@ class Bounds(StatisticsKind):
     vectors = 2
     triton_summarise = _summarise
     triton_features = _features
-    triton_summary = _summary
+    triton_summary_keys = _middle
+    triton_summary_spread = _half_diagonal
 
     @staticmethod
     def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -171,9 +171,9 @@ def _rotated_back(x):
 
 
 @jit
-def _summary_rotated_back(vectors, spread):
+def _keys_rotated_back(vectors):
     first, second = _rotated_back(vectors[0]), _rotated_back(vectors[1])
-    return (first, second, _rotated_back(vectors[2]), _rotated_back(vectors[3])), spread
+    return first, second, _rotated_back(vectors[2]), _rotated_back(vectors[3])
 
 
 class Quarters(StatisticsKind):
@@ -229,7 +229,7 @@ class Sketch(Quarters):
     formats: ClassVar[tuple[RecordFormat, ...]] = ("int2",)
     triton_summarise = _summarise_rotated
     triton_pack = _pack_two_bits
-    triton_summary = _summary_rotated_back
+    triton_summary_keys = _keys_rotated_back
 
     @staticmethod
     def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
