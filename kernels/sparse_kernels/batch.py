@@ -98,7 +98,7 @@ class PrefillBatch:
     query: torch.Tensor
     """`[num_tokens, num_query_heads, head_size]`, any strides but a contiguous last dimension."""
     query_start: torch.Tensor
-    """`[num_requests + 1]` int32, where the tokens of each request begin in the batch, and where those of the last end."""
+    """`[num_requests + 1]` int32, where the tokens of each request begin in the batch; then where the last end."""
     block_table: torch.Tensor
     """`[num_requests, max_blocks]` int32, physical block ids."""
     seq_lens: torch.Tensor
@@ -149,8 +149,8 @@ class PrefillBatch:
             ("query_start", len(self.query_start), self.num_requests + 1),
             ("block_table", len(self.block_table), self.num_requests),
         ):
-            if got != allowed:
-                raise ValueError(f"{name}: got {got} rows, allowed: {allowed} for {self.num_requests} requests")
+            if got != allowed or self.num_requests == 0:
+                raise ValueError(f"{name}: got {got} rows, allowed: {allowed} for {self.num_requests} requests, not 0")
         for name, bound in (("max_query_tokens", self.max_query_tokens), ("max_seq_tokens", self.max_seq_tokens)):
             if bound < 1:
                 raise ValueError(f"{name}: got {bound}, allowed: at least 1")

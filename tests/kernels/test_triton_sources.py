@@ -10,6 +10,9 @@ from sparse_kernels.page_statistics import KINDS
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
+PREFILL = ("_probe_sums", "_join_sums", "_column_sums", "_attend_kept")
+LEAST_SHARED_BYTES = 99 * 1024
+"""Shared memory of a block on the smallest GPUs that are served."""
 CODE = """
 import sys
 import torch
@@ -33,10 +36,12 @@ class Driver:
 
 triton.runtime.driver.set_active(Driver())
 
-from sparse_kernels.batch import DecodeBatch
+from sparse_kernels.batch import DecodeBatch, PrefillBatch, Softmax
+from sparse_kernels.cache import KVCache
 from sparse_kernels.page_score import triton as scores
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from sparse_kernels.page_statistics import triton as write
+from sparse_kernels.token_prefill import TokenRule, triton as prefill
 
 
 class Compile:
@@ -44,7 +49,11 @@ class Compile:
         self.kernel = kernel
 
     def __getitem__(self, grid):
-        return lambda *args, **kwargs: print(len(self.kernel.warmup(*args, grid=grid, **kwargs).asm["cubin"]))
+        return lambda *args, **kwargs: self.compile(args, dict(kwargs, grid=grid))
+
+    def compile(self, args, kwargs):
+        compiled = self.kernel.warmup(*args, **kwargs)
+        print(len(compiled.asm["cubin"]), compiled.metadata.shared)
 
 
 write._write_cache, scores._page_score = Compile(write._write_cache), Compile(scores._page_score)
@@ -60,6 +69,17 @@ for kind in KINDS.values():
     table, lengths = torch.zeros(3, 4).int(), torch.zeros(3).int()
     batch = DecodeBatch(query, table, lengths)
     scores.launch_scores(batch, views, 8, 1.0, torch.zeros(3, 8, 32).bfloat16())
+
+for name in sys.argv[2:]:
+    setattr(prefill, name, Compile(getattr(prefill, name)))
+for head_size in (64, 128, 256):
+    cache = KVCache.from_rows(torch.zeros(4, 8, 64, 2 * head_size).bfloat16(), 8)
+    starts, lengths = torch.zeros(3).int(), torch.zeros(2).int()
+    batch = PrefillBatch(
+        torch.zeros(20, 32, head_size).bfloat16(), starts, torch.zeros(2, 4).int(), lengths, 20, 256
+    )
+    softmax = Softmax(0.1, 20.0, torch.zeros(32))
+    prefill.token_prefill(batch, cache, softmax, TokenRule(), torch.zeros_like(batch.query), None, None, None)
 """
 
 
@@ -67,9 +87,14 @@ for kind in KINDS.values():
 def test_compiles(architecture: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", CODE, architecture], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, "-c", CODE, architecture, *PREFILL],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    sizes = list(map(int, done.stdout.split()))
-    assert len(sizes) == len(KINDS) + sum(not kind.is_fused for kind in KINDS.values())
+    sizes, shared = zip(*(map(int, line.split()) for line in done.stdout.splitlines()), strict=True)
+    assert len(sizes) == len(KINDS) + sum(not kind.is_fused for kind in KINDS.values()) + 3 * len(PREFILL)
     assert min(sizes) > 0
+    assert max(shared) <= LEAST_SHARED_BYTES

@@ -49,7 +49,7 @@ class Scratch:
     sums: torch.Tensor
     """`[requests_at_once, max_seq_tokens]` float32: attention on each token."""
     partial: torch.Tensor
-    """`[requests_at_once * num_query_heads * splits * num_probes]` float32: probe rows' log sums of parts of a context."""
+    """`[requests_at_once * num_query_heads * splits * num_probes]` float32: log sums of parts of a context."""
     whole: torch.Tensor
     """`[requests_at_once, num_query_heads, num_probes]` float32: probe rows' log sums."""
 

@@ -1,8 +1,8 @@
 """Prefills sparsely on a GPU: Triton for the attention of the probe rows and of T, torch for what lies between.
 
-The attention of the probe rows takes two passes. The first gives the sums of their softmax, by parts of the context that
-are put together in order; the second adds up the weights on each token, one program for some tokens and all heads. So
-every number is a sum in an order that follows from the request alone.
+The attention of the probe rows takes two passes. The first gives the sums of their softmax, by parts of the context
+that are put together in order; the second adds up the weights on each token, one program for some tokens and all heads.
+So every number is a sum in an order that follows from the request alone.
 """
 
 from __future__ import annotations
@@ -38,13 +38,20 @@ def _tile(head_size: int) -> _Tile:
 
 
 @triton.jit
-def _logits(query, keys, factor, softcap):
+def _logits(query, keys, factor, SOFTCAP: tl.constexpr):
     """Products of queries with keys `[DIMS, keys]`, as logits to the base 2."""
     logits = tl.dot(query, keys, input_precision="ieee") * factor
-    if softcap > 0:
+    if SOFTCAP > 0:
         # tanh by an exponential: Triton's own lives in libdevice, which its interpreter does not have.
-        logits = softcap * (1 - 2 / (tl.exp2(2 * _LOG2E * logits / softcap) + 1))
+        logits = (1 - 2 / (tl.exp2(logits * (2 * _LOG2E / SOFTCAP)) + 1)) * SOFTCAP
     return logits * _LOG2E
+
+
+@triton.jit
+def _log_sum(largest, total):
+    """The logarithm to the base 2 of `total * 2 ** largest`: -inf for nothing, and a NaN stays one."""
+    some = tl.where(total > 0, largest + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+    return tl.where(total != total, total, some)
 
 
 @triton.jit
@@ -61,7 +68,7 @@ def _probe_rows(
     query_ptr, query_strides, probes_ptr, request, token_of_zero, first, kv_head, dim,
     GROUP: tl.constexpr, PROBES: tl.constexpr, HEAD_SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Probe rows of a KV head: those of its first query head, then of the next. Returns queries, positions and heads."""
+    """Probe rows of a KV head: those of its first query head, then of the next."""
     row = first + tl.arange(0, ROWS)
     exists = row < GROUP * PROBES
     head = kv_head * GROUP + row // PROBES
@@ -88,9 +95,10 @@ def _context_keys(
 @triton.jit
 def _probe_sums(
     query_ptr, keys_ptr, probes_ptr, starts_ptr, lengths_ptr, table_ptr, query_scale_ptr, key_scale_ptr, partial_ptr,
-    query_strides, key_strides, table_stride, scale, softcap, num_kv_heads,
+    query_strides, key_strides, table_stride, scale, num_kv_heads,
     GROUP: tl.constexpr, PROBES: tl.constexpr, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Writes the log sums of a part of the context, `[num_requests, num_query_heads, splits, num_probes]`."""
     split = tl.program_id(0)
@@ -116,7 +124,7 @@ def _probe_sums(
         keys = _context_keys(
             keys_ptr, key_strides, table, column, length, kv_head, dim, HEAD_SIZE, BLOCK_TOKENS
         ).to(DTYPE)  # fmt: skip
-        logits = _logits(query, keys, factor, softcap)
+        logits = _logits(query, keys, factor, SOFTCAP)
         # Positions of probe rows lie within the context, so what they see does, too.
         logits = tl.where(column[None, :] <= position[:, None], logits, float("-inf"))
         peak = tl.maximum(largest, tl.max(logits, axis=1))
@@ -124,12 +132,9 @@ def _probe_sums(
         base = tl.where(peak == float("-inf"), 0.0, peak)
         total = total * tl.exp2(largest - base) + tl.sum(tl.exp2(logits - base[:, None]), axis=1)
         largest = peak
-    sums = tl.where(total > 0, largest + tl.log2(total), float("-inf"))
-    # A NaN stays one.
-    sums = tl.where(total != total, total, sums)
     row = tl.program_id(1) % blocks * ROWS + tl.arange(0, ROWS)
     place = ((request * num_kv_heads * GROUP + head) * tl.num_programs(0) + split) * PROBES + row % PROBES
-    tl.store(partial_ptr + place, sums, mask=exists)
+    tl.store(partial_ptr + place, _log_sum(largest, total), mask=exists)
 
 
 @triton.jit
@@ -149,26 +154,24 @@ def _join_sums(
     largest = tl.full((PADDED,), float("-inf"), tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     if sinks_ptr is not None:
-        largest += 0.0
-        largest = tl.full((PADDED,), 0.0, tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+        largest = tl.zeros((PADDED,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
         total += 1.0
-    for split in range(0, (length + SPLIT - 1) // SPLIT):
+    for split in range((length + SPLIT - 1) // SPLIT):
         part = tl.load(partial_ptr + (row * splits + split) * PROBES + probe, mask=exists, other=float("-inf"))
         peak = tl.maximum(largest, part)
         base = tl.where(peak == float("-inf"), 0.0, peak)
         total = total * tl.exp2(largest - base) + tl.exp2(part - base)
         largest = peak
-    sums = tl.where(total > 0, largest + tl.log2(total), float("-inf"))
-    sums = tl.where(total != total, total, sums)
-    tl.store(whole_ptr + row * PROBES + probe, sums, mask=exists)
+    tl.store(whole_ptr + row * PROBES + probe, _log_sum(largest, total), mask=exists)
 
 
 @triton.jit
 def _column_sums(
     query_ptr, keys_ptr, probes_ptr, starts_ptr, lengths_ptr, table_ptr, query_scale_ptr, key_scale_ptr, whole_ptr,
-    sums_ptr, query_strides, key_strides, table_stride, sums_stride, scale, softcap, num_kv_heads,
+    sums_ptr, query_strides, key_strides, table_stride, sums_stride, scale, num_kv_heads,
     GROUP: tl.constexpr, PROBES: tl.constexpr, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Adds up the weights of all probe rows and heads on some tokens."""
     request = tl.program_id(1).to(tl.int64)
@@ -181,7 +184,8 @@ def _column_sums(
     factor = _factor(scale, query_scale_ptr, key_scale_ptr)
     table = table_ptr + request * table_stride
     sums = tl.zeros((KEYS,), tl.float32)
-    for kv_head in range(num_kv_heads):
+    for kv in range(num_kv_heads):
+        kv_head = tl.full((), kv, tl.int64)
         keys = _context_keys(
             keys_ptr, key_strides, table, column, length, kv_head, dim, HEAD_SIZE, BLOCK_TOKENS
         ).to(DTYPE)  # fmt: skip
@@ -193,7 +197,7 @@ def _column_sums(
             row = first + tl.arange(0, ROWS)
             place = (request * num_kv_heads * GROUP + head) * PROBES + row % PROBES
             whole = tl.load(whole_ptr + place, mask=exists, other=0.0)
-            logits = _logits(query.to(DTYPE), keys, factor, softcap)
+            logits = _logits(query.to(DTYPE), keys, factor, SOFTCAP)
             weights = tl.where(column[None, :] <= position[:, None], tl.exp2(logits - whole[:, None]), 0.0)
             sums += tl.sum(weights, axis=0)
     tl.store(sums_ptr + request * sums_stride + column, sums, mask=column < length)
@@ -202,9 +206,10 @@ def _column_sums(
 @triton.jit
 def _attend_kept(
     query_ptr, keys_ptr, values_ptr, starts_ptr, counts_ptr, rows_ptr, query_scale_ptr, key_scale_ptr, value_scale_ptr,
-    sinks_ptr, output_ptr, row_stride, head_stride, rows_stride, scale, softcap,
+    sinks_ptr, output_ptr, row_stride, head_stride, rows_stride, scale,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DTYPE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Attends with some queries of a head to the rows of a table, causal, aligned at the bottom right."""
     request = tl.program_id(2).to(tl.int64)
@@ -238,7 +243,7 @@ def _attend_kept(
         present = column < count
         place = tl.load(table + column, mask=present, other=0).to(tl.int64) * row_stride + within
         keys = tl.load(keys_ptr + place[None, :] + dim[:, None], mask=present[None, :] & real[:, None], other=0.0)
-        logits = _logits(query, keys.to(DTYPE), factor, softcap)
+        logits = _logits(query, keys.to(DTYPE), factor, SOFTCAP)
         logits = tl.where(present[None, :] & (column[None, :] <= newest[:, None]), logits, float("-inf"))
         peak = tl.maximum(largest, tl.max(logits, axis=1))
         weights = tl.exp2(logits - peak[:, None])
@@ -288,7 +293,7 @@ def launch_sums(
         batch.query_scale, cache.key_scale,
     )  # fmt: skip
     strides = batch.query.stride(), (keys.stride(0), keys.stride(1), keys.stride(-2)), batch.block_table.stride(0)
-    numbers = float(softmax.scale), float(softmax.softcap), num_kv_heads
+    numbers = float(softmax.scale), num_kv_heads
     shape = {
         "GROUP": group,
         "PROBES": num_probes,
@@ -297,6 +302,7 @@ def launch_sums(
         "BLOCK_TOKENS": cache.page_size * cache.keys.pages_per_block,
         "ROWS": rows,
         "KEYS": columns,
+        "SOFTCAP": float(softmax.softcap),
         "DTYPE": _arithmetic(batch.query),
         "num_warps": 4,
         "num_stages": 2,
@@ -324,9 +330,10 @@ def attend_kept(kept: KeptAttention) -> None:
     _attend_kept[(triton.cdiv(kept.max_query_tokens, rows), num_heads, len(kept.counts))](
         kept.query, keys, kept.values, kept.query_start, kept.counts, kept.rows, kept.query_scale, kept.key_scale,
         kept.value_scale, kept.softmax.sink_logits, kept.output, keys.stride(0), keys.stride(2), kept.rows.stride(0),
-        float(kept.softmax.scale), float(kept.softmax.softcap),
+        float(kept.softmax.scale),
         GROUP=num_heads // keys.shape[2], HEAD_SIZE=head_size, DIMS=triton.next_power_of_2(head_size),
-        ROWS=rows, KEYS=columns, DTYPE=_arithmetic(kept.query), num_warps=4, num_stages=2,
+        ROWS=rows, KEYS=columns, SOFTCAP=float(kept.softmax.softcap), DTYPE=_arithmetic(kept.query),
+        num_warps=4, num_stages=2,
     )  # fmt: skip
 
 
