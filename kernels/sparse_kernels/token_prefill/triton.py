@@ -183,7 +183,8 @@ def _column_sums(
     dim = tl.arange(0, DIMS)
     factor = _factor(scale, query_scale_ptr, key_scale_ptr)
     table = table_ptr + request * table_stride
-    sums = tl.zeros((KEYS,), tl.float32)
+    # Weights are added up element by element, and rows once in the end: a sum over rows crosses the warps.
+    sums = tl.zeros((ROWS, KEYS), tl.float32)
     for kv in range(num_kv_heads):
         kv_head = tl.full((), kv, tl.int64)
         keys = _context_keys(
@@ -198,9 +199,8 @@ def _column_sums(
             place = (request * num_kv_heads * GROUP + head) * PROBES + row % PROBES
             whole = tl.load(whole_ptr + place, mask=exists, other=0.0)
             logits = _logits(query.to(DTYPE), keys, factor, SOFTCAP)
-            weights = tl.where(column[None, :] <= position[:, None], tl.exp2(logits - whole[:, None]), 0.0)
-            sums += tl.sum(weights, axis=0)
-    tl.store(sums_ptr + request * sums_stride + column, sums, mask=column < length)
+            sums += tl.where(column[None, :] <= position[:, None], tl.exp2(logits - whole[:, None]), 0.0)
+    tl.store(sums_ptr + request * sums_stride + column, tl.sum(sums, axis=0), mask=column < length)
 
 
 @triton.jit
