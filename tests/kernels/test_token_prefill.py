@@ -221,6 +221,13 @@ def test_sums_decide_how_many_and_what_a_row_gives_decides_which():
     assert chosen([2.0, 2.0, 0.9, 0.8, 0.7], [1, 1, 1, 4], 0.6) == ([2, 3, 4], 2)
 
 
+def test_small_sums_add_up_beside_a_large_one():
+    # In float32 0.0004 is lost beside 16,000; all of them together are 2.
+    tokens, p = chosen([16000.0] + [0.0004] * 5000, [5000], (16000 + 0.4) / 16002)
+    assert p == pytest.approx(1001, abs=1)
+    assert tokens == [*range(p), 5000]
+
+
 def test_sums_that_are_no_numbers_end_nothing():
     tokens, p = chosen([torch.nan] * 5, [4], 0.5)
     assert p == 1
@@ -380,7 +387,14 @@ def paged_flash_attention(kept: KeptAttention) -> None:
 def test_attention_within_t_may_be_another_kernels():
     prefill = make_prefill(RAGGED, padding=2)
     expected, _ = run(prefill)
-    output, _ = triton_run(prefill, attend=paged_flash_attention)
+    calls = []
+
+    def attend(kept: KeptAttention) -> None:
+        calls.append(kept)
+        paged_flash_attention(kept)
+
+    output, _ = triton_run(prefill, attend=attend)
+    assert len(calls) == 1
     error = (output.float() - expected.float()).norm(dim=-1)
     assert (error <= 2**-8 * expected.float().norm(dim=-1)).all()
 
@@ -399,3 +413,5 @@ def test_scratch_serves_smaller_batches_one_after_the_other():
     )
     with pytest.raises(ValueError, match="scratch: got room for 100 tokens of a context"):
         triton_run(prefill, scratch=small)
+    with pytest.raises(ValueError, match="scratch: got one for 4 query heads of size 16 and 16 probe rows"):
+        triton_run(prefill, replace(SMALL_RULE, recent_probes=9), scratch=scratch)

@@ -77,11 +77,19 @@ class Scratch:
             numbers(*rows),
         )
 
-    def check(self, sizes: PrefillSizes) -> None:
-        """Raises ValueError unless there is room for a batch."""
+    def check(self, sizes: PrefillSizes, rule: TokenRule) -> None:
+        """Raises ValueError unless there is room for a batch, and it was made for its heads and this rule."""
         for name, got, needed in (
             ("query tokens", len(self.query), sizes.num_tokens),
             ("tokens of a context", self.sums.shape[1], sizes.max_seq_tokens),
         ):
             if got < needed:
                 raise ValueError(f"scratch: got room for {got} {name}, allowed: at least the batch's {needed}")
+        made_for = *self.query.shape[1:], self.whole.shape[2]
+        needed_for = sizes.num_query_heads, sizes.head_size, rule.num_probes
+        if made_for != needed_for:
+            heads, size, probes = made_for
+            raise ValueError(
+                f"scratch: got one for {heads} query heads of size {size} and {probes} probe rows, allowed: "
+                f"{sizes.num_query_heads} of size {sizes.head_size} and {rule.num_probes}"
+            )

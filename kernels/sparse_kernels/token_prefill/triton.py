@@ -373,7 +373,7 @@ def token_prefill(
     sizes = PrefillSizes(num_tokens, batch.num_requests, batch.max_seq_tokens, num_heads, head_size)
     if scratch is None:
         scratch = Scratch.make(sizes, rule, batch.query.dtype, output.dtype, batch.query.device)
-    scratch.check(sizes)
+    scratch.check(sizes, rule)
     if probes is None:
         probes = draw_probes(batch, rule)
     output.zero_()
