@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from sparse_kernels.batch import Softmax
+from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.token_prefill import KeptAttention, TokenRule, draw_probes, reference, token_prefill
 from sparse_kernels.token_prefill.tokens import choose_tokens
@@ -146,6 +146,21 @@ def test_the_gpu_equals_the_reference(case: Case, kernel: str) -> None:
     reference.attend_kept(batch, cache, softmax, kept, expected)
     checked(output.float() - expected.float(), expected, case.eight_bits and kernel != "triton")
     assert torch.equal(output.eq(0).all(dim=-1), expected.eq(0).all(dim=-1))
+
+
+def test_a_choice_does_not_depend_on_width_or_device() -> None:
+    rule, length = TokenRule(), 100_000
+    # A few large sums and very many small ones: added up as float32, these would be lost beside those.
+    sums = torch.rand(1, 1 << 18, generator=torch.Generator().manual_seed(3)).pow(40)
+    lengths, starts = torch.tensor([length], dtype=torch.int32), torch.tensor([0, 8192], dtype=torch.int32)
+    batch = PrefillBatch(torch.zeros(8192, 1, 16), starts, torch.zeros(1, 1).int(), lengths, 8192, length)
+    probes = draw_probes(batch, rule)
+    expected = choose_tokens(sums[:, :length], probes, batch, rule)
+    on_gpu = replace(batch, query=batch.query.cuda(), query_start=starts.cuda(), seq_lens=lengths.cuda())
+    for width in (length, length + 1, 1 << 18):
+        kept = choose_tokens(sums[:, :width].cuda(), probes.cuda(), on_gpu, rule)
+        assert torch.equal(kept.positions[:, :length].cpu(), expected.positions)
+        assert torch.equal(kept.important.cpu(), expected.important)
 
 
 def test_a_request_has_its_bits_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
