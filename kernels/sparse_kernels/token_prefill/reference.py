@@ -14,7 +14,7 @@ from sparse_kernels.token_prefill.probes import draw_probes
 from sparse_kernels.token_prefill.rule import TokenRule
 from sparse_kernels.token_prefill.tokens import KeptTokens, choose_tokens
 
-_QUERIES_AT_ONCE = 256
+_QUERIES_AT_ONCE = 64
 """Query tokens whose logits are in memory at the same time."""
 
 
@@ -110,10 +110,10 @@ def _weights(
     heads: slice,
 ) -> torch.Tensor:
     """Returns the causal attention of some query heads of a KV head: `[group_size, len(rows), len(columns)]`."""
-    logits = query.transpose(0, 1) @ keys.T * cache.scaled_by_keys(softmax.scale)
+    logits = (query.transpose(0, 1) @ keys.T).mul_(cache.scaled_by_keys(softmax.scale))
     if softmax.softcap:
         logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
-    logits = logits.masked_fill(columns > rows[:, None], -torch.inf)
+    logits.masked_fill_(columns > rows[:, None], -torch.inf)
     if softmax.sink_logits is not None:
         sink = softmax.sink_logits[heads].float()[:, None, None].expand(-1, len(rows), 1)
         logits = torch.cat([logits, sink], dim=-1)
