@@ -5,6 +5,7 @@ Folders of tests run in two processes, a file at a time in each. A file alone, `
 
 import os
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,17 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 @pytest.fixture
 def model() -> str:
     return str(MODEL)
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton kernels run in Triton's interpreter; tests that ask for it are skipped where they cannot."""
+    if find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    if torch.cuda.is_available():
+        pytest.skip("beside a GPU Triton compiles its kernels, which are tested there")
+    # What Triton imports at the first launch must be interpreted too.
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,8 @@
-"""The operations share these frozen arguments of a decode step."""
+"""The operations share these frozen arguments of a step."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -70,14 +70,11 @@ class DecodeBatch:
         _check_tensor("query", self.query, QUERY_DTYPES if self.query.is_cuda else (*QUERY_DTYPES, torch.float32), 3)
         _check_tensor("block_table", self.block_table, (torch.int32,), 2)
         _check_tensor("seq_lens", self.seq_lens, (torch.int32,), 1)
-        num_tokens, num_query_heads, query_size = self.query.shape
-        if self.num_requests == 0 or num_tokens % self.num_requests:
-            raise ValueError(f"query: got {num_tokens} tokens, allowed: a multiple of the {self.num_requests} requests")
-        if num_query_heads % num_kv_heads or query_size != head_size:
+        if self.num_requests == 0 or self.num_tokens % self.num_requests:
             raise ValueError(
-                f"query: got {num_query_heads} heads of size {query_size}, allowed: a multiple of {num_kv_heads} "
-                f"heads of size {head_size}"
+                f"query: got {self.num_tokens} tokens, allowed: a multiple of the {self.num_requests} requests"
             )
+        _check_heads(self.query, num_kv_heads, head_size)
         if len(self.block_table) != self.num_requests:
             raise ValueError(
                 f"block_table: got {len(self.block_table)} rows, allowed: one for each of {self.num_requests} requests"
@@ -91,8 +88,82 @@ class DecodeBatch:
 
 
 @dataclass(frozen=True)
+class PrefillBatch:
+    """Requests that prefill: the query tokens of each, its chunk, are consecutive and the last of its context.
+
+    A request without query tokens, or without a context, pads the batch, and so do tokens after those of the last
+    request; their outputs are zero.
+    """
+
+    query: torch.Tensor
+    """`[num_tokens, num_query_heads, head_size]`, any strides but a contiguous last dimension."""
+    query_start: torch.Tensor
+    """`[num_requests + 1]` int32, where the tokens of each request begin in the batch; then where the last end."""
+    block_table: torch.Tensor
+    """`[num_requests, max_blocks]` int32, physical block ids."""
+    seq_lens: torch.Tensor
+    """`[num_requests]` int32, tokens of each request's context, its query tokens included."""
+    max_query_tokens: int
+    """Query tokens of a request, at most; a bound that the host knows, since it does not read the lengths."""
+    max_seq_tokens: int
+    """Tokens of a context, at most; a bound that the host knows."""
+    query_scale: torch.Tensor | None = None
+    """One float32: a float8 query times this is the query."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Query tokens of the batch, padding included."""
+        return self.query.shape[0]
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of the batch."""
+        return len(self.seq_lens)
+
+    @property
+    def query_lens(self) -> torch.Tensor:
+        """Query tokens of each request: `[num_requests]` int32."""
+        return self.query_start[1:] - self.query_start[:-1]
+
+    def group_size(self, num_kv_heads: int) -> int:
+        """Returns how many query heads share a KV head."""
+        return self.query.shape[1] // num_kv_heads
+
+    def grouped(self, num_kv_heads: int) -> torch.Tensor:
+        """Returns the queries `[num_tokens, num_kv_heads, group_size, head_size]`."""
+        grouped: torch.Tensor = self.query.unflatten(1, (num_kv_heads, -1))
+        return grouped
+
+    def requests(self, first: int, last: int) -> PrefillBatch:
+        """Returns the requests from `first` to before `last`, with the query of the whole batch."""
+        return replace(
+            self,
+            query_start=self.query_start[first : last + 1],
+            block_table=self.block_table[first:last],
+            seq_lens=self.seq_lens[first:last],
+        )
+
+    def check(self, num_kv_heads: int, head_size: int) -> None:
+        """Raises ValueError unless the tensors are those of one batch for a cache of these heads."""
+        _check_tensor("query", self.query, QUERY_DTYPES if self.query.is_cuda else (*QUERY_DTYPES, torch.float32), 3)
+        _check_tensor("query_start", self.query_start, (torch.int32,), 1)
+        _check_tensor("block_table", self.block_table, (torch.int32,), 2)
+        _check_tensor("seq_lens", self.seq_lens, (torch.int32,), 1)
+        _check_heads(self.query, num_kv_heads, head_size)
+        for name, got, allowed in (
+            ("query_start", len(self.query_start), self.num_requests + 1),
+            ("block_table", len(self.block_table), self.num_requests),
+        ):
+            if got != allowed or self.num_requests == 0:
+                raise ValueError(f"{name}: got {got} rows, allowed: {allowed} for {self.num_requests} requests, not 0")
+        for name, bound in (("max_query_tokens", self.max_query_tokens), ("max_seq_tokens", self.max_seq_tokens)):
+            if bound < 1:
+                raise ValueError(f"{name}: got {bound}, allowed: at least 1")
+
+
+@dataclass(frozen=True)
 class Prompts:
-    """Where the chunks of prompts of a step lie: the query tokens of a request are the last of its context."""
+    """Where the chunks of prompts of a step lie, as host and device know it; plans made of it serve all layers."""
 
     query_start: torch.Tensor
     """`[num_requests + 1]` int32, where the tokens of each request begin in the batch."""
@@ -121,47 +192,12 @@ class Prompts:
             self.query_lens[first:last], self.longest[first:last],
         )  # fmt: skip
 
-    def check(self) -> None:
-        """Raises ValueError unless the tensors are those of the same requests."""
-        _check_tensor("query_start", self.query_start, (torch.int32,), 1)
-        _check_tensor("block_table", self.block_table, (torch.int32,), 2)
-        _check_tensor("seq_lens", self.seq_lens, (torch.int32,), 1)
-        rows = len(self.query_start) - 1, len(self.block_table), len(self.seq_lens), len(self.longest)
-        if rows != (len(self),) * 4:
-            raise ValueError(
-                f"query_start, block_table, seq_lens and longest: got {', '.join(map(str, rows))} requests, allowed: "
-                f"{len(self)}"
-            )
-
-
-@dataclass(frozen=True)
-class PrefillBatch:
-    """Queries of chunks of prompts."""
-
-    query: torch.Tensor
-    """`[num_tokens, num_query_heads, head_size]`, any strides but a contiguous last dimension."""
-    prompts: Prompts
-    """What they attend to."""
-    query_scale: torch.Tensor | None = None
-    """One float32: a float8 query times this is the query."""
-
-    def grouped(self, num_kv_heads: int) -> torch.Tensor:
-        """Returns the queries `[num_tokens, num_kv_heads, group_size, head_size]`."""
-        grouped: torch.Tensor = self.query.unflatten(1, (num_kv_heads, -1))
-        return grouped
-
-    def check(self, num_kv_heads: int, head_size: int) -> None:
-        """Raises ValueError unless the tensors are those of one batch for a cache of these heads."""
-        _check_tensor("query", self.query, QUERY_DTYPES if self.query.is_cuda else (*QUERY_DTYPES, torch.float32), 3)
-        self.prompts.check()
-        num_tokens, num_query_heads, query_size = self.query.shape
-        if num_query_heads % num_kv_heads or query_size != head_size:
-            raise ValueError(
-                f"query: got {num_query_heads} heads of size {query_size}, allowed: a multiple of {num_kv_heads} "
-                f"heads of size {head_size}"
-            )
-        if self.prompts.num_tokens != num_tokens:
-            raise ValueError(f"query: got {num_tokens} tokens, allowed: the requests' {self.prompts.num_tokens}")
+    def batch(self, query: torch.Tensor, query_scale: torch.Tensor | None = None) -> PrefillBatch:
+        """Returns the batch of these prompts with a layer's queries; see `PrefillBatch`."""
+        return PrefillBatch(
+            query, self.query_start, self.block_table, self.seq_lens, max(self.query_lens), max(self.longest),
+            query_scale,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -270,6 +306,16 @@ class DecodeOutput:
             if tuple(tensor.shape) != shape or tensor.device != batch.query.device:
                 allowed = f"{list(shape)} on {batch.query.device}"
                 raise ValueError(f"{name}: got {list(tensor.shape)} on {tensor.device}, allowed: {allowed}")
+
+
+def _check_heads(query: torch.Tensor, num_kv_heads: int, head_size: int) -> None:
+    """Raises ValueError unless the query heads are those of a cache of these heads."""
+    _, num_query_heads, query_size = query.shape
+    if num_query_heads % num_kv_heads or query_size != head_size:
+        raise ValueError(
+            f"query: got {num_query_heads} heads of size {query_size}, allowed: a multiple of {num_kv_heads} "
+            f"heads of size {head_size}"
+        )
 
 
 def _check_tensor(name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], dimensions: int) -> None:

@@ -43,10 +43,11 @@ class Case:
     """A batch of chunks of prompts over a shuffled cache full of garbage."""
 
     paged: PagedBatch
+    prompts: Prompts
     batch: PrefillBatch
 
     def on(self, device: str) -> "Case":
-        paged, prompts = self.paged, self.batch.prompts
+        paged, prompts = self.paged, self.prompts
         cache = paged.paged_keys.view.untyped_storage()
         moved = torch.tensor([], dtype=torch.uint8).set_(cache).to(device).untyped_storage()
 
@@ -67,7 +68,7 @@ class Case:
             *(part.to(device) for part in (prompts.query_start, prompts.block_table, prompts.seq_lens)),
             prompts.query_lens, prompts.longest,
         )  # fmt: skip
-        return Case(placed, PrefillBatch(self.batch.query.to(device), there))
+        return Case(placed, there, there.batch(self.batch.query.to(device)))
 
 
 def make_case(
@@ -79,7 +80,8 @@ def make_case(
     # The queries are a view of a wider tensor, as they are of a fused projection.
     projected = torch.randn(sum(chunks), HEADS * group + 3, SIZE, generator=generator).bfloat16()
     query = projected[:, : HEADS * group]
-    return Case(paged, PrefillBatch(query, prompts_of(contexts, chunks, paged.block_table)))
+    prompts = prompts_of(contexts, chunks, paged.block_table)
+    return Case(paged, prompts, prompts.batch(query))
 
 
 def attend_plainly(sequences: VirtualSequences, output: torch.Tensor, wants_lse: bool) -> torch.Tensor | None:
@@ -107,7 +109,7 @@ def run(
     case: Case, rule: BlockRule, kernels: bool, softmax: Softmax | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, full of NaN before, and counters."""
-    tiles = plan_tiles(case.batch.prompts, rule, case.batch.query.shape[1] // HEADS)
+    tiles = plan_tiles(case.prompts, rule, case.batch.query.shape[1] // HEADS)
     output = torch.full_like(case.batch.query.contiguous(), float("nan"))
     counters = torch.zeros(HEADS, 2, dtype=torch.int64, device=output.device)
     prefill_blocks(
@@ -120,7 +122,7 @@ def run(
 def plain_attention(case: Case, rule: BlockRule, dtype: torch.dtype, softmax: Softmax) -> tuple[torch.Tensor, int]:
     """Attention written token by token, and the past blocks that are read."""
     outputs, blocks_read, first = [], 0, 0
-    paged, prompts = case.paged, case.batch.prompts
+    paged, prompts = case.paged, case.prompts
     for request, (context, chunk) in enumerate(zip(prompts.longest, prompts.query_lens, strict=True)):
         queries = case.batch.query[first : first + chunk].unflatten(1, (HEADS, -1))
         blocks = prompts.block_table[request, : -(-context // 64)].long()
@@ -225,12 +227,14 @@ def test_every_kind_of_statistics_has_a_summary(kind: str, device: str) -> None:
 
     case = make_case([200, 77], [8, 8], kind=kind)
     there = case.on(device)
-    summaries = triton.page_summaries(there.paged.statistics, there.batch, 8, torch.bfloat16)
+    tiles = plan_tiles(there.prompts, RULE, 2)
+    summaries = triton.page_summaries(there.paged.statistics, there.batch, tiles, 8, torch.bfloat16)
     for request, context in enumerate((200, 77)):
         pages = context // 8
-        blocks = case.batch.prompts.block_table[request, : -(-context // 64)].long()
+        blocks = case.prompts.block_table[request, : -(-context // 64)].long()
         keys, spread = reference.page_summaries(case.paged.statistics, blocks)
-        here = slice(int(summaries.first_page[request]), int(summaries.first_page[request]) + pages)
+        first = int(tiles.context_start[request]) // 8
+        here = slice(first, first + pages)
         torch.testing.assert_close(
             summaries.keys[:, here].cpu().float(), keys[:, :pages].float(), rtol=2**-7, atol=1e-2
         )
@@ -266,14 +270,14 @@ def test_neighbours_and_cuts_at_tiles_change_no_bit(rule: BlockRule) -> None:
     alone, _ = run(make_case([100], [100]), rule, kernels=False)
     paged = make_case([100], [100])
     for first, last in ((0, 48), (48, 100)):
-        prompts = prompts_of([last], [last - first], paged.batch.prompts.block_table)
-        part = replace(paged, batch=PrefillBatch(paged.batch.query[first:last], prompts))
+        prompts = prompts_of([last], [last - first], paged.prompts.block_table)
+        part = replace(paged, prompts=prompts, batch=prompts.batch(paged.batch.query[first:last]))
         assert torch.equal(run(part, rule, kernels=False)[0], alone[first:last])
 
 
 def test_pages_whose_keys_are_not_finite_are_read() -> None:
     case = make_case([160], [16])
-    case.paged.paged_keys.view[case.batch.prompts.block_table[0, 0], 1, 5, 0, 3] = float("inf")
+    case.paged.paged_keys.view[case.prompts.block_table[0, 0], 1, 5, 0, 3] = float("inf")
     keys = torch.zeros(HEADS, 20, 1, SIZE).bfloat16()
     spread = torch.zeros(HEADS, 20)
     keys[:, 10], spread[:, 10] = reference._LARGEST, reference._LARGEST

@@ -1,5 +1,3 @@
-from importlib.util import find_spec
-
 import pytest
 import torch
 from sparse_kernels.batch import DecodeBatch
@@ -128,16 +126,6 @@ def test_mismatched_shapes_are_refused():
         score_pages(torch.zeros(1, 1, 2, 64), batch.statistics, batch.block_table, batch.num_pages, 1.0)
     with pytest.raises(ValueError, match="block_table and num_pages"):
         score_pages(torch.zeros(2, 2, 2, 64), batch.statistics, batch.block_table, batch.num_pages, 1.0)
-
-
-@pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    if find_spec("triton") is None:
-        pytest.skip("Triton is not installed")
-    if torch.cuda.is_available():
-        pytest.skip("beside a GPU Triton compiles its kernels: test_cuda.py")
-    # What Triton imports at the first launch must be interpreted too.
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 UNWRITTEN = 7.0

@@ -10,6 +10,11 @@ from sparse_kernels.page_statistics import KINDS
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
+BLOCKS = ["_summarise", "_block_logits", "_measure", "_choose", "_group_queries", "_ungroup_with_sinks"]
+"""Kernels of block-sparse prefill."""
+PREFILL = ("_probe_sums", "_join_sums", "_column_sums", "_attend_kept")
+LEAST_SHARED_BYTES = 99 * 1024
+"""Shared memory of a block on the smallest GPUs that are served."""
 CODE = """
 import sys
 import torch
@@ -33,10 +38,13 @@ class Driver:
 
 triton.runtime.driver.set_active(Driver())
 
-from sparse_kernels.batch import DecodeBatch
+from sparse_kernels.batch import DecodeBatch, PrefillBatch, Prompts, Softmax
+from sparse_kernels.block_prefill import BlockRule, plan_tiles, triton as blocks
+from sparse_kernels.cache import KVCache
 from sparse_kernels.page_score import triton as scores
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from sparse_kernels.page_statistics import triton as write
+from sparse_kernels.token_prefill import TokenRule, triton as prefill
 
 
 class Compile:
@@ -44,7 +52,11 @@ class Compile:
         self.kernel = kernel
 
     def __getitem__(self, grid):
-        return lambda *args, **kwargs: print(len(self.kernel.warmup(*args, grid=grid, **kwargs).asm["cubin"]))
+        return lambda *args, **kwargs: self.compile(args, dict(kwargs, grid=grid))
+
+    def compile(self, args, kwargs):
+        compiled = self.kernel.warmup(*args, **kwargs)
+        print(len(compiled.asm["cubin"]), compiled.metadata.shared)
 
 
 write._write_cache, scores._page_score = Compile(write._write_cache), Compile(scores._page_score)
@@ -60,6 +72,33 @@ for kind in KINDS.values():
     table, lengths = torch.zeros(3, 4).int(), torch.zeros(3).int()
     batch = DecodeBatch(query, table, lengths)
     scores.launch_scores(batch, views, 8, 1.0, torch.zeros(3, 8, 32).bfloat16())
+
+for name in sys.argv[2].split():
+    setattr(blocks, name, Compile(getattr(blocks, name)))
+prompts = Prompts(torch.tensor([0, 64]).int(), torch.zeros(1, 4).int(), torch.tensor([256]).int(), (64,), (256,))
+masses = BlockRule(dense_tokens=64, least_blocks=2)
+shapes = [(kind, 128, masses) for kind in KINDS.values()]
+shapes += [(KINDS["quarters"], 64, masses), (KINDS["quarters"], 256, BlockRule(coverage=0.9, dense_tokens=64))]
+for kind, head_size, rule in shapes:
+    layout = StatisticsLayout(8, head_size, kind.formats[0], kind=kind)
+    cache = torch.zeros(4, 8, 64 + layout.rows(64), 2 * head_size).bfloat16()
+    cache = KVCache.from_rows(cache[:, :, :64], 8, layout.views(cache[:, :, 64:], 64))
+    query = torch.zeros(64, 32, head_size).bfloat16()
+    blocks.prefill_blocks(
+        prompts.batch(query), cache, Softmax(0.1, sink_logits=torch.zeros(32)), rule, plan_tiles(prompts, rule, 4),
+        lambda *given: torch.zeros(4, 512), torch.zeros_like(query), torch.zeros(8, 2).long(),
+    )
+
+for name in sys.argv[3:]:
+    setattr(prefill, name, Compile(getattr(prefill, name)))
+for head_size in (64, 128, 256):
+    cache = KVCache.from_rows(torch.zeros(4, 8, 64, 2 * head_size).bfloat16(), 8)
+    starts, lengths = torch.zeros(3).int(), torch.zeros(2).int()
+    batch = PrefillBatch(
+        torch.zeros(20, 32, head_size).bfloat16(), starts, torch.zeros(2, 4).int(), lengths, 20, 256
+    )
+    softmax = Softmax(0.1, 20.0, torch.zeros(32))
+    prefill.token_prefill(batch, cache, softmax, TokenRule(), torch.zeros_like(batch.query), None, None, None)
 """
 
 
@@ -67,9 +106,16 @@ for kind in KINDS.values():
 def test_compiles(architecture: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", CODE, architecture], capture_output=True, text=True, env=environment, timeout=300
+        [sys.executable, "-c", CODE, architecture, " ".join(BLOCKS), *PREFILL],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    sizes = list(map(int, done.stdout.split()))
-    assert len(sizes) == len(KINDS) + sum(not kind.is_fused for kind in KINDS.values())
+    sizes, shared = zip(*(map(int, line.split()) for line in done.stdout.splitlines()), strict=True)
+    of_decode = len(KINDS) + sum(not kind.is_fused for kind in KINDS.values())
+    of_prefill = 3 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
+    assert len(sizes) == of_decode + of_prefill
     assert min(sizes) > 0
+    assert max(shared) <= LEAST_SHARED_BYTES

@@ -6,6 +6,8 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}
+
 
 def interpret_kernels() -> None:
     """Imports Triton and our kernels in interpreted form; to be called before anything else imports Triton.
@@ -19,12 +21,29 @@ def interpret_kernels() -> None:
     try:
         import sparse_kernels.block_prefill.triton
         import sparse_kernels.page_score.triton
-        import sparse_kernels.page_statistics.triton  # noqa: F401
+        import sparse_kernels.page_statistics.triton
+        import sparse_kernels.token_prefill.triton  # noqa: F401
         from triton.runtime import interpreter
     finally:
         del os.environ["TRITON_INTERPRET"]
     interpreter._convert_float = _convert_float
-    interpreter.InterpreterBuilder.create_dot = _dot
+    interpreter.InterpreterBuilder.create_dot = _create_dot
+
+
+def _create_dot(_builder, a, b, d, _input_precision, _max_num_imprecise_acc):
+    """Products of matrices, whose elements are exact in float32. Triton's own multiplies the bits of bfloat16."""
+    from triton.runtime.interpreter import TensorHandle
+
+    exact = [_float32(operand) for operand in (a, b)]
+    return TensorHandle(np.matmul(*exact) + d.data, d.dtype.scalar)
+
+
+def _float32(operand) -> np.ndarray:
+    if operand.dtype.scalar.name == "fp32":
+        return operand.data
+    width = operand.dtype.primitive_bitwidth
+    bits = torch.from_numpy(np.ascontiguousarray(operand.data).view(f"int{width}"))
+    return bits.view(_DTYPES[operand.dtype.scalar.name]).float().numpy()
 
 
 def _convert_float(values: np.ndarray, source, target, _rounding) -> np.ndarray:
@@ -33,20 +52,8 @@ def _convert_float(values: np.ndarray, source, target, _rounding) -> np.ndarray:
     Triton's own (3.6 to 3.9) truncates on the way to bfloat16; on the way to float8 it rounds ties up and loses the
     carry into the exponent.
     """
-    dtypes = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "fp8e4nv": torch.float8_e4m3fn}
     bits = torch.from_numpy(np.ascontiguousarray(values).view(f"int{source.primitive_bitwidth}"))
-    converted = bits.view(dtypes[source.name]).float().to(dtypes[target.name])
+    converted = bits.view(_DTYPES[source.name]).float().to(_DTYPES[target.name])
     width = target.primitive_bitwidth
     words = converted.view({8: torch.int8, 16: torch.int16, 32: torch.int32}[width]).numpy()
     return words.view(f"uint{width}").reshape(values.shape)
-
-
-def _dot(builder, a, b, accumulator, _precision, _most_imprecise):
-    """The product of two matrices, of bfloat16 too, which Triton's own takes for the integers of their bits."""
-    from triton.runtime.interpreter import TensorHandle
-
-    left, right = (torch.from_numpy(np.ascontiguousarray(x.data)) for x in (a, b))
-    if a.dtype.scalar.name == "bf16":
-        left, right = left.view(torch.bfloat16), right.view(torch.bfloat16)
-    product = left.float() @ right.float() + torch.from_numpy(np.ascontiguousarray(accumulator.data))
-    return TensorHandle(product.numpy().astype(accumulator.data.dtype), accumulator.dtype.scalar)

@@ -201,16 +201,16 @@ def prefill_blocks(
     heads = cache.num_kv_heads
     scale = cache.scaled_by_keys(softmax.scale) * (1.0 if batch.query_scale is None else float(batch.query_scale))
     softmax = replace(softmax, scale=scale)
-    grouped, prompts = batch.grouped(heads), batch.prompts
+    grouped = batch.grouped(heads)
     tokens_per_block = cache.keys.pages_per_block * cache.page_size
     summaries: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
     parts = (tiles.request, tiles.first_token, tiles.num_tokens, tiles.past_blocks, tiles.reads, tiles.end)
     for request, first, num_tokens, past, reads, end in torch.stack(parts, dim=1).tolist():
         if not num_tokens:
             continue
-        table = prompts.block_table[request]
+        table = batch.block_table[request]
         if request not in summaries:
-            blocks = table[: -(-int(prompts.seq_lens[request]) // tokens_per_block)]
+            blocks = table[: -(-int(batch.seq_lens[request]) // tokens_per_block)]
             summaries[request] = page_summaries(cache.statistics, blocks.long())
         query = grouped[first : first + num_tokens]
         if query.dtype.itemsize == 1:

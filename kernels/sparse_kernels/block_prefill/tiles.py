@@ -67,6 +67,11 @@ class Tiles:
     """`[num_tiles]` int32, `group * scoring.tiles + place in the group` of each tile."""
     scoring: ScoringRows
     """The shape of a group."""
+    context_start: torch.Tensor
+    """`[num_requests]` int32, where the tokens of each context begin if all contexts lie one after the other, each
+    in room for whole blocks."""
+    context_tokens: int
+    """Tokens of all that room."""
     max_blocks: int
     """An upper bound of a tile's past and own blocks together."""
     max_past_blocks: int
@@ -117,11 +122,12 @@ def plan_tiles(prompts: Prompts, rule: BlockRule, group_size: int) -> Tiles:
     group_first = torch.repeat_interleave(counts.cumsum(0) - counts, groups) + _within(groups) * scoring.tiles
     last = torch.repeat_interleave(counts.cumsum(0), groups)
     group_tiles = torch.minimum(last - group_first, torch.tensor(scoring.tiles))
-    known = torch.cat([request, index, slot, group_first, group_tiles]).to(torch.int32)
+    room = torch.tensor([-(-length // block) * block for length in prompts.longest])
+    parts = [request, index, slot, group_first, group_tiles, room.cumsum(0) - room]
+    known = torch.cat(parts).to(torch.int32)
     if prompts.seq_lens.is_cuda:
         known = known.pin_memory().to(prompts.seq_lens.device, non_blocking=True)
-    tiles, num_groups = len(request), len(group_first)
-    request, index, slot, group_first, group_tiles = known.split([tiles, tiles, tiles, num_groups, num_groups])
+    request, index, slot, group_first, group_tiles, context_start = known.split([len(part) for part in parts])
     asked = request.long()
     start, lengths = prompts.query_start[asked], prompts.seq_lens[asked]
     begin = lengths - (prompts.query_start[asked + 1] - start)
@@ -141,6 +147,8 @@ def plan_tiles(prompts: Prompts, rule: BlockRule, group_size: int) -> Tiles:
         group_tiles=group_tiles,
         slot=slot,
         scoring=scoring,
+        context_start=context_start,
+        context_tokens=int(room.sum()),
         max_blocks=max(-(-length // block) for length in prompts.longest),
         max_past_blocks=max(pasts),
         max_reads=max(max(rule.most_blocks(past), min(past, -(-rule.dense_tokens // block))) for past in pasts),

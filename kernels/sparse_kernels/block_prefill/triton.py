@@ -38,7 +38,7 @@ def _summarise(
     spread_ptr,
     table_ptr,
     seq_lens_ptr,
-    first_page_ptr,
+    context_start_ptr,
     keys_ptr,
     key_scales_ptr,
     deviation_ptr,
@@ -93,7 +93,7 @@ def _summarise(
         place = spread_ptr + block * spread_strides[0] + head * spread_strides[1] + within * spread_strides[2]
         spread = tl.load(place, mask=exists, other=0.0).to(tl.float32)
     keys = SUMMARY_KEYS(vectors)
-    out = head * pages_of_all + tl.load(first_page_ptr + request) + page
+    out = head * pages_of_all + tl.load(context_start_ptr + request) // PAGE_SIZE + page
     for k in tl.static_range(KEYS):
         key = tl.clamp(keys[k], -_LARGEST, _LARGEST)
         if key_scales_ptr is not None:
@@ -180,7 +180,7 @@ def _block_logits(
     keys_ptr,
     key_scales_ptr,
     deviation_ptr,
-    first_page_ptr,
+    context_start_ptr,
     request_ptr,
     first_ptr,
     count_ptr,
@@ -249,7 +249,9 @@ def _block_logits(
     end = tl.load(end_ptr + tile)
     visible = (end - count + token + 1) // PAGE_SIZE * KEYS
     all_see = tl.load(past_ptr + first_tile) * (PAGES_PER_BLOCK * KEYS)
-    offset = head.to(tl.int64) * pages_of_all + tl.load(first_page_ptr + tl.load(request_ptr + first_tile))
+    offset = (
+        head.to(tl.int64) * pages_of_all + tl.load(context_start_ptr + tl.load(request_ptr + first_tile)) // PAGE_SIZE
+    )
     keys_ptr += offset * KEYS * HEAD_SIZE
     per_block: tl.constexpr = PAGES_PER_BLOCK * KEYS
     blocks: tl.constexpr = AT_A_TIME // per_block
@@ -436,7 +438,7 @@ def _choose(
 
 @dataclass(frozen=True)
 class _Summaries:
-    """Keys that stand for the pages of a batch."""
+    """Keys that stand for the pages of a batch, as `Tiles.context_start` orders them; undefined of incomplete pages."""
 
     keys: torch.Tensor
     """`[num_kv_heads, num_pages, summary_keys, head_size]`, bfloat16 or float8_e4m3fn."""
@@ -444,37 +446,34 @@ class _Summaries:
     """`[num_kv_heads, num_pages, summary_keys]` float32, factors of float8 keys."""
     spread: torch.Tensor | None
     """`[num_kv_heads, num_pages]` float32; None for a kind without."""
-    first_page: torch.Tensor
-    """`[num_requests]` int32, where the pages of each request begin. Those that are not complete are undefined."""
 
 
-def page_summaries(statistics: PageStatistics, batch: PrefillBatch, page_size: int, dtype: torch.dtype) -> _Summaries:
+def page_summaries(
+    statistics: PageStatistics, batch: PrefillBatch, tiles: Tiles, page_size: int, dtype: torch.dtype
+) -> _Summaries:
     """Takes the keys that stand for every complete page from the records in the cache, in a dtype of `_Summaries`."""
-    kind, prompts, device = statistics.kind, batch.prompts, batch.query.device
+    kind, device = statistics.kind, batch.query.device
     heads, head_size = statistics.vectors.shape[1], statistics.head_size
-    pages = [length // page_size for length in prompts.longest]
-    begins = torch.tensor([sum(pages[:request]) for request in range(len(pages))], dtype=torch.int32)
-    first_page = begins.pin_memory().to(device, non_blocking=True) if batch.query.is_cuda else begins
-    shape = heads, max(sum(pages), 1), kind.summary_keys
+    shape = heads, tiles.context_tokens // page_size, kind.summary_keys
     keys = torch.empty(*shape, head_size, dtype=dtype, device=device)
     key_scales = torch.empty(shape, dtype=torch.float32, device=device) if dtype.itemsize == 1 else None
     deviation = torch.empty(shape[:2], dtype=torch.float32, device=device) if kind.summary_has_spread else None
     codes, scales, spread = kind.codes, statistics.scales, statistics.spread
     at_a_time = 16
-    _summarise[(triton.cdiv(max(*pages, 1), at_a_time), heads, len(prompts))](
+    _summarise[(triton.cdiv(max(batch.max_seq_tokens // page_size, 1), at_a_time), heads, batch.num_requests)](
         statistics.vectors,
         scales,
         spread,
-        prompts.block_table,
-        prompts.seq_lens,
-        first_page,
+        batch.block_table,
+        batch.seq_lens,
+        tiles.context_start,
         keys,
         key_scales,
         deviation,
         statistics.vectors.stride(),
         () if scales is None else scales.stride(),
         () if spread is None else spread.stride(),
-        prompts.block_table.stride(0),
+        batch.block_table.stride(0),
         shape[1],
         SUMMARY_KEYS=kind.triton_summary_keys,
         SUMMARY_SPREAD=kind.triton_summary_spread,
@@ -489,7 +488,7 @@ def page_summaries(statistics: PageStatistics, batch: PrefillBatch, page_size: i
         DIMS=triton.next_power_of_2(head_size),
         num_warps=4,
     )
-    return _Summaries(keys, key_scales, deviation, first_page)
+    return _Summaries(keys, key_scales, deviation)
 
 
 def group_queries(batch: PrefillBatch, tiles: Tiles, num_kv_heads: int) -> torch.Tensor:
@@ -580,15 +579,17 @@ def score_past(
     statistics, page_size, scoring = cache.statistics, cache.page_size, tiles.scoring
     assert statistics is not None
     heads, group, head_size = cache.num_kv_heads, rows.shape[1], cache.head_size
-    summaries = page_summaries(statistics, batch, page_size, dtype)
+    summaries = page_summaries(statistics, batch, tiles, page_size, dtype)
     keys = summaries.keys.shape[2]
     per_block = rule.block_tokens // page_size * keys
-    at_a_time = max(_KEYS_AT_A_TIME, per_block)
+    # Rows and two stages of keys share what memory the smallest multiprocessors have.
+    is_wide = head_size > 128
+    at_a_time = max(_KEYS_AT_A_TIME // (1 + 3 * is_wide), per_block)
     piece = max(_PIECE, at_a_time)
     num_groups, device = len(tiles.group_first), rows.device
     scores = torch.empty(len(tiles), heads, tiles.max_blocks, dtype=torch.float32, device=device)
     logits = torch.empty(num_groups, heads, tiles.max_blocks, scoring.of_group, dtype=torch.float16, device=device)
-    rows_at_a_time = min(scoring.of_group, _ROWS_AT_A_TIME)
+    rows_at_a_time = min(scoring.of_group, _ROWS_AT_A_TIME // (1 + is_wide))
     where = tiles.first_token, tiles.num_tokens, tiles.past_blocks
     shape = {
         "KV_HEADS": heads,
@@ -598,13 +599,13 @@ def score_past(
         "PADDED": scoring.padded,
         "PAGE_SIZE": page_size,
     }
-    most_keys = max(max(batch.prompts.longest) // page_size, 1) * keys
+    most_keys = max(batch.max_seq_tokens // page_size, 1) * keys
     _block_logits[(num_groups * (scoring.of_group // rows_at_a_time), heads, triton.cdiv(most_keys, piece))](
         rows.view(torch.float8_e4m3fn) if rows.dtype.itemsize == 1 else rows,
         summaries.keys,
         summaries.scales,
         summaries.spread,
-        summaries.first_page,
+        tiles.context_start,
         tiles.request,
         *where,
         tiles.end,
@@ -627,7 +628,7 @@ def score_past(
         HEAD_SIZE=head_size,
         DIMS=triton.next_power_of_2(head_size),
         num_warps=4 if rows_at_a_time <= 64 else 8,
-        num_stages=3,
+        num_stages=2,
     )
     _measure[(len(tiles), heads)](
         logits,
@@ -684,12 +685,12 @@ def virtual_sequences(
         tiles.past_blocks,
         tiles.reads,
         tiles.end,
-        batch.prompts.block_table,
+        batch.block_table,
         pages,
         lengths,
         counters,
         scores.stride(1),
-        batch.prompts.block_table.stride(0),
+        batch.block_table.stride(0),
         pages.stride(0),
         entries.block_step,
         entries.head_step,

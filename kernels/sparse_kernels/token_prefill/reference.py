@@ -1,0 +1,120 @@
+"""Prefills sparsely in torch, request by request; this is the specification, and what runs on a CPU.
+
+It reads keys and values page by page, so any packing of the cache will do.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_kernels.batch import PrefillBatch, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.paging import PagedTensor
+from sparse_kernels.token_prefill.probes import draw_probes
+from sparse_kernels.token_prefill.rule import TokenRule
+from sparse_kernels.token_prefill.tokens import KeptTokens, choose_tokens
+
+_QUERIES_AT_ONCE = 64
+"""Query tokens whose logits are in memory at the same time."""
+
+
+def token_prefill(
+    batch: PrefillBatch,
+    cache: KVCache,
+    softmax: Softmax,
+    rule: TokenRule,
+    output: torch.Tensor,
+    probes: torch.Tensor | None,
+) -> KeptTokens:
+    """See `api.token_prefill`."""
+    if probes is None:
+        probes = draw_probes(batch, rule)
+    output.zero_()
+    sums = column_sums(batch, cache, softmax, probes)
+    kept = choose_tokens(sums, probes, batch, rule)
+    attend_kept(batch, cache, softmax, kept, output)
+    return kept
+
+
+def column_sums(batch: PrefillBatch, cache: KVCache, softmax: Softmax, probes: torch.Tensor) -> torch.Tensor:
+    """Adds up the attention of the probe rows on each token (ZipVL, Eq. A and 6).
+
+    Args:
+        batch: the requests that prefill.
+        cache: their keys and values.
+        softmax: how logits become weights.
+        probes: `[num_requests, num_probes]` int32, positions of the probe rows; -1 for none.
+
+    Returns:
+        `[num_requests, max_seq_tokens]` float32, a_j; 0 beyond a context.
+    """
+    sums = torch.zeros(batch.num_requests, batch.max_seq_tokens, device=batch.query.device)
+    for request in range(batch.num_requests):
+        length, end = int(batch.seq_lens[request]), int(batch.query_start[request + 1])
+        rows = probes[request][probes[request] >= 0].long()
+        if len(rows) == 0:
+            continue
+        query = _scaled(batch, batch.query[end - length + rows])
+        every = torch.arange(length, device=query.device)
+        for head in range(cache.num_kv_heads):
+            keys = _tokens(cache.keys, batch.block_table[request], head, every)
+            of_head = slice(
+                head * query.shape[1] // cache.num_kv_heads, (head + 1) * query.shape[1] // cache.num_kv_heads
+            )
+            weights = _weights(query[:, of_head], keys, rows, every, cache, softmax, of_head)
+            sums[request, :length] += weights.sum(dim=(0, 1))
+    return sums
+
+
+def attend_kept(batch: PrefillBatch, cache: KVCache, softmax: Softmax, kept: KeptTokens, output: torch.Tensor) -> None:
+    """Attends with the queries in T to the keys and values in T; leaves other outputs as they are."""
+    group = batch.group_size(cache.num_kv_heads)
+    for request in range(batch.num_requests):
+        length, start, end = int(batch.seq_lens[request]), *batch.query_start[request : request + 2].tolist()
+        if start == end:
+            continue
+        positions = kept.positions[request, : int(kept.counts[request])].long()
+        rows = positions[positions >= length - (end - start)]
+        for head in range(cache.num_kv_heads):
+            of_head = slice(head * group, (head + 1) * group)
+            keys = _tokens(cache.keys, batch.block_table[request], head, positions)
+            values = _tokens(cache.values, batch.block_table[request], head, positions)
+            if cache.value_scale is not None:
+                values = values * cache.value_scale
+            for some in rows.split(_QUERIES_AT_ONCE):
+                tokens = end - length + some
+                query = _scaled(batch, batch.query[tokens, of_head])
+                attended = _weights(query, keys, some, positions, cache, softmax, of_head) @ values
+                output[tokens, of_head] = attended.transpose(0, 1).to(output.dtype)
+
+
+def _scaled(batch: PrefillBatch, query: torch.Tensor) -> torch.Tensor:
+    return query.float() if batch.query_scale is None else query.float() * batch.query_scale
+
+
+def _tokens(paged: PagedTensor, blocks: torch.Tensor, head: int, positions: torch.Tensor) -> torch.Tensor:
+    """Returns a KV head's keys or values of some positions: `[len(positions), head_size]` float32, not scaled."""
+    pages, inverse = torch.unique(positions // paged.page_size, return_inverse=True)
+    block = blocks.long()[pages // paged.pages_per_block]
+    gathered = paged.gather(block, torch.tensor(head, device=block.device), pages % paged.pages_per_block)
+    return gathered[inverse, positions % paged.page_size].float()
+
+
+def _weights(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    cache: KVCache,
+    softmax: Softmax,
+    heads: slice,
+) -> torch.Tensor:
+    """Returns the causal attention of some query heads of a KV head: `[group_size, len(rows), len(columns)]`."""
+    logits = (query.transpose(0, 1) @ keys.T).mul_(cache.scaled_by_keys(softmax.scale))
+    if softmax.softcap:
+        logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
+    logits.masked_fill_(columns > rows[:, None], -torch.inf)
+    if softmax.sink_logits is not None:
+        sink = softmax.sink_logits[heads].float()[:, None, None].expand(-1, len(rows), 1)
+        logits = torch.cat([logits, sink], dim=-1)
+    return logits.softmax(dim=-1)[..., : len(columns)]

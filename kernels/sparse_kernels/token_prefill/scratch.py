@@ -1,0 +1,95 @@
+"""Memory of a sparse prefill, which the layers of an engine share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparse_kernels.token_prefill.rule import TokenRule
+
+SPLIT_TOKENS = 1024
+"""Tokens of a context that one program reads for the sums of a probe row's softmax. A constant: how a context is cut
+decides in which order numbers are added, and no batch may change that."""
+_TOKENS_AT_ONCE = 1 << 20
+"""Tokens of contexts, at most, whose attention is sorted at the same time; about 60 bytes each."""
+
+
+@dataclass(frozen=True)
+class PrefillSizes:
+    """Bounds of a batch that prefills."""
+
+    num_tokens: int
+    """Query tokens of all requests."""
+    num_requests: int
+    max_seq_tokens: int
+    """Tokens of a context."""
+    num_query_heads: int
+    head_size: int
+
+    @property
+    def requests_at_once(self) -> int:
+        """Requests whose tokens are chosen side by side; others follow, which changes no bit."""
+        return max(1, min(self.num_requests, _TOKENS_AT_ONCE // self.max_seq_tokens))
+
+    @property
+    def splits(self) -> int:
+        """Parts of the longest context."""
+        return -(-self.max_seq_tokens // SPLIT_TOKENS)
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """What a sparse prefill on a GPU stores between its launches. Calls that follow each other may share it."""
+
+    query: torch.Tensor
+    """`[num_tokens, num_query_heads, head_size]` of the query's dtype: queries in T."""
+    output: torch.Tensor
+    """`[num_tokens, num_query_heads, head_size]` of the output's dtype: their attention."""
+    sums: torch.Tensor
+    """`[requests_at_once, max_seq_tokens]` float32: attention on each token."""
+    partial: torch.Tensor
+    """`[requests_at_once * num_query_heads * splits * num_probes]` float32: log sums of parts of a context."""
+    whole: torch.Tensor
+    """`[requests_at_once, num_query_heads, num_probes]` float32: probe rows' log sums."""
+
+    @classmethod
+    def make(
+        cls,
+        sizes: PrefillSizes,
+        rule: TokenRule,
+        query_dtype: torch.dtype,
+        output_dtype: torch.dtype,
+        device: torch.device,
+    ) -> Scratch:
+        """Allocates scratch for batches of up to these sizes."""
+        heads = (sizes.num_tokens, sizes.num_query_heads, sizes.head_size)
+        rows = (sizes.requests_at_once, sizes.num_query_heads, rule.num_probes)
+
+        def numbers(*shape: int) -> torch.Tensor:
+            return torch.empty(shape, dtype=torch.float32, device=device)
+
+        return cls(
+            torch.empty(heads, dtype=query_dtype, device=device),
+            torch.empty(heads, dtype=output_dtype, device=device),
+            numbers(sizes.requests_at_once, sizes.max_seq_tokens),
+            numbers(rows[0] * rows[1] * sizes.splits * rows[2]),
+            numbers(*rows),
+        )
+
+    def check(self, sizes: PrefillSizes, rule: TokenRule) -> None:
+        """Raises ValueError unless there is room for a batch, and it was made for its heads and this rule."""
+        for name, got, needed in (
+            ("query tokens", len(self.query), sizes.num_tokens),
+            ("tokens of a context", self.sums.shape[1], sizes.max_seq_tokens),
+        ):
+            if got < needed:
+                raise ValueError(f"scratch: got room for {got} {name}, allowed: at least the batch's {needed}")
+        made_for = *self.query.shape[1:], self.whole.shape[2]
+        needed_for = sizes.num_query_heads, sizes.head_size, rule.num_probes
+        if made_for != needed_for:
+            heads, size, probes = made_for
+            raise ValueError(
+                f"scratch: got one for {heads} query heads of size {size} and {probes} probe rows, allowed: "
+                f"{sizes.num_query_heads} of size {sizes.head_size} and {rule.num_probes}"
+            )

@@ -1,0 +1,416 @@
+"""Prefills sparsely on a GPU: Triton for the attention of the probe rows and of T, torch for what lies between.
+
+The attention of the probe rows takes two passes. The first gives the sums of their softmax, by parts of the context
+that are put together in order; the second adds up the weights on each token, one program for some tokens and all heads.
+So every number is a sum in an order that follows from the request alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from sparse_kernels.batch import PrefillBatch, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.token_prefill.probes import draw_probes
+from sparse_kernels.token_prefill.rule import TokenRule
+from sparse_kernels.token_prefill.scratch import SPLIT_TOKENS, PrefillSizes, Scratch
+from sparse_kernels.token_prefill.tokens import KeptAttention, KeptTokens, choose_tokens, kept_queries
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+
+
+class _Tile(NamedTuple):
+    """What a program works on at a time."""
+
+    rows: int
+    """Query tokens of a head."""
+    keys: int
+
+
+def _tile(head_size: int) -> _Tile:
+    """Returns a tile that fits the shared memory of a block on every GPU that is served, twice buffered."""
+    return _Tile(64, 64) if head_size <= 128 else _Tile(64, 32)
+
+
+@triton.jit
+def _logits(query, keys, factor, SOFTCAP: tl.constexpr):
+    """Products of queries with keys `[DIMS, keys]`, as logits to the base 2."""
+    logits = tl.dot(query, keys, input_precision="ieee") * factor
+    if SOFTCAP > 0:
+        # tanh by an exponential: Triton's own lives in libdevice, which its interpreter does not have.
+        logits = (1 - 2 / (tl.exp2(logits * (2 * _LOG2E / SOFTCAP)) + 1)) * SOFTCAP
+    return logits * _LOG2E
+
+
+@triton.jit
+def _log_sum(largest, total):
+    """The logarithm to the base 2 of `total * 2 ** largest`: -inf for nothing, and a NaN stays one."""
+    some = tl.where(total > 0, largest + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+    return tl.where(total != total, total, some)
+
+
+@triton.jit
+def _factor(scale, query_scale_ptr, key_scale_ptr):
+    if query_scale_ptr is not None:
+        scale *= tl.load(query_scale_ptr)
+    if key_scale_ptr is not None:
+        scale *= tl.load(key_scale_ptr)
+    return scale
+
+
+@triton.jit
+def _probe_rows(
+    query_ptr, query_strides, probes_ptr, request, token_of_zero, first, kv_head, dim,
+    GROUP: tl.constexpr, PROBES: tl.constexpr, HEAD_SIZE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Probe rows of a KV head: those of its first query head, then of the next."""
+    row = first + tl.arange(0, ROWS)
+    exists = row < GROUP * PROBES
+    head = kv_head * GROUP + row // PROBES
+    position = tl.load(probes_ptr + request * PROBES + row % PROBES, mask=exists, other=-1)
+    token = (token_of_zero + position).to(tl.int64)
+    place = query_ptr + token * query_strides[0] + head * query_strides[1]
+    real = (position >= 0)[:, None] & (dim < HEAD_SIZE)[None, :]
+    query = tl.load(place[:, None] + dim[None, :], mask=real, other=0.0)
+    return query, position, head, exists
+
+
+@triton.jit
+def _context_keys(
+    keys_ptr, key_strides, table_ptr, position, length, kv_head, dim,
+    HEAD_SIZE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
+):  # fmt: skip
+    """Keys of some positions of a context, `[DIMS, positions]`."""
+    exists = position < length
+    block = tl.load(table_ptr + position // BLOCK_TOKENS, mask=exists, other=0).to(tl.int64)
+    place = keys_ptr + block * key_strides[0] + kv_head * key_strides[1] + position % BLOCK_TOKENS * key_strides[2]
+    return tl.load(place[None, :] + dim[:, None], mask=exists[None, :] & (dim < HEAD_SIZE)[:, None], other=0.0)
+
+
+@triton.jit
+def _probe_sums(
+    query_ptr, keys_ptr, probes_ptr, starts_ptr, lengths_ptr, table_ptr, query_scale_ptr, key_scale_ptr, partial_ptr,
+    query_strides, key_strides, table_stride, scale, num_kv_heads,
+    GROUP: tl.constexpr, PROBES: tl.constexpr, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Writes the log sums of a part of the context, `[num_requests, num_query_heads, splits, num_probes]`."""
+    split = tl.program_id(0)
+    blocks: tl.constexpr = (GROUP * PROBES + ROWS - 1) // ROWS
+    kv_head = (tl.program_id(1) // blocks).to(tl.int64)
+    request = tl.program_id(2).to(tl.int64)
+    length = tl.load(lengths_ptr + request)
+    end = tl.load(starts_ptr + request + 1)
+    if split * SPLIT >= length or end == tl.load(starts_ptr + request):
+        return
+    dim = tl.arange(0, DIMS)
+    query, position, head, exists = _probe_rows(
+        query_ptr, query_strides, probes_ptr, request, end - length, tl.program_id(1) % blocks * ROWS, kv_head, dim,
+        GROUP, PROBES, HEAD_SIZE, ROWS,
+    )  # fmt: skip
+    query = query.to(DTYPE)
+    factor = _factor(scale, query_scale_ptr, key_scale_ptr)
+    table = table_ptr + request * table_stride
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    for first in range(split * SPLIT, tl.minimum((split + 1) * SPLIT, length), KEYS):
+        column = first + tl.arange(0, KEYS)
+        keys = _context_keys(
+            keys_ptr, key_strides, table, column, length, kv_head, dim, HEAD_SIZE, BLOCK_TOKENS
+        ).to(DTYPE)  # fmt: skip
+        logits = _logits(query, keys, factor, SOFTCAP)
+        # Positions of probe rows lie within the context, so what they see does, too.
+        logits = tl.where(column[None, :] <= position[:, None], logits, float("-inf"))
+        peak = tl.maximum(largest, tl.max(logits, axis=1))
+        # A row that has seen nothing yet has a peak of -inf, from which nothing can be subtracted.
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        total = total * tl.exp2(largest - base) + tl.sum(tl.exp2(logits - base[:, None]), axis=1)
+        largest = peak
+    row = tl.program_id(1) % blocks * ROWS + tl.arange(0, ROWS)
+    place = ((request * num_kv_heads * GROUP + head) * tl.num_programs(0) + split) * PROBES + row % PROBES
+    tl.store(partial_ptr + place, _log_sum(largest, total), mask=exists)
+
+
+@triton.jit
+def _join_sums(
+    partial_ptr, sinks_ptr, starts_ptr, lengths_ptr, whole_ptr, splits,
+    PROBES: tl.constexpr, PADDED: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Puts the log sums of the parts together, in their order, and the head's sink logit with them."""
+    head = tl.program_id(0)
+    request = tl.program_id(1).to(tl.int64)
+    row = request * tl.num_programs(0) + head
+    length = tl.load(lengths_ptr + request)
+    if tl.load(starts_ptr + request + 1) == tl.load(starts_ptr + request):
+        return
+    probe = tl.arange(0, PADDED)
+    exists = probe < PROBES
+    largest = tl.full((PADDED,), float("-inf"), tl.float32)
+    total = tl.zeros((PADDED,), tl.float32)
+    if sinks_ptr is not None:
+        largest = tl.zeros((PADDED,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+        total += 1.0
+    for split in range((length + SPLIT - 1) // SPLIT):
+        part = tl.load(partial_ptr + (row * splits + split) * PROBES + probe, mask=exists, other=float("-inf"))
+        peak = tl.maximum(largest, part)
+        base = tl.where(peak == float("-inf"), 0.0, peak)
+        total = total * tl.exp2(largest - base) + tl.exp2(part - base)
+        largest = peak
+    tl.store(whole_ptr + row * PROBES + probe, _log_sum(largest, total), mask=exists)
+
+
+@triton.jit
+def _column_sums(
+    query_ptr, keys_ptr, probes_ptr, starts_ptr, lengths_ptr, table_ptr, query_scale_ptr, key_scale_ptr, whole_ptr,
+    sums_ptr, query_strides, key_strides, table_stride, sums_stride, scale, num_kv_heads,
+    GROUP: tl.constexpr, PROBES: tl.constexpr, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Adds up the weights of all probe rows and heads on some tokens."""
+    request = tl.program_id(1).to(tl.int64)
+    length = tl.load(lengths_ptr + request)
+    end = tl.load(starts_ptr + request + 1)
+    column = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
+    if tl.program_id(0) * KEYS >= length or end == tl.load(starts_ptr + request):
+        return
+    dim = tl.arange(0, DIMS)
+    factor = _factor(scale, query_scale_ptr, key_scale_ptr)
+    table = table_ptr + request * table_stride
+    # Weights are added up element by element, and rows once in the end: a sum over rows crosses the warps.
+    sums = tl.zeros((ROWS, KEYS), tl.float32)
+    for kv in range(num_kv_heads):
+        kv_head = tl.full((), kv, tl.int64)
+        keys = _context_keys(
+            keys_ptr, key_strides, table, column, length, kv_head, dim, HEAD_SIZE, BLOCK_TOKENS
+        ).to(DTYPE)  # fmt: skip
+        for first in range(0, GROUP * PROBES, ROWS):
+            query, position, head, exists = _probe_rows(
+                query_ptr, query_strides, probes_ptr, request, end - length, first, kv_head, dim,
+                GROUP, PROBES, HEAD_SIZE, ROWS,
+            )  # fmt: skip
+            row = first + tl.arange(0, ROWS)
+            place = (request * num_kv_heads * GROUP + head) * PROBES + row % PROBES
+            whole = tl.load(whole_ptr + place, mask=exists, other=0.0)
+            logits = _logits(query.to(DTYPE), keys, factor, SOFTCAP)
+            sums += tl.where(column[None, :] <= position[:, None], tl.exp2(logits - whole[:, None]), 0.0)
+    tl.store(sums_ptr + request * sums_stride + column, tl.sum(sums, axis=0), mask=column < length)
+
+
+@triton.jit
+def _attend_kept(
+    query_ptr, keys_ptr, values_ptr, starts_ptr, counts_ptr, rows_ptr, query_scale_ptr, key_scale_ptr, value_scale_ptr,
+    sinks_ptr, output_ptr, row_stride, head_stride, rows_stride, scale,
+    GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
+    DTYPE: tl.constexpr,
+):  # fmt: skip
+    """Attends with some queries of a head to the rows of a table, causal, aligned at the bottom right."""
+    request = tl.program_id(2).to(tl.int64)
+    head = tl.program_id(1).to(tl.int64)
+    start = tl.load(starts_ptr + request)
+    num_queries = tl.load(starts_ptr + request + 1) - start
+    first = tl.program_id(0) * ROWS
+    if first >= num_queries:
+        return
+    count = tl.load(counts_ptr + request)
+    dim = tl.arange(0, DIMS)
+    real = dim < HEAD_SIZE
+    index = first + tl.arange(0, ROWS)
+    exists = index < num_queries
+    token = (start + index).to(tl.int64) * tl.num_programs(1) + head
+    mask = exists[:, None] & real[None, :]
+    query = tl.load(query_ptr + token[:, None] * HEAD_SIZE + dim[None, :], mask=mask, other=0.0).to(DTYPE)
+    factor = _factor(scale, query_scale_ptr, key_scale_ptr)
+    newest = count - num_queries + index
+    table = rows_ptr + request * rows_stride
+    within = (head // GROUP) * head_stride
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    if sinks_ptr is not None:
+        largest = tl.zeros((ROWS,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+        total += 1.0
+    sums = tl.zeros((ROWS, DIMS), tl.float32)
+    # Every query sees the first key, so no row is without a largest logit after the first round.
+    for other in range(0, tl.minimum(count, count - num_queries + first + ROWS), KEYS):
+        column = other + tl.arange(0, KEYS)
+        present = column < count
+        place = tl.load(table + column, mask=present, other=0).to(tl.int64) * row_stride + within
+        keys = tl.load(keys_ptr + place[None, :] + dim[:, None], mask=present[None, :] & real[:, None], other=0.0)
+        logits = _logits(query, keys.to(DTYPE), factor, SOFTCAP)
+        logits = tl.where(present[None, :] & (column[None, :] <= newest[:, None]), logits, float("-inf"))
+        peak = tl.maximum(largest, tl.max(logits, axis=1))
+        weights = tl.exp2(logits - peak[:, None])
+        shrunk = tl.exp2(largest - peak)
+        values = tl.load(values_ptr + place[:, None] + dim[None, :], mask=present[:, None] & real[None, :], other=0.0)
+        total = total * shrunk + tl.sum(weights, axis=1)
+        sums = sums * shrunk[:, None] + tl.dot(weights.to(DTYPE), values.to(DTYPE), input_precision="ieee")
+        largest = peak
+    sums = sums / total[:, None]
+    if value_scale_ptr is not None:
+        sums *= tl.load(value_scale_ptr)
+    tl.store(output_ptr + token[:, None] * HEAD_SIZE + dim[None, :], sums.to(output_ptr.dtype.element_ty), mask=mask)
+
+
+_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
+
+
+def _arithmetic(query: torch.Tensor) -> tl.dtype:
+    """Returns what the matrix units multiply: 8-bit floats are exact in 16 bits."""
+    return _DTYPES.get(query.dtype, tl.bfloat16)
+
+
+def launch_sums(
+    batch: PrefillBatch, cache: KVCache, softmax: Softmax, probes: torch.Tensor, scratch: Scratch
+) -> torch.Tensor:
+    """Adds up the attention of the probe rows on each token.
+
+    Args:
+        batch: the requests that prefill.
+        cache: their keys and values.
+        softmax: how logits become weights.
+        probes: what `draw_probes` returns.
+        scratch: has room for these requests.
+
+    Returns:
+        `[num_requests, max_seq_tokens]` float32, a_j; beyond a context and for requests without query tokens nothing
+        is written.
+    """
+    num_requests, num_probes = probes.shape
+    num_heads, head_size, num_kv_heads = batch.query.shape[1], cache.head_size, cache.num_kv_heads
+    group = batch.group_size(num_kv_heads)
+    keys = cache.keys.view
+    splits = triton.cdiv(batch.max_seq_tokens, SPLIT_TOKENS)
+    rows, columns = _tile(head_size)
+    inputs = (
+        batch.query, keys, probes.contiguous(), batch.query_start, batch.seq_lens, batch.block_table,
+        batch.query_scale, cache.key_scale,
+    )  # fmt: skip
+    strides = batch.query.stride(), (keys.stride(0), keys.stride(1), keys.stride(-2)), batch.block_table.stride(0)
+    numbers = float(softmax.scale), num_kv_heads
+    shape = {
+        "GROUP": group,
+        "PROBES": num_probes,
+        "HEAD_SIZE": head_size,
+        "DIMS": triton.next_power_of_2(head_size),
+        "BLOCK_TOKENS": cache.page_size * cache.keys.pages_per_block,
+        "ROWS": rows,
+        "KEYS": columns,
+        "SOFTCAP": float(softmax.softcap),
+        "DTYPE": _arithmetic(batch.query),
+        "num_warps": 4,
+        "num_stages": 2,
+    }
+    row_blocks = triton.cdiv(group * num_probes, rows)
+    _probe_sums[(splits, num_kv_heads * row_blocks, num_requests)](
+        *inputs, scratch.partial, *strides, *numbers, SPLIT=SPLIT_TOKENS, **shape
+    )
+    _join_sums[(num_heads, num_requests)](
+        scratch.partial, softmax.sink_logits, batch.query_start, batch.seq_lens, scratch.whole, splits,
+        PROBES=num_probes, PADDED=triton.next_power_of_2(num_probes), SPLIT=SPLIT_TOKENS,
+    )  # fmt: skip
+    sums = scratch.sums[:num_requests, : batch.max_seq_tokens]
+    _column_sums[(triton.cdiv(batch.max_seq_tokens, columns), num_requests)](
+        *inputs, scratch.whole, sums, *strides, sums.stride(0), *numbers, **shape
+    )
+    return sums
+
+
+def attend_kept(kept: KeptAttention) -> None:
+    """Attends with the queries in T to the keys and values in T, in Triton."""
+    _, num_heads, head_size = kept.query.shape
+    keys = kept.keys
+    rows, columns = _tile(head_size)
+    _attend_kept[(triton.cdiv(kept.max_query_tokens, rows), num_heads, len(kept.counts))](
+        kept.query, keys, kept.values, kept.query_start, kept.counts, kept.rows, kept.query_scale, kept.key_scale,
+        kept.value_scale, kept.softmax.sink_logits, kept.output, keys.stride(0), keys.stride(2), kept.rows.stride(0),
+        float(kept.softmax.scale),
+        GROUP=num_heads // keys.shape[2], HEAD_SIZE=head_size, DIMS=triton.next_power_of_2(head_size),
+        ROWS=rows, KEYS=columns, SOFTCAP=float(kept.softmax.softcap), DTYPE=_arithmetic(kept.query),
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+
+
+def token_rows(cache: KVCache) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Shows keys and values as pages of one token.
+
+    Returns:
+        Keys and values, `[num_rows, 1, num_kv_heads, head_size]` each, whose rows overlap: token t of block b is row
+        `b * rows_per_block + t`. And `rows_per_block`.
+
+    Raises:
+        ValueError: if the cache does not store one contiguous row per token, at equal distances.
+    """
+    keys, values = cache.keys.view, cache.values.view
+    if cache.keys.token_dims != (0,) or keys.stride(-1) != 1 or keys.stride() != values.stride():
+        raise ValueError("keys and values: got packed blocks, allowed on a GPU: one contiguous row per token")
+    block, head, token = keys.stride(0), keys.stride(1), keys.stride(-2)
+    if block % token:
+        raise ValueError(f"keys: got blocks of {block} elements, allowed: a multiple of a token's {token}")
+    num_rows = (len(keys) - 1) * (block // token) + cache.page_size * cache.keys.pages_per_block
+    shape, strides = (num_rows, 1, cache.num_kv_heads, cache.head_size), (token, token, head, 1)
+    return keys.as_strided(shape, strides), values.as_strided(shape, strides), block // token
+
+
+def token_prefill(
+    batch: PrefillBatch,
+    cache: KVCache,
+    softmax: Softmax,
+    rule: TokenRule,
+    output: torch.Tensor,
+    probes: torch.Tensor | None,
+    attend: Callable[[KeptAttention], None] | None,
+    scratch: Scratch | None,
+) -> KeptTokens:
+    """See `api.token_prefill`."""
+    num_tokens, num_heads, head_size = batch.query.shape
+    sizes = PrefillSizes(num_tokens, batch.num_requests, batch.max_seq_tokens, num_heads, head_size)
+    if scratch is None:
+        scratch = Scratch.make(sizes, rule, batch.query.dtype, output.dtype, batch.query.device)
+    scratch.check(sizes, rule)
+    if probes is None:
+        probes = draw_probes(batch, rule)
+    output.zero_()
+    parts = []
+    for first in range(0, batch.num_requests, len(scratch.sums)):
+        last = min(first + len(scratch.sums), batch.num_requests)
+        part = batch.requests(first, last)
+        sums = launch_sums(part, cache, softmax, probes[first:last], scratch)
+        kept = choose_tokens(sums, probes[first:last], part, rule)
+        _attend_part(part, cache, softmax, kept, attend or attend_kept, scratch, output)
+        parts.append(kept)
+    return KeptTokens.join(parts)
+
+
+def _attend_part(
+    batch: PrefillBatch,
+    cache: KVCache,
+    softmax: Softmax,
+    kept: KeptTokens,
+    attend: Callable[[KeptAttention], None],
+    scratch: Scratch,
+    output: torch.Tensor,
+) -> None:
+    keys, values, rows_per_block = token_rows(cache)
+    block_tokens = cache.page_size * cache.keys.pages_per_block
+    position = kept.positions.clamp(min=0)
+    block = batch.block_table.gather(1, (position // block_tokens).long())
+    rows = torch.where(kept.positions >= 0, block * rows_per_block + position % block_tokens, 0)
+    queries = kept_queries(kept, batch)
+    query, attended = scratch.query[: batch.num_tokens], scratch.output[: batch.num_tokens]
+    # torch gathers the bits of 8-bit floats alone.
+    bits = torch.uint8 if query.dtype.itemsize == 1 else query.dtype
+    torch.index_select(batch.query.view(bits), 0, queries.tokens, out=query.view(bits))
+    attend(
+        KeptAttention(
+            query, queries.starts, keys, values, rows, kept.counts, batch.max_query_tokens, batch.max_seq_tokens,
+            softmax, batch.query_scale, cache.key_scale, cache.value_scale, attended,
+        )
+    )  # fmt: skip
+    torch.where(queries.mask[:, None, None], attended[queries.places], output, out=output)

@@ -1,0 +1,191 @@
+"""Sparse prefill of kept tokens on a GPU against the torch reference, with both of its attention kernels."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from sparse_kernels.batch import PrefillBatch, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.token_prefill import KeptAttention, TokenRule, draw_probes, reference, token_prefill
+from sparse_kernels.token_prefill.tokens import choose_tokens
+from support.prefill import Prefill, make_prefill
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+RULE = TokenRule(tau=0.9)
+
+
+@dataclass(frozen=True)
+class Case:
+    requests: tuple[tuple[int, int], ...]
+    """Tokens of each context, and of its chunk."""
+    num_kv_heads: int = 2
+    group: int = 4
+    head_size: int = 128
+    padding: int = 0
+    softcap: float = 0.0
+    sinks: bool = False
+    eight_bits: bool = False
+    rule: TokenRule = RULE
+
+
+CASES = {
+    "one prompt": Case(((3000, 3000),)),
+    "ragged, padded": Case(((3000, 700), (0, 0), (517, 517), (1, 1), (130, 1), (2049, 1024)), padding=7),
+    "multi-head, heads of 64": Case(((2000, 1501), (129, 129)), group=1, head_size=64),
+    "group of 16": Case(((2000, 1501),), num_kv_heads=1, group=16),
+    "group of 3, heads of 256": Case(((1500, 800),), group=3, head_size=256),
+    "softcap": Case(((2000, 1501),), softcap=20.0),
+    "learned sinks": Case(((2000, 1501), (300, 64)), sinks=True),
+    "8 bits": Case(((2000, 1501), (300, 64)), eight_bits=True),
+    "everything": Case(((2000, 1501), (300, 64)), rule=replace(RULE, tau=1.0)),
+    "few probes": Case(((2000, 1501), (300, 64)), rule=TokenRule(0.9, 5, 6)),
+}
+
+
+def inputs(case: Case) -> tuple[Prefill, Softmax]:
+    prefill = make_prefill(
+        list(case.requests), case.num_kv_heads, case.group, case.head_size, block_size=64, padding=case.padding
+    )
+    scales: list[torch.Tensor | None] = [None] * 3
+    query = prefill.batch.query
+    paged = [prefill.cache.keys, prefill.cache.values]
+    if case.eight_bits:
+        query = query.to(torch.float8_e4m3fn)
+        scales = [torch.tensor([x]).cuda() for x in (0.5, 1.5, 0.7)]
+    # As vLLM's cache lies: a head's keys and values side by side, with rows of statistics behind them.
+    memory = torch.empty(0, dtype=torch.bfloat16).set_(paged[0].view.untyped_storage())
+    if case.eight_bits:
+        memory = memory.nan_to_num(0, 0, 0).clamp(-400, 400).to(torch.float8_e4m3fn)
+    memory = memory.cuda()
+    on_gpu = [
+        replace(one, view=memory.as_strided(one.view.shape, one.view.stride(), one.view.storage_offset()))
+        for one in paged
+    ]
+    batch = replace(
+        prefill.batch,
+        query=query.cuda(),
+        query_start=prefill.batch.query_start.cuda(),
+        block_table=prefill.batch.block_table.cuda(),
+        seq_lens=prefill.batch.seq_lens.cuda(),
+        query_scale=scales[0],
+    )
+    heads = case.num_kv_heads * case.group
+    sinks = torch.randn(heads, generator=torch.Generator().manual_seed(9)).bfloat16().cuda() if case.sinks else None
+    cache = KVCache(*on_gpu, None, *scales[1:])
+    return replace(prefill, batch=batch, cache=cache), Softmax(case.head_size**-0.5, case.softcap, sinks)
+
+
+def flash_attention(kept: KeptAttention) -> None:
+    """FlashAttention 3 as vLLM builds it, over pages of one token."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    def by_head(scale: torch.Tensor | None) -> torch.Tensor | None:
+        return None if scale is None else scale.expand(len(kept.counts), kept.keys.shape[2])
+
+    flash_attn_varlen_func(
+        q=kept.query, k=kept.keys, v=kept.values, out=kept.output, cu_seqlens_q=kept.query_start,
+        max_seqlen_q=kept.max_query_tokens, seqused_k=kept.counts, max_seqlen_k=kept.max_seq_tokens,
+        softmax_scale=kept.softmax.scale, causal=True, softcap=kept.softmax.softcap, block_table=kept.rows,
+        fa_version=3, s_aux=kept.softmax.sink_logits, q_descale=by_head(kept.query_scale),
+        k_descale=by_head(kept.key_scale), v_descale=by_head(kept.value_scale), num_splits=1,
+    )  # fmt: skip
+
+
+def attention(name: str) -> Callable[[KeptAttention], None] | None:
+    if name == "triton":
+        return None
+    interface = pytest.importorskip("vllm.vllm_flash_attn.flash_attn_interface")
+    if not interface.is_fa_version_supported(3):
+        pytest.skip(interface.fa_version_unsupported_reason(3))
+    return flash_attention
+
+
+def checked(error: torch.Tensor, expected: torch.Tensor, eight_bits: bool) -> None:
+    """Weights and outputs are rounded to bfloat16 (2^-9 each); FlashAttention rounds weights to 8 bits (2^-4)."""
+    allowed = 2**-4 if eight_bits else 2**-7
+    assert bool((error.norm(dim=-1) <= allowed * expected.float().norm(dim=-1)).all())
+
+
+@pytest.mark.parametrize("kernel", ["triton", "FlashAttention 3"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_gpu_equals_the_reference(case: Case, kernel: str) -> None:
+    from sparse_kernels.token_prefill import triton
+    from sparse_kernels.token_prefill.scratch import PrefillSizes, Scratch
+
+    prefill, softmax = inputs(case)
+    batch, cache, attend = prefill.batch, prefill.cache, attention(kernel)
+    output = prefill.output()
+    kept = token_prefill(batch, cache, softmax, case.rule, output, attend=attend)
+
+    probes = draw_probes(batch, case.rule)
+    on_host = replace(
+        batch, query=batch.query.cpu(), query_start=batch.query_start.cpu(), seq_lens=batch.seq_lens.cpu()
+    )
+    assert torch.equal(probes.cpu(), draw_probes(on_host, case.rule))
+    sizes = PrefillSizes(batch.num_tokens, batch.num_requests, batch.max_seq_tokens, *batch.query.shape[1:])
+    scratch = Scratch.make(sizes, case.rule, batch.query.dtype, output.dtype, output.device)
+    sums = triton.launch_sums(batch, cache, softmax, probes, scratch)
+    expected_sums = reference.column_sums(batch, cache, softmax, probes)
+    for request, (context, chunk) in enumerate(case.requests):
+        length = context if chunk else 0
+        # Exponentials of float32 logits of up to some tens; sums of as many terms as there are probe rows and heads.
+        torch.testing.assert_close(sums[request, :length], expected_sums[request, :length], rtol=1e-4, atol=1e-5)
+    # Of sums that are about equal either token may be kept, so T is that of the GPU's own sums.
+    again = choose_tokens(sums, probes, batch, case.rule)
+    on_cpu = choose_tokens(sums.cpu(), probes.cpu(), on_host, case.rule)
+    assert torch.equal(kept.positions, again.positions)
+    assert torch.equal(kept.positions.cpu(), on_cpu.positions)
+    assert torch.equal(kept.important.cpu(), on_cpu.important)
+
+    expected = torch.zeros_like(output)
+    reference.attend_kept(batch, cache, softmax, kept, expected)
+    checked(output.float() - expected.float(), expected, case.eight_bits and kernel != "triton")
+    assert torch.equal(output.eq(0).all(dim=-1), expected.eq(0).all(dim=-1))
+
+
+def test_a_choice_does_not_depend_on_width_or_device() -> None:
+    rule, length = TokenRule(), 100_000
+    # A few large sums and very many small ones: added up as float32, these would be lost beside those.
+    sums = torch.rand(1, 1 << 18, generator=torch.Generator().manual_seed(3)).pow(40)
+    lengths, starts = torch.tensor([length], dtype=torch.int32), torch.tensor([0, 8192], dtype=torch.int32)
+    batch = PrefillBatch(torch.zeros(8192, 1, 16), starts, torch.zeros(1, 1).int(), lengths, 8192, length)
+    probes = draw_probes(batch, rule)
+    expected = choose_tokens(sums[:, :length], probes, batch, rule)
+    on_gpu = replace(batch, query=batch.query.cuda(), query_start=starts.cuda(), seq_lens=lengths.cuda())
+    for width in (length, length + 1, 1 << 18):
+        kept = choose_tokens(sums[:, :width].cuda(), probes.cuda(), on_gpu, rule)
+        assert torch.equal(kept.positions[:, :length].cpu(), expected.positions)
+        assert torch.equal(kept.important.cpu(), expected.important)
+
+
+def test_a_request_has_its_bits_in_every_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, softmax = inputs(CASES["ragged, padded"])
+    output = prefill.output()
+    token_prefill(prefill.batch, prefill.cache, softmax, RULE, output)
+    for request in (0, 2, 5):
+        alone = prefill.alone(request)
+        single = alone.output()
+        token_prefill(alone.batch, alone.cache, softmax, RULE, single)
+        assert torch.equal(single, output[prefill.chunks[request]])
+    monkeypatch.setattr("sparse_kernels.token_prefill.scratch._TOKENS_AT_ONCE", 1)
+    one_by_one = prefill.output()
+    token_prefill(prefill.batch, prefill.cache, softmax, RULE, one_by_one)
+    assert torch.equal(one_by_one, output)
+
+
+def test_the_host_does_not_wait() -> None:
+    prefill, softmax = inputs(CASES["ragged, padded"])
+    output = prefill.output()
+    arguments = prefill.batch, prefill.cache, softmax, RULE, output
+    token_prefill(*arguments)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        token_prefill(*arguments)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,417 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from sparse_kernels.batch import PrefillBatch, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.paging import PagedTensor
+from sparse_kernels.token_prefill import (
+    KeptAttention,
+    KeptTokens,
+    PrefillSizes,
+    Scratch,
+    TokenRule,
+    draw_probes,
+    token_prefill,
+)
+from sparse_kernels.token_prefill.reference import column_sums
+from sparse_kernels.token_prefill.tokens import choose_tokens
+from support.paged import assert_as_accurate
+from support.prefill import SMALL_RULE, Prefill, attention_within, make_prefill, papers_tokens
+
+SOFTMAX = Softmax(0.25)
+RAGGED = [(90, 90), (33, 33), (0, 0), (120, 31), (65, 1), (64, 33), (1, 1)]
+
+
+def rows_of(probes: torch.Tensor, request: int) -> list[int]:
+    return [row for row in probes[request].tolist() if row >= 0]
+
+
+def tokens_of(kept: KeptTokens, request: int) -> set[int]:
+    positions = kept.positions[request].tolist()
+    count = int(kept.counts[request])
+    assert positions[:count] == sorted(set(positions[:count]))
+    assert set(positions[count:]) <= {-1}
+    assert kept.mask[request].nonzero().flatten().tolist() == positions[:count]
+    return set(positions[:count])
+
+
+def run(prefill: Prefill, rule: TokenRule = SMALL_RULE, softmax: Softmax = SOFTMAX) -> tuple[torch.Tensor, KeptTokens]:
+    output = prefill.output()
+    return output, token_prefill(prefill.batch, prefill.cache, softmax, rule, output)
+
+
+CASES = {
+    "groups of 2": {},
+    "multi-head": {"num_kv_heads": 3, "group": 1},
+    "group of 3, heads of 80": {"group": 3, "head_size": 80},
+    "group of 16": {"num_kv_heads": 1, "group": 16},
+    "heads of 128": {"num_kv_heads": 1, "group": 4, "head_size": 128, "block_size": 64},
+}
+
+
+def softmax_of(name: str, heads: int) -> Softmax:
+    generator = torch.Generator().manual_seed(5)
+    match name:
+        case "softcap":
+            return replace(SOFTMAX, softcap=3.0)
+        case "sink logits":
+            return replace(SOFTMAX, sink_logits=torch.randn(heads, generator=generator) + 2)
+    return SOFTMAX
+
+
+@pytest.mark.parametrize("special", ["", "softcap", "sink logits"])
+@pytest.mark.parametrize("shape", CASES.values(), ids=CASES)
+def test_the_reference_is_the_paper(shape, special):
+    prefill = make_prefill(RAGGED, padding=3, **shape)
+    softmax = softmax_of(special, prefill.batch.query.shape[1])
+    output, kept = run(prefill, softmax=softmax)
+    probes = draw_probes(prefill.batch, SMALL_RULE)
+    some_left_out = False
+    for request, chunk in enumerate(prefill.chunks):
+        query, key, value = prefill.batch.query[chunk], prefill.keys[request], prefill.values[request]
+        if len(query) == 0:
+            assert tokens_of(kept, request) == set()
+            continue
+        tokens, p = papers_tokens(query, key, rows_of(probes, request), SMALL_RULE.tau, softmax)
+        assert tokens_of(kept, request) == tokens
+        assert int(kept.important[request]) == p
+        some_left_out |= len(tokens) < len(key)
+        exact, rounded = (
+            attention_within(query, key, value, tokens, softmax, d) for d in (torch.float64, torch.float32)
+        )
+        assert_as_accurate(output[chunk], exact, rounded)
+        outside = [i for i in range(len(query)) if len(key) - len(query) + i not in tokens]
+        assert output[chunk][outside].eq(0).all()
+    assert some_left_out
+    assert output[prefill.chunks[-1].stop :].eq(0).all()
+
+
+def test_tau_of_one_is_dense():
+    prefill = make_prefill(RAGGED)
+    output, kept = run(prefill, replace(SMALL_RULE, tau=1.0))
+    assert kept.counts.tolist() == kept.important.tolist() == [length for length, _ in RAGGED]
+    for request, chunk in enumerate(prefill.chunks):
+        if chunk.start == chunk.stop:
+            continue
+        arguments = prefill.batch.query[chunk], prefill.keys[request], prefill.values[request]
+        every = set(range(len(arguments[1])))
+        exact, rounded = (attention_within(*arguments, every, SOFTMAX, d) for d in (torch.float64, torch.float32))
+        assert_as_accurate(output[chunk], exact, rounded)
+
+
+def test_a_request_does_not_depend_on_its_neighbours():
+    prefill = make_prefill(RAGGED)
+    output, kept = run(prefill)
+    for request, chunk in enumerate(prefill.chunks):
+        if chunk.start == chunk.stop:
+            continue
+        alone, kept_alone = run(prefill.alone(request))
+        assert torch.equal(alone, output[chunk])
+        assert tokens_of(kept_alone, 0) == tokens_of(kept, request)
+
+
+def test_a_chunk_chooses_anew_from_the_whole_context():
+    whole = make_prefill([(100, 100)])
+    batch = whole.batch
+    second = replace(batch, query=batch.query[60:], query_start=torch.tensor([0, 40], dtype=torch.int32))
+    prefill = Prefill(second, whole.cache, whole.keys, whole.values)
+    output, kept = run(prefill)
+    probes = rows_of(draw_probes(second, SMALL_RULE), 0)
+    assert min(probes) >= 60
+    tokens, _ = papers_tokens(second.query, whole.keys[0], probes, SMALL_RULE.tau, SOFTMAX)
+    assert tokens_of(kept, 0) == tokens
+    assert min(tokens) < 60
+    first = Prefill(
+        replace(
+            batch, query=batch.query[:60], query_start=torch.tensor([0, 60], dtype=torch.int32),
+            seq_lens=torch.tensor([60], dtype=torch.int32),
+        ),
+        whole.cache, [], [],
+    )  # fmt: skip
+    _, kept_before = run(first)
+    # The second chunk attends to tokens that the first left out, and the first's last token ends its own T.
+    assert {token for token in tokens if token < 60} - tokens_of(kept_before, 0)
+    assert 59 in tokens_of(kept_before, 0)
+    assert output[-1].ne(0).any()
+
+
+def test_packed_keys_are_read_page_by_page():
+    prefill = make_prefill([(90, 40)])
+    rows = prefill.cache.keys
+    # Keys as vLLM's CPU kernels pack them: the tokens of a block are columns.
+    packed = rows.view.flatten(2, 4).transpose(2, 3).contiguous()
+    columns = packed.unflatten(3, (rows.pages_per_block, 1, rows.page_size)).permute(0, 1, 3, 4, 2, 5)
+    keys = PagedTensor(columns, (1,), rows.page_size, rows.head_size)
+    expected, _ = run(prefill)
+    output, _ = run(replace(prefill, cache=KVCache(keys, prefill.cache.values)))
+    assert torch.equal(output, expected)
+
+
+def batch_of(contexts: list[int], chunks: list[int], widest: int | None = None) -> PrefillBatch:
+    starts = torch.tensor([0, *chunks]).cumsum(0).int()
+    lengths = torch.tensor(contexts, dtype=torch.int32)
+    table = torch.zeros(len(contexts), 1, dtype=torch.int32)
+    return PrefillBatch(torch.zeros(sum(chunks), 1, 16), starts, table, lengths, widest or max(chunks), max(contexts))
+
+
+def test_probes_are_the_newest_and_others_of_the_chunk():
+    rule = TokenRule()
+    probes = draw_probes(batch_of([1000, 300, 129, 100, 40], [1000, 200, 129, 100, 40]), rule)
+    assert probes.shape == (5, 128)
+    assert probes.dtype == torch.int32
+    for request, (context, chunk) in enumerate([(1000, 1000), (300, 200), (129, 129), (100, 100), (40, 40)]):
+        rows = rows_of(probes, request)
+        assert len(set(rows)) == len(rows) == min(chunk, 128)
+        assert set(range(context - min(64, chunk), context)) <= set(rows)
+        assert min(rows) >= context - chunk
+
+
+def test_the_draw_is_the_same_in_every_batch_and_place():
+    rule = TokenRule(random_probes=6, recent_probes=2)
+    together = draw_probes(batch_of([500, 700, 90], [500, 300, 5], widest=800), rule)
+    for request, (context, chunk) in enumerate([(500, 500), (700, 300), (90, 5)]):
+        assert torch.equal(draw_probes(batch_of([context], [chunk]), rule)[0], together[request])
+    # Numbers that every device and version must give: a request resumed elsewhere has the same rows.
+    assert together[1].tolist() == [585, 448, 461, 586, 411, 517, 698, 699]
+
+
+@pytest.mark.parametrize("other", [(501, 501, 0), (501, 500, 0), (500, 500, 1)])
+def test_the_draw_follows_from_seed_start_and_length(other):
+    context, chunk, seed = other
+    one = draw_probes(batch_of([500], [500]), TokenRule(recent_probes=1))
+    two = draw_probes(batch_of([context], [chunk]), TokenRule(recent_probes=1, seed=seed))
+    assert len(set(rows_of(one, 0)) & set(rows_of(two, 0))) < 32
+
+
+def test_every_token_is_as_likely_to_be_drawn():
+    rule = TokenRule(recent_probes=1, random_probes=10)
+    contexts = list(range(401, 801))
+    probes = draw_probes(batch_of(contexts, [400] * 400), rule)[:, :10]
+    places = (probes - (torch.tensor(contexts)[:, None] - 400)) * 10 // 400
+    counts = places.flatten().bincount(minlength=10)
+    # Four standard deviations of 4,000 draws over ten tenths.
+    assert ((counts - 400).abs() <= 4 * (4000 * 0.1 * 0.9) ** 0.5).all()
+
+
+def chosen(sums: list[float], rows: list[int], tau: float) -> tuple[list[int], int]:
+    """T and p of a context with these sums."""
+    batch = batch_of([len(sums)], [len(sums)])
+    padded = torch.tensor([[*sums, torch.nan, 9.0]])
+    kept = choose_tokens(padded, torch.tensor([rows], dtype=torch.int32), batch, TokenRule(tau, len(rows), 0))
+    return sorted(tokens_of(kept, 0)), int(kept.important[0])
+
+
+def test_p_is_the_fewest_tokens_that_reach_tau():
+    assert chosen([4.0, 3.0, 2.0, 1.0], [3, 3], 0.7) == ([0, 1, 3], 2)
+    assert chosen([4.0, 3.0, 2.0, 1.0], [3, 3], 0.71) == ([0, 1, 2, 3], 3)
+    assert chosen([1.0, 2.0, 3.0, 4.0], [3, 3], 0.4) == ([3], 1)
+
+
+def test_the_last_token_joins_where_it_is_not_among_the_best():
+    assert chosen([4.0, 3.0, 0.0], [2, 2], 0.9) == ([0, 1, 2], 2)
+
+
+def test_of_equal_tokens_the_first_are_kept():
+    assert chosen([1.0] * 40, [39, 39], 0.25) == ([*range(10), 39], 10)
+
+
+def test_sums_decide_how_many_and_what_a_row_gives_decides_which():
+    # Four rows see tokens 0 and 1, one sees the others. Accumulated, 0 and 1 come first; normalised, they come last.
+    assert chosen([2.0, 2.0, 0.9, 0.8, 0.7], [1, 1, 1, 4], 0.6) == ([2, 3, 4], 2)
+
+
+def test_small_sums_add_up_beside_a_large_one():
+    # In float32 0.0004 is lost beside 16,000; all of them together are 2.
+    tokens, p = chosen([16000.0] + [0.0004] * 5000, [5000], (16000 + 0.4) / 16002)
+    assert p == pytest.approx(1001, abs=1)
+    assert tokens == [*range(p), 5000]
+
+
+def test_sums_that_are_no_numbers_end_nothing():
+    tokens, p = chosen([torch.nan] * 5, [4], 0.5)
+    assert p == 1
+    assert 4 in tokens
+
+
+def test_the_width_of_a_batch_does_not_change_a_choice():
+    generator = torch.Generator().manual_seed(2)
+    sums = torch.rand(1, 5000, generator=generator).pow(8)
+    batch = batch_of([3000], [3000])
+    probes = draw_probes(batch, TokenRule())
+    wide, narrow = (
+        choose_tokens(part, probes, replace(batch, max_seq_tokens=part.shape[1]), TokenRule())
+        for part in (sums, sums[:, :3000])
+    )
+    assert tokens_of(wide, 0) == tokens_of(narrow, 0)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (TokenRule(tau=0.0), "tau: got 0.0, allowed: above 0, at most 1"),
+        (TokenRule(tau=1.5), "tau: got 1.5"),
+        (TokenRule(recent_probes=0), "recent_probes: got 0, allowed: at least 1"),
+        (TokenRule(random_probes=-1), "random_probes: got -1, allowed: at least 0"),
+    ],
+)
+def test_rules_that_keep_nothing_are_refused(rule, message):
+    prefill = make_prefill([(9, 9)])
+    with pytest.raises(ValueError, match=message):
+        run(prefill, rule)
+
+
+def test_what_does_not_fit_is_refused():
+    prefill = make_prefill([(9, 9), (40, 8)])
+    batch, cache, output = prefill.batch, prefill.cache, prefill.output()
+    for changed, message in (
+        (replace(batch, query=batch.query[:, :3]), "query: got 3 heads of size 16"),
+        (replace(batch, query_start=batch.query_start[:2]), "query_start: got 2 rows, allowed: 3"),
+        (replace(batch, block_table=batch.block_table[:1]), "block_table: got 1 rows, allowed: 2"),
+        (replace(batch, seq_lens=batch.seq_lens.long()), "seq_lens: got int64"),
+        (replace(batch, max_seq_tokens=0), "max_seq_tokens: got 0"),
+    ):
+        room = output[:, : changed.query.shape[1]]
+        with pytest.raises(ValueError, match=message):
+            token_prefill(changed, cache, SOFTMAX, SMALL_RULE, room)
+    with pytest.raises(ValueError, match="output: got"):
+        token_prefill(batch, cache, SOFTMAX, SMALL_RULE, output[1:])
+    with pytest.raises(ValueError, match="probes: got"):
+        token_prefill(batch, cache, SOFTMAX, SMALL_RULE, output, probes=torch.zeros(2, 3, dtype=torch.int32))
+
+
+def triton_run(
+    prefill: Prefill, rule: TokenRule = SMALL_RULE, softmax: Softmax = SOFTMAX, attend=None, scratch=None
+) -> tuple[torch.Tensor, KeptTokens]:
+    from sparse_kernels.token_prefill import triton
+
+    output = prefill.output()
+    kept = triton.token_prefill(prefill.batch, prefill.cache, softmax, rule, output, None, attend, scratch)
+    return output, kept
+
+
+def triton_sums(prefill: Prefill, rule: TokenRule, softmax: Softmax) -> torch.Tensor:
+    from sparse_kernels.token_prefill import triton
+
+    batch = prefill.batch
+    sizes = PrefillSizes(batch.num_tokens, batch.num_requests, batch.max_seq_tokens, *batch.query.shape[1:])
+    scratch = Scratch.make(sizes, rule, batch.query.dtype, torch.bfloat16, batch.query.device)
+    return triton.launch_sums(batch, prefill.cache, softmax, draw_probes(batch, rule), scratch)
+
+
+def eight_bits(prefill: Prefill) -> Prefill:
+    """The same requests with 8-bit queries, keys and values, and a scale of each."""
+    keys, values = (
+        replace(paged, view=paged.view.nan_to_num(0, 0, 0).clamp(-400, 400).to(torch.float8_e4m3fn))
+        for paged in (prefill.cache.keys, prefill.cache.values)
+    )
+    query_scale, key_scale, value_scale = (torch.tensor([x]) for x in (0.5, 1.5, 0.7))
+    batch = replace(prefill.batch, query=prefill.batch.query.to(torch.float8_e4m3fn), query_scale=query_scale)
+    return replace(prefill, batch=batch, cache=KVCache(keys, values, None, key_scale, value_scale))
+
+
+TRITON_CASES = {
+    "ragged": (make_prefill, {"requests": RAGGED, "padding": 3}, ""),
+    "several parts of a context": (make_prefill, {"requests": [(1090, 20), (70, 70)], "num_kv_heads": 1}, ""),
+    "group of 3, heads of 80": (make_prefill, {"requests": [(90, 40), (33, 33)], "group": 3, "head_size": 80}, ""),
+    "group of 16": (make_prefill, {"requests": [(90, 40)], "num_kv_heads": 1, "group": 16}, "softcap"),
+    "heads of 256": (make_prefill, {"requests": [(80, 70)], "num_kv_heads": 1, "group": 1, "head_size": 256}, ""),
+    "multi-head, sink logits": (make_prefill, {"requests": RAGGED[:4], "group": 1}, "sink logits"),
+    "float16": (make_prefill, {"requests": [(90, 40)], "dtype": torch.float16}, ""),
+    "8 bits": (lambda **given: eight_bits(make_prefill(**given)), {"requests": [(90, 40), (33, 33)]}, ""),
+}
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("make", "given", "special"), TRITON_CASES.values(), ids=TRITON_CASES)
+def test_triton_equals_the_reference(make, given, special):
+    prefill = make(**given)
+    if prefill.batch.query.dtype == torch.float16:
+        halves = (
+            replace(paged, view=paged.view.nan_to_num(0, 0, 0).clamp(-400, 400).half())
+            for paged in (prefill.cache.keys, prefill.cache.values)
+        )
+        prefill = replace(prefill, cache=KVCache(*halves))
+    softmax = softmax_of(special, prefill.batch.query.shape[1])
+    expected_sums = column_sums(prefill.batch, prefill.cache, softmax, draw_probes(prefill.batch, SMALL_RULE))
+    sums = triton_sums(prefill, SMALL_RULE, softmax)
+    for request, chunk in enumerate(prefill.chunks):
+        length = int(prefill.batch.seq_lens[request]) if chunk.start < chunk.stop else 0
+        # Weights are exponentials of float32 logits of up to some tens, each with some roundings.
+        torch.testing.assert_close(sums[request, :length], expected_sums[request, :length], rtol=2e-5, atol=1e-6)
+        assert sums[request, length:].isnan().all()
+    expected, expected_kept = run(prefill, softmax=softmax)
+    output, kept = triton_run(prefill, softmax=softmax)
+    assert torch.equal(kept.positions, expected_kept.positions)
+    assert torch.equal(kept.important, expected_kept.important)
+    assert torch.equal(output == 0, expected == 0)
+    # Weights and outputs are rounded to 8 bits of mantissa each.
+    error = (output.float() - expected.float()).norm(dim=-1)
+    assert (error <= 2**-7 * expected.float().norm(dim=-1)).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_request_has_its_bits_in_every_batch_on_a_gpu(monkeypatch):
+    prefill = make_prefill(RAGGED)
+    output, kept = triton_run(prefill)
+    for request in (1, 3, 5):
+        alone, kept_alone = triton_run(prefill.alone(request))
+        assert torch.equal(alone, output[prefill.chunks[request]])
+        assert tokens_of(kept_alone, 0) == tokens_of(kept, request)
+    # Two requests at once.
+    monkeypatch.setattr("sparse_kernels.token_prefill.scratch._TOKENS_AT_ONCE", 2 * prefill.batch.max_seq_tokens)
+    in_parts, kept_in_parts = triton_run(prefill)
+    assert torch.equal(in_parts, output)
+    assert torch.equal(kept_in_parts.positions, kept.positions)
+    assert torch.equal(kept_in_parts.counts, kept.counts)
+
+
+def paged_flash_attention(kept: KeptAttention) -> None:
+    """What an attention kernel with pages of one token and a causal mask aligned at the bottom right computes."""
+    group = kept.query.shape[1] // kept.keys.shape[2]
+    starts = kept.query_start.tolist()
+    for request, count in enumerate(kept.counts.tolist()):
+        queries = slice(starts[request], starts[request + 1])
+        assert queries.stop - queries.start <= kept.max_query_tokens
+        assert count <= kept.max_seq_tokens
+        rows = kept.rows[request, :count].long()
+        keys, values = (paged[rows, 0].repeat_interleave(group, dim=1).float() for paged in (kept.keys, kept.values))
+        query = kept.query[queries].float()
+        logits = torch.einsum("qhd,khd->hqk", query, keys) * kept.softmax.scale
+        mask = torch.ones(len(query), count, dtype=torch.bool).tril(diagonal=count - len(query))
+        weights = logits.masked_fill(~mask, -torch.inf).softmax(dim=-1)
+        kept.output[queries] = torch.einsum("hqk,khd->qhd", weights, values).to(kept.output.dtype)
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_attention_within_t_may_be_another_kernels():
+    prefill = make_prefill(RAGGED, padding=2)
+    expected, _ = run(prefill)
+    calls = []
+
+    def attend(kept: KeptAttention) -> None:
+        calls.append(kept)
+        paged_flash_attention(kept)
+
+    output, _ = triton_run(prefill, attend=attend)
+    assert len(calls) == 1
+    error = (output.float() - expected.float()).norm(dim=-1)
+    assert (error <= 2**-8 * expected.float().norm(dim=-1)).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_scratch_serves_smaller_batches_one_after_the_other():
+    prefill = make_prefill(RAGGED)
+    expected, _ = triton_run(prefill)
+    sizes = PrefillSizes(500, 3, 400, 4, 16)
+    scratch = Scratch.make(sizes, SMALL_RULE, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+    for _ in range(2):
+        output, _ = triton_run(prefill, scratch=scratch)
+        assert torch.equal(output, expected)
+    small = Scratch.make(
+        replace(sizes, max_seq_tokens=100), SMALL_RULE, torch.bfloat16, torch.bfloat16, torch.device("cpu")
+    )
+    with pytest.raises(ValueError, match="scratch: got room for 100 tokens of a context"):
+        triton_run(prefill, scratch=small)
+    with pytest.raises(ValueError, match="scratch: got one for 4 query heads of size 16 and 16 probe rows"):
+        triton_run(prefill, replace(SMALL_RULE, recent_probes=9), scratch=scratch)

@@ -1,0 +1,143 @@
+"""Prefilling requests in a cache full of garbage, and ZipVL as the paper states it, in loops."""
+
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import torch
+from sparse_kernels.batch import PrefillBatch, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.token_prefill import TokenRule
+from support.paged import dense_attention, make_batch
+
+
+@dataclass
+class Prefill:
+    """Requests of one batch, some of whose tokens at the end are the queries."""
+
+    batch: PrefillBatch
+    cache: KVCache
+    keys: list[torch.Tensor]
+    """Per request `[context, num_kv_heads, head_size]`."""
+    values: list[torch.Tensor]
+
+    @property
+    def chunks(self) -> list[slice]:
+        starts = self.batch.query_start.tolist()
+        return [slice(*bounds) for bounds in pairwise(starts)]
+
+    def alone(self, request: int) -> "Prefill":
+        """One request in a batch of its own, with bounds that are its own."""
+        batch, chunk = self.batch, self.chunks[request]
+        length = int(batch.seq_lens[request])
+        blocks = -(-length // (self.cache.page_size * self.cache.keys.pages_per_block))
+        single = replace(
+            batch.requests(request, request + 1),
+            query=batch.query[chunk],
+            query_start=torch.tensor([0, chunk.stop - chunk.start], dtype=torch.int32, device=batch.query.device),
+            block_table=batch.block_table[request : request + 1, :blocks],
+            max_query_tokens=chunk.stop - chunk.start,
+            max_seq_tokens=length,
+        )
+        return Prefill(single, self.cache, self.keys[request : request + 1], self.values[request : request + 1])
+
+    def output(self) -> torch.Tensor:
+        """Poisoned room for an output."""
+        query = self.batch.query
+        return torch.full(query.shape, torch.nan, dtype=torch.bfloat16 if query.itemsize == 1 else query.dtype).to(
+            query.device
+        )
+
+
+def make_prefill(
+    requests: list[tuple[int, int]],
+    num_kv_heads: int = 2,
+    group: int = 2,
+    head_size: int = 16,
+    block_size: int = 32,
+    padding: int = 0,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Prefill:
+    """Requests of some context and chunk lengths, and tokens that pad the batch; a context of 0 pads it, too."""
+    contexts, chunks = zip(*requests, strict=True)
+    paged = make_batch([max(1, n) for n in contexts], num_kv_heads, head_size, block_size, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    # A slice of a wider tensor, as vLLM's query is. Queries with a common direction rest on some keys.
+    wide = torch.randn(sum(chunks) + padding, num_kv_heads * group + 3, head_size, generator=generator)
+    wide += 1.5 * torch.randn(head_size, generator=generator)
+    starts = torch.tensor([0, *chunks]).cumsum(0).int()
+    batch = PrefillBatch(
+        wide.to(dtype)[:, : num_kv_heads * group],
+        starts,
+        paged.block_table.int(),
+        torch.tensor(contexts, dtype=torch.int32),
+        max(chunks) + 5,
+        # As wide as the block table: columns beyond a context are garbage.
+        paged.block_table.shape[1] * block_size,
+    )
+    return Prefill(batch, paged.cache, paged.keys, paged.values)
+
+
+def papers_tokens(
+    query: torch.Tensor, key: torch.Tensor, probes: list[int], tau: float, softmax: Softmax
+) -> tuple[set[int], int]:
+    """T of the context of a request, and p (ZipVL, Eq. 6 to 9), in float64.
+
+    Args:
+        query: `[chunk, num_query_heads, head_size]`.
+        key: `[context, num_kv_heads, head_size]`.
+        probes: positions of the probe rows.
+        tau: the share.
+        softmax: how logits become weights.
+    """
+    context, chunk = len(key), len(query)
+    group = query.shape[1] // key.shape[1]
+    accumulated, seen = [0.0] * context, [0] * context
+    for row in probes:
+        for head in range(query.shape[1]):
+            logits = key[: row + 1, head // group].double() @ query[row - (context - chunk), head].double()
+            logits = logits * softmax.scale
+            if softmax.softcap:
+                logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
+            if softmax.sink_logits is not None:
+                logits = torch.cat([logits, softmax.sink_logits[head].double()[None]])
+            for column, weight in enumerate(logits.softmax(dim=0).tolist()[: row + 1]):
+                accumulated[column] += weight
+        for column in range(row + 1):
+            seen[column] += 1
+    p, covered = 0, 0.0
+    for weight in sorted(accumulated, reverse=True):
+        if covered >= tau * sum(accumulated):
+            break
+        p, covered = p + 1, covered + weight
+    normalised = [weight / count for weight, count in zip(accumulated, seen, strict=True)]
+    best = sorted(range(context), key=lambda column: (-normalised[column], column))
+    return {*best[:p], context - 1}, p
+
+
+def attention_within(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tokens: set[int],
+    softmax: Softmax,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """Attention of the queries in T to the keys and values in T, token by token; 0 for the others."""
+    context, chunk = len(key), len(query)
+    output = torch.zeros(query.shape, dtype=dtype)
+    grouped = query.unflatten(1, (key.shape[1], -1))
+    every = torch.arange(context)
+    member = torch.isin(every, torch.tensor(sorted(tokens)))
+    for index in range(chunk):
+        position = context - chunk + index
+        if position in tokens:
+            visible = member & (every <= position)
+            output[index] = dense_attention(
+                grouped[index], key, value, softmax.scale, visible.expand(key.shape[1], -1), softmax.sink_logits,
+                softmax.softcap, dtype,
+            )  # fmt: skip
+    return output
+
+
+SMALL_RULE = TokenRule(tau=0.8, recent_probes=8, random_probes=8)
