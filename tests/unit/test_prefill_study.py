@@ -180,6 +180,7 @@ def test_a_coverage_reads_the_fewest_blocks_that_reach_it():
         return choose(mass, own, torch.tensor([6]), Coverage(share, floor)).flatten().nonzero().flatten().tolist()
 
     assert read(0.2) == [0, 5], "1.3 of 6 with the own tile, the first and the previous block"
+    assert read(0.1) == [0, 5], "also where the own tile alone holds enough"
     assert read(0.71) == [0, 3, 5]
     assert read(0.73) == [0, 1, 3, 5]
     assert read(0.2, floor=3) == [0, 3, 5]
