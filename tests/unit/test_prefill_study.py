@@ -139,7 +139,12 @@ def test_summaries_are_what_the_cache_gives_back():
         quarters = keys.unflatten(1, (4, 2)).mean(dim=2)
         codes, steps = kind.codes.pack(rotate(quarters) if name == "sketch" else quarters)
         four = kind.codes.unpack(codes) * kind.codes.per_vector(steps.float()).unsqueeze(-1)
-        torch.testing.assert_close(Quarters(name, 4).summarise(keys)[..., :-1], four)
+        found = Quarters(name, 4).summarise(keys)
+        torch.testing.assert_close(found[..., :-1], four)
+        query = drawn(HEAD_SIZE, seed=4)
+        torch.testing.assert_close(
+            found @ Quarters(name, 4).features(query, 1.0), kind.features(query, 0.0)[0] @ four.mT
+        )
         one = Quarters(name, 1).summarise(keys)[:, 0]
         torch.testing.assert_close(one[:, :-1], four.mean(dim=1))
         torch.testing.assert_close(one[:, -1], (four - four.mean(dim=1, keepdim=True)).square().mean(1).sum(1).sqrt())
