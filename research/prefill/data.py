@@ -14,6 +14,9 @@ from research.study.documents import TEXT
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.needles import STRESS_TASKS
 
+BY_DOCUMENT = ("right", "right_sparse", "answer_loss", "prefill_loss", "text_loss", "density")
+"""What is kept of each document."""
+
 
 class Key(NamedTuple):
     """What is measured together."""
@@ -46,6 +49,14 @@ class Measured:
     seconds: float = 0.0
     """In all."""
 
+    def first(self, count: int) -> Measured:
+        """The same of the first `count` documents of each task."""
+        found = Measured(self.setting, self.context_tokens, self.look_alikes)
+        for what in BY_DOCUMENT:
+            values = getattr(self, what)
+            setattr(found, what, {name: values[name] for name in values if int(name.rpartition("-")[2]) < count})
+        return found
+
     def add(self, name: str, row: Row) -> None:
         """Add what `run` wrote of a document."""
         for what, value in row.items():
@@ -55,7 +66,7 @@ class Measured:
 
     def merge(self, other: Measured) -> None:
         """Add what was measured of other documents."""
-        for what in ("right", "right_sparse", "answer_loss", "prefill_loss", "text_loss", "density"):
+        for what in BY_DOCUMENT:
             getattr(self, what).update(getattr(other, what))
         self.seconds = round(self.seconds + other.seconds, 3)
 

@@ -91,7 +91,7 @@ def attend_tiles(tiles: Tiles, keys: torch.Tensor, values: torch.Tensor, chosen:
     rows = query.permute(0, 3, 1, 2, 4, 5).reshape(prompts * count * heads, group * size, head_size)
 
     def own(x: torch.Tensor) -> torch.Tensor:
-        mine = x[:, :, tiles.start : tiles.start + count * size].unflatten(2, (count, size))
+        mine = x[:, :, tiles.start : tiles.start + count * size].reshape(prompts, heads, count, size, head_size)
         return mine.transpose(1, 2).reshape(prompts * count * heads, size, head_size)
 
     width = int(chosen.sum(dim=-1).max())

@@ -184,6 +184,7 @@ STAGES = (
     Stage("wide", (MAIN_CONTEXT,), _distinct(_wide()), documents=2),
     Stage("finalists", (MAIN_CONTEXT,), _distinct(finalists())),
     Stage("lengths", (4096, 8192, 32768), _distinct(finalists()), documents=3),
+    Stage("floors", (4096, 8192), (Setting(), *floors()), documents=3),
     Stage("text", (MAIN_CONTEXT,), _distinct(finalists()), kind="text", tasks=TASKS),
     Stage("zipvl", (MAIN_CONTEXT,), tuple(_zipvl()), documents=2, questions=5, kind="zipvl"),
 )

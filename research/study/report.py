@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 
 from bench.common.models import NEEDLE_8M, open_model
 from bench.common.pages import Block, block_names, fill, link, recorded_commit, table, wrap, write_or_check
+from bench.common.results import Run
 from research.study.data import Cell, Results, compare
 from research.study.documents import TASKS
 from research.study.plan import (
@@ -70,6 +71,17 @@ def machine(path: Path) -> str:
     return path.parent.parent.name
 
 
+def run_lines(path: Path, runs: Iterable[Run]) -> list[str]:
+    """Where and when a result file was measured, a line for all the shards of a run."""
+    by_command = {re.sub(r"\d+(?=/\d+\b|\.jsonl)", "I", run.command): run for run in runs}
+    file = link(machine(path), path)
+    lines = []
+    for command, run in by_command.items():
+        origin = f"{run.day}, {recorded_commit(run)}; {run.hardware}; {run.versions}."
+        lines.append(wrap(f"- {file}: `{command}`, {origin}", "  "))
+    return lines
+
+
 class Page:
     """The parts of the page, from the results of one file."""
 
@@ -105,14 +117,7 @@ class Page:
 
     def provenance(self) -> str:
         """Where the numbers come from."""
-        lines = []
-        for results in self.all:
-            # One line for all the shards of a run.
-            runs = {re.sub(r"\d+(?=/\d+\b|\.jsonl)", "I", run.command): run for run in results.runs}
-            file = link(machine(results.path), results.path)
-            for command, run in runs.items():
-                origin = f"{run.day}, {recorded_commit(run)}; {run.hardware}; {run.versions}."
-                lines.append(wrap(f"- {file}: `{command}`, {origin}", "  "))
+        lines = [line for results in self.all for line in run_lines(results.path, results.runs)]
         stages = table(
             ["stage", "contexts", "tasks", "settings"],
             [
@@ -477,16 +482,31 @@ def write_page(path: Path, results: Path, check: bool) -> None:
     if not found:
         raise ConfigurationError(f"results: got none, allowed: {' or '.join(SOURCES)} in {results.name}")
     page = Page(found, path.parent)
-    text = path.read_text(encoding="utf-8")
-    missing = PARTS.keys() - set(block_names(text, [GENERATOR]))
-    if missing:
-        names = ", ".join(sorted(missing))
-        raise ConfigurationError(f"page: got one without {names}, allowed: all of {', '.join(PARTS)}")
-    blocks = {name: partial(_block, part, page) for name, part in PARTS.items()}
-    write_or_check("python -m research.study report", {path: fill(path, text, [GENERATOR], blocks)}, check)
+    write_parts(path, GENERATOR, {name: partial(part, page) for name, part in PARTS.items()}, check)
     if not check:
         page.draw()
 
 
-def _block(part: Callable[[Page], str], page: Page) -> Block:
-    return Block(part(page))
+def write_parts(path: Path, generator: str, parts: Mapping[str, Callable[[], str]], check: bool) -> None:
+    """Write the generated parts of a study's page, or refuse a page that is out of date.
+
+    Args:
+        path: of the page.
+        generator: what marks its parts, a module with a command `report`.
+        parts: what makes each part, by name.
+        check: whether only to look.
+
+    Raises:
+        ConfigurationError: if a part of the page is missing or out of date.
+    """
+    text = path.read_text(encoding="utf-8")
+    missing = parts.keys() - set(block_names(text, [generator]))
+    if missing:
+        names = ", ".join(sorted(missing))
+        raise ConfigurationError(f"page: got one without {names}, allowed: all of {', '.join(parts)}")
+    blocks = {name: partial(_block, part) for name, part in parts.items()}
+    write_or_check(f"python -m {generator} report", {path: fill(path, text, [generator], blocks)}, check)
+
+
+def _block(part: Callable[[], str]) -> Block:
+    return Block(part())

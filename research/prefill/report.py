@@ -1,0 +1,384 @@
+"""The study's page: every number and figure in it follows from the collected results."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+
+from bench.common.pages import table
+from research.prefill.data import Key, Measured, Results, mean, paired
+from research.prefill.plan import (
+    BOUNDS,
+    CONTEXTS,
+    DENSITIES,
+    MAIN_CONTEXT,
+    MASS_ALL,
+    NARROW,
+    ORACLE_MASS,
+    POOLED,
+    SCORE,
+    SCORE_ALL,
+    STAGES,
+    STRIDES,
+    TILES,
+    coverages,
+    finalists,
+    floors,
+    masses,
+    queries,
+    summaries,
+    wide_tiles,
+    with_strides,
+)
+from research.prefill.rules import Density, Newest, Rule, Setting, ZipVL
+from research.study.data import Cell, compare
+from research.study.documents import TASKS
+from research.study.report import interval, probability, run_lines, write_parts
+from vllm_sparse_plugin.needles import STRESS_TASKS
+
+GENERATOR = "research.prefill"
+SOURCE = "h200/sparse-prefill/all.jsonl"
+"""Collected results."""
+LEAST_ANSWERS = 200
+"""Of a finalist; fewer are shown in no table of theirs."""
+NOT_YET = "Not measured yet."
+_FIGURES = "figures"
+_WIDE = next(stage for stage in STAGES if stage.name == "wide")
+_HEADINGS = (
+    "setting", "density", "prefill loss", "answer loss", "right", "right, sparse decode", "look-alikes",
+    "their answer loss",
+)  # fmt: skip
+
+
+def share(cell: Cell) -> str:
+    """Right answers for a table, of many with an interval."""
+    if not cell.right:
+        return "-"
+    if cell.answers < LEAST_ANSWERS:
+        return f"{cell.correct}/{cell.answers}"
+    return f"{cell.accuracy:.3f} ({cell.interval[0]:.2f}-{cell.interval[1]:.2f})"
+
+
+def loss_difference(ours: dict[str, float], theirs: dict[str, float]) -> str:
+    """A loss minus that of dense prefill, paired by document, for a table."""
+    difference, error = paired(ours, theirs)
+    return "-" if math.isnan(difference) else f"{difference:+.4f} ± {error:.4f}"
+
+
+class Page:
+    """The parts of the page, from the results of one file or none."""
+
+    def __init__(self, results: Results | None) -> None:
+        self.results = results
+        self.cells = results.cells if results else {}
+
+    def cell(
+        self, setting: Setting | ZipVL, context: int = MAIN_CONTEXT, look_alikes: bool = False, wide: bool = False
+    ) -> Measured | None:
+        """What was measured of a setting; of `wide`, on the documents of that stage only."""
+        cell = self.cells.get(Key(context, look_alikes, setting.name))
+        return cell.first(_WIDE.documents) if cell and wide else cell
+
+    def line(
+        self, setting: Setting | ZipVL, context: int = MAIN_CONTEXT, wide: bool = False, least: int = 0
+    ) -> list[str] | None:
+        """A row of a table of settings, if enough was measured."""
+        cell, dense = self.cell(setting, context, wide=wide), self.cell(Setting(), context, wide=wide)
+        if not cell or not dense or not cell.right or cell.dense_decode.answers < least:
+            return None
+        cells = [
+            f"`{setting.name}`",
+            f"{cell.mean_density:.3f}",
+            loss_difference(cell.prefill_loss, dense.prefill_loss),
+            loss_difference(cell.answer_loss, dense.answer_loss),
+            share(cell.dense_decode),
+            share(cell.sparse_decode),
+        ]
+        alike, dense_alike = (self.cell(each, context, True, wide) for each in (setting, Setting()))
+        if not alike or not dense_alike:
+            return [*cells, "-", "-"]
+        return [*cells, share(alike.dense_decode), loss_difference(alike.answer_loss, dense_alike.answer_loss)]
+
+    def lines(
+        self, settings: Iterable[Setting | ZipVL], context: int = MAIN_CONTEXT, wide: bool = False, least: int = 0
+    ) -> str:
+        """A table of settings, with dense prefill first."""
+        distinct = {setting.name: setting for setting in (Setting(), *settings)}
+        rows = [line for each in distinct.values() if (line := self.line(each, context, wide, least))]
+        return table(_HEADINGS, rows) if len(rows) > 1 else NOT_YET
+
+    # The parts of the page, in its order.
+
+    def bounds(self) -> str:
+        """What no rule can beat, and what rules have to beat."""
+        rules = (*BOUNDS, SCORE, SCORE_ALL, MASS_ALL)
+        found = self.lines((Setting(rule, Density(d)) for d in DENSITIES for rule in rules), wide=True)
+        return self._with_figure(found, "density", "Loss by density")
+
+    def summaries(self) -> str:
+        """Reductions of the statistics, and lambda."""
+        return self.lines((Setting(rule, Density(d)) for d in NARROW for rule in summaries()), wide=True)
+
+    def queries(self) -> str:
+        """Which queries of a tile are asked."""
+        return self.lines((Setting(rule, Density(NARROW[1])) for rule in queries()), wide=True)
+
+    def tiles(self) -> str:
+        """Tiles of 64 and of 128 tokens, by the stride of the queries."""
+        rules = list(wide_tiles())
+        settings = (Setting(rule, Density(NARROW[1]), tile) for rule in rules for tile in TILES)
+        return self._with_figure(self.lines(settings, wide=True), "strides", "Loss by stride")
+
+    @staticmethod
+    def _with_figure(found: str, name: str, title: str) -> str:
+        return found if found == NOT_YET else f"{found}\n\n![{title}]({_FIGURES}/{name}.svg)"
+
+    def masses(self) -> str:
+        """Estimated masses."""
+        return self.lines((Setting(rule, Density(NARROW[1])) for rule in (SCORE_ALL, *masses())), wide=True)
+
+    def coverage(self) -> str:
+        """Coverage beside density, from few blocks to many."""
+        fixed = (Setting(rule, Density(d)) for rule in (MASS_ALL, SCORE_ALL, ORACLE_MASS) for d in DENSITIES)
+        settings = [each for each in (*coverages(), *fixed) if self.cell(each, wide=True)]
+
+        def by_density(setting: Setting) -> float:
+            cell = self.cell(setting, wide=True)
+            return cell.mean_density if cell else math.inf
+
+        settings.sort(key=by_density)
+        return self.lines(settings, wide=True)
+
+    def coverage_layers(self) -> str:
+        """Where a coverage spends its blocks."""
+        return self._by_layer(coverages())
+
+    def floors(self) -> str:
+        """Least numbers of blocks, where contexts are short."""
+        parts = []
+        for context in CONTEXTS:
+            found = self.lines(floors(), context, wide=context == MAIN_CONTEXT)
+            if found != NOT_YET:
+                parts += [f"{context:,} tokens:", found]
+        return "\n\n".join(parts) or NOT_YET
+
+    def finalists(self) -> str:
+        """The finalists, at the main length."""
+        return self.lines(finalists(), least=LEAST_ANSWERS)
+
+    def against_dense(self) -> str:
+        """Differences of the shares of right answers."""
+        rows = []
+        dense, dense_alike = self.cell(Setting()), self.cell(Setting(), look_alikes=True)
+        for setting in finalists():
+            cell, alike = self.cell(setting), self.cell(setting, look_alikes=True)
+            if not (cell and dense and alike and dense_alike) or cell.dense_decode.answers < LEAST_ANSWERS:
+                continue
+            pairs = (
+                (cell.dense_decode, dense.dense_decode),
+                (cell.sparse_decode, dense.sparse_decode),
+                (alike.dense_decode, dense_alike.dense_decode),
+            )
+            cells = []
+            for ours, theirs in pairs:
+                found = compare(ours, theirs)
+                between = interval(found.difference_interval)
+                cells.append(f"{found.difference:+.3f} ({between}), {probability(found.p)}")
+            rows.append([f"`{setting.name}`", *cells])
+        headings = ["minus dense prefill", "dense decode", "sparse decode", "look-alikes, dense decode"]
+        return table(headings, rows) if len(rows) > 1 else NOT_YET
+
+    def tasks(self) -> str:
+        """Where the answers are lost."""
+        rows = []
+        for setting in finalists():
+            cells = {name: self.cell(setting, look_alikes=name in STRESS_TASKS) for name in (*TASKS, *STRESS_TASKS)}
+            if not all(cells.values()):
+                continue
+            counts = []
+            for task, cell in cells.items():
+                assert cell
+                bits = "".join(right for name, right in cell.right.items() if name.startswith(f"{task}-"))
+                counts.append(f"{bits.count('1')}/{len(bits)}")
+            rows.append([f"`{setting.name}`", *counts])
+        return table(["setting", *TASKS, *STRESS_TASKS], rows) if len(rows) > 1 else NOT_YET
+
+    def lengths(self) -> str:
+        """The finalists at other lengths."""
+        parts = []
+        for context in CONTEXTS:
+            found = self.lines(finalists(), context)
+            if context != MAIN_CONTEXT and found != NOT_YET:
+                parts += [f"{context:,} tokens:", found]
+        return "\n\n".join(parts) or NOT_YET
+
+    def text(self) -> str:
+        """Perplexity after a sparse prefill."""
+        rows = []
+        dense = self.cell(Setting())
+        for setting in finalists():
+            cell = self.cell(setting)
+            if dense and cell and cell.text_loss:
+                difference = loss_difference(cell.text_loss, dense.text_loss)
+                prefill = loss_difference(cell.prefill_loss, dense.prefill_loss)
+                size = f"{len(cell.text_loss)}", f"{cell.mean_density:.3f}"
+                rows.append([f"`{setting.name}`", *size, f"{math.exp(mean(cell.text_loss)):.3f}", difference, prefill])
+        headings = [
+            "setting", "documents", "density", "perplexity of the newest text", "its loss minus dense",
+            "loss of the prefilled text minus dense",
+        ]  # fmt: skip
+        return table(headings, rows) if len(rows) > 1 else NOT_YET
+
+    def zipvl(self) -> str:
+        """ZipVL as published."""
+        rows = []
+        for setting in self._zipvl_settings():
+            cell, alike = self.cell(setting), self.cell(setting, look_alikes=True)
+            if not cell:
+                continue
+            shares = [share(each) for each in (cell.dense_decode, cell.sparse_decode)]
+            shares += [share(each) for each in (alike.dense_decode, alike.sparse_decode)] if alike else ["-", "-"]
+            rows.append([f"`{setting.name}`", f"{cell.mean_density:.3f}", f"{mean(cell.answer_loss):.4f}", *shares])
+        headings = [
+            "setting", "mean p", "answer loss", "right, decoded over everything", "over K[T]",
+            "look-alikes, over everything", "over K[T]",
+        ]  # fmt: skip
+        return table(headings, rows) if rows else NOT_YET
+
+    def zipvl_layers(self) -> str:
+        """ZipVL's p by layer and task."""
+        return self._by_layer(each for each in self._zipvl_settings() if each.share is None)
+
+    @staticmethod
+    def _zipvl_settings() -> list[ZipVL]:
+        return [each for stage in STAGES for each in stage.settings if isinstance(each, ZipVL)]
+
+    def _by_layer(self, settings: Iterable[Setting | ZipVL]) -> str:
+        rows = []
+        for setting in settings:
+            for task in (*TASKS, *STRESS_TASKS):
+                cell = self.cell(setting, look_alikes=task in STRESS_TASKS)
+                layers = cell.layer_densities(task) if cell else []
+                if layers:
+                    rows.append([f"`{setting.name}`", task, *(f"{each:.2f}" for each in layers)])
+        if not rows:
+            return NOT_YET
+        return table(["setting", "task", *(f"layer {i}" for i in range(len(rows[0]) - 2))], rows)
+
+    def provenance(self) -> str:
+        """What was measured, and where the numbers come from."""
+        stages = table(
+            ["stage", "contexts", "tasks", "documents of each", "questions of a document", "settings"],
+            [
+                [
+                    each.name, ", ".join(f"{c:,}" for c in each.contexts), ", ".join(each.tasks), str(each.documents),
+                    str(each.questions) if each.kind != "text" else "-", str(len(each.settings)),
+                ]
+                for each in STAGES
+            ],
+        )  # fmt: skip
+        lines = run_lines(self.results.path, self.results.runs) if self.results else [NOT_YET]
+        return "\n".join([stages, "", *lines])
+
+    # The figures.
+
+    def draw(self, folder: Path) -> None:
+        """Writes every figure that the results suffice for."""
+        for name, figure in (("density", self._density()), ("strides", self._strides())):
+            if figure:
+                folder.mkdir(exist_ok=True)
+                with mpl.rc_context({"svg.hashsalt": name}):
+                    figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+                plt.close(figure)
+
+    def _excess(self, settings: Iterable[Setting]) -> list[tuple[Setting, float, float, float]]:
+        """Density, prefill loss minus dense, and its error, of the settings that were measured."""
+        dense = self.cell(Setting(), wide=True)
+        cells = [(setting, self.cell(setting, wide=True)) for setting in settings]
+        return [
+            (setting, cell.mean_density, *paired(cell.prefill_loss, dense.prefill_loss))
+            for setting, cell in cells
+            if cell and dense and cell.prefill_loss
+        ]
+
+    def _density(self) -> Figure | None:
+        rules: Sequence[Rule | Newest] = (ORACLE_MASS, MASS_ALL, SCORE_ALL, SCORE, POOLED, Newest())
+        series = [(rule.label, [Setting(rule, Density(d)) for d in DENSITIES]) for rule in rules]
+        covered = list(coverages())
+        for rule in dict.fromkeys(each.rule for each in covered):
+            assert rule
+            series.append((f"{rule.label}, coverage", [each for each in covered if each.rule == rule]))
+        figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+        for label, settings in series:
+            points = sorted(point[1:] for point in self._excess(settings))
+            if points:
+                x, y, error = zip(*points, strict=True)
+                line = "--" if label.endswith("coverage") else "-"
+                axes.errorbar(x, y, error, label=label, marker="o", capsize=2, lw=1.2, linestyle=line)
+        return self._finish(figure, "blocks read, share of those before the tile")
+
+    def _strides(self) -> Figure | None:
+        figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
+        for rule in (SCORE, SCORE_ALL):
+            for tile in TILES:
+                settings = (Setting(each, Density(NARROW[1]), tile) for each in with_strides(rule, STRIDES))
+                points = self._excess(settings)
+                x = [each.rule.queries.stride for each, *_ in points if isinstance(each.rule, Rule)]
+                y, error = [point[2] for point in points], [point[3] for point in points]
+                if points:
+                    axes.errorbar(x, y, error, label=f"{rule.label}, T = {tile}", marker="o", capsize=2, lw=1.2)
+        return self._finish(figure, "one query of so many is asked")
+
+    @staticmethod
+    def _finish(figure: Figure, label: str) -> Figure | None:
+        axes = figure.axes[0]
+        if not axes.containers:
+            plt.close(figure)
+            return None
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel(label)
+        axes.set_ylabel("loss of the prefilled text minus dense")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize="small")
+        return figure
+
+
+PARTS: dict[str, Callable[[Page], str]] = {
+    "bounds": Page.bounds,
+    "summaries": Page.summaries,
+    "queries": Page.queries,
+    "tiles": Page.tiles,
+    "masses": Page.masses,
+    "coverage": Page.coverage,
+    "coverage-layers": Page.coverage_layers,
+    "floors": Page.floors,
+    "finalists": Page.finalists,
+    "against-dense": Page.against_dense,
+    "tasks": Page.tasks,
+    "lengths": Page.lengths,
+    "text": Page.text,
+    "zipvl": Page.zipvl,
+    "zipvl-layers": Page.zipvl_layers,
+    "provenance": Page.provenance,
+}
+
+
+def write_page(path: Path, results: Path, check: bool) -> None:
+    """Write the page's generated parts and its figures, or refuse a page that is out of date.
+
+    Raises:
+        ConfigurationError: if a part of the page is missing or out of date.
+    """
+    page = Page(Results(results / SOURCE) if (results / SOURCE).exists() else None)
+    write_parts(path, GENERATOR, {name: partial(part, page) for name, part in PARTS.items()}, check)
+    if not check:
+        page.draw(path.parent / _FIGURES)
