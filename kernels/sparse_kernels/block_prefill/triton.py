@@ -27,7 +27,7 @@ _PIECE = 16384
 """Summary keys of a context that one program scores for a group of tiles."""
 _ROWS_AT_A_TIME = 128
 """Query rows that meet the keys at a time."""
-_KEYS_AT_A_TIME = 128
+_KEYS_AT_A_TIME = 64
 """Keys that they meet at a time."""
 
 
@@ -584,7 +584,7 @@ def score_past(
     per_block = rule.block_tokens // page_size * keys
     # Rows and two stages of keys share what memory the smallest multiprocessors have.
     is_wide = head_size > 128
-    at_a_time = max(_KEYS_AT_A_TIME // (1 + 3 * is_wide), per_block)
+    at_a_time = max(_KEYS_AT_A_TIME // (1 + is_wide), per_block)
     piece = max(_PIECE, at_a_time)
     num_groups, device = len(tiles.group_first), rows.device
     scores = torch.empty(len(tiles), heads, tiles.max_blocks, dtype=torch.float32, device=device)
