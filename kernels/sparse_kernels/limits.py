@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-HEAD_SIZES = (64, 128, 256)
+HEAD_SIZES = (64, 80, 96, 112, 128, 192, 256)
 """Head sizes that the CUDA kernels are written for."""
 MAX_GROUP = 16
 """Query heads to a KV head, at most."""

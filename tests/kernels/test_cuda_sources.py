@@ -74,6 +74,21 @@ CASES = {
         "split_attention/attend.cu",
         STOPPED | {"BLOCKS_PER_SM": 2, "GROUP": 16, "HEAD_SIZE": 256},
     ),
+    **{
+        f"{name}, heads of {size}": (source, macros | {"HEAD_SIZE": size} | (ONE_BLOCK_PER_SM if size > 128 else {}))
+        for size in (80, 96, 112, 192)
+        for name, source, macros in (
+            ("score int8", "page_score/score.cu", SCORE),
+            ("score quarters", "page_score/score.cu", SCORE | {"RECORD": QUARTERS}),
+            ("score bf16", "page_score/score.cu", SCORE | {"RECORD": BF16, "GROUP": 16}),
+            ("score fp8", "page_score/score.cu", SCORE | {"RECORD": FP8}),
+            ("attend", "sparse_attention/attend.cu", ATTEND),
+            ("attend fp8", "sparse_attention/attend.cu", ATTEND | {"QUERY": FP8, "KV": FP8, "GROUP": 1}),
+            ("route", "group_routing/route.cu", ROUTE),
+            ("split that stops", "split_attention/attend.cu", STOPPED),
+            ("merge", "split_attention/merge.cu", MERGE | {"PARTS": 512 // size}),
+        )
+    },
     "merge": ("split_attention/merge.cu", MERGE),
     "merge large": ("split_attention/merge.cu", MERGE | {"HEAD_SIZE": 256, "OUTPUT": FP16, "SPLITS": 5, "PARTS": 2}),
     "merge of what stopped": ("split_attention/merge.cu", MERGE | {"SPLITS": 0}),
@@ -105,6 +120,14 @@ HOPPER = {
         "sparse_decode/decode.cu",
         DECODE | ONE_BLOCK_PER_SM | {"CLUSTER": 8, "GROUP": 16, "HEAD_SIZE": 256, "STOP_TILES": 32},
     ),
+    **{
+        f"decode that stops, heads of {size}": (
+            "sparse_decode/decode.cu",
+            DECODE | ONE_BLOCK_PER_SM
+            | {"FUSED": 1, "CLUSTER": 8, "GROUP": 1, "HEAD_SIZE": size, "RECORD": QUARTERS, "STOP_TILES": 32},
+        )
+        for size in (80, 96, 112, 192)
+    },
     "decode fp8": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "CLUSTER": 2, "KV": FP8, "QUERY": FP8}),
 }
 

@@ -24,7 +24,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP) route_groups(const __g
         i64 first_query = first_query_element(p.query, token, head, GROUP);
 #pragma unroll 1
         for (int h = warp; h < GROUP; h += WARPS) {
-            float x[HEAD_SIZE / WARP];
+            float x[padded(HEAD_SIZE) / WARP];
             load_row<QUERY, GROUP, HEAD_SIZE>(p.query.heads, first_query, p.query.head_stride, h, lane, x);
             float c = cosine<KV, HEAD_SIZE>(anchor, x, lane);
             if (lane == 0) cosines[h] = c;

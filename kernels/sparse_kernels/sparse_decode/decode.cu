@@ -98,7 +98,7 @@ struct Row {
 
     // A warp prepares every so many rows of the matrix tiles of a query.
     static constexpr int PER_WARP = ceil_div(Score::ROWS, WARPS);
-    using QueryRows = float[PER_WARP][HEAD_SIZE / WARP];
+    using QueryRows = float[PER_WARP][padded(HEAD_SIZE) / WARP];
 
     DEVICE Row(const DecodeParams& params, u8* memory)
         : p(params), shared(*(Shared*)memory), values(*(typename Chained::Values*)(memory + FIXED_BYTES)),
