@@ -105,12 +105,12 @@ struct ChainedAttention {
         __syncthreads();
 #pragma unroll 1
         for (int i = warp * WARP + lane; i < SHARE; i += WARPS * WARP) {
-            int h = (rank * SHARE + i) / DIMS, d = (rank * SHARE + i) % DIMS;
-            if (!in_head<HEAD_SIZE>(d)) continue;
+            int h = (rank * SHARE + i) / DIMS, place = rank * SHARE + i - h * (DIMS - HEAD_SIZE);
+            if (!in_head<HEAD_SIZE>(place - h * HEAD_SIZE)) continue;
             float sum = 0;
 #pragma unroll
             for (int chain = 0; chain < CHAINS; chain++) sum = fmaf(shared.weights[chain][h], values.rows[chain][i], sum);
-            out[h * HEAD_SIZE + d] = (u16)pack_pair<OUTPUT>(sum, 0);
+            out[place] = (u16)pack_pair<OUTPUT>(sum, 0);
         }
     }
 };

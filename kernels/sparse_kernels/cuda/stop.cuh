@@ -72,7 +72,7 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
             float elements[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
             for (int e = 0; e < 4; e++) {
-                int watching = ceil_div((d + e) * PROBE, HEAD_SIZE);
+                int watching = HEAD_SIZE % PROBE ? ceil_div((d + e) * PROBE, HEAD_SIZE) : (d + e) / (HEAD_SIZE / PROBE);
                 if (probe_element<HEAD_SIZE>(watching) == d + e && watching < PROBE) parts[h].values[watching] = elements[e];
             }
         });

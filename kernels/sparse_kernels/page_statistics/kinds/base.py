@@ -59,8 +59,8 @@ class StatisticsKind(ABC):
     """`features` in Triton, for `page_score.triton`: `(query, std_weight)` to a tuple of what the vectors are
     multiplied with, of the query's shape; float32."""
     triton_pack: ClassVar[Any] = None
-    """`codes.pack` in Triton: `(record, HEAD_SIZE, HEADS, DIMS)` to a tuple of the rows of bytes, `[HEADS * DIMS]` each,
-    and a tuple of their steps, `[HEADS]` bfloat16."""
+    """`codes.pack` in Triton: `(record, HEAD_SIZE, HEADS, DIMS)` to a tuple of the rows of bytes, `[HEADS * DIMS]`
+    each, and a tuple of their steps, `[HEADS]` bfloat16."""
     triton_combine: ClassVar[Any] = None
     """`combine` in Triton: `(products)`, a tuple of float32 tensors, to one of them; None for their sum."""
 
