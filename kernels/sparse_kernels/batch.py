@@ -32,8 +32,8 @@ class DecodeBatch:
     """One float32: a float8 query times this is the query. Scoring pages and routing groups take the query as it is
     stored, since a positive factor changes neither order nor angle."""
     max_context: int | None = None
-    """Tokens of the longest context that there may be; None for what the rows of the block table have room for.
-    Launches are laid out by it, those that a CUDA graph holds, too."""
+    """Tokens of the longest context that there may be; None for what the rows of the block table have room for. A CUDA
+    graph may not be replayed with longer ones."""
 
     @property
     def num_tokens(self) -> int:
@@ -58,11 +58,6 @@ class DecodeBatch:
     def group_size(self, num_kv_heads: int) -> int:
         """Returns how many query heads share a KV head."""
         return self.query.shape[1] // num_kv_heads
-
-    def max_pages(self, page_size: int, pages_per_block: int) -> int:
-        """Returns the complete pages of the longest context that there may be."""
-        room = self.block_table.shape[1] * pages_per_block
-        return room if self.max_context is None else min(room, self.max_context // page_size)
 
     def num_pages(self, page_size: int) -> torch.Tensor:
         """Returns the complete pages of each query token's context: `[num_tokens]` int32."""

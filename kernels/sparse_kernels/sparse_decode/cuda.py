@@ -34,7 +34,7 @@ from sparse_kernels.cuda.params import (
 )
 from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.group_routing.cuda import skipped_groups
-from sparse_kernels.limits import MAX_K, DecodeShape
+from sparse_kernels.limits import MAX_K, MAX_PAGES, DecodeShape
 from sparse_kernels.page_score.cuda import format_of, launch_scores
 from sparse_kernels.page_topk.cuda import list_pages, select_pages
 from sparse_kernels.sparse_decode.launches import Launch, fixed_bytes, in_pieces, launch_of, shared_bytes, values_bytes
@@ -59,7 +59,7 @@ def sparse_decode(
     statistics, device = cache.statistics, batch.query.device
     if rule is not None and selection.k > MAX_K:
         raise ValueError(f"k: got {selection.k}, allowed on CUDA with a rule: up to {MAX_K}")
-    max_pages = batch.max_pages(cache.page_size, cache.keys.pages_per_block)
+    max_pages = _max_pages(batch, cache)
     group_size = batch.group_size(cache.num_kv_heads)
     shape = DecodeShape(group_size, cache.head_size, max_pages, selection.k, rule is not None)
     capability = torch.cuda.get_device_capability(device)
@@ -130,7 +130,7 @@ def decode_in_pieces(
 
     The bits of a token's output depend on that token alone, but are others than those of one launch.
     """
-    max_pages = batch.max_pages(cache.page_size, cache.keys.pages_per_block)
+    max_pages = _max_pages(batch, cache)
     for part, room in _requests_at_once(batch, cache, selection, max_pages, output):
         skipped = None if routing is None else skipped_groups(part, cache, routing, counts=True)
         pages = None
@@ -139,6 +139,15 @@ def decode_in_pieces(
             pages = list_pages(scores, part, cache.page_size, selection, skipped)
         reading = Reading(skipped=skipped, selection=selection, pages=pages)
         attend_selection(part, cache, softmax, reading, room)
+
+
+def _max_pages(batch: DecodeBatch, cache: KVCache) -> int:
+    """Returns the complete pages that a context may have."""
+    room = batch.block_table.shape[1] * cache.keys.pages_per_block
+    if batch.max_context is None:
+        return room
+    # Rows of a block table may be padded beyond the longest context, and one page more may take more launches.
+    return min(room, max(MAX_PAGES, batch.max_context // cache.page_size))
 
 
 def _requests_at_once(
