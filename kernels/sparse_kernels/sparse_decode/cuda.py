@@ -57,8 +57,8 @@ def sparse_decode(
 ) -> None:
     """See `api.sparse_decode`."""
     statistics, device = cache.statistics, batch.query.device
-    if rule is not None and selection.k > MAX_K:
-        raise ValueError(f"k: got {selection.k}, allowed on CUDA with a rule: up to {MAX_K}")
+    if selection.k > MAX_K and (rule is not None or launch is not None):
+        raise ValueError(f"k: got {selection.k}, allowed on CUDA with a rule or in one launch: up to {MAX_K}")
     max_pages = _max_pages(batch, cache)
     group_size = batch.group_size(cache.num_kv_heads)
     shape = DecodeShape(group_size, cache.head_size, max_pages, selection.k, rule is not None)
