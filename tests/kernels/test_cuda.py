@@ -14,6 +14,7 @@ from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsLayo
 from sparse_kernels.page_topk.reference import select_pages as reference_selection
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention.reference import attend_pages as reference_attention
+from sparse_kernels.sparse_decode.launches import MOST_PAGES_AT_ONCE
 from sparse_kernels.sparse_decode.reference import sparse_decode as reference_decode
 from sparse_kernels.split_attention import Stopping, stop_scratch
 from sparse_kernels.split_attention.reference import split_attention as reference_split
@@ -328,8 +329,8 @@ PIECES = BEYOND | {
     name: CASES[name]
     for name in (
         "ragged", "page boundaries", "multi-head, small blocks", "group of 3, pages of 32", "heads of 256", "quarters",
-        "fp8 cache", "padded requests", "three query tokens", "softcap", "short contexts whole", "newest pages", "routed",
-        "everything skipped", "heads of 80, fp8 cache", "heads of 112, group of 16, bf16 means",
+        "fp8 cache", "padded requests", "three query tokens", "softcap", "short contexts whole", "newest pages",
+        "routed", "everything skipped", "heads of 80, fp8 cache", "heads of 112, group of 16, bf16 means",
         "heads of 192, quarters, one head",
     )
 }  # fmt: skip
@@ -865,7 +866,8 @@ def test_without_patience_the_bits_are_those_of_attention_that_cannot_stop(name:
     never = RULE._replace(patience=0, block_tokens=512)
     for launch in stopping_launches(case):
         assert torch.equal(stopped(inputs, case, never, launch).heads, decode(inputs, case, launch))
-    assert torch.equal(stopped(inputs, case, never).heads, decode(inputs, case))
+    if case.k <= MOST_PAGES_AT_ONCE:
+        assert torch.equal(stopped(inputs, case, never).heads, decode(inputs, case))
 
 
 @pytest.mark.parametrize("name", EVERY_PAGE)
