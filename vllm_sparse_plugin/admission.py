@@ -10,8 +10,8 @@ import torch
 from sparse_kernels.limits import (
     FLOAT8_STATISTICS,
     MIN_CAPABILITY,
-    PAGES_OF_A_CONTEXT,
     PAGES_READ,
+    SKETCHES,
     STOP_RULE,
     DecodeShape,
     head_refusals,
@@ -179,8 +179,8 @@ def _expect_cuda_shapes(
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     head_size = model.get_head_size()
     group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
-    refusals = list(head_refusals(group, head_size))
-    selector = config.selector
+    selector, stopping = config.selector, config.stop_rule is not None
+    refusals = list(head_refusals(group, head_size, stopping))
     if selector is not None and not selector.reads_every_page:
         layout = selector.statistics_layout(head_size, 2)
         served = layout is None or layout.kind.runs_on_gpu
@@ -190,22 +190,24 @@ def _expect_cuda_shapes(
             head_size,
             max_pages=model.max_model_len // selector.page_size,
             k=selector.budget_pages,
-            stopping=config.stop_rule is not None,
+            stopping=stopping,
             float8_statistics=layout is not None and layout.format == "fp8",
+            sketches=layout is not None and layout.format == "int2",
         )
         refusals += decode_refusals(shape, capability)
     for refusal in refusals:
         field, got, allowed = refusal.field, str(refusal.got), refusal.allowed
-        if selector is not None and refusal.field == PAGES_OF_A_CONTEXT:
-            field, got = "max_model_len", str(model.max_model_len)
-            allowed = f"up to {refusal.most * selector.page_size}"
-        elif selector is not None and refusal.field == PAGES_READ:
+        if selector is not None and refusal.field == PAGES_READ:
             field, got = "budget_tokens", str(selector.budget_tokens)
-            allowed = f"up to {refusal.most * selector.page_size} (pages of {selector.page_size} tokens)"
+            most = refusal.most * selector.page_size
+            allowed = f"up to {most} (pages of {selector.page_size} tokens) where attention may stop"
         elif refusal.field == STOP_RULE:
             field, got, allowed = f"{KEY}.termination", "a rule", "null on this GPU"
         elif refusal.field == FLOAT8_STATISTICS:
             field, got, allowed = "selection.statistics", "fp8", "int8 or bf16 on this GPU"
+        elif refusal.field == SKETCHES:
+            field, got = "selection.statistics", "sketch"
+            allowed = f"quarters, int8, fp8 or bf16 with heads of {head_size} on a GPU"
         expect(False, field, got, allowed)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from sparse_kernels.batch import PageSelection
 from sparse_kernels.page_statistics import KINDS, RecordFormat, StatisticsLayout
 
 from bench.common.options import GridRow, parse_grid, size_text
@@ -30,6 +31,11 @@ class Geometry:
     def pages_per_block(self) -> int:
         """Pages in a block of the cache."""
         return self.block_size // self.page_size
+
+    @property
+    def selection(self) -> PageSelection:
+        """Which pages a decode step reads."""
+        return PageSelection(self.k, self.sink_pages, self.recent_pages, self.std_weight)
 
     @property
     def scale(self) -> float:
@@ -104,10 +110,10 @@ class TopKCase:
 
 Case = DecodeCase | TopKCase
 
-DECODE_OPS = ("decode", "route", "route_unique", "score", "attend", "stop", "write")
-OPS = ("decode", "route", "route_unique", "topk", "score", "attend", "stop", "write")
+DECODE_OPS = ("decode", "route", "route_unique", "score", "attend", "stop", "write", "pieces")
+OPS = ("decode", "route", "route_unique", "topk", "score", "attend", "stop", "write", "pieces")
 """Most telling first: a run that is cut short has these."""
-_OF_ONE_GROUP = ("route", "route_unique", "topk", "write")
+_OF_ONE_GROUP = ("route", "route_unique", "topk", "write", "pieces")
 """Measured with the first group size alone."""
 SKIPPED = 0.6
 """Share of the KV groups that are made to be skipped where groups are routed."""

@@ -58,6 +58,7 @@ def run(
     groups: Annotated[
         list[str] | None, typer.Option(help="Query heads of a KV head, most important first; 4,8,1.")
     ] = None,
+    budget_pages: Annotated[int, typer.Option(help="Pages that a decode step reads of each context.")] = Geometry.k,
     quick: Annotated[bool, typer.Option("--quick", help="Few cases, one format of statistics.")] = False,
     time_limit: TimeLimit = 480,
     build: Annotated[bool, typer.Option("--build", help="Let FlashInfer compile what is not built ahead.")] = False,
@@ -85,7 +86,7 @@ def run(
     from bench.kernels.workload import Workload
 
     console = open_console()
-    device, geometry = torch.device("cuda", torch.cuda.current_device()), Geometry()
+    device, geometry = torch.device("cuda", torch.cuda.current_device()), Geometry(k=budget_pages)
     bandwidth = read_bandwidth(device)
     description = describe(device, commit)
     torch.cuda.empty_cache()

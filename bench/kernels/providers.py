@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 import torch
-from sparse_kernels.batch import PageSelection
+from sparse_kernels.batch import DecodeOutput
 from sparse_kernels.page_statistics import STATISTICS_FORMATS, RecordFormat
 from sparse_kernels.split_attention import Stopping, stop_scratch
 from sparse_kernels.stopping import StopRule
@@ -127,8 +127,38 @@ def _fused(loaded: list[Any], inputs: DecodeInputs, skipped_groups: int | None =
     geometry = inputs.geometry
     routing = None if skipped_groups is None else inputs.routing(skipped_groups)
     batch, cache, softmax = inputs.batch, inputs.cache, inputs.softmax
-    selection = PageSelection(geometry.k, geometry.sink_pages, geometry.recent_pages, geometry.std_weight)
-    return lambda: sparse_decode(batch, cache, softmax, selection, routing=routing)
+    return lambda: sparse_decode(batch, cache, softmax, geometry.selection, routing=routing)
+
+
+def _one_launch(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """A decode step whose pages one launch attends to, whatever the budget."""
+    sparse_decode, launch_of, shape_of = loaded
+    geometry, batch, cache = inputs.geometry, inputs.batch, inputs.cache
+    max_pages = batch.block_table.shape[1] * geometry.pages_per_block
+    shape = shape_of(inputs.case.group, geometry.head_size, max_pages, geometry.k)
+    rows = len(inputs.query) * geometry.num_kv_heads
+    record_bytes = inputs.statistics.vectors.shape[3] * inputs.statistics.vectors.element_size()
+    launch = launch_of(rows, shape, record_bytes, torch.cuda.get_device_capability(inputs.query.device))
+    selection, output = geometry.selection, torch.empty_like(inputs.query)
+
+    def call() -> torch.Tensor:
+        sparse_decode(batch, cache, inputs.softmax, selection, None, None, DecodeOutput(output), launch)
+        return output
+
+    return call
+
+
+def _in_pieces(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """The same in pieces that another launch adds up."""
+    (decode_in_pieces,) = loaded
+    batch, cache, softmax, selection = inputs.batch, inputs.cache, inputs.softmax, inputs.geometry.selection
+    output = torch.empty_like(inputs.query)
+
+    def call() -> torch.Tensor:
+        decode_in_pieces(batch, cache, softmax, selection, None, DecodeOutput(output))
+        return output
+
+    return call
 
 
 def _stopping(loaded: list[Any], inputs: DecodeInputs, rule: StopRule) -> Call:
@@ -478,6 +508,31 @@ PROVIDERS: dict[str, Op[Any]] = {
                 checks.copied,
                 traffic.copy,
             ),
+        ),
+    ),
+    "pieces": Op(
+        Workload.decode_inputs,
+        (
+            Provider("unique", imported(_SPARSE_DECODE), _fused, checks.sparse_decode, traffic.sparse),
+            Provider(
+                "one launch attends",
+                imported(
+                    "sparse_kernels.sparse_decode.cuda:sparse_decode",
+                    "sparse_kernels.sparse_decode.launches:launch_of",
+                    "sparse_kernels.limits:DecodeShape",
+                ),
+                _one_launch,
+                checks.sparse_decode,
+                traffic.sparse,
+            ),
+            Provider(
+                "in pieces",
+                imported("sparse_kernels.sparse_decode.cuda:decode_in_pieces"),
+                _in_pieces,
+                checks.sparse_decode,
+                traffic.sparse,
+            ),
+            _DENSE_FLASH_ATTENTION,
         ),
     ),
 }

@@ -31,6 +31,9 @@ class DecodeBatch:
     query_scale: torch.Tensor | None = None
     """One float32: a float8 query times this is the query. Scoring pages and routing groups take the query as it is
     stored, since a positive factor changes neither order nor angle."""
+    max_context: int | None = None
+    """Tokens of the longest context that there may be; None for what the rows of the block table have room for. A CUDA
+    graph may not be replayed with longer ones."""
 
     @property
     def num_tokens(self) -> int:
@@ -56,13 +59,21 @@ class DecodeBatch:
         """Returns how many query heads share a KV head."""
         return self.query.shape[1] // num_kv_heads
 
+    def num_pages(self, page_size: int) -> torch.Tensor:
+        """Returns the complete pages of each query token's context: `[num_tokens]` int32."""
+        contexts = self.seq_lens
+        if self.tokens_per_request > 1:
+            from_end = torch.arange(self.tokens_per_request - 1, -1, -1, dtype=torch.int32, device=contexts.device)
+            contexts = (contexts[:, None] - from_end).flatten()
+        return (contexts // page_size).clamp(min=0)
+
     def requests(self, first: int, last: int) -> DecodeBatch:
         """Returns the batch of the requests from `first` to before `last`."""
         tokens = slice(first * self.tokens_per_request, last * self.tokens_per_request)
         dense = None if self.dense_requests is None else self.dense_requests[first:last]
         return DecodeBatch(
             self.query[tokens], self.block_table[first:last], self.seq_lens[first:last], dense, self.dense_tokens,
-            self.query_scale,
+            self.query_scale, self.max_context,
         )  # fmt: skip
 
     def check(self, num_kv_heads: int, head_size: int) -> None:

@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-HEAD_SIZES = (64, 128, 256)
+HEAD_SIZES = range(32, 257, 16)
 """Head sizes that the CUDA kernels are written for."""
 MAX_GROUP = 16
-"""Query heads to a KV head, at most."""
+"""Query heads to a KV head, at most, that a block attends with. More are attended in parts, which cannot stop
+together."""
 MAX_K = 1024
-"""Pages that are selected, at most: `MAX_CANDIDATES` in select.cuh."""
+"""Pages, at most, that one block selects in the order of their scores: `MAX_CANDIDATES` in select.cuh. More are listed
+in the order of the text, in which attention cannot stop."""
 MAX_PAGES = 1 << 16
-"""Pages of a context, at most, that are selected from: pages of a row are numbered in 16 bits."""
+"""Pages of a context, at most, that one block selects from: it numbers them in 16 bits. Longer rows of scores are
+selected from in a launch of its own."""
 MIN_CAPABILITY = (8, 0)
 """The oldest compute capability."""
 CLUSTER_CAPABILITY = (9, 0)
@@ -21,15 +24,15 @@ CLUSTER_CAPABILITY = (9, 0)
 FLOAT8_CAPABILITY = (8, 9)
 """The first compute capability with instructions for 8-bit floats."""
 MAX_WIDTH_WITHOUT_CLUSTERS = 512
-"""Query heads to a KV head times head size, at most, without clusters: a block must hold all sums of a row in its own
-shared memory."""
+"""Query heads to a KV head times head size, at most, of a row that one block attends without clusters: it must hold all
+sums of the row in its own shared memory."""
 MAX_PAGES_WITHOUT_CLUSTERS = 1 << 15
-"""Pages of a context, at most, without clusters, for the same reason."""
+"""What `MAX_PAGES` is without clusters, for the same reason."""
 
 
-HEAD_SIZE, GROUP, WIDTH = "head size", "query heads to a KV head", "query heads to a KV head times head size"
-PAGES_OF_A_CONTEXT, PAGES_READ = "pages of a context", "pages read"
-STOP_RULE, FLOAT8_STATISTICS, SHARED_MEMORY = "stop rule", "float8 statistics", "shared memory of a block"
+HEAD_SIZE, GROUP, PAGES_READ = "head size", "query heads to a KV head", "pages read"
+STOP_RULE, SHARED_MEMORY = "stop rule", "shared memory of a block"
+FLOAT8_STATISTICS, SKETCHES = "float8 statistics", "sketches"
 
 
 class Refusal(NamedTuple):
@@ -57,14 +60,17 @@ class DecodeShape:
     """Whether attention may stop."""
     float8_statistics: bool = False
     """Whether the vectors of the statistics are 8-bit floats."""
+    sketches: bool = False
+    """Whether the statistics are rotated codes."""
 
 
-def head_refusals(group_size: int, head_size: int) -> Iterator[Refusal]:
-    """Yields why no kernel serves these heads; nothing if one does."""
+def head_refusals(group_size: int, head_size: int, stopping: bool) -> Iterator[Refusal]:
+    """Yields why no kernel serves these heads, with a stop rule or without; nothing if one does."""
     if head_size not in HEAD_SIZES:
-        yield Refusal(HEAD_SIZE, head_size, ", ".join(map(str, HEAD_SIZES[:-1])) + f" or {HEAD_SIZES[-1]}")
-    if group_size > MAX_GROUP:
-        yield Refusal(GROUP, group_size, f"up to {MAX_GROUP}", MAX_GROUP)
+        allowed = f"multiples of {HEAD_SIZES.step} from {HEAD_SIZES[0]} to {HEAD_SIZES[-1]}"
+        yield Refusal(HEAD_SIZE, head_size, allowed)
+    if stopping and group_size > MAX_GROUP:
+        yield Refusal(GROUP, group_size, f"up to {MAX_GROUP} where attention may stop", MAX_GROUP)
 
 
 def shared_bytes_of(capability: tuple[int, int]) -> int:

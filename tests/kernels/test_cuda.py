@@ -14,6 +14,7 @@ from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsLayo
 from sparse_kernels.page_topk.reference import select_pages as reference_selection
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention.reference import attend_pages as reference_attention
+from sparse_kernels.sparse_decode.launches import MOST_PAGES_AT_ONCE
 from sparse_kernels.sparse_decode.reference import sparse_decode as reference_decode
 from sparse_kernels.split_attention import Stopping, stop_scratch
 from sparse_kernels.split_attention.reference import split_attention as reference_split
@@ -109,7 +110,52 @@ CASES = {
     "routed bounds": Case((3000, 517, 4096), kind="bounds", skipped=0.5),
     "routed fp8 cache": Case((3000, 517, 4096), group=8, block_size=256, eight_bit_cache=True, skipped=0.5),
     "everything skipped": Case((3000, 517, 4096), skipped=1.0),
+    "heads of 80": Case((3000, 517, 1, 4096), head_size=80),
+    "heads of 80, fp8 cache": Case((3000, 517, 4096), head_size=80, block_size=256, eight_bit_cache=True),
+    "heads of 80, softcap, three query tokens": Case((3000, 517), head_size=80, softcap=20.0, queries=3),
+    "heads of 96, routed quarters": Case((3000, 517), head_size=96, kind="quarters", format="int4", skipped=0.5),
+    "heads of 96, bounds": Case((3000, 517, 4096), head_size=96, kind="bounds"),
+    "heads of 112, group of 16, bf16 means": Case((3000, 517), head_size=112, group=16, format="bf16"),
+    "heads of 112, quarters, fp8 cache": Case(
+        (3000, 517), head_size=112, kind="quarters", format="int4", block_size=256, eight_bit_cache=True
+    ),
+    "heads of 192, quarters, one head": Case((3000, 517), head_size=192, group=1, kind="quarters", format="int4"),
+    "heads of 192, fp8 means, pages of 32": Case((3000, 4095), head_size=192, format="fp8", page_size=32, k=16),
+    "heads of 32, small blocks": Case((3000, 517), head_size=32, group=3, block_size=16),
+    "heads of 240": Case((3000, 517), head_size=240, group=8),
+    "heads of 80, newest pages": Case((3000, 517), head_size=80, statistics=False),
 }
+BEYOND = {
+    "group of 17": Case((3000, 517, 1, 4096), group=17),
+    "group of 32, quarters, heads of 64": Case((3000, 517), group=32, head_size=64, kind="quarters", format="int4"),
+    "group of 64, fp8 cache": Case((3000, 517), num_kv_heads=1, group=64, block_size=256, eight_bit_cache=True),
+    "group of 71, heads of 64": Case((3000, 517, 0), num_kv_heads=1, group=71, head_size=64),
+    "group of 32, bounds": Case((3000, 517), group=32, kind="bounds"),
+    "group of 32, learned sinks": Case((3000, 517), group=32, sinks=torch.float32),
+    "group of 32, routed": Case((3000, 517, 1, 4096), num_kv_heads=4, group=32, head_size=64, skipped=0.5),
+    "group of 32, newest pages": Case((3000, 517), group=32, statistics=False),
+    "budget of 1,025 pages": Case((8199, 8200, 8207, 8208, 8209, 8216, 40001, 1), head_size=64, k=1025),
+    "budget of 2,048 pages": Case((16384, 16391, 16392, 60003, 0), k=2048, kind="quarters", format="int4"),
+    "budget of 2,048 pages, heads of 80": Case((16392, 60003), k=2048, head_size=80),
+    "budget of 2,048 pages of 16": Case((32767, 32768, 32784, 100003), k=2048, page_size=16, head_size=64),
+    "budget of 8,192 pages": Case((65543, 65544, 140005, 5), num_kv_heads=1, k=8192, head_size=64),
+    "budget of 2,048 pages, routed": Case((16392, 60003, 700), num_kv_heads=4, k=2048, head_size=64, skipped=0.5),
+    "budget of 2,048 pages, softcap and sinks": Case((30003,), k=2048, softcap=20.0, sinks=torch.bfloat16),
+    "budget of 2,048 pages, three query tokens": Case((16386, 16393, 30003), k=2048, queries=3, head_size=64),
+    "budget of 2,048 newest pages": Case((16391, 16392, 60003), k=2048, head_size=64, statistics=False),
+    "budget of 2,048 pages, short contexts whole": Case((30003, 60003), k=2048, head_size=64, dense_tokens=40000),
+}
+"""Cases of selections that one launch does not serve."""
+LONG = {
+    "65,536 pages and one": Case((524288, 524295, 524296, 524299, 70), num_kv_heads=1, group=2, head_size=64),
+    "131,072 pages and one": Case((1048576, 1048584), num_kv_heads=2, head_size=32, kind="quarters", format="int4"),
+    "131,072 pages, bounds": Case((1048579, 900), num_kv_heads=1, head_size=32, kind="bounds"),
+    "131,072 pages, routed": Case((1048579, 900), num_kv_heads=2, head_size=32, skipped=0.5),
+    "131,072 pages, two query tokens": Case((1048577, 900), num_kv_heads=1, head_size=32, queries=2),
+    "131,072 pages, newest": Case((1048579, 900), num_kv_heads=1, head_size=32, statistics=False),
+    "200,000 pages": Case((1600001, 1600000, 900), num_kv_heads=1, head_size=32, k=300),
+}
+"""Cases of contexts with more pages than one launch numbers."""
 
 
 class Inputs:
@@ -212,10 +258,11 @@ def launches(group: int, head_size: int) -> list[object]:
     from sparse_kernels.sparse_decode.launches import Launch
 
     if torch.cuda.get_device_capability() < (9, 0):
-        return [Launch(False, 1, 8, 1)]
+        return [Launch(False, 1, 8, 1), Launch(False, 1, 8, 1, listed=True)]
     # What has wide groups of wide heads needs a cluster to hold its sums.
     least = least_cluster(group, head_size)
-    return [Launch(True, least, 8, 1), Launch(True, 8, 16, 1), Launch(False, 2 * least, 8, 1)]
+    scored = [Launch(False, 2 * least, 8, 1), Launch(False, least, 8, 1, listed=True)]
+    return [Launch(True, least, 8, 1), Launch(True, 8, 16, 1), *scored]
 
 
 def decode(inputs: Inputs, case: Case, launch: object = None) -> torch.Tensor:
@@ -269,6 +316,95 @@ def test_decode_equals_the_reference_whatever_the_launch(case: Case, monkeypatch
         assert torch.equal(outputs[0] == 0, expected == 0)
 
 
+def in_pieces(inputs: Inputs, case: Case) -> torch.Tensor:
+    from sparse_kernels.sparse_decode import cuda
+
+    batch, cache, softmax, selection, routing, _ = inputs.decode_arguments(case)
+    output = inputs.empty_output()
+    cuda.decode_in_pieces(batch, cache, softmax, selection, routing, output)  # type: ignore[arg-type]
+    return output.heads
+
+
+PIECES = BEYOND | {
+    name: CASES[name]
+    for name in (
+        "ragged", "page boundaries", "multi-head, small blocks", "group of 3, pages of 32", "heads of 256", "quarters",
+        "fp8 cache", "padded requests", "three query tokens", "softcap", "short contexts whole", "newest pages",
+        "routed", "everything skipped", "heads of 80, fp8 cache", "heads of 112, group of 16, bf16 means",
+        "heads of 192, quarters, one head",
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", PIECES.values(), ids=PIECES)
+def test_decode_in_pieces_equals_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = Inputs(case)
+    expected = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
+    output = in_pieces(inputs, case)
+    counts = None if inputs.routing is None else inputs.routing.counts.clone()
+    monkeypatch.setattr("sparse_kernels.sparse_decode.reference.score_pages", checked_scores)
+    reference_decode(*inputs.decode_arguments(case), DecodeOutput(expected))
+    assert_close(output, expected)
+    if inputs.routing is not None:
+        assert torch.equal(output == 0, expected == 0)
+        # The reference has counted as many.
+        assert torch.equal(inputs.routing.counts, 2 * counts)
+    if case in BEYOND.values():
+        assert torch.equal(decode(inputs, case), output), "one launch serves it"
+
+
+@pytest.mark.parametrize("case", LONG.values(), ids=LONG)
+def test_contexts_of_any_length_equal_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = Inputs(case)
+    expected = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
+    outputs = decode(inputs, case), in_pieces(inputs, case)
+    monkeypatch.setattr("sparse_kernels.sparse_decode.reference.score_pages", checked_scores)
+    reference_decode(*inputs.decode_arguments(case), DecodeOutput(expected))
+    for output in outputs:
+        assert_close(output, expected)
+
+
+def test_a_context_that_stops_may_have_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sparse_kernels.sparse_decode.reference.score_pages", checked_scores)
+    case, rule = Case((1048576, 1048583, 900), num_kv_heads=1, head_size=32, k=300), RULE
+    inputs = stopping_inputs(case)
+    output, expected = stopped(inputs, case, rule), expected_reads(inputs, case, rule)
+    sooner = expected_reads(inputs, case, looser(rule, 1.05)).pages_read
+    later = expected_reads(inputs, case, looser(rule, 0.95)).pages_read
+    assert bool(((output.pages_read >= sooner) & (output.pages_read <= later)).all())
+    assert bool((expected.pages_read < case.k).any()), "nothing stops"
+
+
+@pytest.mark.parametrize("name", ["budget of 2,048 pages", "group of 32, routed", "budget of 2,048 pages, routed"])
+def test_pieces_of_a_request_do_not_depend_on_its_neighbours(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = BEYOND[name]
+    inputs = Inputs(case)
+    together = in_pieces(inputs, case)
+    for row in range(len(case.contexts)):
+        assert torch.equal(in_pieces(inputs.row(row), case)[0], together[row])
+    # One request at a time, and one block to all pieces of a row.
+    monkeypatch.setattr("sparse_kernels.sparse_decode.cuda.PIECES_BYTES", 1)
+    monkeypatch.setattr("sparse_kernels.split_attention.cuda._WAVES", 0)
+    assert torch.equal(in_pieces(inputs, case), together)
+
+
+@pytest.mark.parametrize("name", ["budget of 2,048 pages", "group of 32, routed", "131,072 pages and one"])
+def test_a_graph_of_several_launches_serves_other_lengths(name: str) -> None:
+    from sparse_kernels.sparse_decode import cuda
+
+    case = (BEYOND | LONG)[name]
+    inputs = Inputs(case)
+    decode(inputs, case)
+    out = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cuda.sparse_decode(*inputs.decode_arguments(case), DecodeOutput(out))
+    for less in (0, 1, 777):
+        inputs.seq_lens.copy_((torch.tensor(case.contexts) - less).clamp(min=0))
+        graph.replay()
+        assert torch.equal(out, decode(inputs, case))
+
+
 def test_a_request_does_not_depend_on_its_neighbours() -> None:
     case = Case((3000, 517, 1, 4096, 700) * 13)
     inputs = Inputs(case)
@@ -293,7 +429,7 @@ def test_a_graph_serves_other_lengths() -> None:
         assert torch.equal(out, decode(inputs, case))
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", (CASES | BEYOND).values(), ids=CASES | BEYOND)
 def test_scores_and_attention_equal_the_references(case: Case) -> None:
     from sparse_kernels.page_score import score_pages
     from sparse_kernels.sparse_attention import attend_pages
@@ -333,7 +469,7 @@ def test_nothing_is_scored_for_a_skipped_group(name: str) -> None:
     assert torch.equal(needed, torch.where(wanted[..., None], 7.0, all_scores))
 
 
-@pytest.mark.parametrize("launch", range(3))
+@pytest.mark.parametrize("launch", range(4))
 def test_routing_that_skips_nothing_changes_no_bit_and_counts(launch: int) -> None:
     case = Case((3000, 517, 1, 4096, 700), num_kv_heads=4)
     inputs = Inputs(case)
@@ -382,6 +518,15 @@ SPLIT = {
     ),
     "fp8 cache, group of 16": Case((3000, 517), group=16, block_size=512, eight_bit_cache=True),
     "everything skipped": Case((3000, 517, 4096), skipped=1.0),
+    "heads of 80": Case((3000, 517), head_size=80, skipped=0.5),
+    "heads of 112, fp8 cache": Case((3000, 517), head_size=112, block_size=256, eight_bit_cache=True, skipped=0.5),
+    "heads of 192, group of 16": Case((2000, 1501), head_size=192, group=16, skipped=0.5),
+    "group of 17": Case((3000, 517), group=17, skipped=0.5),
+    "group of 64, one KV head": Case(
+        (3000, 20000, 9), num_kv_heads=1, group=64, head_size=64, skipped=0.5, score="max"
+    ),
+    "learned sinks": Case((3000, 517, 20000), sinks=torch.float32),
+    "learned sinks, group of 32": Case((3000, 517), group=32, sinks=torch.bfloat16, skipped=0.5),
 }
 
 
@@ -485,6 +630,29 @@ def test_selection_is_exact(kind: object, rows: int, pages: int, always: tuple[i
         assert torch.equal(counts, lengths.clamp(max=64).int()[:, None].expand(-1, 2))
 
 
+@pytest.mark.parametrize("kind", SCORES.values(), ids=SCORES)
+@pytest.mark.parametrize(("k", "pages"), [(1025, 5000), (2048, 70000), (8192, 200000), (64, 66000), (5, 9)])
+@pytest.mark.parametrize("always", [(0, 0), (3, 2)])
+def test_lists_are_exact_whatever_the_launch(kind: object, k: int, pages: int, always: tuple[int, int]) -> None:
+    from sparse_kernels.page_topk import select_pages
+    from sparse_kernels.page_topk.cuda import list_pages
+
+    torch.manual_seed(k + pages)
+    scores = kind(torch.randn(5, 2, -(-pages // 8) * 8, device="cuda").bfloat16())  # type: ignore[operator]
+    lengths = torch.tensor([pages, k + 1, k, k - 1, pages - 3], device="cuda")
+    # What lies beyond a row is garbage.
+    beyond = torch.arange(scores.shape[2], device="cuda") >= lengths[:, None, None]
+    scores = scores.masked_fill(beyond, torch.inf)
+    expected = reference_selection(scores, lengths, k, *always)
+    batch = DecodeBatch(scores[:, :, :8], torch.zeros(5, 1).int().cuda(), (lengths * 8 + 7).int())
+    selection = PageSelection(k, *always)
+    clusters = [1] if torch.cuda.get_device_capability() < (9, 0) else [1, 2, 4, 8]
+    for cluster in clusters:
+        assert torch.equal(list_pages(scores, batch, 8, selection, cluster=cluster).long(), expected)
+    if k > 1024:
+        assert torch.equal(select_pages(scores, lengths, k, *always).long(), expected)
+
+
 def test_selection_gives_pages_by_their_place_in_the_cache() -> None:
     from sparse_kernels.page_topk.cuda import select_pages
 
@@ -540,6 +708,11 @@ STOPPING = {
     "group of 8, heads of 64": (Case((3000, 4095), group=8, head_size=64, k=200), RULE),
     "group of 16": (Case((3000, 4095), group=16, k=200), RULE._replace(block_tokens=128)),
     "group of 16, heads of 256": (Case((3000, 4095), num_kv_heads=1, group=16, head_size=256, k=200), RULE),
+    **{
+        f"{name}heads of {size}": (Case((3000, 517, 4095), head_size=size, k=k, page_size=page), RULE)
+        for size in (80, 96, 112, 192)
+        for name, k, page in (("", 200, 8), ("every page, ", None, 16))
+    },
     "heads of 256": (Case((3000, 4095), head_size=256, k=200), RULE._replace(block_tokens=256)),
     "fp8 cache": (Case((3000, 517, 4096), block_size=256, eight_bit_cache=True, k=200), RULE),
     "every page, fp8 cache": (
@@ -567,7 +740,8 @@ def stopping_launches(case: Case) -> list[object]:
     from sparse_kernels.sparse_decode.launches import Launch
 
     least = max(4, least_cluster(case.group, case.head_size))
-    return [Launch(True, 8, 8, 1), Launch(True, least, 8, 1), Launch(False, 8, 16, 1)]
+    listed = Launch(False, 8, 16, 1, listed=True)
+    return [Launch(True, 8, 8, 1), Launch(True, least, 8, 1), Launch(False, 8, 16, 1), listed]
 
 
 def stopping_inputs(case: Case) -> Inputs:
@@ -692,7 +866,8 @@ def test_without_patience_the_bits_are_those_of_attention_that_cannot_stop(name:
     never = RULE._replace(patience=0, block_tokens=512)
     for launch in stopping_launches(case):
         assert torch.equal(stopped(inputs, case, never, launch).heads, decode(inputs, case, launch))
-    assert torch.equal(stopped(inputs, case, never).heads, decode(inputs, case))
+    if case.k <= MOST_PAGES_AT_ONCE:
+        assert torch.equal(stopped(inputs, case, never).heads, decode(inputs, case))
 
 
 @pytest.mark.parametrize("name", EVERY_PAGE)

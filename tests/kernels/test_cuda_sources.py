@@ -22,7 +22,7 @@ SHAPE = {"GROUP": 4, "HEAD_SIZE": 128, "PAGES_PER_BLOCK": 8}
 LAUNCH = {"WARPS": 8, "BLOCKS_PER_SM": 2}
 SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": INT8, "CHUNK": 1024, "PIPELINED": 0}
 ATTEND = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "OUTPUT": BF16, "PAGE_SIZE": 8, "CLUSTER": 1}
-DECODE = {**ATTEND, "RECORD": INT8, "FUSED": 0, "STOP_TILES": 0}
+DECODE = {**ATTEND, "RECORD": INT8, "FUSED": 0, "LISTED": 0, "STOP_TILES": 0}
 SPLIT = {
     **SHAPE,
     **LAUNCH,
@@ -31,12 +31,15 @@ SPLIT = {
     "BLOCK_TOKENS": 64,
     "LEAST_TOKENS": 256,
     "STOP_TOKENS": 0,
+    "SELECTED": 0,
     "PAGE_SIZE": 16,
 }
 STOPPED = SPLIT | {"STOP_TOKENS": 512, "PAGE_SIZE": 16, "WARPS": 4, "BLOCKS_PER_SM": 4}
-ROUTE = {"QUERY": BF16, "KV": BF16, "GROUP": 4, "HEAD_SIZE": 128, "WARPS": 4}
+ROUTE = {"QUERY": BF16, "KV": BF16, "GROUP": 4, "HEAD_SIZE": 128, "WARPS": 4, "COUNTS": 0}
 MERGE = {"GROUP": 4, "HEAD_SIZE": 128, "OUTPUT": BF16, "SPLITS": 64, "PARTS": 4}
 TOPK = {"WARPS": 32, "PER_THREAD": 64, "CANDIDATES": 0, "PAGES_PER_BLOCK": 0}
+LIST = {"CLUSTER": 1, "WARPS": 32}
+SELECTED = SPLIT | {"SELECTED": 1, "LEAST_TOKENS": 128, "PAGE_SIZE": 8}
 ONE_BLOCK_PER_SM = {"BLOCKS_PER_SM": 1}
 
 CASES = {
@@ -48,6 +51,7 @@ CASES = {
     "score groups of 16, blocks of a page": ("page_score/score.cu", SCORE | {"GROUP": 16, "PAGES_PER_BLOCK": 1}),
     "top-k": ("page_topk/topk.cu", TOPK),
     "top-k of candidates": ("page_topk/topk.cu", TOPK | {"CANDIDATES": 1, "PAGES_PER_BLOCK": 8, "PER_THREAD": 4}),
+    "list": ("page_topk/list.cu", LIST),
     "attend": ("sparse_attention/attend.cu", ATTEND),
     "attend fp8": ("sparse_attention/attend.cu", ATTEND | {"QUERY": FP8, "KV": FP8, "HEAD_SIZE": 64}),
     "attend large": ("sparse_attention/attend.cu", ATTEND | ONE_BLOCK_PER_SM | {"GROUP": 16, "HEAD_SIZE": 256}),
@@ -61,6 +65,16 @@ CASES = {
     "split": ("split_attention/attend.cu", SPLIT),
     "split fp8": ("split_attention/attend.cu", SPLIT | {"QUERY": FP8, "KV": FP8, "HEAD_SIZE": 64, "GROUP": 3}),
     "split large": ("split_attention/attend.cu", SPLIT | ONE_BLOCK_PER_SM | {"GROUP": 16, "HEAD_SIZE": 256}),
+    "route a group of 71, counting": ("group_routing/route.cu", ROUTE | {"GROUP": 71, "WARPS": 8, "COUNTS": 1}),
+    "split a selection": ("split_attention/attend.cu", SELECTED),
+    "split a selection, large": (
+        "split_attention/attend.cu",
+        SELECTED | ONE_BLOCK_PER_SM | {"GROUP": 16, "HEAD_SIZE": 256},
+    ),
+    "split a selection, fp8, heads of 112": (
+        "split_attention/attend.cu",
+        SELECTED | {"QUERY": FP8, "KV": FP8, "HEAD_SIZE": 112, "GROUP": 15, "PAGE_SIZE": 32, "WARPS": 4},
+    ),
     "split that stops": ("split_attention/attend.cu", STOPPED),
     "split that stops, blocks of 64 tokens": (
         "split_attention/attend.cu",
@@ -74,11 +88,30 @@ CASES = {
         "split_attention/attend.cu",
         STOPPED | {"BLOCKS_PER_SM": 2, "GROUP": 16, "HEAD_SIZE": 256},
     ),
+    **{
+        f"{name}, heads of {size}": (source, macros | {"HEAD_SIZE": size} | (ONE_BLOCK_PER_SM if size > 128 else {}))
+        for size in (32, 80, 96, 112, 192, 240)
+        for name, source, macros in (
+            ("score int8", "page_score/score.cu", SCORE),
+            ("score quarters", "page_score/score.cu", SCORE | {"RECORD": QUARTERS}),
+            ("score bf16", "page_score/score.cu", SCORE | {"RECORD": BF16, "GROUP": 16}),
+            ("score fp8", "page_score/score.cu", SCORE | {"RECORD": FP8}),
+            ("attend", "sparse_attention/attend.cu", ATTEND),
+            ("attend fp8", "sparse_attention/attend.cu", ATTEND | {"QUERY": FP8, "KV": FP8, "GROUP": 1}),
+            ("route", "group_routing/route.cu", ROUTE),
+            ("split a selection", "split_attention/attend.cu", SELECTED),
+            ("split that stops", "split_attention/attend.cu", STOPPED),
+            ("merge", "split_attention/merge.cu", MERGE | {"PARTS": 512 // size}),
+        )
+    },
     "merge": ("split_attention/merge.cu", MERGE),
     "merge large": ("split_attention/merge.cu", MERGE | {"HEAD_SIZE": 256, "OUTPUT": FP16, "SPLITS": 5, "PARTS": 2}),
     "merge of what stopped": ("split_attention/merge.cu", MERGE | {"SPLITS": 0}),
 }
 HOPPER = {
+    **{f"list cluster of {size}": ("page_topk/list.cu", LIST | {"CLUSTER": size}) for size in (2, 4, 8)},
+    "decode a list": ("sparse_decode/decode.cu", DECODE | ONE_BLOCK_PER_SM | {"LISTED": 1, "CLUSTER": 8, "WARPS": 16}),
+    "decode a list until it stops": ("sparse_decode/decode.cu", DECODE | {"LISTED": 1, "CLUSTER": 4, "STOP_TILES": 64}),
     "attend cluster": ("sparse_attention/attend.cu", ATTEND | {"CLUSTER": 8}),
     "decode fused": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1}),
     "decode cluster": ("sparse_decode/decode.cu", DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "WARPS": 16}),
@@ -105,6 +138,15 @@ HOPPER = {
         "sparse_decode/decode.cu",
         DECODE | ONE_BLOCK_PER_SM | {"CLUSTER": 8, "GROUP": 16, "HEAD_SIZE": 256, "STOP_TILES": 32},
     ),
+    **{
+        f"decode that stops, heads of {size}": (
+            "sparse_decode/decode.cu",
+            DECODE
+            | ONE_BLOCK_PER_SM
+            | {"FUSED": 1, "CLUSTER": 8, "GROUP": 1, "HEAD_SIZE": size, "RECORD": QUARTERS, "STOP_TILES": 32},
+        )
+        for size in (80, 96, 112, 192)
+    },
     "decode fp8": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1, "CLUSTER": 2, "KV": FP8, "QUERY": FP8}),
 }
 
@@ -154,6 +196,7 @@ KERNEL_STRUCTS = {
     "RouteParams": ("group_routing/route.cu", CASES["route"]),
     "ScoreParams": ("page_score/score.cu", CASES["score int8"]),
     "TopkParams": ("page_topk/topk.cu", CASES["top-k"]),
+    "ListParams": ("page_topk/list.cu", CASES["list"]),
 }
 """Structs of one kernel, and the source that has each."""
 SHARED_STRUCTS = [name for name in STRUCTS if name not in KERNEL_STRUCTS]

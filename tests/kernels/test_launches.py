@@ -4,7 +4,14 @@ from itertools import product
 
 import pytest
 from sparse_kernels.limits import DecodeShape, shared_bytes_of
-from sparse_kernels.sparse_decode.launches import Launch, launch_of, most_shared_bytes, shared_bytes
+from sparse_kernels.sparse_decode.launches import (
+    MOST_PAGES_AT_ONCE,
+    Launch,
+    in_pieces,
+    launch_of,
+    most_shared_bytes,
+    shared_bytes,
+)
 
 HOPPER = (9, 0)
 NARROW = DecodeShape(group_size=4, head_size=128, max_pages=4096, k=64)
@@ -48,9 +55,52 @@ def test_the_launch_follows_from_rows_and_shape(
 
 def test_without_clusters_a_row_has_one_block_that_does_not_score() -> None:
     assert launch_of(8, NARROW, INT8, (8, 0)) == Launch(False, 1, 8, 2)
-    assert launch_of(8, WIDE, INT8, (8, 9)) == Launch(False, 1, 8, 1)
+    assert launch_of(8, DecodeShape(1, 256, 4096, 64), INT8, (8, 9)) == Launch(False, 1, 8, 1)
     with pytest.raises(ValueError, match=r"rule: got one on compute capability 8\.x, allowed: 9\.0 or later"):
         launch_of(8, STOPPING, INT8, (8, 9))
+
+
+@pytest.mark.parametrize("stopping", [False, True])
+@pytest.mark.parametrize("rows", [8, 1000])
+def test_pages_of_long_contexts_come_from_memory(rows: int, stopping: bool) -> None:
+    for record_bytes in (0, INT8, QUARTERS):
+        numbered, longer, longest = (
+            launch_of(rows, DecodeShape(4, 128, pages, 64, stopping), record_bytes, HOPPER)
+            for pages in (1 << 16, (1 << 16) + 1, 1 << 24)
+        )
+        assert not numbered.listed
+        assert longer == longest == numbered._replace(fused=False, listed=True)
+    shape = DecodeShape(4, 128, 1 << 16, 64, stopping)
+    listed = launch_of(rows, DecodeShape(4, 128, 1 << 24, 64, stopping), INT8, HOPPER)
+    assert shared_bytes(listed, shape) < shared_bytes(listed._replace(listed=False), shape)
+
+
+def test_pages_come_from_memory_sooner_where_shared_memory_is_short() -> None:
+    assert not launch_of(8, DecodeShape(4, 128, 1 << 15, 64), INT8, (8, 0)).listed
+    assert launch_of(8, DecodeShape(4, 128, (1 << 15) + 1, 64), INT8, (8, 0)).listed
+    assert not launch_of(200, DecodeShape(4, 128, 1 << 14, 64), INT8, (12, 0)).listed
+    assert launch_of(200, DecodeShape(4, 128, 1 << 16, 64), INT8, (12, 0)).listed
+
+
+@pytest.mark.parametrize(
+    ("shape", "capability", "expected"),
+    [
+        (NARROW, HOPPER, False),
+        (DecodeShape(4, 128, 1 << 24, 64), HOPPER, False),
+        (DecodeShape(4, 128, 4096, MOST_PAGES_AT_ONCE), HOPPER, False),
+        (DecodeShape(4, 128, 4096, MOST_PAGES_AT_ONCE + 1), HOPPER, True),
+        (WIDE, HOPPER, False),
+        (DecodeShape(17, 32, 4096, 64), HOPPER, True),
+        (DecodeShape(17, 32, 4096, 64, stopping=True), HOPPER, False),
+        (DecodeShape(4, 128, 1 << 24, 64), (8, 0), False),
+        (DecodeShape(5, 128, 4096, 64), (8, 0), True),
+        (WIDE, (12, 0), True),
+    ],
+)
+def test_selections_are_cut_into_pieces_by_their_shape(
+    shape: DecodeShape, capability: tuple[int, int], expected: bool
+) -> None:
+    assert in_pieces(shape, capability) is expected
 
 
 SHAPES = [

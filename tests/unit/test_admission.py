@@ -384,21 +384,22 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0
 
 
 REFUSED_ON_CUDA = {
-    "heads of 80": ({"head_dim": 80}, {}, "head size: got 80, {}64, 128 or 256"),
-    "32 query heads to one": (
+    "heads of 72": ({"head_dim": 72}, {}, "head size: got 72, {}multiples of 16 from 32 to 256"),
+    "heads of 272": ({"head_dim": 272}, {}, "head size: got 272, {}multiples of 16 from 32 to 256"),
+    "32 query heads to one that stop": (
         {"head_dim": 64, "num_attention_heads": 32, "num_key_value_heads": 1},
-        {},
-        "query heads to a KV head: got 32, {}up to 16",
+        {"additional_config": {"sparse_attention": {"termination": {}}}},
+        "query heads to a KV head: got 32, {}up to 16 where attention may stop",
     ),
-    "a million tokens": (
-        {"head_dim": 64, "max_position_embeddings": 1 << 20},
-        {},
-        "max_model_len: got 1048576, {}up to 524288",
-    ),
-    "budget": (
+    "budget that stops": (
         {"head_dim": 64},
-        {"additional_config": settings(budget_tokens=8200)},
-        "budget_tokens: got 8200, {}up to 8192 (pages of 8 tokens)",
+        {"additional_config": {"sparse_attention": {"termination": {}, "selection": {"budget_tokens": 8200}}}},
+        "budget_tokens: got 8200, {}up to 8192 (pages of 8 tokens) where attention may stop",
+    ),
+    "sketches of heads of 80": (
+        {"head_dim": 80},
+        {"additional_config": settings(statistics="sketch")},
+        "selection.statistics: got sketch, {}quarters, int8, fp8 or bf16 with heads of 80 on a GPU",
     ),
 }
 
@@ -413,16 +414,44 @@ def test_refused_on_cuda(case, folder, monkeypatch):
     assert str(caught.value) == sentence.format(UNIQUE)
 
 
+SERVED_ON_CUDA = {
+    "a million tokens": ({"head_dim": 64, "max_position_embeddings": 1 << 20}, {}),
+    "ten million tokens that stop": (
+        {"head_dim": 64, "max_position_embeddings": 10 << 20},
+        {"additional_config": {"sparse_attention": {"termination": {}}}},
+    ),
+    "32 query heads to one": ({"head_dim": 64, "num_attention_heads": 32, "num_key_value_heads": 1}, {}),
+    "64 routed query heads to one": (
+        {"head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 1},
+        {"attention_backend": "sinkrouter"},
+    ),
+    "a budget of 64K": ({"head_dim": 64}, {"additional_config": settings(budget_tokens=1 << 16)}),
+    "sketches of heads of 128": ({"head_dim": 128}, {"additional_config": settings(statistics="sketch")}),
+    **{f"heads of {size}": ({"head_dim": size}, {}) for size in (32, 80, 96, 112, 192, 240)},
+}
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (9, 0), (12, 0)])
+@pytest.mark.parametrize("case", SERVED_ON_CUDA)
+def test_no_size_is_refused_on_cuda(case, capability, folder, monkeypatch):
+    model, arguments = SERVED_ON_CUDA[case]
+    config = engine_config(folder(**model), **arguments)
+    on_cuda(monkeypatch, capability)
+    if "stop" in case and capability < (9, 0):
+        pytest.skip("before clusters no selection stops")
+    admit(config, BACKENDS)
+
+
 def test_routing_has_the_limits_of_our_kernels(folder, monkeypatch):
-    config = engine_config(folder(head_dim=80), attention_backend="sinkrouter")
+    config = engine_config(folder(head_dim=72), attention_backend="sinkrouter")
     on_cuda(monkeypatch)
     with pytest.raises(ConfigurationError) as caught:
         admit(config, BACKENDS)
-    assert str(caught.value) == f"head size: got 80, {ROUTED}64, 128 or 256"
+    assert str(caught.value) == f"head size: got 72, {ROUTED}multiples of 16 from 32 to 256"
 
 
 def test_dense_attention_has_no_limits_of_our_kernels(folder, monkeypatch):
-    config = engine_config(folder(head_dim=80, max_position_embeddings=1 << 20), attention_backend="dense")
+    config = engine_config(folder(head_dim=72, max_position_embeddings=1 << 20), attention_backend="dense")
     on_cuda(monkeypatch)
     admit(config, BACKENDS)
 
@@ -470,7 +499,7 @@ def test_fp8_statistics_need_a_gpu_that_knows_them(folder, monkeypatch):
 
 
 def test_attention_that_stops_needs_our_heads_and_with_a_selection_clusters(folder, monkeypatch):
-    small, odd = (engine_config(folder(head_dim=size), attention_backend="art") for size in (64, 80))
+    small, odd = (engine_config(folder(head_dim=size), attention_backend="art") for size in (64, 72))
     settings = {"sparse_attention": {"termination": {}}}
     selected = engine_config(folder(head_dim=64), attention_backend="unique", additional_config=settings)
     art = "allowed with attention backend art:"
@@ -478,7 +507,7 @@ def test_attention_that_stops_needs_our_heads_and_with_a_selection_clusters(fold
     admit(small, BACKENDS)
     with pytest.raises(ConfigurationError) as caught:
         admit(odd, BACKENDS)
-    assert str(caught.value) == f"head size: got 80, {art} 64, 128 or 256"
+    assert str(caught.value) == f"head size: got 72, {art} multiples of 16 from 32 to 256"
     admit(selected, BACKENDS)
     on_cuda(monkeypatch, (8, 9))
     admit(small, BACKENDS)
@@ -501,17 +530,6 @@ def test_statistics_without_a_triton_form_are_for_cpus(folder, monkeypatch):
             "selection.policy: got quest, allowed with attention backend quest: one whose page statistics have a "
             "Triton form, on a GPU"
         )
-
-
-def test_wide_groups_need_clusters(folder, monkeypatch):
-    config = engine_config(folder(head_dim=128, num_attention_heads=8, num_key_value_heads=1))
-    on_cuda(monkeypatch)
-    admit(config, BACKENDS)
-    on_cuda(monkeypatch, (8, 9))
-    with pytest.raises(ConfigurationError) as caught:
-        admit(config, BACKENDS)
-    field = "query heads to a KV head times head size"
-    assert str(caught.value) == f"{field}: got 1024, {UNIQUE}up to 512 on this GPU"
 
 
 @pytest.mark.parametrize("cache_dtype", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
@@ -542,8 +560,10 @@ def test_caches_of_one_and_two_bytes_in_one_model(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
-def test_gpus_with_less_shared_memory_take_narrower_groups(capability, folder, monkeypatch):
-    config = engine_config(folder(head_dim=128, num_attention_heads=8, num_key_value_heads=1))
+def test_gpus_with_less_shared_memory_stop_with_narrower_groups(capability, folder, monkeypatch):
+    heads = {"head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 1}
+    settings = {"sparse_attention": {"termination": {}}}
+    config = engine_config(folder(**heads), additional_config=settings)
     for large in ((9, 0), (10, 0)):
         on_cuda(monkeypatch, large)
         admit(config, BACKENDS)

@@ -102,7 +102,7 @@ def refused_fields() -> dict[str, str]:
             assert lead in STANDS_FOR, f"{place}: say in STANDS_FOR which fields {lead!r} stands for"
         fields |= dict.fromkeys(STANDS_FOR[lead] if lead in STANDS_FOR else lead.split(", "), place)
     # What the kernels do not serve has their own name, where admission has none that a user knows better.
-    fields |= dict.fromkeys((limits.HEAD_SIZE, limits.GROUP, limits.WIDTH, limits.SHARED_MEMORY), "limits.py")
+    fields |= dict.fromkeys((limits.HEAD_SIZE, limits.GROUP, limits.SHARED_MEMORY), "limits.py")
     del fields[f"{KEY}.routing"]  # the beginning of others
     return fields
 
@@ -183,12 +183,11 @@ def test_every_backend_has_a_page_with_the_same_questions():
 
 
 def test_the_limits_of_the_kernels_are_those_of_the_page():
-    rows = (ROOT / "docs" / "support.md").read_text(encoding="utf-8").splitlines()
+    rows, sizes = (ROOT / "docs" / "support.md").read_text(encoding="utf-8").splitlines(), limits.HEAD_SIZES
     for begin, told in {
-        "| head size |": ", ".join(map(str, limits.HEAD_SIZES)),
-        "| query heads to a KV head |": f"up to {limits.MAX_GROUP} ",
-        "| pages of a context |": f"up to {limits.MAX_PAGES:,} ",
-        "| pages of a budget |": f"up to {limits.MAX_K:,} ",
+        "| head size |": f"multiples of {sizes.step} from {sizes[0]} to {sizes[-1]} ",
+        "| query heads to a KV head |": f"up to {limits.MAX_GROUP} where attention may stop",
+        "| pages of a budget |": f"up to {limits.MAX_K:,} where attention may stop",
     }.items():
         assert [told in row for row in rows if row.startswith(begin)] == [True], begin
 

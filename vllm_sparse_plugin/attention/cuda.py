@@ -337,7 +337,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         for decode in attn_metadata.decode:
             batch = DecodeBatch(
                 query[decode.tokens], decode.block_table, decode.seq_lens, decode.dense, self.plan.dense_tokens,
-                query_scale,
+                query_scale, self.plan.max_context,
             )  # fmt: skip
             self._decode(batch, cache, DecodeOutput(output[decode.tokens], counters=self.plan.counters))
             sampled = attn_metadata.sampled

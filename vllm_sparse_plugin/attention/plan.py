@@ -33,6 +33,8 @@ class LayerPlan:
     """Tokens of a page."""
     dense_tokens: int
     """Contexts of up to this many tokens are attended whole."""
+    max_context: int | None = None
+    """Tokens of the longest context that the engine serves; None if that is not known."""
     statistics: StatisticsLayout | None = None
     """Layout of the statistics that the layer keeps in its blocks; None if it keeps none."""
     selector: Selection | None = None
@@ -109,6 +111,7 @@ def plan_layers(
             block_size=block_size,
             page_size=(sparse.selector or EveryPage()).page_size,
             dense_tokens=sparse.config.min_context_tokens - 1,
+            max_context=vllm_config.model_config.max_model_len,
             statistics=statistics if attends_whole_context(layer) else None,
             selector=sparse.selector if name in selecting else None,
             stop_rule=sparse.stop_rule if name in selecting else None,

@@ -41,13 +41,13 @@ template <int MMA, int GROUP, int HEAD_SIZE>
 struct AttendQuery {
     static constexpr int ROWS = 8 * Heads<GROUP>::TILES;
     // A row is padded by 64 bytes, so that the rows of a tile that one access touches lie in different banks.
-    u16 rows[ROWS][HEAD_SIZE + 32];
+    u16 rows[ROWS][padded(HEAD_SIZE) + 32];
 
     DEVICE uint4 eight(int row, int d) const { return row < ROWS ? *(const uint4*)&rows[row][d] : uint4{0, 0, 0, 0}; }
 
     // Stores one row, which is spread over a warp: `x` are the lane's consecutive elements.
-    DEVICE void prepare(int row, const float (&x)[HEAD_SIZE / WARP], int lane) {
-        constexpr int PER_LANE = HEAD_SIZE / WARP;
+    DEVICE void prepare(int row, const float (&x)[padded(HEAD_SIZE) / WARP], int lane) {
+        constexpr int PER_LANE = padded(HEAD_SIZE) / WARP;
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) rows[row][lane * PER_LANE + i] = (u16)pack_pair<MMA>(row < GROUP ? x[i] : 0, 0);
     }
@@ -60,8 +60,8 @@ struct Attention {
     static constexpr int MMA = KV == BF16 ? BF16 : FP16;
     static constexpr int KV_BYTES = KV == FP8 ? 1 : 2;
     static constexpr int TILES = Heads<GROUP>::TILES;
-    static constexpr int KEY_PIECES = HEAD_SIZE * KV_BYTES / 64;
-    static constexpr int VALUE_PIECES = HEAD_SIZE / 64;
+    static constexpr int KEY_PIECES = padded(HEAD_SIZE) * KV_BYTES / 64;
+    static constexpr int VALUE_PIECES = padded(HEAD_SIZE) / 64;
     using Query = AttendQuery<MMA, GROUP, HEAD_SIZE>;
     using ValuePiece = typename ValueType<KV>::type;
 
@@ -97,14 +97,18 @@ struct Attention {
         i64 at = block * rows.block_stride + (i64)token * rows.token_stride;
         const u8* key = rows.keys + at + g * rows.token_stride + 16 * t;
 #pragma unroll
-        for (int piece = 0; piece < KEY_PIECES; piece++) tokens.keys[piece] = load16<AHEAD>(key + 64 * piece);
+        for (int piece = 0; piece < KEY_PIECES; piece++) {
+            bool exists = in_head<HEAD_SIZE>((64 * piece + 16 * t) / KV_BYTES);
+            tokens.keys[piece] = exists ? load16<AHEAD>(key + 64 * piece) : uint4{0, 0, 0, 0};
+        }
 #pragma unroll
         for (int i = 0; i < 2; i++) {
             const u8* value = rows.values + at + (2 * t + i) * rows.token_stride + 8 * KV_BYTES * g;
 #pragma unroll
             for (int piece = 0; piece < VALUE_PIECES; piece++) {
                 tokens.values[i][piece] = ValuePiece{};
-                if (2 * t + i < valid) tokens.values[i][piece] = ValueType<KV>::template load<AHEAD>(value + 64 * KV_BYTES * piece);
+                if (2 * t + i < valid && in_head<HEAD_SIZE>(64 * piece + 8 * g))
+                    tokens.values[i][piece] = ValueType<KV>::template load<AHEAD>(value + 64 * KV_BYTES * piece);
             }
         }
         return tokens;
@@ -224,8 +228,9 @@ struct Attention {
                         int head = 8 * tile + 2 * t + i;
                         const float(&a)[4] = values[tile][piece][j];
                         const float(&b)[4] = values[tile][piece][j + 1];
-                        if (head < GROUP)
-                            f(head, 64 * piece + 8 * g + 2 * j, float4{a[i], a[2 + i], b[i], b[2 + i]});
+                        int d = 64 * piece + 8 * g + 2 * j;
+                        if (head < GROUP && in_head<HEAD_SIZE>(d))
+                            f(head, d, float4{a[i], a[2 + i], b[i], b[2 + i]});
                     }
     }
 };

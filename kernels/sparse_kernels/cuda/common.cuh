@@ -23,6 +23,13 @@ constexpr u32 FULL = 0xffffffffu;
 
 DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
+// Heads are computed on as if they had a multiple of 64 elements: those beyond the head are zero once it is loaded, and
+// memory has no place for them.
+DEVICE constexpr int padded(int head_size) { return ceil_div(head_size, 64) * 64; }
+
+template <int HEAD_SIZE>
+DEVICE constexpr bool in_head(int element) { return HEAD_SIZE % 64 == 0 || element < HEAD_SIZE; }
+
 // A load with AHEAD is not moved behind a barrier that follows it.
 template <bool AHEAD = false>
 DEVICE uint4 load16(const void* p) {
@@ -194,11 +201,12 @@ struct Heads {
 
 // Loads the lane's consecutive elements of a row of query heads, which is spread over a warp. Strides are in elements.
 template <int QUERY, int GROUP, int HEAD_SIZE>
-DEVICE void load_row(const void* query, i64 first, i64 head_stride, int row, int lane, float (&x)[HEAD_SIZE / WARP]) {
-    constexpr int PER_LANE = HEAD_SIZE / WARP;
+DEVICE void load_row(const void* query, i64 first, i64 head_stride, int row, int lane, float (&x)[padded(HEAD_SIZE) / WARP]) {
+    constexpr int PER_LANE = padded(HEAD_SIZE) / WARP;
     i64 start = first + Heads<GROUP>::of_row(row) * head_stride + lane * PER_LANE;
 #pragma unroll
-    for (int i = 0; i < PER_LANE; i++) x[i] = load_float<QUERY>(query, start + i);
+    for (int i = 0; i < PER_LANE; i++)
+        x[i] = in_head<HEAD_SIZE>(lane * PER_LANE + i) ? load_float<QUERY>(query, start + i) : 0.0f;
 }
 
 // In a cluster of thread blocks (compute capability 9.0 and later) the blocks of a row reach each other's shared memory.

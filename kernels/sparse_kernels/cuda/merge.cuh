@@ -12,8 +12,9 @@ struct ChainedAttention {
     using Attend = Attention<KV, GROUP, HEAD_SIZE>;
     using Peers = Cluster<CLUSTER>;
     static constexpr int PER_BLOCK = CHAINS / CLUSTER;
-    // A block merges this many elements of the output.
-    static constexpr int SHARE = GROUP * HEAD_SIZE / CLUSTER;
+    static constexpr int DIMS = padded(HEAD_SIZE);
+    // A block merges this many elements of the output, padding included.
+    static constexpr int SHARE = GROUP * DIMS / CLUSTER;
     static constexpr int IN_FLIGHT = HEAD_SIZE <= 128 && GROUP <= 8 ? 2 : 1;
 
     struct Shared {
@@ -64,7 +65,7 @@ struct ChainedAttention {
                 }
         }
         attention.for_each_four(lane, [&](int h, int d, float4 four) {
-            int i = h * HEAD_SIZE + d;
+            int i = h * DIMS + d;
             Peers::store((float4*)&values.rows[chain][i % SHARE], i / SHARE, four);
         });
     }
@@ -104,11 +105,12 @@ struct ChainedAttention {
         __syncthreads();
 #pragma unroll 1
         for (int i = warp * WARP + lane; i < SHARE; i += WARPS * WARP) {
-            int h = (rank * SHARE + i) / HEAD_SIZE;
+            int h = (rank * SHARE + i) / DIMS, place = rank * SHARE + i - h * (DIMS - HEAD_SIZE);
+            if (!in_head<HEAD_SIZE>(place - h * HEAD_SIZE)) continue;
             float sum = 0;
 #pragma unroll
             for (int chain = 0; chain < CHAINS; chain++) sum = fmaf(shared.weights[chain][h], values.rows[chain][i], sum);
-            out[rank * SHARE + i] = (u16)pack_pair<OUTPUT>(sum, 0);
+            out[place] = (u16)pack_pair<OUTPUT>(sum, 0);
         }
     }
 };

@@ -199,6 +199,7 @@ class DecodeParams(ctypes.Structure):
         ("query", QueryParams), ("cache", CacheParams), ("statistics", StatisticsParams), ("scores", _Pointer),
         ("scores_stride", _Long), ("contexts", ContextParams), ("selection", SelectionParams),
         ("routing", RoutingParams), ("softmax", SoftmaxParams), ("stop", StopParams), ("output", OutputParams),
+        ("pages", _Pointer),
     ]  # fmt: skip
 
 
@@ -208,7 +209,7 @@ class SplitParams(ctypes.Structure):
     _fields_: ClassVar[_Fields] = [
         ("query", QueryParams), ("cache", CacheParams), ("contexts", ContextParams), ("routing", RoutingParams),
         ("softmax", SoftmaxParams), ("stop", StopParams), ("output", OutputParams), ("pieces", PieceParams),
-        ("scan", ScanParams),
+        ("scan", ScanParams), ("skipped", _Pointer), ("pages", _Pointer), ("selection", SelectionParams),
     ]  # fmt: skip
 
 
@@ -256,6 +257,15 @@ class TopkParams(ctypes.Structure):
         ("pages", _Pointer), ("counts", _Pointer), ("scores_stride", _Long), ("table_stride", _Long),
         ("row_stride", _Long), ("segment_stride", _Long), ("selection", SelectionParams), ("segment", _Int),
         ("width", _Int), ("num_candidates", _Int),
+    ]  # fmt: skip
+
+
+class ListParams(ctypes.Structure):
+    """What `list_pages` is told."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("scores", _Pointer), ("skipped", _Pointer), ("pages", _Pointer), ("scores_stride", _Long),
+        ("contexts", ContextParams), ("selection", SelectionParams), ("page_size", _Int),
     ]  # fmt: skip
 
 

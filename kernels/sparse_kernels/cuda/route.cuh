@@ -38,12 +38,13 @@ struct Routing {
 
 // Returns the cosine of a query head with a key. The head is spread over a warp: `x` are the lane's consecutive elements.
 template <int KV, int HEAD_SIZE>
-DEVICE float cosine(const u8* key, const float (&x)[HEAD_SIZE / WARP], int lane) {
-    constexpr int PER_LANE = HEAD_SIZE / WARP;
+DEVICE float cosine(const u8* key, const float (&x)[padded(HEAD_SIZE) / WARP], int lane) {
+    constexpr int PER_LANE = padded(HEAD_SIZE) / WARP;
     float dot = 0, query_square = 0, key_square = 0;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
-        float k = load_float<KV>(key, lane * PER_LANE + i);
+        int d = lane * PER_LANE + i;
+        float k = in_head<HEAD_SIZE>(d) ? load_float<KV>(key, d) : 0.0f;
         dot = fmaf(x[i], k, dot);
         query_square = fmaf(x[i], x[i], query_square);
         key_square = fmaf(k, k, key_square);

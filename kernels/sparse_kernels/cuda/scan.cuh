@@ -18,7 +18,7 @@ constexpr int REACHED = 1 << 16;
 
 template <int WARPS, int GROUP, int HEAD_SIZE>
 struct Scan {
-    static constexpr int STEP = HEAD_SIZE / PROBE, HEADS_PER_WARP = ceil_div(GROUP, WARPS);
+    static constexpr int HEADS_PER_WARP = ceil_div(GROUP, WARPS);
     // A scan asks for the numbers of this many pieces before it knows which others are ready.
     static constexpr int AHEAD = 4;
 
@@ -63,7 +63,7 @@ struct Scan {
             float batch[16];
 #pragma unroll
             for (int j = 0; j < 16; j++)
-                batch[j] = i + j < count ? load_shared(values + place(i + j) * HEAD_SIZE + lane * STEP) : 0.0f;
+                batch[j] = i + j < count ? load_shared(values + place(i + j) * HEAD_SIZE + probe_element<HEAD_SIZE>(lane)) : 0.0f;
 #pragma unroll
             for (int j = 0; j < 16; j++)
                 if (i + j < count) x[1 + i + j][lane] = batch[j];
@@ -145,7 +145,7 @@ struct Scan {
 #pragma unroll
                 for (int i = 0; i < AHEAD; i++)
                     elements[n][i] =
-                        i < ahead ? load_shared(values + (place + i * GROUP) * HEAD_SIZE + lane * STEP) : 0.0f;
+                        i < ahead ? load_shared(values + (place + i * GROUP) * HEAD_SIZE + probe_element<HEAD_SIZE>(lane)) : 0.0f;
             }
             if (warp == 0) {
                 // The barrier passes on to all warps what the lanes acquire.

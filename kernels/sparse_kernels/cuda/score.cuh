@@ -18,6 +18,7 @@ struct Statistics {
 // elements.
 template <int HEAD_SIZE>
 DEVICE void rotate(float (&x)[HEAD_SIZE / WARP], int lane) {
+    static_assert((HEAD_SIZE & (HEAD_SIZE - 1)) == 0, "the matrix has a power of two of rows");
     constexpr int PER_LANE = HEAD_SIZE / WARP;
 #pragma unroll
     for (int i = 0; i < PER_LANE; i++) {
@@ -55,6 +56,7 @@ template <int RECORD, int GROUP, int HEAD_SIZE>
 struct ScoreQuery {
     static constexpr int ROWS = Heads<GROUP>::ROWS;
     static constexpr int TILES = Heads<GROUP>::TILES;
+    static constexpr int DIMS = padded(HEAD_SIZE);
     static constexpr bool CODES = RECORD == SKETCH || RECORD == QUARTERS;
     static constexpr bool FIXED_POINT = RECORD == INT8 || CODES;
     static constexpr bool HAS_SCALE = RECORD != BF16 && RECORD != QUARTERS;
@@ -62,16 +64,18 @@ struct ScoreQuery {
     static constexpr int VECTOR_BYTES = RECORD == BF16 || RECORD == QUARTERS ? 2 : 1;
     static constexpr int RECORD_BYTES = HEAD_SIZE * VECTOR_BYTES + 2 * HAS_SCALE + 2 * HAS_SPREAD;
     // A lane holds this many 16-byte pieces of a vector.
-    static constexpr int PIECES = HEAD_SIZE * VECTOR_BYTES / 64;
+    static constexpr int PIECES = DIMS * VECTOR_BYTES / 64;
     // A record has so many rows of codes, and a code so many bits.
     static constexpr int CODE_ROWS = RECORD == QUARTERS ? 2 : 1, CODE_BITS = RECORD == QUARTERS ? 4 : 2;
+    // A vector, or a row of codes, has so many bytes in memory, and a lane so many pieces of it.
+    static constexpr int ROW_BYTES = HEAD_SIZE * VECTOR_BYTES / CODE_ROWS, ROW_PIECES = PIECES / CODE_ROWS;
     // A lane holds this many pieces of a query. All rows of codes meet the same pieces.
     static constexpr int QUERY_PIECES = CODES ? PIECES / CODE_ROWS : PIECES * (RECORD == FP8 ? 2 : 1);
 
     struct Shared {
         union {
-            u8 planes[2][ROWS][HEAD_SIZE];
-            u16 halves[ROWS][HEAD_SIZE];
+            u8 planes[2][ROWS][DIMS];
+            u16 halves[ROWS][DIMS];
         };
         float step[ROWS];
         float spread[ROWS];
@@ -83,8 +87,8 @@ struct ScoreQuery {
     float spread[TILES];
 
     // Stores one row, which is spread over a warp: `query` are the lane's consecutive elements.
-    static DEVICE void prepare(Shared& shared, int row, const float (&query)[HEAD_SIZE / WARP], float std_weight, int lane) {
-        constexpr int PER_LANE = HEAD_SIZE / WARP;
+    static DEVICE void prepare(Shared& shared, int row, const float (&query)[DIMS / WARP], float std_weight, int lane) {
+        constexpr int PER_LANE = DIMS / WARP;
         float x[PER_LANE];
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) x[i] = query[i];
@@ -272,7 +276,11 @@ struct ScoreBatch {
         int page = min(base + 8 * u + g, last - 1);
         const u8* p = head.vectors + blocks.ids[u] * head.block_stride + page % PAGES_PER_BLOCK * VECTOR_STRIDE + 16 * t;
 #pragma unroll
-        for (int piece = 0; piece < Query::PIECES; piece++) vectors[u][piece] = load16(p + 64 * piece);
+        for (int piece = 0; piece < Query::PIECES; piece++) {
+            int row = piece / Query::ROW_PIECES, at = piece % Query::ROW_PIECES * 64;
+            bool exists = in_head<HEAD_SIZE>((at + 16 * t) * HEAD_SIZE / Query::ROW_BYTES);
+            vectors[u][piece] = exists ? load16(p + row * Query::ROW_BYTES + at) : uint4{0, 0, 0, 0};
+        }
     }
 
     DEVICE void load_scalars(int u, const Statistics& head, const Blocks& blocks, int base, int last, int lane) {

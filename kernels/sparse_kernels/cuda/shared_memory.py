@@ -17,9 +17,14 @@ def round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
 
+def padded(head_size: int) -> int:
+    """Returns the elements of a head that blocks keep and compute on: `padded` in common.cuh."""
+    return round_up(head_size, 64)
+
+
 def chain_bytes(cluster: int, group_size: int, head_size: int) -> int:
     """Returns the bytes of the sums of a row's chains: `ChainedAttention::Values` in merge.cuh."""
-    return CHAINS * group_size * head_size * 4 // cluster
+    return CHAINS * group_size * padded(head_size) * 4 // cluster
 
 
 def merging_bytes(group_size: int, head_size: int) -> int:
@@ -36,7 +41,7 @@ def select_bytes(warps: int) -> int:
 def score_bytes(group_size: int, head_size: int) -> int:
     """Returns the bytes of the query in the form that statistics meet: `ScoreQuery::Shared` in score.cuh."""
     rows = round_up(group_size, 8)
-    return 2 * rows * head_size + 2 * 4 * rows
+    return 2 * rows * padded(head_size) + 2 * 4 * rows
 
 
 def probe_bytes(cluster: int, group_size: int) -> int:
@@ -70,4 +75,4 @@ def least_cluster(group_size: int, head_size: int) -> int:
 
 def _query_bytes(group_size: int, head_size: int) -> int:
     # `AttendQuery` in attend.cuh has rows of a matrix tile, padded by 64 bytes.
-    return round_up(group_size, 8) * (head_size + 32) * 2
+    return round_up(group_size, 8) * (padded(head_size) + 32) * 2

@@ -5,6 +5,11 @@
 
 // The probe is this many evenly spread elements of an output, one to a lane.
 constexpr int PROBE = WARP;
+
+// Returns the element of a head that a lane watches.
+template <int HEAD_SIZE>
+DEVICE constexpr int probe_element(int lane) { return lane * HEAD_SIZE / PROBE; }
+
 // A stop test merges the chains in groups of this many, then the groups. No launch changes that order.
 constexpr int CHAINS_PER_PART = 4, PARTS = CHAINS / CHAINS_PER_PART;
 
@@ -36,7 +41,6 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
     static_assert(WARPS >= PER_BLOCK && PER_BLOCK % CHAINS_PER_PART == 0, "a warp to a chain");
     static constexpr int READS = TILES >= Chained::IN_FLIGHT * CHAINS ? Chained::IN_FLIGHT : 1;
     static constexpr int HEADS_PER_WARP = ceil_div(GROUP, WARPS);
-    static constexpr int STEP = HEAD_SIZE / PROBE;
 
     // The probe over some of a row's tokens; its values are not normalised.
     struct Part {
@@ -67,8 +71,10 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
         attention.for_each_four(lane, [&](int h, int d, float4 four) {
             float elements[4] = {four.x, four.y, four.z, four.w};
 #pragma unroll
-            for (int e = 0; e < 4; e++)
-                if ((d + e) % STEP == 0) parts[h].values[(d + e) / STEP] = elements[e];
+            for (int e = 0; e < 4; e++) {
+                int watching = HEAD_SIZE % PROBE ? ceil_div((d + e) * PROBE, HEAD_SIZE) : (d + e) / (HEAD_SIZE / PROBE);
+                if (probe_element<HEAD_SIZE>(watching) == d + e && watching < PROBE) parts[h].values[watching] = elements[e];
+            }
         });
     }
 

@@ -19,13 +19,14 @@ _SOURCE = Path(__file__).with_name("route.cu")
 _MOST_WARPS = 8
 
 
-def skipped_groups(batch: DecodeBatch, cache: KVCache, routing: GroupRouting) -> torch.Tensor:
-    """Decides which KV groups the kernels that attend will skip: bit for bit as they will, and they do the counting.
+def skipped_groups(batch: DecodeBatch, cache: KVCache, routing: GroupRouting, counts: bool = False) -> torch.Tensor:
+    """Decides which KV groups the kernels that attend will skip, bit for bit as they do by themselves.
 
     Args:
         batch: the requests that decode; those that are attended whole are not routed.
         cache: their keys.
         routing: thresholds of the layer.
+        counts: whether decisions are counted here, because the kernels that attend are given them.
 
     Returns:
         `[num_tokens, num_kv_heads]` uint8, 1 for a group that is skipped.
@@ -37,6 +38,7 @@ def skipped_groups(batch: DecodeBatch, cache: KVCache, routing: GroupRouting) ->
         "GROUP": group_size,
         "HEAD_SIZE": cache.head_size,
         "WARPS": min(group_size, _MOST_WARPS),
+        "COUNTS": int(counts),
     }
     device = batch.query.device
     skipped = torch.empty((batch.num_tokens, cache.num_kv_heads), dtype=torch.uint8, device=device)

@@ -1,8 +1,9 @@
 // Decides which KV groups are skipped, so that a launch of scores need not score them. A block decides for one query token
-// and KV head.
+// and KV head. It counts its decisions unless the kernel that attends decides once more, and counts.
 #include "route.cuh"
 
 constexpr int QUERY = SK_QUERY, KV = SK_KV, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE, WARPS = SK_WARPS;
+constexpr bool COUNTS = SK_COUNTS;
 
 struct RouteParams {
     QueryParams query;
@@ -24,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP) route_groups(const __g
         i64 first_query = first_query_element(p.query, token, head, GROUP);
 #pragma unroll 1
         for (int h = warp; h < GROUP; h += WARPS) {
-            float x[HEAD_SIZE / WARP];
+            float x[padded(HEAD_SIZE) / WARP];
             load_row<QUERY, GROUP, HEAD_SIZE>(p.query.heads, first_query, p.query.head_stride, h, lane, x);
             float c = cosine<KV, HEAD_SIZE>(anchor, x, lane);
             if (lane == 0) cosines[h] = c;
@@ -32,7 +33,8 @@ extern "C" __global__ void __launch_bounds__(WARPS* WARP) route_groups(const __g
     }
     __syncthreads();
     if (threadIdx.x > 0) return;
-    // Decisions are counted where the group is attended.
     Routing routing{p.routing};
-    p.skipped[token * gridDim.x + head] = routed && routing.skips<GROUP>(cosines, routing.threshold(head, at.context));
+    bool skipped = routed && routing.skips<GROUP>(cosines, routing.threshold(head, at.context));
+    p.skipped[token * gridDim.x + head] = skipped;
+    if (COUNTS && routed) routing.count(head, skipped);
 }

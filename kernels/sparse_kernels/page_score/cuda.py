@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from sparse_kernels.batch import DecodeBatch
+from sparse_kernels.cuda.head_parts import queries_in_parts
 from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, kernel
 from sparse_kernels.cuda.params import ContextParams, QueryParams, ScoreParams, StatisticsParams, pointer
 from sparse_kernels.page_statistics import PageStatistics
@@ -65,8 +66,26 @@ def launch_scores(
 
         triton.launch_scores(batch, statistics, page_size, std_weight, scores, skipped)
         return
-    _, num_kv_heads, pages_per_block, _ = statistics.vectors.shape
     launch = launch or launch_of(statistics)
+    first, *others = queries_in_parts(batch, statistics.vectors.shape[1])
+    _launch(first, statistics, page_size, std_weight, scores, skipped, launch)
+    for other in others:
+        # A page's score is the largest of all heads', or NaN, and rounding does not change an order.
+        of_part = torch.empty_like(scores)
+        _launch(other, statistics, page_size, std_weight, of_part, skipped, launch)
+        torch.maximum(scores, of_part, out=scores)
+
+
+def _launch(
+    batch: DecodeBatch,
+    statistics: PageStatistics,
+    page_size: int,
+    std_weight: float,
+    scores: torch.Tensor,
+    skipped: torch.Tensor | None,
+    launch: Launch,
+) -> None:
+    _, num_kv_heads, pages_per_block, _ = statistics.vectors.shape
     macros = {
         "QUERY": FORMATS[batch.query.dtype],
         "RECORD": format_of(statistics),

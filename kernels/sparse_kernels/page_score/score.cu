@@ -31,7 +31,7 @@ page_score(const __grid_constant__ ScoreParams p) {
     i64 first_query = first_query_element(p.query, token, head, GROUP);
 #pragma unroll 1
     for (int r = warp; r < Score::ROWS; r += WARPS) {
-        float x[HEAD_SIZE / WARP];
+        float x[padded(HEAD_SIZE) / WARP];
         load_row<QUERY, GROUP, HEAD_SIZE>(p.query.heads, first_query, p.query.head_stride, r, lane, x);
         Score::prepare(shared, r, x, p.statistics.std_weight, lane);
     }

@@ -123,7 +123,7 @@ def _write_cache(
             head_exists = heads < NUM_KV_HEADS
             record_page = vectors_ptr + block * vectors_strides[0] + page * vectors_strides[2]
             if PACK is not None:
-                packed, steps = PACK(record, HEADS, DIMS)
+                packed, steps = PACK(record, HEAD_SIZE, HEADS, DIMS)
                 for row in tl.static_range(CODE_ROWS):
                     place = record_page + head * vectors_strides[1] + row * HEAD_SIZE + dim
                     tl.store(place, packed[row], mask=exists & (dim >= DROPPED))

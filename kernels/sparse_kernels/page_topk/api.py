@@ -25,7 +25,7 @@ def select_pages(
 
     Returns:
         `[num_tokens, num_kv_heads, k]`, -1 where a row has fewer than `k` pages: int64 and ascending; on CUDA int32 and
-        best first, but ascending where all of a row's pages are selected.
+        best first, but ascending for `k` above 1,024 and where all of a row's pages are selected.
 
     Raises:
         ValueError: if `scores` is not bfloat16, `k` is below `sink_pages + recent_pages` or 1, or `num_pages` does not

@@ -1,4 +1,7 @@
-"""Selects the exact top k on CUDA. A block holds a row in its registers; longer rows go through segments first."""
+"""Selects the exact top k on CUDA. A block holds a row in its registers; longer rows go through segments first.
+
+Where k is too large for a block to rank, the blocks of a cluster list the best pages in the order of the text.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,16 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_kernels.batch import PageSelection
+from sparse_kernels.batch import DecodeBatch, PageSelection
 from sparse_kernels.cuda.launch import kernel
-from sparse_kernels.cuda.params import SelectionParams, TopkParams, pointer
-from sparse_kernels.limits import MAX_K, MAX_PAGES
+from sparse_kernels.cuda.params import ContextParams, ListParams, SelectionParams, TopkParams, pointer
+from sparse_kernels.limits import CLUSTER_CAPABILITY, MAX_K, MAX_PAGES
 
 _SOURCE = Path(__file__).with_name("topk.cu")
+_LIST = Path(__file__).with_name("list.cu")
+_LIST_WARPS = 32
+_LEAST_LISTED = 4096
+"""Pages of a row, at least, to each block of a cluster that lists."""
 
 
 class Launch(NamedTuple):
@@ -50,11 +57,16 @@ def select_pages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `api.select_pages`; also gives the counts, `[num_tokens, num_kv_heads]` int32."""
     num_tokens, num_kv_heads, width = scores.shape
-    if k > MAX_K:
-        raise ValueError(f"k: got {k}, allowed on CUDA: up to {MAX_K}")
     if scores.stride(2) != 1 or scores.stride(1) % 8 or scores.stride(0) != num_kv_heads * scores.stride(1):
         scores = torch.nn.functional.pad(scores, (0, -width % 8), value=-torch.inf).contiguous()
     lengths, selection = num_pages.int(), PageSelection(k, sink_pages, recent_pages)
+    if k > MAX_K:
+        # No length is that of a context which is attended whole.
+        contexts = ContextParams(None, pointer(lengths), None, 0, 1, -1)
+        if block_table is not None:
+            raise ValueError(f"block_table: got one and k {k}, allowed: k up to {MAX_K}")
+        listed = _list(scores, contexts, 0, selection, None)
+        return listed, lengths.clamp(max=k)[:, None].expand(-1, num_kv_heads)
     rows = num_tokens * num_kv_heads
     multiprocessors = torch.cuda.get_device_properties(scores.device).multi_processor_count
     pages = torch.empty((num_tokens, num_kv_heads, k), dtype=torch.int32, device=scores.device)
@@ -91,3 +103,60 @@ def select_pages(
     launch(limit, segments, None, None, candidates)
     launch(segments * k, 1, candidates, table, pages.view(rows, 1, k))
     return pages, counts
+
+
+def list_pages(
+    scores: torch.Tensor,
+    batch: DecodeBatch,
+    page_size: int,
+    selection: PageSelection,
+    skipped: torch.Tensor | None = None,
+    cluster: int | None = None,
+) -> torch.Tensor:
+    """Lists the best pages of decoding tokens, in the order of the text.
+
+    Args:
+        scores: `[num_tokens, num_kv_heads, max_pages]` bfloat16, contiguous, a multiple of eight pages.
+        batch: the requests that decode.
+        page_size: tokens per page.
+        selection: how many pages, and which whatever their scores.
+        skipped: `[num_tokens, num_kv_heads]` uint8, 1 for rows that need no list.
+        cluster: blocks that share a row; by default what fills the GPU. No list depends on it.
+
+    Returns:
+        `[num_tokens, num_kv_heads, k]` int32, -1 where a row has fewer than k pages; nothing is written for skipped
+        rows and for contexts that are attended whole.
+    """
+    return _list(scores, ContextParams.of(batch), page_size, selection, skipped, cluster)
+
+
+def _list(
+    scores: torch.Tensor,
+    contexts: ContextParams,
+    page_size: int,
+    selection: PageSelection,
+    skipped: torch.Tensor | None,
+    cluster: int | None = None,
+) -> torch.Tensor:
+    num_tokens, num_kv_heads, width = scores.shape
+    cluster = cluster or _cluster_of(num_tokens * num_kv_heads, width, scores.device)
+    pages = torch.empty((num_tokens, num_kv_heads, selection.k), dtype=torch.int32, device=scores.device)
+    macros = {"CLUSTER": cluster, "WARPS": _LIST_WARPS}
+    compiled = kernel(_LIST, scores.device, macros, 32 * _LIST_WARPS, "list_pages")
+    params = ListParams(
+        pointer(scores), pointer(skipped), pointer(pages), scores.stride(1), contexts, SelectionParams.of(selection),
+        page_size,
+    )  # fmt: skip
+    compiled.launch((cluster, num_kv_heads, num_tokens), params)
+    return pages
+
+
+def _cluster_of(rows: int, width: int, device: torch.device) -> int:
+    """Returns how many blocks share a row: about one wave of blocks, each with enough to read."""
+    if torch.cuda.get_device_capability(device) < CLUSTER_CAPABILITY:
+        return 1
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    cluster = 1
+    while cluster < 8 and 2 * cluster * rows <= blocks and 2 * cluster * _LEAST_LISTED <= width:
+        cluster *= 2
+    return cluster

@@ -44,7 +44,7 @@ sparse_attention(const __grid_constant__ AttendParams p) {
     i64 first_query = first_query_element(p.query, token, head, GROUP);
 #pragma unroll 1
     for (int r = warp; r < Chained::Attend::Query::ROWS; r += WARPS) {
-        float x[HEAD_SIZE / WARP];
+        float x[padded(HEAD_SIZE) / WARP];
         load_row<QUERY, GROUP, HEAD_SIZE>(p.query.heads, first_query, p.query.head_stride, r, lane, x);
         shared.query.prepare(r, x, lane);
     }

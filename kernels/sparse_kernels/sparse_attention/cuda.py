@@ -1,4 +1,4 @@
-"""Attends to selected pages on CUDA."""
+"""Attends to selected pages on CUDA, with groups of many query heads in parts."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_kernels.batch import DecodeOutput, QueryTokens, Softmax
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
+from sparse_kernels.cuda.head_parts import attend_in_parts
 from sparse_kernels.cuda.launch import FORMATS, kernel
 from sparse_kernels.cuda.params import (
     AttendParams,
@@ -59,9 +60,25 @@ def attend_pages(
     tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax, launch: Launch | None = None
 ) -> torch.Tensor:
     """See `api.attend_pages`."""
-    batch, device = batch_of(tokens), tokens.query.device
+    batch, selected = batch_of(tokens), pages.int().contiguous()
     output = DecodeOutput.like(batch.query)
-    group_size = batch.group_size(cache.num_kv_heads)
+
+    def attend(part: DecodeBatch, softmax: Softmax, output: DecodeOutput) -> None:
+        _attend(part, cache, selected, softmax, output, launch)
+
+    attend_in_parts(batch, cache.num_kv_heads, softmax, output, attend)
+    return output.heads
+
+
+def _attend(
+    batch: DecodeBatch,
+    cache: KVCache,
+    selected: torch.Tensor,
+    softmax: Softmax,
+    output: DecodeOutput,
+    launch: Launch | None,
+) -> None:
+    device, group_size = batch.query.device, batch.group_size(cache.num_kv_heads)
     launch = launch or launch_of(batch.num_tokens * cache.num_kv_heads, group_size, cache.head_size, device)
     shared_bytes = chain_bytes(launch.cluster, group_size, cache.head_size)
     shared_bytes += merging_bytes(group_size, cache.head_size)
@@ -80,7 +97,6 @@ def attend_pages(
     }
     compiled = kernel(_SOURCE, device, macros, 32 * launch.warps)
     compiled.reserve_shared(shared_bytes, launch.blocks_per_sm)
-    selected = pages.int().contiguous()
     params = AttendParams(
         QueryParams.of(batch.query),
         CacheParams.of(cache),
@@ -91,4 +107,3 @@ def attend_pages(
         OutputParams.of(output),
     )
     compiled.launch((launch.cluster, cache.num_kv_heads, batch.num_tokens), params, shared_bytes)
-    return output.heads

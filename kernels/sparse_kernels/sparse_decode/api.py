@@ -24,7 +24,7 @@ def sparse_decode(
     """Computes attention of decoding tokens over the best pages of their context (UNIQUE, Eq. 3, 5 and 6).
 
     It is `score_pages`, `select_pages` and `attend_pages` one after the other, decided on the device alone: no length
-    is read by the host, and a launch captured in a CUDA graph serves every later batch of its size. The bits
+    is read by the host, and launches captured in a CUDA graph serve every later batch of their size. The bits
     of a token's output depend on that token alone.
 
     With a `rule`, attention may stop early (ART, arXiv 2606.00024; see `stopping.pages_until_stable`): pages that are
@@ -47,8 +47,8 @@ def sparse_decode(
         The output's heads, `[num_tokens, num_query_heads, head_size]`.
 
     Raises:
-        ValueError: if the shapes disagree; on CUDA also if `k` or the shared memory of a block is beyond its limit, or
-            if there is a rule and the GPU has no clusters.
+        ValueError: if the shapes disagree; on CUDA, where there is a rule, also if `k` or the shared memory of a block
+            is beyond its limit, or if the GPU has no clusters.
     """
     batch.check(cache.num_kv_heads, cache.head_size)
     cache.check()

@@ -4,10 +4,14 @@ One launch routes, scores, selects and attends. With few rows (query tokens time
 latency between them are most of the cost, a row has a cluster of blocks; with many it has one block. Before compute
 capability 9.0 there are no clusters, and scoring is a launch of its own; so it is for the kinds of statistics that
 `page_score.triton` scores.
+
+What does not fit one launch takes several: contexts of more pages than a block numbers are selected from in launches of
+their own; and large budgets and groups are attended in pieces that another launch adds up.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -32,7 +36,10 @@ from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.group_routing.cuda import skipped_groups
 from sparse_kernels.limits import MAX_K, MAX_PAGES, DecodeShape
 from sparse_kernels.page_score.cuda import format_of, launch_scores
-from sparse_kernels.sparse_decode.launches import Launch, fixed_bytes, launch_of, shared_bytes, values_bytes
+from sparse_kernels.page_topk.cuda import list_pages, select_pages
+from sparse_kernels.sparse_decode.launches import Launch, fixed_bytes, in_pieces, launch_of, shared_bytes, values_bytes
+from sparse_kernels.split_attention.cuda import Reading, attend_selection
+from sparse_kernels.split_attention.pieces import MAX_SPLITS, PIECES_BYTES
 from sparse_kernels.stopping import StopRule
 
 _SOURCE = Path(__file__).with_name("decode.cu")
@@ -50,16 +57,19 @@ def sparse_decode(
 ) -> None:
     """See `api.sparse_decode`."""
     statistics, device = cache.statistics, batch.query.device
-    if selection.k > MAX_K:
-        raise ValueError(f"k: got {selection.k}, allowed on CUDA: up to {MAX_K}")
-    # Columns beyond what the kernels can select from stand for no context that is served.
-    max_pages = min(batch.block_table.shape[1] * cache.keys.pages_per_block, MAX_PAGES)
+    if selection.k > MAX_K and (rule is not None or launch is not None):
+        raise ValueError(f"k: got {selection.k}, allowed on CUDA with a rule or in one launch: up to {MAX_K}")
+    max_pages = _max_pages(batch, cache)
     group_size = batch.group_size(cache.num_kv_heads)
     shape = DecodeShape(group_size, cache.head_size, max_pages, selection.k, rule is not None)
+    capability = torch.cuda.get_device_capability(device)
     if launch is None:
+        if in_pieces(shape, capability):
+            decode_in_pieces(batch, cache, softmax, selection, routing, output)
+            return
         record_bytes = 0 if statistics is None else statistics.vectors.shape[3] * statistics.vectors.element_size()
         rows = batch.num_tokens * cache.num_kv_heads
-        launch = launch_of(rows, shape, record_bytes, torch.cuda.get_device_capability(device))
+        launch = launch_of(rows, shape, record_bytes, capability)
     if statistics is not None and not statistics.kind.is_fused:
         launch = launch._replace(fused=False)
     macros = {
@@ -72,6 +82,7 @@ def sparse_decode(
         "PAGE_SIZE": cache.page_size,
         "PAGES_PER_BLOCK": cache.keys.pages_per_block,
         "FUSED": int(launch.fused),
+        "LISTED": int(launch.listed),
         "CLUSTER": launch.cluster,
         "WARPS": launch.warps,
         "BLOCKS_PER_SM": launch.blocks_per_sm,
@@ -82,7 +93,14 @@ def sparse_decode(
     compiled = kernel(_SOURCE, device, macros, 32 * launch.warps)
     block_bytes = shared_bytes(launch, shape)
     compiled.reserve_shared(block_bytes, launch.blocks_per_sm)
-    scores = None if statistics is None or launch.fused else _scores(batch, cache, selection, routing, max_pages)
+    scores = pages = None
+    if statistics is not None and not launch.fused:
+        skipped = None if routing is None else skipped_groups(batch, cache, routing)
+        scores = _scores(batch, cache, selection, skipped, max_pages)
+        if launch.listed:
+            lengths = batch.num_pages(cache.page_size)
+            pages, _ = select_pages(scores, lengths, selection.k, selection.sink_pages, selection.recent_pages)
+            scores = None
     params = DecodeParams(
         QueryParams.of(batch.query, batch.query_scale),
         CacheParams.of(cache),
@@ -95,17 +113,61 @@ def sparse_decode(
         SoftmaxParams.of(softmax),
         StopParams.of(rule),
         OutputParams.of(output),
+        pointer(pages),
     )
     compiled.launch((launch.cluster, cache.num_kv_heads, batch.num_tokens), params, block_bytes)
 
 
+def decode_in_pieces(
+    batch: DecodeBatch,
+    cache: KVCache,
+    softmax: Softmax,
+    selection: PageSelection,
+    routing: GroupRouting | None,
+    output: DecodeOutput,
+) -> None:
+    """Makes a decode step in launches that route, score, select, attend and add up: any budget, context and group.
+
+    The bits of a token's output depend on that token alone, but are others than those of one launch.
+    """
+    max_pages = _max_pages(batch, cache)
+    for part, room in _requests_at_once(batch, cache, selection, max_pages, output):
+        skipped = None if routing is None else skipped_groups(part, cache, routing, counts=True)
+        pages = None
+        if cache.statistics is not None:
+            scores = _scores(part, cache, selection, skipped, max_pages)
+            pages = list_pages(scores, part, cache.page_size, selection, skipped)
+        reading = Reading(skipped=skipped, selection=selection, pages=pages)
+        attend_selection(part, cache, softmax, reading, room)
+
+
+def _max_pages(batch: DecodeBatch, cache: KVCache) -> int:
+    """Returns the complete pages that a context may have."""
+    room = batch.block_table.shape[1] * cache.keys.pages_per_block
+    if batch.max_context is None:
+        return room
+    # Rows of a block table may be padded beyond the longest context, and one page more may take more launches.
+    return min(room, max(MAX_PAGES, batch.max_context // cache.page_size))
+
+
+def _requests_at_once(
+    batch: DecodeBatch, cache: KVCache, selection: PageSelection, max_pages: int, output: DecodeOutput
+) -> Iterator[tuple[DecodeBatch, DecodeOutput]]:
+    """Yields a batch, or parts of it whose scores, pages and pieces take no more memory than `PIECES_BYTES`."""
+    group_size, tokens = batch.group_size(cache.num_kv_heads), batch.tokens_per_request
+    row_bytes = 2 * max_pages + 4 * selection.k + 4 * MAX_SPLITS * group_size * (cache.head_size + 2)
+    at_once = max(1, PIECES_BYTES // (row_bytes * cache.num_kv_heads * tokens))
+    for first in range(0, batch.num_requests, at_once):
+        last = min(first + at_once, batch.num_requests)
+        yield batch.requests(first, last), output.tokens(first * tokens, last * tokens)
+
+
 def _scores(
-    batch: DecodeBatch, cache: KVCache, selection: PageSelection, routing: GroupRouting | None, max_pages: int
+    batch: DecodeBatch, cache: KVCache, selection: PageSelection, skipped: torch.Tensor | None, max_pages: int
 ) -> torch.Tensor:
     """Scores all pages in a launch of its own, which leaves out the groups that are skipped."""
     assert cache.statistics is not None
     shape = batch.num_tokens, cache.num_kv_heads, -(-max_pages // 8) * 8
     scores = torch.empty(shape, dtype=torch.bfloat16, device=batch.query.device)
-    skipped = None if routing is None else skipped_groups(batch, cache, routing)
     launch_scores(batch, cache.statistics, cache.page_size, selection.std_weight, scores, skipped)
     return scores

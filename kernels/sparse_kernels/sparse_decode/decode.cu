@@ -1,5 +1,5 @@
 // One decode step of sparse attention in one launch: a cluster of blocks takes each query token and KV head through
-// routing, scoring (or scores from memory), selection and attention. No block waits for a block of another row.
+// routing, scoring (or scores from memory), selection (or a selection from memory) and attention. No block waits for a block of another row.
 #include "merge.cuh"
 #include "route.cuh"
 #include "score.cuh"
@@ -11,6 +11,9 @@ constexpr int GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE, PAGE_SIZE = SK_PAGE_SI
 constexpr int PAGES_PER_BLOCK = SK_PAGES_PER_BLOCK;
 constexpr int CLUSTER = SK_CLUSTER, WARPS = SK_WARPS, BLOCKS_PER_SM = SK_BLOCKS_PER_SM;
 constexpr bool FUSED = SK_FUSED;
+// The selection comes from memory; then nothing is scored.
+constexpr bool LISTED = SK_LISTED;
+static_assert(!(FUSED && LISTED), "who selects?");
 // There are this many tiles of pages between two stop tests; 0 where attention reads everything.
 constexpr int STOP_TILES = SK_STOP_TILES;
 
@@ -25,7 +28,7 @@ struct DecodeParams {
     QueryParams query;
     CacheParams cache;
     StatisticsParams statistics;
-    const u16* scores;  // Of every page, unless FUSED; null: there are none.
+    const u16* scores;  // Of every page, unless FUSED or LISTED; null: there are none.
     i64 scores_stride;  // From one row of scores to the next, in elements.
     ContextParams contexts;
     SelectionParams selection;
@@ -33,6 +36,7 @@ struct DecodeParams {
     SoftmaxParams softmax;
     StopParams stop;
     OutputParams output;
+    const int* pages;   // [rows, selection.k] if LISTED, best first; null: the sink pages and the newest.
 };
 
 struct StageMemory {
@@ -89,7 +93,7 @@ struct Row {
     const DecodeParams& p;
     Shared& shared;
     typename Chained::Values& values;
-    u16* keys;      // Of the row's pages, in shared memory.
+    u16* keys;      // Of the row's pages, in shared memory, unless LISTED.
     int* selected;  // The pages that this block attends, in shared memory: `p.selection.k` of them.
     int thread, lane, warp, rank, head, token, row;
     QueryToken at;
@@ -98,7 +102,7 @@ struct Row {
 
     // A warp prepares every so many rows of the matrix tiles of a query.
     static constexpr int PER_WARP = ceil_div(Score::ROWS, WARPS);
-    using QueryRows = float[PER_WARP][HEAD_SIZE / WARP];
+    using QueryRows = float[PER_WARP][padded(HEAD_SIZE) / WARP];
 
     DEVICE Row(const DecodeParams& params, u8* memory)
         : p(params), shared(*(Shared*)memory), values(*(typename Chained::Values*)(memory + FIXED_BYTES)),
@@ -208,6 +212,14 @@ struct Row {
         });
     }
 
+    // Fills `selected` from memory.
+    DEVICE void read_selection() const {
+        int k = p.selection.k;
+        Peers::arrive();
+#pragma unroll 1
+        for (int slot = thread; slot < k; slot += THREADS) selected[slot] = p.pages[row * (i64)k + slot];
+    }
+
     // Fills `selected` with the sink pages and the newest ones, newest first where attention may stop.
     DEVICE void select_newest(int num_pages) const {
         int k = p.selection.k, sink_pages = p.selection.sink_pages;
@@ -258,13 +270,14 @@ sparse_decode(const __grid_constant__ DecodeParams p) {
     }
     int num_pages = row.at.context / PAGE_SIZE, tail = row.at.context % PAGE_SIZE;
     bool dense = row.at.whole || num_pages <= p.selection.k;
-    bool selecting = !dense && (FUSED ? p.statistics.vectors != nullptr : p.scores != nullptr);
+    bool selecting = !LISTED && !dense && (FUSED ? p.statistics.vectors != nullptr : p.scores != nullptr);
     int padded = ceil_div(num_pages, 8) * 8;
     int share = FUSED ? ceil_div(padded, 8 * CLUSTER) * 8 : padded;
     int first = FUSED ? min(row.rank * share, num_pages) : 0, last = min(first + share, num_pages);
     if (FUSED && CLUSTER == 8 && selecting) row.prefetch_statistics(first, last);
     row.prepare_query(x);
     if (selecting) row.select_best(num_pages, padded, first, last, share);
+    else if (LISTED && !dense && p.pages) row.read_selection();
     else row.select_newest(num_pages);
     __syncthreads();
     if (!(FUSED && selecting)) Peers::wait();

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from sparse_kernels.cuda.shared_memory import (
@@ -14,7 +15,16 @@ from sparse_kernels.cuda.shared_memory import (
     score_bytes,
     select_bytes,
 )
-from sparse_kernels.limits import CLUSTER_CAPABILITY, DecodeShape
+from sparse_kernels.limits import (
+    CLUSTER_CAPABILITY,
+    MAX_GROUP,
+    MAX_K,
+    MAX_PAGES,
+    MAX_PAGES_WITHOUT_CLUSTERS,
+    MAX_WIDTH_WITHOUT_CLUSTERS,
+    DecodeShape,
+    shared_bytes_of,
+)
 
 
 class Launch(NamedTuple):
@@ -28,6 +38,15 @@ class Launch(NamedTuple):
     """Warps of a block."""
     blocks_per_sm: int
     """Blocks that a multiprocessor is to have room for."""
+    listed: bool = False
+    """Whether the launch takes its pages from memory, where others have scored and selected. It needs no shared memory
+    for a row's scores, so contexts may have any length."""
+
+
+MOST_PAGES_AT_ONCE = MAX_K
+"""Pages that are read, at most, where one launch attends to a row. A larger budget is cut into pieces, which more
+blocks read than a cluster has, and a launch of its own adds up. The bits differ, so this is one number for all
+batches."""
 
 
 # The launch follows from the number of rows, as measured on an H200: about one wave of blocks, which are large where
@@ -72,7 +91,8 @@ def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: 
     if not clusters and shape.stopping:
         raise ValueError(f"rule: got one on compute capability {capability[0]}.x, allowed: 9.0 or later")
     if not clusters:
-        return Launch(False, 1, warps=8, blocks_per_sm=1 if wide else 2)
+        launch = Launch(False, 1, warps=8, blocks_per_sm=1 if wide else 2)
+        return _listed_if_long(launch, shape, MAX_PAGES_WITHOUT_CLUSTERS, capability)
     launches = _STOPPING_LAUNCHES if shape.stopping else _LAUNCHES
     launch = next(launch for most_rows, launch in launches if num_rows <= most_rows)
     if wide:
@@ -83,7 +103,28 @@ def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: 
     crowded = num_rows > _MANY_ROWS and record_bytes >= _WIDE_RECORD_BYTES
     if record_bytes and shape.max_pages >= (_MANY_PAGES // 2 if crowded else _MANY_PAGES + 1):
         launch = launch._replace(fused=False)
-    return launch._replace(cluster=max(launch.cluster, least_cluster(shape.group_size, shape.head_size)))
+    launch = launch._replace(cluster=max(launch.cluster, least_cluster(shape.group_size, shape.head_size)))
+    return _listed_if_long(launch, shape, MAX_PAGES, capability)
+
+
+def _listed_if_long(launch: Launch, shape: DecodeShape, most_pages: int, capability: tuple[int, int]) -> Launch:
+    if shape.max_pages <= most_pages and shared_bytes(launch, shape) <= shared_bytes_of(capability):
+        return launch
+    return launch._replace(fused=False, listed=True)
+
+
+@functools.cache
+def in_pieces(shape: DecodeShape, capability: tuple[int, int]) -> bool:
+    """Returns whether selections of a shape are cut into pieces. It follows from the shape alone, as bits do."""
+    if shape.stopping:
+        return False
+    width = shape.group_size * shape.head_size
+    return (
+        shape.k > MOST_PAGES_AT_ONCE
+        or shape.group_size > MAX_GROUP
+        or (capability < CLUSTER_CAPABILITY and width > MAX_WIDTH_WITHOUT_CLUSTERS)
+        or most_shared_bytes(shape, capability) > shared_bytes_of(capability)
+    )
 
 
 def fixed_bytes(launch: Launch, shape: DecodeShape) -> int:
@@ -100,7 +141,7 @@ def values_bytes(launch: Launch, shape: DecodeShape) -> int:
 
 def shared_bytes(launch: Launch, shape: DecodeShape) -> int:
     """Returns the shared memory of a block."""
-    values, keys = values_bytes(launch, shape), 2 * round_up(shape.max_pages, 8)
+    values, keys = values_bytes(launch, shape), 0 if launch.listed else 2 * round_up(shape.max_pages, 8)
     # A single block no longer needs the keys when it attends.
     both = max(values, keys) if launch.cluster == 1 else values + keys
     return fixed_bytes(launch, shape) + both + 4 * shape.k

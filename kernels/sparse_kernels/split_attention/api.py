@@ -35,7 +35,7 @@ def split_attention(
     Args:
         batch: the requests that decode.
         cache: their keys and values.
-        softmax: how logits become weights; sink logits only with `stopping`.
+        softmax: how logits become weights.
         routing: which KV groups are skipped, unless their context is attended whole; None for none.
         stopping: when attention stops; None if it reads everything.
         splits: pieces of a context, at most, without `stopping`. More of them fill a GPU with fewer contexts, and take
@@ -46,7 +46,8 @@ def split_attention(
         The output's heads, `[num_tokens, num_query_heads, head_size]`.
 
     Raises:
-        ValueError: if the shapes disagree, `splits` is out of range, or there are sink logits without `stopping`.
+        ValueError: if the shapes disagree or `splits` is out of range; on CUDA with `stopping` also if there are more
+            than 16 query heads to a KV head.
     """
     batch.check(cache.num_kv_heads, cache.head_size)
     cache.check()
@@ -57,8 +58,6 @@ def split_attention(
         routing.check(cache.num_kv_heads)
     if stopping is not None:
         stopping.rule.check(cache.page_size)
-    elif softmax.sink_logits is not None:
-        raise ValueError("sink_logits: got learned ones without a stop rule, allowed: None")
     output = DecodeOutput.like(batch.query) if output is None else output
     output.check(batch, cache.num_kv_heads)
     if batch.num_tokens == 0:

@@ -1,7 +1,7 @@
 // Blocks compute the attention of one query token and KV head over pieces of the context, unless the group is skipped. How
 // a context is cut follows from its length alone, whatever the number of blocks that share the pieces, and so do the bits
 // of the sum. Under a stop rule a piece is a block of the rule, in reading order, and pieces beyond the stop count for
-// nothing.
+// nothing. A selection is cut like a context of its pages.
 #include "merge.cuh"
 #include "pieces.cuh"
 #include "route.cuh"
@@ -12,6 +12,8 @@ constexpr int BLOCK_TOKENS = SK_BLOCK_TOKENS, LEAST_TOKENS = SK_LEAST_TOKENS;
 constexpr int WARPS = SK_WARPS, BLOCKS_PER_SM = SK_BLOCKS_PER_SM, THREADS = WARPS * WARP;
 // A piece has this many tokens under a stop rule; 0 stands for no rule.
 constexpr int STOP_TOKENS = SK_STOP_TOKENS;
+// True where the pages of long contexts are selected; then there is no stop rule.
+constexpr bool SELECTED = SK_SELECTED;
 constexpr int TILES_PER_PAGE = PAGE_SIZE / 8;
 
 using Chained = ChainedAttention<1, WARPS, KV, GROUP, HEAD_SIZE>;
@@ -28,6 +30,9 @@ struct SplitParams {
     OutputParams output;
     PieceParams pieces;
     ScanParams scan;
+    const u8* skipped;  // [rows], 1 for a group that is skipped; null where `routing` decides.
+    const int* pages;   // [rows, selection.k] of the contexts of more pages; null: the sink pages and the newest.
+    SelectionParams selection;
 };
 
 // Where a block stands: it shares the pieces of one row with `shares - 1` others. Under a stop rule blocks start with the
@@ -52,7 +57,7 @@ struct Cut {
     static constexpr int step = 1;
     int context, num_pages, tail, least, pieces, first_piece, end_piece;
 
-    DEVICE Cut(const SplitParams& p, int context, const Place& place) : context(context) {
+    DEVICE Cut(const SplitParams& p, const QueryToken& at, const Place& place) : context(at.context) {
         num_pages = context / PAGE_SIZE, tail = context % PAGE_SIZE, least = min(p.scan.sink_pages, num_pages);
         pieces = context > 0 ? max(1, ceil_div(num_pages, PIECE_PAGES)) : 0;
         int share = ceil_div(pieces, place.shares);
@@ -75,6 +80,7 @@ template <>
 struct Cut<0> {
     int context, length, pieces, first_piece, end_piece, step;
 
+    DEVICE Cut(const SplitParams& p, const QueryToken& at, const Place& place) : Cut(p, at.context, place) {}
     DEVICE Cut(const SplitParams& p, int context, const Place& place) : context(context) {
         length = max(LEAST_TOKENS, ceil_div(ceil_div(context, p.pieces.most), 64) * 64);
         pieces = context > 0 ? ceil_div(context, length) : 0;
@@ -89,6 +95,43 @@ struct Cut<0> {
         return TokenTile{table[first / BLOCK_TOKENS], first % BLOCK_TOKENS, min(8, end(piece) - first)};
     }
 };
+
+// A selection that is cut like a context: its pages one after the other, then the incomplete page.
+struct SelectedCut : Cut<0> {
+    const int* pages;
+    int k, sink_pages, num_pages;
+    bool selected;
+
+    static DEVICE bool selects(const SplitParams& p, const QueryToken& at) {
+        return !at.whole && at.context / PAGE_SIZE > p.selection.k;
+    }
+
+    DEVICE SelectedCut(const SplitParams& p, const QueryToken& at, const Place& place)
+        : Cut<0>(p, selects(p, at) ? p.selection.k * PAGE_SIZE + at.context % PAGE_SIZE : at.context, place),
+          pages(p.pages ? p.pages + place.row * p.selection.k : nullptr), k(p.selection.k),
+          sink_pages(p.selection.sink_pages), num_pages(at.context / PAGE_SIZE), selected(selects(p, at)) {}
+
+    DEVICE int page(int slot) const {
+        if (!selected) return slot;
+        if (slot == k) return num_pages;
+        return pages ? pages[slot] : slot < sink_pages ? slot : num_pages - k + slot;
+    }
+
+    DEVICE TokenTile tile(int piece, int i, const int* table) const {
+        int first = piece * length + 8 * i, token = page(first / PAGE_SIZE) * PAGE_SIZE + first % PAGE_SIZE;
+        return TokenTile{table[token / BLOCK_TOKENS], token % BLOCK_TOKENS, min(8, end(piece) - first)};
+    }
+};
+
+template <bool>
+struct Cutting {
+    using type = Cut<STOP_TOKENS>;
+};
+template <>
+struct Cutting<true> {
+    using type = SelectedCut;
+};
+using RowCut = typename Cutting<SELECTED>::type;
 
 struct PieceMemory {
     typename Attend::Query query;
@@ -235,7 +278,7 @@ split_attention(const __grid_constant__ SplitParams p) {
     int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     Place place;
     QueryToken at(p.contexts, place.token);
-    Cut<STOP_TOKENS> cut(p, at.context, place);
+    RowCut cut(p, at, place);
     bool first_thread = place.share == 0 && thread == 0;
     RowEnding ending(p, place, cut);
     if (cut.pieces == 0 && first_thread) {
@@ -252,7 +295,7 @@ split_attention(const __grid_constant__ SplitParams p) {
     i64 first_query = first_query_element(p.query, place.token, place.head, GROUP);
 #pragma unroll 1
     for (int r = warp; r < Attend::Query::ROWS; r += WARPS) {
-        float x[HEAD_SIZE / WARP];
+        float x[padded(HEAD_SIZE) / WARP];
         load_row<QUERY, GROUP, HEAD_SIZE>(p.query.heads, first_query, p.query.head_stride, r, lane, x);
         shared.query.prepare(r, x, lane);
         if (routed && r < GROUP) {
@@ -262,7 +305,7 @@ split_attention(const __grid_constant__ SplitParams p) {
     }
     ending.tell(shared);
     __syncthreads();
-    bool skipped = routed && routing.skips<GROUP>(shared.cosines, threshold);
+    bool skipped = p.skipped ? p.skipped[place.row] != 0 : routed && routing.skips<GROUP>(shared.cosines, threshold);
     bool over = ending.begin(shared, at.whole, skipped, first_thread);
     if (first_thread && routed) routing.count(place.head, skipped);
     if (skipped || over) return;

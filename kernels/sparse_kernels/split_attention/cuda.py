@@ -5,18 +5,21 @@ batch. Blocks of skipped groups, and those beyond the pieces of a short context,
 takes several pieces.
 
 Under a rule blocks begin with the first pieces of all rows, and those of a row that has stopped end at once (scan.cuh).
+
+A selection is cut like a context of its pages, in pieces of its own. Groups of many heads are attended in parts.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from sparse_kernels.batch import DecodeBatch, DecodeOutput, Softmax
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, Softmax
 from sparse_kernels.cache import KVCache
+from sparse_kernels.cuda.head_parts import attend_in_parts
 from sparse_kernels.cuda.launch import FORMATS, kernel
 from sparse_kernels.cuda.params import (
     CacheParams,
@@ -27,6 +30,7 @@ from sparse_kernels.cuda.params import (
     QueryParams,
     RoutingParams,
     ScanParams,
+    SelectionParams,
     SoftmaxParams,
     SplitParams,
     StopParams,
@@ -34,12 +38,23 @@ from sparse_kernels.cuda.params import (
 )
 from sparse_kernels.cuda.shared_memory import is_wide, piece_bytes
 from sparse_kernels.group_routing import GroupRouting
-from sparse_kernels.split_attention.pieces import Stopping, pieces_of, rows_at_once, scratch_numbers, stop_scratch
+from sparse_kernels.group_routing.cuda import skipped_groups
+from sparse_kernels.limits import MAX_GROUP, shared_bytes_of
+from sparse_kernels.split_attention.pieces import (
+    MAX_SPLITS,
+    Stopping,
+    pieces_of,
+    rows_at_once,
+    scratch_numbers,
+    stop_scratch,
+)
 
 _ATTEND = Path(__file__).with_name("attend.cu")
 _MERGE = Path(__file__).with_name("merge.cu")
 LEAST_TOKENS = 256
 """Tokens of a piece, at least."""
+LEAST_SELECTED_TOKENS = 128
+"""The same of a selection, which is shorter than a context."""
 _MERGING_THREADS = 512
 
 
@@ -81,6 +96,22 @@ def _launch_of(stopping: bool, rows: int, filled: int) -> Launch:
     return Launch(_STOPPING_BLOCKS, 1 << together.bit_length() - 1)
 
 
+@dataclass(frozen=True)
+class Reading:
+    """What the rows of a batch read of their contexts."""
+
+    routing: GroupRouting | None = None
+    """Which groups are skipped."""
+    skipped: torch.Tensor | None = None
+    """`[num_tokens, num_kv_heads]` uint8, 1 for a group that is skipped, where that is decided already."""
+    stopping: Stopping | None = None
+    """When attention stops; None if it reads everything."""
+    selection: PageSelection | None = None
+    """How many pages are read of contexts that have more and are not attended whole; None for all."""
+    pages: torch.Tensor | None = None
+    """`[num_tokens, num_kv_heads, selection.k]` int32, which; None for the sink pages and the newest."""
+
+
 def split_attention(
     batch: DecodeBatch,
     cache: KVCache,
@@ -92,9 +123,16 @@ def split_attention(
     launch: Launch | None = None,
 ) -> None:
     """See `api.split_attention`."""
+    group_size = batch.group_size(cache.num_kv_heads)
     if stopping is None:
-        _attend_and_merge(batch, cache, softmax, routing, None, splits, output, launch)
+        reading = Reading(routing)
+        if routing is not None and group_size > MAX_GROUP:
+            # A group is skipped as a whole.
+            reading = Reading(skipped=skipped_groups(batch, cache, routing, counts=True))
+        _attend_in_parts(batch, cache, softmax, reading, splits, output, launch)
         return
+    if group_size > MAX_GROUP:
+        raise ValueError(f"query: got {group_size} heads to a KV head, allowed with a rule on CUDA: up to {MAX_GROUP}")
     context_tokens = batch.block_table.shape[1] * cache.page_size * cache.keys.pages_per_block
     pieces = pieces_of(context_tokens, stopping.rule)
     rows_per_request = batch.tokens_per_request * cache.num_kv_heads
@@ -103,24 +141,61 @@ def split_attention(
         rows = batch.num_requests * rows_per_request
         scratch = stop_scratch(stopping.rule, rows, context_tokens, batch.query.device)
         stopping = replace(stopping, scratch=scratch)
-    most_rows = rows_at_once(pieces, batch.group_size(cache.num_kv_heads), cache.head_size)
+    most_rows = rows_at_once(pieces, group_size, cache.head_size)
     at_once = max(1, min(most_rows, len(scratch) // scratch_numbers(pieces)) // rows_per_request)
+    reading = Reading(routing, stopping=stopping)
     for first in range(0, batch.num_requests, at_once):
         last = min(first + at_once, batch.num_requests)
         part = output.tokens(first * batch.tokens_per_request, last * batch.tokens_per_request)
-        _attend_and_merge(batch.requests(first, last), cache, softmax, routing, stopping, pieces, part, launch)
+        _attend_and_merge(batch.requests(first, last), cache, softmax, reading, pieces, part, launch)
+
+
+def attend_selection(
+    batch: DecodeBatch,
+    cache: KVCache,
+    softmax: Softmax,
+    reading: Reading,
+    output: DecodeOutput,
+    launch: Launch | None = None,
+) -> None:
+    """Attends to selected pages, whose pieces may take more memory than a batch should: see `rows_at_once`.
+
+    Args:
+        batch: the requests that decode.
+        cache: their keys and values.
+        softmax: how logits become weights.
+        reading: a selection.
+        output: where to write.
+        launch: how the pieces are shared.
+    """
+    _attend_in_parts(batch, cache, softmax, reading, MAX_SPLITS, output, launch)
+
+
+def _attend_in_parts(
+    batch: DecodeBatch,
+    cache: KVCache,
+    softmax: Softmax,
+    reading: Reading,
+    splits: int,
+    output: DecodeOutput,
+    launch: Launch | None,
+) -> None:
+    def attend(part: DecodeBatch, softmax: Softmax, output: DecodeOutput) -> None:
+        _attend_and_merge(part, cache, softmax, reading, splits, output, launch)
+
+    attend_in_parts(batch, cache.num_kv_heads, softmax, output, attend)
 
 
 def _attend_and_merge(
     batch: DecodeBatch,
     cache: KVCache,
     softmax: Softmax,
-    routing: GroupRouting | None,
-    stopping: Stopping | None,
+    reading: Reading,
     splits: int,
     output: DecodeOutput,
     launch: Launch | None,
 ) -> None:
+    stopping, selection = reading.stopping, reading.selection
     device, head_size, num_kv_heads = batch.query.device, cache.head_size, cache.num_kv_heads
     group_size, rows = batch.group_size(num_kv_heads), batch.num_tokens * num_kv_heads
     warps, blocks_per_sm = _STOPPING if stopping else _PLAIN
@@ -130,6 +205,9 @@ def _attend_and_merge(
         filled = blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
         launch = _launch_of(stopping is not None, rows, filled)
     shared_bytes = piece_bytes(warps, group_size, head_size, stopping is not None)
+    while shared_bytes > shared_bytes_of(torch.cuda.get_device_capability(device)) and stopping is None:
+        warps //= 2
+        shared_bytes = piece_bytes(warps, group_size, head_size, False)
     shape = {"GROUP": group_size, "HEAD_SIZE": head_size}
     macros = {
         **shape,
@@ -137,10 +215,11 @@ def _attend_and_merge(
         "KV": FORMATS[cache.keys.view.dtype],
         "PAGE_SIZE": cache.page_size,
         "BLOCK_TOKENS": cache.page_size * cache.keys.pages_per_block,
-        "LEAST_TOKENS": LEAST_TOKENS,
+        "LEAST_TOKENS": LEAST_SELECTED_TOKENS if selection else LEAST_TOKENS,
         "WARPS": warps,
         "BLOCKS_PER_SM": blocks_per_sm,
         "STOP_TOKENS": stopping.rule.block_tokens if stopping else 0,
+        "SELECTED": int(selection is not None),
         "SHARED_BYTES": shared_bytes,
     }
     attend = kernel(_ATTEND, device, macros, 32 * warps)
@@ -172,7 +251,9 @@ def _attend_and_merge(
         (num_kv_heads, batch.num_tokens, shares) if stopping else (shares, num_kv_heads, batch.num_tokens),
         SplitParams(
             QueryParams.of(batch.query, batch.query_scale), cache_params, ContextParams.of(batch),
-            RoutingParams.of(routing), softmax_params, StopParams.of(rule), output_params, pieces, scan,
+            RoutingParams.of(reading.routing), softmax_params, StopParams.of(rule), output_params, pieces, scan,
+            pointer(reading.skipped), pointer(reading.pages),
+            SelectionParams.of(selection) if selection else SelectionParams(),
         ),
         shared_bytes,
     )  # fmt: skip

@@ -71,13 +71,16 @@ extern "C" __global__ void __launch_bounds__(PARTS* HEAD_SIZE) merge_pieces(cons
             lane_weights[i] = piece < pieces ? p.pieces.weights[(first + piece) * GROUP + h] : float2{-INFINITY_F, 0};
             base = fmaxf(base, lane_weights[i].x);
         }
-        base = warp_max(base);
+        SinkLogits sink_logits(p.softmax, head, GROUP);
+        float sink = sink_logits ? sink_logits[h] * LOG2E : -INFINITY_F;
+        base = fmaxf(warp_max(base), sink);
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             lane_weights[i].x = base == -INFINITY_F ? 0.0f : fast_exp2(lane_weights[i].x - base);
             sum = fmaf(lane_weights[i].x, lane_weights[i].y, sum);
         }
         sum = warp_sum(sum);
+        if (base != -INFINITY_F) sum += fast_exp2(sink - base);
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) {
             int piece = threadIdx.x + i * WARP;

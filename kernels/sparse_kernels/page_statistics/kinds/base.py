@@ -71,8 +71,8 @@ class StatisticsKind(ABC):
     """`features` in Triton, for `page_score.triton`: `(query, std_weight)` to a tuple of what the vectors are
     multiplied with, of the query's shape; float32."""
     triton_pack: ClassVar[Any] = None
-    """`codes.pack` in Triton: `(record, HEADS, DIMS)` to a tuple of the rows of bytes, `[HEADS * DIMS]` each, and a
-    tuple of their steps, `[HEADS]` bfloat16."""
+    """`codes.pack` in Triton: `(record, HEAD_SIZE, HEADS, DIMS)` to a tuple of the rows of bytes, `[HEADS * DIMS]`
+    each, and a tuple of their steps, `[HEADS]` bfloat16."""
     triton_summary_keys: ClassVar[Any] = keys_as_stored
     """The keys of `summary` in Triton: from a tuple of `[PAGES, DIMS]` float32 to another."""
     triton_summary_spread: ClassVar[Any] = spread_as_stored

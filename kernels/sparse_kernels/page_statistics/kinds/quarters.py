@@ -131,11 +131,11 @@ def _finite_bytes(packed, HEADS: tl.constexpr, DIMS: tl.constexpr):
 
 
 @jit
-def _pack_two_bits(record, HEADS: tl.constexpr, DIMS: tl.constexpr):
+def _pack_two_bits(record, HEAD_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
     power = tl.zeros((HEADS,), tl.float32)
     for v in tl.static_range(4):
         power += _square_sum(record[v], 0, HEADS, DIMS)
-    power = power / (4 * DIMS)
+    power = power / (4 * HEAD_SIZE)
     step = _step_of(power, _TWO_BIT_SPACING)
     packed = tl.zeros((HEADS, DIMS), tl.int32)
     for v in tl.static_range(4):
@@ -144,18 +144,18 @@ def _pack_two_bits(record, HEADS: tl.constexpr, DIMS: tl.constexpr):
 
 
 @jit
-def _pack_pair(low, high, HEADS: tl.constexpr, DIMS: tl.constexpr):
+def _pack_pair(low, high, HEAD_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
     power = _square_sum(low, 2, HEADS, DIMS) + _square_sum(high, 2, HEADS, DIMS)
-    power = power / (2 * (DIMS - 2))
+    power = power / (2 * (HEAD_SIZE - 2))
     step = _step_of(power, _FOUR_BIT_SPACING)
     packed = _code(low, power, step, 15, 15.0, HEADS, DIMS) | (_code(high, power, step, 15, 0.0, HEADS, DIMS) << 4)
     return _finite_bytes(packed, HEADS, DIMS), step
 
 
 @jit
-def _pack_four_bits(record, HEADS: tl.constexpr, DIMS: tl.constexpr):
-    first, first_step = _pack_pair(record[0], record[1], HEADS, DIMS)
-    second, second_step = _pack_pair(record[2], record[3], HEADS, DIMS)
+def _pack_four_bits(record, HEAD_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
+    first, first_step = _pack_pair(record[0], record[1], HEAD_SIZE, HEADS, DIMS)
+    second, second_step = _pack_pair(record[2], record[3], HEAD_SIZE, HEADS, DIMS)
     return (first, second), (first_step, second_step)
 
 
