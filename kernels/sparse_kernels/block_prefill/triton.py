@@ -641,7 +641,7 @@ def score_past(
         **shape,
         TILES=scoring.tiles,
         BLOCK_TOKENS=rule.block_tokens,
-        AT_A_TIME=max(4096 // scoring.padded, 8),
+        AT_A_TIME=max(8192 // scoring.padded, 8),
         IS_MASS=rule.measure == "mass",
         num_warps=4,
     )
