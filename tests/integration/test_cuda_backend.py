@@ -70,6 +70,10 @@ def builder(monkeypatch):
     made.sampler = StepSampler(0)
     made.counts = []
     made.reads = None
+    made.prefill_rule = None
+    made.group_sizes = {GROUP}
+    made.only_prefill = False
+    made.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=1000))
     made.dense_requests = torch.zeros(16, dtype=torch.bool)
     made.any_dense_request = False
     return made

@@ -1,8 +1,8 @@
 """Runs the sparse pipeline inside vLLM's CPU build.
 
 Short contexts, sliding-window layers, leading dense layers and, unless it is sparse, prefill run vLLM's own CPU
-attention on the token rows of the cache; decoding tokens of long contexts run route, select and attend, and long prompts
-attend to blocks. Which requests are which is decided once per step by the metadata builder, from lengths alone.
+attention on the token rows of the cache; decoding tokens of long contexts run route, select and attend, and long
+prompts attend to blocks. Which requests are which is decided once per step by the metadata builder, from lengths alone.
 """
 
 from __future__ import annotations

@@ -48,9 +48,7 @@ def reads_less(rule: BlockRule, context_tokens: int) -> bool:
     return past * rule.block_tokens >= rule.dense_tokens and past > rule.fewest_blocks
 
 
-def plan_rounds(
-    prompts: Prompts, rule: BlockRule, group_sizes: Collection[int], most_tokens: int
-) -> list[PromptRound]:
+def plan_rounds(prompts: Prompts, rule: BlockRule, group_sizes: Collection[int], most_tokens: int) -> list[PromptRound]:
     """Cuts the prompts of a step into rounds, and those into tiles. The host does not wait for the device.
 
     Args:
