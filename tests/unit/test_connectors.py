@@ -34,6 +34,9 @@ CONTENTS = {
     "blocks of 64": {"block_size": 64},
     "infllm": {"backend": "infllm"},
     "quest": {"backend": "quest"},
+    "sparse prefill": {"prefill": {"method": "blocks"}},
+    "sparse prefill of another density": {"prefill": {"method": "blocks", "density": 0.2}},
+    "sparse prefill before dense decode": {"backend": "dense", "prefill": {"method": "blocks"}},
 }
 """Settings of engines whose blocks hold something else each."""
 
