@@ -5,7 +5,11 @@ import torch
 from sparse_kernels.batch import PrefillBatch, Prompts, Softmax
 from sparse_kernels.block_prefill import plan_tiles, prefill_blocks
 from sparse_kernels.cache import KVCache
+from support.engines import MODEL, run_engine
 from support.layer import LayerHarness
+from transformers import AutoTokenizer
+
+from vllm_sparse_plugin.needles import build_questions, is_correct
 
 DENSE_TOLERANCE = 2e-2
 """vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
@@ -113,3 +117,21 @@ def test_statistics_for_prefill_leave_decode_steps_their_bits(model, backend):
             steps += harness.step([(request, new)], {0: data})
         outputs.append(torch.cat(steps))
     assert torch.equal(*outputs)
+
+
+def test_an_engine_answers_from_sparse_prompts_cached_or_not_and_counts_what_they_read():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    questions = build_questions(tokenizer, "multikey", 3000, 2, seed=5)
+    prefill = {"min_context_tokens": 512, "min_blocks": 4, "density": 0.1}
+    arguments = {"max_model_len": 4096, "max_num_batched_tokens": 1024}
+    with run_engine("unique_prefill", {"prefill": prefill}, **arguments) as engine:
+        prompts = [question.prompt for question in questions]
+        cold = [engine.answer([prompt], max_tokens=24)[0] for prompt in prompts]
+        hits = engine.metric("vllm:prefix_cache_hits_total")
+        cached = engine.answer(prompts, max_tokens=24, ignore_eos=True)
+        assert engine.metric("vllm:prefix_cache_hits_total") > hits
+        assert [again[: len(first)] for first, again in zip(cold, cached, strict=True)] == cold
+        texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in cold]
+        assert all(is_correct(question, text) for question, text in zip(questions, texts, strict=True)), texts
+        read, past = (engine.metric(f"vllm_sparse_prefill_density_{part}") for part in ("sum", "count"))
+        assert 0 < read < past / 2
