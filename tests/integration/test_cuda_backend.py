@@ -76,7 +76,7 @@ def builder(monkeypatch):
     made.reads = None
     made.prefill_rule = None
     made.group_sizes = {GROUP}
-    made.only_prefill = False
+    made.any_dense_decode = False
     made.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=1000))
     made.dense_requests = torch.zeros(16, dtype=torch.bool)
     made.any_dense_request = False
@@ -288,7 +288,7 @@ def prefills_sparsely(layer, builder, preset: str, rule: BlockRule = RULE) -> to
     sparse = resolve({"min_context_tokens": 0, "prefill": {"method": "blocks"}}, preset)
     layer.bind(plan_of(sparse, prefill=PrefillPlan(rule, counters)))
     builder.prefill_rule = rule
-    builder.only_prefill = not layer.plan.is_sparse
+    builder.any_dense_decode = not layer.plan.is_sparse
     builder.any_sparse_layer, builder.any_dense_layer = layer.plan.is_sparse, not layer.plan.is_sparse
     return counters
 
@@ -406,3 +406,16 @@ def test_flash_attention_is_asked_for_virtual_sequences(layer, builder, monkeypa
     layer.supports_quant_query_input = False
     attend(sequences, torch.empty(6, GROUP, SIZE), wants_lse=False)
     assert asked["q_descale"] is None
+
+
+@pytest.mark.parametrize("preset", ["unique", "unique_prefill"])
+def test_the_profile_of_memory_leaves_room_for_sparse_prefill(layer, monkeypatch, preset):
+    asked = []
+    empty = torch.empty
+    monkeypatch.setattr(cuda.torch, "empty", lambda *size, **more: asked.append(size) or empty(*size, **more))
+    module = SimpleNamespace(attn_backend=SimpleNamespace(config=lambda: resolve(None, preset)))
+    query = torch.ones(32, HEADS * GROUP, SIZE, dtype=torch.bfloat16)
+    output = torch.ones_like(query)
+    layer.forward(module, query, None, None, empty(0), None, output)
+    assert not output.any()
+    assert asked == ([] if preset == "unique" else [(2 * 2 * query.numel() + 300 * 2**20,)])

@@ -207,12 +207,14 @@ REFUSED = {
     "settings without a backend": (
         {"attention_backend": None, "additional_config": settings()},
         "sparse_attention: got settings but no attention backend of ours, "
-        "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter or art",
+        "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
+        "unique_prefill or zipvl",
     ),
     "settings with vLLM's backend": (
         {"attention_backend": "CPU_ATTN", "additional_config": {"sparse_attention": {}}},
         "sparse_attention: got settings but no attention backend of ours, "
-        "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter or art",
+        "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
+        "unique_prefill or zipvl",
     ),
     "settings that are no mapping": (
         {"additional_config": {"sparse_attention": 5}},
@@ -221,8 +223,8 @@ REFUSED = {
     "unknown key": (
         {"additional_config": {"sparse_attention": {"selektion": 1}}},
         "sparse_attention.selektion: unknown key (did you mean 'selection'?), "
-        "allowed: selection, routing, termination, first_dense_layers, min_context_tokens, diagnostics, preset or "
-        "config",
+        "allowed: selection, prefill, routing, termination, first_dense_layers, min_context_tokens, diagnostics, "
+        "preset or config",
     ),
     "key of the other backend's policy": (
         {"attention_backend": "streaming_llm", "additional_config": settings(statistics="fp8")},

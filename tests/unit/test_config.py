@@ -254,7 +254,7 @@ def test_both_ends_of_a_range_are_accepted(policy, name, field):
 @pytest.mark.parametrize(("policy", "name", "field"), BOUNDED, ids=ids(BOUNDED))
 @pytest.mark.parametrize("value", [True, "8", None, [8], 8.5, float("nan"), float("inf"), 10**30], ids=repr)
 def test_a_number_of_another_type_is_refused(policy, name, field, value):
-    if field.annotation is float and value == 8.5:
+    if field.annotation is float and value == 8.5 and bounds(field)[1] > value:
         assert resolve(setting(policy, name, value), "unique")
         return
     message = refusal(setting(policy, name, value))

@@ -132,8 +132,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         plans = group.plans.values()
         self.routes = any(plan.routing is not None for plan in plans)
         self.attends_sparsely = {(plan.is_sparse, plan.prefill is not None) for plan in plans}
-        self.prefill_rule = next((plan.prefill.rule for plan in plans if plan.prefill is not None), None)
-        self.group_sizes = {layer.num_heads // layer.num_kv_heads for layer in layers.values()}
+        self.prefill_rule, self.group_sizes = group.prefill_rule, group.group_sizes
         for name, layer in layers.items():
             layer.impl.isa = self.isa
             layer.impl.bind(group.plans[name])
@@ -216,6 +215,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     def _sparse_requests(self, common: CommonAttentionMetadata, query_lens: torch.Tensor) -> torch.Tensor:
         """Finds decoding requests that are routed, or whose context exceeds the budget: `[num_reqs]` bool."""
         assert self.reorder_batch_threshold is not None
+        if not self.sparse.is_sparse:
+            return torch.zeros_like(query_lens, dtype=torch.bool)
         sparse = (query_lens > 0) & (query_lens <= self.reorder_batch_threshold)
         if not self.routes and self.sparse.selector is not None:
             sparse &= common.seq_lens // self.page_size > self.sparse.selector.budget_pages

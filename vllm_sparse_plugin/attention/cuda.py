@@ -169,10 +169,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             layer.impl.scratch = scratch
         self.any_dense_layer = not all(plan.is_sparse for plan in group.plans.values())
         self.any_sparse_layer = any(plan.is_sparse for plan in group.plans.values())
-        prefills = {name: plan.prefill for name, plan in group.plans.items() if plan.prefill is not None}
-        self.prefill_rule = next((prefill.rule for prefill in prefills.values()), None)
-        self.group_sizes = {layers[name].num_heads // layers[name].num_kv_heads for name in prefills}
-        self.only_prefill = any(not group.plans[name].is_sparse for name in prefills)
+        self.prefill_rule, self.group_sizes = group.prefill_rule, group.group_sizes
+        self.any_dense_decode = any(plan.prefill and not plan.is_sparse for plan in group.plans.values())
         if statistics is not None:
             report_memory(backend.get_name(), vllm_config, kv_cache_spec, statistics, len(layers))
 
@@ -243,7 +241,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             assert self.prefill_rule is not None
             most_tokens = self.vllm_config.model_config.max_model_len
             metadata.rounds = plan_rounds(prompts, self.prefill_rule, self.group_sizes, most_tokens)
-            if num_decodes and self.only_prefill:
+            if num_decodes and self.any_dense_decode:
                 decodes = _first(common, num_decodes, num_decode_tokens)
                 metadata.dense_decode = super().build(common_prefix_len, decodes, fast_build=True)
         return metadata

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from sparse_kernels.batch import PageSelection
+from sparse_kernels.block_prefill import BlockRule
 from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.page_statistics import StatisticsLayout
 from sparse_kernels.split_attention import Stopping
@@ -87,6 +88,10 @@ class LayerGroup(NamedTuple):
     """What kernels count on the device."""
     reads: ContextReads | None
     """What lengths say of the tokens read; None if no layer selects, or where attention may stop."""
+    prefill_rule: BlockRule | None
+    """Which blocks prompts read in the layers whose prefill is sparse; None if there are none."""
+    group_sizes: set[int]
+    """Query heads to a KV head of those layers."""
 
 
 def plan_layers(
@@ -133,7 +138,13 @@ def plan_layers(
             prefill=prefill.get(name),
         )
     counts = [counts for counts in (skipped, reads, densities) if counts is not None]
-    return LayerGroup(plans, counts, _reads_by_length(sparse) if selecting else None)
+    return LayerGroup(
+        plans=plans,
+        counts=counts,
+        reads=_reads_by_length(sparse) if selecting else None,
+        prefill_rule=next((plan.rule for plan in prefill.values()), None),
+        group_sizes={layers[name].num_heads // layers[name].num_kv_heads for name in prefill},
+    )
 
 
 def attends_whole_context(layer: Attention) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from vllm_sparse_plugin.policies.base import Section
@@ -44,6 +44,13 @@ class BlockPrefill(Section):
     """Leading blocks that are always read: they hold the attention sinks."""
     recent_blocks: Annotated[int, Field(ge=0, le=64)] = 1
     """Newest past blocks that are always read. A tile's own blocks are read on top, causally."""
+
+    @field_validator("query_stride", mode="before")
+    @classmethod
+    def _no_boolean(cls, value: Any) -> Any:
+        if isinstance(value, bool):  # which equals 1
+            raise ValueError
+        return value
 
     @model_validator(mode="before")
     @classmethod
