@@ -342,16 +342,16 @@ def test_a_decode_batch_of_a_dense_policy_is_built_as_without_sparse_prefill(lay
 
 def test_prompts_form_rounds_whose_contexts_fit_the_longest_request(layer, builder):
     counters = prefills_sparsely(layer, builder, "unique")
-    common = common_metadata([70, 5, 80, 600, 90], [500, 400, 200, 1000, 300], [True] * 5)
+    common = common_metadata([40, 5, 20, 70, 30], [500, 400, 200, 1000, 300], [True] * 5)
     output, _, metadata = run(layer, builder, common)
     # 500 + 400 fit 1,000 tokens, and so does the longest request alone.
-    assert [part.tokens for part in metadata.rounds] == [slice(0, 75), slice(75, 155), slice(155, 755), slice(755, 845)]
+    assert [part.tokens for part in metadata.rounds] == [slice(0, 45), slice(45, 65), slice(65, 135), slice(135, 165)]
     assert [part.prompts.longest for part in metadata.rounds] == [(500, 400), (200,), (1000,), (300,)]
     assert metadata.prefill is not None
     once = counters.clone()
     builder.vllm_config.model_config.max_model_len = 10_000
     together, _, metadata = run(layer, builder, common)
-    assert [part.tokens for part in metadata.rounds] == [slice(0, 845)]
+    assert [part.tokens for part in metadata.rounds] == [slice(0, 165)]
     assert torch.equal(output, together)
     assert torch.equal(counters, 2 * once)
 

@@ -121,9 +121,9 @@ def test_statistics_for_prefill_leave_decode_steps_their_bits(model, backend):
 
 def test_an_engine_answers_from_sparse_prompts_cached_or_not_and_counts_what_they_read():
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    questions = build_questions(tokenizer, "multikey", 3000, 2, seed=5)
+    questions = build_questions(tokenizer, "multikey", 4096, 2, seed=5)
     prefill = {"min_context_tokens": 512, "min_blocks": 4, "density": 0.1}
-    arguments = {"max_model_len": 4096, "max_num_batched_tokens": 1024}
+    arguments = {"max_model_len": 5120, "max_num_batched_tokens": 1024}
     with run_engine("unique_prefill", {"prefill": prefill}, **arguments) as engine:
         prompts = [question.prompt for question in questions]
         cold = [engine.answer([prompt], max_tokens=24)[0] for prompt in prompts]
