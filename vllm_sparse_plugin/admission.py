@@ -20,6 +20,7 @@ from sparse_kernels.sparse_decode.refusals import decode_refusals
 
 from vllm_sparse_plugin import compat, connectors
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
+from vllm_sparse_plugin.config.prefill import ZipVLPrefill
 from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.diagnostics.live import expose
 from vllm_sparse_plugin.errors import ConfigurationError, choices
@@ -46,11 +47,10 @@ def settings_of(vllm_config: VllmConfig) -> Any:
 
 def block_multiple(vllm_config: VllmConfig, config: ResolvedConfig, kernel_block: int) -> int:
     """Returns the number of tokens that the block size must be a multiple of."""
-    if config.selector is None:
-        return kernel_block
     itemsize = 1 if vllm_config.cache_config.cache_dtype in EIGHT_BIT_CACHES else 2
-    layout = config.selector.statistics_layout(vllm_config.model_config.get_head_size(), itemsize)
-    return math.lcm(kernel_block, layout.unit_tokens if layout else config.selector.page_size)
+    layout = config.statistics_layout(vllm_config.model_config.get_head_size(), itemsize)
+    pages = config.selector.page_size if config.selector else 1
+    return math.lcm(kernel_block, pages, layout.unit_tokens if layout else 1)
 
 
 def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
@@ -76,7 +76,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     announce(config, vllm_config.cache_config.cache_dtype)
     if vllm_config.kv_transfer_config:
         vllm_config.kv_transfer_config.kv_connector_module_path = connectors.__name__
-    if config.config.diagnostics.sample_every or config.routing or config.stop_rule:
+    if config.config.diagnostics.sample_every or config.routing or config.stop_rule or config.block_prefill:
         expose()
 
 
@@ -113,7 +113,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         expect(not _has_alibi(model.hf_config), "model", f"{architecture} with ALiBi", "models with rotary positions")
         dtypes = (torch.bfloat16,) if on_cpu else (torch.bfloat16, torch.float16)
         expect(model.dtype in dtypes, "dtype", _short(model.dtype), choices(tuple(map(_short, dtypes))))
-        if on_cuda and config.is_sparse:
+        if on_cuda and config.runs_kernels:
             _expect_cuda_shapes(expect, vllm_config, config, (capability[0], capability[1]))
         if config.routing is not None:
             _expect_routable(expect, vllm_config, config.routing)
@@ -127,6 +127,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
                 f"a multiple of {multiple}"
                 + (f" (pages of {config.selector.page_size} tokens)" if config.selector else ""),
             )
+    expect(not isinstance(config.config.prefill, ZipVLPrefill), f"{KEY}.prefill.method", "zipvl", "blocks")
     if every := config.config.diagnostics.sample_every:
         mode = vllm_config.compilation_config.cudagraph_mode
         field = f"{KEY}.diagnostics.sample_every"
@@ -181,6 +182,13 @@ def _expect_cuda_shapes(
     group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
     selector, stopping = config.selector, config.stop_rule is not None
     refusals = list(head_refusals(group, head_size, stopping))
+    # vLLM runs another FlashAttention there, which takes pages of its own size alone.
+    expect(
+        config.block_prefill is None or head_size < 256 or capability < (10, 0),
+        f"{KEY}.prefill",
+        f"heads of {head_size} on compute capability {'.'.join(map(str, capability))}",
+        "null for them",
+    )
     if selector is not None and not selector.reads_every_page:
         layout = selector.statistics_layout(head_size, 2)
         served = layout is None or layout.kind.runs_on_gpu

@@ -2,9 +2,9 @@
 
 A block that leaves its engine, to a file, another store or another engine, is found again by its tokens, the model's
 name and the numbers that vLLM knows of its layout. Page statistics are part of the block, but in none of these: those
-of another kind or format may take as many bytes, and a page would be scored by the wrong numbers. So our connectors
-are vLLM's, constructed with a model name that ends in what the statistics are: files get other names, and the
-handshake of two engines fails.
+of another kind or format may take as many bytes, and a page would be scored by the wrong numbers. Sparse prefill
+changes the keys and values themselves. So our connectors are vLLM's, constructed with a model name that ends in what
+the statistics are and how prompts attend: files get other names, and the handshake of two engines fails.
 
 vLLM finds the classes here because admission names this module in `kv_connector_module_path`.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
 from typing import TYPE_CHECKING, Any
 
 from vllm_sparse_plugin.compat import chosen_backend
@@ -66,14 +67,14 @@ def with_block_contents(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
 
 
 def block_contents(config: ResolvedConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Names all that the bytes of a block follow from besides its keys and values, as a part of a file's name.
+    """Names all that the bytes of a block follow from besides the model, as a part of a file's name.
 
     Args:
         config: the settings of the backend.
         kv_cache_config: the blocks of all layers, as vLLM lays them out.
 
     Returns:
-        The name; empty if blocks hold nothing else.
+        The name; empty if blocks hold keys and values of dense prefill alone.
     """
     from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -86,12 +87,18 @@ def block_contents(config: ResolvedConfig, kv_cache_config: KVCacheConfig) -> st
             for spec in specs
             if isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1
         }
+    prefill = config.config.prefill
+    # Keys and values after the first layer are those of a prefill with these very settings.
+    settings = "" if prefill is None else f"prefill-{_digest(prefill.model_dump_json())}"
     parts = []
     for block_size, head_size, dtype, itemsize in sorted(shapes):
-        if layout := config.selection.statistics_layout(head_size, itemsize):
+        if layout := config.statistics_layout(head_size, itemsize):
             parts.append(
                 f"{layout.kind.name}-{layout.format}-page{layout.page_size}-block{block_size}-head{head_size}-{dtype}"
             )
-    if not parts:
-        return ""
-    return "+".join([f"statistics{STATISTICS_VERSION}", *parts])
+    statistics = [f"statistics{STATISTICS_VERSION}", *parts] if parts else []
+    return "+".join([*statistics, settings] if settings else statistics)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:12]

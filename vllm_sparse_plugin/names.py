@@ -10,6 +10,8 @@ BACKENDS: dict[str, str] = {
     "DENSE": "dense",
     "SINKROUTER": "sinkrouter",
     "ART": "art",
+    "UNIQUE_PREFILL": "unique_prefill",
+    "ZIPVL": "zipvl",
 }
 """Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
 KEY = "sparse_attention"

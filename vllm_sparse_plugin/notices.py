@@ -108,6 +108,13 @@ def _about_threshold_of_no_model(situation: Situation) -> str:
     )
 
 
+def _about_sparse_prefill(situation: Situation) -> str:
+    return (
+        f"{KEY}.prefill: prompts attend sparsely, so their log probabilities and their keys and values are not those "
+        "of dense attention, and depend a little on where a prompt is cut into chunks."
+    )
+
+
 def _about_departure(situation: Situation) -> str:
     return f"{KEY}.selection.policy: {situation.config.selection.departure}"
 
@@ -117,6 +124,7 @@ NOTICES: tuple[Notice, ...] = (
     Notice(lambda situation: situation.has_few_large_pages, _about_few_large_pages),
     Notice(lambda situation: situation.has_statistics_of_its_cache, _about_statistics_of_its_cache),
     Notice(lambda situation: situation.has_threshold_of_no_model, _about_threshold_of_no_model),
+    Notice(lambda situation: situation.config.config.prefill is not None, _about_sparse_prefill),
     Notice(lambda situation: isinstance(situation.config.selection, InfLLMSelection), _about_departure),
 )
 

@@ -48,11 +48,12 @@ def presets() -> Block:
                 *(str(values.get(name, "-")) for name in ("page_size", "budget_tokens", "statistics")),
                 "yes" if resolved.routing is not None else "no",
                 "yes" if resolved.config.termination is not None else "no",
+                "yes" if resolved.config.prefill is not None else "no",
                 "depends on the text" if by_data else f"{share:.1%}",
                 right,
             ]
         )
-    headings = ["preset", "policy", "page", "budget", "statistics", "skips groups", "stops early"]
+    headings = ["preset", "policy", "page", "budget", "statistics", "skips groups", "stops early", "sparse prefill"]
     measured = [f"KV read at {_CONTEXT:,} tokens", "needles right at 4,096"]
     return Block(table([*headings, *measured], rows), sources)
 

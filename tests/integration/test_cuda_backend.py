@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sparse_kernels.batch import Softmax
+from sparse_kernels.block_prefill import BlockRule, VirtualSequences
 from sparse_kernels.group_routing import GroupRouting
 from support.paged import dense_attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -16,8 +17,10 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
+from vllm_sparse_plugin.attention import cuda
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder
 from vllm_sparse_plugin.attention.plan import LayerPlan
+from vllm_sparse_plugin.attention.prefill import PrefillPlan
 from vllm_sparse_plugin.config import ResolvedConfig, resolve
 from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
 from vllm_sparse_plugin.policies import EveryPage
@@ -39,6 +42,7 @@ def common_metadata(query_lens: list[int], seq_lens: list[int], prefilling: list
         query_start_loc=start,
         query_start_loc_cpu=start,
         seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        seq_lens_cpu_upper_bound=torch.tensor(seq_lens, dtype=torch.int32),
         num_reqs=len(query_lens),
         num_actual_tokens=int(start[-1]),
         max_query_len=max(query_lens),
@@ -70,6 +74,10 @@ def builder(monkeypatch):
     made.sampler = StepSampler(0)
     made.counts = []
     made.reads = None
+    made.prefill_rule = None
+    made.group_sizes = {GROUP}
+    made.any_dense_decode = False
+    made.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=1000))
     made.dense_requests = torch.zeros(16, dtype=torch.bool)
     made.any_dense_request = False
     return made
@@ -106,7 +114,7 @@ def plan_of(sparse: ResolvedConfig, **changes: object) -> LayerPlan:
         block_size=BLOCK,
         page_size=(sparse.selector or EveryPage()).page_size,
         dense_tokens=sparse.config.min_context_tokens - 1,
-        statistics=sparse.selection.statistics_layout(SIZE, 2),
+        statistics=sparse.statistics_layout(SIZE, 2),
         selector=sparse.selector,
         stop_rule=sparse.stop_rule,
     )
@@ -269,3 +277,145 @@ def test_a_dense_policy_leaves_everything_to_flash_attention(layer, builder):
     output, dense, metadata = run(layer, builder, common_metadata([1, 70], [300, 200], [False, True]))
     assert torch.equal(output, dense)
     assert metadata.decode == []
+
+
+RULE = BlockRule(density=0.01, least_blocks=2, dense_tokens=256)
+
+
+def prefills_sparsely(layer, builder, preset: str, rule: BlockRule = RULE) -> torch.Tensor:
+    """Gives builder and layer a rule for prompts; returns what is counted."""
+    counters = torch.zeros(HEADS, 2, dtype=torch.int64)
+    sparse = resolve({"min_context_tokens": 0, "prefill": {"method": "blocks"}}, preset)
+    layer.bind(plan_of(sparse, prefill=PrefillPlan(rule, counters)))
+    builder.prefill_rule = rule
+    builder.any_dense_decode = not layer.plan.is_sparse
+    builder.any_sparse_layer, builder.any_dense_layer = layer.plan.is_sparse, not layer.plan.is_sparse
+    return counters
+
+
+@pytest.mark.parametrize("preset", ["unique", "streaming_llm", "dense", "art"])
+def test_long_prompts_read_blocks_beside_requests_that_decode(layer, builder, preset):
+    counters = prefills_sparsely(layer, builder, preset)
+    common = common_metadata([4, 1, 70, 100], [900, 400, 600, 200], [False, False, True, True])
+    output, dense, metadata = run(layer, builder, common)
+    close = [torch.allclose(mine, whole, atol=2e-2, rtol=2e-2) for mine, whole in zip(output, dense, strict=True)]
+    # Of the prompts, the first has 9 blocks before its last tile; the second ends before tiles choose.
+    assert not any(close[5:75])
+    assert all(close[75:])
+    assert output.isfinite().all()
+    assert all(close[:5]) == (preset in ("dense", "art"))
+    assert [part.tokens for part in metadata.rounds] == [slice(0, 170)]
+    assert (metadata.dense_decode is not None) == (preset == "dense")
+    # Positions 530 to 599 are in tiles of 8 and 9 past blocks; 100 to 199 in tiles of 1, 2 and 3.
+    assert counters.tolist() == [[2 + 2 + 1 + 2 + 3, 8 + 9 + 1 + 2 + 3]] * HEADS
+
+
+@pytest.mark.parametrize("preset", ["unique", "dense"])
+def test_short_prompts_are_split_and_attended_as_without_sparse_prefill(layer, builder, preset):
+    common = common_metadata([1, 70], [900, 256], [False, True])
+    plain = resolve({"min_context_tokens": 0}, preset)
+    layer.bind(plan_of(plain))
+    builder.any_sparse_layer, builder.any_dense_layer = layer.plan.is_sparse, not layer.plan.is_sparse
+    expected, _, without = run(layer, builder, common)
+    counters = prefills_sparsely(layer, builder, preset)
+    output, _, metadata = run(layer, builder, common)
+    assert torch.equal(output, expected)
+    assert (metadata.rounds, metadata.dense_decode) == ([], None)
+    assert len(metadata.decode) == len(without.decode)
+    assert (metadata.prefill is None) == (without.prefill is None)
+    assert not counters.any()
+
+
+def test_a_decode_batch_of_a_dense_policy_is_built_as_without_sparse_prefill(layer, builder, monkeypatch):
+    prefills_sparsely(layer, builder, "dense")
+    built = []
+    build = FlashAttentionMetadataBuilder.build
+    monkeypatch.setattr(
+        FlashAttentionMetadataBuilder, "build", lambda self, *given: built.append(given[1:]) or build(self, *given)
+    )
+    common = common_metadata([1, 1], [900, 400], [False, False])
+    metadata = builder.build(0, common)
+    assert built == [(common, False)]
+    assert (metadata.decode, metadata.rounds, metadata.dense_decode) == ([], [], None)
+    assert metadata.num_decode_tokens == 0
+
+
+def test_prompts_form_rounds_whose_contexts_fit_the_longest_request(layer, builder):
+    counters = prefills_sparsely(layer, builder, "unique")
+    common = common_metadata([40, 5, 20, 70, 30], [500, 400, 200, 1000, 300], [True] * 5)
+    output, _, metadata = run(layer, builder, common)
+    # 500 + 400 fit 1,000 tokens, and so does the longest request alone.
+    assert [part.tokens for part in metadata.rounds] == [slice(0, 45), slice(45, 65), slice(65, 135), slice(135, 165)]
+    assert [part.prompts.longest for part in metadata.rounds] == [(500, 400), (200,), (1000,), (300,)]
+    assert metadata.prefill is not None
+    once = counters.clone()
+    builder.vllm_config.model_config.max_model_len = 10_000
+    together, _, metadata = run(layer, builder, common)
+    assert [part.tokens for part in metadata.rounds] == [slice(0, 165)]
+    assert torch.equal(output, together)
+    assert torch.equal(counters, 2 * once)
+
+
+def test_upper_bounds_of_lengths_decide_where_the_device_alone_knows_them(layer, builder):
+    prefills_sparsely(layer, builder, "unique")
+    common = common_metadata([70], [200], [True])
+    bound = torch.tensor([400], dtype=torch.int32)
+    assert builder.build(0, common).rounds == []
+    assert builder.build(0, common.replace(max_seq_len=400)).rounds == []
+    assert builder.build(0, common.replace(max_seq_len=400, seq_lens_cpu_upper_bound=None)).rounds != []
+    padded = common.replace(seq_lens_cpu_upper_bound=bound)
+    output, dense, metadata = run(layer, builder, padded)
+    assert metadata.rounds[0].prompts.longest == (400,)
+    torch.testing.assert_close(output, dense, atol=2e-2, rtol=2e-2)
+
+
+def test_a_layer_whose_prefill_is_dense_stays_so_beside_others(layer, builder):
+    prefills_sparsely(layer, builder, "unique")
+    layer.bind(replace(layer.plan, prefill=None))
+    common = common_metadata([4, 70], [900, 600], [False, True])
+    output, dense, metadata = run(layer, builder, common)
+    assert metadata.rounds != []
+    torch.testing.assert_close(output[4:], dense[4:], atol=2e-2, rtol=2e-2)
+
+
+def test_flash_attention_is_asked_for_virtual_sequences(layer, builder, monkeypatch):
+    """The call that a GPU makes: page tables of one head, no sinks of its own, scales of every sequence."""
+    asked = {}
+
+    def flash(**given):
+        asked.update(given)
+        given["out"].zero_()
+        return given["out"], torch.zeros(1)
+
+    monkeypatch.setattr(cuda.fa_utils, "flash_attn_varlen_func", flash, raising=False)
+    layer.vllm_flash_attn_version, layer.supports_quant_query_input = 3, True
+    sequences = VirtualSequences(
+        torch.zeros(6, GROUP, SIZE), torch.zeros(9, 16, 1, SIZE), torch.zeros(9, 16, 1, SIZE),
+        torch.tensor([0, 3, 6], dtype=torch.int32), 3, torch.tensor([20, 30], dtype=torch.int32), 32,
+        torch.zeros(2, 2, dtype=torch.int32),
+    )  # fmt: skip
+    attend = layer._varlen_attention(SCALES)
+    assert attend(sequences, torch.empty(6, GROUP, SIZE), wants_lse=False) is None
+    assert attend(sequences, torch.empty(6, GROUP, SIZE), wants_lse=True) is not None
+    assert asked["causal"] is True
+    assert asked["return_softmax_lse"] is True
+    assert asked.get("s_aux") is None
+    assert (asked["max_seqlen_q"], asked["max_seqlen_k"], asked["fa_version"]) == (3, 32, 3)
+    assert (asked["softmax_scale"], asked["softcap"]) == (SCALE, 0.0)
+    assert [tuple(asked[f"{name}_descale"].shape) for name in "qkv"] == [(2, 1)] * 3
+    layer.supports_quant_query_input = False
+    attend(sequences, torch.empty(6, GROUP, SIZE), wants_lse=False)
+    assert asked["q_descale"] is None
+
+
+@pytest.mark.parametrize("preset", ["unique", "unique_prefill"])
+def test_the_profile_of_memory_leaves_room_for_sparse_prefill(layer, monkeypatch, preset):
+    asked = []
+    empty = torch.empty
+    monkeypatch.setattr(cuda.torch, "empty", lambda *size, **more: asked.append(size) or empty(*size, **more))
+    module = SimpleNamespace(attn_backend=SimpleNamespace(config=lambda: resolve(None, preset)))
+    query = torch.ones(32, HEADS * GROUP, SIZE, dtype=torch.bfloat16)
+    output = torch.ones_like(query)
+    layer.forward(module, query, None, None, empty(0), None, output)
+    assert not output.any()
+    assert asked == ([] if preset == "unique" else [(2 * 2 * query.numel() + 300 * 2**20,)])

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from vllm_sparse_plugin.diagnostics.live import count_totals
 from vllm_sparse_plugin.needles import Question, build_questions, is_correct
 
 pytestmark = [
@@ -124,3 +125,32 @@ def test_an_fp8_cache_finds_needles(questions: list[Question]) -> None:
 def test_dense_attention_that_stops_finds_needles(questions: list[Question], kv_cache_dtype: str) -> None:
     with engine(attention_backend="art", kv_cache_dtype=kv_cache_dtype) as llm:
         assert share_correct(questions, ask(llm, questions)) >= 0.9
+
+
+SPARSE_PROMPTS = {"method": "blocks", "min_context_tokens": 1024, "min_blocks": 4}
+
+
+@pytest.mark.parametrize("max_num_batched_tokens", [1024, 16_384])
+def test_sparse_prefill_that_reads_every_block_keeps_the_answers(
+    questions: list[Question], answers: list[tuple[int, ...]], max_num_batched_tokens: int
+) -> None:
+    settings = {"sparse_attention": {"prefill": SPARSE_PROMPTS | {"density": 1.0}}}
+    with engine(additional_config=settings, max_num_batched_tokens=max_num_batched_tokens) as llm:
+        found = ask(llm, questions)
+        read, past = count_totals()["vllm_sparse_prefill_density"]
+    assert read == past > 0
+    # FlashAttention may add up in another order where sequences are shorter.
+    assert sum(ours == theirs for ours, theirs in zip(found, answers, strict=True)) >= 0.9 * len(answers)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("backend", ["unique_prefill", "dense"])
+@pytest.mark.parametrize("share", [{"density": 0.1}, {"coverage": 0.95}], ids=["density", "coverage"])
+def test_sparse_prefill_finds_needles(
+    questions: list[Question], backend: str, kv_cache_dtype: str, share: dict[str, float]
+) -> None:
+    settings = {"sparse_attention": {"prefill": SPARSE_PROMPTS | share}}
+    with engine(attention_backend=backend, kv_cache_dtype=kv_cache_dtype, additional_config=settings) as llm:
+        assert share_correct(questions, ask(llm, questions)) >= 0.9
+        read, past = count_totals()["vllm_sparse_prefill_density"]
+    assert 0 < read < past

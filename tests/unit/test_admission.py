@@ -207,12 +207,14 @@ REFUSED = {
     "settings without a backend": (
         {"attention_backend": None, "additional_config": settings()},
         "sparse_attention: got settings but no attention backend of ours, "
-        "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter or art",
+        "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
+        "unique_prefill or zipvl",
     ),
     "settings with vLLM's backend": (
         {"attention_backend": "CPU_ATTN", "additional_config": {"sparse_attention": {}}},
         "sparse_attention: got settings but no attention backend of ours, "
-        "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter or art",
+        "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
+        "unique_prefill or zipvl",
     ),
     "settings that are no mapping": (
         {"additional_config": {"sparse_attention": 5}},
@@ -221,8 +223,8 @@ REFUSED = {
     "unknown key": (
         {"additional_config": {"sparse_attention": {"selektion": 1}}},
         "sparse_attention.selektion: unknown key (did you mean 'selection'?), "
-        "allowed: selection, routing, termination, first_dense_layers, min_context_tokens, diagnostics, preset or "
-        "config",
+        "allowed: selection, prefill, routing, termination, first_dense_layers, min_context_tokens, diagnostics, "
+        "preset or config",
     ),
     "key of the other backend's policy": (
         {"attention_backend": "streaming_llm", "additional_config": settings(statistics="fp8")},
@@ -350,7 +352,7 @@ ADMITTED = {
     "routing by layer and head": routed(threshold=[[0.5, 0.25], 0.5]),
     "routing by a cubic": {**routed(**CUBIC), "max_model_len": 256},
     "defaults": {},
-    **{f"backend {name.lower()}": {"attention_backend": name.lower()} for name in BACKENDS},
+    **{f"backend {name.lower()}": {"attention_backend": name.lower()} for name in BACKENDS if name != "ZIPVL"},
     "dense in blocks of 32": {"attention_backend": "dense", "block_size": 32},
     "block of 32": {"block_size": 32},
     "block of 96": {"block_size": 96},
@@ -440,6 +442,47 @@ def test_no_size_is_refused_on_cuda(case, capability, folder, monkeypatch):
     if "stop" in case and capability < (9, 0):
         pytest.skip("before clusters no selection stops")
     admit(config, BACKENDS)
+
+
+PREFILL = {"sparse_attention": {"prefill": {"method": "blocks"}}}
+
+
+def test_zipvl_is_not_served_yet(folder):
+    assert refusal(folder(), attention_backend="zipvl") == (
+        "sparse_attention.prefill.method: got zipvl, allowed with attention backend zipvl: blocks"
+    )
+
+
+def test_sparse_prefill_before_a_dense_decode_has_the_limits_of_our_kernels(folder, monkeypatch):
+    config = engine_config(folder(head_dim=40), attention_backend="dense", additional_config=PREFILL)
+    on_cuda(monkeypatch)
+    with pytest.raises(ConfigurationError) as caught:
+        admit(config, BACKENDS)
+    assert (
+        str(caught.value) == "head size: got 40, allowed with attention backend dense: multiples of 16 from 32 to 256"
+    )
+
+
+def test_sparse_prefill_of_large_heads_is_refused_where_vllm_has_another_kernel_for_them(folder, monkeypatch):
+    config = engine_config(folder(head_dim=256), attention_backend="unique_prefill")
+    on_cuda(monkeypatch, (9, 0))
+    admit(config, BACKENDS)
+    on_cuda(monkeypatch, (10, 0))
+    with pytest.raises(ConfigurationError) as caught:
+        admit(config, BACKENDS)
+    assert str(caught.value) == (
+        "sparse_attention.prefill: got heads of 256 on compute capability 10.0, "
+        "allowed with attention backend unique_prefill: null for them"
+    )
+
+
+def test_blocks_hold_the_statistics_that_sparse_prefill_needs(folder, monkeypatch):
+    config = engine_config(folder(head_dim=64), attention_backend="dense", block_size=32, additional_config=PREFILL)
+    on_cuda(monkeypatch)
+    admit(config, BACKENDS)
+    config.cache_config.cache_dtype = "fp8"
+    with pytest.raises(ConfigurationError, match=r"^block_size: got 32, .*: a multiple of 256$"):
+        admit(config, BACKENDS)
 
 
 def test_routing_has_the_limits_of_our_kernels(folder, monkeypatch):

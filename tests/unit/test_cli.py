@@ -261,7 +261,11 @@ def complete(words: str) -> list[str]:
 
 def test_a_shell_completes_commands_options_and_backends():
     assert complete("vllm-sparse show") == ["show-config"]
-    assert complete("vllm-sparse show-config --attention-backend uni") == ["unique", "unique_paper"]
+    assert complete("vllm-sparse show-config --attention-backend uni") == [
+        "unique",
+        "unique_paper",
+        "unique_prefill",
+    ]
     assert complete("vllm-sparse diagnose --attention-b") == ["--attention-backend"]
 
 

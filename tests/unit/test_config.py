@@ -20,6 +20,7 @@ from vllm_sparse_plugin.config import (
     preset_names,
     resolve,
 )
+from vllm_sparse_plugin.config.prefill import PREFILLS, BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.termination import Termination
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -40,14 +41,16 @@ SECTIONS = {
     "termination": Termination.model_fields,
     "diagnostics": Diagnostics.model_fields,
 }
+METHODS = {method.model_fields["method"].default: method.model_fields for method in PREFILLS}
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def all_fields() -> list[tuple[str | None, str, object]]:
-    """(policy, section or None for the top level; key as the user writes it; pydantic's field)."""
+    """(policy, method, section or None for the top level; key as the user writes it; pydantic's field)."""
     top = SparseAttentionConfig.model_fields
-    found = [(None, name, field) for name, field in top.items() if name not in ("selection", *SECTIONS)]
-    found += [(key, name, field) for key, of_section in SECTIONS.items() for name, field in of_section.items()]
+    found = [(None, name, field) for name, field in top.items() if name not in ("selection", "prefill", *SECTIONS)]
+    for sections in (SECTIONS, METHODS):
+        found += [(key, name, field) for key, of_section in sections.items() for name, field in of_section.items()]
     for policy in POLICIES:
         found += [(policy.name(), field.alias or name, field) for name, field in policy.model_fields.items()]
     return found
@@ -55,7 +58,7 @@ def all_fields() -> list[tuple[str | None, str, object]]:
 
 FIELDS = all_fields()
 BOUNDED = [row for row in FIELDS if row[2].annotation in (int, float)]
-LITERAL = [row for row in FIELDS if get_origin(row[2].annotation) is Literal and row[1] != "policy"]
+LITERAL = [row for row in FIELDS if get_origin(row[2].annotation) is Literal and row[1] not in ("policy", "method")]
 
 
 def ids(rows: list[tuple]) -> list[str]:
@@ -78,6 +81,8 @@ def setting(policy: str | None, name: str, value: object) -> dict:
         cubic = {} if name in ("threshold", "cubic") else {"cubic": [0.5, 0, 0, 0]}
         ends = {"longest": 1 << 24, "shortest": 1}
         return {policy: {**cubic, **ends, name: value}}
+    if policy in METHODS:
+        return {"prefill": {"method": policy, name: value}}
     if policy is None or policy in SECTIONS:
         return {policy: {name: value}} if policy else {name: value}
     return {"selection": {"policy": policy, name: value}}
@@ -85,6 +90,7 @@ def setting(policy: str | None, name: str, value: object) -> dict:
 
 def path_of(policy: str | None, name: str) -> str:
     section = "" if policy is None else f"{policy}." if policy in SECTIONS else "selection."
+    section = "prefill." if policy in METHODS else section
     return f"{KEY}.{section}{name}"
 
 
@@ -129,7 +135,8 @@ def test_preset_names_are_the_files_and_every_backend_has_one():
     assert preset_names() == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     for name, preset in BACKENDS.items():
         resolved = resolve(None, preset)
-        policy = {"ART": "dense", "UNIQUE_PAPER": "unique"}.get(name, name.lower())
+        policies = {"ART": "dense", "ZIPVL": "dense", "UNIQUE_PAPER": "unique", "UNIQUE_PREFILL": "unique"}
+        policy = policies.get(name, name.lower())
         assert ("sinkrouter" if resolved.routing else resolved.selection.name()) == policy
 
 
@@ -209,10 +216,10 @@ def test_described_fields_are_all_fields_with_their_defaults():
     rows = describe_fields()
     names = [name for name, *_ in rows]
     assert set(names) == {path_of(policy, name).removeprefix(f"{KEY}.") for policy, name, _ in FIELDS}
-    assert len(rows) == len({(name, allowed) for name, allowed, *_ in rows})
+    assert len(rows) == len({(name, allowed, default) for name, allowed, default, _ in rows})
     for name, allowed, default, description in rows:
         found = {field.default for _, key, field in FIELDS if key == name.rpartition(".")[2]}
-        assert name == "selection.policy" or default in found
+        assert name in ("selection.policy", "prefill.method") or default in found
         assert allowed
         assert description.rpartition(": ")[2]
         assert "\n" not in description
@@ -247,7 +254,7 @@ def test_both_ends_of_a_range_are_accepted(policy, name, field):
 @pytest.mark.parametrize(("policy", "name", "field"), BOUNDED, ids=ids(BOUNDED))
 @pytest.mark.parametrize("value", [True, "8", None, [8], 8.5, float("nan"), float("inf"), 10**30], ids=repr)
 def test_a_number_of_another_type_is_refused(policy, name, field, value):
-    if field.annotation is float and value == 8.5:
+    if field.annotation is float and value == 8.5 and bounds(field)[1] > value:
         assert resolve(setting(policy, name, value), "unique")
         return
     message = refusal(setting(policy, name, value))
@@ -263,10 +270,19 @@ def test_a_value_that_is_not_among_the_choices_is_refused_with_the_choices(polic
         assert str(choice) in message
 
 
-ALLOWED_TOP = "selection, routing, termination, first_dense_layers, min_context_tokens, diagnostics, preset or config"
+ALLOWED_TOP = (
+    "selection, prefill, routing, termination, first_dense_layers, min_context_tokens, diagnostics, preset or config"
+)
 ALLOWED_UNIQUE = "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics or lambda"
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
-ALLOWED_PRESETS = "art, dense, infllm, mean, quest, sinkrouter, streaming_llm, unique, unique_paper or unique_wide"
+ALLOWED_PRESETS = (
+    "art, dense, infllm, mean, quest, sinkrouter, streaming_llm, unique, unique_paper, unique_prefill, unique_wide or "
+    "zipvl"
+)
+ALLOWED_BLOCKS = (
+    "method, density, coverage, tile_tokens, block_tokens, measure, query_stride, first_dense_layers, "
+    "min_context_tokens, min_blocks, sink_blocks or recent_blocks"
+)
 ALLOWED_STREAMING = "policy, page_size, budget_tokens or sink_pages"
 BAD = {
     "unknown top-level key": (
@@ -389,6 +405,48 @@ BAD = {
     "routing that is no mapping": (
         {"routing": 0.5},
         "sparse_attention.routing: got 0.5, allowed: a mapping of settings",
+    ),
+    "prefill without a method": (
+        {"prefill": {"density": 0.1}},
+        "sparse_attention.prefill.method: got None, allowed: blocks or zipvl",
+    ),
+    "unknown method of prefill": (
+        {"prefill": {"method": "tiles"}},
+        "sparse_attention.prefill.method: got 'tiles', allowed: blocks or zipvl",
+    ),
+    "prefill that is no mapping": (
+        {"prefill": True},
+        "sparse_attention.prefill: got True, allowed: a mapping of settings",
+    ),
+    "misspelt key of prefill": (
+        {"prefill": {"method": "blocks", "densty": 0.1}},
+        "sparse_attention.prefill.densty: unknown key (did you mean 'density'?), "
+        f"allowed: {ALLOWED_BLOCKS}",
+    ),
+    "key of the other method": (
+        {"prefill": {"method": "zipvl", "density": 0.1}},
+        "sparse_attention.prefill.density: unknown key, "
+        "allowed: method, tau, recent_probes, random_probes, seed, first_dense_layers or min_context_tokens",
+    ),
+    "density out of range": (
+        {"prefill": {"method": "blocks", "density": 0}},
+        "sparse_attention.prefill.density: got 0, allowed: a number from 0.001 to 1",
+    ),
+    "coverage of another type": (
+        {"prefill": {"method": "blocks", "coverage": True}},
+        "sparse_attention.prefill.coverage: got True, allowed: a number from 0.001 to 1",
+    ),
+    "density and coverage": (
+        {"prefill": {"method": "blocks", "density": 0.1, "coverage": 0.9}},
+        "sparse_attention.prefill.density: got 0.1 beside coverage 0.9, allowed: one of the two",
+    ),
+    "neither density nor coverage": (
+        {"prefill": {"method": "blocks", "density": None}},
+        "sparse_attention.prefill.density: got none beside coverage none, allowed: one of the two",
+    ),
+    "coverage by the maximum": (
+        {"prefill": {"method": "blocks", "coverage": 0.9, "measure": "maximum"}},
+        "sparse_attention.prefill.measure: got 'maximum' beside coverage 0.9, allowed: mass",
     ),
     "unknown preset": (
         {"preset": "fast"},
@@ -522,6 +580,60 @@ def test_routing_joins_any_selection_and_null_turns_it_off():
     off = resolve({"routing": None}, "sinkrouter")
     assert off.config == resolve(None, "dense").config
     assert [resolved.is_sparse for resolved in (joined, off, resolve(None, "sinkrouter"))] == [True, False, True]
+
+
+def test_prefill_is_off_unless_it_is_asked_for_and_null_turns_it_off():
+    for preset in BACKENDS.values():
+        assert (resolve(None, preset).config.prefill is None) == (preset not in ("unique_prefill", "zipvl"))
+    assert resolve(None, "unique_prefill").block_prefill == BlockPrefill()
+    assert resolve(None, "zipvl").config.prefill == ZipVLPrefill()
+    assert resolve(None, "zipvl").block_prefill is None
+    assert resolve({"prefill": None}, "unique_prefill").config == resolve(None, "unique").config
+    dense = resolve({"prefill": {"method": "blocks"}}, "dense")
+    assert (dense.is_sparse, dense.runs_kernels) == (False, True)
+
+
+def test_coverage_and_density_replace_each_other_by_source(tmp_path):
+    file = write(tmp_path, "prefill: {coverage: 0.9, min_blocks: 4}\n")
+    covering = resolve({"config": file}, "unique_prefill")
+    assert covering.block_prefill == BlockPrefill(coverage=0.9, min_blocks=4)
+    assert covering.block_prefill.density is None
+    assert "prefill.density" not in covering.sources
+    again = resolve({"config": file, "prefill": {"density": 0.2}}, "unique_prefill")
+    assert again.block_prefill == BlockPrefill(density=0.2, min_blocks=4)
+    assert again.sources["prefill.density"] == "additional config"
+
+
+def test_another_method_drops_the_settings_of_the_previous_one():
+    changed = resolve({"prefill": {"method": "zipvl", "tau": 0.9}}, "unique_prefill")
+    assert changed.config.prefill == ZipVLPrefill(tau=0.9)
+    assert {name for name in changed.sources if name.startswith("prefill")} == {"prefill.method", "prefill.tau"}
+    kept = resolve({"prefill": {"density": 0.2}}, "unique_prefill")
+    assert kept.config.prefill == BlockPrefill(density=0.2)
+
+
+def test_the_rule_of_blocks_is_what_the_settings_say():
+    given_settings = {"tile_tokens": 128, "block_tokens": 128, "min_blocks": 4, "sink_blocks": 2, "recent_blocks": 3}
+    more = {"query_stride": 4, "min_context_tokens": 4096}
+    rule = BlockPrefill(density=0.2, **given_settings, **more).rule()
+    assert (rule.density, rule.coverage, rule.least_blocks, rule.dense_tokens) == (0.2, None, 4, 4096)
+    assert (rule.tile_tokens, rule.block_tokens, rule.sink_blocks, rule.recent_blocks) == (128, 128, 2, 3)
+    assert rule.query_stride == 4
+    covering = BlockPrefill(coverage=0.9).rule()
+    assert (covering.is_adaptive, covering.is_dense) == (True, False)
+    rule.check()
+    covering.check()
+
+
+@pytest.mark.parametrize("preset", ["dense", "streaming_llm", "sinkrouter", "art", "quest", "unique"])
+@pytest.mark.parametrize("itemsize", [1, 2])
+def test_statistics_are_the_policys_or_those_of_unique_where_prefill_needs_some(preset, itemsize):
+    own = resolve(None, preset).selection.statistics_layout(64, itemsize)
+    assert resolve(None, preset).statistics_layout(64, itemsize) == own
+    layout = resolve({"prefill": {"method": "blocks"}}, preset).statistics_layout(64, itemsize)
+    assert layout == (own or UniqueSelection().statistics_layout(64, itemsize))
+    assert layout.page_size == 8
+    assert resolve({"prefill": {"method": "zipvl"}}, preset).statistics_layout(64, itemsize) == own
 
 
 def test_thresholds_of_a_layer():

@@ -34,6 +34,8 @@ CONTENTS = {
     "blocks of 64": {"block_size": 64},
     "infllm": {"backend": "infllm"},
     "quest": {"backend": "quest"},
+    "sparse prefill": {"prefill": {"method": "blocks"}},
+    "sparse prefill of another density": {"prefill": {"method": "blocks", "density": 0.2}},
 }
 """Settings of engines whose blocks hold something else each."""
 
@@ -77,6 +79,7 @@ def test_files_and_handshakes_are_apart_unless_blocks_hold_the_same(model, monke
             "quarters again": {"selection": {"budget_tokens": 256}},
             "mean": {"backend": "mean"},
             "dense layers": {"first_dense_layers": 1},
+            "sparse prefill before dense decode": {"backend": "dense", "prefill": {"method": "blocks"}},
         }
     ).items():
         config, cache = engine(model, "OffloadingConnector", {"cpu_bytes_to_use": 1 << 20}, settings)
@@ -92,6 +95,7 @@ def test_files_and_handshakes_are_apart_unless_blocks_hold_the_same(model, monke
         assert names["quarters again"] == names["quarters"]
         assert names["mean"] == names["means in int8"]
         assert names["dense layers"] == names["quarters"]
+        assert names["sparse prefill before dense decode"] == names["sparse prefill"]
         assert len(set(names.values())) == len(CONTENTS)
     assert Path(folders["quarters"]).name.startswith(
         model.replace("/", "_") + "+statistics1+quarters-int4-page8-block128-head64-bfloat16_"

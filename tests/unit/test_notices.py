@@ -72,9 +72,9 @@ def test_a_lambda_that_was_changed_and_has_no_effect_is_refused(selection, stati
         notices.notices_of(resolve({"config": str(tmp_path / "mine.yaml"), "selection": selection}, "unique"), "auto")
 
 
-def test_our_presets_say_nothing_but_of_sinkrouter_and_infllm():
+def test_our_presets_say_nothing_but_of_sinkrouter_infllm_and_sparse_prefill():
     saying = [name for name, preset in BACKENDS.items() if notices.notices_of(resolve(None, preset), "auto")]
-    assert saying == ["INFLLM", "SINKROUTER"]
+    assert saying == ["INFLLM", "SINKROUTER", "UNIQUE_PREFILL", "ZIPVL"]
 
 
 @pytest.fixture

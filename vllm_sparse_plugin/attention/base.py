@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from sparse_kernels.batch import Softmax
-from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
+from sparse_kernels.cache import KVCache
+from sparse_kernels.page_statistics import StatisticsLayout
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionType
@@ -60,7 +61,7 @@ class SparseBackend:
     @classmethod
     def statistics_layout(cls, spec: AttentionSpec) -> StatisticsLayout | None:
         """Returns the layout of the statistics rows in blocks of this spec."""
-        return cls.config().selection.statistics_layout(spec.head_size, spec.dtype.itemsize)
+        return cls.config().statistics_layout(spec.head_size, spec.dtype.itemsize)
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
@@ -75,7 +76,11 @@ class SparseImpl:
     """One attention layer; each platform derives it together with vLLM's dense implementation there."""
 
     plan: LayerPlan
-    """What the layer does with decoding tokens, once the metadata builder has bound it."""
+    """What the layer does, once the metadata builder has bound it."""
+    cache: KVCache
+    """The layer's cache as decoding tokens see it."""
+    statistics_cache: KVCache | None
+    """The layer's cache with its statistics, in the pages of these; None if it keeps none."""
     sinks: torch.Tensor | None
     scale: float
     logits_soft_cap: float
@@ -102,12 +107,20 @@ class SparseImpl:
     def _make_views(self, kv_cache: torch.Tensor) -> None:
         raise NotImplementedError
 
-    def _statistics(self, kv_cache: torch.Tensor) -> PageStatistics | None:
-        """Makes views of the statistics behind the token rows of a cache."""
-        plan = self.plan
-        if plan.statistics is None:
-            return None
-        return plan.statistics.views(kv_cache[:, :, plan.block_size :], plan.block_size)
+    def _make_caches(self, kv_cache: torch.Tensor, in_pages: Callable[[int], KVCache]) -> None:
+        """Makes views of the layer's cache, with the statistics behind its token rows.
+
+        Args:
+            kv_cache: the layer's cache.
+            in_pages: returns keys and values in pages of so many tokens.
+        """
+        plan, self.statistics_cache = self.plan, None
+        if plan.statistics is not None:
+            views = plan.statistics.views(kv_cache[:, :, plan.block_size :], plan.block_size)
+            self.statistics_cache = replace(in_pages(plan.statistics.page_size), statistics=views)
+        # Statistics that are there for prefill alone must not change what a decoding token reads.
+        summarised = self.statistics_cache if plan.scores_pages else None
+        self.cache = in_pages(plan.page_size) if summarised is None else summarised
 
     @property
     def softmax(self) -> Softmax:

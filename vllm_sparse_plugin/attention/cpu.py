@@ -1,17 +1,17 @@
-"""Runs the sparse decode pipeline inside vLLM's CPU build.
+"""Runs the sparse pipeline inside vLLM's CPU build.
 
-Prefill, short contexts, sliding-window layers and leading dense layers run vLLM's own CPU attention on the token
-rows of the cache; decoding tokens of long contexts run route, select and attend. Which requests are which is decided
-once per step by the metadata builder, from lengths alone.
+Short contexts, sliding-window layers, leading dense layers and, unless it is sparse, prefill run vLLM's own CPU
+attention on the token rows of the cache; decoding tokens of long contexts run route, select and attend, and long
+prompts attend to blocks. Which requests are which is decided once per step by the metadata builder, from lengths alone.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
-from sparse_kernels.batch import QueryTokens
+from sparse_kernels.batch import Prompts, QueryTokens
 from sparse_kernels.cache import KVCache
 from sparse_kernels.group_routing import route_groups
 from sparse_kernels.page_statistics import update_page_statistics
@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_sparse_plugin.attention import packing
 from vllm_sparse_plugin.attention.base import SparseBackend, SparseImpl, report_memory
 from vllm_sparse_plugin.attention.plan import plan_layers
+from vllm_sparse_plugin.attention.prefill import PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.diagnostics.live import StepSampler
 from vllm_sparse_plugin.policies.dense import EveryPage, every_page
@@ -71,6 +72,24 @@ class DecodeTokens:
     """Index of the token whose selection is measured, if one's is."""
 
 
+class PromptTokens(NamedTuple):
+    """The prompts of a step that attend sparsely."""
+
+    tokens: torch.Tensor
+    """`[num_tokens]` int64, positions in the batch."""
+    part: PromptRound
+    """What they attend to."""
+
+
+class DenseTokens(NamedTuple):
+    """The query tokens of a step that attend densely, in the layers that do so with them."""
+
+    tokens: torch.Tensor
+    """`[num_tokens]` int64, positions in the batch."""
+    metadata: CPUAttentionMetadata
+    """Metadata of the batch that they form."""
+
+
 @dataclass
 class SparseCPUMetadata(CPUAttentionMetadata):
     """vLLM's CPU metadata for the whole batch, and what sparse layers do instead."""
@@ -79,10 +98,10 @@ class SparseCPUMetadata(CPUAttentionMetadata):
     """`[num_filled]` int64 each, blocks and indices within them of the pages that this step completes, if any."""
     decode: DecodeTokens | None = None
     """Tokens that attend sparsely; None if there are none."""
-    dense_tokens: torch.Tensor | None = None
-    """`[num_dense]` int64, positions of the other tokens, if both kinds are present."""
-    dense: CPUAttentionMetadata | None = None
-    """Metadata of the batch that those other tokens form."""
+    prompts: PromptTokens | None = None
+    """Prompts that attend sparsely; None if there are none."""
+    rest: dict[tuple[bool, bool], DenseTokens | None] = field(default_factory=dict)
+    """What is left of the batch where `decode` and where `prompts` attend sparsely; None for nothing."""
 
 
 class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -101,19 +120,24 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self.page_size = (self.sparse.selector or EveryPage()).page_size
         self.isa = packing.supported_isa(self.isa)
         self._set_isa_to_layers(layer_names)
-        if self.sparse.is_sparse:
-            packing.check_packing(self.isa, self.block_size, self.head_dim, self.page_size, self.dtype)
         statistics = backend.statistics_layout(kv_cache_spec)
+        self.summarised_tokens = statistics.page_size if statistics else self.page_size
+        if self.sparse.runs_kernels:
+            for page_size in {self.page_size, self.summarised_tokens}:
+                packing.check_packing(self.isa, self.block_size, self.head_dim, page_size, self.dtype)
         self.sampler = StepSampler(self.sparse.config.diagnostics.sample_every)
         group = plan_layers(layers, self.sparse, vllm_config, self.block_size, statistics, device)
         self.counts = group.counts
         self.reads = group.reads
-        self.routes = any(plan.routing is not None for plan in group.plans.values())
+        plans = group.plans.values()
+        self.routes = any(plan.routing is not None for plan in plans)
+        self.attends_sparsely = {(plan.is_sparse, plan.prefill is not None) for plan in plans}
+        self.prefill_rule, self.group_sizes = group.prefill_rule, group.group_sizes
         for name, layer in layers.items():
             layer.impl.isa = self.isa
             layer.impl.bind(group.plans[name])
-        sparse_impls = [layer.impl for layer in layers.values() if layer.impl.plan.is_sparse]
-        for impl in {impl.num_heads: impl for impl in sparse_impls}.values():
+        impls = [layer.impl for layer in layers.values() if layer.impl.plan.needs_cache_views]
+        for impl in {(impl.num_heads, impl.plan.is_sparse): impl for impl in impls}.values():
             impl.warm_up(self.kv_cache_spec)
         if statistics is not None:
             report_memory(backend.get_name(), vllm_config, self.kv_cache_spec, statistics, len(layers))
@@ -125,45 +149,74 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         whole = super().build(common_prefix_len, common, fast_build)
         metadata = SparseCPUMetadata(**{field.name: getattr(whole, field.name) for field in fields(whole)})
 
-        if not self.sparse.is_sparse:
+        if not self.sparse.runs_kernels:
             return metadata
         for counts in self.counts:
             counts.step()
         if self.reads is not None:
             self.reads.step(common, self.reorder_batch_threshold)
 
-        page_size = self.page_size
+        page_size = self.summarised_tokens
         slots = common.slot_mapping[: common.num_actual_tokens]
         filled = slots[(slots >= 0) & (slots % page_size == page_size - 1)]
         if len(filled):
             metadata.filled = filled // self.block_size, filled % self.block_size // page_size
 
         query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
-        sparse_requests = self._sparse_requests(common, query_lens)
-        if not sparse_requests.any():
-            return metadata
         request_of_token = torch.repeat_interleave(query_lens)
-        is_sparse = sparse_requests[request_of_token]
-        tokens = is_sparse.nonzero().squeeze(1)
-        requests = request_of_token[tokens]
-        from_end = common.query_start_loc[1:][requests] - 1 - tokens
-        context_lens = (common.seq_lens[requests] - from_end).long()
-        metadata.decode = DecodeTokens(
-            tokens,
-            common.block_table_tensor[requests].long(),
-            context_lens,
-            self.sampler.pick(len(tokens)),
-        )
-        if len(tokens) < common.num_actual_tokens:
-            metadata.dense_tokens = (~is_sparse).nonzero().squeeze(1)
-            metadata.dense = super().build(
-                common_prefix_len, _subset(common, ~sparse_requests, query_lens, metadata.dense_tokens), fast_build
-            )
+        decoding, prefilling = self._sparse_requests(common, query_lens), self._sparse_prompts(common, query_lens)
+        if decoding.any():
+            tokens = decoding[request_of_token].nonzero().squeeze(1)
+            requests = request_of_token[tokens]
+            from_end = common.query_start_loc[1:][requests] - 1 - tokens
+            context_lens = (common.seq_lens[requests] - from_end).long()
+            block_table = common.block_table_tensor[requests].long()
+            metadata.decode = DecodeTokens(tokens, block_table, context_lens, self.sampler.pick(len(tokens)))
+        if prefilling.any():
+            tokens = prefilling[request_of_token].nonzero().squeeze(1)
+            metadata.prompts = PromptTokens(tokens, self._round(_subset(common, prefilling, query_lens, tokens)))
+        for decodes, prefills in self.attends_sparsely:
+            sparsely = torch.zeros_like(decoding)
+            if decodes:
+                sparsely |= decoding
+            if prefills:
+                sparsely |= prefilling
+            if not sparsely.any():
+                continue
+            tokens = (~sparsely)[request_of_token].nonzero().squeeze(1)
+            rest = None
+            if len(tokens):
+                subset = _subset(common, ~sparsely, query_lens, tokens)
+                rest = DenseTokens(tokens, super().build(common_prefix_len, subset, fast_build))
+            metadata.rest[decodes, prefills] = rest
         return metadata
+
+    def _round(self, common: CommonAttentionMetadata) -> PromptRound:
+        """Cuts prompts into tiles, all of them at once: the reference takes one tile after the other."""
+        assert self.prefill_rule is not None
+        start = common.query_start_loc.int()
+        lengths = common.seq_lens.int()
+        prompts = Prompts(
+            start, common.block_table_tensor.int(), lengths, tuple((start[1:] - start[:-1]).tolist()),
+            tuple(lengths.tolist()),
+        )  # fmt: skip
+        (whole,) = plan_rounds(prompts, self.prefill_rule, self.group_sizes, most_tokens=int(lengths.sum()))
+        return whole
+
+    def _sparse_prompts(self, common: CommonAttentionMetadata, query_lens: torch.Tensor) -> torch.Tensor:
+        """Finds prompts some tiles of which choose what they read: `[num_reqs]` bool."""
+        assert self.reorder_batch_threshold is not None
+        sparse = query_lens > self.reorder_batch_threshold
+        rule = self.prefill_rule
+        if rule is None:
+            return torch.zeros_like(sparse)
+        return sparse & torch.tensor([reads_less(rule, length) for length in common.seq_lens.tolist()])
 
     def _sparse_requests(self, common: CommonAttentionMetadata, query_lens: torch.Tensor) -> torch.Tensor:
         """Finds decoding requests that are routed, or whose context exceeds the budget: `[num_reqs]` bool."""
         assert self.reorder_batch_threshold is not None
+        if not self.sparse.is_sparse:
+            return torch.zeros_like(query_lens, dtype=torch.bool)
         sparse = (query_lens > 0) & (query_lens <= self.reorder_batch_threshold)
         if not self.routes and self.sparse.selector is not None:
             sparse &= common.seq_lens // self.page_size > self.sparse.selector.budget_pages
@@ -204,13 +257,13 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         """Compiles what this layer needs, on a cache of its own, so that no request waits for it."""
         self.bind_cache(torch.zeros(2, self.num_kv_heads, spec.num_states, 2 * self.head_size, dtype=spec.dtype))
         first = torch.zeros(1, dtype=torch.int64)
-        if self.cache.statistics is not None:
-            update_page_statistics(self.cache.keys, self.cache.statistics, first, first)
-        grouped = torch.zeros(1, self.num_kv_heads, self.num_queries_per_kv, self.head_size, dtype=spec.dtype)
-        token = QueryTokens(grouped, first.unsqueeze(1), first + self.plan.page_size + 1)
-        self._attend(token, self.cache, self.all_heads)
-        if self.plan.routing is not None:
-            route_groups(token, self.cache.keys, self.plan.routing)
+        self._update_statistics((first, first))
+        if self.plan.is_sparse:
+            grouped = torch.zeros(1, self.num_kv_heads, self.num_queries_per_kv, self.head_size, dtype=spec.dtype)
+            token = QueryTokens(grouped, first.unsqueeze(1), first + self.plan.page_size + 1)
+            self._attend(token, self.cache, self.all_heads)
+            if self.plan.routing is not None:
+                route_groups(token, self.cache.keys, self.plan.routing)
         if self.plan.counters is not None:
             # Nobody asked for this token.
             self.plan.counters.zero_()
@@ -218,13 +271,23 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
 
     def _make_views(self, kv_cache: torch.Tensor) -> None:
         self.token_rows = kv_cache[:, :, : self.plan.block_size]
-        if not self.plan.is_sparse and self.plan.statistics is None:
+        if not self.plan.needs_cache_views:
             return
         self.all_heads = torch.arange(self.num_kv_heads)[None]
-        keys, values = packing.paged_keys_and_values(self.token_rows, self.isa, self.plan.page_size)
-        self.cache = KVCache(keys, values, self._statistics(kv_cache))
+
+        def in_pages(page_size: int) -> KVCache:
+            return KVCache(*packing.paged_keys_and_values(self.token_rows, self.isa, page_size))
+
+        self._make_caches(kv_cache, in_pages)
         if self.plan.routing is not None:
             self.cache_by_head = self.cache.by_head
+
+    def _update_statistics(self, filled: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Writes the statistics of pages, by blocks and indices within them, if the layer keeps any."""
+        cache = self.statistics_cache if self.plan.statistics is not None else None
+        if cache is not None:
+            assert cache.statistics is not None
+            update_page_statistics(cache.keys, cache.statistics, *filled)
 
     def do_kv_cache_update(
         self,
@@ -259,18 +322,28 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             )
 
         # A layer that shares the cache of another finds the statistics there.
-        if attn_metadata.filled and self.plan.statistics is not None and self.kv_sharing_target_layer_name is None:
-            assert self.cache.statistics is not None
-            update_page_statistics(self.cache.keys, self.cache.statistics, *attn_metadata.filled)
-        decode = attn_metadata.decode
-        if decode is None or not self.plan.is_sparse:
+        if attn_metadata.filled and self.kv_sharing_target_layer_name is None:
+            self._update_statistics(attn_metadata.filled)
+        decode = attn_metadata.decode if self.plan.is_sparse else None
+        prompts = attn_metadata.prompts if self.plan.prefill is not None else None
+        if decode is None and prompts is None:
             return dense(query, attn_metadata, output)
-        if attn_metadata.dense is None:
-            output[: attn_metadata.num_actual_tokens] = self._decode(query[: attn_metadata.num_actual_tokens], decode)
-            return output
-        dense_tokens = attn_metadata.dense_tokens
-        output[dense_tokens] = dense(query[dense_tokens], attn_metadata.dense, torch.empty_like(output[dense_tokens]))
-        output[decode.tokens] = self._decode(query[decode.tokens], decode)
+        rest = attn_metadata.rest[self.plan.is_sparse, self.plan.prefill is not None]
+        if rest is not None:
+            output[rest.tokens] = dense(query[rest.tokens], rest.metadata, torch.empty_like(output[rest.tokens]))
+        if decode is not None:
+            output[decode.tokens] = self._decode(query[decode.tokens], decode)
+        if prompts is not None:
+            output[prompts.tokens] = self._prefill(query[prompts.tokens], prompts.part)
+        return output
+
+    def _prefill(self, query: torch.Tensor, part: PromptRound) -> torch.Tensor:
+        """Attends with prompts; takes and returns `[num_tokens, num_heads, head_size]`."""
+        assert self.plan.prefill is not None
+        assert self.statistics_cache is not None
+        output = torch.empty_like(query)
+        batch = part.prompts.batch(query)
+        attend_prompts(self.plan.prefill, part.tiles, batch, self.statistics_cache, self.softmax, output)
         return output
 
     def _decode(self, query: torch.Tensor, decode: DecodeTokens) -> torch.Tensor:

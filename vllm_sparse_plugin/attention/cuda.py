@@ -1,9 +1,10 @@
-"""Runs the sparse decode pipeline on NVIDIA GPUs.
+"""Runs the sparse pipeline on NVIDIA GPUs.
 
-Prefill, sliding-window layers and leading dense layers run vLLM's FlashAttention on the token rows of the cache;
-decoding tokens run one fused kernel, which attends short contexts whole, or, where they are routed or may stop but
-select no pages, one that splits long contexts. What a step does is decided by the shape of its batch alone, so a batch
-of decoding requests is one full CUDA graph.
+Short prompts, sliding-window layers, leading dense layers and, unless it is sparse, prefill run vLLM's FlashAttention
+on the token rows of the cache; sparse prefill runs it on blocks that the tiles of long prompts choose. Decoding tokens
+run one fused kernel, which attends short contexts whole, or, where they are routed or may stop but select no pages, one
+that splits long contexts. What a step does is decided by the shape of its batch alone, so a batch of decoding requests
+is one full CUDA graph.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from sparse_kernels.batch import DecodeBatch, DecodeOutput, QueryTokens
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, Prompts, QueryTokens
+from sparse_kernels.block_prefill import VarlenAttention, VirtualSequences
 from sparse_kernels.cache import KVCache
 from sparse_kernels.limits import HEAD_SIZES
 from sparse_kernels.page_statistics import write_cache
@@ -22,6 +24,7 @@ from sparse_kernels.split_attention import pieces_of, rows_at_once, split_attent
 from vllm.config import VllmConfig, get_current_vllm_config_or_none, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backends import fa_utils
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -34,6 +37,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 from vllm_sparse_plugin.admission import CUDA_KERNEL_BLOCK, block_multiple
 from vllm_sparse_plugin.attention.base import DecodeRun, SparseBackend, SparseImpl, decode_runs, report_memory
 from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
+from vllm_sparse_plugin.attention.prefill import PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.diagnostics.live import StepSampler
 
@@ -43,6 +47,8 @@ if TYPE_CHECKING:
 _PREFERRED_BLOCK = 64
 """Tokens of a block unless the user says otherwise: the statistics of a block and head are then one kilobyte in a row,
 which is what memory reads well."""
+_PREFILL_SCRATCH = 300 * 2**20
+"""Bytes beside queries and outputs that a layer's sparse prefill takes at most: scores, summaries of pages, tables."""
 
 
 class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
@@ -86,7 +92,7 @@ class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        if not cls.config().is_sparse:
+        if not cls.config().runs_kernels:
             return bool(super().supports_head_size(head_size))
         return head_size in HEAD_SIZES
 
@@ -122,6 +128,10 @@ class SparseCUDAMetadata(FlashAttentionMetadata):
     speculate differently far."""
     prefill: FlashAttentionMetadata | None = None
     """Metadata of the batch that the other requests form; None if there are none."""
+    dense_decode: FlashAttentionMetadata | None = None
+    """Metadata of the requests that decode, for layers that are dense but in prefill; only beside `rounds`."""
+    rounds: list[PromptRound] = field(default_factory=list)
+    """The requests that prefill, for layers whose prefill is sparse; empty if they all read everything."""
     sampled: int | None = None
     """Index of the decoding token whose selection is measured, if one's is."""
 
@@ -159,6 +169,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             layer.impl.scratch = scratch
         self.any_dense_layer = not all(plan.is_sparse for plan in group.plans.values())
         self.any_sparse_layer = any(plan.is_sparse for plan in group.plans.values())
+        self.prefill_rule, self.group_sizes = group.prefill_rule, group.group_sizes
+        self.any_dense_decode = any(plan.prefill and not plan.is_sparse for plan in group.plans.values())
         if statistics is not None:
             report_memory(backend.get_name(), vllm_config, kv_cache_spec, statistics, len(layers))
 
@@ -189,7 +201,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             counts.step()
         if self.reads is not None:
             self.reads.step(common, self.reorder_batch_threshold)
-        runs = self._decode_runs(common) if self.any_sparse_layer else []
+        runs, prompts = self._split(common)
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)
         whole = None
@@ -225,7 +237,42 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                 metadata.prefill = super().build(common_prefix_len, prefills, fast_build=True)
             else:
                 metadata.prefill = whole
+        if prompts is not None:
+            assert self.prefill_rule is not None
+            most_tokens = self.vllm_config.model_config.max_model_len
+            metadata.rounds = plan_rounds(prompts, self.prefill_rule, self.group_sizes, most_tokens)
+            if num_decodes and self.any_dense_decode:
+                decodes = _first(common, num_decodes, num_decode_tokens)
+                metadata.dense_decode = super().build(common_prefix_len, decodes, fast_build=True)
         return metadata
+
+    def _split(self, common: CommonAttentionMetadata) -> tuple[list[DecodeRun], Prompts | None]:
+        """Returns the requests that decode, and the others if some of them attend sparsely.
+
+        Where all layers are dense there are none that decode, unless others attend sparsely: vLLM then takes the batch
+        as it is.
+        """
+        rule = self.prefill_rule
+        if rule is None and not self.any_sparse_layer:
+            return [], None
+        runs = self._decode_runs(common)
+        first = sum(run.num_requests for run in runs)
+        bound = common.seq_lens_cpu_upper_bound
+        if rule is None or first == common.num_reqs:
+            return runs if self.any_sparse_layer else [], None
+        others = common.num_reqs - first
+        longest = [common.max_seq_len] * others if bound is None else bound[first:].tolist()
+        if not any(reads_less(rule, length) for length in longest):
+            return runs if self.any_sparse_layer else [], None
+        starts = common.query_start_loc_cpu[first:]
+        prompts = Prompts(
+            common.query_start_loc[first:] - sum(run.num_tokens for run in runs),
+            common.block_table_tensor[first:],
+            common.seq_lens[first:],
+            tuple((starts[1:] - starts[:-1]).tolist()),
+            tuple(longest),
+        )
+        return runs, prompts
 
     def _decode_runs(self, common: CommonAttentionMetadata) -> list[DecodeRun]:
         longest = self.reorder_batch_threshold
@@ -270,6 +317,24 @@ def _without_first(common: CommonAttentionMetadata, requests: int, tokens: int) 
     )
 
 
+def _first(common: CommonAttentionMetadata, requests: int, tokens: int) -> CommonAttentionMetadata:
+    """Returns the batch of the first requests."""
+    start = common.query_start_loc_cpu[: requests + 1]
+    bound = common.seq_lens_cpu_upper_bound
+    return common.replace(
+        query_start_loc=common.query_start_loc[: requests + 1],
+        query_start_loc_cpu=start,
+        seq_lens=common.seq_lens[:requests],
+        seq_lens_cpu_upper_bound=None if bound is None else bound[:requests],
+        is_prefilling=None if common.is_prefilling is None else common.is_prefilling[:requests],
+        num_reqs=requests,
+        num_actual_tokens=tokens,
+        max_query_len=int((start[1:] - start[:-1]).max()),
+        block_table_tensor=common.block_table_tensor[:requests],
+        slot_mapping=common.slot_mapping[:tokens],
+    )
+
+
 class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
     """One attention layer."""
 
@@ -284,7 +349,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         if kv_cache.dtype == torch.uint8:
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
         self.token_rows = kv_cache[:, :, : self.plan.block_size]
-        self.cache = KVCache.from_rows(self.token_rows, self.plan.page_size, self._statistics(kv_cache))
+        self._make_caches(kv_cache, lambda page_size: KVCache.from_rows(self.token_rows, page_size))
 
     def do_kv_cache_update(
         self,
@@ -296,8 +361,9 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
     ) -> None:
         self.bind_cache(kv_cache)
         scales: Any = layer
+        cache = self.statistics_cache or self.cache
         write_cache(
-            key, value, self.token_rows, self.cache.statistics, slot_mapping, self.plan.page_size, scales._k_scale,
+            key, value, self.token_rows, cache.statistics, slot_mapping, cache.page_size, scales._k_scale,
             scales._v_scale,
         )  # fmt: skip
 
@@ -314,6 +380,11 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if attn_metadata is None:
+            backend: type[SparseCUDABackend] = layer.attn_backend  # type: ignore[assignment]
+            if backend.config().block_prefill is not None:
+                # vLLM's profile of its memory must leave room for queries and outputs in another order.
+                bytes_taken = 2 * query.numel() * output.itemsize + _PREFILL_SCRATCH
+                torch.empty(bytes_taken, dtype=torch.uint8, device=query.device)
             return output.fill_(0)
         assert isinstance(attn_metadata, SparseCUDAMetadata)
         self.bind_cache(kv_cache)
@@ -326,26 +397,86 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
                 output_block_scale,
             )  # fmt: skip
 
-        if not self.plan.is_sparse:
+        rounds = attn_metadata.rounds if self.plan.prefill is not None else []
+        if not self.plan.is_sparse and not rounds:
             dense(attn_metadata, 0)
             return output
-        scales: Any = layer
-        query_scale = scales._q_scale if query.dtype.itemsize == 1 else None
-        cache = self.cache
-        if cache.keys.view.dtype.itemsize == 1:
-            cache = replace(cache, key_scale=scales._k_scale, value_scale=scales._v_scale)
-        for decode in attn_metadata.decode:
+        first = attn_metadata.num_decode_tokens
+        if self.plan.is_sparse:
+            self._decode_all(layer, query, attn_metadata, output)
+        elif attn_metadata.dense_decode is not None:
+            dense(attn_metadata.dense_decode, 0)
+        if rounds:
+            self._prefill(layer, query[first:], rounds, output[first:])
+        elif attn_metadata.prefill is not None:
+            dense(attn_metadata.prefill, first)
+        return output
+
+    def _decode_all(self, layer: Any, query: torch.Tensor, metadata: SparseCUDAMetadata, output: torch.Tensor) -> None:
+        """Attends with the decoding tokens of a step."""
+        cache = self._scaled(self.cache, layer)
+        for decode in metadata.decode:
             batch = DecodeBatch(
                 query[decode.tokens], decode.block_table, decode.seq_lens, decode.dense, self.plan.dense_tokens,
-                query_scale, self.plan.max_context,
+                self._query_scale(query, layer), self.plan.max_context,
             )  # fmt: skip
             self._decode(batch, cache, DecodeOutput(output[decode.tokens], counters=self.plan.counters))
-            sampled = attn_metadata.sampled
+            sampled = metadata.sampled
             if sampled is not None and decode.tokens.start <= sampled < decode.tokens.stop:
                 self._measure(batch, cache, sampled - decode.tokens.start)
-        if attn_metadata.prefill:
-            dense(attn_metadata.prefill, attn_metadata.num_decode_tokens)
-        return output
+
+    @staticmethod
+    def _query_scale(query: torch.Tensor, layer: Any) -> torch.Tensor | None:
+        """The layer's scale of queries, for float8 queries."""
+        scale: torch.Tensor = layer._q_scale
+        return scale if query.dtype.itemsize == 1 else None
+
+    @staticmethod
+    def _scaled(cache: KVCache, layer: Any) -> KVCache:
+        """A cache with the layer's scales, if it is of one byte."""
+        if cache.keys.view.dtype.itemsize > 1:
+            return cache
+        return replace(cache, key_scale=layer._k_scale, value_scale=layer._v_scale)
+
+    def _prefill(self, layer: Any, query: torch.Tensor, rounds: list[PromptRound], output: torch.Tensor) -> None:
+        """Attends with the prompts of a step: `query` and `output` are those of their tokens."""
+        assert self.plan.prefill is not None
+        assert self.statistics_cache is not None
+        cache, query_scale = self._scaled(self.statistics_cache, layer), self._query_scale(query, layer)
+
+        attend = self._varlen_attention(layer) if query.is_cuda else None
+        for part in rounds:
+            batch = part.prompts.batch(query[part.tokens], query_scale)
+            attend_prompts(self.plan.prefill, part.tiles, batch, cache, self.softmax, output[part.tokens], attend)
+
+    def _varlen_attention(self, layer: Any) -> VarlenAttention:
+        """Returns vLLM's FlashAttention over virtual sequences."""
+
+        def attend(sequences: VirtualSequences, output: torch.Tensor, wants_lse: bool) -> torch.Tensor | None:
+            shape = len(sequences.lengths), 1
+            # Learned sinks differ by head, and a virtual sequence has one set for all: the operation adds them.
+            attended = fa_utils.flash_attn_varlen_func(
+                q=sequences.queries,
+                k=sequences.keys,
+                v=sequences.values,
+                out=output,
+                cu_seqlens_q=sequences.query_rows,
+                max_seqlen_q=sequences.max_rows,
+                seqused_k=sequences.lengths,
+                max_seqlen_k=sequences.max_length,
+                softmax_scale=self.scale,
+                causal=True,
+                softcap=self.logits_soft_cap,
+                block_table=sequences.page_table,
+                return_softmax_lse=wants_lse,
+                fa_version=self.vllm_flash_attn_version,
+                q_descale=layer._q_scale.expand(shape) if self.supports_quant_query_input else None,
+                k_descale=layer._k_scale.expand(shape),
+                v_descale=layer._v_scale.expand(shape),
+            )
+            return attended[1] if wants_lse else None
+
+        return attend
 
     def _decode(self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput) -> None:
         """Attends with decoding tokens to what the plan has them read."""

@@ -1,4 +1,4 @@
-"""Decides what each attention layer does with the tokens that decode, once, when an engine starts."""
+"""Decides what each attention layer does with the tokens of a step, once, when an engine starts."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from sparse_kernels.batch import PageSelection
+from sparse_kernels.block_prefill import BlockRule
 from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.page_statistics import StatisticsLayout
 from sparse_kernels.split_attention import Stopping
@@ -17,20 +18,22 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
+from vllm_sparse_plugin.attention.prefill import PrefillPlan
 from vllm_sparse_plugin.config import ResolvedConfig
-from vllm_sparse_plugin.diagnostics.live import READS, SKIPPED, ContextReads, DeviceCounts, LayerQuality
+from vllm_sparse_plugin.diagnostics.live import DENSITY, READS, SKIPPED, ContextReads, DeviceCounts, LayerQuality
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import EveryPage, Selection
+from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one attention layer does with the tokens that decode."""
+    """What one attention layer does with the tokens that decode, and with those of prompts."""
 
     block_size: int
     """Tokens of a cache block."""
     page_size: int
-    """Tokens of a page."""
+    """Tokens of a page that decoding tokens read."""
     dense_tokens: int
     """Contexts of up to this many tokens are attended whole."""
     max_context: int | None = None
@@ -47,11 +50,23 @@ class LayerPlan:
     """`[num_kv_heads, 4]` int64, see `stopping.count_reads`; only where attention may stop."""
     quality: LayerQuality | None = None
     """Measures sampled tokens; None if none are sampled."""
+    prefill: PrefillPlan | None = None
+    """How prompts attend; None for densely."""
+
+    @property
+    def scores_pages(self) -> bool:
+        """Whether decoding tokens choose pages by the statistics, which may be there for prefill alone."""
+        return isinstance(self.selector, ScoredSelection)
 
     @property
     def is_sparse(self) -> bool:
         """Whether decoding tokens of this layer attend in our kernels."""
         return self.selector is not None or self.routing is not None
+
+    @property
+    def needs_cache_views(self) -> bool:
+        """Whether our kernels read or write this layer's cache."""
+        return self.is_sparse or self.statistics is not None
 
     @cached_property
     def page_selection(self) -> PageSelection | None:
@@ -75,6 +90,10 @@ class LayerGroup(NamedTuple):
     """What kernels count on the device."""
     reads: ContextReads | None
     """What lengths say of the tokens read; None if no layer selects, or where attention may stop."""
+    prefill_rule: BlockRule | None
+    """Which blocks prompts read in the layers whose prefill is sparse; None if there are none."""
+    group_sizes: set[int]
+    """Query heads to a KV head of those layers."""
 
 
 def plan_layers(
@@ -99,6 +118,7 @@ def plan_layers(
         ConfigurationError: for routed layers with learned sink logits, which take the place of the first token.
     """
     routing, skipped = _routing_of(layers, sparse, vllm_config, device)
+    prefill, densities = _prefill_of(layers, sparse, vllm_config, device)
     selecting = {name: layer for name, layer in layers.items() if selects_pages(layer, sparse)}
     reads = _counts_of_reads(selecting, sparse, vllm_config, device)
     counters = dict(zip(selecting, reads.of_layers, strict=True)) if reads else {}
@@ -118,9 +138,16 @@ def plan_layers(
             routing=routing.get(name),
             counters=counters.get(name),
             quality=quality,
+            prefill=prefill.get(name),
         )
-    counts = [counts for counts in (skipped, reads) if counts is not None]
-    return LayerGroup(plans, counts, _reads_by_length(sparse) if selecting else None)
+    counts = [counts for counts in (skipped, reads, densities) if counts is not None]
+    return LayerGroup(
+        plans=plans,
+        counts=counts,
+        reads=_reads_by_length(sparse) if selecting else None,
+        prefill_rule=next((plan.rule for plan in prefill.values()), None),
+        group_sizes={layers[name].num_heads // layers[name].num_kv_heads for name in prefill},
+    )
 
 
 def attends_whole_context(layer: Attention) -> bool:
@@ -132,9 +159,12 @@ def selects_pages(layer: Attention, sparse: ResolvedConfig) -> bool:
     """Returns whether decoding tokens of a layer read selected pages."""
     if sparse.selector is None or not attends_whole_context(layer):
         return False
-    # A layer that shares the cache of another can only read statistics that its owner writes.
-    owner = layer.kv_sharing_target_layer_name or layer.layer_name
-    return extract_layer_index(owner) >= sparse.config.first_dense_layers
+    return _owner_index(layer) >= sparse.config.first_dense_layers
+
+
+def _owner_index(layer: Attention) -> int:
+    """Returns the index of a layer, or of the one whose cache it shares: that one writes the statistics."""
+    return int(extract_layer_index(layer.kv_sharing_target_layer_name or layer.layer_name))
 
 
 def first_kv_head(vllm_config: VllmConfig) -> int:
@@ -168,6 +198,25 @@ def _routing_of(
         for name, (index, heads), counted in zip(routed, numbered, counts.of_layers, strict=True)
     }
     return of_layer, counts
+
+
+def _prefill_of(
+    layers: Mapping[str, Attention], sparse: ResolvedConfig, vllm_config: VllmConfig, device: torch.device
+) -> tuple[dict[str, PrefillPlan], DeviceCounts | None]:
+    """Returns the plans of the layers whose prompts attend sparsely, and the counts of what they read."""
+    prefill = sparse.block_prefill
+    if prefill is None:
+        return {}, None
+    sparsely = {
+        name: layer
+        for name, layer in layers.items()
+        if attends_whole_context(layer) and _owner_index(layer) >= prefill.first_dense_layers
+    }
+    if not sparsely:
+        return {}, None
+    counts, rule = DeviceCounts(_numbered(sparsely, vllm_config), DENSITY, 2, device), prefill.rule()
+    plans = {name: PrefillPlan(rule, counted) for name, counted in zip(sparsely, counts.of_layers, strict=True)}
+    return plans, counts
 
 
 def _counts_of_reads(

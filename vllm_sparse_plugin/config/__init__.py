@@ -4,6 +4,7 @@ Importing it and resolving a configuration need neither vLLM nor torch.
 """
 
 from vllm_sparse_plugin.config.messages import describe_fields, describe_policies
+from vllm_sparse_plugin.config.prefill import BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.routing import ModelIdentity, Routing, identify
 from vllm_sparse_plugin.config.schema import KEY, Diagnostics, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.config.sources import preset_names, resolve
@@ -11,12 +12,14 @@ from vllm_sparse_plugin.config.termination import Termination
 
 __all__ = [
     "KEY",
+    "BlockPrefill",
     "Diagnostics",
     "ModelIdentity",
     "ResolvedConfig",
     "Routing",
     "SparseAttentionConfig",
     "Termination",
+    "ZipVLPrefill",
     "describe_fields",
     "describe_policies",
     "identify",

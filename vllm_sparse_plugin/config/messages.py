@@ -4,38 +4,45 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, get_args
 
 from annotated_types import Ge, Le
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from vllm_sparse_plugin.config.schema import KEY, SECTIONS, SOURCES, SparseAttentionConfig, fields_by_key
+from vllm_sparse_plugin.config.schema import KEY, SECTIONS, SOURCES, VARIANTS, SparseAttentionConfig, fields_by_key
 from vllm_sparse_plugin.errors import choices
-from vllm_sparse_plugin.policies import POLICIES, Selection
+from vllm_sparse_plugin.policies import POLICIES
 
 
 def describe_fields() -> list[tuple[str, str, Any, str]]:
     """Returns every field of the schema, for documentation: (dotted name, allowed values, default, description)."""
-    names = [policy.name() for policy in POLICIES]
-    rows = [("selection.policy", choices(names), names[0], "Which pages a decode step reads.")]
-    for key in SECTIONS["selection"]:
-        if key == "policy":
-            continue
-        # Policies may allow different values for a setting of one name.
-        owners: dict[tuple[str, Any, str | None], list[str]] = {}
-        for policy in POLICIES:
-            if field := fields_by_key(policy).get(key):
-                owners.setdefault((_allowed(field), field.default, field.description), []).append(policy.name())
-        for names in owners.values():
-            field = next(fields_by_key(policy)[key] for policy in POLICIES if policy.name() == names[0])
-            rows.append(
-                _row(f"selection.{key}", field, "" if key in fields_by_key(Selection) else f"{', '.join(names)}: ")
-            )
     top = {name: field for name, field in SparseAttentionConfig.model_fields.items() if name not in SECTIONS}
-    rows += [_row(name, field, "") for name, field in top.items()]
-    for section, fields in SECTIONS.items():
-        rows += [_row(f"{section}.{name}", field, "") for name, field in fields.items() if section != "selection"]
+    first, *others = SECTIONS
+    rows = [*_rows(first), *(_row(name, field, "") for name, field in top.items())]
+    return rows + [row for section in others for row in _rows(section)]
+
+
+def _rows(section: str) -> list[tuple[str, str, Any, str]]:
+    """Returns the fields of a section, those of several models with the names of the models that have them."""
+    if section not in VARIANTS:
+        return [_row(f"{section}.{key}", field, "") for key, field in SECTIONS[section].items()]
+    tag, _, common, default = VARIANTS[section]
+    models = VARIANTS[section].by_name
+    text = _text(SparseAttentionConfig.model_fields[section])
+    rows: list[tuple[str, str, Any, str]] = [(f"{section}.{tag}", choices(models), default, text)]
+    for key in SECTIONS[section]:
+        if key == tag:
+            continue
+        # Models may allow different values for a setting of one name.
+        owners: dict[tuple[str, Any, str | None], list[str]] = {}
+        for name, model in models.items():
+            if field := fields_by_key(model).get(key):
+                owners.setdefault((_allowed(field), field.default, field.description), []).append(name)
+        for names in owners.values():
+            prefix = "" if key in fields_by_key(common) else f"{', '.join(names)}: "
+            rows.append(_row(f"{section}.{key}", fields_by_key(models[names[0]])[key], prefix))
     return rows
 
 
@@ -45,7 +52,11 @@ def describe_policies() -> list[tuple[str, str, str]]:
 
 
 def _row(name: str, field: FieldInfo, prefix: str) -> tuple[str, str, Any, str]:
-    return name, _allowed(field), field.default, prefix + " ".join((field.description or "").split())
+    return name, _allowed(field), field.default, prefix + _text(field)
+
+
+def _text(field: FieldInfo) -> str:
+    return " ".join((field.description or "").split())
 
 
 def sentence_of(error: ErrorDetails, sources: Mapping[str, str]) -> str:
@@ -56,8 +67,9 @@ def sentence_of(error: ErrorDetails, sources: Mapping[str, str]) -> str:
         sources: of the values by dotted field name; the sentence names one that is not the
             settings themselves.
     """
-    tags = {policy.name() for policy in POLICIES}
-    path = [str(part) for depth, part in enumerate(error["loc"]) if depth != 1 or part not in tags]
+    variants = VARIANTS.get(str(error["loc"][0])) if error["loc"] else None
+    names = variants.by_name if variants else {}
+    path = [str(part) for depth, part in enumerate(error["loc"]) if depth != 1 or part not in names]
     name = ".".join([KEY, *path])
     origin = sources.get(".".join(path))
     where = f" (from {origin})" if origin and origin != "additional config" else ""
@@ -70,9 +82,9 @@ def sentence_of(error: ErrorDetails, sources: Mapping[str, str]) -> str:
             close = difflib.get_close_matches(path[-1], known, n=1)
             hint = f" (did you mean {close[0]!r}?)" if close else ""
             return f"{name}{where}: unknown key{hint}, allowed: {choices(known)}"
-        case "union_tag_invalid" | "union_tag_not_found":
-            got = got.get("policy") if isinstance(got, dict) else got
-            return f"{name}.policy{where}: got {got!r}, allowed: {choices(sorted(tags))}"
+        case "union_tag_invalid" | "union_tag_not_found" if variants:
+            got = got.get(variants.tag) if isinstance(got, dict) else got
+            return f"{name}.{variants.tag}{where}: got {got!r}, allowed: {choices(sorted(names))}"
     field = _field(path, error["loc"])
     return f"{name}{where}: got {got!r}, allowed: {_allowed(field) if field else 'a mapping of settings'}"
 
@@ -80,24 +92,29 @@ def sentence_of(error: ErrorDetails, sources: Mapping[str, str]) -> str:
 def _known_keys(section: tuple[int | str, ...]) -> list[str]:
     if not section:
         return [*SparseAttentionConfig.model_fields, *SOURCES]
-    if section[0] != "selection":
-        return list(SECTIONS[str(section[0])])
-    return list(fields_by_key(next(policy for policy in POLICIES if policy.name() == section[-1])))
+    return list(_fields_at(section))
 
 
 def _field(path: list[str], location: tuple[int | str, ...]) -> FieldInfo | None:
     if path[:1] and path[0] in SECTIONS:
-        policy = next((policy for policy in POLICIES if path[0] == "selection" and policy.name() in location), None)
-        fields = fields_by_key(policy) if policy else SECTIONS[path[0]]
-        return fields.get(path[1]) if len(path) > 1 else None
+        return _fields_at(location).get(path[1]) if len(path) > 1 else None
     return SparseAttentionConfig.model_fields.get(path[0]) if path else None
+
+
+def _fields_at(location: tuple[int | str, ...]) -> dict[str, FieldInfo]:
+    """Returns the fields of the section at a location of pydantic's, of the model that it names there."""
+    section = str(location[0])
+    models = VARIANTS[section].by_name if section in VARIANTS else {}
+    model = models.get(str(location[1])) if len(location) > 1 else None
+    return fields_by_key(model) if model else SECTIONS[section]
 
 
 def _allowed(field: FieldInfo) -> str:
     if sentence := next((text for text in field.metadata if isinstance(text, str)), None):
         return sentence
-    if literals := get_args(field.annotation):
-        return choices([str(literal) for literal in literals])
+    kinds = get_args(field.annotation)
+    if kinds and NoneType not in kinds:
+        return choices([str(literal) for literal in kinds])
     kind = "an integer" if field.annotation is int else "a number"
     least = next(bound.ge for bound in field.metadata if isinstance(bound, Ge))
     most = next(bound.le for bound in field.metadata if isinstance(bound, Le))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import or_
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
+from vllm_sparse_plugin.config.prefill import PREFILLS, BlockPrefill
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.termination import Termination
 from vllm_sparse_plugin.names import KEY as KEY
@@ -17,12 +19,14 @@ from vllm_sparse_plugin.policies import POLICIES, EveryPage, Policy, Selection, 
 from vllm_sparse_plugin.policies.base import Section
 
 if TYPE_CHECKING:
+    from sparse_kernels.page_statistics import StatisticsLayout
     from sparse_kernels.stopping import StopRule
 
 SOURCES = ("preset", "config")
 """Keys beside those of the schema: the names of a preset and of a YAML file to take values from."""
 
 AnySelection = Annotated[reduce(or_, POLICIES), Field(discriminator="policy")]  # type: ignore[valid-type]
+AnyPrefill = Annotated[reduce(or_, PREFILLS), Field(discriminator="method")]  # type: ignore[valid-type]
 
 
 class Diagnostics(Section):
@@ -35,10 +39,12 @@ class Diagnostics(Section):
 
 
 class SparseAttentionConfig(Section):
-    """Settings of the decode pipeline. Prefill is always dense."""
+    """Settings of the pipeline."""
 
     selection: AnySelection = UniqueSelection()  # type: ignore[valid-type]
     """Which pages a decode step reads."""
+    prefill: AnyPrefill | None = None  # type: ignore[valid-type]
+    """What the tokens of a prompt attend to; None for everything."""
     routing: Routing | None = None
     """Which KV groups a decode step skips; None for none."""
     termination: Termination | None = None
@@ -64,13 +70,43 @@ def fields_by_key(section: type[Section]) -> dict[str, FieldInfo]:
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
+class Variants(NamedTuple):
+    """A section that is one of several models, as one of its keys says."""
+
+    tag: str
+    """The key."""
+    models: Sequence[type[Section]]
+    """The models."""
+    common: type[Section]
+    """What all of them share, whose settings mean the same in each."""
+    default: str | None
+    """Value of the key in a configuration that does not name it; None where the section is then absent."""
+
+    @property
+    def by_name(self) -> dict[str, type[Section]]:
+        """The models by their value of the key."""
+        return {str(model.model_fields[self.tag].default): model for model in self.models}
+
+    @property
+    def fields(self) -> dict[str, FieldInfo]:
+        """The fields of all models, by the keys that a user writes."""
+        return {key: field for model in self.models for key, field in fields_by_key(model).items()}
+
+
+VARIANTS: dict[str, Variants] = {
+    "selection": Variants("policy", POLICIES, Selection, POLICIES[0].name()),
+    "prefill": Variants("method", PREFILLS, Section, None),
+}
+"""The sections of several models."""
 SECTIONS: dict[str, dict[str, FieldInfo]] = {
-    "selection": {key: field for policy in POLICIES for key, field in fields_by_key(policy).items()},
+    **{section: variants.fields for section, variants in VARIANTS.items()},
     "routing": fields_by_key(Routing),
     "termination": fields_by_key(Termination),
     "diagnostics": fields_by_key(Diagnostics),
 }
 """Fields of the parts of the configuration that are mappings, by the keys that a user writes."""
+REPLACED: dict[str, tuple[str, str]] = {"routing": ("threshold", "cubic"), "prefill": ("density", "coverage")}
+"""Two keys of a section that say one thing in two ways: one of a later source replaces the other."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +129,12 @@ class ResolvedConfig:
         return self.config.routing
 
     @property
+    def block_prefill(self) -> BlockPrefill | None:
+        """The prefill part, if prompts attend to blocks."""
+        prefill = self.config.prefill
+        return prefill if isinstance(prefill, BlockPrefill) else None
+
+    @property
     def selector(self) -> Selection | None:
         """The policy that chooses pages, all of them where dense attention may stop; None if everything is read."""
         if isinstance(self.selection, Selection):
@@ -110,3 +152,21 @@ class ResolvedConfig:
     def is_sparse(self) -> bool:
         """Whether decode steps of some layers run in our kernels."""
         return self.selector is not None or self.routing is not None
+
+    @property
+    def runs_kernels(self) -> bool:
+        """Whether attention of some tokens runs in our kernels."""
+        return self.is_sparse or self.block_prefill is not None
+
+    def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout | None:
+        """Returns how page statistics lie in the KV block: the policy's or, where it has none and prefill needs some,
+        those of UNIQUE; None if nothing needs any.
+
+        Args:
+            head_size: elements of a key.
+            cache_itemsize: bytes of an element of the KV cache.
+        """
+        layout: StatisticsLayout | None = self.selection.statistics_layout(head_size, cache_itemsize)
+        if layout is None and self.block_prefill is not None:
+            return UniqueSelection().statistics_layout(head_size, cache_itemsize)
+        return layout

@@ -15,7 +15,7 @@ import yaml
 from pydantic import ValidationError
 
 from vllm_sparse_plugin.config.messages import sentence_of
-from vllm_sparse_plugin.config.schema import KEY, SOURCES, ResolvedConfig, SparseAttentionConfig
+from vllm_sparse_plugin.config.schema import KEY, REPLACED, SOURCES, VARIANTS, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 
 ADDITIONAL_CONFIG = "additional config"
@@ -100,17 +100,18 @@ def _parse(origin: str, text: str) -> dict[str, Any]:
 def _merge(
     into: dict[str, Any], sources: dict[str, str], values: Mapping[str, Any], source: str, prefix: str = ""
 ) -> None:
-    if "policy" in values and "policy" in into and values["policy"] != into["policy"]:
-        # Settings of another policy mean nothing to the new one.
+    section = prefix.removesuffix(".")
+    tag = VARIANTS[section].tag if section in VARIANTS else None
+    if tag in values and tag in into and values[tag] != into[tag]:
+        # Settings of another policy or method mean nothing to the new one.
         into.clear()
         for name in [name for name in sources if name.startswith(prefix)]:
             del sources[name]
-    if prefix == "routing.":
-        # One form of the threshold replaces the other.
-        for form, replaced in (("threshold", "cubic"), ("cubic", "threshold")):
-            if form in values and replaced not in values:
-                into.pop(replaced, None)
-                sources.pop(prefix + replaced, None)
+    forms = REPLACED.get(section, ())
+    for form, replaced in (forms, forms[::-1]) if forms else ():
+        if form in values and replaced not in values:
+            into.pop(replaced, None)
+            sources.pop(prefix + replaced, None)
     for key, value in values.items():
         if isinstance(value, Mapping) and isinstance(into.setdefault(key, {}), dict):
             _merge(into[key], sources, value, source, f"{prefix}{key}.")

@@ -1,0 +1,137 @@
+"""Sparse prefill in one attention layer, through vLLM's own metadata and KV-cache update on a CPU."""
+
+import pytest
+import torch
+from sparse_kernels.batch import Prompts, Softmax
+from sparse_kernels.block_prefill import plan_tiles, prefill_blocks
+from sparse_kernels.cache import KVCache
+from support.engines import MODEL, run_engine
+from support.layer import LayerHarness
+from transformers import AutoTokenizer
+
+from vllm_sparse_plugin.needles import build_questions, is_correct
+
+DENSE_TOLERANCE = 2e-2
+"""vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
+FEW = {"method": "blocks", "min_context_tokens": 256, "min_blocks": 2, "density": 0.01, "query_stride": 1}
+POLICIES = ("unique", "dense", "streaming_llm", "quest", "art")
+
+
+def harness_of(model: str, backend: str = "unique", layer_index: int = 0, **prefill: object) -> LayerHarness:
+    settings = {"prefill": FEW | prefill, "min_context_tokens": 64}
+    if backend not in ("dense", "art"):
+        settings["selection"] = {"budget_tokens": 64, "page_size": 16}
+    return LayerHarness(model, settings=settings, backend=backend, layer_index=layer_index)
+
+
+def is_dense(harness: LayerHarness, request, output: torch.Tensor, token: int) -> bool:
+    return bool((output[token].double() - harness.dense(request, token)).abs().max() < DENSE_TOLERANCE)
+
+
+@pytest.mark.parametrize("backend", POLICIES)
+def test_long_prompts_read_blocks_and_short_ones_everything(model, backend):
+    """Tokens beyond `min_context_tokens` and the fewest blocks choose; decoding tokens do what they do without."""
+    harness = harness_of(model, backend)
+    long, short = harness.request(600), harness.request(200)
+    output, whole = harness.step([(long, 600), (short, 200)])
+    assert output.isfinite().all()
+    assert [is_dense(harness, long, output, token) for token in (0, 255, 256, 599)] == [True, True, False, False]
+    assert all(is_dense(harness, short, whole, token) for token in (0, 199))
+    read, past = harness.layer.impl.plan.prefill.counters.unbind(1)
+    # Tiles from position 0, 64, ... of 600 tokens, and the prompt of 200 is none of them; 2 blocks from 256 on.
+    assert past.tolist() == [sum(range(10))] * 2
+    assert read.tolist() == [sum(range(4)) + 6 * 2] * 2
+
+
+def test_what_a_layer_does_is_what_the_operation_does(model):
+    harness = harness_of(model)
+    request = harness.request(600)
+    (output,) = harness.step([(request, 600)])
+    plan, impl = harness.layer.impl.plan, harness.layer.impl
+    lens = torch.tensor([0, 600], dtype=torch.int32), torch.tensor([request.blocks], dtype=torch.int32)
+    prompts = Prompts(*lens, lens[0][1:], (600,), (600,))
+    tiles = plan_tiles(prompts, plan.prefill.rule, impl.num_heads // impl.num_kv_heads)
+    expected = torch.empty_like(output)
+    batch = prompts.batch(request.fresh)
+    prefill_blocks(batch, impl.statistics_cache, Softmax(impl.scale), plan.prefill.rule, tiles, output=expected)
+    assert isinstance(impl.statistics_cache, KVCache)
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("backend", ["unique", "dense", "streaming_llm"])
+def test_chunks_of_whole_tiles_change_nothing_and_decoding_goes_on_beside(model, backend):
+    data = {}
+    generator = torch.Generator().manual_seed(3)
+    shapes = ((8, 64), (2, 64), (2, 64))
+    data = tuple(torch.randn(600, *shape, generator=generator).bfloat16() for shape in shapes)
+    at_once = harness_of(model, backend)
+    request = at_once.request(600)
+    (expected,) = at_once.step([(request, 600)], {0: data})
+    chunked = harness_of(model, backend)
+    decoding, request, done = chunked.request(300), chunked.request(600), []
+    chunked.step([(decoding, 300)])
+    for begin, end in ((0, 320), (320, 512), (512, 600)):
+        part = tuple(tensor[begin:end] for tensor in data)
+        beside, output = chunked.step([(decoding, 1), (request, end - begin)], {1: part})
+        done.append(output)
+        assert is_dense(chunked, decoding, beside, 0) == (backend == "dense")
+    # Chunks whose contexts end before the choice begins run vLLM's kernel, the others the operation.
+    assert torch.equal(torch.cat(done)[320:], expected[320:])
+
+
+def test_density_of_one_reads_everything(model):
+    harness = harness_of(model, density=1.0)
+    request = harness.request(600)
+    (output,) = harness.step([(request, 600)])
+    assert all(is_dense(harness, request, output, token) for token in range(0, 600, 37))
+    read, past = harness.layer.impl.plan.prefill.counters.unbind(1)
+    assert torch.equal(read, past)
+
+
+def test_leading_layers_and_windows_stay_dense(model):
+    assert harness_of(model, layer_index=1, first_dense_layers=2).layer.impl.plan.prefill is None
+    assert harness_of(model, layer_index=2, first_dense_layers=2).layer.impl.plan.prefill is not None
+    settings = {"prefill": FEW}
+    windowed = LayerHarness(model, settings=settings, per_layer_sliding_window=64)
+    assert windowed.layer.impl.plan.prefill is None
+    harness = harness_of(model, layer_index=1, first_dense_layers=2)
+    request = harness.request(600)
+    (output,) = harness.step([(request, 600)])
+    assert is_dense(harness, request, output, 599)
+
+
+@pytest.mark.parametrize("backend", ["dense", "streaming_llm", "art"])
+def test_statistics_for_prefill_leave_decode_steps_their_bits(model, backend):
+    """StreamingLLM's pages are of 16 tokens and ART's too, the statistics' of 8."""
+    outputs = []
+    for prefill in (None, FEW | {"min_context_tokens": 4096}):
+        settings = {"prefill": prefill, "min_context_tokens": 64}
+        if backend == "streaming_llm":
+            settings["selection"] = {"budget_tokens": 64, "page_size": 16}
+        harness = LayerHarness(model, settings=settings, backend=backend)
+        assert (harness.layer.impl.plan.statistics is None) == (prefill is None)
+        generator = torch.Generator().manual_seed(5)
+        request, steps = harness.request(300), []
+        for new in (300, *[1] * 8):
+            data = tuple(torch.randn(new, *of, generator=generator).bfloat16() for of in ((8, 64), (2, 64), (2, 64)))
+            steps += harness.step([(request, new)], {0: data})
+        outputs.append(torch.cat(steps))
+    assert torch.equal(*outputs)
+
+
+def test_an_engine_answers_from_sparse_prompts_cached_or_not_and_counts_what_they_read():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    questions = build_questions(tokenizer, "multikey", 4096, 2, seed=5)
+    prefill = {"min_context_tokens": 512, "min_blocks": 4, "density": 0.1}
+    arguments = {"max_model_len": 5120, "max_num_batched_tokens": 1024}
+    with run_engine("unique_prefill", {"prefill": prefill}, **arguments) as engine:
+        prompts = [question.prompt for question in questions]
+        cold = [engine.answer([prompt], max_tokens=24)[0] for prompt in prompts]
+        hits = engine.metric("vllm:prefix_cache_hits_total")
+        cached = engine.answer(prompts, max_tokens=24, ignore_eos=True)
+        assert engine.metric("vllm:prefix_cache_hits_total") > hits
+        assert [again[: len(first)] for first, again in zip(cold, cached, strict=True)] == cold
+        texts = [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in cold]
+        assert all(is_correct(question, text) for question, text in zip(questions, texts, strict=True)), texts
+        read, past = (engine.metric(f"vllm_sparse_prefill_density_{part}") for part in ("sum", "count"))
+        assert 0 < read < past / 2
