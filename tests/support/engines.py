@@ -89,6 +89,8 @@ def sum_of_metric(text: str, name: str) -> float:
 
 def _keep_engines() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # A test before this one may have made a folder of metrics for its own process, which this one would not read.
+    os.environ.pop("SPARSE_PLUGIN_METRICS_DIR", None)
 
 
 def _start(arguments: dict[str, Any]) -> None:
