@@ -6,6 +6,7 @@ from bench.common.options import make_app
 from bench.serving.decode import decode, decode_variant
 from bench.serving.decode_cpu import decode_cpu
 from bench.serving.plot import plot
+from bench.serving.prefill import prefill, prefill_variant
 from bench.serving.prefill_cpu import prefill_cpu
 from bench.serving.serve import serve
 from vllm_sparse_plugin.cli.arguments import run_app
@@ -23,6 +24,8 @@ def _serving() -> None:
 app.command()(decode)
 app.command(hidden=True)(decode_variant)
 app.command()(decode_cpu)
+app.command()(prefill)
+app.command(hidden=True)(prefill_variant)
 app.command()(prefill_cpu)
 app.command()(serve)
 app.command()(plot)

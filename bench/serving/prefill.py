@@ -1,0 +1,380 @@
+"""Time to first token and throughput of whole engines, with dense and with sparse prefill.
+
+    python -m bench.serving prefill --variant flash_attn,unique_prefill --load 32K=32,128K=4 --output prefill.jsonl
+
+Prefix caching is on, as in a server, and every prompt has a first token of its own, so nothing is shared unless that is
+what is measured. A row is one of
+
+- `first_token`: prompts of a context, one after the other, that ask for one token each, after one that is not counted.
+- `prefix_hit`: the same where three quarters of each prompt are in the prefix cache.
+- `load`: some prompts at once that ask for 128 tokens each.
+
+Weights are drawn unless the model is a folder. What an answer of such a model says means nothing, and its time is that
+of a real one: at a fixed density sparse prefill reads a number of blocks that follows from the length of the prompt
+alone. A setting that reads as much as the text needs, such as `coverage`, has to be measured with a real model.
+
+One process per variant, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import BaseModel, ConfigDict
+from rich.table import Table
+
+from bench.common.children import run_python
+from bench.common.console import open_console
+from bench.common.engine import Variant, WrongBackendError, parse_variants, start_engine
+from bench.common.models import SHAPES, Model, open_model
+from bench.common.options import Commit, Output, parse_size, parse_sizes, size_text, split_values
+from bench.common.results import ResultFile, Row, read_run
+from vllm_sparse_plugin.cli.provenance import describe_run
+from vllm_sparse_plugin.errors import ConfigurationError
+
+VARIANTS = ("flash_attn", "unique", "unique_prefill")
+GRID = ("8K", "32K", "64K", "128K")
+OUTPUT_TOKENS = 128
+"""Tokens that each request of a load asks for."""
+FIRST_TOKEN: Literal["first_token"] = "first_token"
+PREFIX_HIT: Literal["prefix_hit"] = "prefix_hit"
+LOAD: Literal["load"] = "load"
+_ROOM = 256
+"""Tokens that an engine takes beyond the longest context."""
+_GRACE = 90
+"""Seconds that a variant's process gets for the measurement it is at when its time is up."""
+
+Generate = Callable[[list[list[int]], int], list[int]]
+"""Generates that many tokens for each prompt and returns how many tokens of each came from the prefix cache."""
+
+
+class LoadRow(BaseModel):
+    """Prompts that are asked at once."""
+
+    model_config = ConfigDict(frozen=True)
+
+    context: int
+    requests: int
+
+
+class PrefillSettings(BaseModel):
+    """What the process of one variant needs to know."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    """A shape or the folder of a model."""
+    variant: str
+    additional_config: str | None
+    contexts: tuple[int, ...]
+    prefix_hit: bool
+    """Whether the longest context is measured after a prefix hit too."""
+    loads: tuple[LoadRow, ...]
+    repeats: int
+    chunk: int
+    """Tokens of an engine's step."""
+    gpu_memory_utilization: float
+    time_limit: float
+    """Seconds after which no measurement begins."""
+    output: str
+    """JSON lines file to append to."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest context."""
+        return max((*self.contexts, *(load.context for load in self.loads)))
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one row says."""
+
+    kind: Literal["first_token", "prefix_hit", "load"]
+    context: int
+    prompt_tokens: int
+    """The context, or what the model's limit leaves of it beside the answer."""
+    requests: int = 1
+
+    def fields(self) -> Row:
+        """The measurement as it is written to result files."""
+        return {
+            "measurement": self.kind,
+            "context_tokens": self.context,
+            "prompt_tokens": self.prompt_tokens,
+            "requests": self.requests,
+        }
+
+
+def parse_loads(texts: Iterable[str]) -> tuple[LoadRow, ...]:
+    """Parse `CONTEXT=REQUESTS` such as `32K=32`, each of them once.
+
+    Raises:
+        ConfigurationError: for anything else.
+    """
+    loads = []
+    for text in split_values(texts):
+        context, _, requests = text.partition("=")
+        try:
+            loads.append(LoadRow(context=parse_size(context), requests=parse_size(requests)))
+        except ValueError:
+            raise ConfigurationError(f"load: got {text!r}, allowed: CONTEXT=REQUESTS, such as 32K=32") from None
+    return tuple(dict.fromkeys(loads))
+
+
+def plan(settings: PrefillSettings, max_model_len: int) -> list[Measurement]:
+    """The measurements in order; a prompt leaves room for its answer in an engine of `max_model_len` tokens."""
+    alone = [(context, min(context, max_model_len - 1)) for context in sorted(settings.contexts)]
+    loads = [(load.context, min(load.context, max_model_len - OUTPUT_TOKENS), load.requests) for load in settings.loads]
+    return [
+        *(Measurement(FIRST_TOKEN, *each) for each in alone),
+        *(Measurement(LOAD, *each) for each in loads),
+        *(Measurement(PREFIX_HIT, *each) for each in alone[-1:] if settings.prefix_hit),
+    ]
+
+
+def fresh_prompts(vocabulary: int) -> Callable[[int], list[int]]:
+    """Return a function that draws a prompt of so many tokens, each with a first token that no other one has."""
+    firsts: Iterator[int] = iter(range(3, vocabulary))
+
+    def draw(length: int) -> list[int]:
+        first = next(firsts)
+        return [first, *random.Random(first).choices(range(3, vocabulary), k=length - 1)]
+
+    return draw
+
+
+def measure(
+    measurement: Measurement, generate: Generate, draw: Callable[[int], list[int]], settings: PrefillSettings
+) -> Row:
+    """Return the columns of a measurement.
+
+    Raises:
+        RuntimeError: if a prompt came from the prefix cache that should not, or less of it than should.
+    """
+    if measurement.kind == LOAD:
+        return _measure_load(measurement, generate, draw, settings)
+    times, found = [], []
+    for repeat in range(1 + settings.repeats):
+        prompt = draw(measurement.prompt_tokens)
+        if measurement.kind == PREFIX_HIT:
+            generate([prompt[: _prefix(prompt)]], 1)
+        seconds, cached = _timed(generate, [prompt], 1)
+        _require_cached(measurement, cached[0], _prefix(prompt))
+        if repeat:
+            times.append(seconds)
+            found.append(cached[0])
+    return {
+        "cached_tokens": min(found),
+        "seconds": [round(seconds, 4) for seconds in times],
+        "seconds_median": round(statistics.median(times), 4),
+    }
+
+
+def _measure_load(
+    measurement: Measurement, generate: Generate, draw: Callable[[int], list[int]], settings: PrefillSettings
+) -> Row:
+    # A step that prefills one request and decodes another has not been seen yet.
+    warm_up = min(measurement.prompt_tokens, 2 * settings.chunk)
+    generate([draw(warm_up) for _ in range(2)], 4)
+    prompts = [draw(measurement.prompt_tokens) for _ in range(measurement.requests)]
+    seconds, cached = _timed(generate, prompts, OUTPUT_TOKENS)
+    _require_cached(measurement, max(cached), 0)
+    answers = measurement.requests * OUTPUT_TOKENS
+    total = answers + measurement.requests * measurement.prompt_tokens
+    return {
+        "output_tokens": OUTPUT_TOKENS,
+        "seconds": [round(seconds, 4)],
+        "seconds_median": round(seconds, 4),
+        "output_tokens_per_second": round(answers / seconds, 2),
+        "total_tokens_per_second": round(total / seconds, 1),
+    }
+
+
+def _prefix(prompt: list[int]) -> int:
+    return len(prompt) * 3 // 4
+
+
+def _timed(generate: Generate, prompts: list[list[int]], tokens: int) -> tuple[float, list[int]]:
+    begin = time.perf_counter()
+    cached = generate(prompts, tokens)
+    return time.perf_counter() - begin, cached
+
+
+def _require_cached(measurement: Measurement, cached: int, prefix: int) -> None:
+    """Of a prefix hit most of the prefix must come from the cache: its last, incomplete block does not."""
+    if measurement.kind == PREFIX_HIT:
+        if not prefix // 2 < cached <= prefix:
+            raise RuntimeError(f"{cached} of a prompt's tokens came from the prefix cache, not about {prefix}")
+    elif cached:
+        raise RuntimeError(f"{cached} tokens of a new prompt came from the prefix cache")
+
+
+def prefill_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
+    """Measure one variant in this process, as `prefill` asks for it, and append a row for each measurement."""
+    settings = PrefillSettings.model_validate_json(text)
+    with open_model(settings.model) as model, ResultFile(Path(settings.output)) as file:
+        try:
+            _measure_variant(settings, model, file.write)
+        except WrongBackendError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(3) from None
+
+
+def _measure_variant(settings: PrefillSettings, model: Model, write: Callable[[Row], None]) -> None:
+    begin = time.perf_counter()
+    variant = Variant.parse(settings.variant)
+    max_model_len = min(settings.longest + _ROOM, int(model.config["max_position_embeddings"]))
+    engine, backend = start_engine(
+        model,
+        variant,
+        settings.additional_config,
+        skip_tokenizer_init=True,
+        max_model_len=max_model_len,
+        max_num_seqs=max((load.requests for load in settings.loads), default=1),
+        max_num_batched_tokens=settings.chunk,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        enable_prefix_caching=True,
+        # Decode graphs without the wait for torch.compile, which leaves attention alone.
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    )
+    start_seconds = time.perf_counter() - begin
+    from vllm import SamplingParams, TokensPrompt
+
+    def generate(prompts: list[list[int]], tokens: int) -> list[int]:
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        return [output.num_cached_tokens or 0 for output in engine.generate(asked, sampling, use_tqdm=False)]
+
+    cache = engine.llm_engine.vllm_config.cache_config
+    about = {
+        "variant": variant.name,
+        "attention_backend": backend,
+        "kv_cache_dtype": variant.kv_cache_dtype,
+        "additional_config": json.loads(variant.additional_config(settings.additional_config) or "null"),
+        "weights": "drawn" if model.drawn_weights else "checkpoint",
+        "chunk_tokens": settings.chunk,
+        "block_size": cache.block_size,
+        "kv_cache_tokens": (cache.num_gpu_blocks - 1) * cache.block_size,  # one block is vLLM's own
+        "start_seconds": round(start_seconds, 1),
+    }
+    draw = fresh_prompts(model.vocabulary)
+    for measurement in plan(settings, max_model_len):
+        row = about | measurement.fields()
+        spent = time.perf_counter() - begin
+        if spent > settings.time_limit:
+            write({**row, "skipped": "the time limit was reached"})
+            continue
+        row |= measure(measurement, generate, draw, settings)
+        write(row)
+        print(
+            f"{variant.name}: {measurement.kind} of {measurement.requests} x {size_text(measurement.context)} tokens: "
+            f"{row['seconds_median']:.3f} s, {time.perf_counter() - begin:.0f} s since the start",
+            flush=True,
+        )
+
+
+def prefill(
+    output: Output,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help=f"BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable; {', '.join(VARIANTS)}."),
+    ] = None,
+    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")] = "llama-3.1-8b",
+    grid: Annotated[
+        list[str] | None, typer.Option(help=f"Contexts of the time to first token, repeatable; {', '.join(GRID)}.")
+    ] = None,
+    load: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="CONTEXT=REQUESTS: prompts of a context asked at once, repeatable; none.", show_default=False
+        ),
+    ] = None,
+    prefix_hit: Annotated[
+        bool, typer.Option("--prefix-hit", help="Measure the longest context behind a prefix hit of 3/4 of it too.")
+    ] = False,
+    additional_config: Annotated[
+        str | None, typer.Option(help="Passed to the engines of our backends.", metavar="JSON")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each context that count.")] = 2,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of an engine's step.")] = 8192,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="Passed to vLLM.")] = 0.9,
+    time_limit: Annotated[
+        float, typer.Option(min=1, help="Seconds of each variant, its start included, after which nothing new begins.")
+    ] = 600,
+    commit: Commit = None,
+) -> None:
+    """Measure time to first token and throughput of each variant; exit code 3 if one fails or does not finish."""
+    variants = parse_variants(variant or VARIANTS)
+    contexts, loads = parse_sizes("grid", grid or GRID), parse_loads(load or ())
+    console = open_console()
+    failed = []
+    with open_model(model) as opened:
+        all_settings = [
+            PrefillSettings(
+                model=model if opened.drawn_weights else str(opened.folder),
+                variant=each.name,
+                additional_config=each.additional_config(additional_config),
+                contexts=contexts,
+                prefix_hit=prefix_hit,
+                loads=loads,
+                repeats=repeats,
+                chunk=chunk,
+                gpu_memory_utilization=gpu_memory_utilization,
+                time_limit=time_limit,
+                output=str(output.absolute()),
+            )
+            for each in variants
+        ]
+        _check(all_settings[0], opened)
+        with ResultFile(output, describe_run(opened.folder, commit)):
+            pass
+        for settings in all_settings:
+            arguments = ["prefill-variant", settings.model_dump_json()]
+            if code := run_python("bench.serving", arguments, time_limit + _GRACE):
+                failed.append(f"{settings.variant} ended with exit code {code}")
+            elif code is None:
+                failed.append(f"{settings.variant} was not done by the deadline")
+    console.print(table(read_run(output).rows))
+    for sentence in failed:
+        console.print(f"error: {sentence}")
+    if failed:
+        raise typer.Exit(3)
+
+
+def _check(settings: PrefillSettings, model: Model) -> None:
+    """Raise ConfigurationError for what can be refused before an engine starts."""
+    limit, least = int(model.config["max_position_embeddings"]), 2 * OUTPUT_TOKENS
+    for option, contexts in (("grid", settings.contexts), ("load", tuple(load.context for load in settings.loads))):
+        for context in contexts:
+            if not least <= context <= limit:
+                raise ConfigurationError(
+                    f"{option}: got a context of {context} tokens, allowed: from {least} to the model's {limit}"
+                )
+
+
+def table(rows: list[Row]) -> Table:
+    """Return one line for each measurement, and for each variant its seconds, and its tokens per second of a load."""
+    variants = list(dict.fromkeys(row["variant"] for row in rows))
+    lines = Table("measurement", "context", "requests", *variants, title="Prefill: seconds (tokens per second)")
+    found: dict[tuple[str, int, int], dict[str, Row]] = {}
+    for row in rows:
+        found.setdefault((row["measurement"], row["context_tokens"], row["requests"]), {})[row["variant"]] = row
+    for (kind, context, requests), here in found.items():
+        lines.add_row(kind, size_text(context), str(requests), *(_cell(here.get(variant, {})) for variant in variants))
+    return lines
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if "seconds_median" not in row:
+        return "-"
+    rate = f" ({row['total_tokens_per_second']:,.0f})" if "total_tokens_per_second" in row else ""
+    return f"{row['seconds_median']:.3f}{rate}"
