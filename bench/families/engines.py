@@ -96,8 +96,8 @@ def draw_weights(model: torch.nn.Module) -> None:
         elif weight.dim() < 2:
             drawn = 0.5 + uniform
         else:
-            # The head may share the embedding, and would then repeat the last token.
-            gain = _GAIN / 4 if "embed" in name else _GAIN
+            # Where the head shares the embedding, a large one would repeat the last token whatever attention does.
+            gain = _GAIN / 16 if "embed" in name else _GAIN
             drawn = torch.randn(weight.shape, generator=generator) * gain * weight.shape[-1] ** -0.5
         weight.data.copy_(drawn)
 

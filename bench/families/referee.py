@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from sparse_kernels.batch import DecodeBatch, DecodeOutput, Softmax
@@ -149,17 +150,12 @@ def watch() -> Iterator[Referee]:
     from vllm.platforms import current_platform
 
     referee = Referee()
-    scores = decode_reference.score_pages
-    decode_reference.score_pages = _checked_scores
-    undo = _watch_cpu(referee) if current_platform.is_cpu() else _watch_cuda(referee)
-    try:
+    layers = _watch_cpu(referee) if current_platform.is_cpu() else _watch_cuda(referee)
+    with layers, mock.patch.object(decode_reference, "score_pages", _checked_scores):
         yield referee
-    finally:
-        decode_reference.score_pages = scores
-        undo()
 
 
-def _watch_cpu(referee: Referee) -> Callable[[], None]:
+def _watch_cpu(referee: Referee) -> AbstractContextManager[object]:
     from vllm_sparse_plugin.attention.cpu import DecodeTokens, SparseCPUImpl
 
     decode = SparseCPUImpl._decode
@@ -172,14 +168,10 @@ def _watch_cpu(referee: Referee) -> Callable[[], None]:
         referee.judge(layer.plan, batch, layer.cache, layer.softmax, output)
         return output
 
-    def undo() -> None:
-        SparseCPUImpl._decode = decode
-
-    SparseCPUImpl._decode = watched
-    return undo
+    return mock.patch.object(SparseCPUImpl, "_decode", watched)
 
 
-def _watch_cuda(referee: Referee) -> Callable[[], None]:
+def _watch_cuda(referee: Referee) -> AbstractContextManager[object]:
     from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl
 
     decode = SparseCUDAImpl._decode
@@ -188,8 +180,4 @@ def _watch_cuda(referee: Referee) -> Callable[[], None]:
         decode(layer, batch, cache, output)
         referee.judge(layer.plan, batch, cache, layer.softmax, output.heads)
 
-    def undo() -> None:
-        SparseCUDAImpl._decode = decode
-
-    SparseCUDAImpl._decode = watched
-    return undo
+    return mock.patch.object(SparseCUDAImpl, "_decode", watched)

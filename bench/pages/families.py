@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -33,49 +34,50 @@ def _sources() -> list[Path]:
 
 
 def families() -> Block:
-    """What became of each family with each preset, by device."""
-    parts = []
-    for device, path in FILES.items():
-        cells = read_cells(path)
-        if not cells:
-            continue
-        rows = []
-        for key, family in FAMILIES.items():
-            signs = [_SIGNS[cells.get((key, way), {"status": _NOT_RUN})["status"]] for way in WAYS]
-            # One word stands for a row of the same.
-            shown = [signs[0], *[""] * (len(signs) - 1)] if len(set(signs)) == 1 and signs[0] != "yes" else signs
-            rows.append([family.name, family.special, *shown])
-        parts += [f"### On a {device}", table(["family", "what is special", *(f"`{way}`" for way in WAYS)], rows)]
-        parts += _reasons(cells)
+    """What became of each family by device, and why something is not served."""
+    cells = {device: read_cells(path) for device, path in FILES.items()}
+    rows = [
+        [family.name, family.special, *(_summary(of, key) for of in cells.values())] for key, family in FAMILIES.items()
+    ]
+    parts = [table(["family", "what is special", *cells], rows)]
+    for device, of in cells.items():
+        if reasons := _reasons(of):
+            parts += [f"On a {device}:", reasons]
     return Block("\n\n".join(parts), _sources())
 
 
-def _reasons(cells: _Cells) -> list[str]:
-    """A list of why something is not served; families with the same reason stand together."""
+def _summary(cells: _Cells, family: str) -> str:
+    """What became of a family: one word, or what most ways have, and the others."""
+    signs = {way: _sign(cells, family, way) for way in WAYS}
+    most = Counter(signs.values()).most_common(1)[0][0]
+    others = [f"`{way}` {sign}" for way, sign in signs.items() if sign != most]
+    return ", ".join([most, *others])
+
+
+def _sign(cells: _Cells, family: str, way: str) -> str:
+    return _SIGNS[cells.get((family, way), {"status": _NOT_RUN})["status"]]
+
+
+def _reasons(cells: _Cells) -> str:
+    """A list of why something is not served, with the preset for one reason that several have."""
     ways: dict[tuple[str, str, str], list[str]] = {}
     for key, family in FAMILIES.items():
         for way in WAYS:
             row = cells.get((key, way), {})
             if row.get("reason"):
-                # The name of the backend is the only difference between presets.
+                # Sentences of different presets differ by the backend's name alone.
                 reason = row["reason"].replace(f"attention backend {WAYS[way].backend}", "attention backend NAME")
                 ways.setdefault((family.name, row["status"], reason), []).append(way)
     lines = []
     for (name, status, reason), found in ways.items():
-        which = "" if len(found) == len(WAYS) else " with " + ", ".join(f"`{way}`" for way in found)
-        what = {REFUSED: "refused", NOT_SERVED: "vLLM does not serve it here, without this plugin either"}
+        which = "" if len(found) == len(WAYS) else f" with {', '.join(f'`{way}`' for way in found)}"
+        what = {REFUSED: "refused", NOT_SERVED: "not served by vLLM there, whatever the attention backend"}
         lines.append(wrap(f"- {name}{which}: {what.get(status, status)}: `{reason}`.", "  "))
-    return ["\n".join(lines)] if lines else []
+    return "\n".join(lines)
 
 
 def features() -> Block:
     """What became of features of vLLM under `unique`, by device."""
     cells = {device: read_cells(path) for device, path in FILES.items()}
-    rows = [
-        [
-            feature,
-            *(_SIGNS[of.get((FEATURES_OF, feature), {"status": _NOT_RUN})["status"]] for of in cells.values()),
-        ]
-        for feature in FEATURES
-    ]
+    rows = [[feature, *(_sign(of, FEATURES_OF, feature) for of in cells.values())] for feature in FEATURES]
     return Block(table(["feature", *cells], rows), _sources())
