@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import math
 import os
@@ -60,6 +61,7 @@ def engine(folder: Path, **arguments: Any) -> Iterator[LLM]:
     }  # fmt: skip
     if not current_platform.is_cpu():
         defaults |= {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.02}
+    _forget_modules()
     llm = None
     try:
         llm = LLM(model=str(folder), **(defaults | arguments))
@@ -67,11 +69,22 @@ def engine(folder: Path, **arguments: Any) -> Iterator[LLM]:
         type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
         yield llm
     finally:
+        # Not when the last reference goes: that may be while the next engine starts, whose groups it would end.
+        if llm is not None:
+            llm.llm_engine.engine_core.shutdown()
         del llm
         with suppress(Exception):
             free_engines()
-        # vLLM looks for garbage several times an engine, and would look through its hundred thousands of functions.
-        gc.freeze()
+
+
+@functools.cache
+def _forget_modules() -> None:
+    """Keeps the garbage collector from looking through what is imported, which takes longer than an engine's start.
+
+    vLLM calls it several times an engine.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def draw_weights(model: torch.nn.Module) -> None:

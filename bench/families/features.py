@@ -35,6 +35,8 @@ _SCHEMA = {
     "additionalProperties": False,
 }
 _RANK = 4
+_TEXT = " ".join(map(str, range(200)))
+"""A text of more tokens than the budget."""
 
 Faults = Iterator[str]
 
@@ -70,9 +72,11 @@ def structured_output() -> Faults:
     with watch() as referee, engine(NEEDLE_8M, **arguments, **_UNIQUE) as llm:
         for name, (constraint, holds) in wanted.items():
             sampling = SamplingParams(
-                temperature=0, max_tokens=80, structured_outputs=StructuredOutputsParams(**constraint)
+                temperature=0,
+                max_tokens=80,
+                structured_outputs=StructuredOutputsParams(disable_any_whitespace=True, **constraint),
             )
-            text = llm.generate(prompt(LONG_PROMPT), sampling, use_tqdm=False)[0].outputs[0].text
+            text = llm.generate(_TEXT, sampling, use_tqdm=False)[0].outputs[0].text
             try:
                 kept = bool(holds(text))
             except ValueError:
@@ -137,11 +141,12 @@ def prefix_caching_of_a_hybrid() -> Faults:
         with watch() as referee:
             sparse, hits = _twice(Path(folder), _UNIQUE)
     yield from referee.faults
-    for what, before, after in (
-        ("from dense attention's", dense[0], whole[0]),
-        ("from dense attention's behind a cached prefix", dense[1], whole[1]),
-        ("between the first and the second time", *sparse),
-    ):
+    pairs = {
+        "from dense attention's": (dense[0], whole[0]),
+        "from dense attention's behind a cached prefix": (dense[1], whole[1]),
+        "between the first and the second time": (sparse[0], sparse[1]),
+    }
+    for what, (before, after) in pairs.items():
         if (error := logprob_error(before, after)) > LOGPROB_TOLERANCE:
             yield f"log probabilities differ by {error:.3g} {what}"
     if not hits:
