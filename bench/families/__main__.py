@@ -47,6 +47,7 @@ def run(
     way: Annotated[list[str] | None, typer.Option(help=f"Way of attention, repeatable; {', '.join(WAYS)}.")] = None,
     features: Annotated[bool, typer.Option(help="Whether vLLM's features are tried, too.")] = True,
     jobs: Annotated[int, typer.Option(min=1, help="Families that run at once, each in a process of its own.")] = 1,
+    resume: Annotated[bool, typer.Option("--resume", help="Add what the file lacks to it.")] = False,
     family_seconds: Annotated[float, typer.Option(min=1, help="The longest that a family may take.")] = 900,
     time_limit: TimeLimit = 7200,
     commit: Commit = None,
@@ -55,16 +56,22 @@ def run(
     end = time.monotonic() + time_limit
     names = parse_names("family", family or FAMILIES, list(FAMILIES))
     ways = parse_names("way", way or WAYS, list(WAYS))
-    with ResultFile(output, describe_run(commit=commit)):
-        pass
     wanted = list(itertools.product(names, ways))
     if features:
         wanted += [(FEATURES_OF, feature) for feature in FEATURES]
+    if resume:
+        before = _written(output)
+        wanted = [cell for cell in wanted if cell not in before]
+        with ResultFile(output) as file:
+            file.write(describe_run(commit=commit))
+    else:
+        with ResultFile(output, describe_run(commit=commit)):
+            pass
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder, ThreadPoolExecutor(jobs) as pool:
 
         def serve(name: str) -> str:
             arguments = ["cells", "--output", str(output.resolve()), "--family", name]
-            arguments += [part for choice in ways for part in ("--way", choice)]
+            arguments += [part for of, choice in wanted if of == name for part in ("--way", choice)]
             log = Path(folder) / f"{name}.log"
             code = run_python("bench.families", arguments, min(family_seconds, end - time.monotonic()), log)
             if code == 0:
@@ -74,7 +81,7 @@ def run(
 
         groups = list(dict.fromkeys(group for group, _ in wanted))
         ends = dict(zip(groups, pool.map(serve, groups), strict=True))
-    written = {(row["family"], row["way"]) for row in read_run(output).rows}
+    written = _written(output)
     with ResultFile(output) as file:
         for name, choice in wanted:
             if (name, choice) not in written:
@@ -83,6 +90,10 @@ def run(
     _print(rows, names, ways)
     if any(row["status"] == FAILED for row in rows):
         raise typer.Exit(3)
+
+
+def _written(output: Path) -> set[tuple[str, str]]:
+    return {(row["family"], row["way"]) for row in read_run(output).rows}
 
 
 def _print(rows: Sequence[Row], names: Sequence[str], ways: Sequence[str]) -> None:
@@ -113,7 +124,7 @@ def cells(
     from bench.families.features import run_features
 
     with ResultFile(output) as file:
-        for cell in run_features(FEATURES) if family == FEATURES_OF else run_family(family, way):
+        for cell in run_features(way) if family == FEATURES_OF else run_family(family, way):
             file.write(cell.as_row())
 
 
