@@ -33,6 +33,8 @@ CPU_KERNEL_BLOCK = 32
 """vLLM's CPU attention packs blocks of a multiple of this many tokens."""
 CUDA_KERNEL_BLOCK = 16
 """FlashAttention reads blocks of a multiple of this many tokens."""
+HYBRIDS = ("jamba", "lfm2", "nemotron_h", "qwen3_5_text", "qwen3_next")
+"""Model types with state-space layers beside attention that the tests hold to dense attention, statistics included."""
 LEARNED_SINKS = ("gpt_oss",)
 """Model types whose attention has learned sink logits."""
 SPECULATORS = ("ngram",)
@@ -107,8 +109,10 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])
         expect(not model.use_mla, "model", f"{architecture} with MLA", "models with multi-head or grouped attention")
         expect(not model.is_encoder_decoder, "model", f"encoder-decoder {architecture}", "decoder-only models")
-        state_space = model.is_hybrid or model.is_attention_free
-        expect(not state_space, "model", f"{architecture} with state-space layers", "attention-only models")
+        expect(not model.is_attention_free, "model", f"{architecture} without attention", "models with attention")
+        known = not model.is_hybrid or model.hf_text_config.model_type in HYBRIDS
+        expect(known, "model", f"{architecture} with state-space layers",
+               f"models without, or of the types {choices(HYBRIDS)}")  # fmt: skip
         expect(model.runner_type == "generate", "runner", model.runner_type, "generate")
         expect(not _has_alibi(model.hf_config), "model", f"{architecture} with ALiBi", "models with rotary positions")
         dtypes = (torch.bfloat16,) if on_cpu else (torch.bfloat16, torch.float16)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.common.pages import Block
-from bench.pages import kernels, quality, serving, settings
+from bench.pages import families, kernels, quality, serving, settings
 
 
 @dataclass(frozen=True)
@@ -46,4 +46,6 @@ SECTIONS: dict[str, Section] = {
     "kernels-groups": Section(kernels.kernels_groups),
     "routing-gpu": Section(kernels.routing_gpu),
     "stop-gpu": Section(kernels.stop_gpu),
+    "families": Section(families.families),
+    "features": Section(families.features),
 }

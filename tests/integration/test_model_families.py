@@ -1,31 +1,19 @@
-"""Models that vLLM builds in other ways: learned sinks, chunked attention, layers that share a cache."""
+"""Models that vLLM builds in other ways, in whole engines: learned sinks, chunks, shared caches, state-space layers.
 
-import json
-import subprocess
-import sys
-from pathlib import Path
+`python -m bench.families run` runs every family with every preset; these are the ones that break in ways of their own.
+"""
 
 import pytest
-from support.families import FAMILIES, NEW_TOKENS
+from support.engines import in_fresh_process
+from support.families import serve
 
-SCRIPT = Path(__file__).parents[1] / "support" / "families.py"
+from bench.families.cells import OK
+
+WAYS = "unique", "every page"
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_budget_of_the_context_decodes_what_dense_attention_decodes(family, tmp_path):
-    command = [sys.executable, str(SCRIPT), family, str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    ways = json.loads(done.stdout.splitlines()[-1])
-    dense = ways["dense"]
-    # What is compared is no single token, repeated.
-    assert len(set(dense["tokens"])) >= 3
-    assert ways["budget of the context"] == dense
-    every = ways["every page"]
-    assert every["tokens"] == dense["tokens"]
-    # Another order of summation; outputs of attention are rounded to bfloat16 in every layer.
-    assert every["logprobs"] == pytest.approx(dense["logprobs"], abs=0.1)
-    small = ways["small budget"]
-    assert len(small["tokens"]) == NEW_TOKENS
-    assert all(-30 < logprob <= 0 for logprob in small["logprobs"])
-    assert small["logprobs"] != dense["logprobs"]
+@pytest.mark.parametrize("family", ["gpt_oss", "llama_4", "gemma_3n", "qwen3_next"])
+def test_a_family_decodes_what_dense_attention_and_the_reference_do(family):
+    cells = in_fresh_process(serve, family, WAYS)
+    assert [(cell.way, cell.status, cell.reason) for cell in cells] == [(way, OK, "") for way in WAYS]
+    assert all(cell.judged_steps for cell in cells)

@@ -65,6 +65,7 @@ MODELS = {
         "attn_layer_offset": 1,
         "mamba_d_state": 16,
     },
+    "FalconH1ForCausalLM": SMALL | {"model_type": "falcon_h1"},
     "BartForConditionalGeneration": ENCODER_DECODER | {"model_type": "bart", "max_position_embeddings": 512},
     "WhisperForConditionalGeneration": ENCODER_DECODER | {"model_type": "whisper", "max_target_positions": 512},
 }
@@ -115,11 +116,16 @@ def refusal(model: str, **arguments: object) -> str:
 REFUSED_MODELS = {
     "DeepseekV2ForCausalLM": "DeepseekV2ForCausalLM with MLA, {}models with multi-head or grouped attention",
     "BloomForCausalLM": "BloomForCausalLM with ALiBi, {}models with rotary positions",
-    "MambaForCausalLM": "MambaForCausalLM with state-space layers, {}attention-only models",
-    "JambaForCausalLM": "JambaForCausalLM with state-space layers, {}attention-only models",
+    "MambaForCausalLM": "MambaForCausalLM without attention, {}models with attention",
+    "FalconH1ForCausalLM": "FalconH1ForCausalLM with state-space layers, {}models without, or of the types "
+    "jamba, lfm2, nemotron_h, qwen3_5_text or qwen3_next",
     "BartForConditionalGeneration": "encoder-decoder BartForConditionalGeneration, {}decoder-only models",
     "WhisperForConditionalGeneration": "encoder-decoder WhisperForConditionalGeneration, {}decoder-only models",
 }
+
+
+def test_a_hybrid_that_is_held_to_dense_attention_is_served(folder):
+    assert engine_config(folder("JambaForCausalLM")).model_config.is_hybrid
 
 
 @pytest.mark.parametrize("architecture", REFUSED_MODELS)

@@ -1,0 +1,183 @@
+"""vLLM's features beside ours, in engines of Llama's architecture, and prefix caching in a hybrid."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.common.models import NEEDLE_8M
+from bench.families.cells import OK, Cell, unless_raised
+from bench.families.engines import LOGPROB_TOLERANCE, Continuation, continuation, decode, engine, logprob_error, prompt
+from bench.families.referee import watch
+from bench.families.table import (
+    FAMILIES,
+    FEATURES_OF,
+    LONG_PROMPT,
+    LORA,
+    NEW_TOKENS,
+    PREFIX_OF_HYBRID,
+    PROMPT_LOGPROBS,
+    STRUCTURED,
+    WAYS,
+)  # fmt: skip
+
+_UNIQUE = WAYS["unique"].arguments
+_SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+_RANK = 4
+_TEXT = " ".join(map(str, range(200)))
+"""A text of more tokens than the budget."""
+
+Faults = Iterator[str]
+
+
+def prompt_logprobs() -> Faults:
+    """Log probabilities of a prompt are dense attention's: a prompt is dense."""
+    from vllm import SamplingParams
+
+    with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
+        FAMILIES["llama"].write(Path(folder))
+        sampling = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, detokenize=False)
+        found = []
+        for arguments in ({}, _UNIQUE):
+            with engine(Path(folder), **arguments) as llm:
+                done = llm.generate(prompt(LONG_PROMPT), sampling, use_tqdm=False)[0]
+            found.append([max(entry.logprob for entry in step.values()) for step in done.prompt_logprobs[1:]])
+    error = max(abs(before - after) for before, after in zip(*found, strict=True))
+    if len(found[1]) != LONG_PROMPT - 1 or error > LOGPROB_TOLERANCE:
+        yield f"log probabilities of a prompt differ by {error:.3g} from dense attention's"
+
+
+def structured_output() -> Faults:
+    """Output follows a JSON schema, a regular expression or a choice, behind a prompt longer than the budget."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    wanted: dict[str, tuple[dict[str, Any], Callable[[str], object]]] = {
+        "json": ({"json": _SCHEMA}, lambda text: sorted(json.loads(text)) == ["age", "name"]),
+        "regex": ({"regex": r"[a-f]{3}-\d{4}"}, lambda text: re.fullmatch(r"[a-f]{3}-\d{4}", text)),
+        "choice": ({"choice": ["left", "right"]}, lambda text: text in ("left", "right")),
+    }
+    arguments = {"skip_tokenizer_init": False, "load_format": "auto"}
+    with watch() as referee, engine(NEEDLE_8M, **arguments, **_UNIQUE) as llm:
+        for name, (constraint, holds) in wanted.items():
+            sampling = SamplingParams(
+                temperature=0,
+                max_tokens=80,
+                structured_outputs=StructuredOutputsParams(disable_any_whitespace=True, **constraint),
+            )
+            text = llm.generate(_TEXT, sampling, use_tqdm=False)[0].outputs[0].text
+            try:
+                kept = bool(holds(text))
+            except ValueError:
+                kept = False
+            if not kept:
+                yield f"{name}: got {text!r}"
+    yield from referee.faults
+    if not referee.steps:
+        yield "no layer decoded in our kernels"
+
+
+def lora() -> Faults:
+    """An adapter changes what is decoded as it does with dense attention."""
+    from vllm.lora.request import LoRARequest
+
+    with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
+        model, adapter = Path(folder) / "model", Path(folder) / "adapter"
+        FAMILIES["llama"].write(model)
+        _write_adapter(adapter, model)
+        request = LoRARequest("random", 1, str(adapter))
+        arguments = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+        dense = decode(model, lora=request, **arguments)
+        plain = decode(model)
+        with watch() as referee:
+            found = decode(model, lora=request, **arguments, **_UNIQUE)
+    yield from referee.faults
+    if dense[0].tokens == plain[0].tokens:
+        yield "the adapter changes nothing"
+    if (error := logprob_error(dense[0], found[0])) > LOGPROB_TOLERANCE:
+        yield f"within the budget log probabilities differ by {error:.3g} from dense attention's"
+    if not referee.steps:
+        yield "no layer decoded in our kernels"
+
+
+def _write_adapter(folder: Path, model: Path) -> None:
+    """Writes a random adapter of the query and value projections."""
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    hidden, head = config["hidden_size"], config["head_dim"]
+    outputs = {"q_proj": config["num_attention_heads"] * head, "v_proj": config["num_key_value_heads"] * head}
+    generator = torch.Generator().manual_seed(0)
+    weights = {}
+    for layer in range(config["num_hidden_layers"]):
+        for name, size in outputs.items():
+            prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{prefix}.lora_A.weight"] = torch.randn(_RANK, hidden, generator=generator) * hidden**-0.5
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(size, _RANK, generator=generator)
+    folder.mkdir()
+    save_file(weights, folder / "adapter_model.safetensors")
+    about = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": list(outputs), "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
+
+
+def prefix_caching_of_a_hybrid() -> Faults:
+    """A cached prefix brings state and statistics along: the second time the same is decoded as the first time, and as
+    with dense attention where every page is read."""
+    with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
+        FAMILIES["qwen3_next"].write(Path(folder))
+        dense, _ = _twice(Path(folder), {})
+        whole, _ = _twice(Path(folder), WAYS["every page"].arguments)
+        with watch() as referee:
+            sparse, hits = _twice(Path(folder), _UNIQUE)
+    yield from referee.faults
+    pairs = {
+        "from dense attention's": (dense[0], whole[0]),
+        "from dense attention's behind a cached prefix": (dense[1], whole[1]),
+        "between the first and the second time": (sparse[0], sparse[1]),
+    }
+    for what, (before, after) in pairs.items():
+        if (error := logprob_error(before, after)) > LOGPROB_TOLERANCE:
+            yield f"log probabilities differ by {error:.3g} {what}"
+    if not hits:
+        yield "no prefix was cached"
+
+
+def _twice(folder: Path, arguments: Mapping[str, Any]) -> tuple[list[Continuation], int]:
+    """What follows the long prompt, twice, and how many of its tokens were cached the second time."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=2, ignore_eos=True, detokenize=False)
+    with engine(folder, **{"enable_prefix_caching": True, **arguments}) as llm:
+        done = [llm.generate(prompt(LONG_PROMPT), sampling, use_tqdm=False)[0] for _ in range(2)]
+    return [continuation(request) for request in done], int(done[1].num_cached_tokens or 0)
+
+
+_FAULTS: Mapping[str, Callable[[], Faults]] = {
+    LORA: lora,
+    STRUCTURED: structured_output,
+    PROMPT_LOGPROBS: prompt_logprobs,
+    PREFIX_OF_HYBRID: prefix_caching_of_a_hybrid,
+}
+"""What finds the faults of each feature."""
+
+
+def run_features(names: Sequence[str]) -> Iterator[Cell]:
+    """Tries features in this process, one after the other."""
+    for name in names:
+        yield _try(name)
+
+
+def _try(name: str) -> Cell:
+    cell = Cell(FEATURES_OF, name, OK)
+    return unless_raised(cell, lambda: cell.with_faults(list(_FAULTS[name]())), lambda: None)

@@ -1,0 +1,183 @@
+"""Judges every decode step of an engine in this process by the reference pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import torch
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.page_score import score_pages
+from sparse_kernels.page_score.reference import score_pages as reference_scores
+from sparse_kernels.page_statistics import PageStatistics
+from sparse_kernels.page_statistics.reference import update_page_statistics
+from sparse_kernels.paging import PagedTensor
+from sparse_kernels.sparse_decode import reference as decode_reference
+from sparse_kernels.split_attention.reference import split_attention
+
+from vllm_sparse_plugin.attention.plan import LayerPlan
+
+OUTPUT_TOLERANCE = 2**-7
+"""Largest error of a head's output, relative to its norm: weights and outputs are rounded to bfloat16, 2^-9 each."""
+RECORD_TOLERANCE = 2**-4
+"""Largest error of a vector of a record, relative to its norm: an element between codes may be rounded either way."""
+
+
+class JudgementError(Exception):
+    """A decode step computes something else than the reference pipeline."""
+
+
+@dataclass
+class Referee:
+    """What was judged so far."""
+
+    steps: int = 0
+    """Calls of a layer with decoding tokens that were compared."""
+    output_error: float = 0.0
+    """The largest error of a head's output, relative to its norm."""
+    faults: list[str] = field(default_factory=list)
+    """What was wrong, a sentence for each kind of fault."""
+
+    def judge(
+        self, plan: LayerPlan, batch: DecodeBatch, cache: KVCache, softmax: Softmax, output: torch.Tensor
+    ) -> None:
+        """Compares a layer's output for decoding tokens, `[num_tokens, num_heads, head_size]`, with the reference's."""
+        self.steps += 1
+        try:
+            if cache.statistics is not None:
+                _check_records(batch, cache.keys, cache.statistics)
+            expected = _reference_output(plan, batch, cache, softmax)
+            self._compare(output.float(), expected)
+        except JudgementError as error:
+            if str(error) not in self.faults:
+                self.faults.append(str(error))
+
+    def _compare(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        error, norm = (actual - expected).norm(dim=-1), expected.norm(dim=-1)
+        if not bool(torch.isfinite(actual).all()):
+            raise JudgementError("an output that is not finite")
+        if not bool((error[norm == 0] == 0).all()):
+            raise JudgementError("an output of a skipped group that is not zero")
+        relative = error[norm > 0] / norm[norm > 0]
+        self.output_error = max(self.output_error, float(relative.max()) if len(relative) else 0.0)
+        if self.output_error > OUTPUT_TOLERANCE:
+            raise JudgementError("an output that differs from the reference's")
+
+
+def _reference_output(plan: LayerPlan, batch: DecodeBatch, cache: KVCache, softmax: Softmax) -> torch.Tensor:
+    output = DecodeOutput(torch.empty(batch.query.shape, device=batch.query.device))
+    routing = None if plan.routing is None else replace(plan.routing, counts=None)
+    if plan.page_selection is None:
+        split_attention(batch, cache, softmax, routing, plan.stopping(), 0, output)
+    else:
+        decode_reference.sparse_decode(batch, cache, softmax, plan.page_selection, routing, plan.stop_rule, output)
+    return output.heads
+
+
+def _checked_scores(
+    query: torch.Tensor, statistics: PageStatistics, table: torch.Tensor, lengths: torch.Tensor, std_weight: float
+) -> torch.Tensor:
+    """The layer's own scores, near the reference's: of two pages that score about the same, either may be read."""
+    expected = reference_scores(query, statistics, table, lengths, std_weight)
+    actual = score_pages(query.bfloat16(), statistics, table, lengths, std_weight)[..., : expected.shape[2]]
+    wanted, error = expected.float(), (actual.float() - expected.float()).abs()
+    # One step of bfloat16, and what 16 bits of fixed point leave out of a query.
+    if not bool((error <= 2**-7 * wanted.abs() + 2**-11 * wanted.abs().amax()).all()):
+        raise JudgementError("scores that differ from the reference's")
+    return actual
+
+
+def _check_records(batch: DecodeBatch, keys: PagedTensor, statistics: PageStatistics) -> None:
+    """Computes the records of all complete pages again, from the keys, and compares them with what is stored."""
+    per_block = keys.pages_per_block
+    for request, length in enumerate(batch.seq_lens.tolist()):
+        page = torch.arange(length // keys.page_size, device=batch.query.device)
+        if not len(page):
+            continue
+        blocks = batch.block_table[request, : int(page[-1]) // per_block + 1].long()
+        stored = _taken(statistics, blocks)
+        fresh = _taken(statistics, blocks)
+        for part in (fresh.vectors, fresh.scales, fresh.spread):
+            if part is not None:
+                part.view(torch.uint8).zero_()
+        taken_keys = replace(keys, view=keys.view.index_select(0, blocks))
+        update_page_statistics(taken_keys, fresh, page // per_block, page % per_block)
+        for found, wanted in zip(_values(stored), _values(fresh), strict=True):
+            found, wanted = (part.transpose(1, 2).flatten(0, 1)[: len(page)] for part in (found, wanted))
+            error = (found - wanted).norm(dim=-1)
+            if not bool((error <= RECORD_TOLERANCE * wanted.norm(dim=-1)).all()):
+                raise JudgementError("page statistics that are not those of the keys")
+
+
+def _taken(statistics: PageStatistics, blocks: torch.Tensor) -> PageStatistics:
+    """A copy of the statistics of some blocks."""
+
+    def taken(part: torch.Tensor | None) -> Any:
+        if part is None:
+            return None
+        # torch cannot gather 8-bit floats, but it can gather their bits.
+        bits = part.view(torch.uint8) if part.itemsize == 1 else part
+        return bits.index_select(0, blocks).view(part.dtype)
+
+    return replace(
+        statistics,
+        vectors=taken(statistics.vectors),
+        scales=taken(statistics.scales),
+        spread=taken(statistics.spread),
+    )
+
+
+def _values(statistics: PageStatistics) -> Iterator[torch.Tensor]:
+    """The vectors `[num_blocks, num_kv_heads, pages, vectors, head_size]` of records and their spread."""
+    kind = statistics.kind
+    vectors = statistics.vectors
+    vectors = kind.codes.unpack(vectors) if kind.codes else vectors.float().unflatten(-1, (kind.vectors, -1))
+    if statistics.scales is not None:
+        scales = statistics.scales.float()
+        vectors = vectors * scales.repeat_interleave(kind.vectors // scales.shape[-1], dim=-1).unsqueeze(-1)
+    yield vectors
+    if statistics.spread is not None:
+        yield statistics.spread.float()[..., None, None]
+
+
+@contextmanager
+def watch() -> Iterator[Referee]:
+    """Judges the decode steps of every layer of ours in this process meanwhile."""
+    from vllm.platforms import current_platform
+
+    referee = Referee()
+    layers = _watch_cpu(referee) if current_platform.is_cpu() else _watch_cuda(referee)
+    with layers, mock.patch.object(decode_reference, "score_pages", _checked_scores):
+        yield referee
+
+
+def _watch_cpu(referee: Referee) -> AbstractContextManager[object]:
+    from vllm_sparse_plugin.attention.cpu import DecodeTokens, SparseCPUImpl
+
+    decode = SparseCPUImpl._decode
+
+    def watched(layer: SparseCPUImpl, query: torch.Tensor, tokens: DecodeTokens) -> torch.Tensor:
+        output = decode(layer, query, tokens)
+        batch = DecodeBatch(
+            query, tokens.block_table.int(), tokens.context_lens.int(), dense_tokens=layer.plan.dense_tokens
+        )
+        referee.judge(layer.plan, batch, layer.cache, layer.softmax, output)
+        return output
+
+    return mock.patch.object(SparseCPUImpl, "_decode", watched)
+
+
+def _watch_cuda(referee: Referee) -> AbstractContextManager[object]:
+    from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl
+
+    decode = SparseCUDAImpl._decode
+
+    def watched(layer: SparseCUDAImpl, batch: DecodeBatch, cache: KVCache, output: DecodeOutput) -> None:
+        decode(layer, batch, cache, output)
+        referee.judge(layer.plan, batch, cache, layer.softmax, output.heads)
+
+    return mock.patch.object(SparseCUDAImpl, "_decode", watched)
