@@ -103,7 +103,7 @@ def mean(values: Mapping[str, float]) -> float:
 
 def paired(ours: Mapping[str, float], theirs: Mapping[str, float]) -> tuple[float, float]:
     """The mean difference on the documents that both have, and 1.96 times its standard error, NaN of one document."""
-    differences = [ours[name] - theirs[name] for name in ours.keys() & theirs.keys()]
+    differences = [ours[name] - theirs[name] for name in sorted(ours.keys() & theirs.keys())]
     if not differences:
         return math.nan, math.nan
     middle = sum(differences) / len(differences)
