@@ -61,6 +61,24 @@ def _step(times: _Times, case: str) -> list[str] | None:
     return cells
 
 
+def kernels_budgets() -> Block:
+    """Sparse attention of long contexts and of larger budgets beside dense attention, and beside itself in pieces."""
+    paths = [_FOLDER / f"{name}.jsonl" for name in ("budget_64", "budget_256", "long")]
+    rows = []
+    for path in paths:
+        geometry = read_run(path).about["geometry"]
+        for (_, case), providers in _read_times(path).items():
+            us = {name: row["warm"]["median_us"] for name, row in providers.items()}
+            ours = us["unique"]
+            others = (f"{us[rival]:.1f} ({us[rival] / ours:.1f}x)" for rival in ("in pieces", "FlashAttention 3"))
+            bandwidth = f"{providers['unique']['share_of_read_bandwidth']['warm']:.0%}"
+            tokens = f"{geometry['k'] * geometry['page_size']:,}"
+            rows.append([case.removesuffix(" g4"), tokens, f"{ours:.1f}", *others, bandwidth])
+    headings = ["requests and context", "budget, tokens", "`unique`, quarters, µs"]
+    headings += ["in pieces", "FlashAttention 3", "of read bandwidth"]
+    return Block(table(headings, rows), paths)
+
+
 def kernels_groups() -> Block:
     """A decode step of other group sizes beside dense attention."""
     path = _FOLDER / "groups.jsonl"

@@ -43,6 +43,7 @@ SECTIONS: dict[str, Section] = {
     "decode-stopping": Section(serving.decode_stopping),
     "serve-gpu": Section(serving.serve_gpu),
     "kernels-gpu": Section(kernels.kernels_gpu),
+    "kernels-budgets": Section(kernels.kernels_budgets),
     "kernels-groups": Section(kernels.kernels_groups),
     "routing-gpu": Section(kernels.routing_gpu),
     "stop-gpu": Section(kernels.stop_gpu),

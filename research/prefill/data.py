@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,12 +49,16 @@ class Measured:
     seconds: float = 0.0
     """In all."""
 
-    def first(self, count: int) -> Measured:
-        """The same of the first `count` documents of each task."""
+    def read(self, kind: str) -> frozenset[str]:
+        """The documents that a stage of a kind has read."""
+        return frozenset(self.text_loss if kind == TEXT else self.right)
+
+    def of(self, documents: Set[str]) -> Measured:
+        """The same of some documents."""
         found = Measured(self.setting, self.context_tokens, self.look_alikes)
         for what in BY_DOCUMENT:
             values = getattr(self, what)
-            setattr(found, what, {name: values[name] for name in values if int(name.rpartition("-")[2]) < count})
+            setattr(found, what, {name: values[name] for name in values if name in documents})
         return found
 
     def add(self, name: str, row: Row) -> None:
@@ -98,12 +102,14 @@ def mean(values: Mapping[str, float]) -> float:
 
 
 def paired(ours: Mapping[str, float], theirs: Mapping[str, float]) -> tuple[float, float]:
-    """The mean difference on the documents that both have, and 1.96 times its standard error."""
-    differences = [ours[name] - theirs[name] for name in ours.keys() & theirs.keys()]
+    """The mean difference on the documents that both have, and 1.96 times its standard error, NaN of one document."""
+    differences = [ours[name] - theirs[name] for name in sorted(ours.keys() & theirs.keys())]
     if not differences:
         return math.nan, math.nan
     middle = sum(differences) / len(differences)
-    variance = sum((each - middle) ** 2 for each in differences) / max(len(differences) - 1, 1)
+    if len(differences) == 1:
+        return middle, math.nan
+    variance = sum((each - middle) ** 2 for each in differences) / (len(differences) - 1)
     return middle, 1.96 * math.sqrt(variance / len(differences))
 
 

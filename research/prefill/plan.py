@@ -45,6 +45,8 @@ SCORE, SCORE_ALL = Rule(MEAN, 1.0), Rule(ALL, 0.0)
 MASS, MASS_ALL = Rule(MEAN, 0.5, "mass"), Rule(ALL, 0.0, "mass")
 BEST, BEST_ALL = replace(MASS, form="best"), replace(MASS_ALL, form="best")
 BEST_HALVES, BEST_UNIQUE = Rule(HALVES, 0.5, "best"), Rule(MeanAndSpread(), 0.5, "best")
+DEFAULT = replace(BEST_ALL, queries=Queries(stride=8))
+"""The rule of the plugin's sparse prefill, which reads a density of 0.1."""
 ORACLE_MASS, ORACLE_PEAK = Rule(Keys(), 0.0, "mass"), Rule(Keys(), 0.0, "peak")
 ORACLE_LOGIT = Rule(Keys(), 0.0)
 PROBES = replace(ORACLE_MASS, queries=Queries("random"))
@@ -158,16 +160,36 @@ def _wide() -> Iterator[Setting]:
 def finalists() -> Iterator[Setting]:
     """What the default is chosen from."""
     yield Setting()
-    yield from _at((replace(BEST_ALL, queries=Queries(stride=8)),), (0.1, 0.05))
+    yield from _at((DEFAULT,), (0.1, 0.05))
     yield from _at((POOLED, Newest()), (0.1, 0.05))
     yield from _at((replace(MASS, queries=Queries(stride=4)), replace(BEST, queries=Queries(stride=4))), (0.1, 0.05))
     yield from _at((replace(BEST_HALVES, queries=Queries(stride=8)),), (0.1,))
     yield from _at((replace(MASS_ALL, queries=Queries(stride=4)),), (0.1, 0.05))
     yield from _at((replace(BEST_ALL, queries=Queries(stride=16)),), (0.1,))
-    yield from _at((replace(BEST_ALL, queries=Queries(stride=8)),), (0.1,), tile=128)
+    yield from _at((DEFAULT,), (0.1,), tile=128)
     yield from _at((replace(BEST_UNIQUE, queries=Queries(stride=8)), SCORE, ORACLE_MASS), (0.1,))
-    yield Setting(replace(BEST_ALL, queries=Queries(stride=8)), Density(0.05, 16))
-    yield from (Setting(replace(BEST_ALL, queries=Queries(stride=8)), Coverage(share)) for share in (0.9, 0.8))
+    yield Setting(DEFAULT, Density(0.05, 16))
+    yield from (Setting(DEFAULT, Coverage(share)) for share in (0.9, 0.8))
+
+
+COMPARED: dict[str, Setting] = {
+    "the default": Setting(DEFAULT),
+    "half as many blocks": Setting(DEFAULT, Density(0.05)),
+    "half as many, at least 16": Setting(DEFAULT, Density(0.05, 16)),
+    "a coverage of 0.8": Setting(DEFAULT, Coverage(0.8)),
+    "a coverage of 0.9": Setting(DEFAULT, Coverage(0.9)),
+    "tiles of 128": Setting(DEFAULT, tile=128),
+    "every sixteenth query": Setting(replace(BEST_ALL, queries=Queries(stride=16))),
+    "every fourth query, all vectors of a block": Setting(replace(MASS_ALL, queries=Queries(stride=4))),
+    "two vectors of a page": Setting(replace(BEST_HALVES, queries=Queries(stride=8))),
+    "one vector, every fourth query": Setting(replace(BEST, queries=Queries(stride=4))),
+    "UNIQUE's record": Setting(replace(BEST_UNIQUE, queries=Queries(stride=8))),
+    "the largest score, as UNIQUE's": Setting(SCORE),
+    "pooled queries and keys": Setting(POOLED),
+    "the newest blocks": Setting(Newest()),
+    "an oracle: the true mass": Setting(ORACLE_MASS),
+}
+"""Finalists beside the default, and in what they differ from it."""
 
 
 def _zipvl() -> Iterator[ZipVL]:

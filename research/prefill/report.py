@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
 
 import matplotlib as mpl
@@ -18,6 +18,7 @@ from bench.common.pages import table
 from research.prefill.data import Key, Measured, Results, mean, paired
 from research.prefill.plan import (
     BOUNDS,
+    COMPARED,
     CONTEXTS,
     DENSITIES,
     MAIN_CONTEXT,
@@ -30,6 +31,7 @@ from research.prefill.plan import (
     STAGES,
     STRIDES,
     TILES,
+    Stage,
     coverages,
     finalists,
     floors,
@@ -39,7 +41,7 @@ from research.prefill.plan import (
     wide_tiles,
     with_strides,
 )
-from research.prefill.rules import Density, Newest, Rule, Setting, ZipVL
+from research.prefill.rules import Coverage, Density, Newest, Rule, Setting, ZipVL
 from research.study.data import Cell, compare
 from research.study.documents import TASKS
 from research.study.report import interval, probability, run_lines, write_parts
@@ -48,11 +50,12 @@ from vllm_sparse_plugin.needles import STRESS_TASKS
 GENERATOR = "research.prefill"
 SOURCE = "h200/sparse-prefill/all.jsonl"
 """Collected results."""
-LEAST_ANSWERS = 200
-"""Of a finalist; fewer are shown in no table of theirs."""
+LEAST_ANSWERS = 100
+"""Of a finalist; fewer are shown in no table of theirs, and elsewhere as counts."""
 NOT_YET = "Not measured yet."
 _FIGURES = "figures"
-_WIDE = next(stage for stage in STAGES if stage.name == "wide")
+_BY_NAME = {stage.name: stage for stage in STAGES}
+_WIDE, _FINALISTS, _TEXT, _ZIPVL = (_BY_NAME[name] for name in ("wide", "finalists", "text", "zipvl"))
 _HEADINGS = (
     "setting", "density", "prefill loss", "answer loss", "right", "right, sparse decode", "look-alikes",
     "their answer loss",
@@ -71,29 +74,45 @@ def share(cell: Cell) -> str:
 def loss_difference(ours: dict[str, float], theirs: dict[str, float]) -> str:
     """A loss minus that of dense prefill, paired by document, for a table."""
     difference, error = paired(ours, theirs)
-    return "-" if math.isnan(difference) else f"{difference:+.4f} ± {error:.4f}"
+    if math.isnan(difference):
+        return "-"
+    return f"{difference:+.4f}" + ("" if math.isnan(error) else f" ± {error:.4f}")
 
 
 class Page:
-    """The parts of the page, from the results of one file or none."""
+    """The parts of the page, from the results of one file or none.
+
+    A stage that its time limit cut has documents that only some of its settings have read. Every table compares the
+    settings of one stage on the documents that all of them have read.
+    """
 
     def __init__(self, results: Results | None) -> None:
         self.results = results
         self.cells = results.cells if results else {}
+        self.shared = cache(self._shared)
+
+    def _shared(self, stage: Stage, context: int, look_alikes: bool) -> frozenset[str]:
+        """The documents that every measured setting of a stage has read."""
+        cells = (self.cells.get(Key(context, look_alikes, setting.name)) for setting in stage.settings)
+        read = [cell.read(stage.kind) for cell in cells if cell and cell.read(stage.kind)]
+        return frozenset.intersection(*read) if read else frozenset()
 
     def cell(
-        self, setting: Setting | ZipVL, context: int = MAIN_CONTEXT, look_alikes: bool = False, wide: bool = False
+        self, stage: Stage, setting: Setting | ZipVL, context: int = MAIN_CONTEXT, look_alikes: bool = False
     ) -> Measured | None:
-        """What was measured of a setting; of `wide`, on the documents of that stage only."""
-        cell = self.cells.get(Key(context, look_alikes, setting.name))
-        return cell.first(_WIDE.documents) if cell and wide else cell
+        """What was measured of a setting on the documents that a stage's settings share; None if it lacks one."""
+        cell, documents = (
+            self.cells.get(Key(context, look_alikes, setting.name)),
+            self.shared(stage, context, look_alikes),
+        )
+        return cell.of(documents) if cell and documents and documents <= cell.read(stage.kind) else None
 
     def line(
-        self, setting: Setting | ZipVL, context: int = MAIN_CONTEXT, wide: bool = False, least: int = 0
+        self, stage: Stage, setting: Setting | ZipVL, context: int = MAIN_CONTEXT, least: int = 0
     ) -> list[str] | None:
         """A row of a table of settings, if enough was measured."""
-        cell, dense = self.cell(setting, context, wide=wide), self.cell(Setting(), context, wide=wide)
-        if not cell or not dense or not cell.right or cell.dense_decode.answers < least:
+        cell, dense = self.cell(stage, setting, context), self.cell(stage, Setting(), context)
+        if not cell or not dense or cell.dense_decode.answers < least:
             return None
         cells = [
             f"`{setting.name}`",
@@ -103,40 +122,70 @@ class Page:
             share(cell.dense_decode),
             share(cell.sparse_decode),
         ]
-        alike, dense_alike = (self.cell(each, context, True, wide) for each in (setting, Setting()))
+        alike, dense_alike = (self.cell(stage, each, context, True) for each in (setting, Setting()))
         if not alike or not dense_alike:
             return [*cells, "-", "-"]
         return [*cells, share(alike.dense_decode), loss_difference(alike.answer_loss, dense_alike.answer_loss)]
 
     def lines(
-        self, settings: Iterable[Setting | ZipVL], context: int = MAIN_CONTEXT, wide: bool = False, least: int = 0
+        self, stage: Stage, settings: Iterable[Setting | ZipVL], context: int = MAIN_CONTEXT, least: int = 0
     ) -> str:
-        """A table of settings, with dense prefill first."""
+        """A table of settings, with dense prefill first, and how many documents it is of."""
         distinct = {setting.name: setting for setting in (Setting(), *settings)}
-        rows = [line for each in distinct.values() if (line := self.line(each, context, wide, least))]
-        return table(_HEADINGS, rows) if len(rows) > 1 else NOT_YET
+        rows = [line for each in distinct.values() if (line := self.line(stage, each, context, least))]
+        if len(rows) < 2:
+            return NOT_YET
+        return f"{table(_HEADINGS, rows)}\n\n{self.documents_of(stage, context)}"
+
+    def documents_of(self, stage: Stage, context: int = MAIN_CONTEXT) -> str:
+        """How many documents the tables of a stage are of, as a sentence."""
+        others, alike = (len(self.shared(stage, context, look_alikes)) for look_alikes in (False, True))
+        planned = stage.documents * len(stage.tasks)
+        cut = f" The stage was cut by its time limit: {planned} were planned." if others + alike < planned else ""
+        return f"On {others} documents, and {alike} of look-alikes.{cut}{self._dense_loss(stage, context)}"
+
+    def _dense_loss(self, stage: Stage, context: int) -> str:
+        dense = self.cell(stage, Setting(), context)
+        return f" The prefill loss of dense prefill is {mean(dense.prefill_loss):.4f}." if dense else ""
 
     # The parts of the page, in its order.
+
+    def compared(self) -> str:
+        """The default beside others, in short."""
+        rows = []
+        for words, setting in {"dense": Setting(), **COMPARED}.items():
+            cell, alike = (self.cell(_FINALISTS, setting, look_alikes=alike) for alike in (False, True))
+            dense, default = (self.cell(_FINALISTS, each) for each in (Setting(), COMPARED["the default"]))
+            if cell and alike and dense and default and cell.dense_decode.answers >= LEAST_ANSWERS:
+                densities = (f"{each.mean_density:.3f}" for each in (cell, alike))
+                losses = (loss_difference(cell.prefill_loss, each.prefill_loss) for each in (dense, default))
+                right = (share(each.dense_decode) for each in (cell, alike))
+                rows.append([words, f"`{setting.name}`", *densities, *losses, *right])
+        headings = [
+            "prefill", "setting", "density", "of look-alikes", "prefill loss minus dense", "minus the default", "right",
+            "look-alikes",
+        ]  # fmt: skip
+        return f"{table(headings, rows)}\n\n{self.documents_of(_FINALISTS)}" if len(rows) > 1 else NOT_YET
 
     def bounds(self) -> str:
         """What no rule can beat, and what rules have to beat."""
         rules = (*BOUNDS, SCORE, SCORE_ALL, MASS_ALL)
-        found = self.lines((Setting(rule, Density(d)) for d in DENSITIES for rule in rules), wide=True)
+        found = self.lines(_WIDE, (Setting(rule, Density(d)) for d in DENSITIES for rule in rules))
         return self._with_figure(found, "density", "Loss by density")
 
     def summaries(self) -> str:
         """Reductions of the statistics, and lambda."""
-        return self.lines((Setting(rule, Density(d)) for d in NARROW for rule in summaries()), wide=True)
+        return self.lines(_WIDE, (Setting(rule, Density(d)) for d in NARROW for rule in summaries()))
 
     def queries(self) -> str:
         """Which queries of a tile are asked."""
-        return self.lines((Setting(rule, Density(NARROW[1])) for rule in queries()), wide=True)
+        return self.lines(_WIDE, (Setting(rule, Density(NARROW[1])) for rule in queries()))
 
     def tiles(self) -> str:
         """Tiles of 64 and of 128 tokens, by the stride of the queries."""
         rules = list(wide_tiles())
         settings = (Setting(rule, Density(NARROW[1]), tile) for rule in rules for tile in TILES)
-        return self._with_figure(self.lines(settings, wide=True), "strides", "Loss by stride")
+        return self._with_figure(self.lines(_WIDE, settings), "strides", "Loss by stride")
 
     @staticmethod
     def _with_figure(found: str, name: str, title: str) -> str:
@@ -144,43 +193,44 @@ class Page:
 
     def masses(self) -> str:
         """Estimated masses."""
-        return self.lines((Setting(rule, Density(NARROW[1])) for rule in (SCORE_ALL, *masses())), wide=True)
+        return self.lines(_WIDE, (Setting(rule, Density(NARROW[1])) for rule in (SCORE_ALL, *masses())))
 
     def coverage(self) -> str:
         """Coverage beside density, from few blocks to many."""
         fixed = (Setting(rule, Density(d)) for rule in (MASS_ALL, SCORE_ALL, ORACLE_MASS) for d in DENSITIES)
-        settings = [each for each in (*coverages(), *fixed) if self.cell(each, wide=True)]
+        settings = [each for each in (*coverages(), *fixed) if self.cell(_WIDE, each)]
 
         def by_density(setting: Setting) -> float:
-            cell = self.cell(setting, wide=True)
+            cell = self.cell(_WIDE, setting)
             return cell.mean_density if cell else math.inf
 
         settings.sort(key=by_density)
-        return self.lines(settings, wide=True)
+        return self.lines(_WIDE, settings)
 
     def coverage_layers(self) -> str:
         """Where a coverage spends its blocks."""
-        return self._by_layer(coverages())
+        chosen = [each for each in finalists() if isinstance(each.choice, Coverage)]
+        return self._by_layer({_FINALISTS: chosen, _WIDE: list(coverages())})
 
     def floors(self) -> str:
         """Least numbers of blocks, where contexts are short."""
         parts = []
         for context in CONTEXTS:
-            found = self.lines(floors(), context, wide=context == MAIN_CONTEXT)
+            found = self.lines(_WIDE if context == MAIN_CONTEXT else _BY_NAME["floors"], floors(), context)
             if found != NOT_YET:
                 parts += [f"{context:,} tokens:", found]
         return "\n\n".join(parts) or NOT_YET
 
     def finalists(self) -> str:
         """The finalists, at the main length."""
-        return self.lines(finalists(), least=LEAST_ANSWERS)
+        return self.lines(_FINALISTS, finalists(), least=LEAST_ANSWERS)
 
     def against_dense(self) -> str:
         """Differences of the shares of right answers."""
         rows = []
-        dense, dense_alike = self.cell(Setting()), self.cell(Setting(), look_alikes=True)
+        dense, dense_alike = (self.cell(_FINALISTS, Setting(), look_alikes=alike) for alike in (False, True))
         for setting in finalists():
-            cell, alike = self.cell(setting), self.cell(setting, look_alikes=True)
+            cell, alike = (self.cell(_FINALISTS, setting, look_alikes=alike) for alike in (False, True))
             if not (cell and dense and alike and dense_alike) or cell.dense_decode.answers < LEAST_ANSWERS:
                 continue
             pairs = (
@@ -201,7 +251,10 @@ class Page:
         """Where the answers are lost."""
         rows = []
         for setting in finalists():
-            cells = {name: self.cell(setting, look_alikes=name in STRESS_TASKS) for name in (*TASKS, *STRESS_TASKS)}
+            cells = {
+                name: self.cell(_FINALISTS, setting, look_alikes=name in STRESS_TASKS)
+                for name in (*TASKS, *STRESS_TASKS)
+            }
             if not all(cells.values()):
                 continue
             counts = []
@@ -216,7 +269,7 @@ class Page:
         """The finalists at other lengths."""
         parts = []
         for context in CONTEXTS:
-            found = self.lines(finalists(), context)
+            found = self.lines(_BY_NAME["lengths"], finalists(), context)
             if context != MAIN_CONTEXT and found != NOT_YET:
                 parts += [f"{context:,} tokens:", found]
         return "\n\n".join(parts) or NOT_YET
@@ -224,10 +277,10 @@ class Page:
     def text(self) -> str:
         """Perplexity after a sparse prefill."""
         rows = []
-        dense = self.cell(Setting())
+        dense = self.cell(_TEXT, Setting())
         for setting in finalists():
-            cell = self.cell(setting)
-            if dense and cell and cell.text_loss:
+            cell = self.cell(_TEXT, setting)
+            if dense and cell:
                 difference = loss_difference(cell.text_loss, dense.text_loss)
                 prefill = loss_difference(cell.prefill_loss, dense.prefill_loss)
                 size = f"{len(cell.text_loss)}", f"{cell.mean_density:.3f}"
@@ -242,7 +295,7 @@ class Page:
         """ZipVL as published."""
         rows = []
         for setting in self._zipvl_settings():
-            cell, alike = self.cell(setting), self.cell(setting, look_alikes=True)
+            cell, alike = (self.cell(_ZIPVL, setting, look_alikes=alike) for alike in (False, True))
             if not cell:
                 continue
             shares = [share(each) for each in (cell.dense_decode, cell.sparse_decode)]
@@ -256,38 +309,46 @@ class Page:
 
     def zipvl_layers(self) -> str:
         """ZipVL's p by layer and task."""
-        return self._by_layer(each for each in self._zipvl_settings() if each.share is None)
+        return self._by_layer({_ZIPVL: [each for each in self._zipvl_settings() if each.share is None]})
 
     @staticmethod
     def _zipvl_settings() -> list[ZipVL]:
-        return [each for stage in STAGES for each in stage.settings if isinstance(each, ZipVL)]
+        return [each for each in _ZIPVL.settings if isinstance(each, ZipVL)]
 
-    def _by_layer(self, settings: Iterable[Setting | ZipVL]) -> str:
+    def _by_layer(self, settings: Mapping[Stage, Sequence[Setting | ZipVL]]) -> str:
         rows = []
-        for setting in settings:
+        for stage, setting in ((stage, each) for stage, chosen in settings.items() for each in chosen):
             for task in (*TASKS, *STRESS_TASKS):
-                cell = self.cell(setting, look_alikes=task in STRESS_TASKS)
+                cell = self.cell(stage, setting, look_alikes=task in STRESS_TASKS)
                 layers = cell.layer_densities(task) if cell else []
                 if layers:
-                    rows.append([f"`{setting.name}`", task, *(f"{each:.2f}" for each in layers)])
+                    shares = (sum(layers) / len(layers), *layers)
+                    rows.append([f"`{setting.name}`", task, *(f"{each:.2f}" for each in shares)])
         if not rows:
             return NOT_YET
-        return table(["setting", "task", *(f"layer {i}" for i in range(len(rows[0]) - 2))], rows)
+        return table(["setting", "task", "mean", *(f"layer {i}" for i in range(len(rows[0]) - 3))], rows)
 
     def provenance(self) -> str:
         """What was measured, and where the numbers come from."""
         stages = table(
-            ["stage", "contexts", "tasks", "documents of each", "questions of a document", "settings"],
+            [
+                "stage", "contexts", "tasks", "documents of each", "questions of a document", "settings",
+                "documents that all settings have read",
+            ],
             [
                 [
                     each.name, ", ".join(f"{c:,}" for c in each.contexts), ", ".join(each.tasks), str(each.documents),
                     str(each.questions) if each.kind != "text" else "-", str(len(each.settings)),
+                    f"{self._count_shared(each)} of {each.documents * len(each.tasks) * len(each.contexts)}",
                 ]
                 for each in STAGES
             ],
         )  # fmt: skip
         lines = run_lines(self.results.path, self.results.runs) if self.results else [NOT_YET]
         return "\n".join([stages, "", *lines])
+
+    def _count_shared(self, stage: Stage) -> int:
+        return sum(len(self.shared(stage, context, alike)) for context in stage.contexts for alike in (False, True))
 
     # The figures.
 
@@ -302,8 +363,8 @@ class Page:
 
     def _excess(self, settings: Iterable[Setting]) -> list[tuple[Setting, float, float, float]]:
         """Density, prefill loss minus dense, and its error, of the settings that were measured."""
-        dense = self.cell(Setting(), wide=True)
-        cells = [(setting, self.cell(setting, wide=True)) for setting in settings]
+        dense = self.cell(_WIDE, Setting())
+        cells = [(setting, self.cell(_WIDE, setting)) for setting in settings]
         return [
             (setting, cell.mean_density, *paired(cell.prefill_loss, dense.prefill_loss))
             for setting, cell in cells
@@ -335,7 +396,15 @@ class Page:
                 x = [each.rule.queries.stride for each, *_ in points if isinstance(each.rule, Rule)]
                 y, error = [point[2] for point in points], [point[3] for point in points]
                 if points:
-                    axes.errorbar(x, y, error, label=f"{rule.label}, T = {tile}", marker="o", capsize=2, lw=1.2)
+                    axes.errorbar(
+                        x,
+                        y,
+                        error,
+                        label=f"{rule.label.removesuffix('/s1')}, T = {tile}",
+                        marker="o",
+                        capsize=2,
+                        lw=1.2,
+                    )
         return self._finish(figure, "one query of so many is asked")
 
     @staticmethod
@@ -353,6 +422,7 @@ class Page:
 
 
 PARTS: dict[str, Callable[[Page], str]] = {
+    "compared": Page.compared,
     "bounds": Page.bounds,
     "summaries": Page.summaries,
     "queries": Page.queries,

@@ -72,10 +72,13 @@ def slow_scores(rule: Rule, tiles: Tiles, vectors: torch.Tensor, prompt: int, ti
                 for p in seen:
                     blocks[p * page // BLOCK] = max(blocks[p * page // BLOCK], *products[p])
                 continue
-            weights = {p: sum(math.exp(x / math.sqrt(HEAD_SIZE)) for x in products[p]) for p in seen}
-            total, shares = sum(weights.values()), [0.0] * (vectors.shape[2] * page // BLOCK)
+            shares = [0.0] * (vectors.shape[2] * page // BLOCK)
             for p in seen:
-                shares[p * page // BLOCK] += weights[p] / total
+                for weight in (math.exp(x / math.sqrt(HEAD_SIZE)) for x in products[p]):
+                    at = p * page // BLOCK
+                    shares[at] = max(shares[at], weight) if rule.form == "best" else shares[at] + weight
+            total = sum(shares)
+            shares = [share / total for share in shares]
             for b in range(len(blocks)):
                 blocks[b] = max(blocks[b], shares[b]) if rule.form == "peak" else blocks[b] + shares[b]
             own += sum(shares[len(blocks) :])
@@ -93,6 +96,7 @@ RULES = (
     *(Rule(Quarters(vectors=2), 0.5, "mass", Queries(stride=8), over) for over in ("seen", "past")),
     Rule(Quarters(squared=True), 0.5, "mass", Queries(stride=16)),
     Rule(Quarters(vectors=4), 0.0, "peak", Queries(stride=8)),
+    Rule(Quarters(vectors=4), 0.0, "best", Queries(stride=8)),
     Rule(Keys(), 0.0, "mass", Queries(stride=16)),
 )  # fmt: skip
 
@@ -110,7 +114,7 @@ def test_rules_score_blocks_by_their_formulas(rule, size):
             wanted = torch.tensor(blocks, dtype=torch.float64)
             torch.testing.assert_close(found[: len(blocks)], wanted, rtol=1e-4, atol=1e-4)
             assert (found[len(blocks) :] == -torch.inf).all(), "blocks that are not before the tile"
-            if rule.form == "mass":
+            if rule.form in ("mass", "best"):
                 assert float(own[prompt, tile, 1]) == pytest.approx(mine, rel=1e-4, abs=1e-4)
 
 
@@ -469,6 +473,7 @@ def test_every_part_of_the_page_shows_what_was_measured(tmp_path):
     for name, part in report.PARTS.items():
         assert report.NOT_YET not in part(page), name
         assert report.NOT_YET in part(empty), name
+    assert "cut by its time limit" not in page.finalists()
     dense = f"| `dense` | 0.200 | +0.0000 ± 0.0000 | +0.0000 ± 0.0000 | {7 * 4 * 8}"
     assert "1.000 (0.98-1.00)" in page.finalists()
     assert dense.rpartition("|")[0] in page.finalists()
@@ -477,10 +482,37 @@ def test_every_part_of_the_page_shows_what_was_measured(tmp_path):
     assert {path.name for path in tmp_path.glob("*.svg")} == {"density.svg", "strides.svg"}
 
 
+def test_a_stage_that_was_cut_is_compared_on_what_all_its_settings_have_read():
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("scipy")
+    from research.prefill import report
+
+    read = {setting.name: 5 for setting in plan.finalists()}
+    read["dense"] = 6
+    cells = {}
+    for alike, task in ((False, "kv"), (True, "denseneedle")):
+        for name, count in read.items():
+            cell = data.Measured(name, plan.MAIN_CONTEXT, alike)
+            for index in range(count):
+                row = {"right": "11111111" if index < 5 else "00000000", "right_sparse": "1" * 8, "answer_loss": index}
+                cell.add(f"{task}-{index}", row | {"prefill_loss": index, "density": [0.1]})
+            cells[data.Key(plan.MAIN_CONTEXT, alike, name)] = cell
+    page = report.Page(None)
+    page.cells = cells
+    found = page.lines(report._FINALISTS, plan.finalists())
+    assert "| `dense` | 0.100 | +0.0000 ± 0.0000 | +0.0000 ± 0.0000 | 40/40 | 40/40 | 40/40 |" in found
+    assert "On 5 documents, and 5 of look-alikes. The stage was cut by its time limit: 35 were planned." in found
+    assert "10 of 35" in page.provenance()
+    lacking = Setting(plan.SCORE, Density(0.1), 128)
+    cells[data.Key(plan.MAIN_CONTEXT, False, lacking.name)] = data.Measured(lacking.name, plan.MAIN_CONTEXT)
+    assert page.cell(report._FINALISTS, lacking) is None, "a setting of another stage that lacks a document"
+
+
 def test_losses_are_compared_on_the_documents_of_both():
     difference, error = data.paired({"a": 1.0, "b": 3.0, "c": 9.0}, {"a": 0.5, "b": 2.0})
     assert difference == pytest.approx(0.75)
     assert error == pytest.approx(1.96 * math.sqrt(0.125 / 2))
+    assert math.isnan(data.paired({"a": 1.0}, {"a": 0.5})[1]), "one document says nothing of others"
 
 
 @pytest.mark.parametrize("arguments", [(["nothing"], None, None), (None, [12], None), (None, None, ["no-such-*"])])
