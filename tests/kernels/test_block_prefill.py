@@ -4,13 +4,21 @@ import itertools
 import math
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 from sparse_kernels.batch import PrefillBatch, Prompts, Softmax
-from sparse_kernels.block_prefill import BlockRule, VirtualSequences, plan_tiles, prefill_blocks, reference
+from sparse_kernels.block_prefill import (
+    BlockRule,
+    VirtualSequences,
+    plan_tiles,
+    prefill_blocks,
+    reference,
+    scratch_bytes,
+)
 from sparse_kernels.block_prefill.sequences import PageEntries
-from sparse_kernels.page_statistics import KINDS
+from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from support.paged import PagedBatch, assert_as_accurate, make_batch
 
 HAS_GPU = torch.cuda.is_available()
@@ -300,6 +308,27 @@ def test_page_entries_lead_to_every_token(block_size: int, heads: int) -> None:
         for head in range(heads):
             page = block * entries.block_step + head * entries.head_step + within // entries.tokens * entries.sub_step
             assert torch.equal(pages[page, within % entries.tokens, 0], paged.keys[0][position, head])
+
+
+@NO_TRITON
+@pytest.mark.skipif(HAS_GPU, reason="beside a GPU Triton compiles its kernels")
+@pytest.mark.parametrize("kind", ["quarters", "mean_and_spread"])
+@pytest.mark.parametrize("rule", [RULE, RULES["wide tiles"], RULES["every query"], RULES["coverage"]])
+def test_no_more_memory_is_taken_than_is_said(rule: BlockRule, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparse_kernels.block_prefill import triton
+
+    case, taken, empty = make_case([150], [70], kind=kind), [], torch.empty
+
+    def counted(*shape: int, **options: Any) -> torch.Tensor:
+        made = empty(*shape, **options)
+        taken.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(triton.torch, "empty", counted)
+    run(case, rule, kernels=True)
+    layout = StatisticsLayout(8, SIZE, KINDS[kind].formats[0], kind=KINDS[kind])
+    said = scratch_bytes(rule, layout, HEADS, 2, 70, 150)
+    assert sum(taken) <= said < 3 * sum(taken)
 
 
 @pytest.mark.parametrize(

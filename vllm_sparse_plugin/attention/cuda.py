@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from sparse_kernels.batch import DecodeBatch, DecodeOutput, Prompts, QueryTokens
-from sparse_kernels.block_prefill import VarlenAttention, VirtualSequences
+from sparse_kernels.block_prefill import VarlenAttention, VirtualSequences, scratch_bytes
 from sparse_kernels.cache import KVCache
 from sparse_kernels.limits import HEAD_SIZES
 from sparse_kernels.page_statistics import write_cache
@@ -47,8 +47,6 @@ if TYPE_CHECKING:
 _PREFERRED_BLOCK = 64
 """Tokens of a block unless the user says otherwise: the statistics of a block and head are then one kilobyte in a row,
 which is what memory reads well."""
-_PREFILL_SCRATCH = 300 * 2**20
-"""Bytes beside queries and outputs that a layer's sparse prefill takes at most: scores, summaries of pages, tables."""
 
 
 class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
@@ -380,11 +378,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if attn_metadata is None:
-            backend: type[SparseCUDABackend] = layer.attn_backend  # type: ignore[assignment]
-            if backend.config().block_prefill is not None:
-                # vLLM's profile of its memory must leave room for queries and outputs in another order.
-                bytes_taken = 2 * query.numel() * output.itemsize + _PREFILL_SCRATCH
-                torch.empty(bytes_taken, dtype=torch.uint8, device=query.device)
+            self._reserve(layer, query)
             return output.fill_(0)
         assert isinstance(attn_metadata, SparseCUDAMetadata)
         self.bind_cache(kv_cache)
@@ -411,6 +405,21 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         elif attn_metadata.prefill is not None:
             dense(attn_metadata.prefill, first)
         return output
+
+    def _reserve(self, layer: Any, query: torch.Tensor) -> None:
+        """Takes the memory of sparse prefill for a moment: vLLM's profile of its memory then leaves room for it."""
+        backend: type[SparseCUDABackend] = layer.attn_backend
+        config = backend.config()
+        if config.block_prefill is None:
+            return
+        itemsize = query.dtype.itemsize if self.kv_cache_dtype == "auto" else 1
+        layout = config.statistics_layout(self.head_size, itemsize)
+        assert layout is not None
+        wanted = scratch_bytes(
+            config.block_prefill.rule(), layout, self.num_kv_heads, self.num_queries_per_kv, len(query),
+            self.longest_context,
+        )  # fmt: skip
+        torch.empty(wanted, dtype=torch.uint8, device=query.device)
 
     def _decode_all(self, layer: Any, query: torch.Tensor, metadata: SparseCUDAMetadata, output: torch.Tensor) -> None:
         """Attends with the decoding tokens of a step."""

@@ -2,7 +2,8 @@
 
 from sparse_kernels.block_prefill.api import prefill_blocks
 from sparse_kernels.block_prefill.rule import BlockRule
+from sparse_kernels.block_prefill.scratch import scratch_bytes
 from sparse_kernels.block_prefill.sequences import VarlenAttention, VirtualSequences
 from sparse_kernels.block_prefill.tiles import Tiles, plan_tiles
 
-__all__ = ["BlockRule", "Tiles", "VarlenAttention", "VirtualSequences", "plan_tiles", "prefill_blocks"]
+__all__ = ["BlockRule", "Tiles", "VarlenAttention", "VirtualSequences", "plan_tiles", "prefill_blocks", "scratch_bytes"]
