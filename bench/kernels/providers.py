@@ -370,7 +370,7 @@ _NOT_ROUTED: Provider[DecodeInputs] = Provider(
 
 _PREFILL: tuple[Provider[PrefillInputs], ...] = (
     Provider(
-        "unique",
+        f"unique, density {prefill.DENSITY}",
         _load_sparse_prefill,
         lambda loaded, inputs: prefill.whole(loaded[0], inputs),
         prefill.check_whole,

@@ -467,7 +467,7 @@ def test_a_lost_device_ends_the_run(workload):
 def test_the_table_of_providers():
     assert tuple(PROVIDERS) == OPS
     for op in PROVIDERS.values():
-        assert op.subject in ("unique", "sinkrouter", "unique, routed", "art")
+        assert op.subject in ("unique", "sinkrouter", "unique, routed", "art", "unique, density 0.1")
         names = [each.name for each in op.providers]
         assert len(set(names)) == len(names) > 1
 
@@ -592,7 +592,7 @@ def test_prefill_that_leaves_out_one_good_block_fails(prefill_inputs, monkeypatc
 
     monkeypatch.setattr(prefill.Launches, "choice", worse)
     with pytest.raises(checks.CheckError, match="of the best blocks' scores"):
-        PREFILL["unique"].check(prefill_inputs, {})
+        PREFILL["unique, density 0.1"].check(prefill_inputs, {})
 
 
 def spoiled(each, inputs, spoil):
@@ -616,8 +616,8 @@ def leave_a_block_out(choice):
 @pytest.mark.parametrize(
     ("name", "spoil", "reason"),
     [
-        ("unique", lambda output: output[0, 0].mul_(1.1), "tile 0: relative error 0"),
-        ("unique", lambda output: output[-1, 3].fill_(torch.nan), "tile 1: relative error inf"),
+        ("unique, density 0.1", lambda output: output[0, 0].mul_(1.1), "tile 0: relative error 0"),
+        ("unique, density 0.1", lambda output: output[-1, 3].fill_(torch.nan), "tile 1: relative error inf"),
         ("FlashAttention 3", lambda output: output[-1, 0].mul_(1.1), "relative error 0"),
         ("unique, density 0.05", lambda output: output[70, 2].zero_(), "tile 1: relative error 1"),
         ("part: keys from statistics", lambda keys: keys[1, 77, 3].mul_(1.02), "a key is off"),
@@ -715,6 +715,7 @@ def test_figures_are_drawn_without_a_gpu(results, tmp_path):
     assert files == [
         "attend_group4.svg",
         "decode_group4.svg",
+        "prefill_group4.svg",
         "score_group4.svg",
         "speed_up_flashattention_3.svg",
         "topk.svg",
