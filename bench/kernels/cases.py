@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 from sparse_kernels.batch import PageSelection
+from sparse_kernels.block_prefill import BlockRule
 from sparse_kernels.page_statistics import KINDS, RecordFormat, StatisticsLayout
 
 from bench.common.options import GridRow, parse_grid, size_text
@@ -26,6 +28,8 @@ class Geometry:
     sink_pages: int = 1
     recent_pages: int = 1
     std_weight: float = 0.75
+    dense_tokens: int = BlockRule.dense_tokens
+    """Of a prompt, what begins before this position is dense."""
 
     @property
     def pages_per_block(self) -> int:
@@ -92,6 +96,31 @@ class DecodeCase:
 
 
 @dataclass(frozen=True)
+class PrefillCase:
+    """A step of one prompt: its last tokens so far attend to all of it."""
+
+    context: int
+    """Tokens of the prompt so far, those of the chunk included; a multiple of the block size."""
+    chunk: int
+    """Query tokens; a multiple of the block size."""
+    group: int
+    format: RecordFormat = DEFAULT_FORMAT
+
+    @property
+    def name(self) -> str:
+        """As of a `DecodeCase`."""
+        return f"1q{size_text(self.chunk)}s{size_text(self.context)} g{self.group}"
+
+    def blocks(self, geometry: Geometry) -> int:
+        """Blocks of the cache that the prompt takes."""
+        return -(-self.context // geometry.block_size)
+
+    def fields(self) -> dict[str, Any]:
+        """The case as it is written to result files."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
 class TopKCase:
     """Selection alone: `rows` (token, KV head) pairs with `pages` scores each."""
 
@@ -108,12 +137,14 @@ class TopKCase:
         return asdict(self)
 
 
-Case = DecodeCase | TopKCase
+CacheCase = DecodeCase | PrefillCase
+"""A case with a cache."""
+Case = CacheCase | TopKCase
 
 DECODE_OPS = ("decode", "route", "route_unique", "score", "attend", "stop", "write", "pieces")
-OPS = ("decode", "route", "route_unique", "topk", "score", "attend", "stop", "write", "pieces")
+OPS = ("decode", "route", "route_unique", "topk", "score", "attend", "stop", "write", "pieces", "prefill")
 """Most telling first: a run that is cut short has these."""
-_OF_ONE_GROUP = ("route", "route_unique", "topk", "write", "pieces")
+_OF_ONE_GROUP = ("route", "route_unique", "topk", "write", "pieces", "prefill")
 """Measured with the first group size alone."""
 SKIPPED = 0.6
 """Share of the KV groups that are made to be skipped where groups are routed."""
@@ -130,6 +161,8 @@ class Grid:
     formats: Sequence[RecordFormat] = (DEFAULT_FORMAT, "int8", "int2", "fp8", "bf16")
     rows: Sequence[int] = (8, 64, 256)
     pages: Sequence[int] = (1024, 4096, 16384, 65536, 131072)
+    prompts: Sequence[int] = (131072, 32768)
+    chunks: Sequence[int] = (8192, 2048)
 
     def plan(self) -> list[tuple[str, Case]]:
         """Operations and cases in the order they are measured.
@@ -146,6 +179,8 @@ class Grid:
                     continue
                 if op == "topk":
                     plan += [(op, TopKCase(rows, pages)) for rows in self.rows for pages in self.pages]
+                elif op == "prefill":
+                    plan += [(op, PrefillCase(*each, group)) for each in product(self.prompts, self.chunks)]
                 else:
                     plan += [(op, case) for case in self._decode_cases(group, first_format)]
         for other in self.formats[1:]:
@@ -166,5 +201,6 @@ QUICK = Grid(
     formats=(DEFAULT_FORMAT, "int8"),
     rows=(8, 256),
     pages=(4096, 16384),
+    prompts=(131072,),
 )
 """A grid for two minutes on a rented machine."""

@@ -106,7 +106,7 @@ def attended(inputs: DecodeInputs, calls: Calls) -> None:
     """The output over the given pages."""
     expected = _attend(inputs, list(range(inputs.case.batch)), inputs.pages)
     for name, call in calls.items():
-        _require_close(call(), expected, name)
+        require_close(call(), expected, name)
 
 
 def sparse_decode(inputs: DecodeInputs, calls: Calls, skipped: torch.Tensor | None = None) -> None:
@@ -169,7 +169,8 @@ def _largest(error: torch.Tensor) -> float:
     return float(error.nan_to_num(nan=torch.inf).max())
 
 
-def _require_close(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+def require_close(actual: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    """Raise CheckError unless every head of an attention output is close to the reference's."""
     if actual.shape != expected.shape:
         raise CheckError(f"{name}: the output has shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
     # Each request and head by itself, so that one wrong row of many is not lost in the sum.
@@ -191,12 +192,12 @@ def _require_routed(
 ) -> None:
     """Zeros of every request where groups are to be skipped and nowhere else, and some requests' other outputs."""
     if skipped is None:
-        _require_close(output[rows], expected, name)
+        require_close(output[rows], expected, name)
         return
     if not torch.equal(output.eq(0).all(dim=-1), skipped):
         raise CheckError(f"{name}: other groups have an output of zero than those that are to be skipped")
     active = ~skipped[rows]
-    _require_close(output[rows][active], expected[active], name)
+    require_close(output[rows][active], expected[active], name)
 
 
 def _attend(inputs: DecodeInputs, rows: list[int], pages: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import typer
 from bench.common.console import open_console
 from bench.common.options import Commit, Output, TimeLimit, make_app, parse_grid, parse_names, parse_sizes
 from bench.common.results import ResultFile, Run
-from bench.kernels.cases import OPS, QUICK, Case, DecodeCase, Geometry, Grid
+from bench.kernels.cases import OPS, QUICK, Case, Geometry, Grid, TopKCase
 from bench.kernels.report import print_results, read_results
 from bench.kernels.runner import LEFT_OUT, MEASURED, Runner, is_broken
 from bench.kernels.timing import COLD_REPEATS, WARM_REPEATS
@@ -43,7 +43,7 @@ def grid_of(quick: bool, only: list[str] | None, grid: list[str] | None, groups:
 
 def cache_blocks(plan: list[tuple[str, Case]], geometry: Geometry, free_bytes: int) -> int:
     """Blocks of the largest case of the plan that fits into free memory."""
-    cases = [case for _, case in plan if isinstance(case, DecodeCase)]
+    cases = [case for _, case in plan if not isinstance(case, TopKCase)]
     largest = max((geometry.block_elements(case.format) for case in cases), default=1) * 2
     return max((blocks for case in cases if (blocks := case.blocks(geometry)) * largest <= free_bytes), default=1)
 

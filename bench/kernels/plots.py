@@ -36,6 +36,7 @@ FIGURES = (
     Times("score", "batch", "context", "scores of all pages"),
     Times("attend", "batch", "context", "attention over the selected pages"),
     Times("write", "batch", "context", "write of the new tokens"),
+    Times("prefill", "chunk", "context", "one attention layer of a step of a prompt, and the parts of sparse prefill"),
     Times("topk", "rows", "pages", "selection of the best pages"),
 )
 

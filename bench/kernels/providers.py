@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
@@ -16,9 +17,9 @@ from sparse_kernels.page_statistics import STATISTICS_FORMATS, RecordFormat
 from sparse_kernels.split_attention import Stopping, stop_scratch
 from sparse_kernels.stopping import StopRule
 
-from bench.kernels import checks, traffic
+from bench.kernels import checks, prefill, traffic
 from bench.kernels.cases import Case, DecodeCase, Geometry
-from bench.kernels.workload import DecodeInputs, TopKInputs, Workload
+from bench.kernels.workload import DecodeInputs, PrefillInputs, TopKInputs, Workload
 
 Inputs = TypeVar("Inputs")
 Call = Callable[[], Any]
@@ -263,6 +264,12 @@ def _flash_attention(loaded: list[Any], inputs: DecodeInputs, lengths: Sequence[
     return call
 
 
+def _load_sparse_prefill() -> list[Any]:
+    """What attends to virtual sequences; imports the kernels now rather than in the first case."""
+    prefill.load_kernels()
+    return _load_flash_attention()
+
+
 def _load_flashinfer_decode() -> Any:
     """The wrapper and its workspace; builds or loads the kernels now rather than in the first case."""
     wrapper, get_module = imported(
@@ -359,6 +366,65 @@ _NOT_ROUTED: Provider[DecodeInputs] = Provider(
     lambda loaded, inputs: _split(loaded, inputs, None),
     checks.dense,
     traffic.dense,
+)
+
+_PREFILL: tuple[Provider[PrefillInputs], ...] = (
+    Provider(
+        f"unique, density {prefill.DENSITY}",
+        _load_sparse_prefill,
+        lambda loaded, inputs: prefill.whole(loaded[0], inputs),
+        prefill.check_whole,
+        traffic.sparse_prefill,
+    ),
+    Provider(
+        "FlashAttention 3",
+        _load_flash_attention,
+        lambda loaded, inputs: prefill.dense(loaded[0], inputs),
+        prefill.check_dense,
+        traffic.dense_prefill,
+    ),
+    Provider(
+        f"unique, density {prefill.SPARSER}",
+        _load_sparse_prefill,
+        lambda loaded, inputs: prefill.whole(loaded[0], inputs, prefill.SPARSER),
+        partial(prefill.check_whole, density=prefill.SPARSER),
+        traffic.sparse_prefill,
+    ),
+    Provider(
+        "part: keys from statistics",
+        prefill.load_kernels,
+        lambda _, inputs: prefill.launches(inputs).summaries,
+        prefill.check_summaries,
+        traffic.prefill_summaries,
+    ),
+    Provider(
+        "part: scores, keys included",
+        prefill.load_kernels,
+        lambda _, inputs: prefill.scoring(inputs),
+        prefill.check_scores,
+        traffic.prefill_scores,
+    ),
+    Provider(
+        "part: choice",
+        prefill.load_kernels,
+        lambda _, inputs: prefill.choosing(inputs),
+        prefill.check_choice,
+        traffic.prefill_choice,
+    ),
+    Provider(
+        "part: attention",
+        _load_sparse_prefill,
+        lambda loaded, inputs: prefill.attending(loaded[0], inputs),
+        prefill.check_attention,
+        traffic.dense_prefill,
+    ),
+    Provider(
+        "part: regrouping",
+        prefill.load_kernels,
+        lambda _, inputs: prefill.launches(inputs).regrouped,
+        prefill.check_regrouped,
+        traffic.prefill_regrouping,
+    ),
 )
 
 PROVIDERS: dict[str, Op[Any]] = {
@@ -535,5 +601,6 @@ PROVIDERS: dict[str, Op[Any]] = {
             _DENSE_FLASH_ATTENTION,
         ),
     ),
+    "prefill": Op(Workload.prefill_inputs, _PREFILL),
 }
 """Every operation and who provides it."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from bench.common.results import Row
-from bench.kernels.cases import Case, DecodeCase
+from bench.kernels.cases import Case, TopKCase
 from bench.kernels.checks import CheckError, poisoned_allocations
 from bench.kernels.providers import Op, Provider
 from bench.kernels.timing import Timer, Timing
@@ -90,7 +90,7 @@ class Runner:
     def _why_left_out(self, case: Case) -> str:
         if self._workload.fits(case):
             return "the time limit was reached"
-        assert isinstance(case, DecodeCase)
+        assert not isinstance(case, TopKCase)
         return f"its cache takes {self._workload.cache_bytes(case) / 1e9:.1f} GB, more than the device has free"
 
     def _fill(self, op_name: str, case: Case, status: str, reason: str) -> list[Row]:

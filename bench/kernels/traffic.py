@@ -5,7 +5,7 @@ A rival is charged the bytes of what it computes, not of how: intermediate resul
 
 from __future__ import annotations
 
-from bench.kernels.cases import DecodeCase, Geometry, TopKCase
+from bench.kernels.cases import DecodeCase, Geometry, PrefillCase, TopKCase
 
 _BF16 = 2
 
@@ -19,7 +19,7 @@ def _query_bytes(case: DecodeCase, geometry: Geometry) -> int:
     return case.batch * geometry.num_kv_heads * case.group * geometry.head_size * _BF16
 
 
-def _record_bytes(case: DecodeCase, geometry: Geometry) -> int:
+def _record_bytes(case: DecodeCase | PrefillCase, geometry: Geometry) -> int:
     """Statistics of one page, all KV heads."""
     return geometry.num_kv_heads * geometry.layout(case.format).record_bytes
 
@@ -96,3 +96,49 @@ def routed_sparse(case: DecodeCase, geometry: Geometry) -> int:
     """`sparse` for the groups that are not skipped."""
     ends = 2 * _query_bytes(case, geometry)
     return round(_active_share(case, geometry) * (sparse(case, geometry) - ends)) + ends
+
+
+def _chunk_bytes(case: PrefillCase, geometry: Geometry) -> int:
+    """Queries of a chunk, or its outputs."""
+    return case.chunk * geometry.num_kv_heads * case.group * geometry.head_size * _BF16
+
+
+def _prompt_records(case: PrefillCase, geometry: Geometry) -> int:
+    return case.context // geometry.page_size * _record_bytes(case, geometry)
+
+
+def _past_scores(case: PrefillCase, geometry: Geometry) -> int:
+    """Float32 scores that the tiles of a chunk give to the blocks before them."""
+    tiles = range(case.context - case.chunk, case.context, geometry.block_size)
+    return sum(begin // geometry.block_size for begin in tiles) * geometry.num_kv_heads * 4
+
+
+def dense_prefill(case: PrefillCase, geometry: Geometry) -> int:
+    """Every key and value of the prompt and the queries in, output out."""
+    return case.context * _token_bytes(geometry) + 2 * _chunk_bytes(case, geometry)
+
+
+def sparse_prefill(case: PrefillCase, geometry: Geometry) -> int:
+    """The same and the statistics: some tile may read any block."""
+    return dense_prefill(case, geometry) + _prompt_records(case, geometry)
+
+
+def prefill_regrouping(case: PrefillCase, geometry: Geometry) -> int:
+    """Queries in and out, outputs in and out."""
+    return 4 * _chunk_bytes(case, geometry)
+
+
+def prefill_summaries(case: PrefillCase, geometry: Geometry) -> int:
+    """Statistics in, bfloat16 keys out."""
+    keys = geometry.layout(case.format).kind.summary_keys * geometry.num_kv_heads * geometry.head_size * _BF16
+    return _prompt_records(case, geometry) + case.context // geometry.page_size * keys
+
+
+def prefill_scores(case: PrefillCase, geometry: Geometry) -> int:
+    """Statistics and queries in, scores out."""
+    return _prompt_records(case, geometry) + _chunk_bytes(case, geometry) + _past_scores(case, geometry)
+
+
+def prefill_choice(case: PrefillCase, geometry: Geometry) -> int:
+    """Scores in; the page numbers that it writes are few beside them."""
+    return _past_scores(case, geometry)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
-from sparse_kernels.batch import DecodeBatch, QueryTokens, Softmax
+from sparse_kernels.batch import DecodeBatch, PrefillBatch, Prompts, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.group_routing import GROUP_SCORES, GroupRouting
 from sparse_kernels.group_routing.reference import score_groups
@@ -15,7 +15,7 @@ from sparse_kernels.page_statistics import PageStatistics, RecordFormat
 from sparse_kernels.page_statistics.reference import update_page_statistics
 from sparse_kernels.paging import PagedTensor
 
-from bench.kernels.cases import Case, DecodeCase, Geometry, TopKCase
+from bench.kernels.cases import CacheCase, Case, DecodeCase, Geometry, PrefillCase, TopKCase
 
 _FILL_BLOCKS = 1024
 """Blocks filled at a time: the statistics of their pages take a few hundred megabytes on the way."""
@@ -103,6 +103,33 @@ class DecodeInputs:
 
 
 @dataclass(frozen=True)
+class PrefillInputs:
+    """One step of one prompt, whose keys and values are in the cache already; the query is a view as in `DecodeInputs`.
+
+    Keys and queries are random: which blocks are the best is chance, how many are read is not.
+    """
+
+    case: PrefillCase
+    geometry: Geometry
+    token_rows: torch.Tensor
+    """See `DecodeInputs`."""
+    cache: KVCache
+    prompts: Prompts
+    query: torch.Tensor
+    """`[chunk, num_query_heads, head_size]` bfloat16."""
+
+    @property
+    def batch(self) -> PrefillBatch:
+        """The prompt with its queries."""
+        return self.prompts.batch(self.query)
+
+    @property
+    def softmax(self) -> Softmax:
+        """How logits become weights."""
+        return Softmax(self.geometry.scale)
+
+
+@dataclass(frozen=True)
 class TopKInputs:
     """Scores of pages to select from."""
 
@@ -134,7 +161,7 @@ class Workload:
         self._format: RecordFormat | None = None
         self._order = torch.randperm(max_blocks, generator=self._generator, device=device).int()
 
-    def cache_bytes(self, case: DecodeCase) -> int:
+    def cache_bytes(self, case: CacheCase) -> int:
         """Bytes of the blocks that a case takes."""
         return case.blocks(self.geometry) * self.geometry.block_elements(case.format) * 2
 
@@ -146,7 +173,7 @@ class Workload:
         """Inputs of a decode step; its blocks are scattered over the whole cache."""
         self._lay_out(case.format)
         geometry, size = self.geometry, self.geometry.head_size
-        token_rows = self._cache[:, :, : geometry.block_size]
+        token_rows = self._token_rows
         block_table = self._order[: case.blocks(geometry)].view(case.batch, -1).contiguous()
         lengths = torch.tensor(case.lengths(geometry), device=self.device)
         last = lengths - 1
@@ -167,9 +194,7 @@ class Workload:
             token_rows=token_rows,
             keys=PagedTensor.from_rows(token_rows[..., :size], geometry.page_size),
             values=PagedTensor.from_rows(token_rows[..., size:], geometry.page_size),
-            statistics=geometry.layout(case.format).views(
-                self._cache[:, :, geometry.block_size :], geometry.block_size
-            ),
+            statistics=self._statistics(case.format),
             block_table=block_table,
             seq_lens=lengths.int(),
             query=query,
@@ -189,6 +214,31 @@ class Workload:
         recent = torch.arange(self.geometry.num_kv_heads, device=self.device) % 4 != 3
         query = torch.where(recent[:, None, None], _RECENT_LENGTH * inputs.new_keys[:, :, None], inputs.grouped_query)
         return replace(inputs, query=query.flatten(1, 2).to(inputs.query.dtype))
+
+    def prefill_inputs(self, case: PrefillCase) -> PrefillInputs:
+        """Inputs of a step of a prompt; its blocks are scattered over the whole cache."""
+        self._lay_out(case.format)
+        heads, size = self.geometry.num_kv_heads, self.geometry.head_size
+        projected = self._normal(case.chunk, heads * (case.group + 2), size)
+        start = torch.tensor([0, case.chunk], dtype=torch.int32, device=self.device)
+        length = torch.tensor([case.context], dtype=torch.int32, device=self.device)
+        table = self._order[: case.blocks(self.geometry)][None]
+        return PrefillInputs(
+            case=case,
+            geometry=self.geometry,
+            token_rows=self._token_rows,
+            cache=KVCache.from_rows(self._token_rows, self.geometry.page_size, self._statistics(case.format)),
+            prompts=Prompts(start, table, length, (case.chunk,), (case.context,)),
+            query=projected[:, : heads * case.group],
+        )
+
+    @property
+    def _token_rows(self) -> torch.Tensor:
+        return self._cache[:, :, : self.geometry.block_size]
+
+    def _statistics(self, statistics: RecordFormat) -> PageStatistics:
+        block_size = self.geometry.block_size
+        return self.geometry.layout(statistics).views(self._cache[:, :, block_size:], block_size)
 
     def topk_inputs(self, case: TopKCase) -> TopKInputs:
         """Random scores, and block tables of the length that goes with them."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from bench.common.options import size_text
 from bench.common.results import ROOT
+from bench.pages.prefill import DENSE, engines, prefill_files, read_times
 from bench.pages.serving import H200, read_steps
 
 if TYPE_CHECKING:
@@ -51,8 +52,41 @@ def _decode() -> Figure:
     return figure
 
 
+def draw_prefill() -> Figure:
+    """Time to first token by context, in the largest steps that were measured."""
+    from matplotlib.figure import Figure
+
+    measured = read_times("first_token", "chunk_tokens", "context_tokens")
+    largest = max(chunk for chunk, _ in measured)
+    times = {context: found for (chunk, context), found in measured.items() if chunk == largest}
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    for index, name in enumerate(engines(measured)):
+        contexts = [context for context, found in times.items() if name in found]
+        seconds = [times[context][name]["seconds_median"] for context in contexts]
+        colour = "#9aa5b1" if name == DENSE else f"C{index}"
+        axes.plot(contexts, seconds, "o-", ms=4, color=colour, label=name.replace("`", ""))
+        for context, here in zip(contexts, seconds, strict=True):
+            if name != DENSE and DENSE in times[context]:
+                ratio = f"{times[context][DENSE]['seconds_median'] / here:.1f}x"
+                axes.annotate(ratio, (context, here), (0, -12), textcoords="offset points", ha="center", fontsize=8)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(list(times), [size_text(context) for context in times])
+    axes.minorticks_off()
+    axes.set_xlabel(f"tokens of the prompt, in steps of {size_text(largest)}")
+    axes.set_ylabel("seconds to the first token")
+    axes.margins(y=0.12)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, loc="upper left")
+    figure.suptitle("Prefill with the shape of Llama-3.1-8B on one H200", fontsize=11)
+    return figure
+
+
 FIGURES: dict[Path, Callable[[], Figure]] = {FOLDER / "decode.svg": _decode}
-"""What draws each figure."""
+"""What draws each figure whose results are there."""
+if prefill_files():
+    FIGURES[FOLDER / "prefill.svg"] = draw_prefill
 
 
 def draw(make: Callable[[], Figure]) -> bytes:

@@ -129,3 +129,32 @@ def stop_gpu() -> Block:
         rows.append([case.removesuffix(" g4"), *cells, f"{dense:.0f} ({dense / art:.2f}x)"])
     headings = ["requests and context", "`art`, µs", "tests in vain", "patience without end", "cost of the tests"]
     return Block(table([*headings, "our split attention", "FlashAttention 3"], rows), [path])
+
+
+def prefill_kernels() -> Block:
+    """Sparse prefill of a chunk beside dense attention, and its parts; empty until it was measured."""
+    path = _FOLDER / "prefill.jsonl"
+    if not path.exists():
+        return Block("")
+    ms: dict[str, dict[str, float]] = {}
+    for row in read_run(path).rows:
+        if row["op"] == "prefill" and "cold" in row:
+            ms.setdefault(row["case_name"].partition(" g")[0], {})[row["provider"]] = row["cold"]["median_us"] / 1e3
+    rival, part = _RIVALS[0], "part: "
+    names = list(dict.fromkeys(name for times in ms.values() for name in times))
+    wholes = [name for name in names if name.startswith("unique")]
+    parts = [name for name in names if name.startswith(part)]
+    rows = []
+    for case, times in ms.items():
+        dense = times.get(rival)
+        cells = [_beside(times.get(name), dense) for name in wholes]
+        others = (f"{times[name]:.3f}" if name in times else "-" for name in parts)
+        rows.append([case, f"{dense:.2f}" if dense else "-", *cells, *others])
+    headings = ["chunk and context", f"{rival}, ms", *wholes, *(name.removeprefix(part) for name in parts)]
+    return Block(table(headings, rows), [path])
+
+
+def _beside(time: float | None, rival: float | None) -> str:
+    if time is None:
+        return "-"
+    return f"{time:.2f} ({rival / time:.1f}x)" if rival else f"{time:.2f}"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.common.pages import Block
-from bench.pages import families, kernels, quality, serving, settings
+from bench.pages import families, kernels, prefill, quality, serving, settings
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ SECTIONS: dict[str, Section] = {
     "decode-more": Section(serving.decode_more),
     "decode-stopping": Section(serving.decode_stopping),
     "serve-gpu": Section(serving.serve_gpu),
+    "prefill-gpu": Section(prefill.prefill_gpu, may_be_unused=True),
+    "prefill-kernels": Section(kernels.prefill_kernels, may_be_unused=True),
     "kernels-gpu": Section(kernels.kernels_gpu),
     "kernels-budgets": Section(kernels.kernels_budgets),
     "kernels-groups": Section(kernels.kernels_groups),

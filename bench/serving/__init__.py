@@ -1,1 +1,1 @@
-"""Speed: decode time per token, and a server under load."""
+"""Speed: time to first token, decode time per token, and a server under load."""

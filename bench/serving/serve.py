@@ -2,7 +2,7 @@
 
     python -m bench.serving serve --variant flash_attn --variant unique --output serve.jsonl
 
-Prefill is dense in every variant, so what differs is the time per output token, and the time to the first token where
+Prefill is dense in these variants, so what differs is the time per output token, and the time to the first token where
 decodes of other requests share a step with its prefill.
 """
 

@@ -20,9 +20,9 @@ from typer.testing import CliRunner
 
 from bench.common.options import parse_sizes, size_text
 from bench.common.results import ResultFile
-from bench.kernels import checks, report, runner, timing, traffic
+from bench.kernels import checks, prefill, report, runner, timing, traffic
 from bench.kernels.__main__ import main
-from bench.kernels.cases import OPS, QUICK, DecodeCase, Geometry, Grid, TopKCase
+from bench.kernels.cases import OPS, QUICK, DecodeCase, Geometry, Grid, PrefillCase, TopKCase
 from bench.kernels.cli import app, cache_blocks, grid_of
 from bench.kernels.providers import PROVIDERS, Op, Provider, _fused, _split, imported
 from bench.kernels.workload import Workload, needles
@@ -30,7 +30,7 @@ from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
 ROOT = Path(__file__).parents[2]
-SMALL = Geometry(num_kv_heads=2, head_size=32, k=8)
+SMALL = Geometry(num_kv_heads=2, head_size=32, k=8, dense_tokens=512)
 CPU = torch.device("cpu")
 
 
@@ -113,6 +113,7 @@ def test_one_request_of_eight_completes_a_page():
 def test_names_follow_the_grammar_of_vllm():
     assert DecodeCase(8, 32768, 4).name == "8q1s32K g4"
     assert DecodeCase(8, 32768, 4, "fp8").name == "8q1s32K g4 fp8"
+    assert PrefillCase(131072, 8192, 4).name == "1q8Ks128K g4"
 
 
 def test_the_plan_starts_with_the_first_group_and_ends_with_other_formats():
@@ -122,6 +123,8 @@ def test_the_plan_starts_with_the_first_group_and_ends_with_other_formats():
     assert plan[0] == ("decode", DecodeCase(1, 2048, 4))
     decodes = [case for _, case in plan if isinstance(case, DecodeCase)]
     assert sum(op == "topk" for op, _ in plan) == 15
+    prefills = [case for op, case in plan if op == "prefill"]
+    assert prefills == [PrefillCase(c, q, 4) for c in (131072, 32768) for q in (8192, 2048)]
     assert [case.format for case in decodes] == sorted(
         (c.format for c in decodes), key=["int4", "int8", "int2", "fp8", "bf16"].index
     )
@@ -168,6 +171,22 @@ def test_bytes_follow_the_format_and_the_incomplete_page():
     # The second request is one token shorter: 255 complete pages and 7 tokens.
     both, first = (traffic.selected_tokens(DecodeCase(batch, 2048, 1), geometry) for batch in (2, 1))
     assert both - first == (64 * 8 + 7) * 8 * 2 * 128 * 2 + 2 * 8 * 128 * 2
+
+
+def test_bytes_of_a_step_of_a_prompt():
+    case, geometry = PrefillCase(1024, 128, 4), Geometry()
+    chunk = 128 * 32 * 128 * 2
+    tokens = 1024 * 8 * 2 * 128 * 2
+    # A page has four vectors of half a byte an element.
+    records = 128 * 8 * 4 * 64
+    # Two tiles, with 14 and 15 blocks before them.
+    scores = (14 + 15) * 8 * 4
+    assert traffic.dense_prefill(case, geometry) == tokens + 2 * chunk
+    assert traffic.sparse_prefill(case, geometry) == tokens + 2 * chunk + records
+    assert traffic.prefill_summaries(case, geometry) == records + 128 * 8 * 4 * 128 * 2
+    assert traffic.prefill_scores(case, geometry) == records + chunk + scores
+    assert traffic.prefill_choice(case, geometry) == scores
+    assert traffic.prefill_regrouping(case, geometry) == 4 * chunk
 
 
 # Inputs
@@ -448,7 +467,7 @@ def test_a_lost_device_ends_the_run(workload):
 def test_the_table_of_providers():
     assert tuple(PROVIDERS) == OPS
     for op in PROVIDERS.values():
-        assert op.subject in ("unique", "sinkrouter", "unique, routed", "art")
+        assert op.subject in ("unique", "sinkrouter", "unique, routed", "art", "unique, density 0.1")
         names = [each.name for each in op.providers]
         assert len(set(names)) == len(names) > 1
 
@@ -461,7 +480,8 @@ def test_everything_that_is_ours_runs_on_a_cpu(workload):
         )
         for name, op in PROVIDERS.items()
     }
-    plan = [(name, TopKCase(8, 256) if name == "topk" else DecodeCase(2, 768, 2)) for name in PROVIDERS]
+    others = {"topk": TopKCase(8, 256), "prefill": PrefillCase(768, 128, 2)}
+    plan = [(name, others.get(name, DecodeCase(2, 768, 2))) for name in PROVIDERS]
     rows = run(ours, plan, workload)
     for row in rows:
         (each,) = [each for each in ours[row["op"]].providers if each.name == row["provider"]]
@@ -520,6 +540,99 @@ def test_three_launches_equal_the_reference():
         capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
+
+
+LONG = PrefillCase(1600, 128, 2)
+"""Its tiles have 23 and 24 past blocks and read 16 of them."""
+
+
+@pytest.fixture
+def prefill_inputs(interpreted):
+    return Workload(SMALL, CPU, max_blocks=64).prefill_inputs(LONG)
+
+
+def flash_attention(
+    q, k, v, out, cu_seqlens_q, seqused_k, softmax_scale, block_table, return_softmax_lse=False, **others
+):
+    """FlashAttention of vLLM, as far as prefill uses it."""
+    assert (others["causal"], others["fa_version"], return_softmax_lse) == (True, 3, False)
+    for index, length in enumerate(seqused_k.tolist()):
+        first, last = cu_seqlens_q[index : index + 2].tolist()
+        if first == last:
+            continue
+        blocks = block_table[index, : -(-length // k.shape[1])].long()
+        keys, values = (x[blocks].flatten(0, 1)[:length].float() for x in (k, v))
+        group = q.shape[1] // keys.shape[1]
+        keys, values = (x.repeat_interleave(group, dim=1) for x in (keys, values))
+        logits = torch.einsum("qhd,khd->hqk", q[first:last].float(), keys) * softmax_scale
+        position = torch.arange(length - (last - first), length)
+        logits = logits.masked_fill(torch.arange(length) > position[:, None], -torch.inf)
+        out[first:last] = torch.einsum("hqk,khd->qhd", logits.softmax(dim=-1), values).to(out.dtype)
+    return out
+
+
+PREFILL = {each.name: each for each in PROVIDERS["prefill"].providers}
+
+
+@pytest.mark.parametrize("name", PREFILL)
+def test_prefill_and_its_parts_pass(prefill_inputs, name):
+    each = PREFILL[name]
+    each.check(prefill_inputs, {"call": each.prepare([flash_attention, None], prefill_inputs)})
+
+
+def test_prefill_that_leaves_out_one_good_block_fails(prefill_inputs, monkeypatch):
+    find = prefill.Launches.choice
+
+    def worse(plan, scores):
+        # The best of the blocks that are not read anyway counts as the worst.
+        for tile in plan.checked_tiles():
+            free = scores[tile.index, :, 1 : tile.past_blocks - 1]
+            free.scatter_(1, free.argmax(dim=1, keepdim=True), -1.0)
+        return find(plan, scores)
+
+    monkeypatch.setattr(prefill.Launches, "choice", worse)
+    with pytest.raises(checks.CheckError, match="of the best blocks' scores"):
+        PREFILL["unique, density 0.1"].check(prefill_inputs, {})
+
+
+def spoiled(each, inputs, spoil):
+    output = each.prepare([flash_attention, None], inputs)()
+    found = [part.clone() for part in output] if isinstance(output, tuple) else output.clone()
+    spoil(found)
+    return {"call": lambda: found}
+
+
+def swap_blocks(choice):
+    pages, lengths = choice
+    pages[:, [1, 2]] = pages[:, [2, 1]]
+    assert int(lengths[0]) > 128
+
+
+def leave_a_block_out(choice):
+    choice[0][0, 1:-1] = choice[0][0, 2:].clone()
+    choice[1][0] -= 64
+
+
+@pytest.mark.parametrize(
+    ("name", "spoil", "reason"),
+    [
+        ("unique, density 0.1", lambda output: output[0, 0].mul_(1.1), "tile 0: relative error 0"),
+        ("unique, density 0.1", lambda output: output[-1, 3].fill_(torch.nan), "tile 1: relative error inf"),
+        ("FlashAttention 3", lambda output: output[-1, 0].mul_(1.1), "relative error 0"),
+        ("unique, density 0.05", lambda output: output[70, 2].zero_(), "tile 1: relative error 1"),
+        ("part: keys from statistics", lambda keys: keys[1, 77, 3].mul_(1.02), "a key is off"),
+        ("part: scores, keys included", lambda scores: scores[1, 1, 10].mul_(1.05), "a score of tile 1 is off"),
+        ("part: choice", swap_blocks, "not those of blocks in order"),
+        ("part: choice", leave_a_block_out, "tile 0 reads other blocks than the best"),
+        ("part: attention", lambda rows: rows[0].mul_(1.1), "tile 0: relative error 0"),
+        ("part: regrouping", lambda output: output[5, 1, 3].add_(1), "differ from themselves"),
+    ],
+)
+def test_prefill_that_is_wrong_fails(prefill_inputs, name, spoil, reason):
+    each = PREFILL[name]
+    calls = spoiled(each, prefill_inputs, spoil)
+    with pytest.raises(checks.CheckError, match=reason):
+        each.check(prefill_inputs, calls)
 
 
 # Times
@@ -602,6 +715,7 @@ def test_figures_are_drawn_without_a_gpu(results, tmp_path):
     assert files == [
         "attend_group4.svg",
         "decode_group4.svg",
+        "prefill_group4.svg",
         "score_group4.svg",
         "speed_up_flashattention_3.svg",
         "topk.svg",

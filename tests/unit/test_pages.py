@@ -9,7 +9,7 @@ from bench.common import pages
 from bench.common.pages import Block, fill, footnote, link, table
 from bench.common.results import RESULTS, ROOT
 from bench.pages import __main__ as command
-from bench.pages import figures, index
+from bench.pages import figures, index, kernels, prefill
 from bench.pages.sections import SECTIONS
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -158,7 +158,7 @@ def test_a_stale_page_is_refused_and_then_written(results, monkeypatch, capsys):
 
 def test_figures_are_the_same_every_time_and_a_changed_one_is_seen(tmp_path):
     pytest.importorskip("matplotlib")
-    (make,) = figures.FIGURES.values()
+    make = figures.FIGURES[figures.FOLDER / "decode.svg"]
     content = figures.draw(make)
     assert figures.draw(make) == content
     path = tmp_path / "figure.svg"
@@ -167,3 +167,115 @@ def test_figures_are_the_same_every_time_and_a_changed_one_is_seen(tmp_path):
     assert figures.is_current(path, content)
     path.write_bytes(content.replace(b"#3f51b5", b"#3f51b6"))
     assert not figures.is_current(path, content)
+
+
+def write_rows(path: Path, *rows: dict) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in (ABOUT, *rows)), encoding="utf-8")
+    return path
+
+
+def measured_prefill(variant: str, measurement: str, context: int, seconds: float, **columns) -> dict:
+    backends = {"dense": "FLASH_ATTN", "flash_attn": "FLASH_ATTN"}
+    return {
+        "variant": variant,
+        "attention_backend": backends.get(variant, variant.upper()),
+        "kv_cache_dtype": "auto",
+        "additional_config": None,
+        "chunk_tokens": 8192,
+        "measurement": measurement,
+        "context_tokens": context,
+        "requests": 1,
+        "seconds_median": seconds,
+        **columns,
+    }
+
+
+SPARSER = {"sparse_attention": {"prefill": {"density": 0.05}}}
+RATES = {"total_tokens_per_second": 20000.0, "output_tokens_per_second": 78.125}
+
+
+@pytest.fixture
+def prefill_results(tmp_path, monkeypatch) -> list[Path]:
+    """Two files of engines, as `bench.serving prefill` writes them."""
+    monkeypatch.setattr(prefill, "FOLDER", tmp_path / "prefill")
+    row = measured_prefill
+    skipped = row("dense", "first_token", 65536, 0.0) | {"skipped": "the time limit was reached"}
+    del skipped["seconds_median"]
+    dense = write_rows(
+        tmp_path / "prefill" / "dense.jsonl",
+        row("dense", "first_token", 131072, 12.0),
+        row("dense", "first_token", 8192, 0.25),
+        skipped,
+        row("dense", "prefix_hit", 131072, 6.0, cached_tokens=98304),
+        row("dense", "load", 32768, 50.0, **RATES | {"requests": 32}),
+    )
+    sparse = write_rows(
+        tmp_path / "prefill" / "unique_prefill.jsonl",
+        row("unique_prefill", "first_token", 8192, 0.25),
+        row("unique_prefill", "first_token", 131072, 5.0),
+        row("unique_prefill", "first_token", 131072, 4.0),
+        row("unique_prefill", "first_token", 131072, 3.0, additional_config=SPARSER),
+        row("unique_prefill", "prefix_hit", 131072, 2.0, cached_tokens=98304),
+    )
+    return [dense, sparse]
+
+
+def test_the_time_to_first_token_is_a_table_of_contexts_and_engines(prefill_results):
+    block = prefill.prefill_gpu()
+    assert block.sources == prefill_results
+    assert block.text.splitlines() == [
+        "| prompt | tokens of a step | FlashAttention 3, s | `unique_prefill`, s | `unique_prefill`, density 0.05, s |",
+        "| --- | --- | --- | --- | --- |",
+        "| 8,192 | 8,192 | 0.25 | 0.25 (1.00x) | - |",
+        "| 131,072 | 8,192 | 12.00 | 4.00 (3.00x) | 3.00 (4.00x) |",
+        "| 131,072, 98,304 of them cached | 8,192 | 6.00 | 2.00 (3.00x) | - |",
+        "",
+        "| prompts at once | tokens of a step | FlashAttention 3, tokens/s |",
+        "| --- | --- | --- |",
+        "| 32 x 32,768 | 8,192 | 20,000 / 78.1 |",
+    ]
+
+
+def test_the_figure_of_prefill_has_a_line_for_each_engine(prefill_results):
+    pytest.importorskip("matplotlib")
+    (axes,) = figures.draw_prefill().axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert lines == {
+        "FlashAttention 3": [[8192, 0.25], [131072, 12]],
+        "unique_prefill": [[8192, 0.25], [131072, 4]],
+        "unique_prefill, density 0.05": [[131072, 3]],
+    }
+    assert [text.get_text() for text in axes.texts] == ["1.0x", "3.0x", "4.0x"]
+
+
+def test_what_was_not_measured_is_an_empty_block(tmp_path, monkeypatch):
+    monkeypatch.setattr(prefill, "FOLDER", tmp_path)
+    monkeypatch.setattr(kernels, "_FOLDER", tmp_path)
+    for made in (prefill.prefill_gpu(), kernels.prefill_kernels()):
+        assert (made.text, list(made.sources)) == ("", [])
+
+
+def test_the_parts_of_sparse_prefill_stand_beside_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "_FOLDER", tmp_path)
+
+    def row(provider, us, case="1q8Ks128K g4", op="prefill"):
+        return {"op": op, "case_name": case, "provider": provider, "cold": {"median_us": us}}
+
+    left_out = {"op": "prefill", "case_name": "1q2Ks32K g4", "provider": "part: choice", "status": "left out"}
+    path = write_rows(
+        tmp_path / "prefill.jsonl",
+        row("unique, density 0.1", 5000.0),
+        row("FlashAttention 3", 28000.0),
+        row("part: choice", 52.4),
+        row("unique, density 0.1", 600.0, "1q2Ks32K g4"),
+        left_out,
+        row("unique", 5.0, "1q1s128K g4", "decode"),
+    )
+    block = kernels.prefill_kernels()
+    assert block.sources == [path]
+    assert block.text.splitlines()[::2] == [
+        "| chunk and context | FlashAttention 3, ms | unique, density 0.1 | choice |",
+        "| 1q8Ks128K | 28.00 | 5.00 (5.6x) | 0.052 |",
+    ]
+    assert block.text.splitlines()[3] == "| 1q2Ks32K | - | 0.60 | - |"

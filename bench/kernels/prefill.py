@@ -1,0 +1,377 @@
+"""Sparse prefill: the calls of the whole and of its parts, and what is correct of them.
+
+The whole is judged by itself: what it reads must be as good as the best by the scores of the reference, since rounding
+decides between blocks whose scores are nearly equal, and what it writes must be the attention of the reference over
+that. The parts are judged one by one, each on what the kernels before it made. Of a chunk three tiles are compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+from sparse_kernels.block_prefill import (
+    BlockRule,
+    Tiles,
+    VarlenAttention,
+    VirtualSequences,
+    plan_tiles,
+    prefill_blocks,
+    reference,
+)
+from sparse_kernels.block_prefill.sequences import PageEntries
+
+from bench.kernels.checks import Calls, CheckError, require_close
+from bench.kernels.workload import PrefillInputs
+
+DENSITY = BlockRule.density
+SPARSER = 0.05
+_LOST_MASS = 1e-2
+"""Share of the best blocks' scores that a choice may lack: logits are kept as float16, so that the scores of two blocks
+cannot be told apart if they differ by less than this."""
+_SCORE_ERROR = 1e-2
+_KEY_ERROR = 1e-5
+"""Of the largest key: a rotation adds up to 256 float32 terms, in any order, and what cancels leaves this much."""
+_LAST_TOKENS = 16
+"""Tokens of a chunk whose dense attention is compared: over 128K tokens it takes gigabytes in float32."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What the host knows of a tile, when it asks."""
+
+    index: int
+    first_token: int
+    num_tokens: int
+    past_blocks: int
+    reads: int
+    end: int
+
+    @property
+    def tokens(self) -> slice:
+        """The tile's tokens in the batch."""
+        return slice(self.first_token, self.first_token + self.num_tokens)
+
+
+@dataclass(frozen=True)
+class Launches:
+    """The launches of a sparse prefill, each on what those before it made.
+
+    The plan of the tiles is made here: an engine makes it once per step for all layers.
+    """
+
+    inputs: PrefillInputs
+    rule: BlockRule
+    kernels: ModuleType
+    """`sparse_kernels.block_prefill.triton`, which may only be imported once Triton's compiler is chosen."""
+
+    @cached_property
+    def tiles(self) -> Tiles:
+        """The tiles of the chunk."""
+        return plan_tiles(self.inputs.prompts, self.rule, self.inputs.case.group)
+
+    def rows(self) -> torch.Tensor:
+        """Queries by tile and KV head."""
+        rows: torch.Tensor = self.kernels.group_queries(
+            self.inputs.batch, self.tiles, self.inputs.geometry.num_kv_heads
+        )
+        return rows
+
+    def regrouped(self) -> torch.Tensor:
+        """Queries by tile and KV head, and by token again."""
+        return self.by_token(self.rows())
+
+    def by_token(self, rows: torch.Tensor) -> torch.Tensor:
+        """Outputs as they were asked for."""
+        output = torch.empty(self.inputs.query.shape, dtype=rows.dtype, device=rows.device)
+        self.kernels.ungroup(rows, None, None, self.tiles, output)
+        return output
+
+    def summaries(self) -> torch.Tensor:
+        """The keys that stand for pages, `[num_kv_heads, num_pages, summary_keys, head_size]`."""
+        inputs = self.inputs
+        found = self.kernels.page_summaries(
+            inputs.cache.statistics, inputs.batch, self.tiles, inputs.geometry.page_size, torch.bfloat16
+        )
+        keys: torch.Tensor = found.keys
+        return keys
+
+    def scores(self, rows: torch.Tensor) -> torch.Tensor:
+        """Scores of past blocks, the keys that stand for pages included."""
+        inputs = self.inputs
+        scores: torch.Tensor = self.kernels.score_past(
+            rows, inputs.batch, self.tiles, inputs.cache, self.rule, inputs.softmax.scale
+        )
+        return scores
+
+    @property
+    def entries(self) -> PageEntries:
+        """How the pages of a head are numbered."""
+        return PageEntries.of(self.inputs.cache.keys, self.rule.block_tokens)
+
+    def choice(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Page numbers and tokens of every tile and KV head."""
+        pages, lengths = self.kernels.virtual_sequences(
+            scores, self.inputs.batch, self.tiles, self.entries, self.inputs.case.group, self.rule, None
+        )
+        return pages, lengths
+
+    def sequences(self, rows: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor) -> VirtualSequences:
+        """What attention reads."""
+        cache, entries = self.inputs.cache, self.entries
+        return VirtualSequences(
+            rows, entries.pages_of(cache.keys), entries.pages_of(cache.values),
+            self.tiles.query_rows(self.inputs.geometry.num_kv_heads), self.rule.tile_tokens, lengths,
+            pages.shape[1] * entries.tokens, pages,
+        )  # fmt: skip
+
+    def checked_tiles(self) -> Iterator[Tile]:
+        """The first, the middle and the last tile with tokens."""
+        tiles = self.tiles
+        parts = (tiles.first_token, tiles.num_tokens, tiles.past_blocks, tiles.reads, tiles.end)
+        found = [Tile(index, *numbers) for index, numbers in enumerate(torch.stack(parts, dim=1).tolist())]
+        found = [tile for tile in found if tile.num_tokens]
+        for index in sorted({0, len(found) // 2, len(found) - 1}):
+            yield found[index]
+
+    def reference_scores(self, tile: Tile) -> torch.Tensor:
+        """`[num_kv_heads, past_blocks]` float32, what the reference says of a tile's past."""
+        inputs, rule, page_size = self.inputs, self.rule, self.inputs.geometry.page_size
+        assert inputs.cache.statistics is not None
+        # Chunks and contexts are whole blocks, and so is what a tile sees.
+        blocks = inputs.prompts.block_table[0, : tile.end // inputs.geometry.block_size].long()
+        keys, spread = reference.page_summaries(inputs.cache.statistics, blocks)
+        query = inputs.batch.grouped(inputs.geometry.num_kv_heads)[tile.tokens]
+        position = torch.arange(tile.end - tile.num_tokens + 1, tile.end + 1, device=query.device)
+        visible = reference.scoring_queries(position, rule) // page_size
+        per_block = rule.block_tokens // page_size
+        logits = reference.block_logits(query, keys, spread, visible, per_block, inputs.softmax.scale, rule)
+        return reference.measure_blocks(logits, rule)[:, : tile.past_blocks]
+
+    def read_blocks(self, tile: Tile, pages: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """`[num_kv_heads, past_blocks]` bool, what a choice has a tile read.
+
+        Raises:
+            CheckError: if page numbers are not those of some past blocks in order, then of the tile's own.
+        """
+        inputs, entries, past = self.inputs, self.entries, tile.past_blocks
+        heads, block_tokens = inputs.geometry.num_kv_heads, self.rule.block_tokens
+        blocks = inputs.prompts.block_table[0, : tile.end // block_tokens].long()
+        read = torch.zeros(heads, past, dtype=torch.bool, device=blocks.device)
+        for head in range(heads):
+            row = tile.index * heads + head
+            count = int(lengths[row]) // block_tokens
+            numbers = blocks * entries.block_step + head * entries.head_step
+            is_read = torch.isin(numbers, pages[row, :count].long())
+            if int(lengths[row]) % block_tokens or not torch.equal(numbers[is_read], pages[row, :count].long()):
+                raise CheckError(f"tile {tile.index}, head {head}: page numbers are not those of blocks in order")
+            if not bool(is_read[past:].all()):
+                raise CheckError(f"tile {tile.index}, head {head}: its own blocks are not read")
+            read[head] = is_read[:past]
+        return read
+
+    def attention(self, tile: Tile, read: torch.Tensor) -> torch.Tensor:
+        """The reference's attention of a tile, `[num_tokens, num_query_heads, head_size]` float32."""
+        inputs = self.inputs
+        query = inputs.batch.grouped(inputs.geometry.num_kv_heads)[tile.tokens]
+        table, block_tokens = inputs.prompts.block_table[0], self.rule.block_tokens
+        return reference.attend_blocks(query, inputs.cache, table, read, tile.end, block_tokens, inputs.softmax)
+
+
+def load_kernels() -> ModuleType:
+    """The kernels of sparse prefill."""
+    return import_module("sparse_kernels.block_prefill.triton")
+
+
+def launches(inputs: PrefillInputs, density: float = DENSITY) -> Launches:
+    """The launches at a density."""
+    return Launches(inputs, BlockRule(density=density, dense_tokens=inputs.geometry.dense_tokens), load_kernels())
+
+
+def varlen_attention(flash_attention: Callable[..., Any], scale: float) -> VarlenAttention:
+    """FlashAttention 3 as the backends call it over virtual sequences."""
+
+    def attend(sequences: VirtualSequences, output: torch.Tensor, wants_lse: bool) -> torch.Tensor | None:
+        attended = flash_attention(
+            q=sequences.queries,
+            k=sequences.keys,
+            v=sequences.values,
+            out=output,
+            cu_seqlens_q=sequences.query_rows,
+            max_seqlen_q=sequences.max_rows,
+            seqused_k=sequences.lengths,
+            max_seqlen_k=sequences.max_length,
+            softmax_scale=scale,
+            causal=True,
+            block_table=sequences.page_table,
+            return_softmax_lse=wants_lse,
+            fa_version=3,
+        )
+        return attended[1] if wants_lse else None
+
+    return attend
+
+
+def dense(flash_attention: Callable[..., Any], inputs: PrefillInputs) -> Callable[[], torch.Tensor]:
+    """The call of vLLM's FLASH_ATTN backend for a step of a prompt."""
+    keys, values = inputs.token_rows.transpose(1, 2).split(inputs.geometry.head_size, dim=-1)
+    prompts, case = inputs.prompts, inputs.case
+
+    def call() -> torch.Tensor:
+        output = torch.empty(inputs.query.shape, dtype=inputs.query.dtype, device=inputs.query.device)
+        flash_attention(
+            q=inputs.query,
+            k=keys,
+            v=values,
+            out=output,
+            cu_seqlens_q=prompts.query_start,
+            max_seqlen_q=case.chunk,
+            seqused_k=prompts.seq_lens,
+            max_seqlen_k=case.context,
+            softmax_scale=inputs.geometry.scale,
+            causal=True,
+            block_table=prompts.block_table,
+            fa_version=3,
+        )
+        return output
+
+    return call
+
+
+def whole(
+    flash_attention: Callable[..., Any], inputs: PrefillInputs, density: float = DENSITY
+) -> Callable[[], torch.Tensor]:
+    """Sparse prefill as the backends call it."""
+    plan = launches(inputs, density)
+    attend = varlen_attention(flash_attention, inputs.softmax.scale)
+    tiles, batch = plan.tiles, inputs.batch
+
+    def call() -> torch.Tensor:
+        output = torch.empty(inputs.query.shape, dtype=inputs.query.dtype, device=inputs.query.device)
+        return prefill_blocks(batch, inputs.cache, inputs.softmax, plan.rule, tiles, output=output, attend=attend)
+
+    return call
+
+
+def scoring(inputs: PrefillInputs) -> Callable[[], torch.Tensor]:
+    """Scores of past blocks."""
+    plan = launches(inputs)
+    rows = plan.rows()
+    return lambda: plan.scores(rows)
+
+
+def choosing(inputs: PrefillInputs) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """The choice among scored blocks."""
+    plan = launches(inputs)
+    scores = plan.scores(plan.rows())
+    return lambda: plan.choice(scores)
+
+
+def attending(flash_attention: Callable[..., Any], inputs: PrefillInputs) -> Callable[[], torch.Tensor]:
+    """Attention over virtual sequences, its output by tile and KV head."""
+    plan = launches(inputs)
+    rows = plan.rows()
+    sequences = plan.sequences(rows, *plan.choice(plan.scores(rows)))
+    attend = varlen_attention(flash_attention, inputs.softmax.scale)
+
+    def call() -> torch.Tensor:
+        output = torch.empty_like(rows)
+        attend(sequences, output, False)
+        return output
+
+    return call
+
+
+def check_dense(inputs: PrefillInputs, calls: Calls) -> None:
+    """The last tokens attend to the whole prompt."""
+    plan, case = launches(inputs), inputs.case
+    past = (case.context - _LAST_TOKENS) // plan.rule.block_tokens
+    last = Tile(0, case.chunk - _LAST_TOKENS, _LAST_TOKENS, past, past, case.context)
+    read = torch.ones(inputs.geometry.num_kv_heads, past, dtype=torch.bool, device=inputs.query.device)
+    expected = plan.attention(last, read)
+    for name, call in calls.items():
+        require_close(call()[last.tokens], expected, name)
+
+
+def check_whole(inputs: PrefillInputs, calls: Calls, density: float = DENSITY) -> None:
+    """Each tile attends to as many past blocks as the rule says, about the best ones, and to its own."""
+    plan = launches(inputs, density)
+    choice = plan.choice(plan.scores(plan.rows()))
+    tiles = {tile: plan.read_blocks(tile, *choice) for tile in plan.checked_tiles()}
+    for tile, read in tiles.items():
+        _require_good(plan, tile, read)
+    expected = {tile: plan.attention(tile, read) for tile, read in tiles.items()}
+    for name, call in calls.items():
+        output = call()
+        for tile, attended in expected.items():
+            require_close(output[tile.tokens], attended, f"{name}, tile {tile.index}")
+
+
+def check_regrouped(inputs: PrefillInputs, calls: Calls) -> None:
+    """Queries are where they were."""
+    for name, call in calls.items():
+        if not torch.equal(call(), inputs.query):
+            raise CheckError(f"{name}: queries that were grouped and ungrouped differ from themselves")
+
+
+def check_summaries(inputs: PrefillInputs, calls: Calls) -> None:
+    """Keys of every page are within one bfloat16 step of the reference, but for sums that cancel."""
+    assert inputs.cache.statistics is not None
+    expected = reference.page_summaries(inputs.cache.statistics, inputs.prompts.block_table[0].long())[0].float()
+    allowed = torch.finfo(torch.bfloat16).eps * expected.abs() + _KEY_ERROR * expected.abs().max()
+    for name, call in calls.items():
+        error = (call()[:, : expected.shape[1]].float() - expected).abs()
+        if not bool((error <= allowed).all()):
+            raise CheckError(f"{name}: a key is off by {float(error.nan_to_num(nan=torch.inf).max()):.3g}")
+
+
+def check_scores(inputs: PrefillInputs, calls: Calls) -> None:
+    """Scores of three tiles are the reference's but for the rounding of logits to float16."""
+    plan = launches(inputs)
+    expected = {tile: plan.reference_scores(tile) for tile in plan.checked_tiles()}
+    for name, call in calls.items():
+        scores = call()
+        for tile, wanted in expected.items():
+            error = (scores[tile.index, :, : tile.past_blocks] - wanted).abs()
+            if not bool((error <= _SCORE_ERROR * wanted).all()):
+                raise CheckError(f"{name}: a score of tile {tile.index} is off by {float(error.max()):.3g}")
+
+
+def check_choice(inputs: PrefillInputs, calls: Calls) -> None:
+    """The blocks are exactly those that the reference chooses by the same scores."""
+    plan = launches(inputs)
+    scores = plan.scores(plan.rows())
+    for name, call in calls.items():
+        choice = call()
+        for tile in plan.checked_tiles():
+            found = plan.read_blocks(tile, *choice)
+            wanted = reference.choose_blocks(scores[tile.index, :, : tile.past_blocks], tile.reads, plan.rule)
+            if not torch.equal(found, wanted):
+                raise CheckError(f"{name}: tile {tile.index} reads other blocks than the best")
+
+
+def check_attention(inputs: PrefillInputs, calls: Calls) -> None:
+    """Three tiles attend to the blocks that were chosen for them."""
+    plan = launches(inputs)
+    choice = plan.choice(plan.scores(plan.rows()))
+    expected = {tile: plan.attention(tile, plan.read_blocks(tile, *choice)) for tile in plan.checked_tiles()}
+    for name, call in calls.items():
+        output = plan.by_token(call())
+        for tile, attended in expected.items():
+            require_close(output[tile.tokens], attended, f"{name}, tile {tile.index}")
+
+
+def _require_good(plan: Launches, tile: Tile, read: torch.Tensor) -> None:
+    """Raise CheckError unless a tile reads as many blocks as it should and none that is worse than another one."""
+    if not bool((read.sum(dim=1) == tile.reads).all()):
+        raise CheckError(f"tile {tile.index}: reads {read.sum(dim=1).tolist()} past blocks, not {tile.reads}")
+    scores = plan.reference_scores(tile)
+    best = reference.choose_blocks(scores, tile.reads, plan.rule)
+    found, most = ((scores * chosen).sum(dim=1) for chosen in (read, best))
+    if not bool((found >= (1 - _LOST_MASS) * most).all()):
+        raise CheckError(f"tile {tile.index}: reads {float((found / most).min()):.1%} of the best blocks' scores")

@@ -1,0 +1,91 @@
+"""Blocks about the time to first token of engines with sparse prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bench.common.pages import Block, table
+from bench.common.results import RESULTS, Row, read_run
+
+FOLDER = RESULTS / "h200" / "prefill"
+DENSE = "FlashAttention 3"
+
+Times = dict[tuple[Any, ...], dict[str, Row]]
+"""Rows by what was measured, and by the engine's name."""
+
+
+def prefill_files() -> list[Path]:
+    """The result files of `bench.serving prefill`, none until it was measured."""
+    return sorted(FOLDER.glob("*.jsonl"))
+
+
+def engine_name(row: Row) -> str:
+    """The engine of a row: its backend, and what was set."""
+    if row["attention_backend"] == "FLASH_ATTN":
+        return DENSE if row["kv_cache_dtype"] == "auto" else f"{DENSE}, {row['kv_cache_dtype']}"
+    return ", ".join([f"`{row['variant']}`", *_set(row["additional_config"])])
+
+
+def _set(config: object, name: str = "") -> Iterator[str]:
+    """The leaves of a configuration, such as `density 0.05`."""
+    if isinstance(config, dict):
+        for key, value in config.items():
+            yield from _set(value, key)
+    elif config is not None:
+        yield f"{name} {config}"
+
+
+def read_times(measurement: str, *keys: str) -> Times:
+    """The rows of a kind of measurement by some of their columns; the last counts where files repeat one."""
+    times: Times = {}
+    for path in prefill_files():
+        for row in read_run(path).rows:
+            if row["measurement"] == measurement and "seconds_median" in row:
+                times.setdefault(tuple(row[key] for key in keys), {})[engine_name(row)] = row
+    return dict(sorted(times.items()))
+
+
+def engines(*all_times: Times) -> list[str]:
+    """The engines of some rows, dense attention first."""
+    names = dict.fromkeys(name for times in all_times for found in times.values() for name in found)
+    return sorted(names, key=lambda name: not name.startswith(DENSE))
+
+
+def prefill_gpu() -> Block:
+    """Time to first token by context, then tokens per second of many prompts at once; empty until it was measured."""
+    keys = ("context_tokens", "chunk_tokens")
+    alone, hits = read_times("first_token", *keys), read_times("prefix_hit", *keys)
+    loads = read_times("load", "context_tokens", "requests", "chunk_tokens")
+    parts = []
+    if alone or hits:
+        names = engines(alone, hits)
+        rows = [_line(f"{context:,}", chunk, found, names) for (context, chunk), found in alone.items()]
+        for (context, chunk), found in hits.items():
+            cached = next(iter(found.values()))["cached_tokens"]
+            rows.append(_line(f"{context:,}, {cached:,} of them cached", chunk, found, names))
+        parts.append(table(["prompt", "tokens of a step", *(f"{name}, s" for name in names)], rows))
+    if loads:
+        names = engines(loads)
+        rows = []
+        for (context, requests, chunk), found in loads.items():
+            cells = (
+                f"{found[name]['total_tokens_per_second']:,.0f} / {found[name]['output_tokens_per_second']:,.1f}"
+                if name in found
+                else "-"
+                for name in names
+            )
+            rows.append([f"{requests} x {context:,}", f"{chunk:,}", *cells])
+        parts.append(table(["prompts at once", "tokens of a step", *(f"{name}, tokens/s" for name in names)], rows))
+    return Block("\n\n".join(parts), prefill_files())
+
+
+def _line(prompt: str, chunk: int, found: dict[str, Row], names: list[str]) -> list[str]:
+    dense = found[DENSE]["seconds_median"] if DENSE in found else None
+    cells = []
+    for name in names:
+        seconds = found[name]["seconds_median"] if name in found else None
+        ratio = f" ({dense / seconds:.2f}x)" if seconds and dense and name != DENSE else ""
+        cells.append(f"{seconds:.2f}{ratio}" if seconds else "-")
+    return [prompt, f"{chunk:,}", *cells]
