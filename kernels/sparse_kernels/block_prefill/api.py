@@ -25,10 +25,14 @@ def prefill_blocks(
 ) -> torch.Tensor:
     """Computes attention of prompts, each tile over the blocks of its past that its queries look for.
 
-    A tile of queries and a KV head score every past block by the statistics in the cache (UNIQUE, Eq. 3, for the best
-    of the tile's queries, the group's heads and the block's pages) and read a share of them, or as many as reach a
-    share of the estimated attention weight; the first and the newest blocks always, and their own causally. Attention
-    over what is read is exact. No length is read by the host.
+    A tile of queries and a KV head estimate from the statistics in the cache how much attention weight every past block
+    has (`reference.block_logits`, `reference.measure_blocks`), and read a share of the blocks, or as many as hold a
+    share of the weight; the first and the newest blocks always, and their own causally. Attention over what is read is
+    exact:
+
+        o_i = sum over j in C(tile of i), j <= i of  softmax_j(s q_i . k_j) v_j
+
+    where C is what the tile reads. No length is read by the host.
 
     A tile's choice depends on its own queries, the context before it and nothing else; tiles begin at multiples of
     `rule.tile_tokens` of the context. So a chunk that begins or ends within a tile makes two choices of one, and that

@@ -58,6 +58,8 @@ def block_logits(
 
         l_b = max over pages p of b and their summary keys x of  s (q . x + w ||q||_2 sigma_p)
 
+    A softcap and learned sink logits are left out of the estimate; attention over what is chosen has them.
+
     Args:
         query: `[num_tokens, num_kv_heads, group_size, head_size]` bfloat16 or float16, of one tile.
         keys: `[num_kv_heads, num_pages, summary_keys, head_size]` bfloat16, of whole blocks.
