@@ -20,7 +20,6 @@ from sparse_kernels.sparse_decode.refusals import decode_refusals
 
 from vllm_sparse_plugin import compat, connectors
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
-from vllm_sparse_plugin.config.prefill import ZipVLPrefill
 from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.diagnostics.live import expose
 from vllm_sparse_plugin.errors import ConfigurationError, choices
@@ -78,7 +77,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     announce(config, vllm_config.cache_config.cache_dtype)
     if vllm_config.kv_transfer_config:
         vllm_config.kv_transfer_config.kv_connector_module_path = connectors.__name__
-    if config.config.diagnostics.sample_every or config.routing or config.stop_rule or config.block_prefill:
+    if config.config.diagnostics.sample_every or config.routing or config.stop_rule or config.prefill:
         expose()
 
 
@@ -131,7 +130,6 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
                 f"a multiple of {multiple}"
                 + (f" (pages of {config.selector.page_size} tokens)" if config.selector else ""),
             )
-    expect(not isinstance(config.config.prefill, ZipVLPrefill), f"{KEY}.prefill.method", "zipvl", "blocks")
     if every := config.config.diagnostics.sample_every:
         mode = vllm_config.compilation_config.cudagraph_mode
         field = f"{KEY}.diagnostics.sample_every"

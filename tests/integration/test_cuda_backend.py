@@ -9,6 +9,7 @@ import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.block_prefill import BlockRule, VirtualSequences
 from sparse_kernels.group_routing import GroupRouting
+from sparse_kernels.token_prefill import KeptAttention, TokenRule
 from support.paged import dense_attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
@@ -20,7 +21,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm_sparse_plugin.attention import cuda
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder
 from vllm_sparse_plugin.attention.plan import LayerPlan
-from vllm_sparse_plugin.attention.prefill import PrefillPlan
+from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.config import ResolvedConfig, resolve
 from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
 from vllm_sparse_plugin.policies import EveryPage
@@ -282,10 +283,11 @@ def test_a_dense_policy_leaves_everything_to_flash_attention(layer, builder):
 RULE = BlockRule(density=0.01, least_blocks=2, dense_tokens=256)
 
 
-def prefills_sparsely(layer, builder, preset: str, rule: BlockRule = RULE) -> torch.Tensor:
+def prefills_sparsely(layer, builder, preset: str, rule: PromptRule = RULE) -> torch.Tensor:
     """Gives builder and layer a rule for prompts; returns what is counted."""
     counters = torch.zeros(HEADS, 2, dtype=torch.int64)
-    sparse = resolve({"min_context_tokens": 0, "prefill": {"method": "blocks"}}, preset)
+    method = "zipvl" if isinstance(rule, TokenRule) else "blocks"
+    sparse = resolve({"min_context_tokens": 0, "prefill": {"method": method}}, preset)
     layer.bind(plan_of(sparse, prefill=PrefillPlan(rule, counters)))
     builder.prefill_rule = rule
     builder.any_dense_decode = not layer.plan.is_sparse
@@ -378,6 +380,56 @@ def test_a_layer_whose_prefill_is_dense_stays_so_beside_others(layer, builder):
     torch.testing.assert_close(output[4:], dense[4:], atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("preset", ["zipvl", "unique"])
+def test_prompts_keep_tokens_beside_requests_that_decode(layer, builder, preset):
+    common = common_metadata([4, 1, 70, 100], [900, 400, 600, 200], [False, False, True, True])
+    every = TokenRule(tau=1.0, recent_probes=8, random_probes=8)
+    counters = prefills_sparsely(layer, builder, preset, every)
+    whole, dense, metadata = run(layer, builder, common)
+    assert metadata.rounds != []
+    torch.testing.assert_close(whole[5:], dense[5:], atol=2e-2, rtol=2e-2)
+    assert counters.tolist() == [[800, 800]] * HEADS
+    few = replace(every, tau=0.5, dense_tokens=200)
+    counters = prefills_sparsely(layer, builder, preset, few)
+    output, _, metadata = run(layer, builder, common)
+    assert torch.equal(output[:5], whole[:5])
+    assert torch.allclose(output[:5], dense[:5], atol=2e-2, rtol=2e-2) == (preset == "zipvl")
+    # The long prompt leaves out tokens; the short one in its round does not, whatever is beside it.
+    assert [part.tokens for part in metadata.rounds] == [slice(0, 70), slice(70, 170)]
+    builder.vllm_config.model_config.max_model_len = 1200
+    together, _, metadata = run(layer, builder, common)
+    assert [part.tokens for part in metadata.rounds] == [slice(0, 170)]
+    assert torch.equal(together, output)
+    assert output[5:75].eq(0).flatten(1).all(dim=1).any()
+    assert torch.equal(output[75:], whole[75:])
+    kept, of = counters[0].tolist()
+    assert 2 * 200 < kept < of == 2 * 800
+
+
+@pytest.mark.parametrize("eight_bits", [False, True])
+def test_flash_attention_3_is_asked_for_pages_of_one_token(layer, monkeypatch, eight_bits):
+    asked = {}
+    monkeypatch.setattr(cuda.fa_utils, "flash_attn_varlen_func", lambda **given: asked.update(given), raising=False)
+    query, sinks = torch.zeros(6, HEADS * GROUP, SIZE), torch.zeros(HEADS * GROUP)
+    rows = torch.zeros(2, 40, dtype=torch.int32)
+    scale = torch.ones(1) if eight_bits else None
+    kept = KeptAttention(
+        query, torch.tensor([0, 3, 6], dtype=torch.int32), torch.zeros(90, 1, HEADS, SIZE),
+        torch.zeros(90, 1, HEADS, SIZE), rows, torch.tensor([20, 30], dtype=torch.int32), 5, 40,
+        Softmax(SCALE, 3.0, sinks), scale, scale, scale, torch.empty_like(query),
+    )  # fmt: skip
+    layer._attend_kept(kept)
+    for name, tensor in {
+        "q": query, "k": kept.keys, "v": kept.values, "out": kept.output, "cu_seqlens_q": kept.query_start,
+        "seqused_k": kept.counts, "block_table": rows, "s_aux": sinks,
+    }.items():  # fmt: skip
+        assert asked[name] is tensor
+    assert (asked["max_seqlen_q"], asked["max_seqlen_k"], asked["fa_version"], asked["num_splits"]) == (5, 40, 3, 1)
+    assert (asked["softmax_scale"], asked["softcap"], asked["causal"]) == (SCALE, 3.0, True)
+    shapes = [None if (of := asked[f"{name}_descale"]) is None else tuple(of.shape) for name in "qkv"]
+    assert shapes == [(2, HEADS) if eight_bits else None] * 3
+
+
 def test_flash_attention_is_asked_for_virtual_sequences(layer, builder, monkeypatch):
     """The call that a GPU makes: page tables of one head, no sinks of its own, scales of every sequence."""
     asked = {}
@@ -408,8 +460,8 @@ def test_flash_attention_is_asked_for_virtual_sequences(layer, builder, monkeypa
     assert asked["q_descale"] is None
 
 
-@pytest.mark.parametrize("preset", ["unique", "unique_prefill"])
-def test_the_profile_of_memory_leaves_room_for_sparse_prefill(layer, monkeypatch, preset):
+@pytest.mark.parametrize(("preset", "copies"), [("unique", 0), ("unique_prefill", 2), ("zipvl", 3)])
+def test_the_profile_of_memory_leaves_room_for_sparse_prefill(layer, monkeypatch, preset, copies):
     asked = []
     empty = torch.empty
     monkeypatch.setattr(cuda.torch, "empty", lambda *size, **more: asked.append(size) or empty(*size, **more))
@@ -418,4 +470,4 @@ def test_the_profile_of_memory_leaves_room_for_sparse_prefill(layer, monkeypatch
     output = torch.ones_like(query)
     layer.forward(module, query, None, None, empty(0), None, output)
     assert not output.any()
-    assert asked == ([] if preset == "unique" else [(2 * 2 * query.numel() + 300 * 2**20,)])
+    assert asked == ([(copies * 2 * query.numel() + 300 * 2**20,)] if copies else [])

@@ -5,6 +5,7 @@ import torch
 from sparse_kernels.batch import Prompts, Softmax
 from sparse_kernels.block_prefill import plan_tiles, prefill_blocks
 from sparse_kernels.cache import KVCache
+from sparse_kernels.token_prefill import TokenRule, token_prefill
 from support.engines import MODEL, run_engine
 from support.layer import LayerHarness
 from transformers import AutoTokenizer
@@ -117,6 +118,69 @@ def test_statistics_for_prefill_leave_decode_steps_their_bits(model, backend):
             steps += harness.step([(request, new)], {0: data})
         outputs.append(torch.cat(steps))
     assert torch.equal(*outputs)
+
+
+KEEPING = {"method": "zipvl", "tau": 0.6, "recent_probes": 8, "random_probes": 8, "seed": 3}
+
+
+def keeping_harness(model: str, backend: str = "zipvl", layer_index: int = 0, **changes: object) -> LayerHarness:
+    settings = {"prefill": KEEPING | changes, "min_context_tokens": 64}
+    if backend != "zipvl":
+        settings["selection"] = {"budget_tokens": 64, "page_size": 16}
+    return LayerHarness(model, settings=settings, backend=backend, layer_index=layer_index)
+
+
+@pytest.mark.parametrize("backend", ["zipvl", "unique"])
+def test_tau_of_one_keeps_every_token(model, backend):
+    harness = keeping_harness(model, backend, tau=1.0)
+    requests = harness.request(300), harness.request(90)
+    outputs = harness.step([(requests[0], 300), (requests[1], 90)])
+    for request, output in zip(requests, outputs, strict=True):
+        assert all(is_dense(harness, request, output, token) for token in range(0, len(output), 17))
+    assert harness.metadata.prompts is not None
+    assert harness.layer.impl.plan.prefill.counters.tolist() == [[390, 390]] * 2
+
+
+@pytest.mark.parametrize("backend", ["zipvl", "unique", "streaming_llm"])
+def test_kept_tokens_of_each_chunk_are_the_operations_beside_requests_that_decode(model, backend):
+    harness = keeping_harness(model, backend)
+    decoding, request = harness.request(300), harness.request(400)
+    harness.step([(decoding, 300)])
+    plan, impl = harness.layer.impl.plan.prefill, harness.layer.impl
+    assert plan.rule == TokenRule(tau=0.6, recent_probes=8, random_probes=8, seed=3)
+    assert (impl.statistics_cache is None) == (backend != "unique")
+    for done, new in ((0, 230), (230, 170)):
+        plan.counters.zero_()
+        beside, output = harness.step([(decoding, 1), (request, new)])
+        assert is_dense(harness, decoding, beside, 0) == (backend == "zipvl")
+        lengths = torch.tensor([done + new], dtype=torch.int32)
+        start, table = (torch.tensor(given, dtype=torch.int32) for given in ([0, new], [request.blocks]))
+        batch = Prompts(start, table, lengths, (new,), (done + new,)).batch(request.fresh)
+        expected = torch.full_like(output, torch.nan)
+        kept = token_prefill(batch, impl.cache, Softmax(impl.scale), plan.rule, expected)
+        assert torch.equal(output, expected)
+        assert output.eq(0).flatten(1).all(dim=1).any()
+        assert output[-1].ne(0).any()
+        assert plan.counters.tolist() == [[int(kept.counts), done + new]] * 2
+        assert int(kept.counts) < done + new
+
+
+def test_contexts_shorter_than_the_shortest_are_attended_whole(model):
+    harness = keeping_harness(model, min_context_tokens=201)
+    long, short = harness.request(201), harness.request(200)
+    output, whole = harness.step([(long, 201), (short, 200)])
+    assert all(is_dense(harness, short, whole, token) for token in (0, 199))
+    assert output.eq(0).flatten(1).all(dim=1).any()
+    assert harness.layer.impl.plan.prefill.counters[0, 1] == 201
+    harness.step([(harness.request(200), 200)])
+    assert harness.metadata.prompts is None
+
+
+def test_layers_that_keep_every_token(model):
+    assert keeping_harness(model, layer_index=1, first_dense_layers=2).layer.impl.plan.prefill is None
+    assert keeping_harness(model, layer_index=2, first_dense_layers=2).layer.impl.plan.prefill is not None
+    windowed = LayerHarness(model, settings={"prefill": KEEPING}, backend="zipvl", per_layer_sliding_window=64)
+    assert windowed.layer.impl.plan.prefill is None
 
 
 def test_an_engine_answers_from_sparse_prompts_cached_or_not_and_counts_what_they_read():

@@ -100,6 +100,21 @@ def test_tau_of_one_is_dense():
         assert_as_accurate(output[chunk], exact, rounded)
 
 
+def test_short_contexts_are_whole_and_others_as_without_them():
+    prefill = make_prefill(RAGGED)
+    sparse, kept_sparse = run(prefill)
+    whole, _ = run(prefill, replace(SMALL_RULE, tau=1.0))
+    output, kept = run(prefill, replace(SMALL_RULE, dense_tokens=65))
+    differ = False
+    for request, (chunk, (length, new)) in enumerate(zip(prefill.chunks, RAGGED, strict=True)):
+        short = length <= 65
+        assert torch.equal(output[chunk], (whole if short else sparse)[chunk])
+        if new:
+            assert tokens_of(kept, request) == (set(range(length)) if short else tokens_of(kept_sparse, request))
+            differ |= short and len(tokens_of(kept_sparse, request)) < length
+    assert differ
+
+
 def test_a_request_does_not_depend_on_its_neighbours():
     prefill = make_prefill(RAGGED)
     output, kept = run(prefill)
@@ -253,6 +268,7 @@ def test_the_width_of_a_batch_does_not_change_a_choice():
         (TokenRule(tau=1.5), "tau: got 1.5"),
         (TokenRule(recent_probes=0), "recent_probes: got 0, allowed: at least 1"),
         (TokenRule(random_probes=-1), "random_probes: got -1, allowed: at least 0"),
+        (TokenRule(dense_tokens=-1), "dense_tokens: got -1, allowed: at least 0"),
     ],
 )
 def test_rules_that_keep_nothing_are_refused(rule, message):

@@ -358,7 +358,7 @@ ADMITTED = {
     "routing by layer and head": routed(threshold=[[0.5, 0.25], 0.5]),
     "routing by a cubic": {**routed(**CUBIC), "max_model_len": 256},
     "defaults": {},
-    **{f"backend {name.lower()}": {"attention_backend": name.lower()} for name in BACKENDS if name != "ZIPVL"},
+    **{f"backend {name.lower()}": {"attention_backend": name.lower()} for name in BACKENDS},
     "dense in blocks of 32": {"attention_backend": "dense", "block_size": 32},
     "block of 32": {"block_size": 32},
     "block of 96": {"block_size": 96},
@@ -453,10 +453,14 @@ def test_no_size_is_refused_on_cuda(case, capability, folder, monkeypatch):
 PREFILL = {"sparse_attention": {"prefill": {"method": "blocks"}}}
 
 
-def test_zipvl_is_not_served_yet(folder):
-    assert refusal(folder(), attention_backend="zipvl") == (
-        "sparse_attention.prefill.method: got zipvl, allowed with attention backend zipvl: blocks"
-    )
+def test_zipvl_is_served_where_our_kernels_run(folder, monkeypatch):
+    served, odd = (engine_config(folder(head_dim=size), attention_backend="zipvl") for size in (256, 40))
+    admit(served, BACKENDS)
+    # Its attention needs none of vLLM's kernels, so large heads are served everywhere.
+    on_cuda(monkeypatch, (10, 0))
+    admit(served, BACKENDS)
+    with pytest.raises(ConfigurationError, match=r"^head size: got 40, .*: multiples of 16 from 32 to 256$"):
+        admit(odd, BACKENDS)
 
 
 def test_sparse_prefill_before_a_dense_decode_has_the_limits_of_our_kernels(folder, monkeypatch):

@@ -9,6 +9,7 @@ from annotated_types import Ge, Le
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sparse_kernels.stopping import StopRule
+from sparse_kernels.token_prefill import TokenRule
 
 from vllm_sparse_plugin.config import (
     KEY,
@@ -588,6 +589,7 @@ def test_prefill_is_off_unless_it_is_asked_for_and_null_turns_it_off():
     assert resolve(None, "unique_prefill").block_prefill == BlockPrefill()
     assert resolve(None, "zipvl").config.prefill == ZipVLPrefill()
     assert resolve(None, "zipvl").block_prefill is None
+    assert (resolve(None, "zipvl").is_sparse, resolve(None, "zipvl").runs_kernels) == (False, True)
     assert resolve({"prefill": None}, "unique_prefill").config == resolve(None, "unique").config
     dense = resolve({"prefill": {"method": "blocks"}}, "dense")
     assert (dense.is_sparse, dense.runs_kernels) == (False, True)
@@ -610,6 +612,15 @@ def test_another_method_drops_the_settings_of_the_previous_one():
     assert {name for name in changed.sources if name.startswith("prefill")} == {"prefill.method", "prefill.tau"}
     kept = resolve({"prefill": {"density": 0.2}}, "unique_prefill")
     assert kept.config.prefill == BlockPrefill(density=0.2)
+
+
+def test_the_rule_of_tokens_is_what_the_settings_say():
+    given_settings = {"tau": 0.5, "recent_probes": 3, "random_probes": 5, "seed": 7}
+    rule = ZipVLPrefill(**given_settings, min_context_tokens=4096).rule()
+    assert {name: getattr(rule, name) for name in given_settings} == given_settings
+    # The shortest context that is made sparse.
+    assert rule.dense_tokens == 4095
+    assert ZipVLPrefill().rule() == TokenRule()
 
 
 def test_the_rule_of_blocks_is_what_the_settings_say():

@@ -125,6 +125,11 @@ class SparseImpl:
         self.cache = in_pages(plan.page_size) if summarised is None else summarised
 
     @property
+    def prompt_cache(self) -> KVCache:
+        """The layer's cache as prompts that attend sparsely see it: with statistics, which tiles choose by, if any."""
+        return self.statistics_cache or self.cache
+
+    @property
     def softmax(self) -> Softmax:
         """How the layer's logits become weights. Sink logits are the model's own tensor: weights may be replaced."""
         sink_logits = self.sinks

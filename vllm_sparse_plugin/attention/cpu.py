@@ -2,7 +2,8 @@
 
 Short contexts, sliding-window layers, leading dense layers and, unless it is sparse, prefill run vLLM's own CPU
 attention on the token rows of the cache; decoding tokens of long contexts run route, select and attend, and long
-prompts attend to blocks. Which requests are which is decided once per step by the metadata builder, from lengths alone.
+prompts attend to blocks or to the tokens that a layer keeps. Which requests are which is decided once per step by the
+metadata builder, from lengths alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_sparse_plugin.attention import packing
 from vllm_sparse_plugin.attention.base import SparseBackend, SparseImpl, report_memory
 from vllm_sparse_plugin.attention.plan import plan_layers
-from vllm_sparse_plugin.attention.prefill import PromptRound, attend_prompts, plan_rounds, reads_less
+from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.diagnostics.live import StepSampler
 from vllm_sparse_plugin.policies.dense import EveryPage, every_page
@@ -192,7 +193,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         return metadata
 
     def _round(self, common: CommonAttentionMetadata) -> PromptRound:
-        """Cuts prompts into tiles, all of them at once: the reference takes one tile after the other."""
+        """Makes one round of all prompts: the reference takes one tile, or one request, after the other."""
         assert self.prefill_rule is not None
         start = common.query_start_loc.int()
         lengths = common.seq_lens.int()
@@ -200,11 +201,12 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             start, common.block_table_tensor.int(), lengths, tuple((start[1:] - start[:-1]).tolist()),
             tuple(lengths.tolist()),
         )  # fmt: skip
-        (whole,) = plan_rounds(prompts, self.prefill_rule, self.group_sizes, most_tokens=int(lengths.sum()))
+        most_tokens = len(lengths) * int(lengths.max())
+        (whole,) = plan_rounds(prompts, self.prefill_rule, self.group_sizes, most_tokens)
         return whole
 
     def _sparse_prompts(self, common: CommonAttentionMetadata, query_lens: torch.Tensor) -> torch.Tensor:
-        """Finds prompts some tiles of which choose what they read: `[num_reqs]` bool."""
+        """Finds prompts that may leave out something of their context: `[num_reqs]` bool."""
         assert self.reorder_batch_threshold is not None
         sparse = query_lens > self.reorder_batch_threshold
         rule = self.prefill_rule
@@ -340,10 +342,11 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
     def _prefill(self, query: torch.Tensor, part: PromptRound) -> torch.Tensor:
         """Attends with prompts; takes and returns `[num_tokens, num_heads, head_size]`."""
         assert self.plan.prefill is not None
-        assert self.statistics_cache is not None
         output = torch.empty_like(query)
         batch = part.prompts.batch(query)
-        attend_prompts(self.plan.prefill, part.tiles, batch, self.statistics_cache, self.softmax, output)
+        attend_prompts(
+            self.plan.prefill, part, batch, self.prompt_cache, self.softmax, output, PromptKernels()
+        )  # fmt: skip
         return output
 
     def _decode(self, query: torch.Tensor, decode: DecodeTokens) -> torch.Tensor:

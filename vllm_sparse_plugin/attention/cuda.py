@@ -1,7 +1,8 @@
 """Runs the sparse pipeline on NVIDIA GPUs.
 
 Short prompts, sliding-window layers, leading dense layers and, unless it is sparse, prefill run vLLM's FlashAttention
-on the token rows of the cache; sparse prefill runs it on blocks that the tiles of long prompts choose. Decoding tokens
+on the token rows of the cache; sparse prefill runs it on blocks that the tiles of long prompts choose, or on the tokens
+that a layer keeps of them. Decoding tokens
 run one fused kernel, which attends short contexts whole, or, where they are routed or may stop but select no pages, one
 that splits long contexts. What a step does is decided by the shape of its batch alone, so a batch of decoding requests
 is one full CUDA graph.
@@ -21,6 +22,7 @@ from sparse_kernels.limits import HEAD_SIZES
 from sparse_kernels.page_statistics import write_cache
 from sparse_kernels.sparse_decode import sparse_decode
 from sparse_kernels.split_attention import pieces_of, rows_at_once, split_attention, splits_for, stop_scratch
+from sparse_kernels.token_prefill import KeptAttention
 from vllm.config import VllmConfig, get_current_vllm_config_or_none, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, MultipleOf
@@ -37,8 +39,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 from vllm_sparse_plugin.admission import CUDA_KERNEL_BLOCK, block_multiple
 from vllm_sparse_plugin.attention.base import DecodeRun, SparseBackend, SparseImpl, decode_runs, report_memory
 from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
-from vllm_sparse_plugin.attention.prefill import PromptRound, attend_prompts, plan_rounds, reads_less
+from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
+from vllm_sparse_plugin.config import BlockPrefill
 from vllm_sparse_plugin.diagnostics.live import StepSampler
 
 if TYPE_CHECKING:
@@ -47,6 +50,9 @@ if TYPE_CHECKING:
 _PREFERRED_BLOCK = 64
 """Tokens of a block unless the user says otherwise: the statistics of a block and head are then one kilobyte in a row,
 which is what memory reads well."""
+_TOKEN_SCRATCH = 300 * 2**20
+"""Bytes beside queries and outputs that a choice of tokens takes in a layer; it grows with the longest context by about
+100 bytes a token."""
 
 
 class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
@@ -410,15 +416,19 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         """Takes the memory of sparse prefill for a moment: vLLM's profile of its memory then leaves room for it."""
         backend: type[SparseCUDABackend] = layer.attn_backend
         config = backend.config()
-        if config.block_prefill is None:
+        if isinstance(config.prefill, BlockPrefill):
+            itemsize = query.dtype.itemsize if self.kv_cache_dtype == "auto" else 1
+            layout = config.statistics_layout(self.head_size, itemsize)
+            assert layout is not None
+            wanted = scratch_bytes(
+                config.prefill.rule(), layout, self.num_kv_heads, self.num_queries_per_kv, len(query),
+                self.longest_context,
+            )  # fmt: skip
+        elif config.prefill is not None:
+            # Queries and outputs are gathered, and outputs are put back token by token.
+            wanted = 3 * query.numel() * 2 + _TOKEN_SCRATCH
+        else:
             return
-        itemsize = query.dtype.itemsize if self.kv_cache_dtype == "auto" else 1
-        layout = config.statistics_layout(self.head_size, itemsize)
-        assert layout is not None
-        wanted = scratch_bytes(
-            config.block_prefill.rule(), layout, self.num_kv_heads, self.num_queries_per_kv, len(query),
-            self.longest_context,
-        )  # fmt: skip
         torch.empty(wanted, dtype=torch.uint8, device=query.device)
 
     def _decode_all(self, layer: Any, query: torch.Tensor, metadata: SparseCUDAMetadata, output: torch.Tensor) -> None:
@@ -450,13 +460,44 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
     def _prefill(self, layer: Any, query: torch.Tensor, rounds: list[PromptRound], output: torch.Tensor) -> None:
         """Attends with the prompts of a step: `query` and `output` are those of their tokens."""
         assert self.plan.prefill is not None
-        assert self.statistics_cache is not None
-        cache, query_scale = self._scaled(self.statistics_cache, layer), self._query_scale(query, layer)
-
-        attend = self._varlen_attention(layer) if query.is_cuda else None
+        cache, query_scale = self._scaled(self.prompt_cache, layer), self._query_scale(query, layer)
+        kernels = PromptKernels()
+        if query.is_cuda:
+            # Other versions of FlashAttention take no pages of one token: the operation's own kernel does.
+            by_token = self._attend_kept if self.vllm_flash_attn_version == 3 else None
+            kernels = PromptKernels(self._varlen_attention(layer), by_token)
         for part in rounds:
             batch = part.prompts.batch(query[part.tokens], query_scale)
-            attend_prompts(self.plan.prefill, part.tiles, batch, cache, self.softmax, output[part.tokens], attend)
+            attend_prompts(self.plan.prefill, part, batch, cache, self.softmax, output[part.tokens], kernels)
+
+    @staticmethod
+    def _attend_kept(kept: KeptAttention) -> None:
+        """Runs vLLM's FlashAttention 3 over the tokens that are kept, as pages of one token."""
+
+        def by_head(scale: torch.Tensor | None) -> torch.Tensor | None:
+            return None if scale is None else scale.expand(len(kept.counts), kept.keys.shape[2])
+
+        fa_utils.flash_attn_varlen_func(
+            q=kept.query,
+            k=kept.keys,
+            v=kept.values,
+            out=kept.output,
+            cu_seqlens_q=kept.query_start,
+            max_seqlen_q=kept.max_query_tokens,
+            seqused_k=kept.counts,
+            max_seqlen_k=kept.max_seq_tokens,
+            softmax_scale=kept.softmax.scale,
+            causal=True,
+            softcap=kept.softmax.softcap,
+            block_table=kept.rows,
+            fa_version=3,
+            s_aux=kept.softmax.sink_logits,
+            q_descale=by_head(kept.query_scale),
+            k_descale=by_head(kept.key_scale),
+            v_descale=by_head(kept.value_scale),
+            # How many pieces a context is cut into would follow from the batch.
+            num_splits=1,
+        )
 
     def _varlen_attention(self, layer: Any) -> VarlenAttention:
         """Returns vLLM's FlashAttention over virtual sequences."""

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 from sparse_kernels.batch import PageSelection
-from sparse_kernels.block_prefill import BlockRule
 from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.page_statistics import StatisticsLayout
 from sparse_kernels.split_attention import Stopping
@@ -18,7 +17,7 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_sparse_plugin.attention.prefill import PrefillPlan
+from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.diagnostics.live import DENSITY, READS, SKIPPED, ContextReads, DeviceCounts, LayerQuality
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -66,7 +65,7 @@ class LayerPlan:
     @property
     def needs_cache_views(self) -> bool:
         """Whether our kernels read or write this layer's cache."""
-        return self.is_sparse or self.statistics is not None
+        return self.is_sparse or self.prefill is not None or self.statistics is not None
 
     @cached_property
     def page_selection(self) -> PageSelection | None:
@@ -90,8 +89,8 @@ class LayerGroup(NamedTuple):
     """What kernels count on the device."""
     reads: ContextReads | None
     """What lengths say of the tokens read; None if no layer selects, or where attention may stop."""
-    prefill_rule: BlockRule | None
-    """Which blocks prompts read in the layers whose prefill is sparse; None if there are none."""
+    prefill_rule: PromptRule | None
+    """What prompts attend to in the layers whose prefill is sparse; None if there are none."""
     group_sizes: set[int]
     """Query heads to a KV head of those layers."""
 
@@ -204,7 +203,7 @@ def _prefill_of(
     layers: Mapping[str, Attention], sparse: ResolvedConfig, vllm_config: VllmConfig, device: torch.device
 ) -> tuple[dict[str, PrefillPlan], DeviceCounts | None]:
     """Returns the plans of the layers whose prompts attend sparsely, and the counts of what they read."""
-    prefill = sparse.block_prefill
+    prefill = sparse.prefill
     if prefill is None:
         return {}, None
     sparsely = {

@@ -11,6 +11,7 @@ from vllm_sparse_plugin.policies.base import Section
 
 if TYPE_CHECKING:
     from sparse_kernels.block_prefill import BlockRule
+    from sparse_kernels.token_prefill import TokenRule
 
 
 class BlockPrefill(Section):
@@ -111,6 +112,18 @@ class ZipVLPrefill(Section):
     """Leading layers whose prefill stays dense."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 0
     """Shortest context that is made sparse."""
+
+    def rule(self) -> TokenRule:
+        """Returns the settings as the operation takes them."""
+        from sparse_kernels.token_prefill import TokenRule
+
+        return TokenRule(
+            tau=self.tau,
+            recent_probes=self.recent_probes,
+            random_probes=self.random_probes,
+            seed=self.seed,
+            dense_tokens=max(self.min_context_tokens - 1, 0),
+        )
 
 
 PREFILLS: tuple[type[Section], ...] = (BlockPrefill, ZipVLPrefill)

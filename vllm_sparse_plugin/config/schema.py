@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
-from vllm_sparse_plugin.config.prefill import PREFILLS, BlockPrefill
+from vllm_sparse_plugin.config.prefill import PREFILLS, BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.termination import Termination
 from vllm_sparse_plugin.names import KEY as KEY
@@ -129,9 +129,15 @@ class ResolvedConfig:
         return self.config.routing
 
     @property
+    def prefill(self) -> BlockPrefill | ZipVLPrefill | None:
+        """The prefill part, if prompts attend sparsely."""
+        prefill: BlockPrefill | ZipVLPrefill | None = self.config.prefill
+        return prefill
+
+    @property
     def block_prefill(self) -> BlockPrefill | None:
         """The prefill part, if prompts attend to blocks."""
-        prefill = self.config.prefill
+        prefill = self.prefill
         return prefill if isinstance(prefill, BlockPrefill) else None
 
     @property
@@ -156,7 +162,7 @@ class ResolvedConfig:
     @property
     def runs_kernels(self) -> bool:
         """Whether attention of some tokens runs in our kernels."""
-        return self.is_sparse or self.block_prefill is not None
+        return self.is_sparse or self.prefill is not None
 
     def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout | None:
         """Returns how page statistics lie in the KV block: the policy's or, where it has none and prefill needs some,

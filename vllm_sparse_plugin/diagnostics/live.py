@@ -69,9 +69,11 @@ READS = (
     Ratio(_READ_SHARE, _READ_SHARE_TEXT, 2, 3),
 )
 """Summaries of `stopping.count_reads`."""
-DENSITY = (
-    Ratio("vllm_sparse_prefill_density", "Blocks read (sum) of those in the past of tiles of prompts (count).", 0, 1),
+_DENSITY_TEXT = (
+    "Blocks read (sum) of those in the past of tiles of prompts (count) or, with zipvl, tokens kept of the contexts of "
+    "their chunks."
 )
+DENSITY = (Ratio("vllm_sparse_prefill_density", _DENSITY_TEXT, 0, 1),)
 """Summaries of `PrefillPlan.counters`."""
 COUNTED_STEPS = 16
 """Steps between two copies of what kernels count."""

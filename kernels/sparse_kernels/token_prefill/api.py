@@ -35,7 +35,8 @@ def token_prefill(
        one set for the layer; the normalised a_j is divided by the number of probe rows that can see j (Eq. 8).
     3. *T* (Eq. 7 and 9): p is the smallest number of tokens whose largest a_j reach the share tau of the sum of all.
        T is the p tokens of highest normalised a_j, the first of equal ones, and always the chunk's last token, which
-       predicts the next one. With tau = 1 T is every token, and the output is that of dense attention.
+       predicts the next one. With tau = 1, and where n is at most `rule.dense_tokens`, T is every token, and the output
+       is that of dense attention.
     4. *Attention* (Alg. 1): queries in T attend to the keys and values in T that are not behind them. The outputs of
        all other queries are zero.
 

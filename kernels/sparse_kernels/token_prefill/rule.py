@@ -17,6 +17,8 @@ class TokenRule:
     """Tokens of the chunk drawn from those before them whose attention is computed, too."""
     seed: int = 0
     """Seed of the draw, 32 bits of which count."""
+    dense_tokens: int = 0
+    """Contexts of up to this many tokens are attended whole: T is every token of them."""
 
     @property
     def num_probes(self) -> int:
@@ -27,6 +29,10 @@ class TokenRule:
         """Raises ValueError unless the rule keeps something and every token is seen by a probe row."""
         if not 0 < self.tau <= 1:
             raise ValueError(f"tau: got {self.tau}, allowed: above 0, at most 1")
-        for name, got, least in (("recent_probes", self.recent_probes, 1), ("random_probes", self.random_probes, 0)):
+        for name, got, least in (
+            ("recent_probes", self.recent_probes, 1),
+            ("random_probes", self.random_probes, 0),
+            ("dense_tokens", self.dense_tokens, 0),
+        ):
             if got < least:
                 raise ValueError(f"{name}: got {got}, allowed: at least {least}")

@@ -90,7 +90,7 @@ def choose_tokens(sums: torch.Tensor, probes: torch.Tensor, batch: PrefillBatch,
             query heads (Eq. 6). What lies beyond a context may be anything.
         probes: what `draw_probes` returns.
         batch: the requests that prefill.
-        rule: the share tau.
+        rule: the share tau, and which contexts are attended whole.
 
     Returns:
         The tokens in T; none of a request without query tokens.
@@ -107,6 +107,7 @@ def choose_tokens(sums: torch.Tensor, probes: torch.Tensor, batch: PrefillBatch,
         covered = whole.sort(dim=1, descending=True).values.cumsum(dim=1)
         short = (covered < covered[:, -1:].double() * rule.tau) & exists
         important = torch.minimum(short.sum(dim=1) + 1, lengths.squeeze(1))
+        important = torch.where(lengths.squeeze(1) <= rule.dense_tokens, lengths.squeeze(1), important)
         # A row sees what is not behind it, so the rows that see a token are those whose positions are not below.
         order = probes.long().sort(dim=1).values
         seen = probes.shape[1] - torch.searchsorted(order, position.expand(len(order), -1).contiguous())
