@@ -11,7 +11,7 @@ import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.page_statistics import StatisticsLayout
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -88,9 +88,7 @@ class SparseImpl:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        engine_config.remember()
-        model_config = get_current_vllm_config().model_config
-        self.longest_context = model_config.max_model_len if model_config else 0
+        self.longest_context = engine_config.remember()
         if self.alibi_slopes is not None:
             raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
         self._bound_cache: torch.Tensor | None = None

@@ -16,9 +16,11 @@ from vllm_sparse_plugin.config import ResolvedConfig, resolve
 _remembered: list[Any] = []
 
 
-def remember() -> None:
-    """Keeps our settings of the configuration that vLLM builds a layer with."""
-    _remembered[:] = [settings_of(get_current_vllm_config())]
+def remember() -> int:
+    """Keeps our settings of the configuration that vLLM builds a layer with; returns its longest context in tokens."""
+    vllm_config = get_current_vllm_config()
+    _remembered[:] = [settings_of(vllm_config)]
+    return vllm_config.model_config.max_model_len if vllm_config.model_config else 0
 
 
 def current(preset: str) -> ResolvedConfig:
