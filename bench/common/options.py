@@ -32,6 +32,37 @@ Commit = Annotated[
 ]
 
 
+Seed = Annotated[int, typer.Option("--seed", help="Of documents and needles.")]
+StageContexts = Annotated[
+    list[str] | None, typer.Option("--context", help="In tokens, such as 16K, repeatable; those of the stages.")
+]
+
+
+def chosen_names(values: list[str] | None) -> list[str] | None:
+    """Returns the values of an option that takes several; None where it was left out."""
+    return split_values(values) if values else None
+
+
+def chosen_contexts(values: list[str] | None) -> list[int] | None:
+    """Returns the tokens of `StageContexts`; None where it was left out."""
+    return list(parse_sizes("context", values)) if values else None
+
+
+def usable_device(device: str) -> str:
+    """Returns the name of a torch device that works here.
+
+    Raises:
+        ConfigurationError: for another.
+    """
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        raise ConfigurationError(f"device: got {device!r}, allowed: a device that torch can use here") from None
+    return device
+
+
 def make_app(text: str) -> typer.Typer:
     """A command line with subcommands, described by `text`."""
     return typer.Typer(help=text, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,12 +24,12 @@ import typer
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from bench.common.children import run_python
 from bench.common.console import open_console
-from bench.common.engine import Variant, WrongBackendError, force_routing, parse_variants, start_engine
+from bench.common.engine import Variant, force_routing, parse_variants, start_engine
 from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import LARGEST, Commit, GridRow, Output, TimeLimit, parse_grid
 from bench.common.results import ResultFile, Row, read_run, spread
+from bench.serving.variants import exit_if_backend_is_wrong, finish, run_variant
 from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -140,12 +139,12 @@ def measure_batch(
 def decode_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
     """Measure one variant in this process, as `decode` asks for it, and append a row for each batch."""
     settings = DecodeSettings.model_validate_json(text)
-    with open_model(settings.model) as model, ResultFile(Path(settings.output)) as file:
-        try:
-            _measure_variant(settings, model, file.write)
-        except WrongBackendError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(3) from None
+    with (
+        exit_if_backend_is_wrong(),
+        open_model(settings.model) as model,
+        ResultFile(Path(settings.output)) as file,
+    ):
+        _measure_variant(settings, model, file.write)
 
 
 def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[Row], None]) -> None:
@@ -248,7 +247,7 @@ def decode(
     variants = parse_variants(variant or ("flash_attn", "unique", "flash_attn:fp8", "unique:fp8"))
     rows = parse_grid(grid or DEFAULT_GRID)
     console = open_console()
-    failed = []
+    failed: list[str] = []
     with open_model(model) as opened:
         _check(rows, opened, new_tokens, max_num_seqs)
         if skip_ratio is not None:
@@ -275,16 +274,8 @@ def decode(
         for settings in all_settings:
             seconds = forecast_seconds(opened, settings)
             console.print(f"{settings.variant}: about {seconds:.0f} s on one H200 if attention were dense")
-            arguments = ["decode-variant", settings.model_dump_json()]
-            if code := run_python("bench.serving", arguments, end - time.monotonic()):
-                failed.append(f"{settings.variant} ended with exit code {code}")
-            elif code is None:
-                failed.append(f"{settings.variant} was not done by the deadline")
-    console.print(table(read_run(output).rows))
-    for sentence in failed:
-        console.print(f"error: {sentence}")
-    if failed:
-        raise typer.Exit(3)
+            failed += run_variant("decode-variant", settings, end - time.monotonic())
+    finish(console, table(read_run(output).rows), failed)
 
 
 def _check(grid: tuple[GridRow, ...], model: Model, new_tokens: int, max_num_seqs: int) -> None:

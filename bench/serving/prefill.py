@@ -21,7 +21,6 @@ from __future__ import annotations
 import json
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -32,12 +31,12 @@ import typer
 from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from bench.common.children import run_python
 from bench.common.console import open_console
-from bench.common.engine import Variant, WrongBackendError, parse_variants, start_engine
+from bench.common.engine import Variant, parse_variants, start_engine
 from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import Commit, Output, parse_size, parse_sizes, size_text, split_values
 from bench.common.results import ResultFile, Row, read_run
+from bench.serving.variants import exit_if_backend_is_wrong, finish, run_variant
 from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -221,12 +220,12 @@ def _require_cached(measurement: Measurement, cached: int, prefix: int) -> None:
 def prefill_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
     """Measure one variant in this process, as `prefill` asks for it, and append a row for each measurement."""
     settings = PrefillSettings.model_validate_json(text)
-    with open_model(settings.model) as model, ResultFile(Path(settings.output)) as file:
-        try:
-            _measure_variant(settings, model, file.write)
-        except WrongBackendError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(3) from None
+    with (
+        exit_if_backend_is_wrong(),
+        open_model(settings.model) as model,
+        ResultFile(Path(settings.output)) as file,
+    ):
+        _measure_variant(settings, model, file.write)
 
 
 def _measure_variant(settings: PrefillSettings, model: Model, write: Callable[[Row], None]) -> None:
@@ -316,7 +315,7 @@ def prefill(
     variants = parse_variants(variant or VARIANTS)
     contexts, loads = parse_sizes("grid", grid or GRID), parse_loads(load or ())
     console = open_console()
-    failed = []
+    failed: list[str] = []
     with open_model(model) as opened:
         all_settings = [
             PrefillSettings(
@@ -338,16 +337,8 @@ def prefill(
         with ResultFile(output, describe_run(opened.folder, commit)):
             pass
         for settings in all_settings:
-            arguments = ["prefill-variant", settings.model_dump_json()]
-            if code := run_python("bench.serving", arguments, time_limit + _GRACE):
-                failed.append(f"{settings.variant} ended with exit code {code}")
-            elif code is None:
-                failed.append(f"{settings.variant} was not done by the deadline")
-    console.print(table(read_run(output).rows))
-    for sentence in failed:
-        console.print(f"error: {sentence}")
-    if failed:
-        raise typer.Exit(3)
+            failed += run_variant("prefill-variant", settings, time_limit + _GRACE)
+    finish(console, table(read_run(output).rows), failed)
 
 
 def _check(settings: PrefillSettings, model: Model) -> None:

@@ -5,14 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from bench.common.options import Commit, Output, TimeLimit, make_app, parse_sizes, split_values
+from bench.common.options import (
+    Commit,
+    Output,
+    Seed,
+    StageContexts,
+    TimeLimit,
+    chosen_contexts,
+    chosen_names,
+    make_app,
+    usable_device,
+)  # fmt: skip
 from bench.common.results import RESULTS
 from research.prefill.plan import DOCUMENTS, STAGES
 from vllm_sparse_plugin.cli.arguments import run_app
-from vllm_sparse_plugin.errors import ConfigurationError
 
 PAGE = Path(__file__).parent / "README.md"
 
@@ -20,33 +28,21 @@ app = make_app("Rules of sparse prefill on needle-8m.")
 
 
 _Stages = Annotated[list[str] | None, typer.Option("--stage", help=f"Repeatable; {', '.join(s.name for s in STAGES)}.")]
-_Contexts = Annotated[
-    list[str] | None, typer.Option("--context", help="In tokens, such as 16K, repeatable; those of the stages.")
-]
-_Seed = Annotated[int, typer.Option("--seed", help="Of documents and needles.")]
-
-
-def _names(values: list[str] | None) -> list[str] | None:
-    return split_values(values) if values else None
-
-
-def _sizes(values: list[str] | None) -> list[int] | None:
-    return list(parse_sizes("context", values)) if values else None
 
 
 @app.command()
 def documents(
     folder: Annotated[Path, typer.Option(help="Where to keep them, for `run --folder`.")],
     stages: _Stages = None,
-    contexts: _Contexts = None,
-    seed: _Seed = 0,
+    contexts: StageContexts = None,
+    seed: Seed = 0,
 ) -> None:
     """Write the documents, so that another machine asks the same questions."""
     from research.prefill.run import chosen_stages
     from research.study.run import document_source
 
     source = document_source(seed, folder)
-    for stage in chosen_stages(_names(stages), _sizes(contexts), None, None):
+    for stage in chosen_stages(chosen_names(stages), chosen_contexts(contexts), None, None):
         for context in stage.contexts:
             for task in stage.tasks:
                 source((task, context, DOCUMENTS))
@@ -59,11 +55,11 @@ def run(
     settings: Annotated[
         list[str] | None, typer.Option("--setting", help="Name or pattern such as 'quarters*/d0.05*', repeatable.")
     ] = None,
-    contexts: _Contexts = None,
+    contexts: StageContexts = None,
     count: Annotated[
         int | None, typer.Option("--documents", min=1, max=DOCUMENTS, help="Per task and context; those of the stages.")
     ] = None,
-    seed: _Seed = 0,
+    seed: Seed = 0,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     folder: Annotated[Path | None, typer.Option(help="Keeps documents.")] = None,
     time_limit: TimeLimit = 3600,
@@ -73,11 +69,8 @@ def run(
     from research.prefill.data import summary_table
     from research.prefill.run import Selection, chosen_stages, measure
 
-    chosen = chosen_stages(_names(stages), _sizes(contexts), _names(settings), count)
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):
-        raise ConfigurationError(f"device: got {device!r}, allowed: a device that torch can use here") from None
+    chosen = chosen_stages(chosen_names(stages), chosen_contexts(contexts), chosen_names(settings), count)
+    usable_device(device)
     finished = measure(output, Selection(chosen, seed, time_limit), device, folder, commit)
     typer.echo(summary_table(output))
     if not finished:

@@ -5,10 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
-from bench.common.options import Commit, Output, TimeLimit, make_app, parse_sizes, split_values
+from bench.common.options import (
+    Commit,
+    Output,
+    Seed,
+    StageContexts,
+    TimeLimit,
+    chosen_contexts,
+    chosen_names,
+    make_app,
+    usable_device,
+)  # fmt: skip
 from bench.common.results import RESULTS
 from research.study.plan import STAGES
 from vllm_sparse_plugin.cli.arguments import run_app
@@ -20,34 +29,22 @@ app = make_app("Page scores on needle-8m, decoded from the question.")
 
 
 _Stages = Annotated[list[str] | None, typer.Option("--stage", help=f"Repeatable; {', '.join(s.name for s in STAGES)}.")]
-_Contexts = Annotated[
-    list[str] | None, typer.Option("--context", help="In tokens, such as 16K, repeatable; those of the stages.")
-]
 _Documents = Annotated[int, typer.Option("--documents", min=1, help="Per task and context, with 8 questions each.")]
-_Seed = Annotated[int, typer.Option("--seed", help="Of documents and needles.")]
-
-
-def _names(values: list[str] | None) -> list[str] | None:
-    return split_values(values) if values else None
-
-
-def _sizes(values: list[str] | None) -> list[int] | None:
-    return list(parse_sizes("context", values)) if values else None
 
 
 @app.command()
 def documents(
     folder: Annotated[Path, typer.Option(help="Where to keep them, for `run --folder`.")],
     stages: _Stages = None,
-    contexts: _Contexts = None,
+    contexts: StageContexts = None,
     count: _Documents = 7,
-    seed: _Seed = 0,
+    seed: Seed = 0,
 ) -> None:
     """Write the documents, so that another machine asks the same questions."""
     from research.study.run import builds_of, chosen_stages, document_source
 
     source = document_source(seed, folder)
-    for stage in chosen_stages(_names(stages), _sizes(contexts), None):
+    for stage in chosen_stages(chosen_names(stages), chosen_contexts(contexts), None):
         for build in builds_of(stage, count):
             source(build)
 
@@ -59,9 +56,9 @@ def run(
     settings: Annotated[
         list[str] | None, typer.Option("--setting", help="Name or pattern such as 'unique-*/p8/b64', repeatable.")
     ] = None,
-    contexts: _Contexts = None,
+    contexts: StageContexts = None,
     count: _Documents = 7,
-    seed: _Seed = 0,
+    seed: Seed = 0,
     device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     folder: Annotated[Path | None, typer.Option(help="Keeps documents and, on a CPU, their prefill.")] = None,
     shard: Annotated[str, typer.Option(help="I/N: every N-th document from the I-th on; several fit one GPU.")] = "0/1",
@@ -71,11 +68,8 @@ def run(
     """Measure what the output does not hold yet; exit code 3 if time runs out, after which the same command goes on."""
     from research.study.run import chosen_stages, measure
 
-    chosen = chosen_stages(_names(stages), _sizes(contexts), _names(settings))
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):
-        raise ConfigurationError(f"device: got {device!r}, allowed: a device that torch can use here") from None
+    chosen = chosen_stages(chosen_names(stages), chosen_contexts(contexts), chosen_names(settings))
+    usable_device(device)
     first, _, every = shard.partition("/")
     if not (first.isdecimal() and every.isdecimal() and int(first) < int(every)):
         raise ConfigurationError(f"shard: got {shard!r}, allowed: I/N with I below N, such as 0/4")

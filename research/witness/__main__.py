@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from bench.common.console import open_console
-from bench.common.options import Commit, TimeLimit, make_app, split_values
+from bench.common.options import Commit, TimeLimit, make_app, split_values, usable_device
 from bench.common.results import ResultFile, read_runs
 from vllm_sparse_plugin.cli.arguments import run_app
 from vllm_sparse_plugin.cli.provenance import describe_run
@@ -188,12 +188,7 @@ def _stages(given: list[str]) -> tuple[Stage, ...]:
 def _device(given: str | None) -> str:
     import torch
 
-    device = given or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError):
-        raise ConfigurationError(f"device: got {device!r}, allowed: a device that torch can use here") from None
-    return device
+    return usable_device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
 def _measure(

@@ -499,7 +499,7 @@ def test_prefill_gives_each_variant_a_process_and_says_which_failed(monkeypatch,
         asked.append((module, arguments[0], settings.variant, settings.contexts, settings.loads, seconds))
         return None if settings.variant == "unique" else 0
 
-    monkeypatch.setattr("bench.serving.prefill.run_python", run_python)
+    monkeypatch.setattr("bench.serving.variants.run_python", run_python)
     output = tmp_path / "out.jsonl"
     arguments = ["--variant", "flash_attn,unique", "--grid", "8K,32K", "--load", "32K=2", "--time-limit", "100"]
     monkeypatch.setattr(sys, "argv", ["bench", "prefill", *arguments, "--output", str(output)])

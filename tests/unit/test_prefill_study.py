@@ -8,7 +8,8 @@ import pytest
 import torch
 from sparse_kernels.page_statistics import KINDS
 from sparse_kernels.page_statistics.kinds.quarters import rotate
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from support.llama import GROUP, HEAD_SIZE, KV_HEADS, LAYERS, save_llama
+from transformers import AutoModelForCausalLM
 
 from bench.common.models import NEEDLE_8M, load_tokenizer
 from research.prefill import data, plan, run
@@ -22,7 +23,6 @@ from research.study.scores import Mean, Parts
 from research.study.settings import Setting as Policy
 from vllm_sparse_plugin.errors import ConfigurationError
 
-LAYERS, KV_HEADS, GROUP, HEAD_SIZE = 2, 2, 2, 32
 POISON = 1e4
 """Finite, as stale memory of a cache is, and large enough to show wherever it is read."""
 
@@ -220,15 +220,7 @@ def test_tiles_attend_their_blocks_and_themselves_up_to_each_token(size):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, head_dim=HEAD_SIZE,
-        num_attention_heads=KV_HEADS * GROUP, num_key_value_heads=KV_HEADS, max_position_embeddings=1024,
-        initializer_range=0.3,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return save_llama(tmp_path_factory.mktemp("model"), longest=1024)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from sparse_kernels.page_statistics.reference import summarise, update_page_stat
 from sparse_kernels.page_topk.reference import select_pages
 from sparse_kernels.paging import PagedTensor
 from sparse_kernels.sparse_attention.reference import attend_pages
-from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from support.llama import GROUP, HEAD_SIZE, KV_HEADS, LAYERS, save_llama
+from transformers import AttentionInterface, AutoModelForCausalLM
 
 from bench.common.models import NEEDLE_8M, load_tokenizer
 from research.study import data, plan, run
@@ -26,22 +27,14 @@ from research.study.scores import Interval, Mean, Moments, Oracle, Parts, TwoLev
 from research.study.settings import Setting, Stress
 from vllm_sparse_plugin.errors import ConfigurationError
 
-LAYERS, KV_HEADS, GROUP, HEAD_SIZE, BLOCK = 2, 2, 2, 32, 64
+BLOCK = 64
 DOCUMENT = 203
 TAILS = (37, 21)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    torch.manual_seed(1)
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=LAYERS, head_dim=HEAD_SIZE,
-        num_attention_heads=KV_HEADS * GROUP, num_key_value_heads=KV_HEADS, max_position_embeddings=512,
-        initializer_range=0.3,
-    )  # fmt: skip
-    path = tmp_path_factory.mktemp("model")
-    LlamaForCausalLM(config).save_pretrained(path)
-    return path
+    return save_llama(tmp_path_factory.mktemp("model"), longest=512)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -78,6 +78,8 @@ class Tiles:
     """An upper bound of `past_blocks`."""
     max_reads: int
     """An upper bound of the past blocks that a tile reads."""
+    _rows: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
+    """What `query_rows` has found; every layer asks."""
 
     def __len__(self) -> int:
         return len(self.request)
@@ -88,10 +90,12 @@ class Tiles:
         Returns:
             `[num_tiles * num_kv_heads + 1]` int32, in rows of a group of query heads; the last one is their number.
         """
-        head = torch.arange(num_kv_heads, dtype=torch.int32, device=self.request.device)
-        begin = self.first_token[:, None] * num_kv_heads + self.num_tokens[:, None] * head
-        end = (self.first_token[-1:] + self.num_tokens[-1:]) * num_kv_heads
-        return torch.cat([begin.flatten(), end])
+        if num_kv_heads not in self._rows:
+            head = torch.arange(num_kv_heads, dtype=torch.int32, device=self.request.device)
+            begin = self.first_token[:, None] * num_kv_heads + self.num_tokens[:, None] * head
+            end = (self.first_token[-1:] + self.num_tokens[-1:]) * num_kv_heads
+            self._rows[num_kv_heads] = torch.cat([begin.flatten(), end])
+        return self._rows[num_kv_heads]
 
 
 def tiles_at_most(query_tokens: int, tile_tokens: int) -> int:

@@ -198,7 +198,6 @@ def _block_logits(
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     STRIDE: tl.constexpr,
-    SCORING: tl.constexpr,
     PADDED: tl.constexpr,
     OF_GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -282,7 +281,6 @@ def _block_logits(
 @triton.jit
 def _measure(
     logits_ptr,
-    first_ptr,
     count_ptr,
     past_ptr,
     reads_ptr,
@@ -590,24 +588,24 @@ def score_past(
     scores = torch.empty(len(tiles), heads, tiles.max_blocks, dtype=torch.float32, device=device)
     logits = torch.empty(num_groups, heads, tiles.max_blocks, scoring.of_group, dtype=torch.float16, device=device)
     rows_at_a_time = min(scoring.of_group, _ROWS_AT_A_TIME // (1 + is_wide))
-    where = tiles.first_token, tiles.num_tokens, tiles.past_blocks
     shape = {
         "KV_HEADS": heads,
         "GROUP": group,
         "STRIDE": rule.query_stride,
-        "SCORING": scoring.rows,
         "PADDED": scoring.padded,
         "PAGE_SIZE": page_size,
     }
     most_keys = max(batch.max_seq_tokens // page_size, 1) * keys
     _block_logits[(num_groups * (scoring.of_group // rows_at_a_time), heads, triton.cdiv(most_keys, piece))](
-        rows.view(torch.float8_e4m3fn) if rows.dtype.itemsize == 1 else rows,
+        rows,
         summaries.keys,
         summaries.scales,
         summaries.spread,
         tiles.context_start,
         tiles.request,
-        *where,
+        tiles.first_token,
+        tiles.num_tokens,
+        tiles.past_blocks,
         tiles.end,
         tiles.group_first,
         tiles.group_tiles,
@@ -632,13 +630,15 @@ def score_past(
     )
     _measure[(len(tiles), heads)](
         logits,
-        *where,
+        tiles.num_tokens,
+        tiles.past_blocks,
         tiles.reads,
         tiles.end,
         tiles.slot,
         scores,
         tiles.max_blocks,
         **shape,
+        SCORING=scoring.rows,
         TILES=scoring.tiles,
         BLOCK_TOKENS=rule.block_tokens,
         AT_A_TIME=max(8192 // scoring.padded, 8),
