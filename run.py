@@ -26,7 +26,7 @@ BIN = VENV / "bin"
 STAMP = VENV / "installed"
 REQUIREMENTS = ROOT / "requirements"
 LOCK = REQUIREMENTS / "cpu.lock"
-EXTRAS = ("cpu", "dev", "bench", "docs", "eval")
+EXTRAS = ("cpu", "dev", "bench", "docs", "eval", "train")
 TORCH = "2.13.0"
 
 
@@ -125,7 +125,8 @@ def _become(command: list[str]) -> NoReturn:
         sys.exit(2)
     # Without Python's bytecode files, which containers often switch off, every import compiles all of vLLM again.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    os.execve(program, command, environment)
+    # By its whole path: Python finds the environment that it belongs to by the name that it was called by.
+    os.execve(program, [program, *command[1:]], environment)
 
 
 if __name__ == "__main__":
