@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from sparse_kernels.batch import PageSelection
+from sparse_kernels.block_prefill import COUNTERS
 from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.page_statistics import StatisticsLayout
 from sparse_kernels.split_attention import Stopping
@@ -19,7 +20,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.config import ResolvedConfig
-from vllm_sparse_plugin.diagnostics.live import DENSITY, READS, SKIPPED, ContextReads, DeviceCounts, LayerQuality
+from vllm_sparse_plugin.diagnostics.live import PROMPT_READS, READS, SKIPPED, ContextReads, DeviceCounts, LayerQuality
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import EveryPage, Selection
 from vllm_sparse_plugin.policies.scored import ScoredSelection
@@ -213,7 +214,7 @@ def _prefill_of(
     }
     if not sparsely:
         return {}, None
-    counts, rule = DeviceCounts(_numbered(sparsely, vllm_config), DENSITY, 2, device), prefill.rule()
+    counts, rule = DeviceCounts(_numbered(sparsely, vllm_config), PROMPT_READS, COUNTERS, device), prefill.rule()
     plans = {name: PrefillPlan(rule, counted) for name, counted in zip(sparsely, counts.of_layers, strict=True)}
     return plans, counts
 
