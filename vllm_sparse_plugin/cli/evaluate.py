@@ -371,14 +371,20 @@ def compare(
     second: Annotated[Path, typer.Argument(help="Another one, of the same tasks.")],
     plot: Plot = None,
 ) -> None:
-    """Print how much the second run's scores differ from the first's on the same items, and draw it."""
+    """Print how much the second run's scores differ from the first's on the same items, and draw it.
+
+    Of text, it also prints how often both expect the same next token.
+    """
     _require_extra(_EXTRA)
-    from vllm_sparse_plugin.eval.report import check_plot, difference_table, plot_differences
+    from vllm_sparse_plugin.eval.report import check_plot, difference_table, fidelity_table, plot_differences
     from vllm_sparse_plugin.eval.results import read_results
 
     check_plot(plot)
     files = read_results(first), read_results(second)
-    _open_console().print(difference_table(*files))
+    console = _open_console()
+    console.print(difference_table(*files))
+    if (next_tokens := fidelity_table(*files)) is not None:
+        console.print(next_tokens)
     if plot:
         plot_differences(*files, plot)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rich.table import Column, Table
 
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.eval.fidelity import agreement, overlap
 from vllm_sparse_plugin.eval.items import NLL, PERPLEXITY
 from vllm_sparse_plugin.eval.results import Result, ResultFile
 from vllm_sparse_plugin.eval.statistics import Difference, Estimate, estimate_difference, estimate_mean
@@ -128,6 +129,27 @@ def difference_table(first: ResultFile, second: ResultFile) -> Table:
             end_section=place[0] == _ALL,
         )  # fmt: skip
     return table
+
+
+def fidelity_table(first: ResultFile, second: ResultFile) -> Table | None:
+    """Return how near the next tokens that two runs expect in the same text are, by context; None without such text.
+
+    Each window of text is one sample: positions within a window depend on each other.
+    """
+    pairs = [(result, second.results[name]) for name, result in first.results.items() if name in second.results]
+    pairs = [(one, other) for one, other in pairs if one.predictions and other.predictions]
+    table = Table(
+        Column("context", justify="right"),
+        title=f"Next tokens of {_heading(second)} beside {_heading(first)}, same text; intervals of 95 %",
+    )
+    for heading in ("windows", "positions", "same most likely token", "overlap of the distributions, at least"):
+        table.add_column(heading, justify="right")
+    for context in sorted({one.context_tokens for one, _ in pairs}):
+        here = [(one.predictions, other.predictions) for one, other in pairs if one.context_tokens == context]
+        shares = [estimate_mean([measure(*each) for each in here]) for measure in (agreement, overlap)]
+        positions = sum(len(one) for one, _ in here)
+        table.add_row(f"{context:,}", str(len(here)), str(positions), *map(_interval, shares))
+    return table if pairs else None
 
 
 def plot_scores(files: Sequence[ResultFile], path: Path) -> None:
