@@ -195,6 +195,31 @@ def test_perplexity_is_decoded_whatever_the_mode(run, stub, output, tmp_path):
     assert cells(out, "perplexity") == ["perplexity", "2,048", "3", f"{value} [{value}, {value}]"]
 
 
+def test_completions_are_scored_or_a_prompts_own_newest_tokens(run, stub, output, tmp_path):
+    lines = tmp_path / "prompts.jsonl"
+    prose = library_text(0, 9_000)
+    entries = [{"prompt": prose, "completion": " return 7\n"}, {"prompt": prose}]
+    lines.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    code, out, err = run("--completions", str(lines), "--scored-tokens", "3")
+    assert (code, err) == (0, "")
+    with_one, without = stub.requests
+    whole = tokenizer().encode(prose)
+    scored = tokenizer().encode(prose + " return 7\n")[len(with_one["prompt"]) :]
+    assert with_one["vllm_xargs"]["forced_token_ids"] == scored[:3]
+    assert tokenizer().decode(scored).endswith(" return 7\n")
+    assert without["prompt"] + without["vllm_xargs"]["forced_token_ids"] == whole
+    assert len(without["vllm_xargs"]["forced_token_ids"]) == 3
+    assert list(read_results(output).results) == ["completion/line 1", "completion/line 2"]
+    assert cells(out, "completion")[2] == "2"
+    lines.write_text(json.dumps({"prompt": "ab"}) + "\n")
+    output.unlink()
+    short = len(tokenizer().encode("ab"))
+    assert refused(run("--completions", str(lines))) == (
+        f"completions: got {short} tokens in line 1, allowed: more than the 256 that are scored, or a completion"
+    )
+    assert refused(run("--completions", "/nowhere")).startswith("completions: got '/nowhere' (No such file")
+
+
 def test_requests_are_under_way_together_and_answers_stay_in_order(run, stub, output):
     assert run(*NEEDLES, "--concurrency", "3")[0] == 0
     held = read_results(output)
