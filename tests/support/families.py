@@ -2,8 +2,14 @@
 
 from bench.families.cells import Cell
 from bench.families.engines import run_family
+from bench.families.speculation import faults_of
 
 
 def serve(family: str, ways: tuple[str, ...]) -> list[Cell]:
     """The cells of a family, served in this process."""
     return list(run_family(family, ways))
+
+
+def try_speculation(name: str) -> list[str]:
+    """What is wrong with a method of speculation, tried in this process."""
+    return list(faults_of(name))
