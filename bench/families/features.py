@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.common.models import NEEDLE_8M
+from bench.families import multimodal, speculation
 from bench.families.cells import OK, Cell, unless_raised
 from bench.families.engines import LOGPROB_TOLERANCE, Continuation, continuation, decode, engine, logprob_error, prompt
 from bench.families.referee import watch
-from bench.families.speculation import SPECULATORS, faults_of, speculate_densely
 from bench.families.table import (
     FAMILIES,
     FEATURES_OF,
@@ -181,7 +181,14 @@ _TRIALS: Mapping[str, _Feature] = {
     STRUCTURED: _Feature(structured_output),
     PROMPT_LOGPROBS: _Feature(prompt_logprobs),
     PREFIX_OF_HYBRID: _Feature(prefix_caching_of_a_hybrid),
-    **{name: _Feature(partial(faults_of, name), partial(speculate_densely, name)) for name in SPECULATORS},
+    **{
+        name: _Feature(partial(speculation.faults_of, name), partial(speculation.speculate_densely, name))
+        for name in speculation.SPECULATORS
+    },
+    **{
+        name: _Feature(partial(multimodal.faults_of, name), partial(multimodal.answer_densely, name))
+        for name in multimodal.MODALITIES
+    },
 }
 
 

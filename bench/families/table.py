@@ -317,5 +317,8 @@ FEATURES_OF = "features"
 LORA, STRUCTURED, PROMPT_LOGPROBS = "LoRA", "structured output", "prompt log probabilities"
 PREFIX_OF_HYBRID = "prefix caching of a hybrid"
 EAGLE, EAGLE_3, MTP, DRAFT_MODEL = "EAGLE", "EAGLE-3", "MTP", "draft model"
-FEATURES = LORA, STRUCTURED, PROMPT_LOGPROBS, PREFIX_OF_HYBRID, EAGLE, EAGLE_3, MTP, DRAFT_MODEL
+IMAGES, AUDIO = "images (Idefics 3)", "audio (Qwen2-Audio)"
+FEATURES = (
+    LORA, STRUCTURED, PROMPT_LOGPROBS, PREFIX_OF_HYBRID, EAGLE, EAGLE_3, MTP, DRAFT_MODEL, IMAGES, AUDIO
+)  # fmt: skip
 """Features of vLLM that are tried under `unique`."""

@@ -1,8 +1,8 @@
 """Families of models in processes of their own, as `bench.families` runs them."""
 
+from bench.families import multimodal, speculation
 from bench.families.cells import Cell
 from bench.families.engines import run_family
-from bench.families.speculation import faults_of
 
 
 def serve(family: str, ways: tuple[str, ...]) -> list[Cell]:
@@ -12,4 +12,9 @@ def serve(family: str, ways: tuple[str, ...]) -> list[Cell]:
 
 def try_speculation(name: str) -> list[str]:
     """What is wrong with a method of speculation, tried in this process."""
-    return list(faults_of(name))
+    return list(speculation.faults_of(name))
+
+
+def try_modality(name: str) -> list[str]:
+    """What is wrong with images or audio, tried in this process."""
+    return list(multimodal.faults_of(name))
