@@ -84,7 +84,10 @@ Squad = Annotated[Path | None, typer.Option(help="SQuAD's JSON, for the task qa_
 HotpotQA = Annotated[Path | None, typer.Option(help="HotpotQA's JSON, for the task qa_2.", rich_help_panel=_FILES)]
 LongBench = Annotated[
     list[Path] | None,
-    typer.Option(help="JSON lines of LongBench or LongBench-Pro, repeatable.", rich_help_panel=_FILES),
+    typer.Option(
+        help="JSON lines of LongBench or another benchmark that the documentation names, repeatable.",
+        rich_help_panel=_FILES,
+    ),
 ]
 Prompts = Annotated[
     Path | None, typer.Option(help="LongBench's own JSON of prompts, for --file.", rich_help_panel=_FILES)
