@@ -77,7 +77,7 @@ def _write_hearing_model(folder: Path) -> None:
     config = Qwen2AudioConfig(
         audio_config={
             "model_type": "qwen2_audio_encoder", "num_mel_bins": 16, "d_model": 64, "encoder_layers": 1,
-            "encoder_attention_heads": 1, "encoder_ffn_dim": 64, "max_source_positions": 400,
+            "encoder_attention_heads": 1, "encoder_ffn_dim": 64, "max_source_positions": 1500,
         },
         text_config=text,
         audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
@@ -85,7 +85,7 @@ def _write_hearing_model(folder: Path) -> None:
     )  # fmt: skip
     config.architectures = ["Qwen2AudioForConditionalGeneration"]
     config.save_pretrained(folder)
-    sounds = WhisperFeatureExtractor(feature_size=16, chunk_length=8)
+    sounds = WhisperFeatureExtractor(feature_size=16)
     Qwen2AudioProcessor(sounds, tokenizer, chat_template=_CHAT_TEMPLATE).save_pretrained(folder)
 
 

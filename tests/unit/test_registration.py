@@ -292,7 +292,9 @@ def test_what_vllm_adds_to_the_hooked_methods_passes_through():
         from vllm.platforms import current_platform
 
         config = SimpleNamespace(
-            additional_config={}, attention_config=SimpleNamespace(backend=None, backend_per_kind={})
+            additional_config={},
+            attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
+            speculative_config=None,
         )
         results = [
             current_platform.check_and_update_config(config, stage=2),
