@@ -12,6 +12,7 @@ BACKENDS: dict[str, str] = {
     "ART": "art",
     "UNIQUE_PREFILL": "unique_prefill",
     "ZIPVL": "zipvl",
+    "SNAPKV": "snapkv",
 }
 """Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
 KEY = "sparse_attention"

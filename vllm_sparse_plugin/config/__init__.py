@@ -3,19 +3,24 @@
 Importing it and resolving a configuration need neither vLLM nor torch.
 """
 
+from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction
 from vllm_sparse_plugin.config.messages import describe_fields, describe_policies
 from vllm_sparse_plugin.config.prefill import BlockPrefill, ZipVLPrefill
+from vllm_sparse_plugin.config.retention import Retention
 from vllm_sparse_plugin.config.routing import ModelIdentity, Routing, identify
 from vllm_sparse_plugin.config.schema import KEY, Diagnostics, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.config.sources import preset_names, resolve
 from vllm_sparse_plugin.config.termination import Termination
 
 __all__ = [
+    "COMPACTIONS",
     "KEY",
     "BlockPrefill",
+    "Compaction",
     "Diagnostics",
     "ModelIdentity",
     "ResolvedConfig",
+    "Retention",
     "Routing",
     "SparseAttentionConfig",
     "Termination",
