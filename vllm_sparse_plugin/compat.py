@@ -136,15 +136,18 @@ def hook_platform(names: Mapping[str, str], admit: Callable[[VllmConfig], None])
     setattr(platform, _HOOKED, True)
 
 
-def hook_model_runners(attach: Callable[[Any], None]) -> None:
-    """Has the model runners of this process show themselves before they build their layers' metadata builders.
+def hook_model_runners(attach: Callable[[Any], None], spread: Callable[[Any], Any]) -> None:
+    """Has the model runners of this process show themselves before they build their layers' metadata builders, and the
+    specifications of all layers' caches before vLLM puts them into groups.
 
     Why: a request's compaction follows from the length of its prompt, and vLLM's metadata of a step has neither it nor
-    the request. The runners do, and they tell nobody.
+    the request. The runners do, and they tell nobody. And a backend that specifies the cache of a layer is not told
+    which layer it is, while layers may keep different shares of a prompt.
     Versions: 0.32, 0.33. Can go when `CommonAttentionMetadata` has the requests and the lengths of their prompts.
 
     Args:
         attach: takes a runner.
+        spread: takes and returns the specifications by the names of the layers.
     """
     for module in _RUNNER_MODULES:
         # Only the one that this worker runs has been imported.
@@ -152,7 +155,16 @@ def hook_model_runners(attach: Callable[[Any], None]) -> None:
         if runner is None or _HOOKED in vars(runner):
             continue
         runner.initialize_kv_cache = _showing(runner.initialize_kv_cache, attach)
+        runner.get_kv_cache_spec = _spreading(runner.get_kv_cache_spec, spread)
         setattr(runner, _HOOKED, True)
+
+
+def _spreading(get_kv_cache_spec: Callable[..., Any], spread: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(get_kv_cache_spec)
+    def specifications(runner: Any) -> Any:
+        return spread(get_kv_cache_spec(runner))
+
+    return specifications
 
 
 def _showing(initialize_kv_cache: Callable[..., Any], attach: Callable[[Any], None]) -> Callable[..., Any]:

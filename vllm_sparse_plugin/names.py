@@ -13,6 +13,7 @@ BACKENDS: dict[str, str] = {
     "UNIQUE_PREFILL": "unique_prefill",
     "ZIPVL": "zipvl",
     "SNAPKV": "snapkv",
+    "PYRAMIDKV": "pyramidkv",
 }
 """Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
 KEY = "sparse_attention"

@@ -4,6 +4,7 @@ import pytest
 import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.compaction import CompactionRule
+from support.engines import run_engine
 from support.layer import LayerHarness, Request
 from support.paged import dense_attention
 from support.snapkv import kept_tokens
@@ -189,3 +190,29 @@ def test_what_is_known_of_requests_that_are_gone_is_forgotten(model):
         harness.step([(request, 200)])
         harness.release(request)
     assert len(compaction._requests) <= 4
+
+
+def test_an_engine_gives_every_block_back_and_serves_short_prompts_as_vllm_does():
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return [[(number * 7919 + word) % 480 + 10 for number in range(length)] for word in range(count)]
+
+    short, crowd = prompts(3, 250), prompts(10, 600)
+    arguments = {"max_model_len": 1152, "max_num_batched_tokens": 1024, "block_size": 128, "max_num_seqs": 10}
+    arguments["gpu_memory_utilization"] = 0.1
+    with run_engine("dense", {}, **arguments) as engine:
+        expected = engine.answer(short, max_tokens=24, ignore_eos=True)
+        assert engine.metric("vllm_sparse_blocks_freed_sum") == 0
+    for backend, keep in (("snapkv", 256), ("pyramidkv", 512)):
+        settings = {"compaction": {"budget_tokens": keep, "window_tokens": 32, "min_context_tokens": 300}}
+        # A pyramid has four block tables, each for two of the eight layers, so that its blocks are a quarter.
+        blocks = 25 if backend == "snapkv" else 100
+        with run_engine(backend, settings, num_gpu_blocks_override=blocks, **arguments) as engine:
+            assert engine.answer(short, max_tokens=24, ignore_eos=True) == expected
+            # Ten requests of up to six blocks are too many for the pool: some are preempted and resumed.
+            answers = engine.answer(crowd, max_tokens=300, ignore_eos=True)
+            assert [len(tokens) for tokens in answers] == [300] * len(crowd)
+            freed, requests = (engine.metric(f"vllm_sparse_blocks_freed_{part}") for part in ("sum", "count"))
+            assert freed >= requests >= len(crowd)
+            assert engine.metric("vllm:num_preemptions_total") > 0
+            assert engine.metric("vllm:kv_cache_usage_perc") == 0
+            assert engine.answer(short, max_tokens=24, ignore_eos=True) == expected

@@ -214,13 +214,13 @@ REFUSED = {
         {"attention_backend": None, "additional_config": settings()},
         "sparse_attention: got settings but no attention backend of ours, "
         "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
-        "unique_prefill, zipvl or snapkv",
+        "unique_prefill, zipvl, snapkv or pyramidkv",
     ),
     "settings with vLLM's backend": (
         {"attention_backend": "CPU_ATTN", "additional_config": {"sparse_attention": {}}},
         "sparse_attention: got settings but no attention backend of ours, "
         "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
-        "unique_prefill, zipvl or snapkv",
+        "unique_prefill, zipvl, snapkv or pyramidkv",
     ),
     "settings that are no mapping": (
         {"additional_config": {"sparse_attention": 5}},

@@ -13,13 +13,16 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted
+from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
 from vllm_sparse_plugin.config import Retention
+from vllm_sparse_plugin.config.retention import Pyramid
 from vllm_sparse_plugin.diagnostics import live
 
 BLOCK = 16
 MOVING = Retention(False, 40, None, 4, 0)
 SLIDING = Retention(True, 40, None, 4, 0)
+FALLING = Retention(False, None, 0.2, 4, 100, pyramid=Pyramid(20.0, 2))
+"""Layers share a fifth of each prompt unequally: two groups of two layers."""
 SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.bfloat16)
 WORDS = [(number * 7919) % 5000 for number in range(4000)]
 
@@ -42,10 +45,15 @@ class Pool:
     def __init__(self, retention: Retention, num_blocks: int = 400, caching: bool = True) -> None:
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
-        spec = compacted(SPEC, retention)
-        assert isinstance(spec, CompactSpec)
+        specs = spread({f"layer {index}": compacted(SPEC, retention) for index in range(4)})
+        # Layers that keep the same are a group, as vLLM makes them.
+        groups = {spec: [name for name, other in specs.items() if other == spec] for spec in specs.values()}
+        assert all(isinstance(spec, CompactSpec) for spec in groups)
         self.retention = retention
-        config = KVCacheConfig(num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+        config = KVCacheConfig(
+            num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(of, spec) for spec, of in groups.items()]
+        )
+        self.retentions = [spec.retention for spec in groups]
         self.manager = KVCacheManager(
             config, max_model_len=4096, scheduler_block_size=BLOCK, hash_block_size=BLOCK, enable_caching=caching
         )
@@ -65,8 +73,11 @@ class Pool:
             block_hasher=self.hasher,
         )
 
-    def table(self, request: Request) -> list[int]:
-        return self.manager.get_block_ids(request.request_id)[0]
+    def table(self, request: Request, group: int = 0) -> list[int]:
+        return self.manager.get_block_ids(request.request_id)[group]
+
+    def tables(self, request: Request) -> set[int]:
+        return set().union(*self.manager.get_block_ids(request.request_id))
 
     def admit(self, request: Request) -> int | None:
         """Finds a hit, and returns its tokens; None if there is no room for the rest."""
@@ -99,10 +110,12 @@ class Pool:
 
     def own(self, request: Request) -> set[int]:
         """Blocks of a request that kept tokens are written to."""
-        prompt = request.num_prompt_tokens
-        if not self.retention.moves(prompt, BLOCK):
-            return set()
-        return set(self.table(request)[len(self.retention.left_out(prompt, prompt + 1, BLOCK)) : prompt // BLOCK])
+        prompt, own = request.num_prompt_tokens, set()
+        for group, retention in enumerate(self.retentions):
+            if retention.moves(prompt, BLOCK):
+                first = len(retention.left_out(prompt, prompt + 1, BLOCK))
+                own |= set(self.table(request, group)[first : prompt // BLOCK])
+        return own
 
 
 def test_blocks_come_back_at_the_second_decode_step_and_positions_stay(freed):
@@ -163,7 +176,7 @@ def test_a_shared_prompt_is_computed_once_but_for_what_is_written_again():
     requests = [first, again, longer, shorter]
     for one in requests:
         for other in requests:
-            assert one is other or not pool.own(one) & set(pool.table(other))
+            assert one is other or not pool.own(one) & pool.tables(other)
     for request in requests:
         pool.manager.free(request)
     assert pool.free == pool.all
@@ -177,7 +190,7 @@ def test_a_resumed_request_does_not_hit_what_a_longer_prompt_left_where_it_will_
     longer = pool.request("b", WORDS[:900])
     pool.run(longer, 3)
     pool.preempt(resumed)
-    before = set(pool.table(longer))
+    before = pool.tables(longer)
     pool.run(resumed, 201)
     own = pool.own(resumed)
     assert len(own) == 3
@@ -200,6 +213,20 @@ def test_a_prefill_that_goes_on_into_the_output_frees_nothing_before_its_tokens_
     assert pool.table(request)[:28] == [0] * 28
 
 
+def test_classes_of_layers_free_what_each_leaves_out_and_hit_what_all_have():
+    pool = Pool(FALLING)
+    first, again = (pool.request(name, WORDS[:500]) for name in "ab")
+    pool.run(first, 3)
+    # 4 tokens, and 1.63 times and 0.37 times the other 96 of the budget of 100: 161 and 40 tokens.
+    assert [retention.budget(500) for retention in pool.retentions] == [161, 40]
+    assert [pool.table(first, group)[:31].count(0) for group in (0, 1)] == [31 - 11, 31 - 3]
+    assert pool.run(again, 3) == (31 - 11) * BLOCK
+    assert not pool.own(again) & pool.tables(first)
+    for request in (first, again):
+        pool.manager.free(request)
+    assert pool.free == pool.all
+
+
 def test_a_prompt_that_keeps_everything_is_vllms_own():
     everything = Retention(False, None, 1.0, 4, 0)
     for retention in (everything, Retention(False, 40, None, 4, 4096)):
@@ -210,7 +237,7 @@ def test_a_prompt_that_keeps_everything_is_vllms_own():
         assert 0 not in pool.table(first) + pool.table(again)
 
 
-@pytest.mark.parametrize("retention", [MOVING, SLIDING, Retention(False, None, 0.2, 4, 100)])
+@pytest.mark.parametrize("retention", [MOVING, SLIDING, FALLING])
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_storm_of_requests_leaks_nothing_and_writes_into_nothing_shared(retention, caching):
     """Requests come, share prefixes, are preempted and aborted; 1,700 of them in each of six storms."""
@@ -236,7 +263,7 @@ def test_a_storm_of_requests_leaks_nothing_and_writes_into_nothing_shared(retent
                     running.remove(request)
             if request in running and request.num_computed_tokens > request.num_prompt_tokens:
                 written |= dict.fromkeys(pool.own(request), 1)
-                others = [set(pool.table(other)) for other in running if other is not request]
+                others = [pool.tables(other) for other in running if other is not request]
                 assert not any(pool.own(request) & other for other in others)
     assert pool.free == pool.all
     assert bool(written) == (not retention.slides)

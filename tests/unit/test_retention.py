@@ -1,8 +1,11 @@
 """What is kept follows from lengths alone."""
 
+from dataclasses import replace
+
 import pytest
 
 from vllm_sparse_plugin.config import Retention
+from vllm_sparse_plugin.config.retention import Pyramid
 
 BLOCK = 16
 
@@ -45,7 +48,24 @@ def test_kept_tokens_of_a_prompt_fit_the_last_full_blocks():
 def test_a_ratio_follows_the_prompt_and_a_share_the_layers():
     assert [moving(None, 0.25).budget(prompt) for prompt in (1, 400, 401)] == [5, 100, 101]
     assert moving(None, 1.0).left_out(777, 800, BLOCK) == range(0)
-    assert moving(100, share=0.5).budget(1000) == 50
+    assert moving(100, share=0.5).budget(1000) == 4 + 48
+
+
+@pytest.mark.parametrize(("layers", "classes", "sizes"), [(32, 4, 8), (8, 4, 2), (6, 4, 2), (7, 4, 7), (1, 4, 1)])
+def test_a_pyramid_falls_to_the_average_over_beta_and_keeps_the_sum(layers, classes, sizes):
+    shares = Pyramid(20.0, classes).shares(layers)
+    assert sum(shares) == pytest.approx(layers)
+    assert shares == sorted(shares, reverse=True)
+    assert [shares.count(share) for share in sorted(set(shares), reverse=True)] == [sizes] * (layers // sizes)
+    if layers > 1:
+        exact = Pyramid(20.0, 64).shares(layers)
+        assert (exact[0], exact[-1]) == (pytest.approx(1.95), pytest.approx(0.05))
+        retentions = replace(moving(204), reserved_tokens=100, pyramid=Pyramid(20.0, 64)).of_layers(layers)
+        assert [retentions[0].budget(1000), retentions[-1].budget(1000)] == [104 + 195, 104 + 5]
+
+
+def test_equal_budgets_are_a_pyramid_of_beta_one():
+    assert Pyramid(1.0, 4).shares(8) == [1.0] * 8
 
 
 def test_short_prompts_keep_everything():

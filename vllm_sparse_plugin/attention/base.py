@@ -22,7 +22,7 @@ from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.attention import engine_config
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.compaction import requests
-from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted
+from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
 from vllm_sparse_plugin.compaction.step import Observed, StepCompaction
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -78,7 +78,6 @@ class SparseBackend:
         compaction = cls.config().compaction
         if compaction is None:
             return spec
-        compat.hook_model_runners(requests.attach)
         return compacted(spec, compaction.retention())
 
 
@@ -99,6 +98,8 @@ class SparseImpl:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.longest_context = engine_config.remember()
+        # No effect without compaction; vLLM asks for specifications once all layers are there.
+        compat.hook_model_runners(requests.attach, spread)
         if self.alibi_slopes is not None:
             raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
         self._bound_cache: torch.Tensor | None = None

@@ -63,6 +63,10 @@ _TOKEN_SCRATCH = 300 * 2**20
 """Bytes beside queries and outputs that a choice of tokens takes in a layer; it grows with the longest context by about
 100 bytes a token."""
 
+_WINDOW_SCRATCH = 256 * 2**20
+"""Bytes of the queries that all layers keep of prompts until their tokens are chosen: eight megabytes a prompt in a
+model of 32 layers with 32 heads of 128 and windows of 32 tokens."""
+
 
 class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
     """Sparse decode attention on NVIDIA GPUs; a subclass per registered name."""
@@ -429,21 +433,26 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         return output
 
     def _reserve(self, layer: Any, query: torch.Tensor) -> None:
-        """Takes the memory of sparse prefill for a moment: vLLM's profile of its memory then leaves room for it."""
+        """Takes the memory of sparse prefill, or of compaction, for a moment: vLLM's profile of its memory then leaves
+        room for it."""
         backend: type[SparseCUDABackend] = layer.attn_backend
-        config = backend.config()
+        config, wanted = backend.config(), 0
+        if config.moves_tokens:
+            # Votes and their order, and the queries of prompts that end in one step.
+            wanted = _WINDOW_SCRATCH + 40 * self.num_kv_heads * self.longest_context
         if isinstance(config.prefill, BlockPrefill):
             itemsize = query.dtype.itemsize if self.kv_cache_dtype == "auto" else 1
             layout = config.statistics_layout(self.head_size, itemsize)
             assert layout is not None
-            wanted = scratch_bytes(
+            tiles = scratch_bytes(
                 config.prefill.rule(), layout, self.num_kv_heads, self.num_queries_per_kv, len(query),
                 self.longest_context,
             )  # fmt: skip
+            wanted = max(wanted, tiles)
         elif config.prefill is not None:
             # Queries and outputs are gathered, and outputs are put back token by token.
-            wanted = 3 * query.numel() * 2 + _TOKEN_SCRATCH
-        else:
+            wanted = max(wanted, 3 * query.numel() * 2 + _TOKEN_SCRATCH)
+        if not wanted:
             return
         torch.empty(wanted, dtype=torch.uint8, device=query.device)
 

@@ -25,6 +25,8 @@ class CompactSpec(FullAttentionSpec):  # type: ignore[misc]
 
     retention: Retention
     """What is kept."""
+    hits: Retention | None = None
+    """What the layers keep that keep most, if layers differ: hits of the prefix cache are those of all layers."""
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
@@ -75,10 +77,13 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
         """Finds the longest hit before the blocks that kept tokens will move into; arguments are those of vLLM."""
         spec: CompactSpec = kwargs["kv_cache_spec"]
-        # vLLM asks for all tokens but the last, and a request with output asks for nothing (`pop_blocks_for_free`).
-        longest = spec.retention.longest_hit(max_length + 1, spec.block_size)
+        if 0 in kwargs["kv_cache_group_ids"]:
+            # vLLM asks for all tokens but the last, and a request with output asks for nothing
+            # (`pop_blocks_for_free`). Further groups of layers are asked for no more than the first has found.
+            retention = spec.hits or spec.retention
+            max_length = min(max_length, retention.longest_hit(max_length + 1, spec.block_size))
         found: tuple[tuple[list[KVCacheBlock], ...], int] = super().find_longest_cache_hit(
-            block_hashes, min(max_length, longest), *args, **kwargs
+            block_hashes, max_length, *args, **kwargs
         )
         return found
 
@@ -147,6 +152,23 @@ def compacted(spec: AttentionSpec, retention: Retention) -> AttentionSpec:
         return spec
     made: CompactSpec = replace_as(spec, CompactSpec, retention=retention)
     return made
+
+
+def spread(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
+    """Returns the specifications of a model's layers with the budget of each, where layers share one.
+
+    Args:
+        specs: by the names of the layers, in the order of the model.
+    """
+    compact = {name: spec for name, spec in specs.items() if isinstance(spec, CompactSpec)}
+    if not any(spec.retention.pyramid for spec in compact.values()):
+        return specs
+    retentions = next(iter(compact.values())).retention.of_layers(len(compact))
+    spreading = {
+        name: replace(spec, retention=retention, hits=retentions[0])
+        for (name, spec), retention in zip(compact.items(), retentions, strict=True)
+    }
+    return {name: spreading.get(name, spec) for name, spec in specs.items()}
 
 
 def _register() -> None:

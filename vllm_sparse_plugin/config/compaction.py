@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from vllm_sparse_plugin.config.retention import Retention
+from vllm_sparse_plugin.config.retention import Pyramid, Retention
 from vllm_sparse_plugin.policies.base import Section
 
 if TYPE_CHECKING:
@@ -126,7 +127,27 @@ class SnapKVCompaction(Compaction):
         )
 
 
-COMPACTIONS: tuple[type[Compaction], ...] = (StreamingLLMCompaction, SnapKVCompaction)
+class PyramidKVCompaction(SnapKVCompaction):
+    """PyramidKV (arXiv 2406.02069): SnapKV with budgets that fall from layer to layer and are `budget_tokens` on
+    average, since the first layers attend to more places than the last ones."""
+
+    method: Literal["pyramidkv"] = "pyramidkv"  # type: ignore[assignment]
+    """Name of the method."""
+    window_tokens: Annotated[int, Field(ge=1, le=512)] = 128
+    """Newest tokens of the prompt, which vote and are kept."""
+    beta: Annotated[float, Field(ge=1.0, le=1000.0)] = 20.0
+    """The last layer keeps the average budget divided by this, and the first what makes up for it; 1 for equal
+    budgets. The window and the sinks are kept on top in every layer."""
+    layer_classes: Annotated[int, Field(ge=1, le=16)] = 4
+    """Budgets there are at most: consecutive layers share one, and a block table, if their number divides the
+    model's."""
+
+    def retention(self) -> Retention:
+        """Returns what the layers keep on average, and how they share it."""
+        return replace(self._retention(slides=False), pyramid=Pyramid(self.beta, self.layer_classes))
+
+
+COMPACTIONS: tuple[type[Compaction], ...] = (StreamingLLMCompaction, SnapKVCompaction, PyramidKVCompaction)
 """Every method of compaction; the schema, the documentation and the tests follow from this table."""
 
 

@@ -69,8 +69,8 @@ def compact_prompt(
        over the query heads of a KV head. A token before the window counts the largest vote among its neighbours.
     2. *Choice*: as many tokens as the blocks hold, out of those of all full blocks: the first `sink_tokens`, those
        of the window, and the others by their votes, the lowest of equal ones.
-    3. *Move*: in the order of the text, to `[first_block, P // block_size)`. The tokens of an incomplete last block stay,
-       and are kept on top. The statistics of the blocks' pages are computed anew.
+    3. *Move*: in the order of the text, to `[first_block, P // block_size)`. The tokens of an incomplete last block
+       stay, and are kept on top. The statistics of the blocks' pages are computed anew.
 
     Args:
         window: the queries that vote.
