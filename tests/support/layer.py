@@ -127,6 +127,7 @@ class LayerHarness:
 
     def release(self, request: Request) -> None:
         """Frees the blocks as they are: the next owner finds them dirty."""
+        self.requests.pop(request.name, None)
         self.free = request.blocks + self.free
         request.blocks = []
         request.keys, request.values = request.keys[:0], request.values[:0]
@@ -171,7 +172,7 @@ class LayerHarness:
             req_ids=[request.name for request, _ in batch],
             num_prompt_tokens=np.array([request.prompt_tokens for request, _ in batch]),
         )
-        self.requests = {request.name: request for request, _ in batch}
+        self.requests |= {request.name: request for request, _ in batch}
         start = torch.tensor(starts, dtype=torch.int32)
         seq_lens = torch.tensor(lens, dtype=torch.int32)
         metadata = self.builder.build(

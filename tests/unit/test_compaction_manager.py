@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
-from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
+from vllm_sparse_plugin.compaction.manager import CompactSpec, capacity, compacted, spread
 from vllm_sparse_plugin.config import Retention
 from vllm_sparse_plugin.config.retention import Pyramid
 from vllm_sparse_plugin.diagnostics import live
@@ -267,6 +267,16 @@ def test_a_storm_of_requests_leaks_nothing_and_writes_into_nothing_shared(retent
                 assert not any(pool.own(request) & other for other in others)
     assert pool.free == pool.all
     assert bool(written) == (not retention.slides)
+
+
+def test_the_log_says_how_many_requests_fit():
+    spec = spread({f"layer {index}": compacted(SPEC, FALLING) for index in range(4)})["layer 0"]
+    sentence = capacity(spec, 600)
+    # A prompt of 2,048 tokens is 129 blocks by each of two tables, and keeps a fifth of them: 82 on average.
+    assert sentence.startswith(
+        "requests that fit the KV cache at once, by their prompts: 2,048 tokens: 7 (dense 2), 8,192"
+    )
+    assert "2,048 tokens: 11 (dense 1), 8,192 tokens: 0 (dense 0)" in capacity(compacted(SPEC, MOVING), 129 + 4 * 10)
 
 
 def test_metrics_count_what_comes_back(monkeypatch):

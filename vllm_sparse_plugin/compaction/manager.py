@@ -6,17 +6,23 @@ module registers both, so that a process which unpickles a specification knows i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
 
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec, KVCacheSpec, replace_as
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 from vllm.v1.request import Request
 
-from vllm_sparse_plugin.config import Retention
+from vllm_sparse_plugin.config import Retention, requests_at_once
 from vllm_sparse_plugin.diagnostics.live import count_freed_blocks
+
+logger = init_logger(f"vllm.{__name__}")
+_LENGTHS = 2048, 8192, 32768
+"""Prompts whose number is said at start, in tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +31,13 @@ class CompactSpec(FullAttentionSpec):  # type: ignore[misc]
 
     retention: Retention
     """What is kept."""
-    hits: Retention | None = None
-    """What the layers keep that keep most, if layers differ: hits of the prefix cache are those of all layers."""
+    classes: tuple[Retention, ...] = ()
+    """What all classes of layers keep, the most first; empty where all layers keep the same."""
+
+    @property
+    def of_model(self) -> tuple[Retention, ...]:
+        """What the layers of the model keep, by block table of a request."""
+        return self.classes or (self.retention,)
 
     @classmethod
     def merge(cls, specs: list[Self]) -> Self:
@@ -70,6 +81,8 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
         super().__init__(kv_cache_spec, *args, **kwargs)
         self._running: dict[str, _Running] = {}
         self._requests: dict[str, Request] = {}
+        if self.kv_cache_group_id == 0:
+            logger.info("compaction: %s", capacity(kv_cache_spec, self.block_pool.num_gpu_blocks))
 
     @classmethod
     def find_longest_cache_hit(
@@ -80,7 +93,7 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
         if 0 in kwargs["kv_cache_group_ids"]:
             # vLLM asks for all tokens but the last, and a request with output asks for nothing
             # (`pop_blocks_for_free`). Further groups of layers are asked for no more than the first has found.
-            retention = spec.hits or spec.retention
+            retention = spec.of_model[0]
             max_length = min(max_length, retention.longest_hit(max_length + 1, spec.block_size))
         found: tuple[tuple[list[KVCacheBlock], ...], int] = super().find_longest_cache_hit(
             block_hashes, max_length, *args, **kwargs
@@ -154,6 +167,25 @@ def compacted(spec: AttentionSpec, retention: Retention) -> AttentionSpec:
     return made
 
 
+def capacity(spec: CompactSpec, num_blocks: int) -> str:
+    """Says how many requests of some prompt lengths fit the cache at once.
+
+    Args:
+        spec: of the first group of layers.
+        num_blocks: blocks of the pool.
+    """
+
+    def fits(tables: Sequence[Retention | None]) -> list[int]:
+        return [requests_at_once(tables, num_blocks, length, spec.block_size) for length in _LENGTHS]
+
+    compacted, dense = fits(spec.of_model), fits([None] * len(spec.of_model))
+    lines = (
+        f"{length:,} tokens: {now} (dense {before})"
+        for length, now, before in zip(_LENGTHS, compacted, dense, strict=True)
+    )
+    return f"requests that fit the KV cache at once, by their prompts: {', '.join(lines)}"
+
+
 def spread(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
     """Returns the specifications of a model's layers with the budget of each, where layers share one.
 
@@ -165,7 +197,7 @@ def spread(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
         return specs
     retentions = next(iter(compact.values())).retention.of_layers(len(compact))
     spreading = {
-        name: replace(spec, retention=retention, hits=retentions[0])
+        name: replace(spec, retention=retention, classes=tuple(dict.fromkeys(retentions)))
         for (name, spec), retention in zip(compact.items(), retentions, strict=True)
     }
     return {name: spreading.get(name, spec) for name, spec in specs.items()}

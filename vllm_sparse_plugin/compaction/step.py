@@ -83,7 +83,6 @@ class StepCompaction:
         self.rows = rows
         self.sinks = retention.sink_blocks(block_size)
         self._requests: dict[str, _Request] = {}
-        self._most_requests = 2 * max_requests
         self._table = torch.zeros(max_requests, 0, dtype=torch.int32, device=device)
         self._lengths = torch.zeros(max_requests, dtype=torch.int32, device=device)
 
@@ -112,7 +111,8 @@ class StepCompaction:
         """Returns how many blocks each row does not read."""
         left_out = [0] * common.num_reqs
         self.observed = []
-        for index, row in enumerate(self.rows.of(common)[: common.num_reqs]):
+        rows = self.rows.of(common)[: common.num_reqs]
+        for index, row in enumerate(rows):
             if row is None or not query_lens[index]:
                 continue
             computed = lengths[index] - query_lens[index]
@@ -127,7 +127,8 @@ class StepCompaction:
             left_out[index] = len(left)
             if request.is_whole:
                 self._move(request, PromptBlocks(common.block_table_tensor[index], request.prompt_tokens, left.stop))
-        if len(self._requests) > self._most_requests:
+        if len(self._requests) > len(rows):
+            # Windows of a request that is gone would take memory.
             self._requests = {name: request for name, request in self._requests.items() if self.rows.knows(name)}
         return left_out
 

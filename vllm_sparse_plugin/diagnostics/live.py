@@ -73,7 +73,7 @@ _DENSITY_TEXT = (
     "Blocks read (sum) of those in the past of tiles of prompts (count) or, with zipvl, tokens kept of the contexts of "
     "their chunks."
 )
-_FREED_TEXT = "Blocks that running requests have given back (sum), and the requests that have (count)."
+_FREED_TEXT = "Blocks that running requests have given back (sum), and the requests that have, by block table (count)."
 _KEPT_TEXT = "Blocks that requests keep when they first give some back (sum), of those they had (count)."
 DENSITY = (Ratio("vllm_sparse_prefill_density", _DENSITY_TEXT, 0, 1),)
 """Summaries of `PrefillPlan.counters`."""
