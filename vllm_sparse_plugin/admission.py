@@ -101,7 +101,8 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     if drafts_with_attention(vllm_config) and not vllm_config.use_v2_model_runner:
         # vLLM's first model runner would choose another backend for the draft, whose blocks have no statistics.
         vllm_config.speculative_config.attention_backend = compat.backend_member(name)
-    if config.config.diagnostics.sample_every or config.routing or config.stop_rule or config.prefill:
+    measured = config.routing or config.stop_rule or config.prefill or config.compaction
+    if config.config.diagnostics.sample_every or measured:
         expose()
 
 
@@ -145,6 +146,8 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
                 _expect_cuda_shapes(expect, each, parallel, config, (capability[0], capability[1]))
         if config.routing is not None:
             _expect_routable(expect, vllm_config, config.routing)
+        if config.compaction is not None:
+            _expect_compactable(expect, vllm_config)
         if not refusals:
             multiple = block_multiple(vllm_config, config, CPU_KERNEL_BLOCK if on_cpu else CUDA_KERNEL_BLOCK)
             # vLLM may choose the block size after this, and asks the backend which ones it takes.
@@ -305,6 +308,31 @@ def _expect_routable(expect: Callable[[bool, str, Any, str], None], vllm_config:
         known = served.revision is not None and routing.revision is not None
         expect(not known or served.revision == routing.revision, "model", f"{served.model} at {served.revision}",
                f"its revision {routing.revision} ({field}.revision), whose thresholds these are")  # fmt: skip
+
+
+def _expect_compactable(expect: Callable[[bool, str, Any, str], None], vllm_config: VllmConfig) -> None:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])
+    allowed = "null"
+
+    def refuse(holds: bool, got: str) -> None:
+        # Each of them would need a proof of its own that nothing reads what is given back.
+        expect(not holds, f"{KEY}.compaction", got, allowed)
+
+    text = model.hf_text_config
+    kinds = set(getattr(text, "layer_types", None) or ())
+    windows = bool(kinds - {"full_attention"}) or (not kinds and model.get_sliding_window() is not None)
+    refuse(model.is_hybrid, f"{architecture} with state-space layers")
+    refuse(windows and not model.is_hybrid, f"{architecture} with layers of a sliding window or a chunk")
+    refuse(model.hf_config.model_type in LEARNED_SINKS, f"{architecture} with learned attention sinks")
+    refuse(bool(getattr(text, "num_kv_shared_layers", 0)), f"{architecture} with layers that share a cache")
+    refuse(vllm_config.speculative_config is not None, "speculation")
+    offloading = vllm_config.cache_config.kv_offloading_size is not None
+    refuse(vllm_config.kv_transfer_config is not None or offloading, "a KV connector")
+    refuse(parallel.pipeline_parallel_size > 1, f"{parallel.pipeline_parallel_size} pipeline stages")
+    refuse(parallel.data_parallel_size > 1, f"{parallel.data_parallel_size} data-parallel engines")
+    per_kind = vllm_config.attention_config.backend_per_kind
+    refuse(bool(per_kind), "a backend by kind of attention")
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -24,6 +24,8 @@ CLASS_MODULE = "vllm_sparse_plugin.attention.backends"
 """Module whose attributes are the backend classes, by registered name."""
 TESTED_VLLM = (0, 32), (0, 34)
 """The first release that this version is tested with, and the first after the last; pyproject.toml says the same."""
+_RUNNER_MODULES = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+"""Modules of vLLM's two model runners; the CPU's derives from the first."""
 _HOOKED = "_vllm_sparse_plugin_hooked"
 
 
@@ -135,6 +137,46 @@ def hook_platform(names: Mapping[str, str], admit: Callable[[VllmConfig], None])
     platform.check_and_update_config = staticmethod(check)
     platform.get_attn_backend_cls = staticmethod(select)
     setattr(platform, _HOOKED, True)
+
+
+def hook_model_runners(attach: Callable[[Any], None], spread: Callable[[Any], Any]) -> None:
+    """Has the model runners of this process show themselves before they build their layers' metadata builders, and the
+    specifications of all layers' caches before vLLM puts them into groups.
+
+    Why: a request's compaction follows from the length of its prompt, and vLLM's metadata of a step has neither it nor
+    the request. The runners do, and they tell nobody. And a backend that specifies the cache of a layer is not told
+    which layer it is, while layers may keep different shares of a prompt.
+    Versions: 0.32, 0.33. Can go when `CommonAttentionMetadata` has the requests and the lengths of their prompts.
+
+    Args:
+        attach: takes a runner.
+        spread: takes and returns the specifications by the names of the layers.
+    """
+    for module in _RUNNER_MODULES:
+        # Only the one that this worker runs has been imported.
+        runner: Any = getattr(sys.modules.get(module), "GPUModelRunner", None)
+        if runner is None or _HOOKED in vars(runner):
+            continue
+        runner.initialize_kv_cache = _showing(runner.initialize_kv_cache, attach)
+        runner.get_kv_cache_spec = _spreading(runner.get_kv_cache_spec, spread)
+        setattr(runner, _HOOKED, True)
+
+
+def _spreading(get_kv_cache_spec: Callable[..., Any], spread: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(get_kv_cache_spec)
+    def specifications(runner: Any) -> Any:
+        return spread(get_kv_cache_spec(runner))
+
+    return specifications
+
+
+def _showing(initialize_kv_cache: Callable[..., Any], attach: Callable[[Any], None]) -> Callable[..., Any]:
+    @functools.wraps(initialize_kv_cache)
+    def initialize(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        attach(runner)
+        return initialize_kv_cache(runner, *args, **kwargs)
+
+    return initialize
 
 
 def _print_refusals_without_traceback() -> None:

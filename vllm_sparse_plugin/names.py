@@ -12,6 +12,8 @@ BACKENDS: dict[str, str] = {
     "ART": "art",
     "UNIQUE_PREFILL": "unique_prefill",
     "ZIPVL": "zipvl",
+    "SNAPKV": "snapkv",
+    "PYRAMIDKV": "pyramidkv",
 }
 """Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
 KEY = "sparse_attention"

@@ -143,3 +143,39 @@ class PagedTensor:
         lead = picked.dim() - (self.view.dim() - 4)
         picked = picked.permute(*range(lead), *(lead + dim for dim in self._token_major))
         return picked.reshape(*picked.shape[:lead], self.page_size, self.head_size)
+
+    def gather_tokens(self, blocks: torch.Tensor, heads: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """Copies single tokens out of the cache.
+
+        Args:
+            blocks: physical block ids, int64, broadcastable to a shape S with the others.
+            heads: KV head indices.
+            tokens: index of the token within the block.
+
+        Returns:
+            `[*S, head_size]`; for a cache of 8-bit floats their bits, which torch can gather.
+        """
+        view, index = self._by_token(blocks, heads, tokens)
+        return view[index].reshape(*torch.broadcast_shapes(blocks.shape, heads.shape, tokens.shape), self.head_size)
+
+    def scatter_tokens(
+        self, blocks: torch.Tensor, heads: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor
+    ) -> None:
+        """Writes single tokens, each at a place of its own; arguments are those of `gather_tokens`, and its result."""
+        view, index = self._by_token(blocks, heads, tokens)
+        view[index] = rows.reshape(*rows.shape[:-1], *view.shape[len(index) :])
+
+    def _by_token(
+        self, blocks: torch.Tensor, heads: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Returns a view whose first dimensions enumerate tokens, and the index of some of them in it."""
+        page, offset = tokens // self.page_size, tokens % self.page_size
+        per_group = self.view.shape[3]
+        within: list[torch.Tensor] = []
+        for dim in reversed(self.token_dims):
+            size = self.view.shape[4 + dim]
+            within.insert(0, offset % size)
+            offset = offset // size
+        bits = self.view.view(torch.uint8) if self.view.dtype.itemsize == 1 else self.view
+        view = bits.permute(0, 1, 2, 3, *(4 + dim for dim in self._token_major))
+        return view, (blocks, heads, page // per_group, page % per_group, *within)

@@ -4,13 +4,16 @@ references."""
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.block_prefill import COUNTERS, BlockRule, VirtualSequences, scratch_bytes
+from sparse_kernels.compaction import CompactionRule
 from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.token_prefill import KeptAttention, TokenRule
 from support.paged import dense_attention
+from support.snapkv import kept_tokens
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionImpl,
@@ -22,7 +25,9 @@ from vllm_sparse_plugin.attention import cuda
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
-from vllm_sparse_plugin.config import ResolvedConfig, resolve
+from vllm_sparse_plugin.compaction.requests import BatchRows
+from vllm_sparse_plugin.compaction.step import StepCompaction
+from vllm_sparse_plugin.config import ResolvedConfig, Retention, resolve
 from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
 from vllm_sparse_plugin.policies import EveryPage
 
@@ -74,6 +79,7 @@ def builder(monkeypatch):
     made.any_sparse_layer = True
     made.sampler = StepSampler(0)
     made.counts = []
+    made.compaction = None
     made.reads = None
     made.prefill_rule = None
     made.group_sizes = {GROUP}
@@ -122,7 +128,10 @@ def plan_of(sparse: ResolvedConfig, **changes: object) -> LayerPlan:
     return replace(plan, **changes)
 
 
-SCALES = SimpleNamespace(_q_scale=torch.ones(1), _k_scale=torch.ones(1), _v_scale=torch.ones(1))
+SCALES = SimpleNamespace(
+    _q_scale=torch.ones(1), _k_scale=torch.ones(1), _v_scale=torch.ones(1), layer_name="layer", num_heads=HEADS * GROUP,
+    head_size=SIZE,
+)  # fmt: skip
 
 
 def run(layer, builder, common):
@@ -477,3 +486,88 @@ def test_the_profile_of_memory_leaves_room_for_sparse_prefill(layer, monkeypatch
     )
     wanted = {"unique_prefill": [(of_blocks,)], "zipvl": [(3 * 2 * query.numel() + 300 * 2**20,)], "unique": []}
     assert asked == wanted[preset]
+
+
+class Runner(SimpleNamespace):
+    """One that can be referred to weakly."""
+
+
+def runner_of(prompts: dict[int, int]) -> Runner:
+    """vLLM's newer model runner, as far as compaction asks it: prompt lengths by slot."""
+    lengths = np.zeros(16, dtype=np.int32)
+    lengths[list(prompts)] = list(prompts.values())
+    names = {slot: f"request {slot}" for slot in prompts}
+    slots = {name: slot for slot, name in names.items()}
+    states = SimpleNamespace(index_to_req_id=names, req_id_to_index=slots, prompt_len=SimpleNamespace(np=lengths))
+    return Runner(req_states=states)
+
+
+def compaction_of(runner: Runner, layer: SparseCUDAImpl, slides: bool) -> StepCompaction:
+    retention = Retention(slides, 100, None, 4, 0)
+    layers = {"layer": SimpleNamespace(**vars(SCALES), impl=layer)}
+    rule = None if slides else CompactionRule(window_tokens=8)
+    return StepCompaction(retention, rule, layers, BLOCK, 16, BatchRows(runner), torch.device("cpu"))
+
+
+def test_decoding_requests_get_condensed_tables_in_buffers_that_stay(builder, layer):
+    runner = runner_of({3: 300, 5: 500})
+    builder.compaction = compaction_of(runner, layer, slides=True)
+    seen = []
+    for length in (301, 600):
+        common = common_metadata([1, 1, 1], [length, 450, 1], [False] * 3)
+        # Slot 5 is still within its prompt, and the last row pads the batch.
+        common = common.replace(req_idx=np.array([3, 5]), is_prefilling=torch.tensor([False, True]))
+        metadata = builder.build(0, common)
+        (decode,) = metadata.decode
+        first = (length - 96) // BLOCK
+        kept = [0, *range(first, -(-length // BLOCK))]
+        assert torch.equal(decode.block_table[0, : len(kept)], common.block_table_tensor[0, kept])
+        assert decode.seq_lens.tolist() == [length - (first - 1) * BLOCK, 450, 1]
+        assert torch.equal(decode.block_table[1], common.block_table_tensor[1])
+        assert metadata.max_seq_len == max(450, length - (first - 1) * BLOCK)
+        assert torch.equal(metadata.slot_mapping, common.slot_mapping)
+        seen.append((decode.block_table.data_ptr(), decode.seq_lens.data_ptr()))
+    # The second table is wider, which no table of vLLM's is; lengths have their place either way.
+    assert builder.build(0, common).decode[0].block_table.data_ptr() == seen[1][0]
+    # Captures and dummy runs have no requests.
+    metadata = builder.build(0, common.replace(req_idx=None))
+    assert torch.equal(metadata.decode[0].block_table, common.block_table_tensor)
+    assert metadata.decode[0].block_table.data_ptr() == seen[1][0]
+
+
+@pytest.mark.parametrize("layer", ["unique", "dense"], indirect=True)
+def test_snapkv_moves_what_the_end_of_a_prompt_votes_for(builder, layer):
+    runner = runner_of({2: 300})
+    layer.plan = replace(layer.plan, moves_tokens=True)
+    builder.compaction = compaction_of(runner, layer, slides=False)
+    builder.any_sparse_layer, builder.any_dense_layer = layer.plan.is_sparse, not layer.plan.is_sparse
+    generator = torch.Generator().manual_seed(3)
+    rows = BLOCK + (layer.plan.statistics.rows(BLOCK) if layer.plan.statistics else 0)
+    cache = torch.zeros(8, HEADS, rows, 2 * SIZE, dtype=torch.bfloat16)
+    query, key, value = (torch.randn(301, heads, SIZE, generator=generator).bfloat16() for heads in (4, 2, 2))
+    outputs = []
+    for done, new in ((0, 296), (296, 4), (300, 1)):
+        common = common_metadata([new], [done + new], [done < 300]).replace(req_idx=np.array([2]))
+        part = [tensor[done : done + new] for tensor in (query, key, value)]
+        metadata = builder.build(0, common)
+        layer.do_kv_cache_update(SCALES, *part[1:], cache, common.slot_mapping)
+        output = torch.full_like(part[0], torch.nan)
+        layer.forward(SCALES, *part, cache, metadata, output)
+        outputs.append(output)
+    # 100 tokens are two blocks, before the 44 tokens of the incomplete one.
+    kept = kept_tokens(
+        query[292:300], key[:300], 2 * BLOCK + 44, Softmax(SCALE), CompactionRule(window_tokens=8), BLOCK
+    )
+    assert metadata.seq_lens.tolist() == [2 * BLOCK + 45]
+    if layer.plan.is_sparse:
+        assert outputs[-1].isfinite().all()
+        moved = cache[metadata.block_table[0, :2].long(), :, :BLOCK, :SIZE].transpose(1, 2).flatten(0, 1)
+        expected = torch.stack([key[sorted(kept[head] - set(range(256, 300))), head] for head in range(2)], dim=1)
+        assert torch.equal(moved, expected)
+        return
+    visible = torch.zeros(HEADS, 301, dtype=torch.bool)
+    visible[:, 300] = True
+    for head in range(HEADS):
+        visible[head, sorted(kept[head])] = True
+    exact = dense_attention(query[300].unflatten(0, (HEADS, GROUP)), key, value, SCALE, visible)
+    assert (outputs[-1][0].double() - exact).abs().max() < 2e-2

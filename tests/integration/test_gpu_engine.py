@@ -154,3 +154,32 @@ def test_sparse_prefill_finds_needles(
         assert share_correct(questions, ask(llm, questions)) >= 0.9
         read, past = count_totals()["vllm_sparse_prefill_density"]
     assert 0 < read < past
+
+
+@pytest.mark.parametrize("backend", ["snapkv", "pyramidkv", "streaming_llm"])
+@pytest.mark.parametrize("eager", [True, False])
+def test_prompts_within_the_budget_are_served_as_without_compaction(questions, backend, eager):
+    arguments = {"attention_backend": "dense", "enforce_eager": eager}
+    with engine(**arguments) as llm:
+        expected = ask(llm, questions)
+    keep = {"compaction": {"budget_tokens": 16_384}, "selection": {"policy": "dense"}}
+    compacting = {"attention_backend": backend, "additional_config": {"sparse_attention": keep}}
+    with engine(**(arguments | compacting)) as llm:
+        assert ask(llm, questions) == expected
+
+
+@pytest.mark.parametrize("backend", ["snapkv", "pyramidkv"])
+def test_compacted_prompts_answer_the_same_in_graphs_as_eagerly_and_give_everything_back(questions, backend):
+    keep = {"compaction": {"budget_tokens": 1024, "pool_tokens": 13}}
+    answered = []
+    for eager in (True, False):
+        # So few blocks that requests wait for each other, and some are preempted.
+        with engine(
+            attention_backend=backend, enforce_eager=eager, num_gpu_blocks_override=1200, max_num_batched_tokens=2000,
+            additional_config={"sparse_attention": keep},
+        ) as llm:  # fmt: skip
+            answered.append(ask(llm, questions))
+            pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+            assert pool.get_usage() == 0
+    assert answered[0] == answered[1]
+    assert share_correct(questions, answered[0]) >= 0.5

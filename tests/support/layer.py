@@ -1,10 +1,13 @@
 """One attention layer of vLLM, its metadata builder and its KV cache, driven without a model."""
 
 import functools
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
+import numpy as np
 import torch
 from support.paged import dense_attention, garbage
 from vllm.config import VllmConfig, set_current_vllm_config
@@ -13,6 +16,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.utils import customize_attention_spec
 
+from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import Selection
 
@@ -40,6 +44,7 @@ class Request:
     values: torch.Tensor
     fresh: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """Queries of the latest step `[new, num_heads, head_size]`."""
+    name: str = field(default_factory=map("request-{}".format, itertools.count()).__next__)
 
 
 if torch.cpu._is_amx_tile_supported():
@@ -93,6 +98,10 @@ class LayerHarness:
                 spec = customize_attention_spec(self.backend, self.layer.get_kv_cache_spec(config))
                 # Sliding-window layers may choose smaller blocks; the tests have one size.
                 self.spec = replace(spec, block_size=block_size)
+                # It is its own model runner, which knows the requests of a step.
+                self.requests: dict[str, Request] = {}
+                self.input_batch = SimpleNamespace(num_reqs=0, req_ids=[], num_prompt_tokens=np.zeros(0, dtype=int))
+                requests.attach(self)
                 self.builder = self.backend.get_builder_cls()(self.spec, [name], config, torch.device("cpu"))
         finally:
             torch.set_default_dtype(previous)
@@ -118,6 +127,7 @@ class LayerHarness:
 
     def release(self, request: Request) -> None:
         """Frees the blocks as they are: the next owner finds them dirty."""
+        self.requests.pop(request.name, None)
         self.free = request.blocks + self.free
         request.blocks = []
         request.keys, request.values = request.keys[:0], request.values[:0]
@@ -157,6 +167,12 @@ class LayerHarness:
         table = torch.randint(0, len(self.cache), (len(batch), width), dtype=torch.int32, generator=self.generator)
         for index, (request, _) in enumerate(batch):
             table[index, : len(request.blocks)] = torch.tensor(request.blocks, dtype=torch.int32)
+        self.input_batch = SimpleNamespace(
+            num_reqs=len(batch),
+            req_ids=[request.name for request, _ in batch],
+            num_prompt_tokens=np.array([request.prompt_tokens for request, _ in batch]),
+        )
+        self.requests |= {request.name: request for request, _ in batch}
         start = torch.tensor(starts, dtype=torch.int32)
         seq_lens = torch.tensor(lens, dtype=torch.int32)
         metadata = self.builder.build(

@@ -215,13 +215,13 @@ REFUSED = {
         {"attention_backend": None, "additional_config": settings()},
         "sparse_attention: got settings but no attention backend of ours, "
         "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
-        "unique_prefill or zipvl",
+        "unique_prefill, zipvl, snapkv or pyramidkv",
     ),
     "settings with vLLM's backend": (
         {"attention_backend": "CPU_ATTN", "additional_config": {"sparse_attention": {}}},
         "sparse_attention: got settings but no attention backend of ours, "
         "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
-        "unique_prefill or zipvl",
+        "unique_prefill, zipvl, snapkv or pyramidkv",
     ),
     "settings that are no mapping": (
         {"additional_config": {"sparse_attention": 5}},
@@ -230,7 +230,8 @@ REFUSED = {
     "unknown key": (
         {"additional_config": {"sparse_attention": {"selektion": 1}}},
         "sparse_attention.selektion: unknown key (did you mean 'selection'?), "
-        "allowed: selection, prefill, routing, termination, first_dense_layers, min_context_tokens, speculation, "
+        "allowed: selection, prefill, compaction, routing, termination, first_dense_layers, min_context_tokens, "
+        "speculation, "
         "diagnostics, preset or config",
     ),
     "key of the other backend's policy": (
@@ -248,6 +249,37 @@ REFUSED = {
 def test_refused(case, folder):
     arguments, sentence = REFUSED[case]
     assert refusal(folder(), **arguments) == sentence
+
+
+COMPACTING = {"attention_backend": "snapkv"}
+NOT_COMPACTED = {
+    "speculation": (NGRAM, {}, "speculation"),
+    "a connector": (connector("OffloadingConnector"), {}, "a KV connector"),
+    "offloading": ({"kv_offloading_size": 1.0}, {}, "a KV connector"),
+    "stages": ({"pipeline_parallel_size": 2}, {}, "2 pipeline stages"),
+    "engines": ({"data_parallel_size": 2}, {}, "2 data-parallel engines"),
+    "shared caches": ({}, {"num_kv_shared_layers": 1}, "LlamaForCausalLM with layers that share a cache"),
+    "windows": (
+        {},
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64},
+        "LlamaForCausalLM with layers of a sliding window or a chunk",
+    ),
+    "one window": ({}, {"sliding_window": 64}, "LlamaForCausalLM with layers of a sliding window or a chunk"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_COMPACTED)
+def test_compaction_is_refused_where_it_is_not_proven_that_nothing_reads_what_is_given_back(case, folder):
+    arguments, model, got = NOT_COMPACTED[case]
+    expected = f"sparse_attention.compaction: got {got}, allowed with attention backend snapkv: null"
+    assert refusal(folder(**model), **COMPACTING, **arguments) == expected
+    without = {"additional_config": {"sparse_attention": {"compaction": None}}}
+    assert engine_config(folder(**model), **COMPACTING, **arguments, **without)
+
+
+def test_a_hybrid_is_not_compacted(folder):
+    expected = "sparse_attention.compaction: got JambaForCausalLM with state-space layers, allowed with attention "
+    assert refusal(folder("JambaForCausalLM"), **COMPACTING) == f"{expected}backend snapkv: null"
 
 
 def drafted(model: str, method: str = "draft_model", how: str = "dense", **more: object) -> dict:

@@ -22,6 +22,7 @@ from vllm_sparse_plugin.config import (
     preset_names,
     resolve,
 )
+from vllm_sparse_plugin.config.compaction import COMPACTIONS, StreamingLLMCompaction
 from vllm_sparse_plugin.config.prefill import PREFILLS, BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.termination import Termination
@@ -44,14 +45,19 @@ SECTIONS = {
     "speculation": Speculation.model_fields,
     "diagnostics": Diagnostics.model_fields,
 }
-METHODS = {method.model_fields["method"].default: method.model_fields for method in PREFILLS}
+METHODS = {
+    (section, method.model_fields["method"].default): method.model_fields
+    for section, methods in (("prefill", PREFILLS), ("compaction", COMPACTIONS))
+    for method in methods
+}
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-def all_fields() -> list[tuple[str | None, str, object]]:
-    """(policy, method, section or None for the top level; key as the user writes it; pydantic's field)."""
+def all_fields() -> list[tuple[str | tuple[str, str] | None, str, object]]:
+    """(policy, section and method, section or None for the top level; key as the user writes it; pydantic's field)."""
     top = SparseAttentionConfig.model_fields
-    found = [(None, name, field) for name, field in top.items() if name not in ("selection", "prefill", *SECTIONS)]
+    variants = ("selection", "prefill", "compaction")
+    found = [(None, name, field) for name, field in top.items() if name not in (*variants, *SECTIONS)]
     for sections in (SECTIONS, METHODS):
         found += [(key, name, field) for key, of_section in sections.items() for name, field in of_section.items()]
     for policy in POLICIES:
@@ -85,7 +91,8 @@ def setting(policy: str | None, name: str, value: object) -> dict:
         ends = {"longest": 1 << 24, "shortest": 1}
         return {policy: {**cubic, **ends, name: value}}
     if policy in METHODS:
-        return {"prefill": {"method": policy, name: value}}
+        section, method = policy
+        return {section: {"method": method, name: value}}
     if policy is None or policy in SECTIONS:
         return {policy: {name: value}} if policy else {name: value}
     return {"selection": {"policy": policy, name: value}}
@@ -93,7 +100,7 @@ def setting(policy: str | None, name: str, value: object) -> dict:
 
 def path_of(policy: str | None, name: str) -> str:
     section = "" if policy is None else f"{policy}." if policy in SECTIONS else "selection."
-    section = "prefill." if policy in METHODS else section
+    section = f"{policy[0]}." if policy in METHODS else section
     return f"{KEY}.{section}{name}"
 
 
@@ -138,7 +145,8 @@ def test_preset_names_are_the_files_and_every_backend_has_one():
     assert preset_names() == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     for name, preset in BACKENDS.items():
         resolved = resolve(None, preset)
-        policies = {"ART": "dense", "ZIPVL": "dense", "UNIQUE_PAPER": "unique", "UNIQUE_PREFILL": "unique"}
+        dense = dict.fromkeys(("ART", "ZIPVL", "SNAPKV", "PYRAMIDKV"), "dense")
+        policies = {**dense, "UNIQUE_PAPER": "unique", "UNIQUE_PREFILL": "unique"}
         policy = policies.get(name, name.lower())
         assert ("sinkrouter" if resolved.routing else resolved.selection.name()) == policy
 
@@ -222,7 +230,7 @@ def test_described_fields_are_all_fields_with_their_defaults():
     assert len(rows) == len({(name, allowed, default) for name, allowed, default, _ in rows})
     for name, allowed, default, description in rows:
         found = {field.default for _, key, field in FIELDS if key == name.rpartition(".")[2]}
-        assert name in ("selection.policy", "prefill.method") or default in found
+        assert name in ("selection.policy", "prefill.method", "compaction.method") or default in found
         assert allowed
         assert description.rpartition(": ")[2]
         assert "\n" not in description
@@ -274,14 +282,14 @@ def test_a_value_that_is_not_among_the_choices_is_refused_with_the_choices(polic
 
 
 ALLOWED_TOP = (
-    "selection, prefill, routing, termination, first_dense_layers, min_context_tokens, speculation, diagnostics, "
-    "preset or config"
+    "selection, prefill, compaction, routing, termination, first_dense_layers, min_context_tokens, speculation, "
+    "diagnostics, preset or config"
 )
 ALLOWED_UNIQUE = "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics or lambda"
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
 ALLOWED_PRESETS = (
-    "art, dense, infllm, mean, quest, sinkrouter, streaming_llm, unique, unique_paper, unique_prefill, unique_wide or "
-    "zipvl"
+    "art, dense, infllm, mean, pyramidkv, quest, sinkrouter, snapkv, streaming_llm, unique, unique_paper, "
+    "unique_prefill, unique_wide or zipvl"
 )
 ALLOWED_BLOCKS = (
     "method, density, coverage, tile_tokens, block_tokens, measure, query_stride, first_dense_layers, "
@@ -413,6 +421,27 @@ BAD = {
     "routing that is no mapping": (
         {"routing": 0.5},
         "sparse_attention.routing: got 0.5, allowed: a mapping of settings",
+    ),
+    "compaction without a method": (
+        {"compaction": {"budget_tokens": 64}},
+        "sparse_attention.compaction.method: got None, allowed: pyramidkv, snapkv or streaming_llm",
+    ),
+    "two budgets of compaction": (
+        {"compaction": {"method": "streaming_llm", "budget_tokens": 64, "budget_ratio": 0.5}},
+        "sparse_attention.compaction.budget_ratio: got 0.5 beside budget_tokens 64, allowed: one of the two",
+    ),
+    "no budget of compaction": (
+        {"compaction": {"method": "streaming_llm", "budget_tokens": None}},
+        "sparse_attention.compaction.budget_ratio: got none beside budget_tokens none, allowed: one of the two",
+    ),
+    "compaction to half a token": (
+        {"compaction": {"method": "streaming_llm", "budget_tokens": 64.5}},
+        "sparse_attention.compaction.budget_tokens: got 64.5, allowed: an integer from 16 to 16777216",
+    ),
+    "compaction to its sinks": (
+        {"compaction": {"method": "streaming_llm", "budget_tokens": 64, "sink_tokens": 64}},
+        "sparse_attention.compaction.budget_tokens: got 64, allowed: at least 65, more than the tokens that are kept "
+        "always",
     ),
     "prefill without a method": (
         {"prefill": {"density": 0.1}},
@@ -600,6 +629,22 @@ def test_prefill_is_off_unless_it_is_asked_for_and_null_turns_it_off():
     assert resolve({"prefill": None}, "unique_prefill").config == resolve(None, "unique").config
     dense = resolve({"prefill": {"method": "blocks"}}, "dense")
     assert (dense.is_sparse, dense.runs_kernels) == (False, True)
+
+
+def test_compaction_is_off_unless_it_is_asked_for_and_null_turns_it_off():
+    for preset in BACKENDS.values():
+        assert (resolve(None, preset).compaction is None) == (preset not in ("streaming_llm", "snapkv", "pyramidkv"))
+    assert resolve(None, "streaming_llm").compaction == StreamingLLMCompaction(budget_tokens=512, sink_tokens=8)
+    kept = resolve({"compaction": None}, "streaming_llm")
+    assert (kept.compaction, kept.selection) == (None, resolve(None, "streaming_llm").selection)
+
+
+def test_budgets_of_compaction_replace_each_other_by_source(tmp_path):
+    file = write(tmp_path, "compaction: {budget_ratio: 0.25}\n")
+    share = resolve({"config": file}, "streaming_llm").compaction
+    assert (share.budget_ratio, share.budget_tokens, share.sink_tokens) == (0.25, None, 8)
+    number = resolve({"config": file, "compaction": {"budget_tokens": 256}}, "streaming_llm").compaction
+    assert (number.budget_ratio, number.budget_tokens) == (None, 256)
 
 
 def test_coverage_and_density_replace_each_other_by_source(tmp_path):

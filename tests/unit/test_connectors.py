@@ -104,7 +104,7 @@ def test_files_and_handshakes_are_apart_unless_blocks_hold_the_same(model, monke
 
 @pytest.mark.parametrize("backend", ["streaming_llm", "dense", None])
 def test_blocks_without_statistics_keep_vllms_names(backend, model):
-    settings = {"backend": backend or "unique"}
+    settings = {"backend": backend or "unique", "compaction": None}
     config, cache = engine(model, "OffloadingConnector", {"cpu_bytes_to_use": 1 << 20}, settings)
     if backend is None:
         config.attention_config.backend = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple
@@ -10,14 +10,20 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.cache import KVCache
+from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks, compact_prompt
 from sparse_kernels.page_statistics import StatisticsLayout
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.attention import engine_config
 from vllm_sparse_plugin.attention.plan import LayerPlan
+from vllm_sparse_plugin.compaction import requests
+from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
+from vllm_sparse_plugin.compaction.step import Observed, StepCompaction
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -65,11 +71,14 @@ class SparseBackend:
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Adds the statistics rows to the KV block."""
+        """Adds the statistics rows to the KV block, and says what of a request is kept."""
         layout = cls.statistics_layout(spec)
-        if layout is None or spec.tokens_per_state != 1:
+        if layout is not None and spec.tokens_per_state == 1:
+            spec = replace(spec, tokens_per_state=layout.tokens_per_row)
+        compaction = cls.config().compaction
+        if compaction is None:
             return spec
-        return replace(spec, tokens_per_state=layout.tokens_per_row)
+        return compacted(spec, compaction.retention())
 
 
 class SparseImpl:
@@ -89,6 +98,8 @@ class SparseImpl:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.longest_context = engine_config.remember()
+        # No effect without compaction; vLLM asks for specifications once all layers are there.
+        compat.hook_model_runners(requests.attach, spread)
         if self.alibi_slopes is not None:
             raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
         self._bound_cache: torch.Tensor | None = None
@@ -122,6 +133,15 @@ class SparseImpl:
         summarised = self.statistics_cache if plan.scores_pages else None
         self.cache = in_pages(plan.page_size) if summarised is None else summarised
 
+    def observe(self, layer: Any, query: torch.Tensor, observed: Sequence[Observed]) -> None:
+        """Keeps queries of prompts whose tokens will be chosen by the votes of the newest; `query` is the step's."""
+        for newest in observed:
+            newest.keep(layer.layer_name, query)
+
+    def compact(self, layer: Any, window: ObservationWindow, prompt: PromptBlocks, rule: CompactionRule) -> None:
+        """Moves what the layer keeps of a prompt."""
+        compact_prompt(window, prompt, self.prompt_cache, self.softmax, rule)
+
     @property
     def prompt_cache(self) -> KVCache:
         """The layer's cache as prompts that attend sparsely see it: with statistics, which tiles choose by, if any."""
@@ -154,6 +174,40 @@ def decode_runs(query_lens: Sequence[int], longest: int) -> list[DecodeRun]:
         runs.append(DecodeRun(request, count, token, count * length))
         request, token = request + count, token + count * length
     return runs
+
+
+def plan_compaction(
+    layers: Mapping[str, Attention],
+    config: ResolvedConfig,
+    spec: AttentionSpec,
+    vllm_config: VllmConfig,
+    device: torch.device,
+) -> StepCompaction | None:
+    """Returns the compaction of a group of layers; None if they keep everything.
+
+    Args:
+        layers: the layers by name.
+        config: our configuration.
+        spec: the layers' specification, as the metadata builder gets it.
+        vllm_config: vLLM's configuration.
+        device: where the layers run.
+
+    Raises:
+        ConfigurationError: if attention counts in other blocks than the scheduler.
+    """
+    if not isinstance(spec, CompactSpec) or config.compaction is None:
+        return None
+    scheduled = vllm_config.cache_config.block_size
+    if spec.block_size != scheduled:
+        raise ConfigurationError(
+            f"block_size: got {scheduled}, allowed with compaction: what attention takes whole, {spec.block_size}"
+        )
+    most = max(
+        vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0
+    )
+    return StepCompaction(
+        spec.retention, config.compaction.rule(), layers, spec.block_size, most, requests.current(), device
+    )
 
 
 def report_memory(

@@ -29,10 +29,11 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin.attention import packing
-from vllm_sparse_plugin.attention.base import SparseBackend, SparseImpl, report_memory
+from vllm_sparse_plugin.attention.base import SparseBackend, SparseImpl, plan_compaction, report_memory
 from vllm_sparse_plugin.attention.plan import plan_layers
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
+from vllm_sparse_plugin.compaction.step import Observed
 from vllm_sparse_plugin.diagnostics.live import StepSampler
 from vllm_sparse_plugin.policies.dense import EveryPage, every_page
 
@@ -101,6 +102,8 @@ class SparseCPUMetadata(CPUAttentionMetadata):
     """Tokens that attend sparsely; None if there are none."""
     prompts: PromptTokens | None = None
     """Prompts that attend sparsely; None if there are none."""
+    observed: list[Observed] = field(default_factory=list)
+    """Tokens of prompts whose queries are kept for a vote."""
     rest: dict[tuple[bool, bool], DenseTokens | None] = field(default_factory=dict)
     """What is left of the batch where `decode` and where `prompts` attend sparsely; None for nothing."""
 
@@ -127,6 +130,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             for page_size in {self.page_size, self.summarised_tokens}:
                 packing.check_packing(self.isa, self.block_size, self.head_dim, page_size, self.dtype)
         self.sampler = StepSampler(self.sparse.config.diagnostics.sample_every)
+        self.compaction = plan_compaction(layers, self.sparse, kv_cache_spec, vllm_config, device)
         group = plan_layers(layers, self.sparse, vllm_config, self.block_size, statistics, device)
         self.counts = group.counts
         self.reads = group.reads
@@ -147,11 +151,15 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseCPUMetadata:
         common = common_attn_metadata
+        if self.compaction is not None:
+            common = self.compaction.condense(common)
         whole = super().build(common_prefix_len, common, fast_build)
         metadata = SparseCPUMetadata(**{field.name: getattr(whole, field.name) for field in fields(whole)})
 
         if not self.sparse.runs_kernels:
             return metadata
+        if self.compaction is not None:
+            metadata.observed = self.compaction.observed
         for counts in self.counts:
             counts.step()
         if self.reads is not None:
@@ -317,6 +325,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             return output
         assert isinstance(attn_metadata, SparseCPUMetadata)
         self.bind_cache(kv_cache)
+        self.observe(layer, query, attn_metadata.observed)
 
         def dense(query: torch.Tensor, metadata: CPUAttentionMetadata, output: torch.Tensor) -> torch.Tensor:
             return super(SparseCPUImpl, self).forward(

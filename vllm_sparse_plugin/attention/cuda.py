@@ -18,6 +18,7 @@ import torch
 from sparse_kernels.batch import DecodeBatch, DecodeOutput, Prompts, QueryTokens
 from sparse_kernels.block_prefill import VarlenAttention, VirtualSequences, scratch_bytes
 from sparse_kernels.cache import KVCache
+from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks, compact_prompt
 from sparse_kernels.limits import HEAD_SIZES
 from sparse_kernels.page_statistics import write_cache
 from sparse_kernels.sparse_decode import sparse_decode
@@ -37,10 +38,18 @@ from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
 from vllm_sparse_plugin.admission import CUDA_KERNEL_BLOCK, block_multiple
-from vllm_sparse_plugin.attention.base import DecodeRun, SparseBackend, SparseImpl, decode_runs, report_memory
+from vllm_sparse_plugin.attention.base import (
+    DecodeRun,
+    SparseBackend,
+    SparseImpl,
+    decode_runs,
+    plan_compaction,
+    report_memory,
+)
 from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
+from vllm_sparse_plugin.compaction.step import Observed
 from vllm_sparse_plugin.config import BlockPrefill
 from vllm_sparse_plugin.diagnostics.live import StepSampler
 
@@ -53,6 +62,10 @@ which is what memory reads well."""
 _TOKEN_SCRATCH = 300 * 2**20
 """Bytes beside queries and outputs that a choice of tokens takes in a layer; it grows with the longest context by about
 100 bytes a token."""
+
+_WINDOW_SCRATCH = 256 * 2**20
+"""Bytes of the queries that all layers keep of prompts until their tokens are chosen: eight megabytes a prompt in a
+model of 32 layers with 32 heads of 128 and windows of 32 tokens."""
 
 
 class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
@@ -136,6 +149,8 @@ class SparseCUDAMetadata(FlashAttentionMetadata):
     """Metadata of the requests that decode, for layers that are dense but in prefill; only beside `rounds`."""
     rounds: list[PromptRound] = field(default_factory=list)
     """The requests that prefill, for layers whose prefill is sparse; empty if they all read everything."""
+    observed: list[Observed] = field(default_factory=list)
+    """Tokens of prompts whose queries are kept for a vote."""
     sampled: int | None = None
     """Index of the decoding token whose selection is measured, if one's is."""
 
@@ -157,6 +172,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         sparse = backend.config()
         statistics = backend.statistics_layout(kv_cache_spec)
         self.sampler = StepSampler(sparse.config.diagnostics.sample_every)
+        self.compaction = plan_compaction(layers, sparse, kv_cache_spec, vllm_config, device)
         # Captured graphs read this tensor, so it is never reallocated.
         max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self.dense_requests = torch.zeros(max_requests, dtype=torch.bool, device=device)
@@ -201,6 +217,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseCUDAMetadata:
         common = common_attn_metadata
+        if self.compaction is not None:
+            common = self.compaction.condense(common)
         for counts in self.counts:
             counts.step()
         if self.reads is not None:
@@ -223,6 +241,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                 slot_mapping=common.slot_mapping,
             )
         metadata.num_decode_tokens = num_decode_tokens
+        metadata.observed = [] if self.compaction is None else self.compaction.observed
         metadata.sampled = self.sampler.pick(num_decode_tokens)
         if num_decodes:
             dense = self._dense_requests(common, num_decodes)
@@ -388,6 +407,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             return output.fill_(0)
         assert isinstance(attn_metadata, SparseCUDAMetadata)
         self.bind_cache(kv_cache)
+        self.observe(layer, query, attn_metadata.observed)
 
         def dense(metadata: FlashAttentionMetadata, first: int) -> None:
             # A layer that shares the cache of another has no keys and values of its own.
@@ -413,21 +433,26 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         return output
 
     def _reserve(self, layer: Any, query: torch.Tensor) -> None:
-        """Takes the memory of sparse prefill for a moment: vLLM's profile of its memory then leaves room for it."""
+        """Takes the memory of sparse prefill, or of compaction, for a moment: vLLM's profile of its memory then leaves
+        room for it."""
         backend: type[SparseCUDABackend] = layer.attn_backend
-        config = backend.config()
+        config, wanted = backend.config(), 0
+        if config.moves_tokens:
+            # Votes and their order, and the queries of prompts that end in one step.
+            wanted = _WINDOW_SCRATCH + 40 * self.num_kv_heads * self.longest_context
         if isinstance(config.prefill, BlockPrefill):
             itemsize = query.dtype.itemsize if self.kv_cache_dtype == "auto" else 1
             layout = config.statistics_layout(self.head_size, itemsize)
             assert layout is not None
-            wanted = scratch_bytes(
+            tiles = scratch_bytes(
                 config.prefill.rule(), layout, self.num_kv_heads, self.num_queries_per_kv, len(query),
                 self.longest_context,
             )  # fmt: skip
+            wanted = max(wanted, tiles)
         elif config.prefill is not None:
             # Queries and outputs are gathered, and outputs are put back token by token.
-            wanted = 3 * query.numel() * 2 + _TOKEN_SCRATCH
-        else:
+            wanted = max(wanted, 3 * query.numel() * 2 + _TOKEN_SCRATCH)
+        if not wanted:
             return
         torch.empty(wanted, dtype=torch.uint8, device=query.device)
 
@@ -443,6 +468,10 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             sampled = metadata.sampled
             if sampled is not None and decode.tokens.start <= sampled < decode.tokens.stop:
                 self._measure(batch, cache, sampled - decode.tokens.start)
+
+    def compact(self, layer: Any, window: ObservationWindow, prompt: PromptBlocks, rule: CompactionRule) -> None:
+        scaled = replace(window, query_scale=self._query_scale(window.query, layer))
+        compact_prompt(scaled, prompt, self._scaled(self.prompt_cache, layer), self.softmax, rule)
 
     @staticmethod
     def _query_scale(query: torch.Tensor, layer: Any) -> torch.Tensor | None:

@@ -53,6 +53,8 @@ class LayerPlan:
     """Measures sampled tokens; None if none are sampled."""
     prefill: PrefillPlan | None = None
     """How prompts attend; None for densely."""
+    moves_tokens: bool = False
+    """Whether what is kept of a prompt moves to other blocks."""
 
     @property
     def scores_pages(self) -> bool:
@@ -67,7 +69,7 @@ class LayerPlan:
     @property
     def needs_cache_views(self) -> bool:
         """Whether our kernels read or write this layer's cache."""
-        return self.is_sparse or self.prefill is not None or self.statistics is not None
+        return self.is_sparse or self.moves_tokens or self.prefill is not None or self.statistics is not None
 
     @cached_property
     def page_selection(self) -> PageSelection | None:
@@ -150,6 +152,7 @@ def plan_layers(
             counters=counters.get(name),
             quality=quality,
             prefill=prefill.get(name),
+            moves_tokens=sparse.moves_tokens and attends_whole_context(layer),
         )
     counts = [counts for counts in (skipped, reads, densities) if counts is not None]
     return LayerGroup(

@@ -33,6 +33,9 @@ COMMANDS: dict[str, Command] = {
     "show-config": Command(
         "show_config", "show_config", "Print the resolved configuration and where each value came from."
     ),
+    "plan": Command(
+        "plan", "plan", "Print how many requests fit a GPU's memory with every preset, without starting anything."
+    ),
     "needles": Command(
         "needle_test",
         "needle_test",

@@ -3,8 +3,10 @@
 Importing it and resolving a configuration need neither vLLM nor torch.
 """
 
+from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction
 from vllm_sparse_plugin.config.messages import describe_fields, describe_policies
 from vllm_sparse_plugin.config.prefill import BlockPrefill, ZipVLPrefill
+from vllm_sparse_plugin.config.retention import Retention, requests_at_once
 from vllm_sparse_plugin.config.routing import ModelIdentity, Routing, identify
 from vllm_sparse_plugin.config.schema import KEY, Diagnostics, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.config.sources import preset_names, resolve
@@ -12,11 +14,14 @@ from vllm_sparse_plugin.config.speculation import Speculation
 from vllm_sparse_plugin.config.termination import Termination
 
 __all__ = [
+    "COMPACTIONS",
     "KEY",
     "BlockPrefill",
+    "Compaction",
     "Diagnostics",
     "ModelIdentity",
     "ResolvedConfig",
+    "Retention",
     "Routing",
     "SparseAttentionConfig",
     "Speculation",
@@ -26,5 +31,6 @@ __all__ = [
     "describe_policies",
     "identify",
     "preset_names",
+    "requests_at_once",
     "resolve",
 ]

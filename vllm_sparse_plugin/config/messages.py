@@ -115,7 +115,7 @@ def _allowed(field: FieldInfo) -> str:
     kinds = get_args(field.annotation)
     if kinds and NoneType not in kinds:
         return choices([str(literal) for literal in kinds])
-    kind = "an integer" if field.annotation is int else "a number"
+    kind = "an integer" if int in (field.annotation, *kinds) else "a number"
     least = next(bound.ge for bound in field.metadata if isinstance(bound, Ge))
     most = next(bound.le for bound in field.metadata if isinstance(bound, Le))
     return f"{kind} from {least:g} to {most:.10g}"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from pydantic import Field
 from pydantic.fields import FieldInfo
 
+from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction
 from vllm_sparse_plugin.config.prefill import PREFILLS, BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.speculation import Speculation
@@ -29,6 +30,8 @@ SOURCES = ("preset", "config")
 AnySelection = Annotated[reduce(or_, POLICIES), Field(discriminator="policy")]  # type: ignore[valid-type]
 AnyPrefill = Annotated[reduce(or_, PREFILLS), Field(discriminator="method")]  # type: ignore[valid-type]
 
+AnyCompaction = Annotated[reduce(or_, COMPACTIONS), Field(discriminator="method")]  # type: ignore[valid-type]
+
 
 class Diagnostics(Section):
     """Measuring the selections of a running server."""
@@ -46,6 +49,8 @@ class SparseAttentionConfig(Section):
     """Which pages a decode step reads."""
     prefill: AnyPrefill | None = None  # type: ignore[valid-type]
     """What the tokens of a prompt attend to; None for everything."""
+    compaction: AnyCompaction | None = None  # type: ignore[valid-type]
+    """What the cache keeps of a prompt once it has been computed; None for everything."""
     routing: Routing | None = None
     """Which KV groups a decode step skips; None for none."""
     termination: Termination | None = None
@@ -99,6 +104,7 @@ class Variants(NamedTuple):
 VARIANTS: dict[str, Variants] = {
     "selection": Variants("policy", POLICIES, Selection, POLICIES[0].name()),
     "prefill": Variants("method", PREFILLS, Section, None),
+    "compaction": Variants("method", COMPACTIONS, Compaction, None),
 }
 """The sections of several models."""
 SECTIONS: dict[str, dict[str, FieldInfo]] = {
@@ -109,7 +115,11 @@ SECTIONS: dict[str, dict[str, FieldInfo]] = {
     "diagnostics": fields_by_key(Diagnostics),
 }
 """Fields of the parts of the configuration that are mappings, by the keys that a user writes."""
-REPLACED: dict[str, tuple[str, str]] = {"routing": ("threshold", "cubic"), "prefill": ("density", "coverage")}
+REPLACED: dict[str, tuple[str, str]] = {
+    "routing": ("threshold", "cubic"),
+    "prefill": ("density", "coverage"),
+    "compaction": ("budget_tokens", "budget_ratio"),
+}
 """Two keys of a section that say one thing in two ways: one of a later source replaces the other."""
 
 
@@ -145,6 +155,17 @@ class ResolvedConfig:
         return prefill if isinstance(prefill, BlockPrefill) else None
 
     @property
+    def compaction(self) -> Compaction | None:
+        """The compaction part, if the cache gives something back."""
+        compaction: Compaction | None = self.config.compaction
+        return compaction
+
+    @property
+    def moves_tokens(self) -> bool:
+        """Whether our kernels move what is kept of a prompt to other blocks."""
+        return self.compaction is not None and not self.compaction.retention().slides
+
+    @property
     def selector(self) -> Selection | None:
         """The policy that chooses pages, all of them where dense attention may stop; None if everything is read."""
         if isinstance(self.selection, Selection):
@@ -165,8 +186,8 @@ class ResolvedConfig:
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether attention of some tokens runs in our kernels."""
-        return self.is_sparse or self.prefill is not None
+        """Whether our kernels read or write the cache."""
+        return self.is_sparse or self.moves_tokens or self.prefill is not None
 
     @property
     def draft_is_sparse(self) -> bool:

@@ -76,6 +76,8 @@ _DENSITY_TEXT = (
     "Blocks read (sum) of those in the past of tiles of prompts (count) or, with zipvl, tokens kept of the contexts of "
     "their chunks."
 )
+_FREED_TEXT = "Blocks that running requests have given back (sum), and the requests that have, by block table (count)."
+_KEPT_TEXT = "Blocks that requests keep when they first give some back (sum), of those they had (count)."
 _MASS_TEXT = "Estimated share of the attention weight of tiles of prompts that is on the blocks they chose to read."
 PROMPT_READS = (
     Ratio("vllm_sparse_prefill_density", _DENSITY_TEXT, 0, 1),
@@ -284,6 +286,21 @@ class ContextReads:
         if tokens_in_context:
             _add(_READ_SHARE, "_sum", ["", ""], _READ_SHARE_TEXT, tokens_read)
             _add(_READ_SHARE, "_count", ["", ""], _READ_SHARE_TEXT, tokens_in_context)
+
+
+def count_freed_blocks(freed: int, held_before: int, is_first: bool) -> None:
+    """Adds blocks that a running request gives back to the metrics.
+
+    Args:
+        freed: how many.
+        held_before: blocks of the request until now.
+        is_first: whether it gives some back for the first time.
+    """
+    _add("vllm_sparse_blocks_freed", "_sum", ["", ""], _FREED_TEXT, freed)
+    _add("vllm_sparse_blocks_freed", "_count", ["", ""], _FREED_TEXT, int(is_first))
+    if is_first:
+        _add("vllm_sparse_kept_share", "_sum", ["", ""], _KEPT_TEXT, held_before - freed)
+        _add("vllm_sparse_kept_share", "_count", ["", ""], _KEPT_TEXT, held_before)
 
 
 def _add(metric: str, suffix: str, labels: list[str], text: str, amount: float) -> None:

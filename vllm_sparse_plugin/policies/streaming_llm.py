@@ -20,7 +20,7 @@ class StreamingLLMSelection(Selection):
     kept, which matters beyond the length the model was trained for.
     """
 
-    departure = "The sinks and the window are whole pages, and what is not read stays in the cache."
+    departure = "The sinks and the window are whole pages, and keys keep the positions of the text."
     policy: Literal["streaming_llm"] = "streaming_llm"
     """Name of the selection policy."""
 

@@ -1,9 +1,18 @@
 """Attends to the tokens of a prompt that matter, with the queries of those tokens alone (ZipVL)."""
 
-from sparse_kernels.token_prefill.api import token_prefill
+from sparse_kernels.token_prefill.api import attention_sums, token_prefill
 from sparse_kernels.token_prefill.probes import draw_probes
 from sparse_kernels.token_prefill.rule import TokenRule
 from sparse_kernels.token_prefill.scratch import PrefillSizes, Scratch
 from sparse_kernels.token_prefill.tokens import KeptAttention, KeptTokens
 
-__all__ = ["KeptAttention", "KeptTokens", "PrefillSizes", "Scratch", "TokenRule", "draw_probes", "token_prefill"]
+__all__ = [
+    "KeptAttention",
+    "KeptTokens",
+    "PrefillSizes",
+    "Scratch",
+    "TokenRule",
+    "attention_sums",
+    "draw_probes",
+    "token_prefill",
+]

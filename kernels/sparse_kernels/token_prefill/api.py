@@ -84,3 +84,29 @@ def token_prefill(
     from sparse_kernels.token_prefill import triton
 
     return triton.token_prefill(batch, cache, softmax, rule, output, probes, attend, scratch)
+
+
+def attention_sums(batch: PrefillBatch, cache: KVCache, softmax: Softmax, rows: torch.Tensor) -> torch.Tensor:
+    """Adds up the attention of some rows of each request on each token (ZipVL, Eq. A and 6).
+
+    Args:
+        batch: the requests.
+        cache: their keys.
+        softmax: how logits become weights.
+        rows: `[num_requests, num_rows]` int32, positions of the rows, each of a query token of its request; -1 for
+            none.
+
+    Returns:
+        `[num_requests, max_seq_tokens]` float32, summed over rows and query heads; of each request as many as its
+        context has.
+
+    Raises:
+        ValueError: if the shapes disagree.
+    """
+    batch.check(cache.num_kv_heads, cache.head_size)
+    softmax.check(batch.query.shape[1])
+    if not batch.query.is_cuda:
+        return reference.column_sums(batch, cache, softmax, rows)
+    from sparse_kernels.token_prefill import triton
+
+    return triton.attention_sums(batch, cache, softmax, rows)

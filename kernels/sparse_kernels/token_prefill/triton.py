@@ -322,6 +322,19 @@ def launch_sums(
     return sums
 
 
+def attention_sums(batch: PrefillBatch, cache: KVCache, softmax: Softmax, rows: torch.Tensor) -> torch.Tensor:
+    """See `api.attention_sums`."""
+    _, num_heads, head_size = batch.query.shape
+    sizes = PrefillSizes(0, batch.num_requests, batch.max_seq_tokens, num_heads, head_size)
+    rule = TokenRule(recent_probes=rows.shape[1], random_probes=0)
+    scratch = Scratch.make(sizes, rule, batch.query.dtype, batch.query.dtype, batch.query.device)
+    parts = []
+    for first in range(0, batch.num_requests, len(scratch.sums)):
+        last = min(first + len(scratch.sums), batch.num_requests)
+        parts.append(launch_sums(batch.requests(first, last), cache, softmax, rows[first:last], scratch).clone())
+    return torch.cat(parts)
+
+
 def attend_kept(kept: KeptAttention) -> None:
     """Attends with the queries in T to the keys and values in T, in Triton."""
     _, num_heads, head_size = kept.query.shape

@@ -1,0 +1,164 @@
+"""Entry point of the compaction of a prompt.
+
+The attention that tokens are chosen by is that of `token_prefill`, Triton on a GPU and torch elsewhere; choosing and
+moving are torch everywhere. The host waits for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from sparse_kernels.batch import PrefillBatch, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.page_statistics import update_page_statistics
+from sparse_kernels.token_prefill import attention_sums
+
+
+@dataclass(frozen=True)
+class CompactionRule:
+    """Which tokens of a prompt are kept (SnapKV, arXiv 2404.14469)."""
+
+    window_tokens: int = 32
+    """Newest tokens of the prompt, which vote and are kept."""
+    pool_tokens: int = 5
+    """A token counts the largest vote among so many around it, an odd number."""
+    sink_tokens: int = 4
+    """First tokens, which are kept always."""
+
+    def check(self) -> None:
+        """Raises ValueError unless the rule can be followed."""
+        if self.pool_tokens < 1 or self.pool_tokens % 2 == 0:
+            raise ValueError(f"pool_tokens: got {self.pool_tokens}, allowed: an odd number, at least 1")
+        for name in ("window_tokens", "sink_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: got {getattr(self, name)}, allowed: at least 0")
+
+
+@dataclass(frozen=True)
+class ObservationWindow:
+    """Queries of a prompt that vote, consecutive tokens."""
+
+    query: torch.Tensor
+    """`[num_queries, num_query_heads, head_size]`; none if no token votes."""
+    first_position: int
+    """Position of the first of them."""
+    query_scale: torch.Tensor | None = None
+    """One float32: a float8 query times this is the query."""
+
+
+@dataclass(frozen=True)
+class PromptBlocks:
+    """Where a prompt lies, and where what is kept of it goes."""
+
+    block_table: torch.Tensor
+    """`[max_blocks]` integer, physical block ids of its request."""
+    num_tokens: int
+    """P."""
+    first_block: int
+    """First of the blocks that kept tokens move into; they go on to the last full block of the prompt."""
+
+
+def compact_prompt(
+    window: ObservationWindow, prompt: PromptBlocks, cache: KVCache, softmax: Softmax, rule: CompactionRule
+) -> torch.Tensor:
+    """Chooses tokens of a prompt for each KV head, and moves their keys and values into its last full blocks.
+
+    1. *Votes*: the attention of the window's queries, causal softmax over the whole prompt, summed over queries and
+       over the query heads of a KV head. A token before the window counts the largest vote among its neighbours.
+    2. *Choice*: as many tokens as the blocks hold, out of those of all full blocks: the first `sink_tokens`, those
+       of the window, and the others by their votes, the lowest of equal ones.
+    3. *Move*: in the order of the text, to `[first_block, P // block_size)`. The tokens of an incomplete last block
+       stay, and are kept on top. The statistics of the blocks' pages are computed anew.
+
+    Args:
+        window: the queries that vote.
+        prompt: its blocks.
+        cache: keys, values and statistics; keys and values of the prompt are complete.
+        softmax: how logits become weights; without sink logits, which differ by query head.
+        rule: how many tokens vote and are kept.
+
+    Returns:
+        `[num_kv_heads, kept]` int64, the positions that were moved, ascending.
+
+    Raises:
+        ValueError: if the shapes disagree, or there is nothing to move or nowhere to move it.
+    """
+    rule.check()
+    cache.check()
+    block_size = cache.page_size * cache.keys.pages_per_block
+    last_block = prompt.num_tokens // block_size
+    if not 0 < prompt.first_block < last_block:
+        raise ValueError(f"first_block: got {prompt.first_block}, allowed: 1 to {last_block - 1}, before the last")
+    if softmax.sink_logits is not None:
+        raise ValueError("sink_logits: got some, allowed: None")
+    votes = _votes(window, prompt, cache, softmax)
+    kept = choose_tokens(votes, prompt.num_tokens, last_block * block_size, prompt.first_block * block_size, rule)
+    _move(kept, prompt, cache, block_size)
+    if cache.statistics is not None:
+        blocks = prompt.block_table[prompt.first_block : last_block].long()
+        pages = torch.arange(cache.keys.pages_per_block, device=blocks.device)
+        update_page_statistics(
+            cache.keys, cache.statistics, blocks.repeat_interleave(len(pages)), pages.repeat(len(blocks))
+        )
+    return kept
+
+
+def _votes(window: ObservationWindow, prompt: PromptBlocks, cache: KVCache, softmax: Softmax) -> torch.Tensor:
+    """Adds up the attention of the window: `[num_kv_heads, P]` float32, 0 for tokens behind the window's."""
+    num_queries, heads, device = len(window.query), cache.num_kv_heads, window.query.device
+    votes = torch.zeros(heads, prompt.num_tokens, device=device)
+    if num_queries == 0:
+        return votes
+    seen = window.first_position + num_queries
+    # A KV head is a request of its own, in a cache of one head: its query heads vote together.
+    grouped = window.query.unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 1)
+    head = torch.arange(heads, dtype=torch.int32, device=device)
+    table = prompt.block_table.int() * heads + head[:, None]
+    starts = torch.arange(0, (heads + 1) * num_queries, num_queries, dtype=torch.int32, device=device)
+    lengths = torch.full((heads,), seen, dtype=torch.int32, device=device)
+    batch = PrefillBatch(grouped, starts, table, lengths, num_queries, seen, window.query_scale)
+    rows = torch.arange(window.first_position, seen, dtype=torch.int32, device=device).expand(heads, -1)
+    votes[:, :seen] = attention_sums(batch, cache.by_head, softmax, rows.contiguous())
+    return votes
+
+
+def choose_tokens(
+    votes: torch.Tensor, num_tokens: int, candidates: int, before: int, rule: CompactionRule
+) -> torch.Tensor:
+    """Chooses the tokens that are kept.
+
+    Args:
+        votes: `[num_kv_heads, num_tokens]` float32.
+        num_tokens: P.
+        candidates: tokens of the prompt's full blocks, the first ones.
+        before: tokens of the blocks before those that are written; as many of the candidates are left out.
+        rule: which of them are kept always.
+
+    Returns:
+        `[num_kv_heads, candidates - before]` int64, ascending.
+    """
+    first_of_window = max(num_tokens - rule.window_tokens, 0)
+    score = torch.full((len(votes), candidates), torch.inf, device=votes.device)
+    voted = votes[:, :first_of_window]
+    if first_of_window:
+        reach = rule.pool_tokens // 2
+        voted = torch.nn.functional.max_pool1d(voted[:, None], rule.pool_tokens, stride=1, padding=reach)[:, 0]
+    end = min(first_of_window, candidates)
+    score[:, :end] = voted[:, :end]
+    score[:, : rule.sink_tokens] = torch.inf
+    # Stable: of equal scores the lowest token comes first.
+    order = score.sort(dim=-1, descending=True, stable=True).indices
+    return order[:, : candidates - before].sort(dim=-1).values
+
+
+def _move(kept: torch.Tensor, prompt: PromptBlocks, cache: KVCache, block_size: int) -> None:
+    """Copies the kept tokens out, and then to their places, which may lie among them."""
+    table = prompt.block_table.long()
+    head = torch.arange(len(kept), device=kept.device)[:, None]
+    target = prompt.first_block * block_size + torch.arange(kept.shape[1], device=kept.device)[None]
+    sources = table[kept // block_size], head, kept % block_size
+    targets = table[target // block_size], head, target % block_size
+    for paged in (cache.keys, cache.values):
+        paged.scatter_tokens(*targets, paged.gather_tokens(*sources))

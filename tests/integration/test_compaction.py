@@ -1,0 +1,220 @@
+"""Compaction in one attention layer, through vLLM's own metadata and KV-cache update on a CPU, and in engines."""
+
+import pytest
+import torch
+from sparse_kernels.batch import Softmax
+from sparse_kernels.compaction import CompactionRule
+from support.engines import run_engine
+from support.layer import LayerHarness, Request
+from support.paged import dense_attention
+from support.snapkv import kept_tokens
+
+DENSE_TOLERANCE = 2e-2
+"""vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
+BLOCK = 32
+SLIDING = {"method": "streaming_llm", "budget_tokens": 104, "sink_tokens": 8, "min_context_tokens": 0}
+
+
+def harness_of(model: str, backend: str = "dense", compaction: dict | None = None, **settings: object) -> LayerHarness:
+    """A layer in small blocks; what decodes is sparse at any length."""
+    settings = {"compaction": compaction, "min_context_tokens": 0} | settings
+    return LayerHarness(model, settings=settings, backend=backend, block_size=BLOCK, num_blocks=120)
+
+
+def poison(harness: LayerHarness, request: Request, kept: set[int]) -> None:
+    """Fills the blocks of a request that it has given back with what no output survives."""
+    left_out = [block for index, block in enumerate(request.blocks) if index not in kept]
+    harness.cache[left_out] = torch.nan
+
+
+def streamed(context: int, window: int = 96) -> set[int]:
+    """Blocks of a context that StreamingLLM keeps."""
+    return {0, *range((context - window) // BLOCK, -(-context // BLOCK))}
+
+
+def expected(harness: LayerHarness, request: Request, kept: set[int]) -> torch.Tensor:
+    """Attention of the newest token to the tokens of some blocks."""
+    part = [token for token in range(len(request.keys)) if token // BLOCK in kept]
+    alone = Request([], 0, request.keys[part], request.values[part], request.fresh[-1:])
+    return harness.dense(alone)
+
+
+@pytest.mark.parametrize("chunk", [300, 130])
+def test_a_window_is_attended_to_and_what_was_given_back_is_never_read(model, chunk):
+    harness = harness_of(model, compaction=SLIDING)
+    request, beside = harness.request(300), harness.request(500)
+    for begin in range(0, 300, chunk):
+        (output,) = harness.step([(request, min(chunk, 300 - begin))])
+        # Within the prompt everything is read.
+        assert (output[-1].double() - harness.dense(request)).abs().max() < DENSE_TOLERANCE
+    for _ in range(80):
+        output, whole = harness.step([(request, 1), (beside, 5)])
+        kept = streamed(len(request.keys))
+        assert (output[0].double() - expected(harness, request, kept)).abs().max() < DENSE_TOLERANCE
+        assert (whole[-1].double() - harness.dense(beside)).abs().max() < DENSE_TOLERANCE
+        poison(harness, request, kept)
+    assert len(kept) < len(request.blocks) // 2
+
+
+def test_streaming_llm_reads_the_same_pages_of_a_cache_that_gives_back_what_it_does_not_read(model):
+    outputs = []
+    for compaction in (None, SLIDING):
+        harness = harness_of(
+            model, "streaming_llm", compaction, selection={"policy": "streaming_llm", "budget_tokens": 104}
+        )
+        request = harness.request(300)
+        steps = [harness.step([(request, 300)])[0]]
+        for _ in range(60):
+            steps += harness.step([(request, 1)])
+            if compaction:
+                poison(harness, request, streamed(len(request.keys)))
+        outputs.append(torch.cat(steps))
+    assert outputs[1].isfinite().all()
+    assert torch.equal(*outputs)
+
+
+def test_chunks_behind_the_prompt_read_the_window_of_their_first_token(model):
+    """Output that is computed again after a preemption comes in chunks."""
+    harness = harness_of(model, compaction=SLIDING)
+    request = harness.request(200)
+    harness.step([(request, 250)])  # goes on into the output, and reads everything
+    (output,) = harness.step([(request, 70)])
+    kept = streamed(251) | set(range(250 // BLOCK, 10))
+    assert (output[-1].double() - expected(harness, request, kept)).abs().max() < DENSE_TOLERANCE
+    assert output.isfinite().all()
+
+
+SNAPKV = {"method": "snapkv", "budget_tokens": 96, "window_tokens": 8, "min_context_tokens": 0}
+RULE = CompactionRule(window_tokens=8)
+
+
+def voted(request: Request, query: torch.Tensor) -> list[set[int]]:
+    """Tokens of a prompt that SnapKV keeps, per KV head; `query` is that of its last 8 tokens."""
+    prompt = request.prompt_tokens
+    return kept_tokens(query, request.keys[:prompt], 96 + prompt % BLOCK, Softmax(0.125), RULE, BLOCK)
+
+
+def kept_attention(harness: LayerHarness, request: Request, kept: list[set[int]], token: int = -1) -> torch.Tensor:
+    """Attention of a token behind the prompt to the kept tokens of each KV head, and to those behind the prompt."""
+    context = len(request.keys) - len(request.fresh) + range(len(request.fresh))[token] + 1
+    visible = torch.zeros(harness.num_kv_heads, context, dtype=torch.bool)
+    visible[:, request.prompt_tokens :] = True
+    for head, tokens in enumerate(kept):
+        visible[head, sorted(tokens)] = True
+    query = request.fresh[token].unflatten(0, (harness.num_kv_heads, -1))
+    return dense_attention(query, request.keys[:context], request.values[:context], harness.layer.impl.scale, visible)
+
+
+def is_kept(harness: LayerHarness, request: Request, output: torch.Tensor, kept: list[set[int]], token: int = -1):
+    return bool((output[token].double() - kept_attention(harness, request, kept, token)).abs().max() < DENSE_TOLERANCE)
+
+
+@pytest.mark.parametrize("chunks", [[300], [256, 44], [297, 3], [293, 2, 2, 2, 1], [290, *[1] * 10]])
+def test_snapkv_keeps_what_the_last_queries_of_a_prompt_vote_for_however_it_is_cut(model, chunks):
+    harness = harness_of(model, "dense", SNAPKV)
+    request, beside = harness.request(300), harness.request(900)
+    queries = []
+    for new in chunks:
+        output, _ = harness.step([(request, new), (beside, 5)])
+        queries.append(request.fresh)
+        assert (output[-1].double() - harness.dense(request)).abs().max() < DENSE_TOLERANCE
+    kept = voted(request, torch.cat(queries)[-8:])
+    for step in range(50):
+        output, whole = harness.step([(request, 1), (beside, 5)])
+        assert is_kept(harness, request, output, kept)
+        assert (whole[-1].double() - harness.dense(beside)).abs().max() < DENSE_TOLERANCE
+        if step == 0:
+            # The first step moved what is kept; after it the scheduler hands the other blocks to others.
+            poison(harness, request, set(range(300 // BLOCK - 3, 12)))
+    assert not harness.builder.compaction._requests[request.name].windows
+
+
+def test_selection_goes_on_over_what_is_kept(model):
+    """A budget of all pages reads what is kept, statistics of moved pages included; a small one reads some of it."""
+    outputs = []
+    for budget in (64, 512):
+        harness = harness_of(model, "unique", SNAPKV, selection={"policy": "unique", "budget_tokens": budget})
+        request = harness.request(300)
+        harness.step([(request, 300)])
+        kept = voted(request, request.fresh[-8:])
+        (output,) = harness.step([(request, 1)])
+        poison(harness, request, set(range(300 // BLOCK - 3, 12)))
+        (output,) = harness.step([(request, 1)])
+        outputs.append(is_kept(harness, request, output, kept))
+        assert output.isfinite().all()
+    assert outputs == [False, True]
+
+
+def test_a_resumed_request_keeps_the_same_tokens(model):
+    harness = harness_of(model, "dense", SNAPKV)
+    request = harness.request(300)
+    generator = torch.Generator().manual_seed(7)
+    data = tuple(torch.randn(330, *of, generator=generator).bfloat16() for of in ((8, 64), (2, 64), (2, 64)))
+
+    def step(begin: int, end: int) -> torch.Tensor:
+        return harness.step([(request, end - begin)], {0: tuple(part[begin:end] for part in data)})[0]
+
+    step(0, 300)
+    kept = voted(request, request.fresh[-8:])
+    for position in range(300, 320):
+        assert is_kept(harness, request, step(position, position + 1), kept)
+    harness.release(request)
+    harness.free = harness.free[::-1]
+    step(0, 200)
+    # The chunk that ends the prompt goes on into the output, and reads everything.
+    crossing = step(200, 310)
+    assert (crossing[-1].double() - harness.dense(request)).abs().max() < DENSE_TOLERANCE
+    output = step(310, 320)
+    assert all(is_kept(harness, request, output, kept, token) for token in (0, 5, 9))
+    poison(harness, request, set(range(300 // BLOCK - 3, 12)))
+    for position in range(320, 330):
+        assert is_kept(harness, request, step(position, position + 1), kept)
+
+
+def test_a_prompt_that_keeps_everything_is_served_as_without_the_section(model):
+    outputs = []
+    for compaction in (None, SNAPKV | {"budget_tokens": 320}, SNAPKV | {"min_context_tokens": 301}):
+        harness = harness_of(model, "unique", compaction, selection={"policy": "unique", "budget_tokens": 64})
+        request = harness.request(300)
+        outputs.append(torch.cat([harness.step([(request, new)])[0] for new in (200, 100, *[1] * 30)]))
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+def test_what_is_known_of_requests_that_are_gone_is_forgotten(model):
+    harness = harness_of(model, "dense", SNAPKV)
+    other = harness.request(200)
+    for _ in range(4):
+        request = harness.request(200)
+        harness.step([(request, 150), (other, 10)])
+        harness.step([(other, 10)])  # a request may be in no step for a while
+        assert list(harness.builder.compaction._requests) == [other.name, request.name]
+        harness.release(request)
+    harness.step([(other, 10)])
+    assert list(harness.builder.compaction._requests) == [other.name]
+
+
+def test_an_engine_gives_every_block_back_and_serves_short_prompts_as_vllm_does():
+    def prompts(count: int, length: int) -> list[list[int]]:
+        return [[(number * 7919 + word) % 480 + 10 for number in range(length)] for word in range(count)]
+
+    short, crowd = prompts(3, 250), prompts(10, 600)
+    arguments = {"max_model_len": 1152, "max_num_batched_tokens": 1024, "block_size": 128, "max_num_seqs": 10}
+    arguments["gpu_memory_utilization"] = 0.1
+    with run_engine("dense", {}, **arguments) as engine:
+        expected = engine.answer(short, max_tokens=24, ignore_eos=True)
+        assert engine.metric("vllm_sparse_blocks_freed_sum") == 0
+    for backend, keep in (("snapkv", 256), ("pyramidkv", 512)):
+        settings = {"compaction": {"budget_tokens": keep, "window_tokens": 32, "min_context_tokens": 300}}
+        # A pyramid has four block tables, each for two of the eight layers, so that its blocks are a quarter.
+        blocks = 25 if backend == "snapkv" else 100
+        with run_engine(backend, settings, num_gpu_blocks_override=blocks, **arguments) as engine:
+            assert engine.answer(short, max_tokens=24, ignore_eos=True) == expected
+            # Ten requests of up to six blocks are too many for the pool: some are preempted and resumed.
+            answers = engine.answer(crowd, max_tokens=300, ignore_eos=True)
+            assert [len(tokens) for tokens in answers] == [300] * len(crowd)
+            freed, requests = (engine.metric(f"vllm_sparse_blocks_freed_{part}") for part in ("sum", "count"))
+            assert freed >= requests >= len(crowd)
+            assert engine.metric("vllm:num_preemptions_total") > 0
+            assert engine.metric("vllm:kv_cache_usage_perc") == 0
+            assert engine.answer(short, max_tokens=24, ignore_eos=True) == expected

@@ -1,0 +1,127 @@
+"""The compaction of a prompt against SnapKV in loops, for every packing of a cache."""
+
+import pytest
+import torch
+from sparse_kernels.batch import Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks, compact_prompt
+from sparse_kernels.compaction.api import choose_tokens
+from sparse_kernels.page_statistics import update_page_statistics
+from support.paged import make_batch
+from support.snapkv import kept_tokens
+
+BLOCK = 32
+RULE = CompactionRule(window_tokens=8, pool_tokens=5, sink_tokens=4)
+
+
+def prompt_of(length: int, group: int = 2, seed: int = 0) -> tuple:
+    """A prompt's cache, its queries, and the batch of the tests it came from."""
+    paged = make_batch([length, 70], 2, 16, BLOCK, seed=seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    query = (1.5 * torch.randn(length, 2 * group, 16, generator=generator)).bfloat16()
+    return paged, query
+
+
+@pytest.mark.parametrize("length", [320, 321, 335, 351])
+@pytest.mark.parametrize("keep_blocks", [1, 3, 9])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_kept_tokens_are_those_of_the_paper_and_lie_in_the_last_full_blocks(length, keep_blocks, softcap):
+    paged, query = prompt_of(length)
+    softmax, first = Softmax(0.25, softcap), length // BLOCK - keep_blocks
+    window = ObservationWindow(query[-8:], length - 8)
+    # Unused memory holds NaNs, so bits are compared.
+    before = [tensor.view.view(torch.int16).clone() for tensor in (paged.cache.keys, paged.cache.values)]
+    kept = compact_prompt(window, PromptBlocks(paged.block_table[0], length, first), paged.cache, softmax, RULE)
+    expected = kept_tokens(query[-8:], paged.keys[0], keep_blocks * BLOCK + length % BLOCK, softmax, RULE, BLOCK)
+    tail = set(range(length - length % BLOCK, length))
+    assert [set(of_head.tolist()) | tail for of_head in kept] == expected
+    assert torch.equal(kept, kept.sort().values)
+    blocks = paged.block_table[0][first : length // BLOCK]
+    page = torch.arange(BLOCK // paged.cache.page_size)
+    for tensor, tokens in ((paged.cache.keys, paged.keys[0]), (paged.cache.values, paged.values[0])):
+        for head in range(2):
+            moved = tensor.gather(blocks[:, None], torch.tensor(head), page).flatten(0, 2)
+            assert torch.equal(moved, tokens[kept[head], head])
+    # All else is as it was: the other request, the blocks before and the tail.
+    others = torch.ones(len(before[0]), dtype=torch.bool)
+    others[blocks] = False
+    for tensor, was in zip((paged.cache.keys, paged.cache.values), before, strict=True):
+        assert torch.equal(tensor.view.view(torch.int16)[others], was[others])
+
+
+def test_statistics_are_those_of_the_moved_keys():
+    paged, query = prompt_of(350)
+    prompt = PromptBlocks(paged.block_table[0], 350, 6)
+    compact_prompt(ObservationWindow(query[-8:], 342), prompt, paged.cache, Softmax(0.25), RULE)
+    written = [part.clone() for part in paged.cache.statistics.parts]
+    blocks = paged.block_table[0][6:10]
+    pages = torch.arange(BLOCK // paged.cache.page_size)
+    update_page_statistics(
+        paged.cache.keys, paged.cache.statistics, blocks.repeat_interleave(len(pages)), pages.repeat(len(blocks))
+    )
+    for part, was in zip(paged.cache.statistics.parts, written, strict=True):
+        assert torch.equal(part[blocks], was[blocks])
+
+
+def test_equal_votes_keep_the_lowest_tokens_and_sinks_and_window_always():
+    votes = torch.zeros(1, 100)
+    kept = choose_tokens(votes, num_tokens=100, candidates=96, before=64, rule=RULE)
+    # 4 sinks and 4 of the window are among the candidates; the other 24 have equal votes.
+    assert kept.tolist() == [[*range(28), 92, 93, 94, 95]]
+    votes[0, 50] = 1.0
+    kept = choose_tokens(votes, num_tokens=100, candidates=96, before=64, rule=RULE)
+    assert kept.tolist() == [[*range(23), *range(48, 53), 92, 93, 94, 95]]
+
+
+def test_a_window_of_nobody_keeps_the_first_tokens_and_its_own():
+    paged, query = prompt_of(320)
+    window = ObservationWindow(query[:0], 0)
+    kept = compact_prompt(window, PromptBlocks(paged.block_table[0], 320, 9), paged.cache, Softmax(0.25), RULE)
+    assert kept.tolist() == [[*range(24), *range(312, 320)]] * 2
+
+
+def test_a_window_that_ends_before_the_prompt_votes_for_what_it_sees():
+    paged, query = prompt_of(330)
+    softmax = Softmax(0.25)
+    kept = compact_prompt(
+        ObservationWindow(query[315:323], 315), PromptBlocks(paged.block_table[0], 330, 7), paged.cache, softmax, RULE
+    )
+    expected = kept_tokens(query[315:323], paged.keys[0], 3 * BLOCK + 10, softmax, RULE, BLOCK, last_query=322)
+    assert [set(of_head.tolist()) | set(range(320, 330)) for of_head in kept] == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16])
+def test_bytes_move_as_they_are(dtype):
+    paged, query = prompt_of(320)
+    every = torch.arange(len(paged.cache.keys.view))[:, None, None], torch.arange(2)[:, None], torch.arange(4)
+    halves = [tensor.gather(*every).flatten(2, 3) for tensor in (paged.cache.keys, paged.cache.values)]
+    rows = torch.cat(halves, dim=-1).nan_to_num().clamp(-9, 9).to(dtype)
+    scales = (torch.tensor(0.5), torch.tensor(2.0)) if dtype.itemsize == 1 else (None, None)
+    cache = KVCache.from_rows(rows.clone(), 8, None, *scales)
+    kept = compact_prompt(
+        ObservationWindow(query[-8:].to(torch.bfloat16), 312), PromptBlocks(paged.block_table[0], 320, 7), cache,
+        Softmax(0.25), RULE,
+    )  # fmt: skip
+    table = paged.block_table[0]
+    for head in range(2):
+        source = rows[table[kept[head] // BLOCK], head, kept[head] % BLOCK].float()
+        moved = torch.cat(
+            [tensor.gather(table[7:10, None], torch.tensor(head), torch.arange(4)).flatten(0, 2).float()
+             for tensor in (cache.keys, cache.values)], dim=-1,
+        )  # fmt: skip
+        assert torch.equal(moved, source)
+
+
+def test_bad_arguments_are_refused():
+    paged, query = prompt_of(320)
+    window = ObservationWindow(query[-8:], 312)
+    for first in (0, 10, 11):
+        with pytest.raises(ValueError, match=f"first_block: got {first}, allowed: 1 to 9"):
+            compact_prompt(window, PromptBlocks(paged.block_table[0], 320, first), paged.cache, Softmax(1.0), RULE)
+    prompt = PromptBlocks(paged.block_table[0], 320, 5)
+    with pytest.raises(ValueError, match="sink_logits: got some"):
+        compact_prompt(window, prompt, paged.cache, Softmax(1.0, 0.0, torch.zeros(4)), RULE)
+    with pytest.raises(ValueError, match="pool_tokens: got 4"):
+        compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(pool_tokens=4))
+    with pytest.raises(ValueError, match="window_tokens: got -1"):
+        compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(window_tokens=-1))

@@ -1,0 +1,63 @@
+"""SnapKV as the paper and its code state it (arXiv 2404.14469), in loops and float64."""
+
+import torch
+from sparse_kernels.batch import Softmax
+from sparse_kernels.compaction import CompactionRule
+
+
+def votes_of(query: torch.Tensor, key: torch.Tensor, last_query: int, softmax: Softmax) -> list[float]:
+    """Attention of the query heads of one KV head on each token, summed over heads and queries.
+
+    Args:
+        query: `[num_queries, group_size, head_size]`, consecutive tokens up to `last_query`.
+        key: `[prompt, head_size]`.
+        last_query: position of the last query.
+        softmax: how logits become weights.
+    """
+    votes = torch.zeros(len(key), dtype=torch.float64)
+    for index in range(len(query)):
+        position = last_query - len(query) + 1 + index
+        for head in range(query.shape[1]):
+            logits = key[: position + 1].double() @ query[index, head].double() * softmax.scale
+            if softmax.softcap:
+                logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
+            votes[: position + 1] += logits.softmax(dim=0)
+    return votes.tolist()
+
+
+def kept_tokens(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    count: int,
+    softmax: Softmax,
+    rule: CompactionRule,
+    block_size: int,
+    last_query: int | None = None,
+) -> list[set[int]]:
+    """Tokens of a prompt that each KV head keeps.
+
+    Args:
+        query: `[num_queries, num_query_heads, head_size]`, the observation window.
+        key: `[prompt, num_kv_heads, head_size]`.
+        count: how many tokens are kept, those of the incomplete last block included.
+        softmax: how logits become weights.
+        rule: window, pooling and sinks.
+        block_size: tokens of a block; those of the incomplete last one are kept whatever their votes.
+        last_query: position of the last query, unless it is the prompt's last token.
+    """
+    prompt, num_kv_heads = key.shape[:2]
+    group, kept = query.shape[1] // num_kv_heads, []
+    for head in range(num_kv_heads):
+        votes = votes_of(
+            query[:, head * group : (head + 1) * group],
+            key[:, head],
+            prompt - 1 if last_query is None else last_query,
+            softmax,
+        )
+        before = prompt - rule.window_tokens
+        reach = rule.pool_tokens // 2
+        pooled = [max(votes[max(0, token - reach) : min(before, token + reach + 1)]) for token in range(before)]
+        always = {*range(rule.sink_tokens), *range(before, prompt), *range(prompt // block_size * block_size, prompt)}
+        others = sorted(set(range(before)) - always, key=lambda token: (-pooled[token], token))
+        kept.append(always | set(others[: count - len(always)]))
+    return kept

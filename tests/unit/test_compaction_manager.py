@@ -1,0 +1,294 @@
+"""Blocks come back, and those that are written again are nobody else's: vLLM's own manager of the cache, without a
+model."""
+
+import random
+from collections import Counter
+
+import pytest
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+
+from vllm_sparse_plugin.compaction.manager import CompactSpec, capacity, compacted, spread
+from vllm_sparse_plugin.config import Retention
+from vllm_sparse_plugin.config.retention import Pyramid
+from vllm_sparse_plugin.diagnostics import live
+
+BLOCK = 16
+MOVING = Retention(False, 40, None, 4, 0)
+SLIDING = Retention(True, 40, None, 4, 0)
+FALLING = Retention(False, None, 0.2, 4, 100, pyramid=Pyramid(20.0, 2))
+"""Layers share a fifth of each prompt unequally: two groups of two layers."""
+SPEC = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.bfloat16)
+WORDS = [(number * 7919) % 5000 for number in range(4000)]
+
+
+@pytest.fixture(autouse=True)
+def freed(monkeypatch):
+    """What the metrics are told."""
+    told = Counter()
+
+    def count(freed: int, held: int, is_first: bool) -> None:
+        told.update(freed=freed, requests=is_first)
+
+    monkeypatch.setattr("vllm_sparse_plugin.compaction.manager.count_freed_blocks", count)
+    return told
+
+
+class Pool:
+    """vLLM's manager of a cache, and requests that a scheduler would have."""
+
+    def __init__(self, retention: Retention, num_blocks: int = 400, caching: bool = True) -> None:
+        init_none_hash(sha256)
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        specs = spread({f"layer {index}": compacted(SPEC, retention) for index in range(4)})
+        # Layers that keep the same are a group, as vLLM makes them.
+        groups = {spec: [name for name, other in specs.items() if other == spec] for spec in specs.values()}
+        assert all(isinstance(spec, CompactSpec) for spec in groups)
+        self.retention = retention
+        config = KVCacheConfig(
+            num_blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(of, spec) for spec, of in groups.items()]
+        )
+        self.retentions = [spec.retention for spec in groups]
+        self.manager = KVCacheManager(
+            config, max_model_len=4096, scheduler_block_size=BLOCK, hash_block_size=BLOCK, enable_caching=caching
+        )
+        self.all = self.free
+
+    @property
+    def free(self) -> int:
+        return self.manager.block_pool.get_num_free_blocks()
+
+    def request(self, name: str, tokens: list[int]) -> Request:
+        sampling = SamplingParams(max_tokens=2000)
+        return Request(
+            request_id=name,
+            prompt_token_ids=tokens,
+            sampling_params=sampling,
+            pooling_params=None,
+            block_hasher=self.hasher,
+        )
+
+    def table(self, request: Request, group: int = 0) -> list[int]:
+        return self.manager.get_block_ids(request.request_id)[group]
+
+    def tables(self, request: Request) -> set[int]:
+        return set().union(*self.manager.get_block_ids(request.request_id))
+
+    def admit(self, request: Request) -> int | None:
+        """Finds a hit, and returns its tokens; None if there is no room for the rest."""
+        blocks, hit, _ = self.manager.get_computed_blocks(request)
+        if self.manager.allocate_slots(request, min(32, request.num_tokens - hit), hit, blocks) is None:
+            return None
+        request.num_computed_tokens = min(hit + 32, request.num_tokens)
+        return hit
+
+    def step(self, request: Request, chunk: int = 32) -> bool:
+        """Computes tokens of a request as a step does, and appends an output at the end."""
+        if request.num_computed_tokens == request.num_tokens:
+            request.append_output_token_ids(11)
+        new = min(chunk, request.num_tokens - request.num_computed_tokens)
+        if self.manager.allocate_slots(request, new) is None:
+            return False
+        request.num_computed_tokens += new
+        return True
+
+    def run(self, request: Request, outputs: int) -> int:
+        hit = self.admit(request)
+        assert hit is not None
+        while request.num_output_tokens < outputs or request.num_computed_tokens < request.num_tokens:
+            assert self.step(request)
+        return hit
+
+    def preempt(self, request: Request) -> None:
+        self.manager.free(request)
+        request.num_computed_tokens = 0
+
+    def own(self, request: Request) -> set[int]:
+        """Blocks of a request that kept tokens are written to."""
+        prompt, own = request.num_prompt_tokens, set()
+        for group, retention in enumerate(self.retentions):
+            if retention.moves(prompt, BLOCK):
+                first = len(retention.left_out(prompt, prompt + 1, BLOCK))
+                own |= set(self.table(request, group)[first : prompt // BLOCK])
+        return own
+
+
+def test_blocks_come_back_at_the_second_decode_step_and_positions_stay(freed):
+    pool = Pool(MOVING)
+    request = pool.request("a", WORDS[:500])
+    pool.run(request, 0)
+    table = pool.table(request)
+    assert pool.free == pool.all - 32
+    pool.step(request)
+    assert pool.table(request) == table  # the step that moves what is kept still reads the others
+    pool.step(request)
+    # 40 tokens are 3 blocks, before the block that holds the prompt's last 4 tokens.
+    assert pool.table(request) == [0] * 28 + table[28:]
+    assert pool.free == pool.all - 4
+    assert freed == {"freed": 28, "requests": 1}
+    pool.manager.free(request)
+    assert pool.free == pool.all
+
+
+def test_a_window_moves_on(freed):
+    pool = Pool(SLIDING)
+    request = pool.request("a", WORDS[:500])
+    pool.run(request, 0)
+    for _ in range(300):
+        pool.step(request)
+        kept = [index for index, block in enumerate(pool.table(request)) if block]
+        assert len(kept) <= 1 + -(-36 // BLOCK) + 2
+        assert kept[0] == 0
+        assert kept[1:] == list(range(kept[1], len(pool.table(request))))
+        # No block that this step reads is gone.
+        unread = pool.retention.left_out(500, request.num_computed_tokens, BLOCK)
+        assert set(kept) >= set(range(len(pool.table(request)))) - set(unread)
+    pool.manager.free(request)
+    assert pool.free == pool.all
+    assert freed["requests"] == 1
+
+
+def test_steps_in_flight_keep_what_they_read():
+    pool = Pool(MOVING)
+    request = pool.request("a", WORDS[:500])
+    pool.run(request, 0)
+    table = pool.table(request)
+    request.append_output_token_ids([11, 11, 11])
+    held = []
+    for _ in range(3):
+        request.num_in_flight_tokens = 1
+        pool.step(request, 1)
+        held.append(sum(block > 0 for block in pool.table(request)))
+    assert held == [len(table), len(table), 4]
+
+
+def test_a_shared_prompt_is_computed_once_but_for_what_is_written_again():
+    pool = Pool(MOVING)
+    first = pool.request("a", WORDS[:500])
+    assert pool.run(first, 3) == 0
+    again, longer, shorter = (pool.request(str(length), WORDS[:length]) for length in (500, 800, 300))
+    assert [pool.run(request, 3) for request in (again, longer, shorter)] == [448, 448, 240]
+    requests = [first, again, longer, shorter]
+    for one in requests:
+        for other in requests:
+            assert one is other or not pool.own(one) & pool.tables(other)
+    for request in requests:
+        pool.manager.free(request)
+    assert pool.free == pool.all
+
+
+def test_a_resumed_request_does_not_hit_what_a_longer_prompt_left_where_it_will_write():
+    """The longer one's blocks from 448 on are hashed, and 500 tokens with 200 outputs would hit 496 of them."""
+    pool = Pool(MOVING)
+    resumed = pool.request("a", WORDS[:500])
+    pool.run(resumed, 200)
+    longer = pool.request("b", WORDS[:900])
+    pool.run(longer, 3)
+    pool.preempt(resumed)
+    before = pool.tables(longer)
+    pool.run(resumed, 201)
+    own = pool.own(resumed)
+    assert len(own) == 3
+    assert not own & before
+
+
+def test_a_prefill_that_goes_on_into_the_output_frees_nothing_before_its_tokens_have_moved():
+    pool = Pool(MOVING)
+    request = pool.request("a", WORDS[:500])
+    pool.run(request, 60)
+    pool.preempt(request)
+    pool.admit(request)
+    while request.num_computed_tokens < 500:
+        pool.step(request, 120)
+    assert request.num_computed_tokens > 501
+    table = pool.table(request)
+    pool.step(request, 1)
+    assert pool.table(request)[:32] == table[:32]
+    pool.step(request, 1)
+    assert pool.table(request)[:28] == [0] * 28
+
+
+def test_classes_of_layers_free_what_each_leaves_out_and_hit_what_all_have():
+    pool = Pool(FALLING)
+    first, again = (pool.request(name, WORDS[:500]) for name in "ab")
+    pool.run(first, 3)
+    # 4 tokens, and 1.63 times and 0.37 times the other 96 of the budget of 100: 161 and 40 tokens.
+    assert [retention.budget(500) for retention in pool.retentions] == [161, 40]
+    assert [pool.table(first, group)[:31].count(0) for group in (0, 1)] == [31 - 11, 31 - 3]
+    assert pool.run(again, 3) == (31 - 11) * BLOCK
+    assert not pool.own(again) & pool.tables(first)
+    for request in (first, again):
+        pool.manager.free(request)
+    assert pool.free == pool.all
+
+
+def test_a_prompt_that_keeps_everything_is_vllms_own():
+    everything = Retention(False, None, 1.0, 4, 0)
+    for retention in (everything, Retention(False, 40, None, 4, 4096)):
+        pool = Pool(retention)
+        first, again = (pool.request(name, WORDS[:500]) for name in "ab")
+        assert pool.run(first, 40) == 0
+        assert pool.run(again, 40) == 496
+        assert 0 not in pool.table(first) + pool.table(again)
+
+
+@pytest.mark.parametrize("retention", [MOVING, SLIDING, FALLING])
+@pytest.mark.parametrize("caching", [True, False])
+def test_a_storm_of_requests_leaks_nothing_and_writes_into_nothing_shared(retention, caching):
+    """Requests come, share prefixes, are preempted and aborted; 1,700 of them in each of six storms."""
+    pool, draw = Pool(retention, 120, caching), random.Random(repr(retention))
+    running: list[Request] = []
+    written: dict[int, int] = {}
+    arrivals = 0
+    while arrivals < 1700 or running:
+        if arrivals < 1700 and len(running) < 12:
+            start = draw.choice((0, 0, 0, 500, 1000))
+            request = pool.request(str(arrivals), WORDS[start : start + draw.randrange(1, 400)])
+            arrivals += 1
+            if pool.admit(request) is not None:
+                running.append(request)
+        for request in draw.sample(running, min(6, len(running))):
+            fate = draw.random()
+            if fate < 0.15 or request.num_output_tokens > 60:
+                pool.manager.free(request)
+                running.remove(request)
+            elif fate < 0.2 or not pool.step(request, draw.choice((1, 16, 50))):
+                pool.preempt(request)
+                if pool.admit(request) is None:
+                    running.remove(request)
+            if request in running and request.num_computed_tokens > request.num_prompt_tokens:
+                written |= dict.fromkeys(pool.own(request), 1)
+                others = [pool.tables(other) for other in running if other is not request]
+                assert not any(pool.own(request) & other for other in others)
+    assert pool.free == pool.all
+    assert bool(written) == (not retention.slides)
+
+
+def test_the_log_says_how_many_requests_fit():
+    spec = spread({f"layer {index}": compacted(SPEC, FALLING) for index in range(4)})["layer 0"]
+    sentence = capacity(spec, 600)
+    # A prompt of 2,048 tokens is 129 blocks by each of two tables, and keeps a fifth of them: 82 on average.
+    assert sentence.startswith(
+        "requests that fit the KV cache at once, by their prompts: 2,048 tokens: 7 (dense 2), 8,192"
+    )
+    assert "2,048 tokens: 11 (dense 1), 8,192 tokens: 0 (dense 0)" in capacity(compacted(SPEC, MOVING), 129 + 4 * 10)
+
+
+def test_metrics_count_what_comes_back(monkeypatch):
+    added = Counter()
+    monkeypatch.setattr(
+        live, "_add", lambda metric, suffix, labels, text, amount: added.update({metric + suffix: amount})
+    )
+    live.count_freed_blocks(28, 32, is_first=True)
+    live.count_freed_blocks(1, 33, is_first=False)
+    assert added == {
+        "vllm_sparse_blocks_freed_sum": 29,
+        "vllm_sparse_blocks_freed_count": 1,
+        "vllm_sparse_kept_share_sum": 4,
+        "vllm_sparse_kept_share_count": 32,
+    }

@@ -1,0 +1,85 @@
+"""What is kept follows from lengths alone."""
+
+from dataclasses import replace
+
+import pytest
+
+from vllm_sparse_plugin.config import Retention
+from vllm_sparse_plugin.config.retention import Pyramid
+
+BLOCK = 16
+
+
+def sliding(budget: int = 100, sinks: int = 4, least: int = 0) -> Retention:
+    return Retention(True, budget, None, sinks, least)
+
+
+def moving(budget: int | None = 100, ratio: float | None = None, least: int = 0, share: float = 1.0) -> Retention:
+    return Retention(False, budget, ratio, 4, least, share=share)
+
+
+def test_a_window_keeps_the_sinks_and_the_newest_tokens_in_whole_blocks():
+    retention = sliding()
+    for context in range(1, 1000):
+        left_out = retention.left_out(50, context, BLOCK)
+        kept = {token for token in range(context) if token // BLOCK not in left_out}
+        assert kept >= {*range(min(4, context)), *range(max(0, context - 96), context)}
+        assert len(kept) < 4 + 96 + 2 * BLOCK
+        # Whoever began to leave something out goes on.
+        assert set(left_out) <= set(retention.left_out(50, context + 1, BLOCK))
+
+
+def test_kept_tokens_of_a_prompt_fit_the_last_full_blocks():
+    retention = moving()
+    for prompt in range(1, 1000):
+        left_out = retention.left_out(prompt, prompt + 1, BLOCK)
+        if prompt // BLOCK <= 7:
+            assert len(left_out) == 0
+            assert not retention.moves(prompt, BLOCK)
+            continue
+        # 100 tokens are 7 blocks of 16.
+        assert left_out == range(prompt // BLOCK - 7)
+        assert retention.moves(prompt, BLOCK)
+        assert retention.shared_tokens(prompt, BLOCK) == 16 * len(left_out)
+        assert left_out == retention.left_out(prompt, prompt + 5000, BLOCK)
+        assert retention.held_blocks(prompt, prompt + 1, BLOCK) == 7 + 1
+
+
+def test_a_ratio_follows_the_prompt_and_a_share_the_layers():
+    assert [moving(None, 0.25).budget(prompt) for prompt in (1, 400, 401)] == [5, 100, 101]
+    assert moving(None, 1.0).left_out(777, 800, BLOCK) == range(0)
+    assert moving(100, share=0.5).budget(1000) == 4 + 48
+
+
+@pytest.mark.parametrize(("layers", "classes", "sizes"), [(32, 4, 8), (8, 4, 2), (6, 4, 2), (7, 4, 7), (1, 4, 1)])
+def test_a_pyramid_falls_to_the_average_over_beta_and_keeps_the_sum(layers, classes, sizes):
+    shares = Pyramid(20.0, classes).shares(layers)
+    assert sum(shares) == pytest.approx(layers)
+    assert shares == sorted(shares, reverse=True)
+    assert [shares.count(share) for share in sorted(set(shares), reverse=True)] == [sizes] * (layers // sizes)
+    if layers > 1:
+        exact = Pyramid(20.0, 64).shares(layers)
+        assert (exact[0], exact[-1]) == (pytest.approx(1.95), pytest.approx(0.05))
+        retentions = replace(moving(204), reserved_tokens=100, pyramid=Pyramid(20.0, 64)).of_layers(layers)
+        assert [retentions[0].budget(1000), retentions[-1].budget(1000)] == [104 + 195, 104 + 5]
+
+
+def test_equal_budgets_are_a_pyramid_of_beta_one():
+    assert Pyramid(1.0, 4).shares(8) == [1.0] * 8
+
+
+def test_short_prompts_keep_everything():
+    assert moving(least=512).left_out(511, 600, BLOCK) == range(0)
+    assert moving(least=512).left_out(512, 600, BLOCK) == range(25)
+    assert moving(least=512).longest_hit(511, BLOCK) == 510
+    assert sliding(least=512).left_out(100, 511, BLOCK) == range(1, 1)
+    assert sliding(least=512).left_out(100, 512, BLOCK) == range(1, 26)
+
+
+@pytest.mark.parametrize("retention", [moving(), moving(None, 0.3), moving(least=300)])
+def test_a_hit_ends_before_the_blocks_that_are_written_again(retention):
+    for prompt in range(1, 1000):
+        hit = retention.longest_hit(prompt, BLOCK) // BLOCK
+        assert hit * BLOCK < prompt
+        if retention.moves(prompt, BLOCK):
+            assert hit <= prompt // BLOCK - retention.kept_blocks(prompt, BLOCK)

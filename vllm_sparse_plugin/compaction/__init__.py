@@ -1,0 +1,1 @@
+"""The KV cache gives blocks back once a prompt has been computed."""

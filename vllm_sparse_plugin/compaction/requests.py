@@ -1,0 +1,81 @@
+"""Finds out which request each row of a batch belongs to, and how long its prompt is.
+
+vLLM's metadata of a step does not say it, but its model runners know, each in its own way.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+from weakref import ref
+
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_sparse_plugin.errors import ConfigurationError
+
+
+class Row(NamedTuple):
+    """A row of a batch."""
+
+    request_id: str
+    prompt_tokens: int
+
+
+class BatchRows:
+    """The requests of the batches of one model runner."""
+
+    def __init__(self, runner: Any) -> None:
+        """Takes a runner of vLLM's, which outlives the layers' metadata builders."""
+        if not hasattr(runner, "req_states") and not hasattr(runner, "input_batch"):
+            raise _unknown(type(runner).__name__)
+        self._runner = ref(runner)
+
+    def of(self, common: CommonAttentionMetadata) -> list[Row | None]:
+        """Returns the rows of a step, in order; None for those that no request has, as in a dummy run. Rows that pad a
+        batch may be left out."""
+        runner = self._runner()
+        if runner is None:
+            return []
+        if hasattr(runner, "req_states"):
+            states, index = runner.req_states, common.req_idx
+            if index is None:
+                return []
+            ids = [states.index_to_req_id.get(int(request)) for request in index]
+            lengths = states.prompt_len.np[index].tolist()
+        else:
+            batch = runner.input_batch
+            ids = list(batch.req_ids[: batch.num_reqs])
+            lengths = batch.num_prompt_tokens[: batch.num_reqs].tolist()
+        return [None if name is None else Row(name, length) for name, length in zip(ids, lengths, strict=True)]
+
+    def knows(self, request_id: str) -> bool:
+        """Returns whether the runner still has a request, though it may be in no step."""
+        runner = self._runner()
+        if runner is None:
+            return False
+        if hasattr(runner, "req_states"):
+            return request_id in runner.req_states.req_id_to_index
+        return request_id in runner.requests
+
+
+_current: list[BatchRows] = []
+
+
+def attach(runner: Any) -> None:
+    """Remembers the model runner that is about to build its layers' metadata builders."""
+    _current[:] = [BatchRows(runner)]
+
+
+def current() -> BatchRows:
+    """Returns the rows of the model runner that builds the layers' metadata builders now.
+
+    Raises:
+        ConfigurationError: if none has been seen.
+    """
+    if not _current:
+        raise _unknown("an unknown one")
+    return _current[0]
+
+
+def _unknown(runner: str) -> ConfigurationError:
+    allowed = "those of vLLM 0.32 and 0.33"
+    return ConfigurationError(f"vLLM's model runner: got {runner}, allowed with compaction: {allowed}")

@@ -1,0 +1,170 @@
+"""Condenses the block tables of a step to what requests keep, in the worker.
+
+Attention then sees shorter contexts in fewer blocks, and nothing of vLLM's or ours that attends needs to know. The
+positions of tokens, and so their slots, stay what they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_sparse_plugin.compaction.requests import BatchRows
+from vllm_sparse_plugin.config import Retention
+
+
+@dataclass
+class _Request:
+    """What is known of a request since it began to be computed, or began anew after a preemption."""
+
+    prompt_tokens: int
+    computed: int = 0
+    """Tokens that had been computed before its latest step."""
+    is_whole: bool = False
+    """Whether tokens of the prompt are still to be moved."""
+    windows: dict[str, ObservationWindow] = field(default_factory=dict)
+    """The newest queries of the prompt so far, by layer, while it is whole."""
+
+
+class Observed(NamedTuple):
+    """Query tokens of a step that may be the newest of a prompt."""
+
+    request: _Request
+    tokens: slice
+    """Where they are in the batch."""
+    first_position: int
+    """Position of the first of them."""
+    most: int
+    """Queries of a window."""
+
+    def keep(self, layer: str, query: torch.Tensor) -> None:
+        """Keeps their queries for the vote, and those before them as far as they are of the same window.
+
+        Args:
+            layer: whose they are.
+            query: `[num_tokens, num_query_heads, head_size]` of the whole step.
+        """
+        new, first = query[self.tokens], self.first_position
+        before = self.request.windows.get(layer)
+        # Tokens of a replayed graph are not observed: a window is what follows on from each other.
+        if before is not None and before.first_position + len(before.query) == first:
+            new, first = torch.cat([before.query, new]), before.first_position
+        dropped = max(0, len(new) - self.most)
+        self.request.windows[layer] = ObservationWindow(new[dropped:].clone(), first + dropped)
+
+
+class StepCompaction:
+    """The compaction of the layers that share a metadata builder.
+
+    What it makes lies in buffers that stay where they are, so a CUDA graph may read them.
+    """
+
+    def __init__(
+        self,
+        retention: Retention,
+        rule: CompactionRule | None,
+        layers: Mapping[str, Any],
+        block_size: int,
+        max_requests: int,
+        rows: BatchRows,
+        device: torch.device,
+    ) -> None:
+        self.retention = retention
+        self.rule = rule
+        self.layers = layers
+        self.observed: list[Observed] = []
+        """Query tokens of the latest step whose queries layers are to keep."""
+        self.block_size = block_size
+        self.rows = rows
+        self.sinks = retention.sink_blocks(block_size)
+        self._requests: dict[str, _Request] = {}
+        self._table = torch.zeros(max_requests, 0, dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(max_requests, dtype=torch.int32, device=device)
+
+    def condense(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
+        """Returns the step as attention is to see it.
+
+        Rows of requests that are still within their prompt stay as they are.
+        """
+        bound = common.seq_lens_cpu_upper_bound
+        # Exact without speculation, which is refused.
+        lengths = common.seq_lens.cpu() if bound is None else bound
+        starts = common.query_start_loc_cpu
+        query_lens = (starts[1:] - starts[:-1]).tolist()
+        left_out = self._left_out(common, lengths.tolist(), query_lens)
+        columns = torch.tensor(left_out, dtype=torch.int32)
+        shorter = lengths[: common.num_reqs] - columns * self.block_size
+        table, seq_lens = self._write(common, columns)
+        return common.replace(
+            block_table_tensor=table,
+            seq_lens=seq_lens,
+            seq_lens_cpu_upper_bound=None if bound is None else shorter,
+            max_seq_len=int(shorter.max()) if any(left_out) else common.max_seq_len,
+        )
+
+    def _left_out(self, common: CommonAttentionMetadata, lengths: list[int], query_lens: list[int]) -> list[int]:
+        """Returns how many blocks each row does not read."""
+        left_out = [0] * common.num_reqs
+        self.observed = []
+        rows = self.rows.of(common)[: common.num_reqs]
+        for index, row in enumerate(rows):
+            if row is None or not query_lens[index]:
+                continue
+            computed = lengths[index] - query_lens[index]
+            request = self._requests.get(row.request_id)
+            if request is None or computed <= request.computed:
+                request = self._requests[row.request_id] = _Request(row.prompt_tokens)
+            request.computed = computed
+            if computed < request.prompt_tokens:
+                self._observe(request, int(common.query_start_loc_cpu[index]), query_lens[index])
+                continue
+            left = self.retention.left_out(request.prompt_tokens, computed + 1, self.block_size)
+            left_out[index] = len(left)
+            if request.is_whole:
+                self._move(request, PromptBlocks(common.block_table_tensor[index], request.prompt_tokens, left.stop))
+        if len(self._requests) > len(rows):
+            # Windows of a request that is gone would take memory.
+            self._requests = {name: request for name, request in self._requests.items() if self.rows.knows(name)}
+        return left_out
+
+    def _observe(self, request: _Request, first_token: int, query_len: int) -> None:
+        """Notes a chunk of a prompt whose tokens are to be moved at its end."""
+        if self.rule is None or not self.retention.moves(request.prompt_tokens, self.block_size):
+            return
+        request.is_whole = True
+        in_prompt = min(query_len, request.prompt_tokens - request.computed)
+        newest = min(in_prompt, self.rule.window_tokens)
+        tokens = slice(first_token + in_prompt - newest, first_token + in_prompt)
+        position = request.computed + in_prompt - newest
+        self.observed.append(Observed(request, tokens, position, self.rule.window_tokens))
+
+    def _move(self, request: _Request, prompt: PromptBlocks) -> None:
+        """Moves what the layers keep, before this step writes anything."""
+        assert self.rule is not None
+        for name, layer in self.layers.items():
+            window = request.windows.get(name)
+            if window is None:
+                nobody = torch.empty(0, layer.num_heads, layer.head_size, device=prompt.block_table.device)
+                window = ObservationWindow(nobody, 0)
+            layer.impl.compact(layer, window, prompt, self.rule)
+        request.windows.clear()
+        request.is_whole = False
+
+    def _write(self, common: CommonAttentionMetadata, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes the condensed tables and lengths to the buffers; returns the rows of the step."""
+        table, num_rows = common.block_table_tensor, common.num_reqs
+        if table.shape[1] != self._table.shape[1] or num_rows > len(self._table):
+            # vLLM's tables have one width, so this happens once, before any graph.
+            self._table = table.new_zeros(max(num_rows, len(self._table)), table.shape[1])
+            self._lengths = self._lengths.new_zeros(len(self._table))
+        skipped = columns.to(table.device, non_blocking=True)
+        column = torch.arange(table.shape[1], device=table.device)
+        source = column + torch.where(column < self.sinks, 0, skipped[:, None])
+        torch.gather(table[:num_rows], 1, source.clamp_(max=table.shape[1] - 1), out=self._table[:num_rows])
+        torch.sub(common.seq_lens[:num_rows], skipped * self.block_size, out=self._lengths[:num_rows])
+        return self._table[:num_rows], self._lengths[:num_rows]

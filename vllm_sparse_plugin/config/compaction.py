@@ -1,0 +1,155 @@
+"""The settings of compaction say what the cache keeps of a prompt once it has been computed, by one of some methods."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from vllm_sparse_plugin.config.retention import Pyramid, Retention
+from vllm_sparse_plugin.policies.base import Section
+
+if TYPE_CHECKING:
+    from sparse_kernels.compaction import CompactionRule
+
+
+class Compaction(Section):
+    """What all methods share."""
+
+    method: Any
+    """Name of the method."""
+    budget_tokens: Annotated[int | None, Field(ge=16, le=1 << 24)] = 1024
+    """Tokens of a prompt that each layer keeps per KV head, rounded up to whole blocks; the prompt's incomplete last
+    block is kept on top. A `budget_ratio` replaces it."""
+    budget_ratio: Annotated[float | None, Field(ge=0.001, le=1.0)] = None
+    """Instead of `budget_tokens`: the same as a share of the prompt; 1 keeps everything."""
+    sink_tokens: Annotated[int, Field(ge=0, le=512)] = 4
+    """First tokens of a context, which are kept always: attention rests on them."""
+    min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
+    """Shortest prompt of which something is given back; with streaming_llm, the shortest context."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ratio_replaces_tokens(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("budget_ratio") is not None and "budget_tokens" not in values:
+            return {**values, "budget_tokens": None}
+        return values
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> Self:
+        if (self.budget_tokens is None) == (self.budget_ratio is None):
+            raise PydanticCustomError(
+                "sentence",
+                "budget_ratio: got {ratio} beside budget_tokens {tokens}, allowed: one of the two",
+                {"ratio": _shown(self.budget_ratio), "tokens": _shown(self.budget_tokens)},
+            )
+        least = self.reserved_tokens + 1
+        if self.budget_tokens is not None and self.budget_tokens < least:
+            raise PydanticCustomError(
+                "sentence",
+                "budget_tokens: got {tokens}, allowed: at least {least}, more than the tokens that are kept always",
+                {"tokens": self.budget_tokens, "least": least},
+            )
+        return self
+
+    @classmethod
+    def name(cls) -> str:
+        """Returns the name of the method, as in `compaction.method`."""
+        return str(cls.model_fields["method"].default)
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Tokens of the budget that are kept whatever the prompt says."""
+        return self.sink_tokens
+
+    def retention(self) -> Retention:
+        """Returns what the layers keep, from lengths alone."""
+        return self._retention(slides=False)
+
+    def _retention(self, slides: bool) -> Retention:
+        return Retention(
+            slides=slides,
+            budget_tokens=self.budget_tokens,
+            budget_ratio=self.budget_ratio,
+            sink_tokens=self.sink_tokens,
+            min_context_tokens=self.min_context_tokens,
+            reserved_tokens=self.reserved_tokens - self.sink_tokens,
+        )
+
+    def rule(self) -> CompactionRule | None:
+        """Returns which tokens of a prompt are kept, as the operation takes it; None where lengths alone say it."""
+        return None
+
+
+class StreamingLLMCompaction(Compaction):
+    """StreamingLLM (arXiv 2309.17453): the first tokens and the newest ones are kept, and the window slides on while a
+    request decodes, so that its memory stays constant."""
+
+    method: Literal["streaming_llm"] = "streaming_llm"
+    """Name of the method."""
+
+    def retention(self) -> Retention:
+        """Returns what the layers keep: a window that slides."""
+        return self._retention(slides=True)
+
+
+class SnapKVCompaction(Compaction):
+    """SnapKV (arXiv 2404.14469): at the end of a prompt its newest tokens vote by their attention, and each KV head
+    keeps the tokens with the largest votes."""
+
+    method: Literal["snapkv"] = "snapkv"
+    """Name of the method."""
+    window_tokens: Annotated[int, Field(ge=1, le=512)] = 32
+    """Newest tokens of the prompt, which vote and are kept."""
+    pool_tokens: Literal[1, 3, 5, 7, 9, 11, 13] = 5
+    """A token counts the largest vote among so many around it, so that what is kept hangs together; 1 for its own."""
+
+    @field_validator("pool_tokens", mode="before")
+    @classmethod
+    def _no_boolean(cls, value: Any) -> Any:
+        if isinstance(value, bool):  # which equals 1
+            raise ValueError
+        return value
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Tokens of the budget that are kept whatever the prompt says: the sinks and the window."""
+        return self.sink_tokens + self.window_tokens
+
+    def rule(self) -> CompactionRule:
+        """Returns which tokens of a prompt are kept, as the operation takes it."""
+        from sparse_kernels.compaction import CompactionRule
+
+        return CompactionRule(
+            window_tokens=self.window_tokens, pool_tokens=self.pool_tokens, sink_tokens=self.sink_tokens
+        )
+
+
+class PyramidKVCompaction(SnapKVCompaction):
+    """PyramidKV (arXiv 2406.02069): SnapKV with budgets that fall from layer to layer and are `budget_tokens` on
+    average, since the first layers attend to more places than the last ones."""
+
+    method: Literal["pyramidkv"] = "pyramidkv"  # type: ignore[assignment]
+    """Name of the method."""
+    window_tokens: Annotated[int, Field(ge=1, le=512)] = 128
+    """Newest tokens of the prompt, which vote and are kept."""
+    beta: Annotated[float, Field(ge=1.0, le=1000.0)] = 20.0
+    """The last layer keeps the average budget divided by this, and the first what makes up for it; 1 for equal
+    budgets. The window and the sinks are kept on top in every layer."""
+    layer_classes: Annotated[int, Field(ge=1, le=16)] = 4
+    """Budgets there are at most: consecutive layers share one, and a block table, if their number divides the
+    model's."""
+
+    def retention(self) -> Retention:
+        """Returns what the layers keep on average, and how they share it."""
+        return replace(self._retention(slides=False), pyramid=Pyramid(self.beta, self.layer_classes))
+
+
+COMPACTIONS: tuple[type[Compaction], ...] = (StreamingLLMCompaction, SnapKVCompaction, PyramidKVCompaction)
+"""Every method of compaction; the schema, the documentation and the tests follow from this table."""
+
+
+def _shown(number: float | None) -> str:
+    return "none" if number is None else f"{number:g}"
