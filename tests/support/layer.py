@@ -3,16 +3,14 @@
 import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from support.paged import dense_attention, garbage
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.worker.utils import customize_attention_spec
 
+from bench.common.layer import BareLayer, LayerBatch
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import Selection
 
@@ -42,11 +40,6 @@ class Request:
     """Queries of the latest step `[new, num_heads, head_size]`."""
 
 
-if torch.cpu._is_amx_tile_supported():
-    # The kernel grants AMX state per process; vLLM asks for it in its workers.
-    torch.cpu._init_amx()
-
-
 class LayerHarness:
     """Runs steps of a batch through a layer exactly as vLLM's model runner does."""
 
@@ -67,7 +60,6 @@ class LayerHarness:
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         config = _vllm_config(model, backend, json.dumps(settings or {}, sort_keys=True), block_size)
-        config.compilation_config.static_forward_context.clear()
         config.cache_config.num_gpu_blocks = num_blocks
         self.num_heads, self.num_kv_heads, self.head_size, self.block_size = (
             num_heads,
@@ -75,27 +67,10 @@ class LayerHarness:
             head_size,
             block_size,
         )
-        name = f"model.layers.{layer_index}.self_attn.attn"
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with set_current_vllm_config(config):
-                self.layer = Attention(
-                    num_heads,
-                    head_size,
-                    head_size**-0.5,
-                    num_kv_heads,
-                    cache_config=config.cache_config,
-                    prefix=name,
-                    **attention,
-                )
-                self.backend = self.layer.get_attn_backend()
-                spec = customize_attention_spec(self.backend, self.layer.get_kv_cache_spec(config))
-                # Sliding-window layers may choose smaller blocks; the tests have one size.
-                self.spec = replace(spec, block_size=block_size)
-                self.builder = self.backend.get_builder_cls()(self.spec, [name], config, torch.device("cpu"))
-        finally:
-            torch.set_default_dtype(previous)
+        heads = num_heads, num_kv_heads, head_size
+        self.bare = BareLayer.build(config, heads, block_size, layer_index, **attention)
+        self.layer, self.spec, self.builder = self.bare.layer, self.bare.spec, self.bare.builder
+        self.backend = self.layer.get_attn_backend()
         if isa is not None:
             self.use_isa(isa)
         rows = self.spec.num_states
@@ -157,28 +132,14 @@ class LayerHarness:
         table = torch.randint(0, len(self.cache), (len(batch), width), dtype=torch.int32, generator=self.generator)
         for index, (request, _) in enumerate(batch):
             table[index, : len(request.blocks)] = torch.tensor(request.blocks, dtype=torch.int32)
-        start = torch.tensor(starts, dtype=torch.int32)
-        seq_lens = torch.tensor(lens, dtype=torch.int32)
-        metadata = self.builder.build(
-            0,
-            CommonAttentionMetadata(
-                query_start_loc=start,
-                query_start_loc_cpu=start,
-                seq_lens=seq_lens,
-                num_reqs=len(batch),
-                num_actual_tokens=starts[-1],
-                max_query_len=max(new for _, new in batch),
-                max_seq_len=max(lens),
-                block_table_tensor=table,
-                slot_mapping=torch.cat(slots),
-                is_prefilling=torch.tensor(prefilling),
-            ),
+        step = LayerBatch(
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(lens, dtype=torch.int32),
+            table,
+            torch.cat(slots),
+            torch.tensor(prefilling),
         )
-        query, key, value = torch.cat(queries), torch.cat(keys), torch.cat(values)
-        output = torch.full_like(query, torch.nan)
-        self.layer.impl.do_kv_cache_update(self.layer, key, value, self.cache, torch.cat(slots))
-        self.layer.impl.forward(self.layer, query, key, value, self.cache, metadata, output)
-        self.metadata = metadata
+        output, self.metadata = self.bare.step(step, self.cache, torch.cat(queries), torch.cat(keys), torch.cat(values))
         return list(output.split([new for _, new in batch]))
 
     def dense(self, request: Request, token: int = -1, dtype: torch.dtype = torch.float64) -> torch.Tensor:
