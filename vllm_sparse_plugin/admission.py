@@ -77,7 +77,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     announce(config, vllm_config.cache_config.cache_dtype)
     if vllm_config.kv_transfer_config:
         vllm_config.kv_transfer_config.kv_connector_module_path = connectors.__name__
-    if config.config.diagnostics.sample_every or config.routing or config.stop_rule or config.prefill:
+    if config.runs_kernels:
         expose()
 
 
