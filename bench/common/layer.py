@@ -32,8 +32,13 @@ class LayerBatch:
     is_prefilling: torch.Tensor
     """`[num_requests]` bool, requests whose prompt was not finished before the step."""
 
+    def to(self, device: torch.device) -> LayerBatch:
+        """Returns the batch on a device."""
+        parts = {name: part.to(device) for name, part in vars(self).items()}
+        return LayerBatch(**parts)
+
     def common(self) -> CommonAttentionMetadata:
-        """Returns the batch as vLLM hands it to metadata builders."""
+        """Returns the batch, on any device, as vLLM hands it to metadata builders."""
         lengths = self.query_start[1:] - self.query_start[:-1]
         return CommonAttentionMetadata(
             query_start_loc=self.query_start,
@@ -58,6 +63,8 @@ class BareLayer:
     spec: AttentionSpec
     builder: Any
     """Makes a step's metadata; it has told the layer what to do."""
+    replays: bool = False
+    """Whether a step is captured as a CUDA graph, and what it gives comes from a replay."""
 
     @classmethod
     def build(
@@ -66,6 +73,7 @@ class BareLayer:
         heads: tuple[int, int, int],
         block_size: int,
         layer_index: int = 0,
+        device: str = "cpu",
         **attention: Any,
     ) -> BareLayer:
         """Makes a layer as the model of an engine does.
@@ -75,6 +83,7 @@ class BareLayer:
             heads: numbers of query heads and of KV heads, and the size of a head.
             block_size: tokens of a cache block.
             layer_index: index of the layer in its model.
+            device: where it runs.
             attention: further arguments of vLLM's `Attention`.
         """
         num_heads, num_kv_heads, head_size = heads
@@ -83,7 +92,7 @@ class BareLayer:
         previous = torch.get_default_dtype()
         torch.set_default_dtype(torch.bfloat16)
         try:
-            with set_current_vllm_config(config):
+            with set_current_vllm_config(config), torch.device(device):
                 layer = Attention(
                     num_heads, head_size, head_size**-0.5, num_kv_heads, cache_config=config.cache_config, prefix=name,
                     **attention,
@@ -92,7 +101,7 @@ class BareLayer:
                 spec = customize_attention_spec(backend, layer.get_kv_cache_spec(config))
                 # Sliding-window layers may choose smaller blocks; here there is one size.
                 spec = replace(spec, block_size=block_size)
-                builder = backend.get_builder_cls()(spec, [name], config, torch.device("cpu"))
+                builder = backend.get_builder_cls()(spec, [name], config, torch.device(device))
         finally:
             torch.set_default_dtype(previous)
         return cls(layer, spec, builder)
@@ -117,8 +126,23 @@ class BareLayer:
         Returns:
             The output, like `query`, NaN where nothing was written, and the step's metadata.
         """
-        metadata = self.builder.build(0, batch.common())
-        output = torch.full_like(query, torch.nan)
-        self.layer.impl.do_kv_cache_update(self.layer, key, value, cache, batch.slots)
-        self.layer.impl.forward(self.layer, query, key, value, cache, metadata, output)
+        device, dtype = cache.device, query.dtype
+        query, key, value = (part.to(device) for part in (query, key, value))
+        metadata = self.builder.build(0, batch.to(device).common())
+        slots = batch.slots.to(device)
+        output = torch.full_like(query, torch.nan, dtype=dtype)
+        if self.layer.query_quant is not None:
+            query = self.layer.query_quant(query.flatten(1), self.layer._q_scale)[0].view(query.shape)
+
+        def attend() -> None:
+            self.layer.impl.do_kv_cache_update(self.layer, key, value, cache, slots)
+            self.layer.impl.forward(self.layer, query, key, value, cache, metadata, output)
+
+        attend()
+        if self.replays:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                attend()
+            output.fill_(torch.nan)
+            graph.replay()
         return output, metadata

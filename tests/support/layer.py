@@ -16,12 +16,13 @@ from vllm_sparse_plugin.policies import Selection
 
 
 @functools.cache
-def _vllm_config(model: str, backend: str, settings: str, block_size: int) -> VllmConfig:
+def _vllm_config(model: str, backend: str, settings: str, block_size: int, kv_cache_dtype: str) -> VllmConfig:
     return EngineArgs(
         model=model,
         attention_backend=backend,
         additional_config={"sparse_attention": json.loads(settings)} if backend.upper() in BACKENDS else {},
         block_size=block_size,
+        kv_cache_dtype=kv_cache_dtype,
         enforce_eager=True,
     ).create_engine_config()
 
@@ -56,10 +57,13 @@ class LayerHarness:
         isa: str | None = None,
         layer_index: int = 0,
         seed: int = 0,
+        device: str = "cpu",
+        kv_cache_dtype: str = "auto",
+        layers_in_block: int = 1,
         **attention: object,
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        config = _vllm_config(model, backend, json.dumps(settings or {}, sort_keys=True), block_size)
+        config = _vllm_config(model, backend, json.dumps(settings or {}, sort_keys=True), block_size, kv_cache_dtype)
         config.cache_config.num_gpu_blocks = num_blocks
         self.num_heads, self.num_kv_heads, self.head_size, self.block_size = (
             num_heads,
@@ -68,14 +72,19 @@ class LayerHarness:
             block_size,
         )
         heads = num_heads, num_kv_heads, head_size
-        self.bare = BareLayer.build(config, heads, block_size, layer_index, **attention)
+        self.bare = BareLayer.build(config, heads, block_size, layer_index, device, **attention)
         self.layer, self.spec, self.builder = self.bare.layer, self.bare.spec, self.bare.builder
         self.backend = self.layer.get_attn_backend()
         if isa is not None:
             self.use_isa(isa)
         rows = self.spec.num_states
         # vLLM's own kernel multiplies what lies beyond the context by zero: it needs finite memory.
-        self.cache = garbage(num_blocks, num_kv_heads, rows, 2 * head_size, generator=self.generator, finite=True)
+        shape = num_blocks, layers_in_block, num_kv_heads, rows, 2 * head_size
+        memory = garbage(*shape, generator=self.generator, finite=True)
+        if self.spec.dtype != memory.dtype:
+            memory = memory.nan_to_num().clamp(-448, 448).to(torch.float8_e4m3fn).view(self.spec.dtype)
+        # Where a block holds several layers, this is the last of them.
+        self.cache = memory.to(device)[:, -1]
         self.free = torch.randperm(num_blocks - 1, generator=self.generator).add(1).tolist()
         self.selection: Selection | None = getattr(getattr(self.builder, "sparse", None), "selector", None)
 
@@ -96,6 +105,16 @@ class LayerHarness:
         self.free = request.blocks + self.free
         request.blocks = []
         request.keys, request.values = request.keys[:0], request.values[:0]
+
+    def fill(self, request: Request, tokens: int) -> None:
+        """Writes the first tokens of a request as earlier steps have, but without their statistics."""
+        request.blocks = [self.free.pop(0) for _ in range(-(-tokens // self.block_size))]
+        shape = tokens, self.num_kv_heads, self.head_size
+        request.keys, request.values = (torch.randn(shape, generator=self.generator).bfloat16() for _ in range(2))
+        position, blocks = torch.arange(tokens), torch.tensor(request.blocks)
+        slots = blocks[position // self.block_size] * self.block_size + position % self.block_size
+        written = (part.to(self.cache.device) for part in (request.keys, request.values))
+        self.layer.impl.do_kv_cache_update(self.layer, *written, self.cache, slots.to(self.cache.device))
 
     def step(self, batch: Sequence[tuple[Request, int]], data: dict[int, tuple] | None = None) -> list[torch.Tensor]:
         """Computes new tokens of each request; returns their outputs `[new, num_heads, head_size]`.
@@ -140,7 +159,7 @@ class LayerHarness:
             torch.tensor(prefilling),
         )
         output, self.metadata = self.bare.step(step, self.cache, torch.cat(queries), torch.cat(keys), torch.cat(values))
-        return list(output.split([new for _, new in batch]))
+        return list(output.cpu().split([new for _, new in batch]))
 
     def dense(self, request: Request, token: int = -1, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """Dense attention of a token of the latest step, `[num_heads, head_size]`."""
