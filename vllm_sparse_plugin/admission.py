@@ -26,7 +26,7 @@ from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
 CPU_KERNEL_BLOCK = 32
 """vLLM's CPU attention packs blocks of a multiple of this many tokens."""
@@ -36,8 +36,12 @@ HYBRIDS = ("jamba", "lfm2", "nemotron_h", "qwen3_5_text", "qwen3_next")
 """Model types with state-space layers beside attention that the tests hold to dense attention, statistics included."""
 LEARNED_SINKS = ("gpt_oss",)
 """Model types whose attention has learned sink logits."""
-SPECULATORS = ("ngram",)
-"""Speculative methods whose drafts need no attention of their own."""
+SPECULATORS = ("ngram", "eagle", "eagle3", "mtp")
+"""Speculative methods that are served everywhere."""
+CPU_SPECULATORS = (*SPECULATORS, "draft_model")
+"""Those that are served on a CPU. On a GPU the statistics of a draft model's pages were not those of its keys."""
+SHARING_DRAFTS = ("gemma4_mtp", "step3p5_mtp")
+"""Model types of drafts that vLLM runs by a proposer of their own, on caches of the model."""
 
 
 def settings_of(vllm_config: VllmConfig) -> Any:
@@ -46,12 +50,26 @@ def settings_of(vllm_config: VllmConfig) -> Any:
     return additional.get(KEY) if isinstance(additional, Mapping) else None
 
 
+def drafts_with_attention(vllm_config: VllmConfig) -> bool:
+    """Returns whether a draft with attention layers of its own speculates."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and speculative.method != "ngram"
+
+
 def block_multiple(vllm_config: VllmConfig, config: ResolvedConfig, kernel_block: int) -> int:
     """Returns the number of tokens that the block size must be a multiple of."""
     itemsize = 1 if vllm_config.cache_config.cache_dtype in EIGHT_BIT_CACHES else 2
-    layout = config.statistics_layout(vllm_config.model_config.get_head_size(), itemsize)
+    layouts = [config.statistics_layout(model.get_head_size(), itemsize) for model in _models(vllm_config)]
     pages = config.selector.page_size if config.selector else 1
-    return math.lcm(kernel_block, pages, layout.unit_tokens if layout else 1)
+    return math.lcm(kernel_block, pages, *(layout.unit_tokens for layout in layouts if layout))
+
+
+def _models(vllm_config: VllmConfig) -> list[ModelConfig]:
+    """Returns the model, and its draft if one with attention speculates."""
+    models = [vllm_config.model_config]
+    if drafts_with_attention(vllm_config) and vllm_config.speculative_config.draft_model_config is not None:
+        models.append(vllm_config.speculative_config.draft_model_config)
+    return models
 
 
 def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
@@ -64,6 +82,9 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     Raises:
         ConfigurationError: names the field, what was given and what is allowed.
     """
+    if vllm_config.model_config is not None and vllm_config.model_config.runner_type == "draft":
+        # vLLM makes a configuration of it to load a draft model; what drafts is checked with the model.
+        return
     name = compat.chosen_backend(vllm_config, backends)
     settings = settings_of(vllm_config)
     if name is None:
@@ -77,6 +98,9 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     announce(config, vllm_config.cache_config.cache_dtype)
     if vllm_config.kv_transfer_config:
         vllm_config.kv_transfer_config.kv_connector_module_path = connectors.__name__
+    if drafts_with_attention(vllm_config) and not vllm_config.use_v2_model_runner:
+        # vLLM's first model runner would choose another backend for the draft, whose blocks have no statistics.
+        vllm_config.speculative_config.attention_backend = compat.backend_member(name)
     if config.runs_kernels:
         expose()
 
@@ -117,7 +141,8 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         dtypes = (torch.bfloat16,) if on_cpu else (torch.bfloat16, torch.float16)
         expect(model.dtype in dtypes, "dtype", _short(model.dtype), choices(tuple(map(_short, dtypes))))
         if on_cuda and config.runs_kernels:
-            _expect_cuda_shapes(expect, vllm_config, config, (capability[0], capability[1]))
+            for each in _models(vllm_config) if config.draft_is_sparse else [model]:
+                _expect_cuda_shapes(expect, each, parallel, config, (capability[0], capability[1]))
         if config.routing is not None:
             _expect_routable(expect, vllm_config, config.routing)
         if not refusals:
@@ -168,18 +193,48 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
     if cache.kv_offloading_size is not None:
         backend = cache.kv_offloading_backend
         expect(backend == "native", "kv_offloading_backend", backend, "native")
-    if speculative := vllm_config.speculative_config:
-        expect(speculative.method in SPECULATORS, "speculative method", speculative.method, choices(SPECULATORS))
+    if vllm_config.speculative_config is not None:
+        _expect_known_drafts(expect, vllm_config, config, CPU_SPECULATORS if on_cpu else SPECULATORS)
+    elif config.draft_is_sparse:
+        expect(False, f"{KEY}.speculation.draft", "sparse", "dense without a draft")
     return refusals
+
+
+def _expect_known_drafts(
+    expect: Callable[[bool, str, Any, str], None],
+    vllm_config: VllmConfig,
+    config: ResolvedConfig,
+    methods: tuple[str, ...],
+) -> None:
+    speculative = vllm_config.speculative_config
+    expect(speculative.method in methods, "speculative method", speculative.method, choices(methods))
+    if not drafts_with_attention(vllm_config):
+        expect(not config.draft_is_sparse, f"{KEY}.speculation.draft", "sparse", "dense without a draft")
+        return
+    draft = speculative.draft_model_config
+    kind = getattr(draft.hf_config, "model_type", None)
+    expect(kind not in SHARING_DRAFTS, "speculative model", f"a draft of type {kind}",
+           "drafts with a cache of their own")  # fmt: skip
+    # Its queries are a batch of their own kind, which nobody has looked at.
+    expect(not speculative.parallel_drafting, "speculative parallel_drafting", "true", "false")
+    backend, attention = speculative.attention_backend, vllm_config.attention_config
+    expect(backend in (None, attention.backend, *attention.backend_per_kind.values()), "speculative attention_backend",
+           "none" if backend is None else backend.name.lower(), "none, which takes that of the model")  # fmt: skip
+    dtype = speculative.kv_cache_dtype
+    expect(dtype is None, "speculative kv_cache_dtype", dtype, "none, which takes that of the model")
+    expect(not draft.use_mla, "speculative model", "a draft with MLA", "drafts with multi-head or grouped attention")
+    selects = config.selector is not None and not config.selector.reads_every_page
+    expect(selects or not config.draft_is_sparse, f"{KEY}.speculation.draft",
+           f"sparse with policy {config.selection.name()}", "dense")  # fmt: skip
 
 
 def _expect_cuda_shapes(
     expect: Callable[[bool, str, Any, str], None],
-    vllm_config: VllmConfig,
+    model: ModelConfig,
+    parallel: ParallelConfig,
     config: ResolvedConfig,
     capability: tuple[int, int],
 ) -> None:
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     head_size = model.get_head_size()
     group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
     selector, stopping = config.selector, config.stop_rule is not None

@@ -54,14 +54,15 @@ def register_backend_names(names: Mapping[str, str]) -> None:
 
         def reduce(member: AttentionBackendEnum) -> Any:
             if member.name in names:
-                return _restore_member, (member.name,)
+                return backend_member, (member.name,)
             return reducer(member) if reducer else (type(member), (member.value,))
 
         setattr(reduce, _HOOKED, True)
         copyreg.pickle(AttentionBackendEnum, reduce)
 
 
-def _restore_member(name: str) -> AttentionBackendEnum:
+def backend_member(name: str) -> AttentionBackendEnum:
+    """Returns our member of vLLM's enumeration, which is registered if it is not there yet."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     register_backend_names(BACKENDS)
@@ -69,13 +70,15 @@ def _restore_member(name: str) -> AttentionBackendEnum:
 
 
 def chosen_backend(vllm_config: VllmConfig, names: Mapping[str, str]) -> str | None:
-    """Returns our backend that the configuration selects for some or all layers, if any.
+    """Returns our backend that the configuration selects for some or all layers of the model or of a draft, if any.
 
     Raises:
         ConfigurationError: if it selects two of ours.
     """
     attention = vllm_config.attention_config
-    selected = [attention.backend, *attention.backend_per_kind.values()]
+    speculative = vllm_config.speculative_config
+    of_draft = speculative.attention_backend if speculative is not None else None
+    selected = [attention.backend, *attention.backend_per_kind.values(), of_draft]
     backends = sorted({member.name for member in selected if member is not None and member.name in names})
     if len(backends) > 1:
         raise ConfigurationError(

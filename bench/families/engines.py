@@ -122,17 +122,22 @@ def continuation(request: Any) -> Continuation:
     return Continuation(list(completion.token_ids), logprobs)
 
 
-def decode(folder: Path, lora: Any = None, **arguments: Any) -> list[Continuation]:
-    """What follows the short and the long prompt, greedily, one after the other, perhaps with an adapter."""
+def continuations(llm: LLM, lora: Any = None, new_tokens: int = NEW_TOKENS) -> list[Continuation]:
+    """What follows the short and the long prompt in an engine, one after the other, perhaps with an adapter."""
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=2, ignore_eos=True, detokenize=False)
+    sampling = SamplingParams(temperature=0, max_tokens=new_tokens, logprobs=2, ignore_eos=True, detokenize=False)
+    # vLLM's CPU attention deals its work by the batch, so that bits can be compared of one request at a time.
+    return [
+        continuation(llm.generate(prompt(length), sampling, lora_request=lora, use_tqdm=False)[0])
+        for length in (SHORT_PROMPT, LONG_PROMPT)
+    ]
+
+
+def decode(folder: Path, lora: Any = None, **arguments: Any) -> list[Continuation]:
+    """What follows the short and the long prompt in an engine of its own."""
     with engine(folder, **arguments) as llm:
-        # vLLM's CPU attention deals its work by the batch, so that bits can be compared of one request at a time.
-        return [
-            continuation(llm.generate(prompt(length), sampling, lora_request=lora, use_tqdm=False)[0])
-            for length in (SHORT_PROMPT, LONG_PROMPT)
-        ]
+        return continuations(llm, lora)
 
 
 def logprob_error(dense: Continuation, other: Continuation) -> float:

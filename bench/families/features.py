@@ -6,12 +6,14 @@ import json
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from bench.common.models import NEEDLE_8M
+from bench.families import multimodal, speculation
 from bench.families.cells import OK, Cell, unless_raised
 from bench.families.engines import LOGPROB_TOLERANCE, Continuation, continuation, decode, engine, logprob_error, prompt
 from bench.families.referee import watch
@@ -163,13 +165,31 @@ def _twice(folder: Path, arguments: Mapping[str, Any]) -> tuple[list[Continuatio
     return [continuation(request) for request in done], int(done[1].num_cached_tokens or 0)
 
 
-_FAULTS: Mapping[str, Callable[[], Faults]] = {
-    LORA: lora,
-    STRUCTURED: structured_output,
-    PROMPT_LOGPROBS: prompt_logprobs,
-    PREFIX_OF_HYBRID: prefix_caching_of_a_hybrid,
+def _nothing() -> None:
+    """Stands for what vLLM's own attention does where a feature's faults are found beside it already."""
+
+
+class _Feature(NamedTuple):
+    faults: Callable[[], Faults]
+    """Finds what is wrong with it."""
+    densely: Callable[[], object] = _nothing
+    """Uses it with vLLM's own attention; raises what vLLM raises."""
+
+
+_TRIALS: Mapping[str, _Feature] = {
+    LORA: _Feature(lora),
+    STRUCTURED: _Feature(structured_output),
+    PROMPT_LOGPROBS: _Feature(prompt_logprobs),
+    PREFIX_OF_HYBRID: _Feature(prefix_caching_of_a_hybrid),
+    **{
+        name: _Feature(partial(speculation.faults_of, name), partial(speculation.speculate_densely, name))
+        for name in speculation.SPECULATORS
+    },
+    **{
+        name: _Feature(partial(multimodal.faults_of, name), partial(multimodal.answer_densely, name))
+        for name in multimodal.MODALITIES
+    },
 }
-"""What finds the faults of each feature."""
 
 
 def run_features(names: Sequence[str]) -> Iterator[Cell]:
@@ -180,4 +200,5 @@ def run_features(names: Sequence[str]) -> Iterator[Cell]:
 
 def _try(name: str) -> Cell:
     cell = Cell(FEATURES_OF, name, OK)
-    return unless_raised(cell, lambda: cell.with_faults(list(_FAULTS[name]())), lambda: None)
+    trial = _TRIALS[name]
+    return unless_raised(cell, lambda: cell.with_faults(list(trial.faults())), trial.densely)

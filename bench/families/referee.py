@@ -39,6 +39,8 @@ class Referee:
     """Calls of a layer with decoding tokens that were compared."""
     output_error: float = 0.0
     """The largest error of a head's output, relative to its norm."""
+    dense_steps: int = 0
+    """Calls of a layer of full attention that decoded densely and whose statistics were compared."""
     faults: list[str] = field(default_factory=list)
     """What was wrong, a sentence for each kind of fault."""
 
@@ -49,12 +51,24 @@ class Referee:
         self.steps += 1
         try:
             if cache.statistics is not None:
-                _check_records(batch, cache.keys, cache.statistics)
+                _check_records(batch.block_table, batch.seq_lens, cache.keys, cache.statistics)
             expected = reference_output(plan, batch, cache, softmax)
             self._compare(output.float(), expected)
         except JudgementError as error:
-            if str(error) not in self.faults:
-                self.faults.append(str(error))
+            self._note(error)
+
+    def judge_statistics(self, block_table: torch.Tensor, seq_lens: torch.Tensor, cache: KVCache) -> None:
+        """Compares the statistics of a dense layer's pages with those of its keys."""
+        assert cache.statistics is not None
+        self.dense_steps += 1
+        try:
+            _check_records(block_table, seq_lens, cache.keys, cache.statistics)
+        except JudgementError as error:
+            self._note(error)
+
+    def _note(self, error: JudgementError) -> None:
+        if str(error) not in self.faults:
+            self.faults.append(str(error))
 
     def _compare(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
         error, norm = (actual - expected).norm(dim=-1), expected.norm(dim=-1)
@@ -92,14 +106,16 @@ def checked_scores(
     return actual
 
 
-def _check_records(batch: DecodeBatch, keys: PagedTensor, statistics: PageStatistics) -> None:
+def _check_records(
+    block_table: torch.Tensor, seq_lens: torch.Tensor, keys: PagedTensor, statistics: PageStatistics
+) -> None:
     """Computes the records of all complete pages again, from the keys, and compares them with what is stored."""
     per_block = keys.pages_per_block
-    for request, length in enumerate(batch.seq_lens.tolist()):
-        page = torch.arange(length // keys.page_size, device=batch.query.device)
+    for request, length in enumerate(seq_lens.tolist()):
+        page = torch.arange(length // keys.page_size, device=block_table.device)
         if not len(page):
             continue
-        blocks = batch.block_table[request, : int(page[-1]) // per_block + 1].long()
+        blocks = block_table[request, : int(page[-1]) // per_block + 1].long()
         stored = _taken(statistics, blocks)
         fresh = _taken(statistics, blocks)
         for part in (fresh.vectors, fresh.scales, fresh.spread):
@@ -182,3 +198,27 @@ def _watch_cuda(referee: Referee) -> AbstractContextManager[object]:
         referee.judge(layer.plan, batch, cache, layer.softmax, output.heads)
 
     return mock.patch.object(SparseCUDAImpl, "_decode", watched)
+
+
+@contextmanager
+def watch_dense_layers(referee: Referee) -> Iterator[None]:
+    """Has the statistics judged that layers of ours keep without reading them: those of layers that decode densely."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from vllm_sparse_plugin.attention.cpu import SparseCPUImpl as Impl
+    else:
+        from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl as Impl
+    forward = Impl.forward
+
+    def watched(layer: Any, module: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any, *rest: Any,
+                **named: Any) -> Any:  # fmt: skip
+        output = forward(layer, module, query, key, value, kv_cache, metadata, *rest, **named)
+        # Where a request has more tokens than one, its length may count drafts that were rejected and not written.
+        decodes = metadata is not None and metadata.max_query_len == 1
+        if decodes and not layer.plan.is_sparse and layer.statistics_cache is not None:
+            referee.judge_statistics(metadata.block_table, metadata.seq_lens, layer.statistics_cache)
+        return output
+
+    with mock.patch.object(Impl, "forward", watched):
+        yield

@@ -316,5 +316,9 @@ FEATURES_OF = "features"
 """Stands where a family does in the cells of features."""
 LORA, STRUCTURED, PROMPT_LOGPROBS = "LoRA", "structured output", "prompt log probabilities"
 PREFIX_OF_HYBRID = "prefix caching of a hybrid"
-FEATURES = LORA, STRUCTURED, PROMPT_LOGPROBS, PREFIX_OF_HYBRID
+EAGLE, EAGLE_3, MTP, DRAFT_MODEL = "EAGLE", "EAGLE-3", "MTP", "draft model"
+IMAGES, AUDIO = "images (Idefics 3)", "audio (Qwen2-Audio)"
+FEATURES = (
+    LORA, STRUCTURED, PROMPT_LOGPROBS, PREFIX_OF_HYBRID, EAGLE, EAGLE_3, MTP, DRAFT_MODEL, IMAGES, AUDIO
+)  # fmt: skip
 """Features of vLLM that are tried under `unique`."""

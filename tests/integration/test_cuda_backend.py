@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from sparse_kernels.batch import Softmax
-from sparse_kernels.block_prefill import BlockRule, VirtualSequences, scratch_bytes
+from sparse_kernels.block_prefill import COUNTERS, BlockRule, VirtualSequences, scratch_bytes
 from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.token_prefill import KeptAttention, TokenRule
 from support.paged import dense_attention
@@ -285,7 +285,7 @@ RULE = BlockRule(density=0.01, least_blocks=2, dense_tokens=256)
 
 def prefills_sparsely(layer, builder, preset: str, rule: PromptRule = RULE) -> torch.Tensor:
     """Gives builder and layer a rule for prompts; returns what is counted."""
-    counters = torch.zeros(HEADS, 2, dtype=torch.int64)
+    counters = torch.zeros(HEADS, COUNTERS, dtype=torch.int64)
     method = "zipvl" if isinstance(rule, TokenRule) else "blocks"
     sparse = resolve({"min_context_tokens": 0, "prefill": {"method": method}}, preset)
     layer.bind(plan_of(sparse, prefill=PrefillPlan(rule, counters)))
@@ -309,7 +309,7 @@ def test_long_prompts_read_blocks_beside_requests_that_decode(layer, builder, pr
     assert [part.tokens for part in metadata.rounds] == [slice(0, 170)]
     assert (metadata.dense_decode is not None) == (preset == "dense")
     # Positions 530 to 599 are in tiles of 8 and 9 past blocks; 100 to 199 in tiles of 1, 2 and 3.
-    assert counters.tolist() == [[2 + 2 + 1 + 2 + 3, 8 + 9 + 1 + 2 + 3]] * HEADS
+    assert counters[:, :2].tolist() == [[2 + 2 + 1 + 2 + 3, 8 + 9 + 1 + 2 + 3]] * HEADS
 
 
 @pytest.mark.parametrize("preset", ["unique", "dense"])
@@ -388,7 +388,7 @@ def test_prompts_keep_tokens_beside_requests_that_decode(layer, builder, preset)
     whole, dense, metadata = run(layer, builder, common)
     assert metadata.rounds != []
     torch.testing.assert_close(whole[5:], dense[5:], atol=2e-2, rtol=2e-2)
-    assert counters.tolist() == [[800, 800]] * HEADS
+    assert counters[:, :2].tolist() == [[800, 800]] * HEADS
     few = replace(every, tau=0.5, dense_tokens=200)
     counters = prefills_sparsely(layer, builder, preset, few)
     output, _, metadata = run(layer, builder, common)
@@ -402,7 +402,7 @@ def test_prompts_keep_tokens_beside_requests_that_decode(layer, builder, preset)
     assert torch.equal(together, output)
     assert output[5:75].eq(0).flatten(1).all(dim=1).any()
     assert torch.equal(output[75:], whole[75:])
-    kept, of = counters[0].tolist()
+    kept, of = counters[0, :2].tolist()
     assert 2 * 200 < kept < of == 2 * 800
 
 

@@ -22,6 +22,7 @@ EVERY_METRIC = {
     "selection": {"budget_tokens": 128},
     "routing": {"threshold": 0.5},
     "termination": {"scale_tolerance": 1e-3, "block_tokens": 64},
+    "prefill": {"method": "blocks", "min_context_tokens": 128, "min_blocks": 2},
     "diagnostics": {"sample_every": 4},
     "min_context_tokens": 0,
 }

@@ -1,6 +1,7 @@
 """`vllm-sparse eval` with an engine in its own process, under a policy that cannot see the needles."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,8 @@ def test_an_engine_in_the_process_decodes_under_its_policy(tmp_path):
     # Log probabilities of the prompt would be dense, and as low as those of unique (test_engine.py).
     assert (prose.metric, prose.forced_tokens > 15) == ("nll", True)
     assert prose.score > 2
+    assert len(prose.predictions) == prose.forced_tokens
+    assert all(0.5 < sum(map(math.exp, at.values())) <= 1.001 for at in prose.predictions)
 
 
 REFUSED = {

@@ -38,7 +38,7 @@ def test_long_prompts_read_blocks_and_short_ones_everything(model, backend):
     assert output.isfinite().all()
     assert [is_dense(harness, long, output, token) for token in (0, 255, 256, 599)] == [True, True, False, False]
     assert all(is_dense(harness, short, whole, token) for token in (0, 199))
-    read, past = harness.layer.impl.plan.prefill.counters.unbind(1)
+    read, past = harness.layer.impl.plan.prefill.counters[:, :2].unbind(1)
     # Tiles from position 0, 64, ... of 600 tokens, and the prompt of 200 is none of them; 2 blocks from 256 on.
     assert past.tolist() == [sum(range(10))] * 2
     assert read.tolist() == [sum(range(4)) + 6 * 2] * 2
@@ -85,7 +85,7 @@ def test_density_of_one_reads_everything(model):
     request = harness.request(600)
     (output,) = harness.step([(request, 600)])
     assert all(is_dense(harness, request, output, token) for token in range(0, 600, 37))
-    read, past = harness.layer.impl.plan.prefill.counters.unbind(1)
+    read, past = harness.layer.impl.plan.prefill.counters[:, :2].unbind(1)
     assert torch.equal(read, past)
 
 
@@ -138,7 +138,7 @@ def test_tau_of_one_keeps_every_token(model, backend):
     for request, output in zip(requests, outputs, strict=True):
         assert all(is_dense(harness, request, output, token) for token in range(0, len(output), 17))
     assert harness.metadata.prompts is not None
-    assert harness.layer.impl.plan.prefill.counters.tolist() == [[390, 390]] * 2
+    assert harness.layer.impl.plan.prefill.counters[:, :2].tolist() == [[390, 390]] * 2
 
 
 @pytest.mark.parametrize("backend", ["zipvl", "unique", "streaming_llm"])
@@ -161,7 +161,7 @@ def test_kept_tokens_of_each_chunk_are_the_operations_beside_requests_that_decod
         assert torch.equal(output, expected)
         assert output.eq(0).flatten(1).all(dim=1).any()
         assert output[-1].ne(0).any()
-        assert plan.counters.tolist() == [[int(kept.counts), done + new]] * 2
+        assert plan.counters[:, :2].tolist() == [[int(kept.counts), done + new]] * 2
         assert int(kept.counts) < done + new
 
 
@@ -199,3 +199,5 @@ def test_an_engine_answers_from_sparse_prompts_cached_or_not_and_counts_what_the
         assert all(is_correct(question, text) for question, text in zip(questions, texts, strict=True)), texts
         read, past = (engine.metric(f"vllm_sparse_prefill_density_{part}") for part in ("sum", "count"))
         assert 0 < read < past / 2
+        weight, tiles = (engine.metric(f"vllm_sparse_prefill_mass_{part}") for part in ("sum", "count"))
+        assert tiles / 2 < weight < tiles

@@ -10,6 +10,8 @@ import pytest
 import torch
 from sparse_kernels.batch import PrefillBatch, Prompts, Softmax
 from sparse_kernels.block_prefill import (
+    COUNTERS,
+    SHARE_UNITS,
     BlockRule,
     VirtualSequences,
     plan_tiles,
@@ -17,6 +19,7 @@ from sparse_kernels.block_prefill import (
     reference,
     scratch_bytes,
 )
+from sparse_kernels.block_prefill.reference import read_share
 from sparse_kernels.block_prefill.sequences import PageEntries
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from support.paged import PagedBatch, assert_as_accurate, make_batch
@@ -119,7 +122,7 @@ def run(
     """Output, full of NaN before, and counters."""
     tiles = plan_tiles(case.prompts, rule, case.batch.query.shape[1] // HEADS)
     output = torch.full_like(case.batch.query.contiguous(), float("nan"))
-    counters = torch.zeros(HEADS, 2, dtype=torch.int64, device=output.device)
+    counters = torch.zeros(HEADS, COUNTERS, dtype=torch.int64, device=output.device)
     prefill_blocks(
         case.batch, case.paged.cache, softmax or Softmax(SIZE**-0.5), rule, tiles, output=output, counters=counters,
         attend=attend_plainly if kernels else None,
@@ -192,6 +195,18 @@ def test_the_reference_is_attention_over_the_best_blocks(stride: int, softcap: f
     assert int(counters[:, 0].sum()) == blocks_read < int(counters[:, 1].sum())
 
 
+@pytest.mark.parametrize("coverage", [0.3, 0.8])
+def test_the_weight_that_was_read_is_counted(coverage: float) -> None:
+    case = make_case([200, 150], [200, 50])
+    _, counters = run(case, replace(RULE, coverage=coverage, least_blocks=2), kernels=False)
+    share = counters[:, 2] / SHARE_UNITS / counters[:, 3]
+    assert (counters[:, 0] < counters[:, 1]).all()
+    assert (share >= coverage).all()
+    assert (share < 1).all()
+    masses, read = torch.tensor([[2.0, 1.0, 0.5]]), torch.tensor([[True, False, True]])
+    assert read_share(masses, read, total=4).tolist() == [0.75]
+
+
 SHAPES = [
     ([100], [100], {}),
     ([101, 16, 130], [53, 16, 1], {}),
@@ -225,7 +240,11 @@ def test_the_kernels_choose_and_regroup_as_the_reference(
     expected, read = run(case, rule, kernels=False)
     output, counted = run(case.on(device), rule, kernels=True)
     assert_as_accurate(output.cpu(), expected.double(), expected.float())
-    assert torch.equal(counted.cpu(), read)
+    assert torch.equal(counted[:, [0, 1, 3]].cpu(), read[:, [0, 1, 3]])
+    # Logits are kept as float16, of which a last bit may depend on the order of a product's sum.
+    shares = (counted[:, 2].cpu() - read[:, 2]).abs() / SHARE_UNITS
+    assert (shares <= read[:, 3] * 2.0**-9).all()
+    assert bool(read[:, 3].any()) == (rule.measure == "mass" and bool((read[:, 0] < read[:, 1]).any()))
 
 
 @on_devices

@@ -23,6 +23,8 @@ class StubServer:
     forces: bool = True
     logprob: float = -0.5
     """Of every token."""
+    predictions: list[dict[int, float]] | None = None
+    """Log probabilities of the likeliest tokens by id, at each token of an answer; None for none."""
     body: str | None = None
     """Answers a question for the models instead."""
     answer_body: str | None = None
@@ -76,6 +78,10 @@ def serve(stub: StubServer) -> Iterator[StubServer]:
                 choice["token_ids"] = tokens
             if request.get("logprobs") is not None:
                 choice["logprobs"] = {"token_logprobs": [stub.logprob] * len(tokens)}
+                if stub.predictions is not None and request.get("return_tokens_as_token_ids"):
+                    choice["logprobs"]["top_logprobs"] = [
+                        {f"token_id:{token}": value for token, value in at.items()} for at in stub.predictions
+                    ]
             self.reply({"id": "1", "object": "text_completion", "created": 0, "model": "stub", "choices": [choice]})
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)

@@ -10,6 +10,7 @@ from vllm.platforms.interface import DeviceCapability
 
 from vllm_sparse_plugin import admission, notices
 from vllm_sparse_plugin.admission import admit
+from vllm_sparse_plugin.attention.plan import is_of_draft
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.config.routing import identify
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -229,8 +230,8 @@ REFUSED = {
     "unknown key": (
         {"additional_config": {"sparse_attention": {"selektion": 1}}},
         "sparse_attention.selektion: unknown key (did you mean 'selection'?), "
-        "allowed: selection, prefill, routing, termination, first_dense_layers, min_context_tokens, diagnostics, "
-        "preset or config",
+        "allowed: selection, prefill, routing, termination, first_dense_layers, min_context_tokens, speculation, "
+        "diagnostics, preset or config",
     ),
     "key of the other backend's policy": (
         {"attention_backend": "streaming_llm", "additional_config": settings(statistics="fp8")},
@@ -249,10 +250,91 @@ def test_refused(case, folder):
     assert refusal(folder(), **arguments) == sentence
 
 
-def test_refused_draft_model(folder):
+def drafted(model: str, method: str = "draft_model", how: str = "dense", **more: object) -> dict:
+    """Arguments of an engine with a draft of the same configuration."""
+    return {
+        "speculative_config": {"model": model, "method": method, "num_speculative_tokens": 2, **more},
+        "additional_config": {"sparse_attention": {"speculation": {"draft": how}}},
+    }
+
+
+@pytest.mark.parametrize("how", ["dense", "sparse"])
+@pytest.mark.parametrize("method", ["draft_model", "eagle", "eagle3"])
+def test_a_draft_has_the_backend_of_the_model(folder, method, how):
     model = folder()
-    draft = {"model": model, "method": "draft_model", "num_speculative_tokens": 2}
-    assert refusal(model, speculative_config=draft) == f"speculative method: got draft_model, {UNIQUE}ngram"
+    config = engine_config(model, **drafted(model, method, how))
+    assert config.speculative_config.attention_backend.name == "UNIQUE"
+
+
+REFUSED_DRAFTS = {
+    "another backend": (
+        {"attention_backend": "CPU_ATTN"},
+        {},
+        "speculative attention_backend: got cpu_attn, {}none, which takes that of the model",
+    ),
+    "another cache": (
+        {"kv_cache_dtype": "bfloat16"},
+        {},
+        "speculative kv_cache_dtype: got bfloat16, {}none, which takes that of the model",
+    ),
+    "several tokens in one pass": (
+        {"parallel_drafting": True},
+        {},
+        "speculative parallel_drafting: got true, {}false",
+    ),
+    "sparse where nothing is selected": (
+        {"how": "sparse"},
+        {"attention_backend": "dense"},
+        "sparse_attention.speculation.draft: got sparse with policy dense, {}dense",
+    ),
+    "sparse where every page may be read": (
+        {"how": "sparse"},
+        {"attention_backend": "art"},
+        "sparse_attention.speculation.draft: got sparse with policy dense, {}dense",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_DRAFTS)
+def test_refused_drafts(case, folder):
+    changes, arguments, sentence = REFUSED_DRAFTS[case]
+    model = folder()
+    backend = arguments.get("attention_backend", "unique")
+    allowed = f"allowed with attention backend {backend}: "
+    assert refusal(model, **drafted(model, **changes), **arguments) == sentence.format(allowed)
+
+
+def test_a_draft_of_ours_alone_is_refused(folder):
+    model = folder()
+    draft = drafted(model, attention_backend="unique")["speculative_config"]
+    assert refusal(model, attention_backend=None, speculative_config=draft) == (
+        f"speculative attention_backend: got unique, {UNIQUE}none, which takes that of the model"
+    )
+
+
+@pytest.mark.parametrize("arguments", [{}, NGRAM], ids=["no speculation", "n-gram"])
+def test_a_sparse_draft_needs_a_draft(folder, arguments):
+    settings = {"sparse_attention": {"speculation": {"draft": "sparse"}}}
+    assert refusal(folder(), additional_config=settings, **arguments) == (
+        f"sparse_attention.speculation.draft: got sparse, {UNIQUE}dense without a draft"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "of_draft"),
+    [
+        ("model.layers.1.self_attn.attn", False),
+        ("model.layers.2.self_attn.attn", True),
+        ("language_model.model.layers.0.self_attn.attn", False),
+        ("draft_model.model.layers.0.self_attn.attn", True),
+        ("mtp.layers.0.self_attn.attn", True),
+        ("model.layers.2.mtp_block.self_attn.attn", True),
+    ],
+)
+def test_the_layers_of_a_draft_are_known_by_their_names(folder, name, of_draft):
+    model = folder()
+    assert is_of_draft(name, engine_config(model, **drafted(model, "eagle"))) == of_draft
+    assert not is_of_draft(name, engine_config(model, **NGRAM))
 
 
 def test_refusals_name_the_chosen_backend(folder):
@@ -438,6 +520,16 @@ def test_refused_on_cuda(case, folder, monkeypatch):
     with pytest.raises(ConfigurationError) as caught:
         admit(config, BACKENDS)
     assert str(caught.value) == sentence.format(UNIQUE)
+
+
+def test_draft_models_are_refused_on_cuda(folder, monkeypatch):
+    model = folder(head_dim=64)
+    config, heads = engine_config(model, **drafted(model)), engine_config(model, **drafted(model, "eagle"))
+    on_cuda(monkeypatch)
+    with pytest.raises(ConfigurationError) as caught:
+        admit(config, BACKENDS)
+    assert str(caught.value) == f"speculative method: got draft_model, {UNIQUE}ngram, eagle, eagle3 or mtp"
+    admit(heads, BACKENDS)
 
 
 SERVED_ON_CUDA = {

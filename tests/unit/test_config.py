@@ -16,6 +16,7 @@ from vllm_sparse_plugin.config import (
     Diagnostics,
     ResolvedConfig,
     SparseAttentionConfig,
+    Speculation,
     describe_fields,
     describe_policies,
     preset_names,
@@ -40,6 +41,7 @@ SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
 SECTIONS = {
     "routing": Routing.model_fields,
     "termination": Termination.model_fields,
+    "speculation": Speculation.model_fields,
     "diagnostics": Diagnostics.model_fields,
 }
 METHODS = {method.model_fields["method"].default: method.model_fields for method in PREFILLS}
@@ -272,7 +274,8 @@ def test_a_value_that_is_not_among_the_choices_is_refused_with_the_choices(polic
 
 
 ALLOWED_TOP = (
-    "selection, prefill, routing, termination, first_dense_layers, min_context_tokens, diagnostics, preset or config"
+    "selection, prefill, routing, termination, first_dense_layers, min_context_tokens, speculation, diagnostics, "
+    "preset or config"
 )
 ALLOWED_UNIQUE = "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics or lambda"
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
@@ -358,6 +361,10 @@ BAD = {
         {"selection": {"policy": "streaming_llm", "budget_tokens": 16, "sink_pages": 2}},
         "sparse_attention.selection.budget_tokens: got 16, "
         "allowed: a multiple of page_size (8), from 24 to 1048576",
+    ),
+    "value of the speculation": (
+        {"speculation": {"draft": "both"}},
+        "sparse_attention.speculation.draft: got 'both', allowed: dense or sparse",
     ),
     "unknown key of the diagnostics": (
         {"diagnostics": {"sample": 5}},

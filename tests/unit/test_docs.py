@@ -27,7 +27,7 @@ STANDS_FOR = {
     # A setting by its path, the name of a preset, an option with JSON; what `expect` names has a row of its own.
     "{field}": (f"{KEY}.preset", "additional_config", "engine_args", f"{KEY}.diagnostics.sample_every"),
     "{origin}": (f"{KEY}.config",),
-    "{option}": ("json", "output", "squad", "hotpotqa"),
+    "{option}": ("json", "output", "squad", "hotpotqa", "prompts", "completions"),
     "{', '.join(engine)}": ("attention_backend", "additional_config", "engine_args"),
     "{', '.join(arguments)}": ("attention_backend", "additional_config", "engine_args"),
     "{name}": (),  # a task of eval

@@ -189,10 +189,35 @@ def test_perplexity_is_decoded_whatever_the_mode(run, stub, output, tmp_path):
     assert code == 0
     for asked, result in zip(stub.requests, read_results(output).results.values(), strict=True):
         assert len(asked["vllm_xargs"]["forced_token_ids"]) == asked["max_tokens"] == result.forced_tokens == 8
-        assert (len(asked["prompt"]), asked["logprobs"], asked["temperature"]) == (2040, 0, 0)
+        assert (len(asked["prompt"]), asked["logprobs"], asked["temperature"]) == (2040, 20, 0)
         assert (result.score, result.metric, result.completion) == (0.25, "nll", "")
     value = f"{math.exp(0.25):.3f}"
     assert cells(out, "perplexity") == ["perplexity", "2,048", "3", f"{value} [{value}, {value}]"]
+
+
+def test_completions_are_scored_or_a_prompts_own_newest_tokens(run, stub, output, tmp_path):
+    lines = tmp_path / "prompts.jsonl"
+    prose = library_text(0, 9_000)
+    entries = [{"prompt": prose, "completion": " return 7\n"}, {"prompt": prose}]
+    lines.write_text("".join(json.dumps(entry) + "\n" for entry in entries))
+    code, out, err = run("--completions", str(lines), "--scored-tokens", "3")
+    assert (code, err) == (0, "")
+    with_one, without = stub.requests
+    whole = tokenizer().encode(prose)
+    scored = tokenizer().encode(prose + " return 7\n")[len(with_one["prompt"]) :]
+    assert with_one["vllm_xargs"]["forced_token_ids"] == scored[:3]
+    assert tokenizer().decode(scored).endswith(" return 7\n")
+    assert without["prompt"] + without["vllm_xargs"]["forced_token_ids"] == whole
+    assert len(without["vllm_xargs"]["forced_token_ids"]) == 3
+    assert list(read_results(output).results) == ["completion/line 1", "completion/line 2"]
+    assert cells(out, "completion")[2] == "2"
+    lines.write_text(json.dumps({"prompt": "ab"}) + "\n")
+    output.unlink()
+    short = len(tokenizer().encode("ab"))
+    assert refused(run("--completions", str(lines))) == (
+        f"completions: got {short} tokens in line 1, allowed: more than the 256 that are scored, or a completion"
+    )
+    assert refused(run("--completions", "/nowhere")).startswith("completions: got '/nowhere' (No such file")
 
 
 def test_requests_are_under_way_together_and_answers_stay_in_order(run, stub, output):
@@ -284,6 +309,27 @@ def test_a_ratio_of_perplexities(run, stub, output, tmp_path):
     out = run("compare", str(output), str(other), base=())[1]
     ratio = f"{math.exp(0.1):.3f}"
     assert cells(out, "perplexity")[5] == f"{ratio} [{ratio}, {ratio}]"
+
+
+def test_next_tokens_of_the_same_text_are_compared(run, stub, output, tmp_path):
+    text, other = tmp_path / "text.txt", tmp_path / "other.jsonl"
+    text.write_text(library_text(0, 60_000))
+    options = ("--text", str(text), "--context", "2048", "--questions", "2", "--scored-tokens", "4")
+    base = ("--base-url", stub.url, "--tokenizer", str(MODEL), "--output")
+    half = math.log(0.5)
+    stub.predictions = [{7: half, 9: math.log(0.4), 11: -20.0}, {7: 0.0}, {8: half, 9: half}, {1: -20.0}]
+    assert run(*options, base=(*base, str(output)))[0] == 0
+    # The likeliest is kept, however unlikely; of others those that matter.
+    kept = read_results(output).results["perplexity/2048/0"].predictions
+    assert [list(at) for at in kept] == [[7, 9], [7], [8, 9], [1]]
+    stub.predictions = [{9: half, 7: math.log(0.4)}, {7: 0.0}, {9: half, 8: half}, {2: 0.0}]
+    assert run(*options, base=(*base, str(other)))[0] == 0
+    out = run("compare", str(output), str(other), base=())[1]
+    # Overlaps .4 + .4, 1, 1 and 0; the second and third position have the same most likely token.
+    assert cells(out, "  2,048") == ["2,048", "2", "8", "0.500 [0.500, 0.500]", "0.700 [0.700, 0.700]"]
+    rewrite(output, other, "theirs")
+    other.write_text(re.sub(r'"predictions": \[[^\]]*\]', '"predictions": []', other.read_text()))
+    assert "Next tokens" not in run("compare", str(output), str(other), base=())[1]
 
 
 def test_files_of_other_questions_are_not_compared(run, output, tmp_path):

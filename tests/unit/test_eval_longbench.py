@@ -1,18 +1,15 @@
-import functools
 import json
 import re
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from support.eval_files import CONTEXT, build, prompter, text
 
 from vllm_sparse_plugin import needles
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.eval.items import Item, Prompter
 from vllm_sparse_plugin.eval.longbench import plan_file, read_prompts
 from vllm_sparse_plugin.eval.metrics import METRICS, score
 
-CONTEXT = 1024
 # The data sets of LongBench with the metric and the room for answers of its own code.
 LONGBENCH = {
     "narrativeqa": ("qa_f1", 128), "qasper": ("qa_f1", 128), "multifieldqa_en": ("qa_f1", 64),
@@ -35,11 +32,6 @@ PRO = {
 }  # fmt: skip
 
 
-@functools.cache
-def prompter() -> Prompter:
-    return Prompter(AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "models" / "needle-8m"))
-
-
 def record(dataset: str = "hotpotqa", **changes: object) -> dict:
     return {
         "input": "Who is it?", "context": "A text about Ann. {braces} stay.", "answers": ["Ann"], "length": 7,
@@ -53,24 +45,6 @@ def pro_record(task: str = "T3.2 Single-Hop Fact QA", **changes: object) -> dict
         "secondary_task": task, "contextual_requirement": "Full", "question_nonthinking": "Who?\n[Answer]",
         "question_thinking": "Think. Who?", "answer": ["Ann", "Bob"], "difficulty": "Easy",
     } | changes  # fmt: skip
-
-
-def write(path: Path, records: list[dict], separator: str = "\n") -> Path:
-    path.write_text(separator.join(json.dumps(each, ensure_ascii=False) for each in records), encoding="utf-8")
-    return path
-
-
-def build(
-    path: Path, records: list[dict], context: int = CONTEXT, most: int | None = None, **prompts: str
-) -> list[Item]:
-    planned = plan_file(write(path, records), prompts, prompter(), context, most)
-    built = [each.build() for each in planned]
-    assert [each.id for each in planned] == [each.id for each in built]
-    return built
-
-
-def text(item: Item) -> tuple[str, str]:
-    return prompter().decode(item.context), prompter().decode(item.question)
 
 
 @pytest.fixture

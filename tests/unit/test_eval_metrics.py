@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 
 from vllm_sparse_plugin.eval.items import Item
-from vllm_sparse_plugin.eval.metrics import METRICS, score
+from vllm_sparse_plugin.eval.metrics import METRICS, score, word_error_rate
 
 LABELS = ("city", "large city", "country")
 CASES = [
@@ -41,6 +41,16 @@ CASES = [
     # Indel distance of abcd and abed: 2 of 8 characters.
     ("code_similarity", "\n# a comment\nabcd\nmore", ["abed"], 0.75),
     ("code_similarity", "```\n// x", ["abed"], 0),
+    # One word replaced and one inserted, of four; case and punctuation do not count.
+    ("word_accuracy", "the CAT, sat up now", ["the cat sat down"], 0.5),
+    ("word_accuracy", "Don't stop.", ["a b c", "dont stop"], 1),
+    # Three words instead of one are three mistakes, and no negative score.
+    ("word_accuracy", "one two three", ["four"], 0),
+    # Two of three: Ann must be named twice, `New York` is two words in a row, and `Rob` is no `Robert`.
+    ("entity_accuracy", "ann met Robert in New York.", ["Ann", "New York", "Rob"], 2 / 3),
+    ("entity_accuracy", "Ann, ann", ["Ann", "Ann"], 1),
+    ("entity_accuracy", "Ann", ["Ann", "Ann"], 0.5),
+    ("entity_accuracy", "New Jersey York", ["New York"], 0),
     # LongBench-Pro: lines, without case and extra spaces, after the last mark.
     ("line_accuracy", "So:\n[Answer]\n  Four   Cats\nmore", ["four cats"], 1),
     ("line_accuracy", "[答案] 四", ["四"], 1),
@@ -76,6 +86,13 @@ CLASSIFICATIONS = [
     ("a large city", "city", 0.5),
     ("city\ncountry", "city", 1),
 ]
+CHOICES = [
+    ("B", "B", 1),
+    (" The answer is B. Not A.", "B", 1),
+    ("Because of A, B", "B", 0),
+    ("Both", "B", 0),
+    ("E", "B", 0),
+]
 ITEM = Item("id", "task", 10, [0], [1], ("answer",), 4, "qa_f1")
 
 
@@ -89,8 +106,17 @@ def test_classification_by_hand(completion, answer, expected):
     assert METRICS["classification_first_line"](completion, [answer], LABELS) == expected
 
 
+@pytest.mark.parametrize(("completion", "answer", "expected"), CHOICES)
+def test_choices_by_hand(completion, answer, expected):
+    assert METRICS["choice_letter"](completion, [answer], tuple("ABCD")) == expected
+
+
+def test_more_mistakes_than_words_are_a_rate_above_one():
+    assert word_error_rate("one two three", "four") == 3
+
+
 def test_every_metric_has_a_case():
-    assert {case[0] for case in CASES} | {"classification_first_line"} == set(METRICS)
+    assert {case[0] for case in CASES} | {"classification_first_line", "choice_letter"} == set(METRICS)
 
 
 @pytest.mark.parametrize("metric", METRICS)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from sparse_kernels.batch import PageSelection
+from sparse_kernels.block_prefill import COUNTERS
 from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.page_statistics import StatisticsLayout
 from sparse_kernels.split_attention import Stopping
@@ -17,9 +18,10 @@ from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
+from vllm_sparse_plugin.admission import drafts_with_attention
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
-from vllm_sparse_plugin.config import ResolvedConfig
-from vllm_sparse_plugin.diagnostics.live import DENSITY, READS, SKIPPED, ContextReads, DeviceCounts, LayerQuality
+from vllm_sparse_plugin.config import KEY, ResolvedConfig
+from vllm_sparse_plugin.diagnostics.live import PROMPT_READS, READS, SKIPPED, ContextReads, DeviceCounts, LayerQuality
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import EveryPage, Selection
 from vllm_sparse_plugin.policies.scored import ScoredSelection
@@ -106,7 +108,8 @@ def plan_layers(
     """Plans a group of layers by name.
 
     Args:
-        layers: the layers; those that attend to a window or a chunk alone are left dense.
+        layers: the layers; those that attend to a window or a chunk alone are left dense. Those of a draft are dense,
+            or they select pages, as `speculation.draft` says, and do nothing else.
         sparse: our configuration.
         vllm_config: vLLM's.
         block_size: tokens of a cache block.
@@ -114,17 +117,26 @@ def plan_layers(
         device: where the layers run.
 
     Raises:
-        ConfigurationError: for routed layers with learned sink logits, which take the place of the first token.
+        ConfigurationError: for routed layers with learned sink logits, which take the place of the first token, and
+            for a draft that is to be sparse and has layers that do not attend to their whole context.
     """
-    routing, skipped = _routing_of(layers, sparse, vllm_config, device)
-    prefill, densities = _prefill_of(layers, sparse, vllm_config, device)
-    selecting = {name: layer for name, layer in layers.items() if selects_pages(layer, sparse)}
+    of_draft = {name for name in layers if is_of_draft(name, vllm_config)}
+    of_model = {name: layer for name, layer in layers.items() if name not in of_draft}
+    routing, skipped = _routing_of(of_model, sparse, vllm_config, device)
+    prefill, densities = _prefill_of(of_model, sparse, vllm_config, device)
+    selecting = {name: layer for name, layer in of_model.items() if selects_pages(layer, sparse)}
     reads = _counts_of_reads(selecting, sparse, vllm_config, device)
     counters = dict(zip(selecting, reads.of_layers, strict=True)) if reads else {}
+    drafting = of_draft if sparse.draft_is_sparse else set()
+    if not all(attends_whole_context(layers[name]) for name in drafting):
+        # vLLM builds one batch for all layers of a draft, so they must all be sparse.
+        raise ConfigurationError(
+            f"{KEY}.speculation.draft: got sparse with a draft whose layers attend to a window, allowed: dense"
+        )
     plans = {}
     for name, layer in layers.items():
         quality = None
-        if sparse.config.diagnostics.sample_every:
+        if sparse.config.diagnostics.sample_every and name in of_model:
             quality = LayerQuality(extract_layer_index(layer.layer_name), first_kv_head(vllm_config))
         plans[name] = LayerPlan(
             block_size=block_size,
@@ -132,7 +144,7 @@ def plan_layers(
             dense_tokens=sparse.config.min_context_tokens - 1,
             max_context=vllm_config.model_config.max_model_len,
             statistics=statistics if attends_whole_context(layer) else None,
-            selector=sparse.selector if name in selecting else None,
+            selector=sparse.selector if name in selecting or name in drafting else None,
             stop_rule=sparse.stop_rule if name in selecting else None,
             routing=routing.get(name),
             counters=counters.get(name),
@@ -147,6 +159,16 @@ def plan_layers(
         prefill_rule=next((plan.rule for plan in prefill.values()), None),
         group_sizes={layers[name].num_heads // layers[name].num_kv_heads for name in prefill},
     )
+
+
+def is_of_draft(layer_name: str, vllm_config: VllmConfig) -> bool:
+    """Returns whether a layer is a draft's: vLLM names those by what they are, or numbers them behind the model's."""
+    if not drafts_with_attention(vllm_config):
+        return False
+    parts = layer_name.split(".")
+    if parts[0] == "draft_model" or any(part.startswith("mtp") for part in parts):
+        return True
+    return bool(extract_layer_index(layer_name) >= vllm_config.model_config.hf_text_config.num_hidden_layers)
 
 
 def attends_whole_context(layer: Attention) -> bool:
@@ -213,7 +235,7 @@ def _prefill_of(
     }
     if not sparsely:
         return {}, None
-    counts, rule = DeviceCounts(_numbered(sparsely, vllm_config), DENSITY, 2, device), prefill.rule()
+    counts, rule = DeviceCounts(_numbered(sparsely, vllm_config), PROMPT_READS, COUNTERS, device), prefill.rule()
     plans = {name: PrefillPlan(rule, counted) for name, counted in zip(sparsely, counts.of_layers, strict=True)}
     return plans, counts
 

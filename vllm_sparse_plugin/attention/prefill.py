@@ -27,8 +27,8 @@ class PrefillPlan:
     rule: PromptRule
     """What they attend to."""
     counters: torch.Tensor
-    """`[num_kv_heads, 2]` int64: past blocks read and past blocks; or tokens kept and tokens of the contexts, which
-    all heads share."""
+    """`[num_kv_heads, COUNTERS]` int64, see `block_prefill.COUNTERS`; under a rule of tokens, which all heads share,
+    the first two are tokens kept and tokens of the contexts."""
 
 
 class PromptRound(NamedTuple):
@@ -137,7 +137,7 @@ def attend_prompts(
     if isinstance(plan.rule, TokenRule):
         kept = token_prefill(batch, cache, softmax, plan.rule, output, probes=part.probes, attend=kernels.tokens)
         in_contexts = torch.where(batch.query_lens > 0, batch.seq_lens, 0)
-        plan.counters.add_(torch.stack([kept.counts.sum(), in_contexts.sum()]))
+        plan.counters[:, :2].add_(torch.stack([kept.counts.sum(), in_contexts.sum()]))
         return
     tiles = part.tiles[batch.query.shape[1] // cache.num_kv_heads]
     prefill_blocks(

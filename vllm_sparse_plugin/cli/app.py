@@ -44,6 +44,9 @@ COMMANDS: dict[str, Command] = {
         "diagnose",
         "Run a model once over each prompt and compare each policy's selections with dense attention.",
     ),
+    "tune": Command(
+        "tune", "tune", "Find the settings that read least of the KV cache and keep a chosen quality on your prompts."
+    ),
     "calibrate": Command(
         "calibrate",
         "calibrate",

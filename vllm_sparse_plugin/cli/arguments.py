@@ -120,17 +120,17 @@ def model_limits(model: Path) -> tuple[int, int]:
         ) from None
 
 
-def read_prompts(path: Path) -> list[dict[str, str]]:
+def read_prompts(path: Path, option: str = "prompts") -> list[dict[str, str]]:
     """The lines of a file of prompts, as `name`, `prompt` and `completion`, which may be empty.
 
     Raises:
-        ConfigurationError: names the line that is no such JSON object, or says why the file cannot be read.
+        ConfigurationError: names `option`, and the line that is no such JSON object or why the file cannot be read.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no file of UTF-8 text"
-        raise ConfigurationError(f"prompts: got {str(path)!r} ({reason}), allowed: a readable file") from None
+        raise ConfigurationError(f"{option}: got {str(path)!r} ({reason}), allowed: a readable file") from None
     found = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -142,12 +142,12 @@ def read_prompts(path: Path) -> list[dict[str, str]]:
         texts = [entry.get("prompt"), entry.get("completion", "")] if isinstance(entry, dict) else [None]
         if not all(isinstance(text, str) for text in texts) or not texts[0]:
             raise ConfigurationError(
-                f"prompts: got {line[:60]!r} in line {number}, allowed: a JSON object with the text `prompt` and "
+                f"{option}: got {line[:60]!r} in line {number}, allowed: a JSON object with the text `prompt` and "
                 "perhaps `completion`"
             )
         found.append({"name": f"line {number}", "prompt": texts[0], "completion": texts[1]})
     if not found:
-        raise ConfigurationError(f"prompts: got {str(path)!r} without a line, allowed: one or more")
+        raise ConfigurationError(f"{option}: got {str(path)!r} without a line, allowed: one or more")
     return found
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_sparse_plugin.cli.arguments import Seed, complete_backend, parse_additional_config
+from vllm_sparse_plugin.cli.arguments import Seed, complete_backend, parse_additional_config, read_prompts
 from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -84,14 +84,28 @@ Squad = Annotated[Path | None, typer.Option(help="SQuAD's JSON, for the task qa_
 HotpotQA = Annotated[Path | None, typer.Option(help="HotpotQA's JSON, for the task qa_2.", rich_help_panel=_FILES)]
 LongBench = Annotated[
     list[Path] | None,
-    typer.Option(help="JSON lines of LongBench or LongBench-Pro, repeatable.", rich_help_panel=_FILES),
+    typer.Option(
+        help="JSON lines of LongBench or another benchmark that the documentation names, repeatable.",
+        rich_help_panel=_FILES,
+    ),
 ]
 Prompts = Annotated[
     Path | None, typer.Option(help="LongBench's own JSON of prompts, for --file.", rich_help_panel=_FILES)
 ]
 Texts = Annotated[list[Path] | None, typer.Option(help="Text for perplexity, repeatable.", rich_help_panel=_FILES)]
+Completions = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON lines with `prompt` and perhaps `completion`, whose tokens are scored as those of --text are; the "
+        "prompt's own newest where there is none.",
+        rich_help_panel=_FILES,
+    ),
+]
 ScoredTokens = Annotated[
-    int, typer.Option(help="Newest tokens of a window of --text to decode and score.", rich_help_panel=_FILES)
+    int,
+    typer.Option(
+        min=1, help="Tokens to decode and score of a window of --text, or of a completion.", rich_help_panel=_FILES
+    ),
 ]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
@@ -110,6 +124,7 @@ class _Asked:
     longbench: list[Path]
     prompts: Path | None
     texts: list[Path]
+    completions: Path | None
     scored_tokens: int
 
     @property
@@ -125,7 +140,8 @@ class _Asked:
     @property
     def paths(self) -> list[Path]:
         """All files."""
-        return [*self.files.values(), *self.longbench, *self.texts, *([self.prompts] if self.prompts else [])]
+        single = [path for path in (self.prompts, self.completions) if path]
+        return [*self.files.values(), *self.longbench, *self.texts, *single]
 
 
 @dataclass(frozen=True)
@@ -134,6 +150,10 @@ class _Plan:
 
     items: list[PlannedItem]
     settings: dict[str, Any]
+    most_tokens: int
+    """Of the longest prompt and answer."""
+    scores_text: bool
+    """Whether given tokens are scored, which the endpoint must be made to decode."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +205,7 @@ def evaluate(
     file: LongBench = None,
     prompts: Prompts = None,
     text: Texts = None,
+    completions: Completions = None,
     scored_tokens: ScoredTokens = 256,
 ) -> None:
     """Ask a model long-context tasks and score its answers.
@@ -199,8 +220,10 @@ def evaluate(
     engine = _engine_arguments(in_process, attention_backend, additional_config, engine_args)
     _check_choices(decode_from, plot)
     files = {option: path for option, path in (("squad", squad), ("hotpotqa", hotpotqa)) if path}
-    names = task or ([] if file or text else ["ruler"])
-    asked = _Asked(names, context, questions, seed, files, file or [], prompts, text or [], scored_tokens)
+    names = task or ([] if file or text or completions else ["ruler"])
+    asked = _Asked(
+        names, context, questions, seed, files, file or [], prompts, text or [], completions, scored_tokens
+    )  # fmt: skip
     answerer = _find_answerer(None if in_process else base_url, model, engine, concurrency, max(asked.lengths))
     settings = {
         "label": label or Path(answerer.model).name,
@@ -211,7 +234,7 @@ def evaluate(
         "engine": engine,
     }
     prompter = _open_prompter(tokenizer or answerer.model, chat)
-    _ask_missing(_plan(asked, prompter, answerer.server, settings), answerer, prompter, max(asked.lengths), output)
+    _ask_missing(_plan(asked, prompter, answerer.server, settings), answerer, prompter, output)
     show([output], plot)
 
 
@@ -303,6 +326,12 @@ def _plan(asked: _Asked, prompter: Prompter, server: Server | None, settings: di
         given_prompts = longbench.read_prompts(asked.prompts) if asked.prompts else {}
         for path in asked.longbench:
             items += longbench.plan_file(path, given_prompts, prompter, limit, asked.questions)
+    longest = max(asked.lengths)
+    if asked.completions:
+        entries = read_prompts(asked.completions, "completions")
+        completions, of_them = tasks.plan_completions(entries, prompter, asked.scored_tokens)
+        longest = max(longest, of_them) if items else of_them
+        items += completions
     has_lengths = bool(names or asked.texts)
     settings_of_items = {
         "tasks": names,
@@ -315,10 +344,10 @@ def _plan(asked: _Asked, prompter: Prompter, server: Server | None, settings: di
         "files": _digests(asked.paths),
         "python": platform.python_version(),  # whose library is the haystack
     }
-    return _Plan(items, settings | settings_of_items)
+    return _Plan(items, settings | settings_of_items, longest, bool(asked.texts or asked.completions))
 
 
-def _ask_missing(plan: _Plan, answerer: _Answerer, prompter: Prompter, most_tokens: int, output: Path) -> None:
+def _ask_missing(plan: _Plan, answerer: _Answerer, prompter: Prompter, output: Path) -> None:
     """Asks the items that the file of results does not hold yet, and adds their results to it.
 
     Raises:
@@ -327,16 +356,14 @@ def _ask_missing(plan: _Plan, answerer: _Answerer, prompter: Prompter, most_toke
     """
     from vllm_sparse_plugin.eval import metrics, results
     from vllm_sparse_plugin.eval.endpoints import EndpointError
-    from vllm_sparse_plugin.eval.items import PERPLEXITY
 
     held = results.check_results(output, plan.settings)
     missing = [item for item in plan.items if item.id not in held.results]
     if not missing:
         return
     title, decode_from = plan.settings["label"], plan.settings["decode_from"]
-    is_forcing = decode_from == "question" or any(item.id.startswith(f"{PERPLEXITY}/") for item in plan.items)
     try:
-        endpoint = answerer.endpoint(most_tokens, is_forcing)
+        endpoint = answerer.endpoint(plan.most_tokens, plan.scores_text or decode_from == "question")
         about = answerer.about()
         with output.open("a", encoding="utf-8") as lines:
             print(json.dumps({**about, "settings": plan.settings}), file=lines, flush=True)
@@ -371,14 +398,20 @@ def compare(
     second: Annotated[Path, typer.Argument(help="Another one, of the same tasks.")],
     plot: Plot = None,
 ) -> None:
-    """Print how much the second run's scores differ from the first's on the same items, and draw it."""
+    """Print how much the second run's scores differ from the first's on the same items, and draw it.
+
+    Of text, it also prints how often both expect the same next token.
+    """
     _require_extra(_EXTRA)
-    from vllm_sparse_plugin.eval.report import check_plot, difference_table, plot_differences
+    from vllm_sparse_plugin.eval.report import check_plot, difference_table, fidelity_table, plot_differences
     from vllm_sparse_plugin.eval.results import read_results
 
     check_plot(plot)
     files = read_results(first), read_results(second)
-    _open_console().print(difference_table(*files))
+    console = _open_console()
+    console.print(difference_table(*files))
+    if (next_tokens := fidelity_table(*files)) is not None:
+        console.print(next_tokens)
     if plot:
         plot_differences(*files, plot)
 

@@ -8,6 +8,7 @@ from vllm_sparse_plugin.config.prefill import BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.routing import ModelIdentity, Routing, identify
 from vllm_sparse_plugin.config.schema import KEY, Diagnostics, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.config.sources import preset_names, resolve
+from vllm_sparse_plugin.config.speculation import Speculation
 from vllm_sparse_plugin.config.termination import Termination
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "ResolvedConfig",
     "Routing",
     "SparseAttentionConfig",
+    "Speculation",
     "Termination",
     "ZipVLPrefill",
     "describe_fields",

@@ -13,6 +13,7 @@ from pydantic.fields import FieldInfo
 
 from vllm_sparse_plugin.config.prefill import PREFILLS, BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.routing import Routing
+from vllm_sparse_plugin.config.speculation import Speculation
 from vllm_sparse_plugin.config.termination import Termination
 from vllm_sparse_plugin.names import KEY as KEY
 from vllm_sparse_plugin.policies import POLICIES, EveryPage, Policy, Selection, UniqueSelection
@@ -53,6 +54,8 @@ class SparseAttentionConfig(Section):
     """Leading layers that stay dense."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
     """Shortest context that is made sparse; shorter ones are served dense."""
+    speculation: Speculation = Speculation()
+    """How the layers of a draft attend."""
     diagnostics: Diagnostics = Diagnostics()
     """Measuring the selections of a running server."""
 
@@ -102,6 +105,7 @@ SECTIONS: dict[str, dict[str, FieldInfo]] = {
     **{section: variants.fields for section, variants in VARIANTS.items()},
     "routing": fields_by_key(Routing),
     "termination": fields_by_key(Termination),
+    "speculation": fields_by_key(Speculation),
     "diagnostics": fields_by_key(Diagnostics),
 }
 """Fields of the parts of the configuration that are mappings, by the keys that a user writes."""
@@ -163,6 +167,11 @@ class ResolvedConfig:
     def runs_kernels(self) -> bool:
         """Whether attention of some tokens runs in our kernels."""
         return self.is_sparse or self.prefill is not None
+
+    @property
+    def draft_is_sparse(self) -> bool:
+        """Whether the layers of a draft read selected pages."""
+        return self.config.speculation.draft == "sparse"
 
     def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout | None:
         """Returns how page statistics lie in the KV block: the policy's or, where it has none and prefill needs some,

@@ -29,6 +29,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
 from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.block_prefill import SHARE_UNITS
 from sparse_kernels.cache import KVCache
 
 from vllm_sparse_plugin.diagnostics.quality import measure
@@ -60,6 +61,8 @@ class Ratio(NamedTuple):
     text: str
     sum_column: int
     count_column: int
+    units: int = 1
+    """The sum is counted in this part of one."""
 
 
 SKIPPED = (Ratio("vllm_sparse_group_skipped", "Share of the KV groups of decoding tokens that routing skips.", 0, 1),)
@@ -73,7 +76,11 @@ _DENSITY_TEXT = (
     "Blocks read (sum) of those in the past of tiles of prompts (count) or, with zipvl, tokens kept of the contexts of "
     "their chunks."
 )
-DENSITY = (Ratio("vllm_sparse_prefill_density", _DENSITY_TEXT, 0, 1),)
+_MASS_TEXT = "Estimated share of the attention weight of tiles of prompts that is on the blocks they chose to read."
+PROMPT_READS = (
+    Ratio("vllm_sparse_prefill_density", _DENSITY_TEXT, 0, 1),
+    Ratio("vllm_sparse_prefill_mass", _MASS_TEXT, 2, 3, SHARE_UNITS),
+)
 """Summaries of `PrefillPlan.counters`."""
 COUNTED_STEPS = 16
 """Steps between two copies of what kernels count."""
@@ -188,10 +195,12 @@ class DeviceCounts:
         self._steps = 0
         _COUNTING.add(self)
 
-    def totals(self) -> dict[str, tuple[int, int]]:
+    def totals(self) -> dict[str, tuple[float, int]]:
         """Returns sum and count of each metric by its name, over all heads and until now. It waits for the device."""
         columns = self._counts.sum(dim=0).tolist()
-        return {ratio.name: (columns[ratio.sum_column], columns[ratio.count_column]) for ratio in self.metrics}
+        return {
+            ratio.name: (columns[ratio.sum_column] / ratio.units, columns[ratio.count_column]) for ratio in self.metrics
+        }
 
     def step(self) -> None:
         """Is called once a step: now and then asks for the counts, and adds what has come since to the metrics.
@@ -205,9 +214,9 @@ class DeviceCounts:
             new = self._copied - self._known
             self._known.copy_(self._copied)
             for labels, counted in zip(self.labels, new.tolist(), strict=True):
-                for metric, text, sum_column, count_column in self.metrics:
+                for metric, text, sum_column, count_column, units in self.metrics:
                     if counted[count_column]:
-                        _add(metric, "_sum", labels, text, counted[sum_column])
+                        _add(metric, "_sum", labels, text, counted[sum_column] / units)
                         _add(metric, "_count", labels, text, counted[count_column])
             self._copied.copy_(self._counts, non_blocking=True)
             if self._event is not None:
@@ -218,12 +227,12 @@ _COUNTING: WeakSet[DeviceCounts] = WeakSet()
 """Counts of this process that are in use."""
 
 
-def count_totals() -> dict[str, tuple[int, int]]:
+def count_totals() -> dict[str, tuple[float, int]]:
     """Returns sum and count of every metric that kernels of this process count, by name. It waits for the device."""
-    totals: dict[str, tuple[int, int]] = {}
+    totals: dict[str, tuple[float, int]] = {}
     for counts in _COUNTING:
         for name, (amount, count) in counts.totals().items():
-            amount_before, count_before = totals.get(name, (0, 0))
+            amount_before, count_before = totals.get(name, (0.0, 0))
             totals[name] = amount_before + amount, count_before + count
     return totals
 

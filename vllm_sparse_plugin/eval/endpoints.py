@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,11 +17,13 @@ from pydantic import ValidationError
 
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.eval import FORCED_TOKENS_ARGUMENT, FORCED_TOKENS_PROCESSOR
+from vllm_sparse_plugin.eval.fidelity import ALTERNATIVES, Prediction, keep_likely
 
 _ANSWER_SECONDS = 3600
 _ADDRESS = "the address of an OpenAI-compatible server"
 _FAILURES = (OpenAIError, ValueError, TypeError, AttributeError, LookupError)
 """What the client raises: its own errors, and whatever comes of an answer in another shape."""
+_TOKEN_ID = "token_id:"
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
@@ -50,6 +52,8 @@ class Reply:
     logprobs: list[float]
     """Log probabilities of the forced tokens, if nothing else was asked for."""
     seconds: float
+    predictions: tuple[Prediction, ...] = ()
+    """What the model expected at each forced token, if nothing else was asked for."""
     kv_read_share: float | None = None
     """Share of the cached keys and values that the decode steps read, if the endpoint can tell."""
 
@@ -114,7 +118,7 @@ class Server:
 
     def _complete(self, request: Request) -> Reply:
         scored = request.answer_tokens == 0
-        extra: dict[str, Any] = {"logprobs": 0} if scored else {}
+        extra: dict[str, Any] = {"logprobs": ALTERNATIVES, "return_tokens_as_token_ids": True} if scored else {}
         if request.forced:
             # Without `min_tokens` a forced token could end the request.
             arguments = {FORCED_TOKENS_ARGUMENT: request.forced}
@@ -131,13 +135,15 @@ class Server:
             choice = completion.choices[0]
             text, token_ids = str(choice.text), list((choice.model_extra or {}).get("token_ids") or [])
             logprobs = list(choice.logprobs.token_logprobs or []) if scored and choice.logprobs else []
+            top = choice.logprobs.top_logprobs or [] if scored and choice.logprobs else []
+            predictions = tuple(keep_likely(_by_id(alternatives)) for alternatives in top)
         except _FAILURES as error:
             raise EndpointError(f"did not answer a question ({_reason(error)})") from None
         seconds = time.perf_counter() - begin
         if not request.forced:
             return Reply(text, [], seconds)
         answer = after_forced(request, token_ids)
-        return Reply(answer, check_logprobs(request, logprobs), seconds)
+        return Reply(answer, check_logprobs(request, logprobs), seconds, predictions)
 
 
 def connect(base_url: str, api_key: str) -> OpenAI:
@@ -180,6 +186,11 @@ def check_logprobs(request: Request, logprobs: list[float]) -> list[float]:
     if request.answer_tokens == 0 and (len(logprobs) != len(request.forced) or not any(logprobs)):
         raise EndpointError("does not return the model's log probabilities; start it with --logprobs-mode raw_logprobs")
     return logprobs
+
+
+def _by_id(alternatives: Mapping[str, float]) -> dict[int, float]:
+    """Log probabilities by token id, of a server that writes tokens as `token_id:7`."""
+    return {int(token.removeprefix(_TOKEN_ID)): value for token, value in alternatives.items()}
 
 
 def _reason(error: Exception) -> str:

@@ -14,6 +14,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.eval import FORCED_TOKENS_ARGUMENT, FORCED_TOKENS_PROCESSOR
 from vllm_sparse_plugin.eval.endpoints import EndpointError, Reply, Request, after_forced, check_logprobs, first_line
+from vllm_sparse_plugin.eval.fidelity import ALTERNATIVES, keep_likely
 from vllm_sparse_plugin.eval.reading import COUNT_METHOD, COUNTING_WORKER, ReadShare, Totals, resolve_arguments
 
 
@@ -71,7 +72,7 @@ class Engine:
                     temperature=0,
                     max_tokens=len(request.forced) + request.answer_tokens,
                     min_tokens=len(request.forced),
-                    logprobs=0 if request.answer_tokens == 0 else None,
+                    logprobs=ALTERNATIVES if request.answer_tokens == 0 else None,
                     extra_args={FORCED_TOKENS_ARGUMENT: request.forced} if request.forced else None,
                 )
                 for request in batch
@@ -89,10 +90,11 @@ class Engine:
                 said = output.outputs[0]
                 token_ids = list(said.token_ids)
                 answer = after_forced(request, token_ids)
-                positions = zip(token_ids, said.logprobs or [], strict=False)
-                logprobs = [position[token].logprob for token, position in positions]
+                alternatives = [{token: each.logprob for token, each in at.items()} for at in said.logprobs or []]
+                logprobs = [at[token] for token, at in zip(token_ids, alternatives, strict=False)]
+                predictions = tuple(map(keep_likely, alternatives))
                 share = self._share.of(len(request.prompt) + len(request.forced), counted, counted_after)
-                yield Reply(answer, check_logprobs(request, logprobs), seconds, share)
+                yield Reply(answer, check_logprobs(request, logprobs), seconds, predictions, share)
 
     def _counted(self) -> list[Totals]:
         """What the kernels of each worker have counted until now; empty where nothing is counted."""

@@ -14,6 +14,10 @@ from vllm_sparse_plugin.errors import ConfigurationError
 
 PERPLEXITY = "perplexity"
 """The task of text to score."""
+COMPLETION = "completion"
+"""The task of prompts whose completions are known."""
+TEXT_TASKS = (PERPLEXITY, COMPLETION)
+"""Tasks that score given tokens: nothing is answered, and their metric is `NLL`."""
 NLL = "nll"
 """A metric that is no score: mean negative log likelihood of a token in nats; `exp` of its mean is the perplexity."""
 

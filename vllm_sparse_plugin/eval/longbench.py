@@ -1,13 +1,14 @@
 """LongBench (arXiv 2308.14508) and LongBench-Pro (arXiv 2601.02872) from files that the user has.
 
-Each record becomes one item. The prompts are short ones of our own, unless the user has LongBench's own file of
-prompts; metrics and room for answers are the benchmarks'. What is too long is cut in the middle, as both do.
+Files may hold records of other benchmarks, too, see `benchmarks`. Each record becomes one item. The prompts are short
+ones of our own, unless the user has LongBench's own file of prompts; metrics and room for answers are the benchmarks'.
+What is too long is cut in the middle, as both do.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,19 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.eval.benchmarks import (
+    MARKS,
+    Asked,
+    InfiniteRecord,
+    MileRecord,
+    VideoRecord,
+    has_pictures,
+    tasks_of,
+)
 from vllm_sparse_plugin.eval.items import Item, PlannedItem, Prompter
 from vllm_sparse_plugin.needles import longest_fit
 
-_ALLOWED = "JSON lines of LongBench or LongBench-Pro"
+_ALLOWED = "JSON lines of LongBench, LongBench-Pro, InfiniteBench, MileBench or Video-MME"
 _QUESTION = "Read the text.\n\n{context}\n\nQuestion: {input}\nGive only the answer, in a few words.\nAnswer:"
 _QUESTION_ZH = "阅读文本。\n\n{context}\n\n问题：{input}\n只用几个词给出答案。\n答案："
 _REPORT = "Read the text.\n\n{context}\n\nSummarise the text on one page.\nSummary:"
@@ -94,6 +104,15 @@ class _Record(BaseModel):
     def task(self) -> str:
         return self.dataset.removesuffix("_e")
 
+    def asked(self, prompts: dict[str, str]) -> Asked:
+        """Returns what the record asks, by the prompt that the user has for it or by ours."""
+        dataset = _DATASETS[self.task]
+        head, _, tail = prompts.get(self.task, dataset.prompt).partition("{context}")
+        before, after = head.format(input=self.input), tail.format(input=self.input)
+        classes = tuple(self.all_classes or [])
+        answers = tuple(self.answers)
+        return Asked(before, self.context, after, answers, dataset.answer_tokens, dataset.metric, classes)
+
 
 class _ProRecord(BaseModel):
     """A line of LongBench-Pro."""
@@ -107,6 +126,17 @@ class _ProRecord(BaseModel):
     @property
     def task(self) -> str:
         return self.secondary_task.partition(" ")[0]
+
+    def asked(self) -> Asked:
+        """Returns what the record asks."""
+        metric = _PRO_METRICS[self.task]
+        if metric == "summary_rouge_l" and self.language == "Chinese":
+            metric = "summary_rouge_l_zh"
+        after = f"\n\n\n\n{self.question_nonthinking}"
+        return Asked("", self.context, after, tuple(self.answer), _PRO_ANSWER_TOKENS, metric)
+
+
+_AnyRecord = _Record | _ProRecord | InfiniteRecord | MileRecord | VideoRecord
 
 
 def read_prompts(path: Path) -> dict[str, str]:
@@ -140,8 +170,8 @@ def plan_file(
     planned: list[PlannedItem] = []
     taken: dict[str, int] = {}
     for number, record in enumerate(_records(path), 1):
-        known = _DATASETS if isinstance(record, _Record) else _PRO_METRICS
-        if record.task not in known:
+        known = _known_tasks(record)
+        if known is not None and record.task not in known:
             raise ConfigurationError(
                 f"file: got {record.task!r} in record {number} of {str(path)!r}, allowed: {', '.join(known)}"
             )
@@ -152,29 +182,25 @@ def plan_file(
     return planned
 
 
-def _build(
-    name: str, record: _Record | _ProRecord, prompts: dict[str, str], prompter: Prompter, context_tokens: int
-) -> Item:
+def _known_tasks(record: _AnyRecord) -> Collection[str] | None:
     if isinstance(record, _Record):
-        dataset = _DATASETS[record.task]
-        head, _, tail = prompts.get(record.task, dataset.prompt).partition("{context}")
-        before, after = head.format(input=record.input), tail.format(input=record.input)
-        metric, answer_tokens, answers = dataset.metric, dataset.answer_tokens, record.answers
-    else:
-        before, after = "", f"\n\n\n\n{record.question_nonthinking}"
-        metric, answer_tokens, answers = _PRO_METRICS[record.task], _PRO_ANSWER_TOKENS, record.answer
-        if metric == "summary_rouge_l" and record.language == "Chinese":
-            metric = "summary_rouge_l_zh"
+        return _DATASETS
+    return _PRO_METRICS if isinstance(record, _ProRecord) else tasks_of(type(record))
+
+
+def _build(name: str, record: _AnyRecord, prompts: dict[str, str], prompter: Prompter, context_tokens: int) -> Item:
+    asked = record.asked(prompts) if isinstance(record, _Record) else record.asked()
+    before, text, after, answers, answer_tokens, metric, classes = asked
     limit = context_tokens - answer_tokens
 
     def cut(size: int) -> str:
         # The middle goes, as in both benchmarks: the ends hold what matters most.
-        return record.context[: (size + 1) // 2] + record.context[len(record.context) - size // 2 :]
+        return text[: (size + 1) // 2] + text[len(text) - size // 2 :]
 
     def tokens(size: int) -> int:
         return len(prompter.encode(before + cut(size) + after))
 
-    size = len(record.context)
+    size = len(text)
     if tokens(size) > limit:
         size = longest_fit(size, tokens, limit)
         if size == 0:
@@ -186,18 +212,32 @@ def _build(
         context_tokens=context_tokens,
         context=context,
         question=question,
-        answers=tuple(answers),
+        answers=answers,
         answer_tokens=answer_tokens,
         metric=metric,
-        classes=tuple((record.all_classes or []) if isinstance(record, _Record) else []),
+        classes=classes,
     )
 
 
-def _records(path: Path) -> Iterator[_Record | _ProRecord]:
+def _kind_of(record: Any) -> type[_AnyRecord]:
+    if not isinstance(record, dict) or "dataset" in record:
+        return _Record
+    if "secondary_task" in record:
+        return _ProRecord
+    return next((kind for mark, kind in MARKS if mark in record), _Record)
+
+
+def _records(path: Path) -> Iterator[_AnyRecord]:
     for number, record in enumerate(_parse(path), 1):
-        pro = isinstance(record, dict) and "secondary_task" in record
+        kind = _kind_of(record)
+        if isinstance(record, dict) and has_pictures(record):
+            raise ConfigurationError(
+                f"file: got pictures or a video in record {number} of {str(path)!r}, allowed: records of text, and "
+                "videos with their subtitles"
+            )
+        named = kind not in (_Record, _ProRecord)
         try:
-            yield (_ProRecord if pro else _Record).model_validate(record)
+            yield kind.model_validate({"task": path.stem, **record} if named else record)
         except ValidationError as error:
             first = error.errors()[0]
             reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}".removeprefix(": ")

@@ -94,6 +94,42 @@ def classification(completion: str, answers: Sequence[str], classes: Sequence[st
     return max(score(answer) for answer in answers)
 
 
+def choice_letter(completion: str, answers: Sequence[str], classes: Sequence[str]) -> float:
+    """Multiple choice: whether the first letter of a choice that stands by itself is the right one."""
+    found = re.search(rf"\b[{''.join(classes)}]\b", completion)
+    return float(found is not None and found[0] in answers)
+
+
+def word_error_rate(completion: str, answer: str) -> float:
+    """WER of a transcript: words to insert, delete or replace, over the words of the right one.
+
+    Words are compared without case and punctuation; the rate may exceed 1.
+    """
+    from rapidfuzz.distance import Levenshtein
+
+    right = _spoken_words(answer)
+    return Levenshtein.distance(_spoken_words(completion), right) / len(right)
+
+
+def word_accuracy(completion: str, answer: str) -> float:
+    """Speech: 1 - WER, and 0 where that is negative."""
+    return max(0.0, 1 - word_error_rate(completion, answer))
+
+
+def entity_error_rate(completion: str, entities: Sequence[str]) -> float:
+    """Share of the entities, words in a row each, that a transcript lacks; one that is named twice must occur twice."""
+    said = " ".join(["", *_spoken_words(completion), ""])
+    wanted = Counter(" ".join(_spoken_words(entity)) for entity in entities)
+    # Neighbours share the space between them, so it must not be used up.
+    found = sum(min(count, len(re.findall(f"(?<= ){re.escape(each)}(?= )", said))) for each, count in wanted.items())
+    return 1 - found / wanted.total()
+
+
+def entity_accuracy(completion: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
+    """Speech: 1 - the entity error rate."""
+    return 1 - entity_error_rate(completion, answers)
+
+
 def line_accuracy(completion: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
     """LongBench-Pro's Accuracy: whether the first line of the answer is the right one."""
     return float(_answer_lines(completion)[0] == _normal(answers[0]))
@@ -155,6 +191,11 @@ def _chinese_words(text: str) -> list[str]:
     return [word for word in words if word]
 
 
+def _spoken_words(text: str) -> list[str]:
+    words = ("".join(ch for ch in word if _counts(ch)) for word in text.casefold().split())
+    return [word for word in words if word]
+
+
 def _cut(text: str) -> list[str]:
     # Imported late: it warns on Python 3.12, and few need it.
     import jieba
@@ -190,6 +231,9 @@ METRICS: dict[str, Metric] = {
     "classification_first_line": _of_first_line(classification),
     "number_share": _best(number_share),
     "code_similarity": _best(code_similarity),
+    "choice_letter": choice_letter,
+    "word_accuracy": _best(word_accuracy),
+    "entity_accuracy": entity_accuracy,
     "line_accuracy": line_accuracy,
     "line_f1": line_f1,
     "line_recall": line_recall,

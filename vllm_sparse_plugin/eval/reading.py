@@ -14,7 +14,7 @@ COUNTING_WORKER = "vllm_sparse_plugin.eval.reading.CountingWorker"
 """For vLLM's `worker_extension_cls`."""
 COUNT_METHOD = "sparse_count_totals"
 """The method of `CountingWorker`, for `LLM.collective_rpc`."""
-Totals = Mapping[str, tuple[int, int]]
+Totals = Mapping[str, tuple[float, int]]
 """Sum and count of metrics by their names."""
 _SKIPPED = SKIPPED[0].name
 _TOKENS_READ = READS[1].name
@@ -23,7 +23,7 @@ _TOKENS_READ = READS[1].name
 class CountingWorker:
     """What vLLM adds to its workers, so that an engine can be asked for what its kernels have counted."""
 
-    def sparse_count_totals(self) -> dict[str, tuple[int, int]]:
+    def sparse_count_totals(self) -> dict[str, tuple[float, int]]:
         """Sum and count of every metric that this worker's kernels count."""
         return count_totals()
 
@@ -87,7 +87,7 @@ class ReadShare:
 def _ratio(name: str, before: Sequence[Totals], after: Sequence[Totals], default: float) -> float:
     """By how much a metric's sum has grown for each by which its count has."""
 
-    def grown(column: int) -> int:
+    def grown(column: int) -> float:
         return sum(worker[name][column] for worker in after if name in worker) - sum(
             worker[name][column] for worker in before if name in worker
         )

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from rich.table import Column, Table
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.eval.items import NLL, PERPLEXITY
+from vllm_sparse_plugin.eval.fidelity import agreement, overlap
+from vllm_sparse_plugin.eval.items import NLL, TEXT_TASKS
 from vllm_sparse_plugin.eval.results import Result, ResultFile
 from vllm_sparse_plugin.eval.statistics import Difference, Estimate, estimate_difference, estimate_mean
 
@@ -120,7 +121,7 @@ def difference_table(first: ResultFile, second: ResultFile) -> Table:
     for heading in ("context", "items", _heading(first), _heading(second), "difference", "p"):
         table.add_column(heading, justify="right")
     for place, difference in found.items():
-        signed = "" if place[0] == PERPLEXITY else "+"
+        signed = "" if place[0] in TEXT_TASKS else "+"
         table.add_row(
             place[0], f"{place[1]:,}", str(difference.count),
             f"{before[place].value:.3f}", f"{after[place].value:.3f}",
@@ -128,6 +129,27 @@ def difference_table(first: ResultFile, second: ResultFile) -> Table:
             end_section=place[0] == _ALL,
         )  # fmt: skip
     return table
+
+
+def fidelity_table(first: ResultFile, second: ResultFile) -> Table | None:
+    """Return how near the next tokens that two runs expect in the same text are, by context; None without such text.
+
+    Each window of text is one sample: positions within a window depend on each other.
+    """
+    pairs = [(result, second.results[name]) for name, result in first.results.items() if name in second.results]
+    pairs = [(one, other) for one, other in pairs if one.predictions and other.predictions]
+    table = Table(
+        Column("context", justify="right"),
+        title=f"Next tokens of {_heading(second)} beside {_heading(first)}, same text; intervals of 95 %",
+    )
+    for heading in ("windows", "positions", "same most likely token", "overlap of the distributions, at least"):
+        table.add_column(heading, justify="right")
+    for context in sorted({one.context_tokens for one, _ in pairs}):
+        here = [(one.predictions, other.predictions) for one, other in pairs if one.context_tokens == context]
+        shares = [estimate_mean([measure(*each) for each in here]) for measure in (agreement, overlap)]
+        positions = sum(len(one) for one, _ in here)
+        table.add_row(f"{context:,}", str(len(here)), str(positions), *map(_interval, shares))
+    return table if pairs else None
 
 
 def plot_scores(files: Sequence[ResultFile], path: Path) -> None:
@@ -148,13 +170,13 @@ def plot_scores(files: Sequence[ResultFile], path: Path) -> None:
             _bars(panel, [(place + shift, estimate) for place, estimate in here], f"C{i}", label)
         panel.set_xticks(range(len(contexts)), [_tokens(context) for context in contexts])
         panel.set_xlim(-0.5, len(contexts) - 0.5)
-        if task != PERPLEXITY:
+        if task not in TEXT_TASKS:
             panel.set_ylim(-0.04, 1.04)
         panel.set_title(task, fontsize=9)
         panel.grid(alpha=0.3)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False, fontsize=8)
     figure.supxlabel("context, tokens", fontsize=9)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_differences(first: ResultFile, second: ResultFile, path: Path) -> None:
@@ -165,7 +187,7 @@ def plot_differences(first: ResultFile, second: ResultFile, path: Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    found = {place: each for place, each in differences(first, second).items() if place[0] != PERPLEXITY}
+    found = {place: each for place, each in differences(first, second).items() if place[0] not in TEXT_TASKS}
     if not found:
         raise ConfigurationError("plot: got perplexity alone, allowed: tasks with scores")
     figure = Figure(figsize=(6, 1 + 0.28 * len(found)), layout="constrained")
@@ -179,7 +201,7 @@ def plot_differences(first: ResultFile, second: ResultFile, path: Path) -> None:
     panel.invert_yaxis()
     panel.set_xlabel(f"mean score of {_heading(second)} minus that of {_heading(first)}", fontsize=8)
     panel.grid(alpha=0.3, axis="x")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def check_plot(path: Path | None) -> None:
@@ -233,7 +255,12 @@ def _bars(panel: Axes, found: list[tuple[float, Estimate]], color: str, label: s
     panel.plot(places, values, marker="o", markersize=4, color=color, label=label)
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a picture.
+
+    Raises:
+        ConfigurationError: if it cannot be written.
+    """
     try:
         figure.savefig(path, dpi=150, bbox_inches="tight")
     except OSError as error:

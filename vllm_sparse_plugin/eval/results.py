@@ -42,6 +42,8 @@ class Result(BaseModel):
     score: float
     """From 0 to 1; for the metric `nll` the mean negative log likelihood of the forced tokens in nats."""
     seconds: float
+    predictions: tuple[dict[int, float], ...] = ()
+    """For the metric `nll`: log probabilities of the likeliest tokens at each forced one, by token id."""
     kv_read_share: float | None = None
     """Share of the cached keys and values that the decode steps of the answer's batch read, over all layers and KV
     heads, where the endpoint can tell; see `eval.reading`."""
@@ -111,6 +113,7 @@ def ask(
                 metric=item.metric,
                 score=round(value, 6),
                 seconds=round(reply.seconds, 4),
+                predictions=tuple(map(dict, reply.predictions)),
                 kv_read_share=None if reply.kv_read_share is None else round(reply.kv_read_share, 6),
             )
             text = f"{title}: {item.task} {item.context_tokens}"

@@ -10,7 +10,7 @@ from pathlib import Path
 from vllm_sparse_plugin import needles
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.eval import ruler
-from vllm_sparse_plugin.eval.items import NLL, PERPLEXITY, Item, PlannedItem, Prompter
+from vllm_sparse_plugin.eval.items import COMPLETION, NLL, PERPLEXITY, Item, PlannedItem, Prompter
 
 FILE_OPTIONS = {"qa_1": "squad", "qa_2": "hotpotqa"}
 """Tasks over a file of the user, and the option that names it."""
@@ -131,6 +131,46 @@ def plan_perplexity(
             window = partial(_window, name, context_tokens, begin, tokens, start, start + size, scored_tokens)
             planned.append(PlannedItem(name, window))
     return planned
+
+
+def plan_completions(
+    entries: Sequence[Mapping[str, str]], prompter: Prompter, scored_tokens: int
+) -> tuple[list[PlannedItem], int]:
+    """Return an item for each prompt, and the tokens of the longest with its completion.
+
+    Scored are at most the first `scored_tokens` tokens of a completion.
+
+    Of a prompt without a completion its own newest tokens are scored.
+
+    Args:
+        entries: `name`, `prompt` and `completion`, which may be empty.
+        prompter: of the model's tokenizer.
+        scored_tokens: of each.
+
+    Raises:
+        ConfigurationError: for a prompt that is too short to be cut.
+    """
+    cut = []
+    for entry in entries:
+        if entry["completion"]:
+            context, scored = prompter.split(entry["prompt"], entry["completion"])
+            scored = scored[:scored_tokens]
+        else:
+            tokens = prompter.encode(entry["prompt"])
+            context, scored = tokens[:-scored_tokens], tokens[-scored_tokens:]
+        if not context or not scored:
+            raise ConfigurationError(
+                f"completions: got {len(context) + len(scored)} tokens in {entry['name']}, allowed: more than the "
+                f"{scored_tokens} that are scored, or a completion"
+            )
+        cut.append((entry["name"], context, scored))
+    longest = max(len(context) + len(scored) for _, context, scored in cut)
+    planned = []
+    for name, context, scored in cut:
+        of = f"{COMPLETION}/{name}"
+        build = partial(Item, of, COMPLETION, longest, context, scored, (), answer_tokens=0, metric=NLL)
+        planned.append(PlannedItem(of, build))
+    return planned, longest
 
 
 def _window(

@@ -1,9 +1,19 @@
 """Block-sparse prefill: tiles of a prompt attend to the blocks of their past that their queries look for."""
 
 from sparse_kernels.block_prefill.api import prefill_blocks
-from sparse_kernels.block_prefill.rule import BlockRule
+from sparse_kernels.block_prefill.rule import COUNTERS, SHARE_UNITS, BlockRule
 from sparse_kernels.block_prefill.scratch import scratch_bytes
 from sparse_kernels.block_prefill.sequences import VarlenAttention, VirtualSequences
 from sparse_kernels.block_prefill.tiles import Tiles, plan_tiles
 
-__all__ = ["BlockRule", "Tiles", "VarlenAttention", "VirtualSequences", "plan_tiles", "prefill_blocks", "scratch_bytes"]
+__all__ = [
+    "COUNTERS",
+    "SHARE_UNITS",
+    "BlockRule",
+    "Tiles",
+    "VarlenAttention",
+    "VirtualSequences",
+    "plan_tiles",
+    "prefill_blocks",
+    "scratch_bytes",
+]

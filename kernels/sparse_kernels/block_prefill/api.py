@@ -6,7 +6,7 @@ import torch
 
 from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.block_prefill import reference
-from sparse_kernels.block_prefill.rule import BlockRule
+from sparse_kernels.block_prefill.rule import COUNTERS, BlockRule
 from sparse_kernels.block_prefill.sequences import VarlenAttention
 from sparse_kernels.block_prefill.tiles import Tiles
 from sparse_kernels.cache import KVCache
@@ -46,7 +46,7 @@ def prefill_blocks(
         tiles: `plan_tiles` of the batch, which all layers share.
         output: `[num_tokens, num_query_heads, head_size]`, where to write.
         attend: on a GPU what attends, over virtual sequences.
-        counters: `[num_kv_heads, 2]` int64 that past blocks read and past blocks are added to.
+        counters: `[num_kv_heads, COUNTERS]` int64 to add to, see `rule.COUNTERS`; None for no counts.
 
     Returns:
         `output`.
@@ -66,8 +66,8 @@ def prefill_blocks(
         )
     if output.shape != batch.query.shape:
         raise ValueError(f"output: got {list(output.shape)}, allowed: {list(batch.query.shape)}")
-    if counters is not None and tuple(counters.shape) != (cache.num_kv_heads, 2):
-        raise ValueError(f"counters: got {list(counters.shape)}, allowed: {[cache.num_kv_heads, 2]}")
+    if counters is not None and tuple(counters.shape) != (cache.num_kv_heads, COUNTERS):
+        raise ValueError(f"counters: got {list(counters.shape)}, allowed: {[cache.num_kv_heads, COUNTERS]}")
     if attend is None:
         reference.prefill_blocks(batch, cache, softmax, rule, tiles, output, counters)
     else:

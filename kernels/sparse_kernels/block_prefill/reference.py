@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from sparse_kernels.batch import PrefillBatch, Softmax
-from sparse_kernels.block_prefill.rule import BlockRule
+from sparse_kernels.block_prefill.rule import SHARE_UNITS, BlockRule
 from sparse_kernels.block_prefill.tiles import Tiles
 from sparse_kernels.cache import KVCache
 from sparse_kernels.page_statistics import PageStatistics
@@ -129,6 +129,22 @@ def choose_blocks(scores: torch.Tensor, reads: int, rule: BlockRule, total: floa
     return rank < count
 
 
+def read_share(masses: torch.Tensor, read: torch.Tensor, total: float) -> torch.Tensor:
+    """Returns the estimated share of a tile's attention weight that is on what it reads, its own blocks included.
+
+        1 - sum over past blocks b that are not read of  mass_b / total
+
+    Args:
+        masses: `[num_kv_heads, past_blocks]` float32.
+        read: `[num_kv_heads, past_blocks]` bool.
+        total: mass of the tile, its own blocks included: the number of rows that scored.
+
+    Returns:
+        `[num_kv_heads]` float32.
+    """
+    return 1 - masses.masked_fill(read, 0.0).sum(dim=1) / total
+
+
 def attend_blocks(
     query: torch.Tensor,
     cache: KVCache,
@@ -219,7 +235,11 @@ def prefill_blocks(
             query = query.bfloat16()
         read = torch.ones(heads, past, dtype=torch.bool, device=query.device)
         if reads < past:
-            read = _choose(query, *summaries[request], cache.page_size, past, reads, end, scale, rule)
+            scores, rows = _measure(query, *summaries[request], cache.page_size, past, end, scale, rule)
+            read = choose_blocks(scores, reads, rule, total=rows)
+            if counters is not None and rule.measure == "mass":
+                counters[:, 2] += (read_share(scores, read, rows).clamp(min=0) * SHARE_UNITS).round().long()
+                counters[:, 3] += 1
         attended = attend_blocks(query, cache, table, read, end, rule.block_tokens, softmax)
         if cache.value_scale is not None:
             attended = attended * cache.value_scale
@@ -229,18 +249,17 @@ def prefill_blocks(
             counters[:, 1] += past
 
 
-def _choose(
+def _measure(
     query: torch.Tensor,
     keys: torch.Tensor,
     spread: torch.Tensor | None,
     page_size: int,
     past: int,
-    reads: int,
     end: int,
     scale: float,
     rule: BlockRule,
-) -> torch.Tensor:
-    """Measures the past of a tile and chooses from it."""
+) -> tuple[torch.Tensor, int]:
+    """Returns the scores of the past blocks of a tile, `[num_kv_heads, past]`, and the number of rows that scored."""
     pages_per_block, complete = rule.block_tokens // page_size, end // page_size
     padding = -complete % pages_per_block
     keys = torch.nn.functional.pad(keys[:, :complete], (0, 0, 0, 0, 0, padding))
@@ -248,4 +267,4 @@ def _choose(
     position = torch.arange(end - len(query) + 1, end + 1, device=query.device)
     visible = scoring_queries(position, rule) // page_size
     logits = block_logits(query, keys, spread, visible, pages_per_block, scale, rule)
-    return choose_blocks(measure_blocks(logits, rule)[:, :past], reads, rule, total=logits.shape[1])
+    return measure_blocks(logits, rule)[:, :past], logits.shape[1]

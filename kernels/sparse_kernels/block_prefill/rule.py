@@ -6,6 +6,12 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+COUNTERS = 4
+"""What is counted of each KV head: past blocks read, past blocks, and of the tiles that choose by mass the estimated
+share of the attention weight that is on what they read, in `SHARE_UNITS`, and their number."""
+SHARE_UNITS = 1 << 20
+"""Shares are counted in this part of one, in whole numbers, so that the order of additions does not matter."""
+
 
 @dataclass(frozen=True)
 class BlockRule:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from sparse_kernels.batch import PrefillBatch, Softmax
-from sparse_kernels.block_prefill.rule import BlockRule
+from sparse_kernels.block_prefill.rule import COUNTERS, SHARE_UNITS, BlockRule
 from sparse_kernels.block_prefill.sequences import PageEntries, VarlenAttention, VirtualSequences
 from sparse_kernels.block_prefill.tiles import Tiles
 from sparse_kernels.cache import KVCache
@@ -370,6 +370,9 @@ def _choose(
     OWN_BLOCKS: tl.constexpr,
     BLOCKS: tl.constexpr,
     IS_ADAPTIVE: tl.constexpr,
+    IS_MASS: tl.constexpr,
+    COUNTERS: tl.constexpr,
+    SHARE_UNITS: tl.constexpr,
 ):
     tile, head = tl.program_id(0), tl.program_id(1)
     count, past, reads = tl.load(count_ptr + tile), tl.load(past_ptr + tile), tl.load(reads_ptr + tile)
@@ -387,9 +390,9 @@ def _choose(
         bits = score.to(tl.int32, bitcast=True)
         key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 0x80000001
         key = tl.where(always, 0x1FFFFFFFF, tl.where(exists, key, 0))
+        rows = (count + STRIDE - 1) // STRIDE * GROUP
         if IS_ADAPTIVE:
             # As many blocks are read as leave no more than this share of the rows' mass unread.
-            rows = (count + STRIDE - 1) // STRIDE * GROUP
             needed = tl.sum(score, axis=0) - unread_share * rows
         low = tl.full((), 0, tl.int64)
         high = tl.full((), 0x200000000, tl.int64)
@@ -411,13 +414,17 @@ def _choose(
             before = tl.cumsum(tl.where(equal, score, 0.0), axis=0) - tl.where(equal, score, 0.0)
             taken = taken | (mass + before < needed)
         read = better | (equal & taken)
+        if IS_MASS and counters_ptr is not None:
+            share = 1.0 - tl.sum(tl.where(read, 0.0, score), axis=0) / rows
+            tl.atomic_add(counters_ptr + head * COUNTERS + 2, (tl.maximum(share, 0.0) * SHARE_UNITS + 0.5).to(tl.int64))
+            tl.atomic_add(counters_ptr + head * COUNTERS + 3, tl.full((), 1, tl.int64))
     num_read = tl.sum(read.to(tl.int32), axis=0)
     place = tl.cumsum(read.to(tl.int32), axis=0) - 1
     end = tl.load(end_ptr + tile)
     tl.store(lengths_ptr + row, num_read * BLOCK_TOKENS + end - past * BLOCK_TOKENS)
     if counters_ptr is not None:
-        tl.atomic_add(counters_ptr + head * 2, num_read.to(tl.int64))
-        tl.atomic_add(counters_ptr + head * 2 + 1, past.to(tl.int64))
+        tl.atomic_add(counters_ptr + head * COUNTERS, num_read.to(tl.int64))
+        tl.atomic_add(counters_ptr + head * COUNTERS + 1, past.to(tl.int64))
     table_ptr += tl.load(request_ptr + tile).to(tl.int64) * table_stride
     pages_ptr += row.to(tl.int64) * pages_stride
     entries: tl.constexpr = BLOCK_TOKENS // ENTRY_TOKENS
@@ -666,7 +673,7 @@ def virtual_sequences(
         entries: how pages are numbered.
         group_size: query heads to a KV head.
         rule: the rule.
-        counters: `[num_kv_heads, 2]` int64 that past blocks read and past blocks are added to; None for no counts.
+        counters: `[num_kv_heads, COUNTERS]` int64 to add to; None for no counts.
 
     Returns:
         `[num_tiles * num_kv_heads, max_pages]` int32, pages in order, the tile's own last; and `[num_tiles *
@@ -707,6 +714,9 @@ def virtual_sequences(
         OWN_BLOCKS=own_blocks,
         BLOCKS=blocks,
         IS_ADAPTIVE=rule.is_adaptive,
+        IS_MASS=rule.measure == "mass",
+        COUNTERS=COUNTERS,
+        SHARE_UNITS=SHARE_UNITS,
         num_warps=4 if blocks <= 4096 else 16,
     )
     return pages, lengths

@@ -1,0 +1,154 @@
+"""`vllm-sparse tune` over result files that no engine made."""
+
+import json
+import math
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+
+from vllm_sparse_plugin.cli import main, tune
+from vllm_sparse_plugin.config import KEY, resolve
+
+KEPT = {"dense": 4, "unique-256": 2, "unique-1024": 3, "unique-4096": 4, "art": 4}
+"""Of four positions of a prompt, those whose most likely token is that of dense attention."""
+
+
+def result(label: str, prompt: int, share: float) -> dict[str, object]:
+    sure, unsure = {1: math.log(0.75), 2: math.log(0.25)}, {1: math.log(0.25), 2: math.log(0.75)}
+    return {
+        "id": f"completion/line {prompt}", "task": "completion", "context_tokens": 8192, "prompt_tokens": 8192,
+        "forced_tokens": 4, "digest": "0", "answers": [], "completion": "", "metric": "nll",
+        "score": 1 + 0.1 * (4 - KEPT[label]), "seconds": 1.5, "kv_read_share": share,
+        "predictions": [sure if position < KEPT[label] else unsure for position in range(4)],
+    }  # fmt: skip
+
+
+@pytest.fixture
+def prompts(tmp_path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"text {i}"}) + "\n" for i in range(3)))
+    return path
+
+
+@pytest.fixture
+def evaluations(monkeypatch) -> list[list[str]]:
+    """Commands that were run, each of which wrote what `KEPT` says."""
+    commands: list[list[str]] = []
+
+    def evaluate(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        options = dict(pairwise(command))
+        label, path = options["--label"], Path(options["--output"])
+        share = {"dense": 1.0, "art": 0.9}.get(label) or int(label.split("-")[1]) / 8192
+        rows = [{"settings": {"label": label, "decode_from": "prompt"}}, *(result(label, i, share) for i in range(3))]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(tune.subprocess, "run", evaluate)
+    return commands
+
+
+@pytest.fixture
+def run(monkeypatch, capsys, prompts, tmp_path):
+    def call(*arguments: str) -> tuple[int, str, str]:
+        base = ["--model", "a-model", "--prompts", str(prompts), "--output", str(tmp_path / "out")]
+        monkeypatch.setattr(sys, "argv", ["vllm-sparse", "tune", *base, *arguments])
+        monkeypatch.setenv("COLUMNS", "160")
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        return ended.value.code or 0, out, err
+
+    return call
+
+
+def rows(out: str) -> dict[str, list[str]]:
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+    return {name: rest for name, *rest in cells}
+
+
+BUDGETS = ("--budget", "4096", "--budget", "256", "--budget", "1024")
+
+
+@pytest.mark.parametrize(
+    ("measure", "target", "kept", "chosen"),
+    [
+        ("agreement", 0.75, ["0.500", "0.750", "1.000"], "unique-1024"),
+        ("agreement", 0.8, ["0.500", "0.750", "1.000"], "unique-4096"),
+        ("overlap", 0.75, ["0.750", "0.875", "1.000"], "unique-256"),
+        ("likelihood", 0.85, ["0.819", "0.905", "1.000"], "unique-1024"),
+    ],
+)
+def test_what_reads_least_of_what_keeps_the_target_is_chosen(run, evaluations, tmp_path, measure, target, kept, chosen):
+    code, out, err = run(*BUDGETS, "--measure", measure, "--target", str(target))
+    assert (code, err) == (0, "")
+    found = rows(out)
+    assert list(found) == ["unique-256", "unique-1024", "unique-4096"]
+    assert [cells[0].split()[0] for cells in found.values()] == kept
+    assert [cells[1] for cells in found.values()] == ["3.1%", "12.5%", "50.0%"]
+    assert [name for name, cells in found.items() if cells[3] == "chosen"] == [chosen]
+    assert (tmp_path / "out" / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    preset = tmp_path / "out" / "sparse.yaml"
+    tokens = int(chosen.split("-")[1])
+    assert resolve({"config": str(preset)}, "unique").selection.budget_tokens == tokens
+    assert str(preset) in out.splitlines()[-1]
+    assert out.splitlines()[-1].startswith("vllm serve a-model --attention-backend unique --additional-config ")
+
+
+def test_every_engine_decodes_the_same_tokens_under_its_own_settings(run, evaluations):
+    assert run(*BUDGETS, "--attention-backend", "art", "--attention-backend", "unique", "--target", "0.5")[0] == 0
+    options = [dict(pairwise(command)) for command in evaluations]
+    assert [each["--label"] for each in options] == ["dense", "art", "unique-4096", "unique-256", "unique-1024"]
+    assert len({each["--completions"] for each in options}) == 1
+    assert "--attention-backend" not in options[0]
+    assert [each["--attention-backend"] for each in options[1:]] == ["art", *["unique"] * 3]
+    sections = [json.loads(each["--additional-config"])[KEY] for each in options[1:]]
+    assert sections[0] == {}
+    assert [section["selection"]["budget_tokens"] for section in sections[1:]] == [4096, 256, 1024]
+
+
+def test_nothing_is_written_where_nothing_keeps_the_target(run, evaluations, tmp_path):
+    code, out, _ = run("--budget", "256")
+    assert code == 1
+    assert out.splitlines()[-1] == (
+        "None keeps 0.99 of dense attention's agreement: serve this model with dense attention."
+    )
+    assert not (tmp_path / "out" / "sparse.yaml").exists()
+
+
+def test_a_backend_without_a_budget_is_a_preset_without_settings(run, evaluations, tmp_path):
+    assert run("--attention-backend", "art")[0] == 0
+    assert yaml.safe_load((tmp_path / "out" / "sparse.yaml").read_text()) == {}
+
+
+REFUSED = {
+    "target": (("--target", "1.5"), "target: got 1.5, allowed: more than 0, up to 1"),
+    "backend": (("--attention-backend", "nope"), "attention_backend: got 'nope', allowed: "),
+    "budget": (("--budget", "7"), "sparse_attention.selection.budget_tokens: got 7, allowed: "),
+    "engine_args": (("--engine-args", "{"), "engine_args: got text that is not JSON"),
+    "prompts": (("--prompts", "/nowhere"), "prompts: got '/nowhere' (No such file or directory), allowed: "),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_bad_input_is_refused_before_any_engine_starts(run, evaluations, case):
+    arguments, sentence = REFUSED[case]
+    code, out, err = run(*arguments)
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert err.startswith(f"error: {sentence}")
+    assert evaluations == []
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [(2, "completions: got 3 tokens"), (3, "the engine of dense ended with exit code 3: completions: got 3 tokens")],
+)
+def test_what_an_evaluation_says_is_passed_on(run, monkeypatch, returned, said):
+    failed = subprocess.CompletedProcess([], returned, "", "WARNING\nerror: completions: got 3 tokens\nlate log line\n")
+    monkeypatch.setattr(tune.subprocess, "run", lambda *_, **__: failed)
+    code, _, err = run()
+    assert (code, err) == (returned, f"error: {said}\n")

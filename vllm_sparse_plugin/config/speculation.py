@@ -1,0 +1,15 @@
+"""The settings of speculation say how the draft attends; what it drafts is verified as every decode step attends."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from vllm_sparse_plugin.policies.base import Section
+
+
+class Speculation(Section):
+    """How the attention layers of a draft attend, where vLLM speculates with EAGLE, EAGLE-3, MTP or a draft model."""
+
+    draft: Literal["dense", "sparse"] = "dense"
+    """`dense`: the draft's layers read everything. `sparse`: they read the pages that the selection chooses for them;
+    they are never routed, never stop early and prefill densely."""
