@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.interpreter import interpret_kernels
+from torch.utils._device import _device_constructors
 
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "models" / "needle-8m"
@@ -23,6 +24,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ["NUMBA_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "numba" / os.environ["PYTEST_XDIST_WORKER"])
 
 interpret_kernels()
+
+# torch notes once which functions follow `with torch.device(...)`; those that a test puts in their place do not.
+_device_constructors()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -101,8 +101,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     if drafts_with_attention(vllm_config) and not vllm_config.use_v2_model_runner:
         # vLLM's first model runner would choose another backend for the draft, whose blocks have no statistics.
         vllm_config.speculative_config.attention_backend = compat.backend_member(name)
-    measured = config.routing or config.stop_rule or config.prefill or config.compaction
-    if config.config.diagnostics.sample_every or measured:
+    if config.runs_kernels or config.compaction:
         expose()
 
 

@@ -52,7 +52,7 @@ class Referee:
         try:
             if cache.statistics is not None:
                 _check_records(batch.block_table, batch.seq_lens, cache.keys, cache.statistics)
-            expected = _reference_output(plan, batch, cache, softmax)
+            expected = reference_output(plan, batch, cache, softmax)
             self._compare(output.float(), expected)
         except JudgementError as error:
             self._note(error)
@@ -82,7 +82,8 @@ class Referee:
             raise JudgementError("an output that differs from the reference's")
 
 
-def _reference_output(plan: LayerPlan, batch: DecodeBatch, cache: KVCache, softmax: Softmax) -> torch.Tensor:
+def reference_output(plan: LayerPlan, batch: DecodeBatch, cache: KVCache, softmax: Softmax) -> torch.Tensor:
+    """What the reference pipeline gives for decoding tokens: `[num_tokens, num_heads, head_size]` float32."""
     output = DecodeOutput(torch.empty(batch.query.shape, device=batch.query.device))
     routing = None if plan.routing is None else replace(plan.routing, counts=None)
     if plan.page_selection is None:
@@ -92,7 +93,7 @@ def _reference_output(plan: LayerPlan, batch: DecodeBatch, cache: KVCache, softm
     return output.heads
 
 
-def _checked_scores(
+def checked_scores(
     query: torch.Tensor, statistics: PageStatistics, table: torch.Tensor, lengths: torch.Tensor, std_weight: float
 ) -> torch.Tensor:
     """The layer's own scores, near the reference's: of two pages that score about the same, either may be read."""
@@ -167,7 +168,7 @@ def watch() -> Iterator[Referee]:
 
     referee = Referee()
     layers = _watch_cpu(referee) if current_platform.is_cpu() else _watch_cuda(referee)
-    with layers, mock.patch.object(decode_reference, "score_pages", _checked_scores):
+    with layers, mock.patch.object(decode_reference, "score_pages", checked_scores):
         yield referee
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.common.pages import Block
-from bench.pages import families, kernels, prefill, quality, serving, settings
+from bench.pages import families, kernels, prefill, quality, serving, settings, states
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ SECTIONS: dict[str, Section] = {
     "stopped-answers": Section(quality.stopped_answers),
     "calibrated": Section(quality.calibrated),
     "first-values": Section(quality.first_values),
+    "fuzz": Section(states.fuzz),
     "decode": Section(serving.decode_cpu),
     "operations": Section(serving.operations),
     "threads-cpu": Section(serving.threads_cpu),

@@ -116,6 +116,22 @@ def test_larger_pages(model, page_size):
         assert_sparse(harness, request, output)
 
 
+@pytest.mark.parametrize(("page_size", "block_size"), [(8, 32), (32, 32)])
+def test_the_warm_up_reads_no_block_beyond_its_table(model, monkeypatch, page_size, block_size):
+    seen = []
+
+    def attend(tokens, *arguments):
+        seen.append((int(tokens.context_lens.max()), tokens.block_table))
+        return attend_pages(tokens, *arguments)
+
+    monkeypatch.setattr(cpu, "attend_pages", attend)
+    settings = {"selection": {"page_size": page_size, "budget_tokens": 4 * page_size}, "min_context_tokens": 0}
+    LayerHarness(model, settings=settings, block_size=block_size)
+    ((context, table),) = seen
+    assert page_size < context <= block_size * table.shape[1]
+    assert table.unique().tolist() == list(range(table.shape[1]))
+
+
 def test_chunked_prefill_gives_the_bits_of_one_shot_prefill(model):
     outputs = []
     for chunks in ([200], [1, 6, 1, 57, 63, 72]):

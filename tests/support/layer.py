@@ -4,30 +4,29 @@ import functools
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import numpy as np
 import torch
 from support.paged import dense_attention, garbage
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
-from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.worker.utils import customize_attention_spec
 
+from bench.common.layer import BareLayer, LayerBatch
 from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import Selection
 
 
 @functools.cache
-def _vllm_config(model: str, backend: str, settings: str, block_size: int) -> VllmConfig:
+def _vllm_config(model: str, backend: str, settings: str, block_size: int, kv_cache_dtype: str) -> VllmConfig:
     return EngineArgs(
         model=model,
         attention_backend=backend,
         additional_config={"sparse_attention": json.loads(settings)} if backend.upper() in BACKENDS else {},
         block_size=block_size,
+        kv_cache_dtype=kv_cache_dtype,
         enforce_eager=True,
     ).create_engine_config()
 
@@ -47,11 +46,6 @@ class Request:
     name: str = field(default_factory=map("request-{}".format, itertools.count()).__next__)
 
 
-if torch.cpu._is_amx_tile_supported():
-    # The kernel grants AMX state per process; vLLM asks for it in its workers.
-    torch.cpu._init_amx()
-
-
 class LayerHarness:
     """Runs steps of a batch through a layer exactly as vLLM's model runner does."""
 
@@ -68,11 +62,13 @@ class LayerHarness:
         isa: str | None = None,
         layer_index: int = 0,
         seed: int = 0,
+        device: str = "cpu",
+        kv_cache_dtype: str = "auto",
+        layers_in_block: int = 1,
         **attention: object,
     ) -> None:
         self.generator = torch.Generator().manual_seed(seed)
-        config = _vllm_config(model, backend, json.dumps(settings or {}, sort_keys=True), block_size)
-        config.compilation_config.static_forward_context.clear()
+        config = _vllm_config(model, backend, json.dumps(settings or {}, sort_keys=True), block_size, kv_cache_dtype)
         config.cache_config.num_gpu_blocks = num_blocks
         self.num_heads, self.num_kv_heads, self.head_size, self.block_size = (
             num_heads,
@@ -80,36 +76,24 @@ class LayerHarness:
             head_size,
             block_size,
         )
-        name = f"model.layers.{layer_index}.self_attn.attn"
-        previous = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            with set_current_vllm_config(config):
-                self.layer = Attention(
-                    num_heads,
-                    head_size,
-                    head_size**-0.5,
-                    num_kv_heads,
-                    cache_config=config.cache_config,
-                    prefix=name,
-                    **attention,
-                )
-                self.backend = self.layer.get_attn_backend()
-                spec = customize_attention_spec(self.backend, self.layer.get_kv_cache_spec(config))
-                # Sliding-window layers may choose smaller blocks; the tests have one size.
-                self.spec = replace(spec, block_size=block_size)
-                # It is its own model runner, which knows the requests of a step.
-                self.requests: dict[str, Request] = {}
-                self.input_batch = SimpleNamespace(num_reqs=0, req_ids=[], num_prompt_tokens=np.zeros(0, dtype=int))
-                requests.attach(self)
-                self.builder = self.backend.get_builder_cls()(self.spec, [name], config, torch.device("cpu"))
-        finally:
-            torch.set_default_dtype(previous)
+        # It is its own model runner, which knows the requests of a step.
+        self.requests: dict[str, Request] = {}
+        self.input_batch = SimpleNamespace(num_reqs=0, req_ids=[], num_prompt_tokens=np.zeros(0, dtype=int))
+        requests.attach(self)
+        heads = num_heads, num_kv_heads, head_size
+        self.bare = BareLayer.build(config, heads, block_size, layer_index, device, **attention)
+        self.layer, self.spec, self.builder = self.bare.layer, self.bare.spec, self.bare.builder
+        self.backend = self.layer.get_attn_backend()
         if isa is not None:
             self.use_isa(isa)
         rows = self.spec.num_states
         # vLLM's own kernel multiplies what lies beyond the context by zero: it needs finite memory.
-        self.cache = garbage(num_blocks, num_kv_heads, rows, 2 * head_size, generator=self.generator, finite=True)
+        shape = num_blocks, layers_in_block, num_kv_heads, rows, 2 * head_size
+        memory = garbage(*shape, generator=self.generator, finite=True)
+        if self.spec.dtype != memory.dtype:
+            memory = memory.nan_to_num().clamp(-448, 448).to(torch.float8_e4m3fn).view(self.spec.dtype)
+        # Where a block holds several layers, this is the last of them.
+        self.cache = memory.to(device)[:, -1]
         self.free = torch.randperm(num_blocks - 1, generator=self.generator).add(1).tolist()
         self.selection: Selection | None = getattr(getattr(self.builder, "sparse", None), "selector", None)
 
@@ -131,6 +115,16 @@ class LayerHarness:
         self.free = request.blocks + self.free
         request.blocks = []
         request.keys, request.values = request.keys[:0], request.values[:0]
+
+    def fill(self, request: Request, tokens: int) -> None:
+        """Writes the first tokens of a request as earlier steps have, but without their statistics."""
+        request.blocks = [self.free.pop(0) for _ in range(-(-tokens // self.block_size))]
+        shape = tokens, self.num_kv_heads, self.head_size
+        request.keys, request.values = (torch.randn(shape, generator=self.generator).bfloat16() for _ in range(2))
+        position, blocks = torch.arange(tokens), torch.tensor(request.blocks)
+        slots = blocks[position // self.block_size] * self.block_size + position % self.block_size
+        written = (part.to(self.cache.device) for part in (request.keys, request.values))
+        self.layer.impl.do_kv_cache_update(self.layer, *written, self.cache, slots.to(self.cache.device))
 
     def step(self, batch: Sequence[tuple[Request, int]], data: dict[int, tuple] | None = None) -> list[torch.Tensor]:
         """Computes new tokens of each request; returns their outputs `[new, num_heads, head_size]`.
@@ -173,29 +167,15 @@ class LayerHarness:
             num_prompt_tokens=np.array([request.prompt_tokens for request, _ in batch]),
         )
         self.requests |= {request.name: request for request, _ in batch}
-        start = torch.tensor(starts, dtype=torch.int32)
-        seq_lens = torch.tensor(lens, dtype=torch.int32)
-        metadata = self.builder.build(
-            0,
-            CommonAttentionMetadata(
-                query_start_loc=start,
-                query_start_loc_cpu=start,
-                seq_lens=seq_lens,
-                num_reqs=len(batch),
-                num_actual_tokens=starts[-1],
-                max_query_len=max(new for _, new in batch),
-                max_seq_len=max(lens),
-                block_table_tensor=table,
-                slot_mapping=torch.cat(slots),
-                is_prefilling=torch.tensor(prefilling),
-            ),
+        step = LayerBatch(
+            torch.tensor(starts, dtype=torch.int32),
+            torch.tensor(lens, dtype=torch.int32),
+            table,
+            torch.cat(slots),
+            torch.tensor(prefilling),
         )
-        query, key, value = torch.cat(queries), torch.cat(keys), torch.cat(values)
-        output = torch.full_like(query, torch.nan)
-        self.layer.impl.do_kv_cache_update(self.layer, key, value, self.cache, torch.cat(slots))
-        self.layer.impl.forward(self.layer, query, key, value, self.cache, metadata, output)
-        self.metadata = metadata
-        return list(output.split([new for _, new in batch]))
+        output, self.metadata = self.bare.step(step, self.cache, torch.cat(queries), torch.cat(keys), torch.cat(values))
+        return list(output.cpu().split([new for _, new in batch]))
 
     def dense(self, request: Request, token: int = -1, dtype: torch.dtype = torch.float64) -> torch.Tensor:
         """Dense attention of a token of the latest step, `[num_heads, head_size]`."""

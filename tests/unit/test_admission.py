@@ -8,7 +8,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
-from vllm_sparse_plugin import notices
+from vllm_sparse_plugin import admission, notices
 from vllm_sparse_plugin.admission import admit
 from vllm_sparse_plugin.attention.plan import is_of_draft
 from vllm_sparse_plugin.config import resolve
@@ -496,6 +496,24 @@ def test_admitted(case, folder):
     config = engine_config(folder(), **ADMITTED[case])
     chosen = [config.attention_config.backend, *config.attention_config.backend_per_kind.values()]
     assert {member.name for member in chosen if member} <= set(BACKENDS)
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "measures"),
+    [
+        ("unique", {}, True),
+        ("streaming_llm", {}, True),
+        ("sinkrouter", {}, True),
+        ("art", {}, True),
+        ("dense", {"prefill": {"method": "blocks"}}, True),
+        ("dense", {}, False),
+    ],
+)
+def test_metrics_have_a_place_wherever_something_is_counted(backend, settings, measures, folder, monkeypatch):
+    made: list[None] = []
+    monkeypatch.setattr(admission, "expose", lambda: made.append(None))
+    engine_config(folder(), attention_backend=backend, additional_config={"sparse_attention": settings})
+    assert bool(made) == measures
 
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] = (9, 0)) -> None:

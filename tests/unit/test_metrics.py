@@ -35,6 +35,17 @@ def count_for_a_while() -> None:
         counts.step()
 
 
+def test_what_is_copied_from_a_device_lies_on_the_host():
+    # As models are built, everything that names no device lands on that of the context.
+    with torch.device("meta"):
+        counts = live.DeviceCounts([(0, range(2))], live.SKIPPED, 2, torch.device("cpu"))
+        counts.of_layers[0].add_(1)
+        for _ in range(2 * live.COUNTED_STEPS):
+            counts.step()
+    assert counts.of_layers[0].is_cpu
+    assert counts._known.tolist() == [[1, 1]] * 2
+
+
 def test_a_worker_without_a_folder_goes_on(warnings):
     count_for_a_while()
     (line,) = warnings

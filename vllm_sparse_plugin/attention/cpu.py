@@ -270,7 +270,8 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         self._update_statistics((first, first))
         if self.plan.is_sparse:
             grouped = torch.zeros(1, self.num_kv_heads, self.num_queries_per_kv, self.head_size, dtype=spec.dtype)
-            token = QueryTokens(grouped, first.unsqueeze(1), first + self.plan.page_size + 1)
+            # A page may be as large as a block; what comes after it is in the next one.
+            token = QueryTokens(grouped, torch.arange(2).unsqueeze(0), first + self.plan.page_size + 1)
             self._attend(token, self.cache, self.all_heads)
             if self.plan.routing is not None:
                 route_groups(token, self.cache.keys, self.plan.routing)

@@ -190,9 +190,10 @@ class DeviceCounts:
         self.of_layers = counts.split([len(heads) for _, heads in layers])
         """`[num_kv_heads, columns]` int64 of each layer, which kernels add to."""
         self._counts = counts
-        self._copied = torch.zeros(counts.shape, dtype=torch.int64, pin_memory=counts.is_cuda)
+        # Where layers are made, tensors that name no device may land on theirs.
+        self._copied = torch.zeros(counts.shape, dtype=torch.int64, device="cpu", pin_memory=counts.is_cuda)
         self._event = torch.cuda.Event() if counts.is_cuda else None
-        self._known = torch.zeros(counts.shape, dtype=torch.int64)
+        self._known = torch.zeros(counts.shape, dtype=torch.int64, device="cpu")
         self._steps = 0
         _COUNTING.add(self)
 

@@ -1,0 +1,97 @@
+"""What a seed is run with: an engine's settings, drawn so that seeds in a row cover all of them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+
+from bench.common.results import ROOT
+
+MAX_MODEL_LEN = 512
+_MODEL = ROOT / "models" / "needle-8m"
+_LARGE_UNITS = 64
+"""Tokens of a block that holds a whole number of rows of any statistics."""
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A backend and what differs from its preset."""
+
+    backend: str
+    selection: tuple[tuple[str, Any], ...] = ()
+    small_blocks: bool = False
+    """Whether its statistics fit blocks of 32 tokens."""
+
+
+POLICIES = {
+    "unique": Policy("unique", small_blocks=True),
+    "unique, pages of 16": Policy("unique", (("page_size", 16),), small_blocks=True),
+    "unique, sketch": Policy("unique", (("statistics", "sketch"),), small_blocks=True),
+    "unique, int8": Policy("unique", (("statistics", "int8"),), small_blocks=True),
+    "unique, fp8": Policy("unique", (("statistics", "fp8"),), small_blocks=True),
+    "unique, bf16": Policy("unique", (("statistics", "bf16"),)),
+    "mean": Policy("mean", small_blocks=True),
+    "quest": Policy("quest"),
+    "infllm": Policy("infllm"),
+}
+"""By name; seeds take them in turn."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The settings of a seed."""
+
+    policy: str
+    """A name in `POLICIES`."""
+    block_size: int
+    num_blocks: int
+    max_requests: int
+    chunk_tokens: int
+    """Most tokens of a step."""
+    drafts: int
+    """Most tokens that are speculated at once."""
+    prefix_cache: bool
+
+    @classmethod
+    def draw(cls, seed: int) -> Case:
+        """Draws the settings of a seed."""
+        rng = random.Random(seed)
+        policy = list(POLICIES)[seed % len(POLICIES)]
+        sizes = (32, 64, 128) if POLICIES[policy].small_blocks else (_LARGE_UNITS, 2 * _LARGE_UNITS)
+        block_size, max_requests = rng.choice(sizes), rng.randint(3, 8)
+        # One request always fits; all of them together rarely do.
+        tokens = MAX_MODEL_LEN + rng.randint(128, 192 * max_requests)
+        return cls(
+            policy=policy,
+            block_size=block_size,
+            num_blocks=1 + -(-tokens // block_size),
+            max_requests=max_requests,
+            chunk_tokens=rng.choice((48, 96, 200)),
+            drafts=rng.choice((0, 2, 3)),
+            prefix_cache=rng.random() < 0.8,
+        )
+
+    def vllm_config(self) -> VllmConfig:
+        """Makes vLLM's configuration of an engine with these settings."""
+        policy = POLICIES[self.policy]
+        settings = {"selection": {"budget_tokens": 64, **dict(policy.selection)}, "min_context_tokens": 0}
+        ngram = {"method": "ngram", "num_speculative_tokens": self.drafts, "prompt_lookup_max": 3}
+        config = EngineArgs(
+            model=str(_MODEL),
+            attention_backend=policy.backend,
+            additional_config={"sparse_attention": settings},
+            block_size=self.block_size,
+            enforce_eager=True,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_seqs=self.max_requests,
+            max_num_batched_tokens=self.chunk_tokens,
+            enable_prefix_caching=self.prefix_cache,
+            async_scheduling=False,
+            speculative_config=ngram if self.drafts else None,
+        ).create_engine_config()
+        config.cache_config.num_gpu_blocks = self.num_blocks
+        return config

@@ -1,0 +1,34 @@
+"""Blocks about the fuzz of a layer's state and the soak of a server."""
+
+from __future__ import annotations
+
+from bench.common.pages import Block, table
+from bench.common.results import RESULTS, read_run
+
+FUZZ = RESULTS / "cpu-2core" / "fuzz" / "states.jsonl"
+_COUNTED = {
+    "requests": "requests",
+    "chunks": "later chunks of prompts",
+    "hits": "prefix hits",
+    "preemptions": "preemptions",
+    "aborts": "aborts",
+    "drafted": "drafts",
+    "rejected": "rejected",
+    "sleeps": "sleeps",
+    "pages": "pages compared",
+    "judged_rows": "outputs compared",
+}
+"""Headings by column of a result file."""
+
+
+def fuzz() -> Block:
+    """Seeds, steps, events and faults by policy."""
+    rows = read_run(FUZZ).rows
+    policies = dict.fromkeys(row["policy"] for row in rows)
+    lines = []
+    for name, of in [*((f"`{policy}`", [row for row in rows if row["policy"] == policy]) for policy in policies),
+                     ("all", rows)]:  # fmt: skip
+        counts = [sum(row[column] for row in of) for column in ("steps", *_COUNTED)]
+        faults = sum(bool(row["fault"]) for row in of)
+        lines.append([name, str(len(of)), *(f"{count:,}" for count in counts), str(faults)])
+    return Block(table(["policy", "seeds", "steps", *_COUNTED.values(), "faults"], lines), [FUZZ])

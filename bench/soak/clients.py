@@ -1,0 +1,131 @@
+"""Clients of a server, a third of whom hang up before their answer ends."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from openai import OpenAI
+
+from bench.families.engines import Continuation
+
+HANGS_UP = 1 / 3
+"""Share of the requests that are given up."""
+_LIKELIEST = 5
+
+
+@dataclass(frozen=True)
+class Asker:
+    """How a server is asked."""
+
+    client: OpenAI
+    model: str
+    answer_tokens: int
+
+    def ask(self, prompt: str) -> Continuation:
+        """Returns what follows a prompt, greedily."""
+        reply: Any = self.client.completions.create(prompt=prompt, **self._arguments())
+        told = reply.choices[0].logprobs
+        return Continuation(
+            [_token(text) for text in told.tokens],
+            [{_token(text): logprob for text, logprob in step.items()} for step in told.top_logprobs],
+        )
+
+    def hang_up(self, prompt: str, after: int) -> None:
+        """Asks, and closes the connection after so many parts of the answer."""
+        stream: Any = self.client.completions.create(prompt=prompt, stream=True, **self._arguments())
+        for _ in zip(range(after), stream, strict=False):
+            pass
+        stream.close()
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of the server by name, summed over labels."""
+        url = str(self.client.base_url).removesuffix("v1/") + "metrics"
+        return read_metrics(self.client._client.get(url).text)
+
+    def _arguments(self) -> dict[str, Any]:
+        more = {"ignore_eos": True, "return_tokens_as_token_ids": True}
+        return {
+            "model": self.model, "max_tokens": self.answer_tokens, "temperature": 0, "logprobs": _LIKELIEST,
+            "extra_body": more,
+        }  # fmt: skip
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    """The samples of what `/metrics` serves, by name and summed over labels."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name = line.partition("{")[0].split()[0]
+            found[name] = found.get(name, 0.0) + float(line.split()[-1])
+    return found
+
+
+def _token(text: str) -> int:
+    return int(text.removeprefix("token_id:"))
+
+
+def gap_at_first_difference(alone: Continuation, found: Continuation) -> float | None:
+    """How much likelier a server found its own token than another's where two answers part; None if they do not."""
+    for wanted, other, likely in zip(alone.tokens, found.tokens, alone.logprobs, strict=True):
+        if wanted != other:
+            return likely[wanted] - likely.get(other, float("-inf"))
+    return None
+
+
+@dataclass
+class Tally:
+    """What clients have seen until now."""
+
+    answers: int = 0
+    hung_up: int = 0
+    parted: int = 0
+    """Answers that part from those asked alone, by a tie or not."""
+    largest_gap: float = 0.0
+    """Of log probabilities, where they part."""
+    faults: list[str] = field(default_factory=list)
+    """What was wrong, a sentence each."""
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, alone: Continuation, found: Continuation, allowed: float) -> None:
+        """Counts an answer; one that parts from that asked alone must do so where two tokens are about as likely."""
+        gap = gap_at_first_difference(alone, found)
+        with self.lock:
+            self.answers += 1
+            if gap is not None:
+                self.parted += 1
+                self.largest_gap = max(self.largest_gap, gap)
+                if gap > allowed:
+                    self.faults.append(f"an answer parts where the tokens' log probabilities differ by {gap:.3g}")
+
+    def as_row(self) -> dict[str, Any]:
+        """Returns the columns of a row."""
+        with self.lock:
+            return {
+                "answers": self.answers, "hung_up": self.hung_up, "parted": self.parted,
+                "largest_gap": round(self.largest_gap, 4), "faults": list(self.faults),
+            }  # fmt: skip
+
+
+def run_client(
+    asker: Asker, alone: Mapping[str, Continuation], allowed: float, end: float, seed: int, tally: Tally
+) -> None:
+    """Asks one prompt after the other until `time.monotonic` reaches `end`; what it raises is a fault."""
+    rng = random.Random(seed)
+    prompts: Sequence[str] = list(alone)
+    try:
+        while time.monotonic() < end:
+            prompt = rng.choice(prompts)
+            if rng.random() < HANGS_UP:
+                asker.hang_up(prompt, rng.randrange(asker.answer_tokens))
+                with tally.lock:
+                    tally.hung_up += 1
+            else:
+                tally.add(alone[prompt], asker.ask(prompt), allowed)
+    except Exception as error:  # a client that ends must not go unseen
+        with tally.lock:
+            tally.faults.append(f"a request failed: {' '.join(str(error).split())}")

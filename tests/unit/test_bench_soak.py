@@ -1,0 +1,38 @@
+"""What a soak says of answers and of a server that is done."""
+
+import math
+
+from bench.families.engines import LOGPROB_TOLERANCE, Continuation
+from bench.soak.__main__ import is_busy
+from bench.soak.clients import Tally, gap_at_first_difference, read_metrics
+
+ALONE = Continuation([5, 6, 7], [{5: -0.1, 9: -3.0}, {6: -0.7, 8: -0.72}, {7: -0.2, 1: -2.0}])
+
+
+def answer(*tokens: int) -> Continuation:
+    return Continuation(list(tokens), [{}] * len(tokens))
+
+
+def test_answers_part_where_two_tokens_are_about_as_likely_or_are_wrong():
+    assert gap_at_first_difference(ALONE, answer(5, 6, 7)) is None
+    assert math.isclose(gap_at_first_difference(ALONE, answer(5, 8, 1)), 0.02)
+    assert gap_at_first_difference(ALONE, answer(5, 4, 7)) == math.inf
+    tally = Tally()
+    for tokens in ((5, 6, 7), (5, 8, 1), (9, 6, 7)):
+        tally.add(ALONE, answer(*tokens), LOGPROB_TOLERANCE)
+    assert (tally.answers, tally.parted) == (3, 2)
+    assert tally.faults == ["an answer parts where the tokens' log probabilities differ by 2.9"]
+
+
+def test_a_server_is_done_when_it_keeps_no_block():
+    text = """# HELP vllm:num_requests_running Requests.
+vllm:num_requests_running{engine="0"} 1.0
+vllm:num_requests_running{engine="1"} 0.0
+vllm:num_requests_waiting{engine="0"} 0.0
+vllm:kv_cache_usage_perc{engine="0"} 0.25
+"""
+    metrics = read_metrics(text)
+    assert metrics["vllm:num_requests_running"] == 1
+    assert is_busy(metrics)
+    assert is_busy(metrics | {"vllm:num_requests_running": 0.0})
+    assert not is_busy(dict.fromkeys(metrics, 0.0))
