@@ -125,3 +125,18 @@ def test_bad_arguments_are_refused():
         compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(pool_tokens=4))
     with pytest.raises(ValueError, match="window_tokens: got -1"):
         compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(window_tokens=-1))
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_triton_votes_choose_the_tokens_of_the_paper(monkeypatch, softcap):
+    from sparse_kernels.token_prefill import triton
+
+    monkeypatch.setattr("sparse_kernels.compaction.api.attention_sums", triton.attention_sums)
+    paged, query = prompt_of(335, group=3)
+    softmax = Softmax(0.25, softcap)
+    # The window of a prompt whose last token ran in a graph.
+    window = ObservationWindow(query[-9:-1], 326)
+    kept = compact_prompt(window, PromptBlocks(paged.block_table[0], 335, 7), paged.cache, softmax, RULE)
+    expected = kept_tokens(query[-9:-1], paged.keys[0], 3 * BLOCK + 15, softmax, RULE, BLOCK, last_query=333)
+    assert [set(of_head.tolist()) | set(range(320, 335)) for of_head in kept] == expected
