@@ -19,9 +19,10 @@ from sparse_kernels.limits import (
 from sparse_kernels.sparse_decode.refusals import decode_refusals
 
 from vllm_sparse_plugin import compat, connectors
-from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
+from vllm_sparse_plugin.config import KEY, ResolvedConfig
 from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.diagnostics.live import expose
+from vllm_sparse_plugin.engine_settings import settings_of
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce
 
@@ -38,12 +39,6 @@ LEARNED_SINKS = ("gpt_oss",)
 """Model types whose attention has learned sink logits."""
 SPECULATORS = ("ngram",)
 """Speculative methods whose drafts need no attention of their own."""
-
-
-def settings_of(vllm_config: VllmConfig) -> Any:
-    """Returns our part of `--additional-config`, or None."""
-    additional = vllm_config.additional_config
-    return additional.get(KEY) if isinstance(additional, Mapping) else None
 
 
 def block_multiple(vllm_config: VllmConfig, config: ResolvedConfig, kernel_block: int) -> int:
@@ -67,11 +62,11 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     name = compat.chosen_backend(vllm_config, backends)
     settings = settings_of(vllm_config)
     if name is None:
-        if settings is not None:
+        if settings.given is not None:
             allowed = choices(backend.lower() for backend in backends)
             raise ConfigurationError(f"{KEY}: got settings but no attention backend of ours, allowed: {allowed}")
         return
-    config = resolve(settings, backends[name])
+    config = settings.resolve(backends[name])
     for field, got, allowed in _unsupported(vllm_config, config):
         raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
     announce(config, vllm_config.cache_config.cache_dtype)

@@ -27,6 +27,8 @@ STANDS_FOR = {
     # A setting by its path, the name of a preset, an option with JSON; what `expect` names has a row of its own.
     "{field}": (f"{KEY}.preset", "additional_config", "engine_args", f"{KEY}.diagnostics.sample_every"),
     "{origin}": (f"{KEY}.config",),
+    f"{KEY}.selection.{{name}}": tuple(f"{KEY}.selection.{name}" for name in ("policy", "page_size", "statistics")),
+    f"{KEY}.{{SWITCH}}": (f"{KEY}.trained",),
     "{option}": ("json", "output", "squad", "hotpotqa"),
     "{', '.join(engine)}": ("attention_backend", "additional_config", "engine_args"),
     "{', '.join(arguments)}": ("attention_backend", "additional_config", "engine_args"),

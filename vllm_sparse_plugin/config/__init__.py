@@ -9,6 +9,7 @@ from vllm_sparse_plugin.config.routing import ModelIdentity, Routing, identify
 from vllm_sparse_plugin.config.schema import KEY, Diagnostics, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.config.sources import preset_names, resolve
 from vllm_sparse_plugin.config.termination import Termination
+from vllm_sparse_plugin.config.trained import read_trained_section, section_of, trained_section
 
 __all__ = [
     "KEY",
@@ -24,5 +25,8 @@ __all__ = [
     "describe_policies",
     "identify",
     "preset_names",
+    "read_trained_section",
     "resolve",
+    "section_of",
+    "trained_section",
 ]
