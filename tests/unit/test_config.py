@@ -272,7 +272,8 @@ def test_a_value_that_is_not_among_the_choices_is_refused_with_the_choices(polic
 
 
 ALLOWED_TOP = (
-    "selection, prefill, routing, termination, first_dense_layers, min_context_tokens, diagnostics, preset, config or trained"
+    "selection, prefill, routing, termination, first_dense_layers, min_context_tokens, diagnostics, preset, config or "
+    "trained"
 )
 ALLOWED_UNIQUE = "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics or lambda"
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
