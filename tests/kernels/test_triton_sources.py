@@ -132,9 +132,8 @@ from sparse_kernels.masked_attention import PageMask, Packing, page_records, tri
 for name in sys.argv[3:]:
     setattr(masked, name, Compile(getattr(masked, name)))
 kind, packing = KINDS[sys.argv[2]], Packing((40, 30))
-size = 32 if sys.argv[1] == "80" else 64
-query = torch.zeros(70, 8, size).bfloat16().requires_grad_()
-key, value = (torch.zeros(70, 2, size).bfloat16().requires_grad_() for _ in range(2))
+query = torch.zeros(70, 8, 64).bfloat16().requires_grad_()
+key, value = (torch.zeros(70, 2, 64).bfloat16().requires_grad_() for _ in range(2))
 records = page_records(key, packing, 8, kind, kind.formats[0])
 mask = PageMask(PageSelection(3, 1, 1, 1.0), 8, temperature=0.5)
 masked.masked_attention(query, key, value, records, packing, mask, 0.125).sum().backward()
@@ -142,11 +141,10 @@ masked.masked_attention(query, key, value, records, packing, mask, 0.125).sum().
 )
 
 
-@pytest.mark.parametrize(("architecture", "kind"), [("80", "mean_and_spread"), ("90", "quarters")])
-def test_kernels_of_training_compile(architecture: str, kind: str) -> None:
+def test_kernels_of_training_compile() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-c", OF_TRAINING, architecture, kind, *MASKED],
+        [sys.executable, "-c", OF_TRAINING, "90", "quarters", *MASKED],
         capture_output=True,
         text=True,
         env=environment,

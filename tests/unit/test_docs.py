@@ -29,7 +29,10 @@ STANDS_FOR = {
     "{origin}": (f"{KEY}.config",),
     f"{KEY}.selection.{{name}}": tuple(f"{KEY}.selection.{name}" for name in ("policy", "page_size", "statistics")),
     f"{KEY}.{{SWITCH}}": (f"{KEY}.trained",),
-    "{option}": ("json", "output", "squad", "hotpotqa"),
+    "settings.{name}": (),  # any setting of training, by its path
+    "settings.{first['msg']}": (),
+    "vllm-sparse {extra}": ("vllm-sparse eval", "vllm-sparse train"),
+    "{option}": ("data", "json", "output", "squad", "hotpotqa"),
     "{', '.join(engine)}": ("attention_backend", "additional_config", "engine_args"),
     "{', '.join(arguments)}": ("attention_backend", "additional_config", "engine_args"),
     "{name}": (),  # a task of eval

@@ -124,5 +124,8 @@ def _attend_densely(
 ) -> torch.Tensor:
     """Returns causal attention of each sequence to itself, of the shape of the query."""
     parts = zip(*(x.transpose(0, 1)[None].split(packing.lengths, dim=2) for x in (query, key, value)), strict=True)
-    outputs = [scaled_dot_product_attention(*part, is_causal=True, scale=scale, enable_gqa=True)[0] for part in parts]
+    outputs = [
+        scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)[0]
+        for queries, keys, values in parts
+    ]
     return torch.cat(outputs, dim=1).transpose(0, 1)

@@ -45,7 +45,7 @@ class TrainingSettings(Section):
     that is served throughout."""
     lora_rank: Annotated[int, Field(ge=0, le=4096)] = 16
     """Rank of the updates of attention and MLP; 0 trains all weights."""
-    lora_alpha: Annotated[float, Field(ge=1e-3, le=1e4)] = 32.0
+    lora_alpha: Annotated[int, Field(ge=1, le=10**4)] = 32
     """Scale of those updates, over the rank."""
     distillation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Share of the loss that is the divergence from the dense model before training; the rest is the loss of the
