@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,13 @@ LOG, CURVES = "training.jsonl", "training.png"
 """Files of the output folder beside the model."""
 _CHECKPOINTS, _LAST = "checkpoints", "last.json"
 _BETAS = (0.9, 0.95)
+
+
+@lru_cache(maxsize=4)
+def _order(count: int, seed: int) -> list[int]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order
 
 
 @dataclass(frozen=True)
@@ -217,9 +225,7 @@ class Trainer:
         count, place = len(self._rows), self._accelerator.process_index
         indices = []
         for number in range(step * per_device * devices, (step + 1) * per_device * devices):
-            order = list(range(count))
-            random.Random(self._run.settings.seed + number // count).shuffle(order)
-            indices.append(order[number % count])
+            indices.append(_order(count, self._run.settings.seed + number // count)[number % count])
         rows = [self._rows[index] for index in indices]
         return rows, rows[place * per_device : (place + 1) * per_device]
 
