@@ -223,10 +223,9 @@ class Trainer:
         """The rows of a step, of all devices and of this one: the data over and over, each time in another order."""
         per_device, devices = self._run.settings.rows_per_step, self._accelerator.num_processes
         count, place = len(self._rows), self._accelerator.process_index
-        indices = []
-        for number in range(step * per_device * devices, (step + 1) * per_device * devices):
-            indices.append(_order(count, self._run.settings.seed + number // count)[number % count])
-        rows = [self._rows[index] for index in indices]
+        seed, first = self._run.settings.seed, step * per_device * devices
+        numbers = range(first, first + per_device * devices)
+        rows = [self._rows[_order(count, seed + number // count)[number % count]] for number in numbers]
         return rows, rows[place * per_device : (place + 1) * per_device]
 
     def _go_on(self) -> None:
