@@ -19,9 +19,10 @@ from sparse_kernels.limits import (
 from sparse_kernels.sparse_decode.refusals import decode_refusals
 
 from vllm_sparse_plugin import compat, connectors
-from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
+from vllm_sparse_plugin.config import KEY, ResolvedConfig
 from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.diagnostics.live import expose
+from vllm_sparse_plugin.engine_settings import settings_of
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce
 
@@ -42,12 +43,6 @@ CPU_SPECULATORS = (*SPECULATORS, "draft_model")
 """Those that are served on a CPU. On a GPU the statistics of a draft model's pages were not those of its keys."""
 SHARING_DRAFTS = ("gemma4_mtp", "step3p5_mtp")
 """Model types of drafts that vLLM runs by a proposer of their own, on caches of the model."""
-
-
-def settings_of(vllm_config: VllmConfig) -> Any:
-    """Returns our part of `--additional-config`, or None."""
-    additional = vllm_config.additional_config
-    return additional.get(KEY) if isinstance(additional, Mapping) else None
 
 
 def drafts_with_attention(vllm_config: VllmConfig) -> bool:
@@ -88,11 +83,11 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     name = compat.chosen_backend(vllm_config, backends)
     settings = settings_of(vllm_config)
     if name is None:
-        if settings is not None:
+        if settings.given is not None:
             allowed = choices(backend.lower() for backend in backends)
             raise ConfigurationError(f"{KEY}: got settings but no attention backend of ours, allowed: {allowed}")
         return
-    config = resolve(settings, backends[name])
+    config = settings.resolve(backends[name])
     for field, got, allowed in _unsupported(vllm_config, config):
         raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
     announce(config, vllm_config.cache_config.cache_dtype)

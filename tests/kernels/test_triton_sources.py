@@ -13,6 +13,8 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 BLOCKS = ["_summarise", "_block_logits", "_measure", "_choose", "_group_queries", "_ungroup_with_sinks"]
 """Kernels of block-sparse prefill."""
 PREFILL = ("_probe_sums", "_join_sums", "_column_sums", "_attend_kept")
+MASKED = ("_page_scores", "_thresholds", "_forward", "_query_gradient", "_key_gradient")
+"""Kernels of attention under a page mask."""
 LEAST_SHARED_BYTES = 99 * 1024
 """Shared memory of a block on the smallest GPUs that are served."""
 CODE = """
@@ -117,5 +119,39 @@ def test_compiles(architecture: str) -> None:
     of_decode = len(KINDS) + sum(not kind.is_fused for kind in KINDS.values())
     of_prefill = 3 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
     assert len(sizes) == of_decode + of_prefill
+    assert min(sizes) > 0
+    assert max(shared) <= LEAST_SHARED_BYTES
+
+
+OF_TRAINING = (
+    CODE.partition("write._write_cache, scores")[0]
+    + """
+from sparse_kernels.batch import PageSelection
+from sparse_kernels.masked_attention import PageMask, Packing, page_records, triton as masked
+
+for name in sys.argv[3:]:
+    setattr(masked, name, Compile(getattr(masked, name)))
+kind, packing = KINDS[sys.argv[2]], Packing((40, 30))
+query = torch.zeros(70, 8, 64).bfloat16().requires_grad_()
+key, value = (torch.zeros(70, 2, 64).bfloat16().requires_grad_() for _ in range(2))
+records = page_records(key, packing, 8, kind, kind.formats[0])
+mask = PageMask(PageSelection(3, 1, 1, 1.0), 8, temperature=0.5)
+masked.masked_attention(query, key, value, records, packing, mask, 0.125).sum().backward()
+"""
+)
+
+
+def test_kernels_of_training_compile() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", OF_TRAINING, "90", "quarters", *MASKED],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    sizes, shared = zip(*(map(int, line.split()) for line in done.stdout.splitlines()), strict=True)
+    assert len(sizes) == len(MASKED)
     assert min(sizes) > 0
     assert max(shared) <= LEAST_SHARED_BYTES

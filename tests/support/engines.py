@@ -70,7 +70,7 @@ class Engine:
 
 @contextmanager
 def run_engine(backend: str | None, config: dict[str, Any] | None = None, **arguments: Any) -> Iterator[Engine]:
-    """Run an engine of the model with settings of the plugin and further arguments of `vllm.LLM`."""
+    """Run an engine with settings of the plugin and further arguments of `vllm.LLM`; `model` may be one of them."""
     arguments = {"max_model_len": 16_384, "max_num_batched_tokens": 4096, "attention_backend": backend} | arguments
     if config is not None:
         arguments["additional_config"] = {"sparse_attention": config}
@@ -97,7 +97,7 @@ def _start(arguments: dict[str, Any]) -> None:
     global _llm
     from vllm import LLM
 
-    _llm = LLM(str(MODEL), enforce_eager=True, disable_log_stats=False, **arguments)
+    _llm = LLM(**{"model": str(MODEL), "enforce_eager": True, "disable_log_stats": False} | arguments)
 
 
 def _answer(prompts: list[str | list[int]], max_tokens: int, ignore_eos: bool) -> list[list[int]]:

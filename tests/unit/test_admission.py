@@ -231,8 +231,7 @@ REFUSED = {
         {"additional_config": {"sparse_attention": {"selektion": 1}}},
         "sparse_attention.selektion: unknown key (did you mean 'selection'?), "
         "allowed: selection, prefill, compaction, routing, termination, first_dense_layers, min_context_tokens, "
-        "speculation, "
-        "diagnostics, preset or config",
+        "speculation, diagnostics, preset, config or trained",
     ),
     "key of the other backend's policy": (
         {"attention_backend": "streaming_llm", "additional_config": settings(statistics="fp8")},

@@ -283,7 +283,7 @@ def test_a_value_that_is_not_among_the_choices_is_refused_with_the_choices(polic
 
 ALLOWED_TOP = (
     "selection, prefill, compaction, routing, termination, first_dense_layers, min_context_tokens, speculation, "
-    "diagnostics, preset or config"
+    "diagnostics, preset, config or trained"
 )
 ALLOWED_UNIQUE = "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics or lambda"
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"

@@ -27,7 +27,12 @@ STANDS_FOR = {
     # A setting by its path, the name of a preset, an option with JSON; what `expect` names has a row of its own.
     "{field}": (f"{KEY}.preset", "additional_config", "engine_args", f"{KEY}.diagnostics.sample_every"),
     "{origin}": (f"{KEY}.config",),
-    "{option}": ("json", "output", "squad", "hotpotqa", "prompts", "completions"),
+    f"{KEY}.selection.{{name}}": tuple(f"{KEY}.selection.{name}" for name in ("policy", "page_size", "statistics")),
+    f"{KEY}.{{SWITCH}}": (f"{KEY}.trained",),
+    "settings.{name}": (),  # any setting of training, by its path
+    "settings.{first['msg']}": (),
+    "vllm-sparse {extra}": ("vllm-sparse eval", "vllm-sparse train"),
+    "{option}": ("data", "json", "output", "squad", "hotpotqa", "prompts", "completions"),
     "{', '.join(engine)}": ("attention_backend", "additional_config", "engine_args"),
     "{', '.join(arguments)}": ("attention_backend", "additional_config", "engine_args"),
     "{name}": (),  # a task of eval

@@ -6,14 +6,12 @@ first. So the layers leave our settings here, and the class methods find them.
 
 from __future__ import annotations
 
-from typing import Any
-
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 
-from vllm_sparse_plugin.admission import settings_of
-from vllm_sparse_plugin.config import ResolvedConfig, resolve
+from vllm_sparse_plugin.config import ResolvedConfig
+from vllm_sparse_plugin.engine_settings import EngineSettings, settings_of
 
-_remembered: list[Any] = []
+_remembered: list[EngineSettings] = []
 
 
 def remember() -> int:
@@ -27,5 +25,5 @@ def current(preset: str) -> ResolvedConfig:
     """Returns the configuration of the engine being loaded, for a backend of this preset."""
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is not None:
-        return resolve(settings_of(vllm_config), preset)
-    return resolve(_remembered[0] if _remembered else None, preset)
+        return settings_of(vllm_config).resolve(preset)
+    return (_remembered[0] if _remembered else EngineSettings()).resolve(preset)

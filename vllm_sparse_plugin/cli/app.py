@@ -55,6 +55,7 @@ COMMANDS: dict[str, Command] = {
         "calibrate",
         "Find the thresholds at which SinkRouter skips a share of a model's KV groups, and say whether to use them.",
     ),
+    "train": Command("train", "train", "Fine-tune a model with the pages that it will be served with."),
 }
 """By the name that a user types."""
 

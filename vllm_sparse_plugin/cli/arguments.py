@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.json_lines import read_json_lines
 from vllm_sparse_plugin.names import BACKENDS
 
 NEEDLE_MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
@@ -126,19 +128,8 @@ def read_prompts(path: Path, option: str = "prompts") -> list[dict[str, str]]:
     Raises:
         ConfigurationError: names `option`, and the line that is no such JSON object or why the file cannot be read.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no file of UTF-8 text"
-        raise ConfigurationError(f"{option}: got {str(path)!r} ({reason}), allowed: a readable file") from None
     found = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-        except (ValueError, RecursionError):
-            entry = None
+    for number, line, entry in read_json_lines(path, option):
         texts = [entry.get("prompt"), entry.get("completion", "")] if isinstance(entry, dict) else [None]
         if not all(isinstance(text, str) for text in texts) or not texts[0]:
             raise ConfigurationError(
@@ -149,6 +140,24 @@ def read_prompts(path: Path, option: str = "prompts") -> list[dict[str, str]]:
     if not found:
         raise ConfigurationError(f"{option}: got {str(path)!r} without a line, allowed: one or more")
     return found
+
+
+def require_extra(extra: str, packages: Mapping[str, str]) -> None:
+    """Refuse to run without the packages of an extra.
+
+    Args:
+        extra: its name, which is that of the command too.
+        packages: the distributions by their modules.
+
+    Raises:
+        ConfigurationError: if one is missing.
+    """
+    missing = [package for module, package in packages.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ConfigurationError(
+            f"vllm-sparse {extra}: got no {', '.join(missing)}, allowed: with the extra, "
+            f"pip install 'vllm-sparse-plugin[{extra}]'"
+        )
 
 
 def run_app(app: typer.Typer) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import platform
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -16,7 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from vllm_sparse_plugin.cli.arguments import Seed, complete_backend, parse_additional_config, read_prompts
+from vllm_sparse_plugin.cli.arguments import (
+    Seed,
+    complete_backend,
+    parse_additional_config,
+    read_prompts,
+    require_extra,
+)
 from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -214,7 +219,7 @@ def evaluate(
     """
     if command.invoked_subcommand is not None:
         return
-    _require_extra(_EXTRA | _EXTRA_OF_FILES if file else _EXTRA)
+    require_extra("eval", _EXTRA | _EXTRA_OF_FILES if file else _EXTRA)
     if output is None:
         raise ConfigurationError("output: got none, allowed: a file for the results")
     engine = _engine_arguments(in_process, attention_backend, additional_config, engine_args)
@@ -381,7 +386,7 @@ def show(
     plot: Plot = None,
 ) -> None:
     """Print the scores of runs side by side, and draw them."""
-    _require_extra(_EXTRA)
+    require_extra("eval", _EXTRA)
     from vllm_sparse_plugin.eval.report import check_plot, plot_scores, score_table
     from vllm_sparse_plugin.eval.results import read_results
 
@@ -402,7 +407,7 @@ def compare(
 
     Of text, it also prints how often both expect the same next token.
     """
-    _require_extra(_EXTRA)
+    require_extra("eval", _EXTRA)
     from vllm_sparse_plugin.eval.report import check_plot, difference_table, fidelity_table, plot_differences
     from vllm_sparse_plugin.eval.results import read_results
 
@@ -414,15 +419,6 @@ def compare(
         console.print(next_tokens)
     if plot:
         plot_differences(*files, plot)
-
-
-def _require_extra(packages: Mapping[str, str]) -> None:
-    missing = [package for module, package in packages.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        raise ConfigurationError(
-            f"vllm-sparse eval: got no {', '.join(missing)}, allowed: with the extra, "
-            "pip install 'vllm-sparse-plugin[eval]'"
-        )
 
 
 def _open_console() -> Console:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,13 +11,19 @@ from rich.table import Table
 
 from vllm_sparse_plugin import __version__
 from vllm_sparse_plugin.cli.arguments import AdditionalConfig, AttentionBackend, find_preset, parse_additional_config
-from vllm_sparse_plugin.config import KEY, SparseAttentionConfig, resolve
+from vllm_sparse_plugin.config import KEY, SparseAttentionConfig, read_trained_section, resolve
 from vllm_sparse_plugin.notices import notices_of
 
 
 def show_config(
     attention_backend: AttentionBackend = "unique",
     additional_config: AdditionalConfig = "{}",
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Model folder, whose config.json may have settings that it was trained with.", metavar="PATH"
+        ),
+    ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="As given to vLLM's --kv-cache-dtype.")] = "auto",
 ) -> None:
     """Print the resolved configuration and where each value came from.
@@ -24,7 +31,8 @@ def show_config(
     Below it stands what a server with this configuration says of it when it starts.
     """
     preset = find_preset(attention_backend)
-    resolved = resolve(parse_additional_config(additional_config).get(KEY), preset)
+    trained = read_trained_section(model) if model is not None else None
+    resolved = resolve(parse_additional_config(additional_config).get(KEY), preset, trained)
     notices = notices_of(resolved, kv_cache_dtype)
     title = f"vllm_sparse_plugin {__version__}, attention backend {attention_backend}"
     table = Table("field", "value", "from", title=title)

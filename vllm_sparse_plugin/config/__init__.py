@@ -12,6 +12,7 @@ from vllm_sparse_plugin.config.schema import KEY, Diagnostics, ResolvedConfig, S
 from vllm_sparse_plugin.config.sources import preset_names, resolve
 from vllm_sparse_plugin.config.speculation import Speculation
 from vllm_sparse_plugin.config.termination import Termination
+from vllm_sparse_plugin.config.trained import read_trained_section, section_of, trained_section
 
 __all__ = [
     "COMPACTIONS",
@@ -31,6 +32,9 @@ __all__ = [
     "describe_policies",
     "identify",
     "preset_names",
+    "read_trained_section",
     "requests_at_once",
     "resolve",
+    "section_of",
+    "trained_section",
 ]

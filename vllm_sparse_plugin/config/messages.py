@@ -39,7 +39,7 @@ def _rows(section: str) -> list[tuple[str, str, Any, str]]:
         owners: dict[tuple[str, Any, str | None], list[str]] = {}
         for name, model in models.items():
             if field := fields_by_key(model).get(key):
-                owners.setdefault((_allowed(field), field.default, field.description), []).append(name)
+                owners.setdefault((allowed_by(field), field.default, field.description), []).append(name)
         for names in owners.values():
             prefix = "" if key in fields_by_key(common) else f"{', '.join(names)}: "
             rows.append(_row(f"{section}.{key}", fields_by_key(models[names[0]])[key], prefix))
@@ -52,7 +52,7 @@ def describe_policies() -> list[tuple[str, str, str]]:
 
 
 def _row(name: str, field: FieldInfo, prefix: str) -> tuple[str, str, Any, str]:
-    return name, _allowed(field), field.default, prefix + _text(field)
+    return name, allowed_by(field), field.default, prefix + _text(field)
 
 
 def _text(field: FieldInfo) -> str:
@@ -86,7 +86,7 @@ def sentence_of(error: ErrorDetails, sources: Mapping[str, str]) -> str:
             got = got.get(variants.tag) if isinstance(got, dict) else got
             return f"{name}.{variants.tag}{where}: got {got!r}, allowed: {choices(sorted(names))}"
     field = _field(path, error["loc"])
-    return f"{name}{where}: got {got!r}, allowed: {_allowed(field) if field else 'a mapping of settings'}"
+    return f"{name}{where}: got {got!r}, allowed: {allowed_by(field) if field else 'a mapping of settings'}"
 
 
 def _known_keys(section: tuple[int | str, ...]) -> list[str]:
@@ -109,7 +109,8 @@ def _fields_at(location: tuple[int | str, ...]) -> dict[str, FieldInfo]:
     return fields_by_key(model) if model else SECTIONS[section]
 
 
-def _allowed(field: FieldInfo) -> str:
+def allowed_by(field: FieldInfo) -> str:
+    """Returns in words what a field allows."""
     if sentence := next((text for text in field.metadata if isinstance(text, str)), None):
         return sentence
     kinds = get_args(field.annotation)

@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from sparse_kernels.page_statistics import StatisticsLayout
     from sparse_kernels.stopping import StopRule
 
-SOURCES = ("preset", "config")
-"""Keys beside those of the schema: the names of a preset and of a YAML file to take values from."""
+SOURCES = ("preset", "config", "trained")
+"""Keys beside those of the schema: the names of a preset and of a YAML file to take values from, and whether the
+settings are one with which the model was trained."""
 
 AnySelection = Annotated[reduce(or_, POLICIES), Field(discriminator="policy")]  # type: ignore[valid-type]
 AnyPrefill = Annotated[reduce(or_, PREFILLS), Field(discriminator="method")]  # type: ignore[valid-type]

@@ -1,12 +1,12 @@
 """Merges the values of a configuration from their sources.
 
-Later sources win: the schema's defaults, the preset of the chosen backend, `preset`, the YAML file named by
-`config`, and the keys given in `--additional-config '{"sparse_attention": {...}}'` themselves.
+Later sources win: the schema's defaults, the preset of the chosen backend, what the model was trained with, `preset`,
+the YAML file named by `config`, and the keys given in `--additional-config '{"sparse_attention": {...}}'` themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ import yaml
 from pydantic import ValidationError
 
 from vllm_sparse_plugin.config.messages import sentence_of
-from vllm_sparse_plugin.config.schema import KEY, REPLACED, SOURCES, VARIANTS, ResolvedConfig, SparseAttentionConfig
+from vllm_sparse_plugin.config.schema import KEY, REPLACED, VARIANTS, ResolvedConfig, SparseAttentionConfig
+from vllm_sparse_plugin.config.trained import SWITCH, TRAINED, applies, check_trained
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 
 ADDITIONAL_CONFIG = "additional config"
@@ -30,27 +31,44 @@ def preset_names() -> list[str]:
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def resolve(settings: Mapping[str, Any] | None, backend_preset: str) -> ResolvedConfig:
+def resolve(
+    settings: Mapping[str, Any] | None, backend_preset: str, trained: Mapping[str, Any] | None = None
+) -> ResolvedConfig:
     """Merges all sources of the configuration and validates the result.
 
     Args:
         settings: the value of `sparse_attention` in `--additional-config`, if any.
         backend_preset: preset of the chosen attention backend.
+        trained: the section that the model's config.json has, if any.
 
     Raises:
-        ConfigurationError: for an unknown key, a value out of range, or a preset or file that cannot be read.
+        ConfigurationError: for an unknown key, a value out of range, a preset or file that cannot be read, or settings
+            that contradict what the model was trained with.
     """
     if settings is not None and not isinstance(settings, Mapping):
         raise ConfigurationError(f"{KEY}: got {settings!r}, allowed: a JSON object")
     inline = dict(settings or {})
     layers = [(f"backend preset {backend_preset}", _read_preset("backend", backend_preset))]
-    preset, file = (inline.pop(key, None) for key in SOURCES)
+    preset, file = inline.pop("preset", None), inline.pop("config", None)
+    follows = inline.pop(SWITCH, True)
+    if not isinstance(follows, bool):
+        raise ConfigurationError(f"{KEY}.{SWITCH}: got {follows!r}, allowed: true or false")
     if preset is not None:
         layers.append((f"preset {preset}", _read_preset(f"{KEY}.preset", preset)))
     if file is not None:
         layers.append((f"{FILE}{file}", _read_file(file)))
     layers.append((ADDITIONAL_CONFIG, inline))
+    if trained is None or not follows:
+        return _merged(layers)
+    if not applies(trained, _merged(layers).selection.name()):
+        return _merged(layers)
+    resolved = _merged([layers[0], (TRAINED, trained), *layers[1:]])
+    check_trained(trained, resolved.selection)
+    return resolved
 
+
+def _merged(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> ResolvedConfig:
+    """Returns the valid configuration that sources and their values come to, the last of them first asked."""
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
     try:

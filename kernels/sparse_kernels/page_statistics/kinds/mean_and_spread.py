@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from sparse_kernels.optional_triton import jit, tl
@@ -34,4 +36,6 @@ class MeanAndSpread(StatisticsKind):
     def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `StatisticsKind.summarise`."""
         mean = keys.mean(dim=-2, keepdim=True)
-        return mean, (keys - mean).square().mean(dim=-2).sum(dim=-1).sqrt()
+        # Unlike a square root, a norm has a gradient where all keys are equal: zero.
+        norm = torch.linalg.vector_norm((keys - mean).flatten(-2), dim=-1)
+        return mean, norm / math.sqrt(keys.shape[-2])

@@ -1,0 +1,1 @@
+"""Forward and backward passes of attention under a page mask, beside dense attention."""

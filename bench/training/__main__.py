@@ -1,0 +1,125 @@
+"""`python -m bench.training run`."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from bench.common.options import Commit, Output, TimeLimit, make_app, parse_names, parse_sizes, size_text, usable_device
+from bench.common.results import ResultFile, Row
+from bench.training.passes import MASKS, PASSES, Shape, forward_of, is_available, measure
+from vllm_sparse_plugin.cli.arguments import run_app
+from vllm_sparse_plugin.cli.provenance import describe_run
+from vllm_sparse_plugin.config import resolve
+from vllm_sparse_plugin.policies import UniqueSelection
+
+_CONTEXTS = ("8K", "16K", "32K", "64K", "128K")
+
+app = make_app("Attention under a page mask, forward and backward, beside dense attention.")
+Contexts = Annotated[
+    list[str] | None, typer.Option("--context", help=f"In tokens, repeatable; {', '.join(_CONTEXTS)}.")
+]
+Passes = Annotated[list[str] | None, typer.Option("--pass", help="Repeatable; all that the machine has.")]
+Heads = Annotated[int, typer.Option(min=1, help="Query heads.")]
+KVHeads = Annotated[int, typer.Option(min=1, help="KV heads.")]
+HeadSize = Annotated[int, typer.Option(min=16, help="Elements of a head.")]
+Budget = Annotated[int, typer.Option(help="Budget of the mask in tokens.")]
+Statistics = Annotated[str, typer.Option(help="Page statistics.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Times that a pass is timed.")]
+Device = Annotated[str, typer.Option(help="Torch device.")]
+
+
+@app.callback()
+def _training() -> None:
+    """Makes `run` a command with a name."""
+
+
+@app.command()
+def run(
+    output: Output,
+    context: Contexts = None,
+    passes: Passes = None,
+    query_heads: Heads = 32,
+    kv_heads: KVHeads = 8,
+    head_size: HeadSize = 128,
+    budget_tokens: Budget = 512,
+    statistics: Statistics = "quarters",
+    repeats: Repeats = 10,
+    device: Device = "cuda",
+    time_limit: TimeLimit = 540,
+    commit: Commit = None,
+) -> None:
+    """Time one layer's attention of one sequence, the shape of Llama-3.1-8B if nothing else is said.
+
+    A line is written as soon as it is measured: milliseconds of the forward and of the backward pass, and on a GPU the
+    memory that both need on top of queries, keys and values.
+    """
+    end, device = time.monotonic() + time_limit, usable_device(device)
+    names = parse_names("pass", passes, PASSES) if passes else PASSES
+    settings = {"selection": {"budget_tokens": budget_tokens, "statistics": statistics}}
+    selection = resolve(settings, "unique").selection
+    assert isinstance(selection, UniqueSelection)
+    shape = Shape(query_heads, kv_heads, head_size, torch.bfloat16 if device.startswith("cuda") else torch.float32)
+    rows: list[Row] = []
+    with ResultFile(output, describe_run(commit=commit)) as file:
+        for tokens in parse_sizes("context", context or _CONTEXTS):
+            inputs = shape.draw(tokens, device)
+            for name in names:
+                if not is_available(name, device) or (name == "math" and device.startswith("cuda")):
+                    continue
+                if time.monotonic() > end:
+                    break
+                row = _row(name, tokens, shape, selection) | _measured(name, inputs, selection, device, repeats)
+                rows.append(row)
+                file.write(row)
+    Console().print(_table(rows))
+
+
+def _row(name: str, tokens: int, shape: Shape, selection: UniqueSelection) -> Row:
+    row: Row = {
+        "pass": name, "context_tokens": tokens, "query_heads": shape.query_heads, "kv_heads": shape.kv_heads,
+        "head_size": shape.head_size,
+    }  # fmt: skip
+    if name in MASKS:
+        row |= {"budget_tokens": selection.budget_tokens, "statistics": selection.statistics}
+    return row
+
+
+def _measured(
+    name: str, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], selection: UniqueSelection, device: str,
+    repeats: int,
+) -> Row:  # fmt: skip
+    try:
+        return measure(forward_of(name, inputs, selection), device, repeats)
+    except torch.OutOfMemoryError:
+        return {"failed": "out of memory"}
+    except RuntimeError as error:
+        return {"failed": " ".join(str(error).split())[:200]}
+    finally:
+        for x in inputs:
+            x.grad = None
+
+
+def _table(rows: list[Row]) -> Table:
+    table = Table("context", "pass", title="One layer, milliseconds")
+    for heading in ("forward", "backward", "both", "memory, MiB"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        parts = [f"{row[part]['median_ms']:.3f}" if part in row else "-" for part in ("forward", "backward", "both")]
+        memory = row.get("peak_mib", row.get("failed", "-"))
+        table.add_row(size_text(row["context_tokens"]), row["pass"], *parts, str(memory))
+    return table
+
+
+def main() -> None:
+    """Runs the command line; bad input ends in one sentence and exit code 2."""
+    run_app(app)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,135 @@
+"""Attention under a page mask in torch; this is the specification, and it runs where there are no kernels.
+
+It computes whole matrices of logits, one sequence at a time, and is differentiated by torch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from sparse_kernels.masked_attention.packing import Packing
+from sparse_kernels.masked_attention.records import PageRecords
+from sparse_kernels.masked_attention.rule import PageMask
+
+
+def stop_gradient(x: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor as a constant: sg in the paper."""
+    return x.detach()
+
+
+def page_scores(
+    query: torch.Tensor, vectors: torch.Tensor, spread: torch.Tensor | None, std_weight: float
+) -> torch.Tensor:
+    """Returns the scores of pages for each token (UNIQUE, Eq. 3 and 6).
+
+        S_p = max_g ( max_v q_g . x_pv + lambda sg(||q_g||_2) sigma_p )
+
+    The gradient goes to the head and to the vector that won, of equal ones to the first, and not through ||q||.
+
+    Args:
+        query: `[num_kv_heads, group_size, num_tokens, head_size]`.
+        vectors: `[num_pages, num_kv_heads, vectors, head_size]`.
+        spread: `[num_pages, num_kv_heads]` or None.
+        std_weight: lambda.
+
+    Returns:
+        `[num_kv_heads, num_tokens, num_pages]`.
+    """
+    products = torch.einsum("hgtd,phvd->hgtpv", query.to(vectors.dtype), vectors)
+    scores = _first_largest(products, -1)
+    if spread is not None:
+        norm = stop_gradient(query.to(vectors.dtype).norm(dim=-1))
+        scores = scores + std_weight * norm[..., None] * spread.T[:, None, None]
+    return _first_largest(scores, 1)
+
+
+def _first_largest(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Returns the largest along a dimension, with the gradient to the first of equal ones."""
+    if x.shape[dim] == 1:
+        return x.squeeze(dim)
+    place = torch.arange(x.shape[dim], device=x.device).view([-1 if d == dim % x.dim() else 1 for d in range(x.dim())])
+    best = x.detach().amax(dim=dim, keepdim=True)
+    index = torch.where(x.detach() == best, place, x.shape[dim]).amin(dim=dim, keepdim=True)
+    # A NaN equals nothing.
+    return x.gather(dim, index.clamp(max=x.shape[dim] - 1)).squeeze(dim)
+
+
+def always_read(num_tokens: int, num_pages: int, mask: PageMask, device: torch.device) -> torch.Tensor:
+    """Returns which pages a token reads whatever their scores: `[num_tokens, num_pages]` bool.
+
+    The first and the newest complete pages, what is not complete before the token, and everything where the context is
+    short enough to be read whole.
+    """
+    selection = mask.selection
+    context = torch.arange(1, num_tokens + 1, device=device)[:, None]
+    complete, page = context // mask.page_size, torch.arange(num_pages, device=device)
+    whole = (complete <= selection.k) | (context <= mask.dense_tokens)
+    return whole | (page < selection.sink_pages) | (page >= complete - selection.recent_pages)
+
+
+def log_mask(scores: torch.Tensor, always: torch.Tensor, mask: PageMask, scale: float) -> torch.Tensor:
+    """Returns the logarithm of the mask, which is added to the logits of a page's tokens.
+
+        soft:  log m_p = log sigmoid( s (S_p - tau) / T ),  tau = sg( (S_(K) + S_(K+1)) / 2 )
+        hard:  0 for the K best pages, of equal ones the lowest, and -inf for the others
+
+    K is what the pages that are always read leave of the budget, and ranks are those of the other pages; the former
+    have log m = 0. For the hard mask scores are rounded to bfloat16, as they are when served.
+
+    Args:
+        scores: `[num_kv_heads, num_tokens, num_pages]`.
+        always: see `always_read`.
+        mask: the rule.
+        scale: s, the factor of logits, so that T is in units of logits.
+
+    Returns:
+        Of the shape of `scores`.
+    """
+    selection = mask.selection
+    left = selection.k - selection.sink_pages - selection.recent_pages
+    open_to_choice = ~always.all(dim=1)
+    output = torch.zeros_like(scores)
+    if not open_to_choice.any():
+        return output
+    scores, always = scores[:, open_to_choice], always[open_to_choice]
+    candidates = scores.detach().masked_fill(always, -torch.inf)
+    if mask.temperature is None:
+        ranked = candidates.bfloat16().sort(dim=-1, descending=True, stable=True).indices
+        read = (ranked.argsort(dim=-1) < left) | always
+        chosen = torch.zeros_like(scores).masked_fill(~read, -torch.inf)
+    else:
+        best = candidates.topk(left + 1, dim=-1).values
+        threshold = stop_gradient((best[..., left - 1] + best[..., left]) / 2)
+        soft = functional.logsigmoid((scores - threshold[..., None]) * (scale / mask.temperature))
+        chosen = soft.masked_fill(always, 0.0)
+    head = torch.arange(output.shape[0], device=scores.device)
+    return output.index_put((head[:, None], open_to_choice.nonzero().T), chosen)
+
+
+def masked_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    records: PageRecords,
+    packing: Packing,
+    mask: PageMask,
+    scale: float,
+) -> torch.Tensor:
+    """See `api.masked_attention`."""
+    heads, dtype, outputs = key.shape[1], query.dtype, []
+    query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
+    for begin, length, first_page, num_pages in packing.sequences(mask.page_size):
+        tokens, pages = slice(begin, begin + length), slice(first_page, first_page + num_pages)
+        grouped = query[tokens].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
+        keys, values = key[tokens].transpose(0, 1)[:, None], value[tokens].transpose(0, 1)[:, None]
+        logits = grouped @ keys.transpose(-1, -2) * scale
+        spread = None if records.spread is None else records.spread[pages]
+        scores = page_scores(grouped, records.vectors[pages], spread, mask.selection.std_weight)
+        always = always_read(length, num_pages, mask, query.device)
+        by_page = log_mask(scores, always, mask, scale).to(logits.dtype)
+        by_token = functional.pad(by_page.repeat_interleave(mask.page_size, dim=-1), (0, length % mask.page_size))
+        position = torch.arange(length, device=query.device)
+        logits = (logits + by_token[:, None]).masked_fill(position > position[:, None], -torch.inf)
+        outputs.append((logits.softmax(dim=-1) @ values).permute(2, 0, 1, 3).flatten(1, 2))
+    return torch.cat(outputs).to(dtype)

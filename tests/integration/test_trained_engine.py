@@ -1,0 +1,66 @@
+"""A trained model is served by what it was trained with, and says at every step what it said in training."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from sparse_kernels.masked_attention import Packing
+from support.engines import run_engine
+from support.llama import save_llama
+from support.training import SETTINGS, TOKENIZER, rows
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_sparse_plugin.config import resolve, section_of
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.training.attention import PackedAttention, ServedSelection
+from vllm_sparse_plugin.training.model import load_model
+from vllm_sparse_plugin.training.trainer import Run, Trainer
+
+DECODED = 200
+CONFIG = resolve(
+    {"selection": {"page_size": 16, "budget_tokens": 48, "statistics": "int8"}, "min_context_tokens": 0}, "unique"
+)
+"""What the preset of the backend does not say."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    model = save_llama(folder / "before", longest=512)
+    run = Run(model, folder / "after", ServedSelection.of(CONFIG), section_of(CONFIG), SETTINGS)
+    Trainer(run, rows(), TOKENIZER, "cpu").train()
+    return run.output
+
+
+def agreement(model: Path, tokens: list[int], mask_of_budget: int | None) -> float:
+    """The share of tokens that are the likeliest after those before them, under the hard mask or densely."""
+    served = ServedSelection.of(CONFIG)
+    attention = PackedAttention(served, "trained")
+    mask = None if mask_of_budget is None else served.mask(None, mask_of_budget)
+    with torch.no_grad(), attention.using(Packing((len(tokens),)), mask):
+        logits = load_model(model, attention, torch.bfloat16)(torch.tensor([tokens])).logits[0]
+    right = logits[:-1].argmax(dim=-1) == torch.tensor(tokens[1:])
+    return float(right.float().mean())
+
+
+def test_an_engine_decodes_what_was_trained(trained):
+    """All but the first token is decoded, so that the engine's every step is a row of the hard mask."""
+    with run_engine(
+        "unique", model=str(trained), max_model_len=512, skip_tokenizer_init=True, dtype="bfloat16"
+    ) as engine:
+        (answer,) = engine.answer([[5]], max_tokens=DECODED, ignore_eos=True)
+    tokens = [5, *answer]
+    assert len(set(answer)) > 20
+    # Drawn weights leave pages close to each other, so that rounding now and then turns a choice.
+    others = max(agreement(trained, tokens, 64), agreement(trained, tokens, None))
+    assert agreement(trained, tokens, 48) > max(0.7, others + 0.15)
+
+
+def test_an_engine_refuses_to_contradict_what_was_trained(trained):
+    arguments = {"model": str(trained), "attention_backend": "unique", "skip_tokenizer_init": True, "dtype": "bfloat16"}
+    with pytest.raises(ConfigurationError, match=r"^sparse_attention\.selection\.page_size: got 8, allowed: 16, with "):
+        EngineArgs(
+            **arguments, additional_config={"sparse_attention": {"selection": {"page_size": 8}}}
+        ).create_engine_config()
+    told = {"sparse_attention": {"selection": {"page_size": 8}, "trained": False}}
+    EngineArgs(**arguments, additional_config=told).create_engine_config()

@@ -1,0 +1,231 @@
+"""Attention under a page mask: the reference against plain definitions, the kernels (interpreted) against it."""
+
+from dataclasses import replace
+from importlib.util import find_spec
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sparse_kernels.batch import PageSelection, Softmax
+from sparse_kernels.masked_attention import (
+    TRAINABLE,
+    Packing,
+    PageMask,
+    PageRecords,
+    masked_attention,
+    page_records,
+    reference,
+)
+from sparse_kernels.page_score import reference as served_scores
+from sparse_kernels.page_statistics import KINDS
+from sparse_kernels.page_topk import reference as served_pages
+from sparse_kernels.sparse_attention import reference as served_attention
+from support.paged import assert_as_accurate, make_batch
+
+HAS_GPU = torch.cuda.is_available()
+NO_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+ON_CPU = pytest.param(
+    "cpu", marks=[NO_TRITON, pytest.mark.skipif(HAS_GPU, reason="beside a GPU Triton compiles its kernels")]
+)
+ON_GPU = pytest.param("cuda", marks=[NO_TRITON, pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")])
+FORMATS = [(name, record_format) for name in TRAINABLE for record_format in KINDS[name].formats]
+SOFT = PageMask(PageSelection(3, 1, 1, 0.7), 4, temperature=0.5)
+SIZE = 16
+
+
+@pytest.fixture(autouse=True)
+def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What Triton imports at the first launch must be interpreted too, where there is no GPU."""
+    if not HAS_GPU and find_spec("triton") is not None:
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
+def draw(tokens: int, heads: int, group: int, dtype: torch.dtype = torch.float64, size: int = SIZE) -> list:
+    generator = torch.Generator().manual_seed(tokens)
+    shapes = [(tokens, heads * group, size), (tokens, heads, size), (tokens, heads, size)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def results(function, inputs, packing, mask, kind, record_format):
+    """The output, and the gradients of queries, keys and values for drawn gradients of the output."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    records = page_records(leaves[1], packing, mask.page_size, KINDS[kind], record_format)
+    output = function(*leaves, records, packing, mask, leaves[0].shape[2] ** -0.5)
+    generator = torch.Generator().manual_seed(7)
+    weights = torch.randn(output.shape, generator=generator, dtype=torch.float64).to(output)
+    return [output.detach(), *torch.autograd.grad((output * weights).sum(), leaves)]
+
+
+@pytest.mark.parametrize(("kind", "record_format"), FORMATS)
+def test_records_are_what_serving_writes(kind, record_format):
+    paged = make_batch([64], num_kv_heads=2, head_size=32, statistics=record_format, kind=kind)
+    vectors, scales, spread = paged.statistics.records(paged.block_table[0, :1])
+    if scales is not None:
+        vectors = vectors * scales[..., None]
+    records = page_records(paged.keys[0].double(), Packing((64,)), 8, KINDS[kind], record_format)
+    assert torch.equal(records.vectors.transpose(0, 1).float(), vectors)
+    assert (spread is None) == (records.spread is None)
+    if spread is not None:
+        assert torch.equal(records.spread.T.float(), spread)
+    # Training computes in float32, so that a number may be rounded to its neighbour.
+    single = page_records(paged.keys[0], Packing((64,)), 8, KINDS[kind], record_format)
+    step = records.vectors.abs().amax(dim=-1) * 2**-6
+    assert ((single.vectors - records.vectors).abs().amax(dim=-1) <= step).all()
+
+
+@pytest.mark.parametrize("kind", TRAINABLE)
+def test_rounding_is_straight_through(kind):
+    key = torch.randn(24, 2, SIZE, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    packing = Packing((24,))
+    gradients = []
+    for record_format in (None, KINDS[kind].formats[0]):
+        leaf = key.clone().requires_grad_()
+        records = page_records(leaf, packing, 8, KINDS[kind], record_format)
+        parts = [records.vectors] if records.spread is None else [records.vectors, records.spread]
+        gradients += torch.autograd.grad(parts, leaf, [torch.ones_like(part) for part in parts])
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("kind", TRAINABLE)
+@pytest.mark.parametrize("mask", [SOFT, replace(SOFT, temperature=None)], ids=["soft", "hard"])
+def test_gradients_are_those_of_differences(kind, mask, monkeypatch):
+    packing, inputs = Packing((22, 3)), [x.requires_grad_() for x in draw(25, heads=1, group=2, size=4)]
+    constants: list[torch.Tensor] = []
+
+    def attend(query, key, value):
+        # What the paper does not differentiate stays as it was.
+        kept = iter(list(constants))
+
+        def stop(x):
+            if len(constants) < calls:
+                constants.append(x.detach())
+            return next(kept, x.detach())
+
+        monkeypatch.setattr(reference, "stop_gradient", stop)
+        records = page_records(key, packing, mask.page_size, KINDS[kind], None)
+        return masked_attention(query, key, value, records, packing, mask, 0.5)
+
+    calls = 100
+    attend(*inputs)
+    calls = len(constants)
+    assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("kind", TRAINABLE)
+def test_a_budget_of_all_pages_is_dense_attention(kind):
+    inputs, packing = draw(40, heads=2, group=2), Packing((25, 15))
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    parts = [
+        [x.transpose(0, 1) for x in part] for part in zip(*(x.split(packing.lengths) for x in leaves), strict=True)
+    ]
+    dense = torch.cat(
+        [
+            torch.nn.functional.scaled_dot_product_attention(*part, is_causal=True, enable_gqa=True).transpose(0, 1)
+            for part in parts
+        ]
+    )
+    weights = torch.randn(dense.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    wanted = [dense.detach(), *torch.autograd.grad((dense * weights).sum(), leaves)]
+    for mask in (
+        replace(SOFT, selection=PageSelection(6, 1, 1, 1.0)),
+        replace(SOFT, temperature=None, selection=PageSelection(6, 1, 1, 1.0)),
+        replace(SOFT, dense_tokens=25),
+    ):
+        for got, exact in zip(results(masked_attention, inputs, packing, mask, kind, None), wanted, strict=True):
+            torch.testing.assert_close(got, exact, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("kind", "record_format"), FORMATS)
+def test_the_hard_mask_is_a_served_decode_step(kind, record_format):
+    context, heads, group, size = 150, 2, 2, 32
+    paged = make_batch([context], heads, size, statistics=record_format, kind=kind)
+    selection, scale = PageSelection(5, 1, 1, 0.8), size**-0.5
+    query = torch.randn(context, heads * group, size, generator=torch.Generator().manual_seed(3)).bfloat16()
+    records = page_records(paged.keys[0].double(), Packing((context,)), 8, KINDS[kind], record_format)
+    records = PageRecords(
+        records.vectors.float(), None if records.spread is None else records.spread.float(),
+        records.stored, records.scales,
+    )  # fmt: skip
+    mask = PageMask(selection, 8, dense_tokens=60)
+    got = masked_attention(query, paged.keys[0], paged.values[0], records, Packing((context,)), mask, scale)
+    for position in (47, 60, 61, 95, 96, 127, 148):
+        # Position 47 has 6 pages and would be sparse, were it not for the shortest sparse context.
+        token = paged.tokens(query[position].view(1, heads, group, size))
+        token = replace(token, context_lens=torch.tensor([position + 1]))
+        pages = token.context_lens // 8
+        scores = served_scores.score_pages(token.query, paged.statistics, token.block_table, pages, 0.8)
+        k = 5 if position + 1 > mask.dense_tokens else int(pages)
+        chosen = served_pages.select_pages(scores, pages, k, 1, 1)
+        wanted = served_attention.attend_pages(token, paged.cache, chosen, Softmax(scale))
+        torch.testing.assert_close(got[position], wanted[0], rtol=2e-2, atol=2e-3)
+
+
+def test_of_equal_scores_the_first_pages_are_read():
+    mask = replace(SOFT, temperature=None)
+    always = reference.always_read(33, 8, mask, torch.device("cpu"))
+    read = reference.log_mask(torch.zeros(1, 33, 8), always, mask, 1.0)[0] == 0
+    assert read[32].tolist() == [True, True, False, False, False, False, False, True]
+    assert read[11].all()
+
+
+def test_only_the_threshold_and_the_temperature_make_the_soft_mask():
+    scores = torch.tensor([9.0, 4.0, 3.0, 1.0, 2.0, -5.0, 0.0, 8.0]).expand(1, 32, 8)
+    always = reference.always_read(32, 8, SOFT, torch.device("cpu"))
+    # One page of three is chosen: tau lies between the best scores, 4 and 3.
+    logs = reference.log_mask(scores, always, SOFT, 0.25)[0, 31]
+    wanted = torch.nn.functional.logsigmoid((scores[0, 31] - 3.5) * 0.5)
+    wanted[[0, 7]] = 0
+    torch.testing.assert_close(logs, wanted)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=3),
+    heads=st.sampled_from([(1, 1), (2, 3)]),
+    kind=st.sampled_from(TRAINABLE),
+    temperature=st.sampled_from([None, 1e-3, 1.0]),
+    equal=st.booleans(),
+)
+def test_results_are_finite(lengths, heads, kind, temperature, equal):
+    inputs, packing = draw(sum(lengths), *heads, torch.float32), Packing(tuple(lengths))
+    if equal:
+        inputs = [torch.ones_like(x) for x in inputs]
+    mask = replace(SOFT, temperature=temperature)
+    for result in results(masked_attention, inputs, packing, mask, kind, KINDS[kind].formats[0]):
+        assert result.isfinite().all()
+
+
+@pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
+@pytest.mark.parametrize(
+    ("kind", "record_format", "group", "temperature"),
+    [("mean_and_spread", "int8", 3, 0.5), ("quarters", "int4", 2, 0.5), ("quarters", "int4", 2, None)],
+)
+def test_kernels_are_as_accurate_as_the_reference(device, kind, record_format, group, temperature):
+    from sparse_kernels.masked_attention import triton
+
+    packing, mask = Packing((46, 5)), PageMask(PageSelection(3, 1, 1, 0.7), 8, temperature)
+    inputs = draw(51, heads=1, group=group)
+    exact, single = (
+        results(reference.masked_attention, [x.to(dtype) for x in inputs], packing, mask, kind, record_format)
+        for dtype in (torch.float64, torch.float32)
+    )
+    on_device = [x.float().to(device) for x in inputs]
+    got = results(triton.masked_attention, on_device, packing, mask, kind, record_format)
+    for actual, wanted, low in zip(got, exact, single, strict=True):
+        assert_as_accurate(actual.cpu(), wanted, low)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("temperature", [0.5, None])
+@pytest.mark.parametrize("kind", TRAINABLE)
+def test_kernels_keep_to_the_reference_in_bfloat16(kind, temperature):
+    packing, mask = Packing((1500, 37, 800)), PageMask(PageSelection(16, 1, 1, 1.0), 8, temperature, 64)
+    inputs = [x.bfloat16().cuda() for x in draw(packing.num_tokens, heads=2, group=4, size=128)]
+    record_format = KINDS[kind].formats[0]
+    got = results(masked_attention, inputs, packing, mask, kind, record_format)
+    wanted = results(reference.masked_attention, inputs, packing, mask, kind, record_format)
+    for actual, low in zip(got, wanted, strict=True):
+        error = (actual.double() - low.double()).norm() / low.double().norm()
+        assert error < 0.02

@@ -1,0 +1,46 @@
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from bench.training.__main__ import app
+from bench.training.passes import PASSES, Shape, forward_of, is_available
+from vllm_sparse_plugin.policies import UniqueSelection
+
+
+def test_a_budget_of_everything_is_the_dense_pass():
+    inputs = Shape(4, 2, 32, torch.float32).draw(64, "cpu")
+    selection = UniqueSelection(budget_tokens=64, statistics="int8")
+    dense = forward_of("math", inputs, selection)()
+    for name in ("soft", "hard"):
+        torch.testing.assert_close(forward_of(name, inputs, selection)(), dense)
+
+
+def test_a_line_is_written_for_each_pass(tmp_path):
+    path = tmp_path / "training.jsonl"
+    shape = ["--query-heads", "4", "--kv-heads", "2", "--head-size", "32", "--budget-tokens", "32", "--repeats", "2"]
+    arguments = ["run", "--output", str(path), "--device", "cpu", "--context", "64,128", *shape]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 0, done.output
+    about, *rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert "versions" in about
+    assert [(row["context_tokens"], row["pass"]) for row in rows] == [
+        (tokens, name) for tokens in (64, 128) for name in PASSES if is_available(name, "cpu")
+    ]
+    for row in rows:
+        assert row["both"]["median_ms"] >= row["forward"]["p20_ms"] > 0
+        assert row["backward"]["repeats"] == 2
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path):
+    path = tmp_path / "training.jsonl"
+    arguments = ["run", "--output", str(path), "--context", "8K,32K", "--pass", "soft,hard", "--repeats", "1"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    rows = [json.loads(line) for line in path.read_text().splitlines()][1:]
+    peaks = {(row["context_tokens"], row["pass"]): row["peak_mib"] for row in rows}
+    for name in ("soft", "hard"):
+        # Scores wait in scratch of a fixed size.
+        assert peaks[32768, name] < 4.5 * peaks[8192, name] + 300

@@ -1,0 +1,94 @@
+"""What a model was trained with is a source of settings, which its user does not contradict unawares."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from typer.testing import CliRunner
+
+from vllm_sparse_plugin.cli.app import app
+from vllm_sparse_plugin.config import read_trained_section, resolve, section_of, trained_section
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.policies import DensePolicy
+
+SELECTION = {"policy": "unique", "page_size": 16, "budget_tokens": 256, "statistics": "int8", "lambda": 0.5}
+SECTION = {"selection": SELECTION, "first_dense_layers": 1, "min_context_tokens": 300}
+ORIGIN = "the model's config.json"
+
+
+def refusal(settings: dict, preset: str = "unique") -> str:
+    with pytest.raises(ConfigurationError) as error:
+        resolve(settings, preset, SECTION)
+    return str(error.value)
+
+
+def test_a_trained_model_is_served_as_it_was_trained():
+    for preset in ("unique", "unique_paper"):
+        resolved = resolve(None, preset, SECTION)
+        assert section_of(resolved)["selection"].items() >= SELECTION.items()
+        assert (resolved.config.first_dense_layers, resolved.config.min_context_tokens) == (1, 300)
+        assert resolved.sources["selection.budget_tokens"] == ORIGIN
+        assert resolved.sources["first_dense_layers"] == ORIGIN
+
+
+def test_what_is_trained_is_what_is_written():
+    resolved = resolve({"selection": SELECTION}, "unique")
+    assert resolve(None, "unique", section_of(resolved)).config == resolved.config
+
+
+def test_its_user_may_read_more_or_less():
+    resolved = resolve({"selection": {"budget_tokens": 512}, "min_context_tokens": 0}, "unique", SECTION)
+    assert resolved.selection.budget_tokens == 512
+    assert resolved.sources["selection.budget_tokens"] == "additional config"
+    assert resolved.selection.page_size == 16
+    assert resolved.config.min_context_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "got", "trained"),
+    [
+        ({"selection": {"page_size": 8}}, "page_size", "8", "16"),
+        ({"preset": "unique_wide"}, "page_size", "8", "16"),
+        ({"selection": {"statistics": "quarters"}}, "statistics", "'quarters'", "'int8'"),
+        ({"selection": {"policy": "quest"}}, "policy", "'quest'", "'unique'"),
+    ],
+)
+def test_its_user_may_not_read_by_something_else_unawares(settings, name, got, trained):
+    wanted = f"sparse_attention.selection.{name}: got {got}, allowed: {trained}, with which the model was trained, or "
+    assert refusal(settings) == wanted + '"trained": false'
+    assert resolve(settings | {"trained": False}, "unique", SECTION) == resolve(settings, "unique")
+
+
+def test_backends_of_another_selection_are_refused_and_dense_ones_are_not():
+    assert refusal({}, "quest").startswith("sparse_attention.selection.policy: got 'quest', allowed: 'unique'")
+    for preset in ("dense", "sinkrouter", "art", "zipvl"):
+        assert resolve(None, preset, SECTION) == resolve(None, preset)
+    assert isinstance(resolve({"selection": {"policy": "dense"}}, "unique", SECTION).selection, DensePolicy)
+
+
+def test_bad_sections_end_in_a_sentence():
+    with pytest.raises(ConfigurationError) as error:
+        resolve(None, "unique", SECTION | {"selection": SELECTION | {"page_size": 7}})
+    assert str(error.value) == (
+        "sparse_attention.selection.page_size (from the model's config.json): got 7, allowed: 8, 16 or 32"
+    )
+    assert refusal({"trained": "no"}) == "sparse_attention.trained: got 'no', allowed: true or false"
+
+
+def test_the_section_is_found_in_a_folder_and_in_a_configuration(tmp_path):
+    assert trained_section(SimpleNamespace(sparse_attention=SECTION)) == SECTION
+    for other in (
+        SimpleNamespace(),
+        SimpleNamespace(sparse_attention=True),
+        SimpleNamespace(sparse_attention={"a": 1}),
+    ):
+        assert trained_section(other) is None
+    with pytest.raises(ConfigurationError, match=r"^model: got .*, allowed: a folder with a config\.json$"):
+        read_trained_section(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"sparse_attention": SECTION}))
+    assert read_trained_section(tmp_path) == SECTION
+    shown = CliRunner().invoke(app, ["show-config", "--model", str(tmp_path)], env={"COLUMNS": "200"})
+    assert shown.exit_code == 0
+    (row,) = (line for line in shown.output.splitlines() if "selection.page_size" in line)
+    assert "16" in row
+    assert ORIGIN in row

@@ -1,0 +1,216 @@
+"""Training: data, schedules, the attention of a whole model, and a run that is killed and goes on."""
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.llama import save_llama
+from support.training import SETTINGS, TOKENIZER, rows
+from typer.testing import CliRunner
+
+from vllm_sparse_plugin.cli.app import app
+from vllm_sparse_plugin.config import read_trained_section, resolve, section_of
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.training.attention import PackedAttention, ServedSelection
+from vllm_sparse_plugin.training.data import Document, pack, read_documents
+from vllm_sparse_plugin.training.loss import row_loss
+from vllm_sparse_plugin.training.model import load_model
+from vllm_sparse_plugin.training.settings import TrainingSettings, parse_settings, step_at
+from vllm_sparse_plugin.training.trainer import CURVES, LOG, Run, Trainer
+
+SELECTION = {"page_size": 8, "budget_tokens": 24, "statistics": "int8"}
+CONFIG = resolve({"selection": SELECTION, "min_context_tokens": 0}, "unique")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("models") / "tiny", longest=256)
+
+
+def run_of(model: Path, output: Path, settings: TrainingSettings = SETTINGS) -> Run:
+    return Run(model, output, ServedSelection.of(CONFIG), section_of(CONFIG), settings)
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_documents_are_cut_and_packed_and_nothing_is_lost():
+    documents = [Document(list(range(begin, begin + 25)), 10) for begin in (0, 100, 200)] + [Document([7], 0)]
+    packed = pack(documents, 10, seed=3)
+    assert all(len(row.tokens) == row.packing.num_tokens <= 10 for row in packed)
+    learned = [token for row in packed for token, is_learned in zip(row.tokens, row.learned, strict=True) if is_learned]
+    # The first token of a piece has nothing before it.
+    assert sorted(learned) == sorted(t + b for b in (0, 100, 200) for t in (*range(11, 20), *range(21, 25)))
+    assert pack(documents, 10, seed=3) == packed
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("no json", "data: got 'no json' in line 1, allowed: a JSON object with a `text`, or with a `prompt` and a"),
+        ('{"text": "a"}\n[1]', "data: got '[1]' in line 2, allowed: a JSON object"),
+        ('{"text": "a", "prompt": "b", "completion": "c"}', 'data: got \'{"text"'),
+        ('{"prompt": "b"}', 'data: got \'{"prompt"'),
+        ("", "data: got "),
+    ],
+)
+def test_bad_data_ends_in_a_sentence(tmp_path, text, sentence):
+    path = tmp_path / "data.jsonl"
+    path.write_text(text)
+    with pytest.raises(ConfigurationError) as error:
+        read_documents(path, TOKENIZER)
+    assert str(error.value).startswith(sentence)
+
+
+def test_only_completions_are_learned(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "ab", "completion": "c"}\n\n{"text": "xy"}\n')
+    assert read_documents(path, TOKENIZER) == [Document([0, 1, 2, 1], 2), Document([23, 24, 1], 0)]
+
+
+def test_steps_are_soft_and_ever_harder_and_then_hard():
+    settings = TrainingSettings(
+        steps=10, hard_steps=3, temperature=2.0, final_temperature=0.5, warmup_steps=1, first_budget_tokens=256
+    )
+    steps = [step_at(settings, number, 64, 8) for number in range(10)]
+    assert [step.temperature is None for step in steps] == [False] * 7 + [True] * 3
+    assert [steps[0].temperature, steps[3].temperature] == pytest.approx([2.0, 1.0])
+    assert steps[6].temperature == pytest.approx(0.5)
+    assert [step.budget_tokens for step in steps] == [256, 200, 160, 128, 104, 80, 64, 64, 64, 64]
+    assert steps[0].rate == pytest.approx(settings.learning_rate / 2)
+    assert all(later.rate < step.rate for step, later in itertools.pairwise(steps[1:]))
+    assert step_at(TrainingSettings(steps=1, hard_steps=1), 0, 64, 8).temperature is None
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"steps": 0}, "settings.steps: got 0, allowed: an integer from 1 to 10000000"),
+        ({"stps": 1}, "settings.stps: got unknown key, allowed: steps, hard_steps, "),
+        ({"steps": 5, "hard_steps": 6}, "settings.hard_steps: got 6, allowed: up to the 5 steps"),
+        ({"gradient_checkpointing": 1}, "settings.gradient_checkpointing: got 1, allowed: true or false"),
+    ],
+)
+def test_bad_settings_end_in_a_sentence(values, sentence):
+    with pytest.raises(ConfigurationError) as error:
+        parse_settings(values)
+    assert str(error.value).startswith(sentence)
+
+
+def test_what_cannot_be_trained_is_refused():
+    with pytest.raises(ConfigurationError, match=r"^sparse_attention\.selection\.policy: got 'quest', allowed: "):
+        ServedSelection.of(resolve(None, "quest"))
+    with pytest.raises(ConfigurationError, match=r"^sparse_attention\.selection\.statistics: got 'sketch', allowed "):
+        ServedSelection.of(resolve({"selection": {"statistics": "sketch"}}, "unique"))
+    attention = PackedAttention(ServedSelection.of(CONFIG), "tiny")
+    with pytest.raises(ConfigurationError, match=r"^model: got 'tiny' with learned attention sinks, capped logits or "):
+        attention._attend(None, torch.zeros(1), torch.zeros(1), torch.zeros(1), None, sliding_window=8)
+
+
+def test_the_command_says_what_is_wrong(tmp_path):
+    (tmp_path / "data.jsonl").write_text("{}\n")
+    arguments = ["train", "--data", str(tmp_path / "data.jsonl"), "--output", str(tmp_path / "out")]
+    for more, sentence in (
+        ([], "data: got '{}' in line 1, allowed: "),
+        (["--settings", "[]"], "settings: got '[]', allowed: a JSON object"),
+        (["--budget-tokens", "7"], "sparse_attention.selection.budget_tokens: got 7, allowed: "),
+        (["--settings", '{"sequence_tokens": 65536}'], "settings.sequence_tokens: got 65536, allowed: the model's "),
+    ):
+        done = CliRunner().invoke(app, arguments + more)
+        assert isinstance(done.exception, ConfigurationError)
+        assert str(done.exception).startswith(sentence)
+
+
+def test_a_packed_row_is_its_documents_and_a_large_budget_is_dense(model):
+    from transformers import AutoModelForCausalLM
+
+    served = replace(ServedSelection.of(CONFIG), selection=CONFIG.selection.model_copy(update={"budget_tokens": 512}))
+    attention = PackedAttention(served, "tiny")
+    loaded = load_model(model, attention, torch.float32).eval()
+    plain = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    (row,) = pack([Document(list(range(2, 52)), 0), Document(list(range(60, 90)), 0)], 100, seed=0)
+    positions = torch.cat([torch.arange(length) for length in row.packing.lengths])[None]
+    with torch.no_grad():
+        parts = torch.tensor(row.tokens).split(row.packing.lengths)
+        wanted = torch.cat([plain(part[None]).logits[0] for part in parts])
+        got = {}
+        for name, mask in (("dense", None), ("hard", served.mask(None)), ("soft", served.mask(1.0)),
+                           ("sparse", served.mask(None, 24))):  # fmt: skip
+            with attention.using(row.packing, mask):
+                got[name] = loaded(torch.tensor(row.tokens)[None], position_ids=positions).logits[0]
+    for name in ("dense", "hard", "soft"):
+        torch.testing.assert_close(got[name], wanted, rtol=1e-3, atol=1e-3)
+    assert (got["sparse"] - wanted).abs().max() > 0.1
+
+
+def test_the_loss_is_that_of_the_learned_tokens():
+    logits, other = (torch.randn(9, 5, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    tokens, learned = torch.arange(9) % 5, torch.arange(9) % 3 == 1
+    loss = row_loss(logits, tokens, learned, other)
+    places = [1, 4, 7]
+    logs, wanted = logits.log_softmax(-1), other.log_softmax(-1)
+    torch.testing.assert_close(loss.text, -sum(logs[i - 1, tokens[i]] for i in places))
+    expected = sum((wanted[i - 1].exp() * (wanted[i - 1] - logs[i - 1])).sum() for i in places)
+    torch.testing.assert_close(loss.divergence, expected)
+    assert row_loss(logits, tokens, learned, None).divergence == 0
+
+
+class KilledError(Exception):
+    pass
+
+
+def test_a_killed_run_goes_on_where_it_was(model, tmp_path):
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    Trainer(run_of(model, straight), rows(), TOKENIZER, "cpu").train()
+
+    def kill(row):
+        if row.get("loss") and row["step"] == 3:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        Trainer(run_of(model, killed), rows(), TOKENIZER, "cpu").train(kill)
+    again = Trainer(run_of(model, killed), rows(), TOKENIZER, "cpu")
+    assert again.steps == 2
+    again.train()
+    one, two = weights(straight), weights(killed)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+    logs = [
+        [json.loads(line) for line in (folder / LOG).read_text().splitlines()[1:]] for folder in (straight, killed)
+    ]  # fmt: skip
+    for log in logs:
+        assert [(row["step"], "loss" in row) for row in log] == [
+            (0, False), (1, True), (2, True), (3, True), (4, True), (4, False)
+        ]  # fmt: skip
+        for row in log:
+            row.pop("tokens_per_second", None)
+    assert logs[0] == logs[1]
+    assert [row["temperature"] for row in logs[0] if "loss" in row] == pytest.approx([1.0, 0.5**0.5, 0.5, None])
+
+    # What comes out is a model with the settings in its config.json, which has learned and nothing else.
+    assert read_trained_section(straight) == section_of(CONFIG)
+    assert (straight / CURVES).stat().st_size > 1000
+    before = weights(model)
+    assert before.keys() == one.keys()
+    changed = {name for name in one if not torch.equal(one[name], before[name])}
+    assert {name.split(".")[-2] for name in changed} == {
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+    }  # fmt: skip
+    with pytest.raises(ConfigurationError, match=r"^output: got .*, which has a run with other settings or data"):
+        Trainer(run_of(model, straight, SETTINGS.model_copy(update={"seed": 1})), rows(), TOKENIZER, "cpu")
+
+
+def test_whole_weights_learn_a_text(model, tmp_path):
+    settings = SETTINGS.model_copy(update={"lora_rank": 0, "steps": 6, "learning_rate": 3e-3})
+    trainer = Trainer(run_of(model, tmp_path / "out", settings), rows()[:1], TOKENIZER, "cpu")
+    trainer.train()
+    losses = [row["loss"] for row in trainer.log if "loss" in row]
+    assert losses[-1] < losses[0] - 0.5
+    # The teacher is the model before training: what diverges at first is only what the mask leaves out.
+    divergences = [row["divergence"] for row in trainer.log if "divergence" in row]
+    assert divergences[0] < 0.9 * max(divergences)

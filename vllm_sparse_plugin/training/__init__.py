@@ -1,0 +1,4 @@
+"""Fine-tunes a model with the pages that it will be served with, as a soft mask and then exactly.
+
+It needs the extra `train`, and not vLLM.
+"""

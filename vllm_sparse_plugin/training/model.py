@@ -1,0 +1,92 @@
+"""The model of a training run: loaded, with updates of low rank, and written as it will be served."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import yaml
+
+from vllm_sparse_plugin.config import KEY
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.training.settings import TrainingSettings
+
+ADAPTER = "adapter"
+"""Folder of the updates alone, in peft's format."""
+SECTION = "sparse_attention.yaml"
+"""File of the settings that the model was trained with, beside its config.json, which has them too."""
+
+
+class HasName(Protocol):
+    """An attention function that transformers knows."""
+
+    name: str
+
+
+def load_model(folder: Path, attention: HasName, dtype: torch.dtype) -> Any:
+    """Returns a model of transformers.
+
+    Raises:
+        ConfigurationError: if transformers cannot load it.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention.name, dtype=dtype)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigurationError(f"model: got {folder.name!r} ({reason}), allowed: one of transformers") from None
+    model.config.use_cache = False
+    return model
+
+
+def with_updates(model: Any, settings: TrainingSettings) -> Any:
+    """Returns a model whose attention and MLP have trainable updates of low rank; the model itself without them."""
+    if not settings.lora_rank:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(settings.seed)
+    config = LoraConfig(
+        r=settings.lora_rank, lora_alpha=settings.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return get_peft_model(model, config)
+
+
+def write_model(
+    state: dict[str, torch.Tensor],
+    source: Path,
+    attention: HasName,
+    settings: TrainingSettings,
+    section: dict[str, Any],
+    tokenizer: Any,
+    output: Path,
+) -> None:
+    """Writes the trained model with updates merged, in the dtype that it came in, and the updates by themselves.
+
+    Args:
+        state: all weights, as the trained model names them.
+        source: folder of the model before training.
+        attention: what it was loaded with.
+        settings: of the run.
+        section: what serving takes its settings from.
+        tokenizer: of the model.
+        output: where to write.
+    """
+    model = with_updates(load_model(source, attention, torch.float32), settings)
+    model.load_state_dict(state)
+    if settings.lora_rank:
+        model.save_pretrained(output / ADAPTER)
+        model = model.merge_and_unload()
+    dtype = json.loads((source / "config.json").read_text(encoding="utf-8")).get("dtype", "bfloat16")
+    model = model.to(getattr(torch, dtype))
+    setattr(model.config, KEY, section)
+    model.config.use_cache = True
+    model.save_pretrained(output)
+    tokenizer.save_pretrained(output)
+    text = yaml.safe_dump(section, sort_keys=False)
+    (output / SECTION).write_text(f"# What this model was trained with.\n{text}", encoding="utf-8")
