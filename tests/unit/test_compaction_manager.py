@@ -108,6 +108,10 @@ class Pool:
         self.manager.free(request)
         request.num_computed_tokens = 0
 
+    def hashed(self, blocks: set[int]) -> set[int]:
+        """Those of some blocks that the prefix cache may hand to others."""
+        return {block for block in blocks if self.manager.block_pool.blocks[block].block_hash is not None}
+
     def own(self, request: Request) -> set[int]:
         """Blocks of a request that kept tokens are written to."""
         prompt, own = request.num_prompt_tokens, set()
@@ -190,11 +194,9 @@ def test_a_resumed_request_does_not_hit_what_a_longer_prompt_left_where_it_will_
     longer = pool.request("b", WORDS[:900])
     pool.run(longer, 3)
     pool.preempt(resumed)
-    before = pool.tables(longer)
-    pool.run(resumed, 201)
-    own = pool.own(resumed)
-    assert len(own) == 3
-    assert not own & before
+    assert pool.run(resumed, 201) == 0
+    assert len(pool.own(resumed)) == 3
+    assert not pool.hashed(pool.own(resumed))
 
 
 def test_a_prefill_that_goes_on_into_the_output_frees_nothing_before_its_tokens_have_moved():
@@ -263,6 +265,7 @@ def test_a_storm_of_requests_leaks_nothing_and_writes_into_nothing_shared(retent
                     running.remove(request)
             if request in running and request.num_computed_tokens > request.num_prompt_tokens:
                 written |= dict.fromkeys(pool.own(request), 1)
+                assert not pool.hashed(pool.own(request))
                 others = [pool.tables(other) for other in running if other is not request]
                 assert not any(pool.own(request) & other for other in others)
     assert pool.free == pool.all
