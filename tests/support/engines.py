@@ -63,6 +63,10 @@ class Engine:
         """The tokens that follow each of a batch of prompts, greedily."""
         return self._pool.submit(_answer, list(prompts), max_tokens, ignore_eos).result()
 
+    def expect(self, prompts: Sequence[list[int]]) -> list[dict[int, float]]:
+        """Log probabilities of the likeliest tokens after each of a batch of prompts, by token."""
+        return self._pool.submit(_expect, list(prompts)).result()
+
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
         return sum_of_metric(self._pool.submit(_metrics).result(), name)
@@ -106,6 +110,15 @@ def _answer(prompts: list[str | list[int]], max_tokens: int, ignore_eos: bool) -
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
     inputs = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts]
     return [list(done.outputs[0].token_ids) for done in _llm.generate(inputs, sampling, use_tqdm=False)]
+
+
+def _expect(prompts: list[list[int]]) -> list[dict[int, float]]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    done = _llm.generate(inputs, sampling, use_tqdm=False)
+    return [{token: each.logprob for token, each in one.outputs[0].logprobs[0].items()} for one in done]
 
 
 def _metrics() -> str:
