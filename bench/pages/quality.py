@@ -13,6 +13,7 @@ from vllm_sparse_plugin.config import describe_policies, resolve
 from vllm_sparse_plugin.eval.report import read_shares
 from vllm_sparse_plugin.eval.results import read_results
 from vllm_sparse_plugin.eval.statistics import estimate_difference, estimate_mean
+from vllm_sparse_plugin.eval.tuning import MEASURES
 
 _H200 = RESULTS / "h200"
 _CPU = RESULTS / "cpu-2core"
@@ -164,6 +165,33 @@ def served() -> Block:
         parts.append(table([f"budget, {where}", *_EVALUATED], _evaluated(paths)))
         sources += paths
     return Block("\n\n".join(parts), sources)
+
+
+NEXT_TOKENS = {
+    "dense": "dense",
+    "unique512": "`unique`, 512 tokens (default)",
+    "unique2048": "`unique`, 2048 tokens",
+}
+"""Runs over the same text, dense attention first, and what the table calls them."""
+
+
+def next_tokens() -> Block:
+    """What text shows and needles do not: how often the next token is dense attention's, by budget."""
+    paths = [_CPU / "next-tokens" / f"{name}.jsonl" for name in NEXT_TOKENS]
+    dense, *others = (read_results(path) for path in paths)
+    rows = []
+    for file, heading in zip(others, list(NEXT_TOKENS.values())[1:], strict=True):
+        pairs = [(dense.results[name], result) for name, result in file.results.items()]
+        agreed, overlapping = (
+            estimate_mean([MEASURES[name](before, after) for before, after in pairs])
+            for name in ("agreement", "overlap")
+        )
+        lost = estimate_mean([after.score - before.score for before, after in pairs])
+        cells = [f"{mean.value:.3f} ({mean.low:.3f} to {mean.high:.3f})" for mean in (agreed, overlapping)]
+        cells.append(f"{lost.value:+.3f} ({lost.low:+.3f} to {lost.high:+.3f})")
+        rows.append([heading, *cells])
+    headings = ["decode steps", "same most likely token (95 %)", "overlap, at least (95 %)", "nats lost a token (95 %)"]
+    return Block(table(headings, rows), paths)
 
 
 def mixes() -> Block:

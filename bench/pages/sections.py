@@ -29,6 +29,7 @@ SECTIONS: dict[str, Section] = {
     "accuracy-gpu": Section(quality.accuracy_gpu),
     "formats": Section(quality.formats),
     "served": Section(quality.served),
+    "next-tokens": Section(quality.next_tokens),
     "mixes": Section(quality.mixes),
     "stopped-answers": Section(quality.stopped_answers),
     "calibrated": Section(quality.calibrated),
