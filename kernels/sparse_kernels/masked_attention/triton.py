@@ -53,6 +53,38 @@ def _norms(query, std_weight):
 
 
 @triton.jit
+def _tile_rows(
+    query_ptr,
+    start,
+    begin,
+    length,
+    head,
+    std_weight,
+    HEADS,
+    GROUP,
+    PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """Returns of each row of a tile its position, its head in the group, whether it exists, its query and the norm."""
+    row = tl.arange(0, TOKENS * PADDED)
+    position, group_head = start + row // PADDED, row % PADDED
+    exists = (position < length) & (group_head < GROUP)
+    query = _rows(query_ptr, begin + position, group_head, exists, HEADS * GROUP * HEAD_SIZE, head, GROUP,
+                  HEAD_SIZE, DIMS)  # fmt: skip
+    return position, group_head, exists, query, _norms(query, std_weight)
+
+
+@triton.jit
+def _bounds(threshold_ptr, last_tie_ptr, begin, token, length, head, HEADS):
+    """Returns the threshold of each token of a tile, and the last page that is read among those that equal it."""
+    of_token = (begin + token).to(tl.int64) * HEADS + head
+    threshold = tl.load(threshold_ptr + of_token, mask=token < length, other=0.0)
+    return threshold, tl.load(last_tie_ptr + of_token, mask=token < length, other=0)
+
+
+@triton.jit
 def _row_scores(
     query,
     norm,
@@ -182,12 +214,8 @@ def _page_scores(
     complete = end // PAGE_SIZE
     if tl.program_id(2) * PAGES >= complete:
         return
-    row = tl.arange(0, TOKENS * PADDED)
-    position, group_head = start + row // PADDED, row % PADDED
-    exists = (position < length) & (group_head < GROUP)
-    query = _rows(query_ptr, begin + position, group_head, exists, HEADS * GROUP * HEAD_SIZE, head, GROUP,
-                  HEAD_SIZE, DIMS)  # fmt: skip
-    norm = _norms(query, std_weight)
+    _, group_head, _, query, norm = _tile_rows(query_ptr, start, begin, length, head, std_weight, HEADS, GROUP, PADDED,
+                                               TOKENS, HEAD_SIZE, DIMS)  # fmt: skip
     page = tl.program_id(2) * PAGES + tl.arange(0, PAGES)
     scores, _ = _row_scores(query, norm, first_page + page, page < complete, head, HEADS, stored_ptr, scales_ptr,
                             spread_ptr, VECTORS, HEAD_SIZE, DIMS)  # fmt: skip
@@ -291,15 +319,10 @@ def _forward(
     start, begin, length = tl.load(start_ptr + tile), tl.load(begin_ptr + tile), tl.load(length_ptr + tile)
     first_page = tl.load(first_page_ptr + tile)
     end = tl.minimum(start + TOKENS, length)
-    row, token = tl.arange(0, TOKENS * PADDED), start + tl.arange(0, TOKENS)
-    position, group_head = start + row // PADDED, row % PADDED
-    exists = (position < length) & (group_head < GROUP)
-    query = _rows(query_ptr, begin + position, group_head, exists, HEADS * GROUP * HEAD_SIZE, head, GROUP,
-                  HEAD_SIZE, DIMS)  # fmt: skip
-    norm = _norms(query, std_weight)
-    of_token = (begin + token).to(tl.int64) * HEADS + head
-    threshold = tl.load(threshold_ptr + of_token, mask=token < length, other=0.0)
-    last_tie = tl.load(last_tie_ptr + of_token, mask=token < length, other=0)
+    token = start + tl.arange(0, TOKENS)
+    position, group_head, exists, query, norm = _tile_rows(query_ptr, start, begin, length, head, std_weight, HEADS,
+                                                           GROUP, PADDED, TOKENS, HEAD_SIZE, DIMS)  # fmt: skip
+    threshold, last_tie = _bounds(threshold_ptr, last_tie_ptr, begin, token, length, head, HEADS)
     largest = tl.full((TOKENS * PADDED,), _NOTHING, tl.float32)
     total = tl.zeros((TOKENS * PADDED,), tl.float32)
     attended = tl.zeros((TOKENS * PADDED, DIMS), tl.float32)
@@ -377,16 +400,12 @@ def _query_gradient(
     start, begin, length = tl.load(start_ptr + tile), tl.load(begin_ptr + tile), tl.load(length_ptr + tile)
     first_page = tl.load(first_page_ptr + tile)
     end = tl.minimum(start + TOKENS, length)
-    row, token = tl.arange(0, TOKENS * PADDED), start + tl.arange(0, TOKENS)
-    position, group_head = start + row // PADDED, row % PADDED
-    exists = (position < length) & (group_head < GROUP)
-    stride = HEADS * GROUP * HEAD_SIZE
-    query = _rows(query_ptr, begin + position, group_head, exists, stride, head, GROUP, HEAD_SIZE, DIMS)
-    gradient = _rows(gradient_ptr, begin + position, group_head, exists, stride, head, GROUP, HEAD_SIZE, DIMS)
-    norm = _norms(query, std_weight)
-    of_token = (begin + token).to(tl.int64) * HEADS + head
-    threshold = tl.load(threshold_ptr + of_token, mask=token < length, other=0.0)
-    last_tie = tl.load(last_tie_ptr + of_token, mask=token < length, other=0)
+    token = start + tl.arange(0, TOKENS)
+    position, group_head, exists, query, norm = _tile_rows(query_ptr, start, begin, length, head, std_weight, HEADS,
+                                                           GROUP, PADDED, TOKENS, HEAD_SIZE, DIMS)  # fmt: skip
+    gradient = _rows(gradient_ptr, begin + position, group_head, exists, HEADS * GROUP * HEAD_SIZE, head, GROUP,
+                     HEAD_SIZE, DIMS)  # fmt: skip
+    threshold, last_tie = _bounds(threshold_ptr, last_tie_ptr, begin, token, length, head, HEADS)
     of_row = (begin + position).to(tl.int64) * (HEADS * GROUP) + head * GROUP + group_head
     log_sum = tl.load(log_sum_ptr + of_row, mask=exists, other=0.0)
     product = tl.load(product_ptr + of_row, mask=exists, other=0.0)
@@ -493,23 +512,19 @@ def _key_gradient(
     if not HARD:
         for _ in tl.static_range(VECTORS):
             of_vectors = of_vectors + (tl.zeros((PAGES, DIMS), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    row, stride = tl.arange(0, TOKENS * PADDED), HEADS * GROUP * HEAD_SIZE
-    group_head = row % PADDED
     for start in range(at // TOKENS * TOKENS, length, TOKENS):
-        position, token = start + row // PADDED, start + tl.arange(0, TOKENS)
-        exists = (position < length) & (group_head < GROUP)
-        query = _rows(query_ptr, begin + position, group_head, exists, stride, head, GROUP, HEAD_SIZE, DIMS)
-        norm = _norms(query, std_weight)
-        of_token = (begin + token).to(tl.int64) * HEADS + head
-        threshold = tl.load(threshold_ptr + of_token, mask=token < length, other=0.0)
-        last_tie = tl.load(last_tie_ptr + of_token, mask=token < length, other=0)
+        token = start + tl.arange(0, TOKENS)
+        position, group_head, exists, query, norm = _tile_rows(query_ptr, start, begin, length, head, std_weight, HEADS,
+                                                               GROUP, PADDED, TOKENS, HEAD_SIZE, DIMS)  # fmt: skip
+        threshold, last_tie = _bounds(threshold_ptr, last_tie_ptr, begin, token, length, head, HEADS)
         scores, which = _row_scores(query, norm, first_page + page, of_page, head, HEADS, stored_ptr, scales_ptr,
                                     spread_ptr, VECTORS, HEAD_SIZE, DIMS)  # fmt: skip
         best = _of_group(scores, group_head, TOKENS, PADDED, GROUP, HARD)
         always = _always(page, token + 1, dense_tokens, budget, sink_pages, recent_pages, PAGE_SIZE)
         log_m, share = _log_mask(best, always, page, threshold, last_tie, slope, HARD)
         if tl.max(tl.max(log_m, axis=1), axis=0) > float("-inf"):
-            gradient = _rows(gradient_ptr, begin + position, group_head, exists, stride, head, GROUP, HEAD_SIZE, DIMS)
+            gradient = _rows(gradient_ptr, begin + position, group_head, exists, HEADS * GROUP * HEAD_SIZE, head,
+                             GROUP, HEAD_SIZE, DIMS)  # fmt: skip
             of_row = (begin + position).to(tl.int64) * (HEADS * GROUP) + head * GROUP + group_head
             log_sum = tl.load(log_sum_ptr + of_row, mask=exists, other=0.0)
             product = tl.load(product_ptr + of_row, mask=exists, other=0.0)
