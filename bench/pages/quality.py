@@ -12,7 +12,7 @@ from bench.common.results import RESULTS, Row, read_run
 from vllm_sparse_plugin.config import describe_policies, resolve
 from vllm_sparse_plugin.eval.report import read_shares
 from vllm_sparse_plugin.eval.results import read_results
-from vllm_sparse_plugin.eval.statistics import estimate_difference, estimate_mean
+from vllm_sparse_plugin.eval.statistics import Difference, Estimate, estimate_difference, estimate_mean
 from vllm_sparse_plugin.eval.tuning import MEASURES
 
 _H200 = RESULTS / "h200"
@@ -139,6 +139,10 @@ def formats() -> Block:
     return Block(table(headings, rows), list(paths.values()))
 
 
+def _interval(found: Estimate | Difference, sign: str = "") -> str:
+    return f"{found.value:{sign}.3f} ({found.low:{sign}.3f} to {found.high:{sign}.3f})"
+
+
 def _evaluated(paths: Sequence[Path]) -> list[list[str]]:
     """Rows of files of `vllm-sparse eval` about the same items, the first of them dense."""
     files = [read_results(path) for path in paths]
@@ -147,12 +151,12 @@ def _evaluated(paths: Sequence[Path]) -> list[list[str]]:
     for file in files:
         scores = [result.score for result in file.results.values()]
         mean = estimate_mean(scores)
-        cells = [file.label, f"{sum(scores):.0f}/{mean.count}", f"{mean.value:.3f} ({mean.low:.3f} to {mean.high:.3f})"]
+        cells = [file.label, f"{sum(scores):.0f}/{mean.count}", _interval(mean)]
         if file is files[0]:
             cells.append("")
         else:
             gap = estimate_difference([dense[item].score for item in file.results], scores)
-            cells.append(f"{gap.value:+.3f} ({gap.low:+.3f} to {gap.high:+.3f})")
+            cells.append(_interval(gap, "+"))
         rows.append(cells)
     return rows
 
@@ -187,9 +191,7 @@ def next_tokens() -> Block:
             for name in ("agreement", "overlap")
         )
         lost = estimate_mean([after.score - before.score for before, after in pairs])
-        cells = [f"{mean.value:.3f} ({mean.low:.3f} to {mean.high:.3f})" for mean in (agreed, overlapping)]
-        cells.append(f"{lost.value:+.3f} ({lost.low:+.3f} to {lost.high:+.3f})")
-        rows.append([heading, *cells])
+        rows.append([heading, _interval(agreed), _interval(overlapping), _interval(lost, "+")])
     headings = ["decode steps", "same most likely token (95 %)", "overlap, at least (95 %)", "nats lost a token (95 %)"]
     return Block(table(headings, rows), paths)
 

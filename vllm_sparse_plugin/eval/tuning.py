@@ -54,7 +54,7 @@ def judge(name: str, measure: str, dense: ResultFile, sparse: ResultFile) -> Can
         dense: results of dense attention.
         sparse: results of the settings, of the same prompts.
     """
-    results = [sparse.results[name] for name in dense.results]
+    results = [sparse.results[item] for item in dense.results]
     kept = [MEASURES[measure](dense.results[result.id], result) for result in results]
     shares = [1.0 if result.kv_read_share is None else result.kv_read_share for result in results]
     seconds = [result.seconds for result in results]
