@@ -152,6 +152,19 @@ def test_what_is_recorded_reaches_the_registry_of_the_process_that_serves_metric
     assert samples(registry)["vllm_sparse_page_recall_count", "7", "2"] == 3
 
 
+def test_a_server_that_a_program_with_an_engine_starts_has_a_folder_of_its_own(registry, monkeypatch, tmp_path):
+    monkeypatch.setenv(live._OUR_FOLDER, str(tmp_path))
+    with monkeypatch.context() as worker:
+        worker.setattr(live.multiprocessing, "parent_process", lambda: "the engine's")
+        live.expose()
+    assert os.environ[live._OUR_FOLDER] == str(tmp_path)
+    live.expose()
+    assert os.environ[live._OUR_FOLDER] != str(tmp_path)
+    live._file.cache_clear()
+    record(0, 0, seed=0)
+    assert samples(registry)["vllm_sparse_attention_mass_count", "0", "1"] == 1
+
+
 def test_where_vllm_collects_from_files_they_are_put_beside_its_own(registry, monkeypatch, tmp_path):
     monkeypatch.setenv(live._VLLM_FOLDER, str(tmp_path))
     live.expose()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import multiprocessing
 import os
 import shutil
 import tempfile
@@ -88,9 +89,19 @@ COUNTED_STEPS = 16
 """Steps between two copies of what kernels count."""
 
 
+_made_folder: str | None = None
+"""The folder of metrics that this process has made."""
+
+
 def expose() -> None:
-    """Makes what workers add visible at `/metrics`; to be called before they start. Idempotent."""
-    if _VLLM_FOLDER in os.environ or _OUR_FOLDER in os.environ:
+    """Makes what workers add visible at `/metrics`; to be called before they start. Idempotent.
+
+    A worker goes on with the folder of the process that started it. A server that a program with an engine of its own
+    starts inherits that program's folder too, which nobody would read for it: it makes another.
+    """
+    is_worker = multiprocessing.parent_process() is not None
+    folder = os.environ.get(_OUR_FOLDER)
+    if _VLLM_FOLDER in os.environ or (folder is not None and (is_worker or folder == _made_folder)):
         return
     try:
         _make_folder()
@@ -99,9 +110,10 @@ def expose() -> None:
 
 
 def _make_folder() -> None:
-    folder = tempfile.mkdtemp(prefix="vllm-sparse-metrics-")
+    global _made_folder
+    folder = _made_folder = tempfile.mkdtemp(prefix="vllm-sparse-metrics-")
     os.environ[_OUR_FOLDER] = folder
-    names = [name for name in os.environ.get(_COPIED_TO_RAY, "").split(",") if name.strip()]
+    names = [name for name in os.environ.get(_COPIED_TO_RAY, "").split(",") if name.strip() not in ("", _OUR_FOLDER)]
     os.environ[_COPIED_TO_RAY] = ",".join([*names, _OUR_FOLDER])
     owner = os.getpid()
 
