@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
@@ -64,8 +64,8 @@ def needles() -> Block:
     return Block(table(headings, rows), [path, control_path])
 
 
-def needles_in_short() -> Block:
-    """The same at the longest context in one sentence."""
+def answers_in_short() -> Block:
+    """Needles at the longest context, and ordinary text, in one sentence each."""
     path, control_path = (_CPU / "served" / f"{name}.jsonl" for name in ("unique", "streaming_llm"))
     answers = [*read_run(path).rows, *(row for row in read_run(control_path).rows if row["backend"] != "dense")]
     longest = max(answer["context_tokens"] for answer in answers)
@@ -74,11 +74,14 @@ def needles_in_short() -> Block:
     def right(backend: str) -> str:
         return _share_right(answers, backend=backend, context_tokens=longest).replace("/", " of ")
 
+    default, wide = _next_tokens()
     return Block(
         f"Of needle questions over {longest:,} tokens `unique` answers {right('unique')} and reads {share:.1%} of the "
         f"KV cache;\ndense attention answers {right('dense')}, and the newest 512 tokens alone are enough for "
-        f"{right('streaming_llm')}.",
-        [path, control_path],
+        f"{right('streaming_llm')}.\nOver ordinary text of 4,096 tokens its most likely next token is dense "
+        f"attention's at {default.agreement.value:.1%} of\nthe positions with the default budget of 512 tokens "
+        f"({default.nats_lost.value:+.3f} nats a token), and at {wide.agreement.value:.1%} with 2,048.",
+        [path, control_path, *_NEXT_TOKEN_FILES],
     )
 
 
@@ -179,21 +182,40 @@ NEXT_TOKENS = {
 """Runs over the same text, dense attention first, and what the table calls them."""
 
 
-def next_tokens() -> Block:
-    """What text shows and needles do not: how often the next token is dense attention's, by budget."""
-    paths = [_CPU / "next-tokens" / f"{name}.jsonl" for name in NEXT_TOKENS]
-    dense, *others = (read_results(path) for path in paths)
-    rows = []
-    for file, heading in zip(others, list(NEXT_TOKENS.values())[1:], strict=True):
+class _NextTokens(NamedTuple):
+    """How the next tokens of a text under a selection compare with those of dense attention."""
+
+    agreement: Estimate
+    overlap: Estimate
+    nats_lost: Estimate
+
+
+_NEXT_TOKEN_FILES = [_CPU / "next-tokens" / f"{name}.jsonl" for name in NEXT_TOKENS]
+
+
+def _next_tokens() -> list[_NextTokens]:
+    """Returns what the runs after the first, which is dense, show."""
+    dense, *others = (read_results(path) for path in _NEXT_TOKEN_FILES)
+    found = []
+    for file in others:
         pairs = [(dense.results[name], result) for name, result in file.results.items()]
-        agreed, overlapping = (
+        agreement, overlap = (
             estimate_mean([MEASURES[name](before, after) for before, after in pairs])
             for name in ("agreement", "overlap")
         )
         lost = estimate_mean([after.score - before.score for before, after in pairs])
-        rows.append([heading, _interval(agreed), _interval(overlapping), _interval(lost, "+")])
+        found.append(_NextTokens(agreement, overlap, lost))
+    return found
+
+
+def next_tokens() -> Block:
+    """What text shows and needles do not: how often the next token is dense attention's, by budget."""
+    rows = [
+        [heading, _interval(found.agreement), _interval(found.overlap), _interval(found.nats_lost, "+")]
+        for found, heading in zip(_next_tokens(), list(NEXT_TOKENS.values())[1:], strict=True)
+    ]
     headings = ["decode steps", "same most likely token (95 %)", "overlap, at least (95 %)", "nats lost a token (95 %)"]
-    return Block(table(headings, rows), paths)
+    return Block(table(headings, rows), _NEXT_TOKEN_FILES)
 
 
 def mixes() -> Block:

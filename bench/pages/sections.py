@@ -24,7 +24,7 @@ SECTIONS: dict[str, Section] = {
     "presets": Section(settings.presets, may_be_unused=True),
     "statistics-memory": Section(settings.statistics_memory),
     "needles": Section(quality.needles),
-    "readme-needles": Section(quality.needles_in_short),
+    "readme-answers": Section(quality.answers_in_short),
     "look-alikes": Section(quality.look_alikes),
     "accuracy-gpu": Section(quality.accuracy_gpu),
     "formats": Section(quality.formats),
