@@ -81,7 +81,7 @@ def unique_server(questions, tmp_path_factory):
         ]
         read_share = [metric(client, f"vllm_sparse_kv_read_share_{part}") for part in ("sum", "count")]
         folder = tmp_path_factory.mktemp("eval")
-        asked = ["--task", "multikey", "--task", "niah_multiquery", "--questions", "2"]
+        asked = ["--task", "multikey", "--task", "niah_multiquery", "--questions", "1"]
         runs = [
             evaluate(client, folder / f"{start}.jsonl", *asked, "--decode-from", start)
             for start in ("prompt", "question")
@@ -100,8 +100,8 @@ def answers(unique_server):
 def test_evaluation_decodes_the_question_where_asked_to_and_finds_the_same_answers(unique_server):
     (prompt, prefilled, decoded), (question, prefilled_less, decoded_more), _ = unique_server[2]
     from_prompt, from_question = (list(file.results.values()) for file in (prompt, question))
-    assert len(from_prompt) == 4
-    assert [each.score for each in from_prompt] == [each.score for each in from_question] == [1] * 4
+    assert len(from_prompt) == 2
+    assert [each.score for each in from_prompt] == [each.score for each in from_question] == [1] * 2
     assert [each.digest for each in from_prompt] == [each.digest for each in from_question]
     assert {each.forced_tokens for each in from_prompt} == {0}
     assert min(each.forced_tokens for each in from_question) > 15
@@ -148,7 +148,8 @@ def test_a_server_measures_its_selections(unique_server):
 
 def test_small_prefill_chunks_and_no_prefix_cache_give_the_same_answers(questions, answers):
     with run_engine("unique", max_num_batched_tokens=512, enable_prefix_caching=False) as engine:
-        assert engine.answer([question.prompt for question in questions]) == answers[0]
+        # One of each document.
+        assert engine.answer([question.prompt for question in questions[::2]]) == answers[0][::2]
 
 
 def test_ngram_speculation_keeps_greedy_answers(questions, answers):
@@ -159,32 +160,33 @@ def test_ngram_speculation_keeps_greedy_answers(questions, answers):
 
 
 def test_preempted_requests_finish_with_right_answers():
-    """Six requests of 4,096 tokens that write 300 more need 210 blocks of 128 tokens, and find 200.
+    """Four requests of 4,096 tokens that write 200 more need 136 blocks of 128 tokens, and find 133.
 
     Beyond the answers tokens are no matter of right and wrong, and may change: vLLM prefills, densely, what a preempted
     request has written. That the statistics are right then is tested below, byte by byte.
     """
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    asked = [build_questions(tokenizer, "kv", 4096, 1, seed=seed)[0] for seed in range(6)]
+    asked = [build_questions(tokenizer, "kv", 4096, 1, seed=seed)[0] for seed in range(4)]
     config = {"selection": {"budget_tokens": 512}, "min_context_tokens": 0}
     replies, preemptions = [], []
-    for blocks in (241, 201):
+    for blocks in (161, 134):
         with run_engine("unique", config, num_gpu_blocks_override=blocks, max_model_len=7000) as engine:
-            replies.append(engine.answer([question.prompt for question in asked], max_tokens=300, ignore_eos=True))
+            replies.append(engine.answer([question.prompt for question in asked], max_tokens=200, ignore_eos=True))
             preemptions.append(engine.metric("vllm:num_preemptions_total"))
     assert preemptions[0] == 0 < preemptions[1]
-    assert all(len(reply) == 300 for reply in replies[1])
+    assert all(len(reply) == 200 for reply in replies[1])
     assert [reply[:4] for reply in replies[0]] == [reply[:4] for reply in replies[1]]
 
 
 def test_a_budget_beyond_the_context_gives_the_tokens_of_dense_attention():
     rng = random.Random(1)
-    prompts = [[0, *(rng.randrange(3, 4000) for _ in range(rng.randrange(20, 1500)))] for _ in range(50)]
+    lengths = [rng.randrange(20, 1500 if index % 5 == 0 else 400) for index in range(50)]
+    prompts = [[0, *(rng.randrange(3, 4000) for _ in range(length))] for length in lengths]
     config = {"selection": {"budget_tokens": 2048}, "min_context_tokens": 0}
     with run_engine("unique", config, max_num_seqs=8) as engine:
-        sparse = engine.answer(prompts, max_tokens=12)
+        sparse = engine.answer(prompts, max_tokens=8)
     with run_engine(None, max_num_seqs=8) as engine:
-        dense = engine.answer(prompts, max_tokens=12)
+        dense = engine.answer(prompts, max_tokens=8)
         # Both sum the same numbers, in orders that depend on the processor: they may part at a tie, and nowhere else.
         parted = [
             (index, next(place for place, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) == 2))
