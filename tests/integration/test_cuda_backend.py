@@ -502,10 +502,10 @@ def runner_of(prompts: dict[int, int]) -> Runner:
     return Runner(req_states=states)
 
 
-def compaction_of(runner: Runner, layer: SparseCUDAImpl, slides: bool) -> StepCompaction:
+def compaction_of(runner: Runner, layer: SparseCUDAImpl, slides: bool, every_query: bool = False) -> StepCompaction:
     retention = Retention(slides, 100, None, 4, 0)
     layers = {"layer": SimpleNamespace(**vars(SCALES), impl=layer)}
-    rule = None if slides else CompactionRule(window_tokens=8)
+    rule = None if slides else CompactionRule(window_tokens=8, every_query=every_query)
     return StepCompaction(retention, rule, layers, BLOCK, 16, BatchRows(runner), torch.device("cpu"))
 
 
@@ -536,10 +536,11 @@ def test_decoding_requests_get_condensed_tables_in_buffers_that_stay(builder, la
 
 
 @pytest.mark.parametrize("layer", ["unique", "dense"], indirect=True)
-def test_snapkv_moves_what_the_end_of_a_prompt_votes_for(builder, layer):
+@pytest.mark.parametrize("every_query", [False, True])
+def test_what_a_prompt_votes_for_moves(builder, layer, every_query):
     runner = runner_of({2: 300})
     layer.plan = replace(layer.plan, moves_tokens=True)
-    builder.compaction = compaction_of(runner, layer, slides=False)
+    builder.compaction = compaction_of(runner, layer, slides=False, every_query=every_query)
     builder.any_sparse_layer, builder.any_dense_layer = layer.plan.is_sparse, not layer.plan.is_sparse
     generator = torch.Generator().manual_seed(3)
     rows = BLOCK + (layer.plan.statistics.rows(BLOCK) if layer.plan.statistics else 0)
@@ -556,7 +557,12 @@ def test_snapkv_moves_what_the_end_of_a_prompt_votes_for(builder, layer):
         outputs.append(output)
     # 100 tokens are two blocks, before the 44 tokens of the incomplete one.
     kept = kept_tokens(
-        query[292:300], key[:300], 2 * BLOCK + 44, Softmax(SCALE), CompactionRule(window_tokens=8), BLOCK
+        query[0 if every_query else 292 : 300],
+        key[:300],
+        2 * BLOCK + 44,
+        Softmax(SCALE),
+        CompactionRule(window_tokens=8),
+        BLOCK,
     )
     assert metadata.seq_lens.tolist() == [2 * BLOCK + 45]
     if layer.plan.is_sparse:
