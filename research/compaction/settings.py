@@ -11,7 +11,7 @@ from sparse_kernels.compaction.api import choose_tokens
 
 from research.study.plan import PAIRS
 from research.study.settings import Setting as Policy
-from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction, H2OCompaction, PyramidKVCompaction
+from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction, PyramidKVCompaction
 from vllm_sparse_plugin.config.retention import Retention
 
 if TYPE_CHECKING:
@@ -53,9 +53,6 @@ class Setting:
         if self.method == UNIQUE:
             return _same_bytes(self.share, prompt_tokens)
         budget, method = round(self.share * prompt_tokens), _METHODS[self.method]
-        if method is H2OCompaction:
-            # Half of the budget, as published.
-            return Reading(method(budget_tokens=budget, min_context_tokens=0, recent_tokens=budget // 2))
         pool = {"pool_tokens": self.pool_tokens} if self.pool_tokens else {}
         if budget <= method().reserved_tokens:
             return None

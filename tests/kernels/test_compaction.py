@@ -78,6 +78,16 @@ def test_equal_votes_keep_the_lowest_tokens_and_sinks_and_window_always():
     assert kept.tolist() == [[*range(23), *range(48, 53), 92, 93, 94, 95]]
 
 
+def test_a_share_of_what_is_kept_is_for_the_newest_and_never_takes_the_place_of_the_sinks():
+    votes = torch.arange(100, 0, -1).float()[None]
+    for share, sinks in ((0.5, 4), (0.5, 0), (1.0, 4), (0.5, 20), (0.0, 4)):
+        rule = CompactionRule(0, 1, sinks, recent_share=share, every_query=True)
+        kept = choose_tokens(votes, num_tokens=100, candidates=96, before=68, rule=rule)
+        # 4 of the newest lie in the incomplete block, which is kept on top.
+        newest = max(0, min(int(share * 28), 28 - sinks) - 4)
+        assert kept.tolist() == [[*range(28 - newest), *range(96 - newest, 96)]]
+
+
 def test_a_window_of_nobody_keeps_the_first_tokens_and_its_own():
     paged, query = prompt_of(320)
     window = ObservationWindow(query[:0], 0)
@@ -128,6 +138,8 @@ def test_bad_arguments_are_refused():
         compact_prompt(window, prompt, paged.cache, Softmax(1.0, 0.0, torch.zeros(4)), RULE)
     with pytest.raises(ValueError, match="pool_tokens: got 4"):
         compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(pool_tokens=4))
+    with pytest.raises(ValueError, match=r"recent_share: got 1\.5"):
+        compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(recent_share=1.5))
     with pytest.raises(ValueError, match="window_tokens: got -1"):
         compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(window_tokens=-1))
 

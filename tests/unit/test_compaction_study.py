@@ -21,7 +21,7 @@ PROMPT, TAIL = 330, 20
 TOLERANCE = 1e-2
 """Of log probabilities: keys and values are rounded to bfloat16, and may be the next one at a tie."""
 SNAPKV = SnapKVCompaction(budget_tokens=96, window_tokens=8, min_context_tokens=0)
-H2O = H2OCompaction(budget_tokens=96, recent_tokens=40, min_context_tokens=0)
+H2O = H2OCompaction(budget_tokens=96, min_context_tokens=0)
 STREAMING = StreamingLLMCompaction(budget_tokens=96, sink_tokens=4, min_context_tokens=0)
 
 

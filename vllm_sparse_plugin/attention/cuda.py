@@ -438,6 +438,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         backend: type[SparseCUDABackend] = layer.attn_backend
         config, wanted, longest = backend.config(), 0, self.model_size.longest_context
         if config.moves_tokens:
+            assert config.compaction is not None
             # Votes and their order, and the queries of prompts that end in one step.
             wanted = _WINDOW_SCRATCH + 40 * self.num_kv_heads * longest
             if config.compaction.retention().counts_every_query:

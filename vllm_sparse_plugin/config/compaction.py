@@ -153,13 +153,8 @@ class H2OCompaction(Compaction):
 
     method: Literal["h2o"] = "h2o"
     """Name of the method."""
-    recent_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 512
-    """Newest tokens of the prompt, which are kept; the rest of the budget is for heavy hitters. The paper halves it."""
-
-    @property
-    def reserved_tokens(self) -> int:
-        """Tokens of the budget that are kept whatever the prompt says: the sinks and the newest ones."""
-        return self.sink_tokens + self.recent_tokens
+    recent_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """Share of the budget for the newest tokens of the prompt; what they and the sinks leave is for heavy hitters."""
 
     def retention(self) -> Retention:
         """Returns what the layers keep: it takes all queries of a prompt."""
@@ -170,8 +165,9 @@ class H2OCompaction(Compaction):
         from sparse_kernels.compaction import CompactionRule
 
         return CompactionRule(
-            window_tokens=self.recent_tokens, pool_tokens=1, sink_tokens=self.sink_tokens, every_query=True
-        )
+            window_tokens=0, pool_tokens=1, sink_tokens=self.sink_tokens, recent_share=self.recent_share,
+            every_query=True,
+        )  # fmt: skip
 
 
 COMPACTIONS: tuple[type[Compaction], ...] = (

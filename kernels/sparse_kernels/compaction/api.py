@@ -29,6 +29,8 @@ class CompactionRule:
     """A token counts the largest vote among so many around it, an odd number."""
     sink_tokens: int = 4
     """First tokens, which are kept always."""
+    recent_share: float = 0.0
+    """Share of the tokens that are kept for the newest, where those are more than the window."""
     every_query: bool = False
     """Whether all queries of the prompt vote, by `add_votes` as they are computed, and not the newest alone."""
 
@@ -39,6 +41,8 @@ class CompactionRule:
         for name in ("window_tokens", "sink_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed: at least 0")
+        if not 0 <= self.recent_share <= 1:
+            raise ValueError(f"recent_share: got {self.recent_share}, allowed: 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -176,7 +180,9 @@ def choose_tokens(
     Returns:
         `[num_kv_heads, candidates - before]` int64, ascending.
     """
-    first_of_window = max(num_tokens - rule.window_tokens, 0)
+    kept = candidates - before
+    recent = min(int(rule.recent_share * kept), kept - rule.sink_tokens)
+    first_of_window = max(num_tokens - max(rule.window_tokens, recent), 0)
     score = torch.full((len(votes), candidates), torch.inf, device=votes.device)
     voted = votes[:, :first_of_window]
     if first_of_window:
@@ -187,7 +193,7 @@ def choose_tokens(
     score[:, : rule.sink_tokens] = torch.inf
     # Stable: of equal scores the lowest token comes first.
     order = score.sort(dim=-1, descending=True, stable=True).indices
-    return order[:, : candidates - before].sort(dim=-1).values
+    return order[:, :kept].sort(dim=-1).values
 
 
 def _move(kept: torch.Tensor, prompt: PromptBlocks, cache: KVCache, block_size: int) -> None:
