@@ -117,7 +117,7 @@ class CompactingModel(Prefiller):
         return Prompt(layers, self._logits(hidden[0, -1]).log_softmax(dim=-1))
 
     @torch.inference_mode()
-    def decode(self, prompt: Prompt, tokens: Sequence[int], reading: Reading) -> Says:
+    def decode_kept(self, prompt: Prompt, tokens: Sequence[int], reading: Reading) -> Says:
         """Decode given tokens after a prompt, reading of it what a method keeps."""
         begin, kept = prompt.num_tokens, reading.kept(prompt)
         position = begin + torch.arange(len(tokens))

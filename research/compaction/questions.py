@@ -61,7 +61,7 @@ class Asker:
                     reading = setting.reading(prompt.num_tokens)
                     if reading is None:
                         continue
-                    says = self.model.decode(prompt, tokens, reading)
+                    says = self.model.decode_kept(prompt, tokens, reading)
                     judged = self._judge(tail, prompt, says)
                     tallies.setdefault((asked, setting), Tally()).add(document.name, *judged)
 

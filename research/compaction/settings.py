@@ -54,9 +54,10 @@ class Setting:
             return _same_bytes(self.share, prompt_tokens)
         budget, method = round(self.share * prompt_tokens), _METHODS[self.method]
         pool = {"pool_tokens": self.pool_tokens} if self.pool_tokens else {}
-        if budget <= method().reserved_tokens:
+        given = {"method": self.method, "min_context_tokens": 0, **pool}
+        if budget <= method.model_validate(given).reserved_tokens:
             return None
-        return Reading(method(budget_tokens=budget, min_context_tokens=0, **pool))
+        return Reading(method.model_validate(given | {"budget_tokens": budget}))
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,8 @@ def attend_rolling(
     keys, values = (x[0, :, None] for x in cache)
     of_window, of_sinks = (x[0] @ keys.transpose(-1, -2) for x in (query, to_sinks))
     logits = torch.where(is_sink, of_sinks, of_window) * query.shape[-1] ** -0.5
-    return (logits.masked_fill(~visible, -torch.inf).softmax(dim=-1) @ values)[None]
+    output: torch.Tensor = logits.masked_fill(~visible, -torch.inf).softmax(dim=-1) @ values
+    return output[None]
 
 
 def perplexities(model: StreamingModel, tokens: Sequence[int], window: Window, part_tokens: int) -> list[float]:

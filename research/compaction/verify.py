@@ -40,7 +40,7 @@ def verify(folder: Path, setting: Setting, context_tokens: int, seed: int) -> Ro
         for tail in document.tails:
             question, answer = tail.tokens[: -tail.answer_tokens], tail.tokens[-tail.answer_tokens :]
             prompt = asker.model.read(question, after=read)
-            says = asker.model.decode(prompt, answer[:-1], Reading(reading.compaction))
+            says = asker.model.decode_kept(prompt, answer[:-1], Reading(reading.compaction))
             expected.append(first_choices([int(prompt.likely.argmax()), *says.best], answer))
             prompts.append([*document.tokens, *question])
     settings = {"compaction": reading.compaction.model_dump(exclude_none=True), "selection": {"policy": "dense"}}

@@ -83,9 +83,9 @@ def test_tokens_behind_a_prompt_read_what_is_kept_of_it(folder, model, compactio
     # A question goes on where the document ends, and votes with it.
     prompt = model.read(text[300:PROMPT], after=prompt)
     assert (prompt.likely - expected[PROMPT - 1]).abs().max() < TOLERANCE
-    says = model.decode(prompt, text[PROMPT:], Reading(compaction))
+    says = model.decode_kept(prompt, text[PROMPT:], Reading(compaction))
     assert (says.likely - expected[PROMPT:]).abs().max() < TOLERANCE
-    whole = model.decode(prompt, text[PROMPT:], Reading())
+    whole = model.decode_kept(prompt, text[PROMPT:], Reading())
     assert (whole.likely - expected[PROMPT:]).abs().max() > 10 * TOLERANCE
 
 
