@@ -9,7 +9,8 @@ from typing import Any
 
 from bench.common.models import load_tokenizer
 from bench.common.results import Row
-from research.compaction.model import CompactingModel, Prompt, Says
+from research.compaction.model import CompactingModel, Says
+from research.compaction.prompt import Prompt
 from research.compaction.settings import Setting, all_settings
 from research.study.documents import Document, Tail, load_documents
 

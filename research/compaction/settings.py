@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from sparse_kernels.compaction.api import choose_tokens
 
+from research.compaction.prompt import Prompt
 from research.study.plan import PAIRS
 from research.study.settings import Setting as Policy
 from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction, PyramidKVCompaction
 from vllm_sparse_plugin.config.retention import Retention
-
-if TYPE_CHECKING:
-    from research.compaction.model import Prompt
 
 BLOCK = 32
 """Tokens of a block, as a cache on a CPU may have them."""
