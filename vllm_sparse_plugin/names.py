@@ -14,6 +14,7 @@ BACKENDS: dict[str, str] = {
     "ZIPVL": "zipvl",
     "SNAPKV": "snapkv",
     "PYRAMIDKV": "pyramidkv",
+    "H2O": "h2o",
 }
 """Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
 KEY = "sparse_attention"

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.common.pages import Block
-from bench.pages import families, kernels, prefill, quality, serving, settings, states
+from bench.pages import compaction, families, kernels, prefill, quality, serving, settings, states
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ SECTIONS: dict[str, Section] = {
     "kernels-groups": Section(kernels.kernels_groups),
     "routing-gpu": Section(kernels.routing_gpu),
     "stop-gpu": Section(kernels.stop_gpu),
+    "compaction-answers": Section(compaction.answers),
     "families": Section(families.families),
     "features": Section(families.features),
 }

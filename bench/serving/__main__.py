@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bench.common.options import make_app
+from bench.serving.capacity import capacity
 from bench.serving.decode import decode, decode_variant
 from bench.serving.decode_cpu import decode_cpu
 from bench.serving.plot import plot
@@ -21,6 +22,7 @@ def _serving() -> None:
     unwind_on_termination()
 
 
+app.command()(capacity)
 app.command()(decode)
 app.command(hidden=True)(decode_variant)
 app.command()(decode_cpu)

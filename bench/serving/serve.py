@@ -29,6 +29,7 @@ from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import Commit, Output, TimeLimit, parse_names, parse_sizes
 from bench.common.results import ResultFile, Row, read_run
 from bench.common.worker import EXTENSION
+from bench.serving.watch import watch
 from vllm_sparse_plugin.cli.provenance import describe_gpu, describe_run
 from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -133,26 +134,21 @@ def serve(
     end = time.monotonic() + time_limit
     variants = parse_variants(variant or ("flash_attn", "unique"))
     workloads = parse_names("workload", workload or WORKLOADS, WORKLOADS)
-    loads = _loads(workloads, parse_sizes("concurrency", concurrency or ["1,8,32"]), input_tokens, output_tokens, waves)
+    loads = make_loads(
+        workloads, parse_sizes("concurrency", concurrency or ["1,8,32"]), input_tokens, output_tokens, waves
+    )
     console = open_console()
     failed = []
     with open_model(model) as opened:
-        # vLLM counts the tokens a tokenizer adds to what it was asked for.
-        max_model_len = input_tokens + output_tokens + 16
-        limit = int(opened.config["max_position_embeddings"])
-        if max_model_len > limit:
-            raise ConfigurationError(
-                f"input_tokens: got {input_tokens}, allowed with {output_tokens} output tokens: "
-                f"at most {limit - output_tokens - 16}"
-            )
+        max_model_len = check_length(opened, input_tokens, output_tokens)
         settings = [
-            _settings(opened, each, max_model_len, additional_config, server_argument, start_seconds)
+            server_settings(opened, each, max_model_len, additional_config, server_argument, start_seconds)
             for each in variants
         ]
         with ResultFile(output, describe_run(opened.folder, commit)) as file:
             for each, server in zip(variants, settings, strict=True):
                 try:
-                    _measure(each, server, opened, loads, end, console, file.write)
+                    measure_loads(each, server, opened, loads, end, console, file.write)
                 except (ServerError, WrongBackendError) as error:
                     print(f"error: {error}", file=sys.stderr)
                     failed.append(each.name)
@@ -161,9 +157,34 @@ def serve(
         raise typer.Exit(3)
 
 
-def _loads(
+def check_length(model: Model, input_tokens: int, output_tokens: int) -> int:
+    """The longest context that a server needs for these prompts and answers.
+
+    Raises:
+        ConfigurationError: if the model has no such contexts.
+    """
+    # vLLM counts the tokens a tokenizer adds to what it was asked for.
+    longest, limit = input_tokens + output_tokens + 16, int(model.config["max_position_embeddings"])
+    if longest > limit:
+        raise ConfigurationError(
+            f"input_tokens: got {input_tokens}, allowed with {output_tokens} output tokens: "
+            f"at most {limit - output_tokens - 16}"
+        )
+    return longest
+
+
+def make_loads(
     workloads: Sequence[str], concurrencies: Sequence[int], input_tokens: int, output_tokens: int, waves: int
 ) -> list[Load]:
+    """Every workload with every concurrency.
+
+    Args:
+        workloads: of `WORKLOADS`.
+        concurrencies: requests at a time.
+        input_tokens: of a prompt.
+        output_tokens: of an answer.
+        waves: requests per unit of concurrency.
+    """
     pairs = [(name, concurrency) for name in workloads for concurrency in concurrencies]
     return [
         Load(name, input_tokens, output_tokens, concurrency, max(4, waves * concurrency), seed)
@@ -171,7 +192,7 @@ def _loads(
     ]
 
 
-def _settings(
+def server_settings(
     model: Model,
     variant: Variant,
     max_model_len: int,
@@ -179,6 +200,7 @@ def _settings(
     server_arguments: list[str] | None,
     start_seconds: float,
 ) -> ServerSettings:
+    """How to start the server of a variant; arguments are those of `serve`."""
     arguments = ["--kv-cache-dtype", variant.kv_cache_dtype, "--worker-extension-cls", EXTENSION]
     if model.drawn_weights:
         arguments += ["--load-format", "dummy"]
@@ -201,7 +223,7 @@ def _settings(
     )
 
 
-def _measure(
+def measure_loads(
     variant: Variant,
     settings: ServerSettings,
     model: Model,
@@ -226,7 +248,8 @@ def _measure(
         prompt = rng.choices(range(3, model.vocabulary), k=loads[0].input_tokens)
         client.completions.create(model=model.folder.name, prompt=prompt, max_tokens=8)
         for load in loads:
-            with console.status(f"{variant.name}: {load.workload}, concurrency {load.concurrency}"):
+            status = console.status(f"{variant.name}: {load.workload}, concurrency {load.concurrency}")
+            with status, watch(lambda: client._client.get(f"{url}/metrics").text) as watched:
                 columns = _apply(load, url, model, end)
             write(
                 {
@@ -242,6 +265,7 @@ def _measure(
                     "concurrency": load.concurrency,
                     "requests": load.requests,
                     **columns,
+                    **watched.columns(),
                 }
             )
 
@@ -270,10 +294,10 @@ def _apply(load: Load, url: str, model: Model, end: float) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> Table:
     """Return one line for each load and variant."""
     lines = Table("workload", "concurrency", "variant", title="Serving: milliseconds and tokens per second")
-    for heading in ("TTFT median", "TTFT p99", "TPOT median", "TPOT p99", "ITL p99", "output tokens/s"):
+    for heading in ("TTFT median", "TTFT p99", "TPOT median", "TPOT p99", "ITL p99", "output tokens/s", "at once"):
         lines.add_column(heading, justify="right")
     keys = ("ttft_ms_median", "ttft_ms_p99", "tpot_ms_median", "tpot_ms_p99", "itl_ms_p99", "output_tokens_per_second")
     for row in sorted(rows, key=lambda row: (row["workload"], row["concurrency"])):
         cells = (f"{row[key]:.2f}" for key in keys)
-        lines.add_row(row["workload"], str(row["concurrency"]), row["variant"], *cells)
+        lines.add_row(row["workload"], str(row["concurrency"]), row["variant"], *cells, str(row["running_most"]))
     return lines

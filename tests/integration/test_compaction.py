@@ -1,16 +1,21 @@
 """Compaction in one attention layer, through vLLM's own metadata and KV-cache update on a CPU, and in engines."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.compaction import CompactionRule
-from support.engines import run_engine
+from support.engines import run_engine, save_shallow
 from support.layer import LayerHarness, Request
 from support.paged import dense_attention
 from support.snapkv import kept_tokens
+from transformers import AutoModelForCausalLM
 
 DENSE_TOLERANCE = 2e-2
 """vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
+TIE = 0.05
+"""Nats between tokens that are about as likely."""
 BLOCK = 32
 SLIDING = {"method": "streaming_llm", "budget_tokens": 104, "sink_tokens": 8, "min_context_tokens": 0}
 
@@ -47,7 +52,7 @@ def test_a_window_is_attended_to_and_what_was_given_back_is_never_read(model, ch
         (output,) = harness.step([(request, min(chunk, 300 - begin))])
         # Within the prompt everything is read.
         assert (output[-1].double() - harness.dense(request)).abs().max() < DENSE_TOLERANCE
-    for _ in range(80):
+    for _ in range(56):  # the window leaves two blocks behind
         output, whole = harness.step([(request, 1), (beside, 5)])
         kept = streamed(len(request.keys))
         assert (output[0].double() - expected(harness, request, kept)).abs().max() < DENSE_TOLERANCE
@@ -64,7 +69,7 @@ def test_streaming_llm_reads_the_same_pages_of_a_cache_that_gives_back_what_it_d
         )
         request = harness.request(300)
         steps = [harness.step([(request, 300)])[0]]
-        for _ in range(60):
+        for _ in range(24):
             steps += harness.step([(request, 1)])
             if compaction:
                 poison(harness, request, streamed(len(request.keys)))
@@ -86,6 +91,7 @@ def test_chunks_behind_the_prompt_read_the_window_of_their_first_token(model):
 
 SNAPKV = {"method": "snapkv", "budget_tokens": 96, "window_tokens": 8, "min_context_tokens": 0}
 RULE = CompactionRule(window_tokens=8)
+H2O = {"method": "h2o", "budget_tokens": 96, "min_context_tokens": 0}
 
 
 def voted(request: Request, query: torch.Tensor) -> list[set[int]]:
@@ -119,7 +125,7 @@ def test_snapkv_keeps_what_the_last_queries_of_a_prompt_vote_for_however_it_is_c
         queries.append(request.fresh)
         assert (output[-1].double() - harness.dense(request)).abs().max() < DENSE_TOLERANCE
     kept = voted(request, torch.cat(queries)[-8:])
-    for step in range(50):
+    for step in range(24):  # into the next block
         output, whole = harness.step([(request, 1), (beside, 5)])
         assert is_kept(harness, request, output, kept)
         assert (whole[-1].double() - harness.dense(beside)).abs().max() < DENSE_TOLERANCE
@@ -127,6 +133,23 @@ def test_snapkv_keeps_what_the_last_queries_of_a_prompt_vote_for_however_it_is_c
             # The first step moved what is kept; after it the scheduler hands the other blocks to others.
             poison(harness, request, set(range(300 // BLOCK - 3, 12)))
     assert not harness.builder.compaction._requests[request.name].windows
+
+
+@pytest.mark.parametrize("chunks", [[300], [130, 167, 3]])
+def test_h2o_keeps_what_all_queries_of_a_prompt_vote_for(model, chunks):
+    harness = harness_of(model, "dense", H2O)
+    request, queries = harness.request(300), []
+    for new in chunks:
+        harness.step([(request, new)])
+        queries.append(request.fresh)
+    rule = CompactionRule(window_tokens=0, pool_tokens=1, recent_share=0.5, every_query=True)
+    kept = kept_tokens(torch.cat(queries), request.keys, 96 + 300 % BLOCK, Softmax(0.125), rule, BLOCK)
+    for step in range(3):
+        (output,) = harness.step([(request, 1)])
+        assert is_kept(harness, request, output, kept)
+        if step == 0:
+            poison(harness, request, set(range(300 // BLOCK - 3, 12)))
+    assert not harness.builder.compaction._requests[request.name].votes
 
 
 def test_selection_goes_on_over_what_is_kept(model):
@@ -194,27 +217,38 @@ def test_what_is_known_of_requests_that_are_gone_is_forgotten(model):
     assert list(harness.builder.compaction._requests) == [other.name]
 
 
-def test_an_engine_gives_every_block_back_and_serves_short_prompts_as_vllm_does():
+def assert_likeliest(folder: Path, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Every token of greedy answers is the likeliest one by transformers, but for ties."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
+        likely = logits.log_softmax(dim=-1)
+        chosen = likely.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        assert (likely.amax(dim=-1) - chosen).max() < TIE
+
+
+@pytest.mark.parametrize("backend", ["snapkv", "pyramidkv"])
+def test_an_engine_gives_every_block_back_and_serves_short_prompts_densely(tmp_path, backend):
     def prompts(count: int, length: int) -> list[list[int]]:
         return [[(number * 7919 + word) % 480 + 10 for number in range(length)] for word in range(count)]
 
-    short, crowd = prompts(3, 250), prompts(10, 600)
-    arguments = {"max_model_len": 1152, "max_num_batched_tokens": 1024, "block_size": 128, "max_num_seqs": 10}
-    arguments["gpu_memory_utilization"] = 0.1
-    with run_engine("dense", {}, **arguments) as engine:
+    folder, short, crowd = save_shallow(tmp_path, layers=4), prompts(3, 250), prompts(10, 600)
+    settings = {"compaction": {"budget_tokens": 256, "window_tokens": 32, "min_context_tokens": 300}}
+    # A pyramid has four block tables, each for one of the four layers, so that its blocks are a quarter.
+    blocks = 100 if backend == "pyramidkv" else 25
+    with run_engine(
+        backend, settings, model=str(folder), num_gpu_blocks_override=blocks, max_model_len=1152,
+        max_num_batched_tokens=1024, block_size=128, max_num_seqs=10,
+    ) as engine:  # fmt: skip
         expected = engine.answer(short, max_tokens=24, ignore_eos=True)
+        assert_likeliest(folder, short, expected)
         assert engine.metric("vllm_sparse_blocks_freed_sum") == 0
-    for backend, keep in (("snapkv", 256), ("pyramidkv", 512)):
-        settings = {"compaction": {"budget_tokens": keep, "window_tokens": 32, "min_context_tokens": 300}}
-        # A pyramid has four block tables, each for two of the eight layers, so that its blocks are a quarter.
-        blocks = 25 if backend == "snapkv" else 100
-        with run_engine(backend, settings, num_gpu_blocks_override=blocks, **arguments) as engine:
-            assert engine.answer(short, max_tokens=24, ignore_eos=True) == expected
-            # Ten requests of up to six blocks are too many for the pool: some are preempted and resumed.
-            answers = engine.answer(crowd, max_tokens=160, ignore_eos=True)
-            assert [len(tokens) for tokens in answers] == [160] * len(crowd)
-            freed, requests = (engine.metric(f"vllm_sparse_blocks_freed_{part}") for part in ("sum", "count"))
-            assert freed >= requests >= len(crowd)
-            assert engine.metric("vllm:num_preemptions_total") > 0
-            assert engine.metric("vllm:kv_cache_usage_perc") == 0
-            assert engine.answer(short, max_tokens=24, ignore_eos=True) == expected
+        # Ten requests of up to six blocks are too many for the pool: some are preempted and resumed.
+        answers = engine.answer(crowd, max_tokens=100, ignore_eos=True)
+        assert [len(tokens) for tokens in answers] == [100] * len(crowd)
+        freed, requests = (engine.metric(f"vllm_sparse_blocks_freed_{part}") for part in ("sum", "count"))
+        assert freed >= requests >= len(crowd)
+        assert engine.metric("vllm:num_preemptions_total") > 0
+        assert engine.metric("vllm:kv_cache_usage_perc") == 0
+        assert engine.answer(short, max_tokens=24, ignore_eos=True) == expected

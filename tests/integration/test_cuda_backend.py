@@ -23,6 +23,7 @@ from vllm.v1.attention.backends.flash_attn import (
 
 from vllm_sparse_plugin.attention import cuda
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder
+from vllm_sparse_plugin.attention.engine_config import ModelSize
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.compaction.requests import BatchRows
@@ -469,14 +470,14 @@ def test_flash_attention_is_asked_for_virtual_sequences(layer, builder, monkeypa
     assert asked["q_descale"] is None
 
 
-@pytest.mark.parametrize("preset", ["unique_prefill", "zipvl", "unique"])
-def test_the_profile_of_memory_leaves_room_for_sparse_prefill(layer, monkeypatch, preset):
+@pytest.mark.parametrize("preset", ["unique_prefill", "zipvl", "unique", "snapkv", "h2o"])
+def test_the_profile_of_memory_leaves_room_for_sparse_prefill_and_votes(layer, monkeypatch, preset):
     asked = []
     empty = torch.empty
     monkeypatch.setattr(cuda.torch, "empty", lambda *size, **more: asked.append(size) or empty(*size, **more))
     config = resolve(None, preset)
     module = SimpleNamespace(attn_backend=SimpleNamespace(config=lambda: config))
-    layer.kv_cache_dtype, layer.longest_context, layer.num_queries_per_kv = "auto", 4096, GROUP
+    layer.kv_cache_dtype, layer.model_size, layer.num_queries_per_kv = "auto", ModelSize(4096, 32), GROUP
     query = torch.ones(32, HEADS * GROUP, SIZE, dtype=torch.bfloat16)
     output = torch.ones_like(query)
     layer.forward(module, query, None, None, empty(0), None, output)
@@ -484,8 +485,12 @@ def test_the_profile_of_memory_leaves_room_for_sparse_prefill(layer, monkeypatch
     of_blocks = preset == "unique_prefill" and scratch_bytes(
         config.prefill.rule(), config.statistics_layout(SIZE, 2), HEADS, GROUP, 32, 4096
     )
-    wanted = {"unique_prefill": [(of_blocks,)], "zipvl": [(3 * 2 * query.numel() + 300 * 2**20,)], "unique": []}
-    assert asked == wanted[preset]
+    windows = 256 * 2**20 + 40 * HEADS * 4096
+    wanted = {
+        "unique_prefill": of_blocks, "zipvl": 3 * 2 * query.numel() + 300 * 2**20, "snapkv": windows,
+        "h2o": windows + 32 * 4 * HEADS * 4096,
+    }  # fmt: skip
+    assert asked == ([(wanted[preset],)] if preset in wanted else [])
 
 
 class Runner(SimpleNamespace):
@@ -502,10 +507,10 @@ def runner_of(prompts: dict[int, int]) -> Runner:
     return Runner(req_states=states)
 
 
-def compaction_of(runner: Runner, layer: SparseCUDAImpl, slides: bool) -> StepCompaction:
+def compaction_of(runner: Runner, layer: SparseCUDAImpl, slides: bool, every_query: bool = False) -> StepCompaction:
     retention = Retention(slides, 100, None, 4, 0)
     layers = {"layer": SimpleNamespace(**vars(SCALES), impl=layer)}
-    rule = None if slides else CompactionRule(window_tokens=8)
+    rule = None if slides else CompactionRule(window_tokens=8, every_query=every_query)
     return StepCompaction(retention, rule, layers, BLOCK, 16, BatchRows(runner), torch.device("cpu"))
 
 
@@ -536,10 +541,11 @@ def test_decoding_requests_get_condensed_tables_in_buffers_that_stay(builder, la
 
 
 @pytest.mark.parametrize("layer", ["unique", "dense"], indirect=True)
-def test_snapkv_moves_what_the_end_of_a_prompt_votes_for(builder, layer):
+@pytest.mark.parametrize("every_query", [False, True])
+def test_what_a_prompt_votes_for_moves(builder, layer, every_query):
     runner = runner_of({2: 300})
     layer.plan = replace(layer.plan, moves_tokens=True)
-    builder.compaction = compaction_of(runner, layer, slides=False)
+    builder.compaction = compaction_of(runner, layer, slides=False, every_query=every_query)
     builder.any_sparse_layer, builder.any_dense_layer = layer.plan.is_sparse, not layer.plan.is_sparse
     generator = torch.Generator().manual_seed(3)
     rows = BLOCK + (layer.plan.statistics.rows(BLOCK) if layer.plan.statistics else 0)
@@ -556,7 +562,12 @@ def test_snapkv_moves_what_the_end_of_a_prompt_votes_for(builder, layer):
         outputs.append(output)
     # 100 tokens are two blocks, before the 44 tokens of the incomplete one.
     kept = kept_tokens(
-        query[292:300], key[:300], 2 * BLOCK + 44, Softmax(SCALE), CompactionRule(window_tokens=8), BLOCK
+        query[0 if every_query else 292 : 300],
+        key[:300],
+        2 * BLOCK + 44,
+        Softmax(SCALE),
+        CompactionRule(window_tokens=8),
+        BLOCK,
     )
     assert metadata.seq_lens.tolist() == [2 * BLOCK + 45]
     if layer.plan.is_sparse:

@@ -156,7 +156,7 @@ def test_sparse_prefill_finds_needles(
     assert 0 < read < past
 
 
-@pytest.mark.parametrize("backend", ["snapkv", "pyramidkv", "streaming_llm"])
+@pytest.mark.parametrize("backend", ["snapkv", "pyramidkv", "h2o", "streaming_llm"])
 @pytest.mark.parametrize("eager", [True, False])
 def test_prompts_within_the_budget_are_served_as_without_compaction(questions, backend, eager):
     arguments = {"attention_backend": "dense", "enforce_eager": eager}

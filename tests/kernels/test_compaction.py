@@ -1,14 +1,19 @@
 """The compaction of a prompt against SnapKV in loops, for every packing of a cache."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks, compact_prompt
+from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks, add_votes, compact_prompt
 from sparse_kernels.compaction.api import choose_tokens
 from sparse_kernels.page_statistics import update_page_statistics
+from support.llama import GROUP, KV_HEADS, save_llama
 from support.paged import make_batch
 from support.snapkv import kept_tokens
+
+from vllm_sparse_plugin.diagnostics.forward import CapturingModel
 
 BLOCK = 32
 RULE = CompactionRule(window_tokens=8, pool_tokens=5, sink_tokens=4)
@@ -73,6 +78,16 @@ def test_equal_votes_keep_the_lowest_tokens_and_sinks_and_window_always():
     assert kept.tolist() == [[*range(23), *range(48, 53), 92, 93, 94, 95]]
 
 
+def test_a_share_of_what_is_kept_is_for_the_newest_and_never_takes_the_place_of_the_sinks():
+    votes = torch.arange(100, 0, -1).float()[None]
+    for share, sinks in ((0.5, 4), (0.5, 0), (1.0, 4), (0.5, 20), (0.0, 4)):
+        rule = CompactionRule(0, 1, sinks, recent_share=share, every_query=True)
+        kept = choose_tokens(votes, num_tokens=100, candidates=96, before=68, rule=rule)
+        # 4 of the newest lie in the incomplete block, which is kept on top.
+        newest = max(0, min(int(share * 28), 28 - sinks) - 4)
+        assert kept.tolist() == [[*range(28 - newest), *range(96 - newest, 96)]]
+
+
 def test_a_window_of_nobody_keeps_the_first_tokens_and_its_own():
     paged, query = prompt_of(320)
     window = ObservationWindow(query[:0], 0)
@@ -123,6 +138,8 @@ def test_bad_arguments_are_refused():
         compact_prompt(window, prompt, paged.cache, Softmax(1.0, 0.0, torch.zeros(4)), RULE)
     with pytest.raises(ValueError, match="pool_tokens: got 4"):
         compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(pool_tokens=4))
+    with pytest.raises(ValueError, match=r"recent_share: got 1\.5"):
+        compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(recent_share=1.5))
     with pytest.raises(ValueError, match="window_tokens: got -1"):
         compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(window_tokens=-1))
 
@@ -140,3 +157,75 @@ def test_triton_votes_choose_the_tokens_of_the_paper(monkeypatch, softcap):
     kept = compact_prompt(window, PromptBlocks(paged.block_table[0], 335, 7), paged.cache, softmax, RULE)
     expected = kept_tokens(query[-9:-1], paged.keys[0], 3 * BLOCK + 15, softmax, RULE, BLOCK, last_query=333)
     assert [set(of_head.tolist()) | set(range(320, 335)) for of_head in kept] == expected
+
+
+def accumulated(query: torch.Tensor, chunks: list[int], paged, softmax: Softmax) -> torch.Tensor:
+    """Votes of all queries of a prompt that is computed in chunks, none of which sees what lies behind it."""
+    votes, begin = torch.zeros(2, len(query)), 0
+    for size in chunks:
+        window = ObservationWindow(query[begin : begin + size], begin)
+        add_votes(votes, window, paged.block_table[0], paged.cache, softmax)
+        begin += size
+    return votes
+
+
+@pytest.mark.parametrize("chunks", [[335], [1, 200, 134], [128, 128, 79]])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
+def test_heavy_hitters_of_all_queries_and_the_newest_tokens_are_kept(chunks, softcap):
+    paged, query = prompt_of(335)
+    softmax, rule = Softmax(0.25, softcap), replace(RULE, pool_tokens=1, every_query=True)
+    votes = accumulated(query, chunks, paged, softmax)
+    nobody = ObservationWindow(query[:0], 0)
+    kept = compact_prompt(nobody, PromptBlocks(paged.block_table[0], 335, 7), paged.cache, softmax, rule, votes)
+    expected = kept_tokens(query, paged.keys[0], 3 * BLOCK + 15, softmax, rule, BLOCK)
+    assert [set(of_head.tolist()) | set(range(320, 335)) for of_head in kept] == expected
+
+
+def test_accumulated_attention_is_that_of_transformers(tmp_path):
+    """H2O as published, over transformers' own attention weights: the sums of their columns."""
+    from transformers import AutoModelForCausalLM
+
+    folder, length, budget, recent = save_llama(tmp_path, longest=512), 330, 96, 40
+    tokens = torch.randint(97, (length,), generator=torch.Generator().manual_seed(5)).tolist()
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.bfloat16).eval()
+    with torch.inference_mode():
+        weights = model(torch.tensor([tokens]), output_attentions=True).attentions
+    rule = CompactionRule(window_tokens=recent, pool_tokens=1, sink_tokens=0, every_query=True)
+    for layer, attention in zip(CapturingModel(folder, "cpu").run(tokens, length), weights, strict=True):
+        sums = attention[0].double().unflatten(0, (KV_HEADS, GROUP)).sum(dim=(1, 2))
+        rows = torch.cat([layer.keys, layer.values], dim=-1)
+        rows = torch.nn.functional.pad(rows, (0, 0, 0, -length % BLOCK)).unflatten(1, (-1, BLOCK)).transpose(0, 1)
+        cache, softmax = KVCache.from_rows(rows.contiguous(), 8), Softmax(layer.scale)
+        table, votes = torch.arange(-(-length // BLOCK)), torch.zeros(KV_HEADS, length)
+        query = layer.query.flatten(1, 2)
+        add_votes(votes, ObservationWindow(query, 0), table, cache, softmax)
+        # transformers rounds its weights to bfloat16.
+        assert (votes - sums).abs().max() < 2e-3 * length
+        prompt = PromptBlocks(table, length, length // BLOCK - budget // BLOCK)
+        kept = compact_prompt(ObservationWindow(query[:0], 0), prompt, cache, softmax, rule, votes)
+        # 30 tokens of the 40 newest are in full blocks; the rest of the budget is for heavy hitters.
+        newest = [token for token in range(length - recent, length) if token < length // BLOCK * BLOCK]
+        for head in range(KV_HEADS):
+            hitters = sums[head, : length - recent].topk(budget - len(newest)).indices.tolist()
+            assert len(set(kept[head].tolist()) - {*hitters, *newest}) <= 1  # a tie within the rounding
+
+
+def test_votes_without_a_place_are_refused():
+    paged, query = prompt_of(320)
+    window, prompt = ObservationWindow(query[-8:], 312), PromptBlocks(paged.block_table[0], 320, 5)
+    with pytest.raises(ValueError, match=r"votes: got \[2, 319\], allowed: at least \[2, 320\]"):
+        add_votes(torch.zeros(2, 319), window, paged.block_table[0], paged.cache, Softmax(1.0))
+    with pytest.raises(ValueError, match=r"earlier: got \[2, 319\], allowed: \[2, 320\]"):
+        compact_prompt(window, prompt, paged.cache, Softmax(1.0), RULE, torch.zeros(2, 319))
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_triton_adds_up_the_attention_of_all_queries(monkeypatch):
+    from sparse_kernels.token_prefill import triton
+
+    paged, query = prompt_of(200, group=3)
+    expected = accumulated(query, [200], paged, Softmax(0.25))
+    monkeypatch.setattr("sparse_kernels.compaction.api.attention_sums", triton.attention_sums)
+    found = accumulated(query, [100, 100], paged, Softmax(0.25))
+    assert (found - expected).abs().max() < 1e-3
+    assert found.sum(dim=1).tolist() == pytest.approx([600.0] * 2, rel=1e-4)

@@ -54,7 +54,7 @@ def kept_tokens(
             prompt - 1 if last_query is None else last_query,
             softmax,
         )
-        before = prompt - rule.window_tokens
+        before = prompt - max(rule.window_tokens, int(rule.recent_share * (count - prompt % block_size)))
         reach = rule.pool_tokens // 2
         pooled = [max(votes[max(0, token - reach) : min(before, token + reach + 1)]) for token in range(before)]
         always = {*range(rule.sink_tokens), *range(before, prompt), *range(prompt // block_size * block_size, prompt)}

@@ -215,13 +215,13 @@ REFUSED = {
         {"attention_backend": None, "additional_config": settings()},
         "sparse_attention: got settings but no attention backend of ours, "
         "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
-        "unique_prefill, zipvl, snapkv or pyramidkv",
+        "unique_prefill, zipvl, snapkv, pyramidkv or h2o",
     ),
     "settings with vLLM's backend": (
         {"attention_backend": "CPU_ATTN", "additional_config": {"sparse_attention": {}}},
         "sparse_attention: got settings but no attention backend of ours, "
         "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
-        "unique_prefill, zipvl, snapkv or pyramidkv",
+        "unique_prefill, zipvl, snapkv, pyramidkv or h2o",
     ),
     "settings that are no mapping": (
         {"additional_config": {"sparse_attention": 5}},

@@ -22,6 +22,8 @@ from bench.serving.decode import table as decode_table
 from bench.serving.prefill import Measurement, PrefillSettings, fresh_prompts, measure, parse_loads, plan
 from bench.serving.prefill import table as prefill_table
 from bench.serving.serve import Load, parse_result
+from bench.serving.watch import Watched, watch
+from bench.soak.clients import read_metrics
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -260,6 +262,24 @@ def test_loads_are_arguments_of_vllm_bench_serve():
     lengths = [int(shared[shared.index(f"--prefix-repetition-{part}-len") + 1]) for part in ("prefix", "suffix")]
     assert lengths == [31744, 1024]
     assert "--num-warmups" in shared
+
+
+def test_a_watch_counts_who_runs_while_others_wait():
+    looks = iter([(2, 1, 0.5, 3), (4, 1, 0.9, 5), (9, 0, 0.25, 6)])
+    watched = Watched()
+    for running, waiting, usage, preemptions in looks:
+        text = (
+            f'vllm:num_requests_running{{engine="0"}} {running}\nvllm:num_requests_waiting{{engine="0"}} {waiting}\n'
+            f'vllm:kv_cache_usage_perc{{engine="0"}} {usage}\nvllm:num_preemptions_total{{engine="0"}} {preemptions}\n'
+        )
+        with watch(lambda text=text: text) as seen:
+            pass
+        assert seen.most_running == running
+        watched.add(read_metrics(text))
+    assert watched.columns() == {
+        "running_most": 9, "running_mean_while_others_wait": 3.0, "kv_cache_usage_most": 0.9, "preemptions": 3,
+    }  # fmt: skip
+    assert Watched().columns()["running_mean_while_others_wait"] is None
 
 
 def decode_rows() -> list[dict]:
@@ -573,7 +593,14 @@ def test_serve_refuses(refused, tmp_path, case):
     assert refused(serving_main, "serve", "--output", str(tmp_path / "out"), *arguments).startswith(sentence)
 
 
-@pytest.mark.parametrize("command", ["decode", "serve"])
+def test_capacity_refuses_a_cache_that_is_none(refused, tmp_path):
+    output = ("capacity", "--output", str(tmp_path / "out"))
+    found = refused(serving_main, *output, "--cache-tokens", "some")
+    assert found == "cache_tokens: got 'some', allowed: a positive integer or max"
+    assert refused(serving_main, *output, "--input-tokens", "131072").startswith("input_tokens: got 131072, allowed ")
+
+
+@pytest.mark.parametrize("command", ["decode", "serve", "capacity"])
 def test_results_that_cannot_be_written_are_refused(refused, tmp_path, command):
     output = tmp_path / "missing" / "out"
     assert refused(serving_main, command, "--output", str(output)) == (

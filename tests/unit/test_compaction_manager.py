@@ -3,6 +3,7 @@ model."""
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -182,6 +183,18 @@ def test_a_shared_prompt_is_computed_once_but_for_what_is_written_again():
         for other in requests:
             assert one is other or not pool.own(one) & pool.tables(other)
     for request in requests:
+        pool.manager.free(request)
+    assert pool.free == pool.all
+
+
+def test_a_prompt_whose_queries_all_vote_is_computed_whole_and_its_prefix_shared_with_others():
+    pool = Pool(replace(MOVING, counts_every_query=True))
+    first, again = (pool.request(name, WORDS[:500]) for name in "ab")
+    assert [pool.run(request, 3) for request in (first, again)] == [0, 0]
+    # One that keeps everything has nothing to count.
+    short = pool.request("c", WORDS[:60])
+    assert pool.run(short, 3) == 48
+    for request in (first, again, short):
         pool.manager.free(request)
     assert pool.free == pool.all
 

@@ -145,7 +145,7 @@ def test_preset_names_are_the_files_and_every_backend_has_one():
     assert preset_names() == sorted(path.stem for path in CONFIGS.glob("*.yaml"))
     for name, preset in BACKENDS.items():
         resolved = resolve(None, preset)
-        dense = dict.fromkeys(("ART", "ZIPVL", "SNAPKV", "PYRAMIDKV"), "dense")
+        dense = dict.fromkeys(("ART", "ZIPVL", "SNAPKV", "PYRAMIDKV", "H2O"), "dense")
         policies = {**dense, "UNIQUE_PAPER": "unique", "UNIQUE_PREFILL": "unique"}
         policy = policies.get(name, name.lower())
         assert ("sinkrouter" if resolved.routing else resolved.selection.name()) == policy
@@ -288,7 +288,7 @@ ALLOWED_TOP = (
 ALLOWED_UNIQUE = "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics or lambda"
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
 ALLOWED_PRESETS = (
-    "art, dense, infllm, mean, pyramidkv, quest, sinkrouter, snapkv, streaming_llm, unique, unique_paper, "
+    "art, dense, h2o, infllm, mean, pyramidkv, quest, sinkrouter, snapkv, streaming_llm, unique, unique_paper, "
     "unique_prefill, unique_wide or zipvl"
 )
 ALLOWED_BLOCKS = (
@@ -424,7 +424,7 @@ BAD = {
     ),
     "compaction without a method": (
         {"compaction": {"budget_tokens": 64}},
-        "sparse_attention.compaction.method: got None, allowed: pyramidkv, snapkv or streaming_llm",
+        "sparse_attention.compaction.method: got None, allowed: h2o, pyramidkv, snapkv or streaming_llm",
     ),
     "two budgets of compaction": (
         {"compaction": {"method": "streaming_llm", "budget_tokens": 64, "budget_ratio": 0.5}},
@@ -632,8 +632,9 @@ def test_prefill_is_off_unless_it_is_asked_for_and_null_turns_it_off():
 
 
 def test_compaction_is_off_unless_it_is_asked_for_and_null_turns_it_off():
+    compacting = ("streaming_llm", "snapkv", "pyramidkv", "h2o")
     for preset in BACKENDS.values():
-        assert (resolve(None, preset).compaction is None) == (preset not in ("streaming_llm", "snapkv", "pyramidkv"))
+        assert (resolve(None, preset).compaction is None) == (preset not in compacting)
     assert resolve(None, "streaming_llm").compaction == StreamingLLMCompaction(budget_tokens=512, sink_tokens=8)
     kept = resolve({"compaction": None}, "streaming_llm")
     assert (kept.compaction, kept.selection) == (None, resolve(None, "streaming_llm").selection)

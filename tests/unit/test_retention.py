@@ -76,6 +76,13 @@ def test_short_prompts_keep_everything():
     assert sliding(least=512).left_out(100, 512, BLOCK) == range(1, 26)
 
 
+def test_where_every_query_counts_a_prompt_of_which_tokens_move_takes_no_hit():
+    retention = replace(moving(least=300), counts_every_query=True)
+    for prompt in range(1, 1000):
+        plain = moving(least=300).longest_hit(prompt, BLOCK)
+        assert retention.longest_hit(prompt, BLOCK) == (0 if retention.moves(prompt, BLOCK) else plain)
+
+
 @pytest.mark.parametrize("retention", [moving(), moving(None, 0.3), moving(least=300)])
 def test_a_hit_ends_before_the_blocks_that_are_written_again(retention):
     for prompt in range(1, 1000):

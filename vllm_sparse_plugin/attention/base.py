@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks, compact_prompt
+from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks, add_votes, compact_prompt
 from sparse_kernels.page_statistics import StatisticsLayout
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
@@ -97,7 +97,7 @@ class SparseImpl:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.longest_context = engine_config.remember()
+        self.model_size = engine_config.remember()
         # No effect without compaction; vLLM asks for specifications once all layers are there.
         compat.hook_model_runners(requests.attach, spread)
         if self.alibi_slopes is not None:
@@ -134,13 +134,30 @@ class SparseImpl:
         self.cache = in_pages(plan.page_size) if summarised is None else summarised
 
     def observe(self, layer: Any, query: torch.Tensor, observed: Sequence[Observed]) -> None:
-        """Keeps queries of prompts whose tokens will be chosen by the votes of the newest; `query` is the step's."""
-        for newest in observed:
-            newest.keep(layer.layer_name, query)
+        """Keeps queries of prompts whose newest tokens will vote, or counts the votes of all; `query` is the step's."""
+        for chunk in observed:
+            if chunk.block_table is None:
+                chunk.keep(layer.layer_name, query)
+                continue
+            window, cache = self._voting(layer, ObservationWindow(query[chunk.tokens], chunk.first_position))
+            votes = chunk.votes(layer.layer_name, cache.num_kv_heads)
+            add_votes(votes, window, chunk.block_table, cache, self.softmax)
 
-    def compact(self, layer: Any, window: ObservationWindow, prompt: PromptBlocks, rule: CompactionRule) -> None:
-        """Moves what the layer keeps of a prompt."""
-        compact_prompt(window, prompt, self.prompt_cache, self.softmax, rule)
+    def compact(
+        self,
+        layer: Any,
+        window: ObservationWindow,
+        prompt: PromptBlocks,
+        rule: CompactionRule,
+        earlier: torch.Tensor | None,
+    ) -> None:
+        """Moves what the layer keeps of a prompt; arguments are those of `compact_prompt`."""
+        window, cache = self._voting(layer, window)
+        compact_prompt(window, prompt, cache, self.softmax, rule, earlier)
+
+    def _voting(self, layer: Any, window: ObservationWindow) -> tuple[ObservationWindow, KVCache]:
+        """Returns queries and cache with the scales that the layer has for them."""
+        return window, self.prompt_cache
 
     @property
     def prompt_cache(self) -> KVCache:

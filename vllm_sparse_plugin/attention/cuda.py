@@ -18,7 +18,7 @@ import torch
 from sparse_kernels.batch import DecodeBatch, DecodeOutput, Prompts, QueryTokens
 from sparse_kernels.block_prefill import VarlenAttention, VirtualSequences, scratch_bytes
 from sparse_kernels.cache import KVCache
-from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks, compact_prompt
+from sparse_kernels.compaction import ObservationWindow
 from sparse_kernels.limits import HEAD_SIZES
 from sparse_kernels.page_statistics import write_cache
 from sparse_kernels.sparse_decode import sparse_decode
@@ -436,17 +436,21 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         """Takes the memory of sparse prefill, or of compaction, for a moment: vLLM's profile of its memory then leaves
         room for it."""
         backend: type[SparseCUDABackend] = layer.attn_backend
-        config, wanted = backend.config(), 0
+        config, wanted, longest = backend.config(), 0, self.model_size.longest_context
         if config.moves_tokens:
+            assert config.compaction is not None
             # Votes and their order, and the queries of prompts that end in one step.
-            wanted = _WINDOW_SCRATCH + 40 * self.num_kv_heads * self.longest_context
+            wanted = _WINDOW_SCRATCH + 40 * self.num_kv_heads * longest
+            if config.compaction.retention().counts_every_query:
+                # The votes of a prompt that is still being computed, in all layers.
+                wanted += 4 * self.num_kv_heads * longest * self.model_size.num_layers
         if isinstance(config.prefill, BlockPrefill):
             itemsize = query.dtype.itemsize if self.kv_cache_dtype == "auto" else 1
             layout = config.statistics_layout(self.head_size, itemsize)
             assert layout is not None
             tiles = scratch_bytes(
                 config.prefill.rule(), layout, self.num_kv_heads, self.num_queries_per_kv, len(query),
-                self.longest_context,
+                longest,
             )  # fmt: skip
             wanted = max(wanted, tiles)
         elif config.prefill is not None:
@@ -469,9 +473,9 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             if sampled is not None and decode.tokens.start <= sampled < decode.tokens.stop:
                 self._measure(batch, cache, sampled - decode.tokens.start)
 
-    def compact(self, layer: Any, window: ObservationWindow, prompt: PromptBlocks, rule: CompactionRule) -> None:
+    def _voting(self, layer: Any, window: ObservationWindow) -> tuple[ObservationWindow, KVCache]:
         scaled = replace(window, query_scale=self._query_scale(window.query, layer))
-        compact_prompt(scaled, prompt, self._scaled(self.prompt_cache, layer), self.softmax, rule)
+        return scaled, self._scaled(self.prompt_cache, layer)
 
     @staticmethod
     def _query_scale(query: torch.Tensor, layer: Any) -> torch.Tensor | None:

@@ -6,6 +6,8 @@ first. So the layers leave our settings here, and the class methods find them.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from vllm.config import get_current_vllm_config, get_current_vllm_config_or_none
 
 from vllm_sparse_plugin.config import ResolvedConfig
@@ -14,11 +16,22 @@ from vllm_sparse_plugin.engine_settings import EngineSettings, settings_of
 _remembered: list[EngineSettings] = []
 
 
-def remember() -> int:
-    """Keeps our settings of the configuration that vLLM builds a layer with; returns its longest context in tokens."""
+class ModelSize(NamedTuple):
+    """What a layer is told of its model."""
+
+    longest_context: int
+    """In tokens."""
+    num_layers: int
+
+
+def remember() -> ModelSize:
+    """Keeps our settings of the configuration that vLLM builds a layer with; returns the size of its model."""
     vllm_config = get_current_vllm_config()
     _remembered[:] = [settings_of(vllm_config)]
-    return vllm_config.model_config.max_model_len if vllm_config.model_config else 0
+    model = vllm_config.model_config
+    return (
+        ModelSize(model.max_model_len, model.get_num_layers(vllm_config.parallel_config)) if model else ModelSize(0, 0)
+    )
 
 
 def current(preset: str) -> ResolvedConfig:

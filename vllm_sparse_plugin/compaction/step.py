@@ -29,10 +29,12 @@ class _Request:
     """Whether tokens of the prompt are still to be moved."""
     windows: dict[str, ObservationWindow] = field(default_factory=dict)
     """The newest queries of the prompt so far, by layer, while it is whole."""
+    votes: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What `add_votes` has made of all queries so far, by layer, while it is whole."""
 
 
 class Observed(NamedTuple):
-    """Query tokens of a step that may be the newest of a prompt."""
+    """Query tokens of a step that vote, or may be the newest of a prompt, which will."""
 
     request: _Request
     tokens: slice
@@ -41,6 +43,17 @@ class Observed(NamedTuple):
     """Position of the first of them."""
     most: int
     """Queries of a window."""
+    block_table: torch.Tensor | None
+    """Of the request, where every query votes at once; None where the newest wait for the prompt's end."""
+
+    def votes(self, layer: str, num_kv_heads: int) -> torch.Tensor:
+        """Returns the votes of a layer's earlier queries, to add to: `[num_kv_heads, P]` float32."""
+        found = self.request.votes.get(layer)
+        if found is None:
+            assert self.block_table is not None
+            found = torch.zeros(num_kv_heads, self.request.prompt_tokens, device=self.block_table.device)
+            self.request.votes[layer] = found
+        return found
 
     def keep(self, layer: str, query: torch.Tensor) -> None:
         """Keeps their queries for the vote, and those before them as far as they are of the same window.
@@ -121,7 +134,8 @@ class StepCompaction:
                 request = self._requests[row.request_id] = _Request(row.prompt_tokens)
             request.computed = computed
             if computed < request.prompt_tokens:
-                self._observe(request, int(common.query_start_loc_cpu[index]), query_lens[index])
+                first_token = int(common.query_start_loc_cpu[index])
+                self._observe(request, first_token, query_lens[index], common.block_table_tensor[index])
                 continue
             left = self.retention.left_out(request.prompt_tokens, computed + 1, self.block_size)
             left_out[index] = len(left)
@@ -132,16 +146,17 @@ class StepCompaction:
             self._requests = {name: request for name, request in self._requests.items() if self.rows.knows(name)}
         return left_out
 
-    def _observe(self, request: _Request, first_token: int, query_len: int) -> None:
+    def _observe(self, request: _Request, first_token: int, query_len: int, block_table: torch.Tensor) -> None:
         """Notes a chunk of a prompt whose tokens are to be moved at its end."""
         if self.rule is None or not self.retention.moves(request.prompt_tokens, self.block_size):
             return
         request.is_whole = True
         in_prompt = min(query_len, request.prompt_tokens - request.computed)
-        newest = min(in_prompt, self.rule.window_tokens)
+        newest = in_prompt if self.rule.every_query else min(in_prompt, self.rule.window_tokens)
         tokens = slice(first_token + in_prompt - newest, first_token + in_prompt)
         position = request.computed + in_prompt - newest
-        self.observed.append(Observed(request, tokens, position, self.rule.window_tokens))
+        table = block_table if self.rule.every_query else None
+        self.observed.append(Observed(request, tokens, position, self.rule.window_tokens, table))
 
     def _move(self, request: _Request, prompt: PromptBlocks) -> None:
         """Moves what the layers keep, before this step writes anything."""
@@ -151,8 +166,9 @@ class StepCompaction:
             if window is None:
                 nobody = torch.empty(0, layer.num_heads, layer.head_size, device=prompt.block_table.device)
                 window = ObservationWindow(nobody, 0)
-            layer.impl.compact(layer, window, prompt, self.rule)
+            layer.impl.compact(layer, window, prompt, self.rule, request.votes.get(name))
         request.windows.clear()
+        request.votes.clear()
         request.is_whole = False
 
     def _write(self, common: CommonAttentionMetadata, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

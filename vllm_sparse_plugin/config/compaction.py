@@ -147,7 +147,32 @@ class PyramidKVCompaction(SnapKVCompaction):
         return replace(self._retention(slides=False), pyramid=Pyramid(self.beta, self.layer_classes))
 
 
-COMPACTIONS: tuple[type[Compaction], ...] = (StreamingLLMCompaction, SnapKVCompaction, PyramidKVCompaction)
+class H2OCompaction(Compaction):
+    """H2O (arXiv 2306.14048) at the end of a prompt: each KV head keeps the tokens that all queries of the prompt have
+    attended to most, the heavy hitters, and the newest ones. What is decoded is kept."""
+
+    method: Literal["h2o"] = "h2o"
+    """Name of the method."""
+    recent_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """Share of the budget for the newest tokens of the prompt; what they and the sinks leave is for heavy hitters."""
+
+    def retention(self) -> Retention:
+        """Returns what the layers keep: it takes all queries of a prompt."""
+        return replace(self._retention(slides=False), counts_every_query=True)
+
+    def rule(self) -> CompactionRule:
+        """Returns which tokens of a prompt are kept, as the operation takes it."""
+        from sparse_kernels.compaction import CompactionRule
+
+        return CompactionRule(
+            window_tokens=0, pool_tokens=1, sink_tokens=self.sink_tokens, recent_share=self.recent_share,
+            every_query=True,
+        )  # fmt: skip
+
+
+COMPACTIONS: tuple[type[Compaction], ...] = (
+    StreamingLLMCompaction, SnapKVCompaction, PyramidKVCompaction, H2OCompaction,
+)  # fmt: skip
 """Every method of compaction; the schema, the documentation and the tests follow from this table."""
 
 

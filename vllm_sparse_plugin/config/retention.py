@@ -52,6 +52,8 @@ class Retention:
     less than the average."""
     pyramid: Pyramid | None = None
     """How layers share the budget; None for equally."""
+    counts_every_query: bool = False
+    """Whether what is kept depends on all queries of a prompt, so that none of it may come from the prefix cache."""
 
     def budget(self, prompt_tokens: int) -> int:
         """Returns the tokens that are kept of a prompt, at least those that are kept always and one more."""
@@ -108,6 +110,8 @@ class Retention:
 
     def longest_hit(self, prompt_tokens: int, block_size: int) -> int:
         """Returns the most tokens of a prompt that may be taken from the blocks of others."""
+        if self.counts_every_query and self.moves(prompt_tokens, block_size):
+            return 0
         return min(self.shared_tokens(prompt_tokens, block_size), max(prompt_tokens - 1, 0))
 
     def held_blocks(self, prompt_tokens: int, context_tokens: int, block_size: int) -> int:

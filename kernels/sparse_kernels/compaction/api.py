@@ -15,10 +15,13 @@ from sparse_kernels.cache import KVCache
 from sparse_kernels.page_statistics import update_page_statistics
 from sparse_kernels.token_prefill import attention_sums
 
+_QUERIES_AT_ONCE = {"cuda": 1024, "cpu": 128}
+"""Queries whose attention is added up by one call, by kind of device."""
+
 
 @dataclass(frozen=True)
 class CompactionRule:
-    """Which tokens of a prompt are kept (SnapKV, arXiv 2404.14469)."""
+    """Which tokens of a prompt are kept (SnapKV, arXiv 2404.14469; H2O, arXiv 2306.14048)."""
 
     window_tokens: int = 32
     """Newest tokens of the prompt, which vote and are kept."""
@@ -26,6 +29,10 @@ class CompactionRule:
     """A token counts the largest vote among so many around it, an odd number."""
     sink_tokens: int = 4
     """First tokens, which are kept always."""
+    recent_share: float = 0.0
+    """Share of the tokens that are kept for the newest, where those are more than the window."""
+    every_query: bool = False
+    """Whether all queries of the prompt vote, by `add_votes` as they are computed, and not the newest alone."""
 
     def check(self) -> None:
         """Raises ValueError unless the rule can be followed."""
@@ -34,6 +41,8 @@ class CompactionRule:
         for name in ("window_tokens", "sink_tokens"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed: at least 0")
+        if not 0 <= self.recent_share <= 1:
+            raise ValueError(f"recent_share: got {self.recent_share}, allowed: 0 to 1")
 
 
 @dataclass(frozen=True)
@@ -61,7 +70,12 @@ class PromptBlocks:
 
 
 def compact_prompt(
-    window: ObservationWindow, prompt: PromptBlocks, cache: KVCache, softmax: Softmax, rule: CompactionRule
+    window: ObservationWindow,
+    prompt: PromptBlocks,
+    cache: KVCache,
+    softmax: Softmax,
+    rule: CompactionRule,
+    earlier: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Chooses tokens of a prompt for each KV head, and moves their keys and values into its last full blocks.
 
@@ -78,6 +92,7 @@ def compact_prompt(
         cache: keys, values and statistics; keys and values of the prompt are complete.
         softmax: how logits become weights; without sink logits, which differ by query head.
         rule: how many tokens vote and are kept.
+        earlier: `[num_kv_heads, P]` float32, what `add_votes` has made of queries before the window's.
 
     Returns:
         `[num_kv_heads, kept]` int64, the positions that were moved, ascending.
@@ -93,7 +108,12 @@ def compact_prompt(
         raise ValueError(f"first_block: got {prompt.first_block}, allowed: 1 to {last_block - 1}, before the last")
     if softmax.sink_logits is not None:
         raise ValueError("sink_logits: got some, allowed: None")
-    votes = _votes(window, prompt, cache, softmax)
+    votes = torch.zeros(cache.num_kv_heads, prompt.num_tokens, device=prompt.block_table.device)
+    if earlier is not None:
+        if earlier.shape != votes.shape:
+            raise ValueError(f"earlier: got {list(earlier.shape)}, allowed: {list(votes.shape)}")
+        votes += earlier
+    add_votes(votes, window, prompt.block_table, cache, softmax)
     kept = choose_tokens(votes, prompt.num_tokens, last_block * block_size, prompt.first_block * block_size, rule)
     _move(kept, prompt, cache, block_size)
     if cache.statistics is not None:
@@ -105,23 +125,44 @@ def compact_prompt(
     return kept
 
 
-def _votes(window: ObservationWindow, prompt: PromptBlocks, cache: KVCache, softmax: Softmax) -> torch.Tensor:
-    """Adds up the attention of the window: `[num_kv_heads, P]` float32, 0 for tokens behind the window's."""
-    num_queries, heads, device = len(window.query), cache.num_kv_heads, window.query.device
-    votes = torch.zeros(heads, prompt.num_tokens, device=device)
-    if num_queries == 0:
-        return votes
-    seen = window.first_position + num_queries
+def add_votes(
+    votes: torch.Tensor, window: ObservationWindow, block_table: torch.Tensor, cache: KVCache, softmax: Softmax
+) -> None:
+    """Adds the attention of some queries on each token: causal softmax, summed over queries and query heads.
+
+    What is added in several calls is what one would add, but for the rounding of the sums.
+
+    Args:
+        votes: `[num_kv_heads, num_tokens]` float32, as many tokens as the last query sees or more; added to.
+        window: the queries.
+        block_table: `[max_blocks]` integer, physical block ids of their request.
+        cache: keys; those of the queries' own tokens are complete.
+        softmax: how logits become weights.
+
+    Raises:
+        ValueError: if there is no place for the votes on some token.
+    """
+    heads, device = cache.num_kv_heads, window.query.device
+    if votes.shape[0] != heads or votes.shape[1] < window.first_position + len(window.query):
+        least = [heads, window.first_position + len(window.query)]
+        raise ValueError(f"votes: got {list(votes.shape)}, allowed: at least {least}")
+    if len(window.query) == 0:
+        return
     # A KV head is a request of its own, in a cache of one head: its query heads vote together.
-    grouped = window.query.unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 1)
     head = torch.arange(heads, dtype=torch.int32, device=device)
-    table = prompt.block_table.int() * heads + head[:, None]
-    starts = torch.arange(0, (heads + 1) * num_queries, num_queries, dtype=torch.int32, device=device)
-    lengths = torch.full((heads,), seen, dtype=torch.int32, device=device)
-    batch = PrefillBatch(grouped, starts, table, lengths, num_queries, seen, window.query_scale)
-    rows = torch.arange(window.first_position, seen, dtype=torch.int32, device=device).expand(heads, -1)
-    votes[:, :seen] = attention_sums(batch, cache.by_head, softmax, rows.contiguous())
-    return votes
+    table = block_table.int() * heads + head[:, None]
+    begin = window.first_position
+    for query in window.query.split(_QUERIES_AT_ONCE[device.type]):
+        count, seen = len(query), begin + len(query)
+        grouped = query.unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 1)
+        starts = torch.arange(0, (heads + 1) * count, count, dtype=torch.int32, device=device)
+        lengths = torch.full((heads,), seen, dtype=torch.int32, device=device)
+        batch = PrefillBatch(grouped, starts, table, lengths, count, seen, window.query_scale)
+        # Few numbers of rows, for each of which Triton compiles kernels.
+        rows = torch.full((heads, 1 << (count - 1).bit_length()), -1, dtype=torch.int32, device=device)
+        rows[:, :count] = torch.arange(begin, seen, dtype=torch.int32, device=device)
+        votes[:, :seen] += attention_sums(batch, cache.by_head, softmax, rows)
+        begin = seen
 
 
 def choose_tokens(
@@ -139,7 +180,9 @@ def choose_tokens(
     Returns:
         `[num_kv_heads, candidates - before]` int64, ascending.
     """
-    first_of_window = max(num_tokens - rule.window_tokens, 0)
+    kept = candidates - before
+    recent = min(int(rule.recent_share * kept), kept - rule.sink_tokens)
+    first_of_window = max(num_tokens - max(rule.window_tokens, recent), 0)
     score = torch.full((len(votes), candidates), torch.inf, device=votes.device)
     voted = votes[:, :first_of_window]
     if first_of_window:
@@ -150,7 +193,7 @@ def choose_tokens(
     score[:, : rule.sink_tokens] = torch.inf
     # Stable: of equal scores the lowest token comes first.
     order = score.sort(dim=-1, descending=True, stable=True).indices
-    return order[:, : candidates - before].sort(dim=-1).values
+    return order[:, :kept].sort(dim=-1).values
 
 
 def _move(kept: torch.Tensor, prompt: PromptBlocks, cache: KVCache, block_size: int) -> None:

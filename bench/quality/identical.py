@@ -1,0 +1,138 @@
+"""Whether attention that leaves nothing out answers as vLLM's own does, token by token.
+
+python -m bench.quality identical --output identical.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+
+from bench.common.children import run_python
+from bench.common.console import open_console
+from bench.common.engine import DENSE, Variant, WrongBackendError, parse_variants, start_engine
+from bench.common.models import NEEDLE_8M, load_tokenizer, open_model
+from bench.common.options import Commit, Output, Seed, TimeLimit
+from bench.common.results import ResultFile, Row
+from bench.families.engines import Continuation, continuation
+from bench.soak.clients import gap_at_first_difference
+from vllm_sparse_plugin.cli.provenance import describe_run
+from vllm_sparse_plugin.config import KEY
+from vllm_sparse_plugin.needles import library_text
+
+VARIANTS = ("snapkv", "pyramidkv", "h2o", "streaming_llm")
+TIE = 0.05
+"""Nats between two tokens that count as equally likely."""
+_ALTERNATIVES = 20
+_SHORTEST, _LONGEST = 64, 2048
+"""Tokens of the prompts."""
+_SETTINGS = {"compaction": {"budget_tokens": 1 << 14, "min_context_tokens": 0}, "selection": {"policy": DENSE}}
+"""A budget that no prompt with its answer exceeds."""
+_CONTINUATIONS = TypeAdapter(list[Continuation])
+
+
+class Job(BaseModel):
+    """What a process with an engine needs to know."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    """Name or folder."""
+    variant: str
+    prompts: str
+    """JSON file of token ids."""
+    answer_tokens: int
+    output: str
+    """JSON file to write."""
+
+
+def build_prompts(tokenizer: Any, count: int, seed: int) -> list[list[int]]:
+    """Stretches of the interpreter's library, from the shortest to the longest in even steps."""
+    prompts = []
+    for index in range(count):
+        length = _SHORTEST + (_LONGEST - _SHORTEST) * index // max(count - 1, 1)
+        text = library_text((seed * count + index) * 40_009, 8 * length)
+        prompts.append(tokenizer.encode(text)[:length])
+    return prompts
+
+
+def compare(name: str, dense: Sequence[Continuation], found: Sequence[Continuation]) -> Row:
+    """The row of a variant: answers that are those of dense attention, and the nats at which others part."""
+    gaps = map(gap_at_first_difference, dense, found)
+    parted = [{"prompt": index, "gap": round(gap, 4)} for index, gap in enumerate(gaps) if gap is not None]
+    ties = sum(each["gap"] < TIE for each in parted)
+    return {
+        "variant": name, "prompts": len(dense), "identical": len(dense) - len(parted), "parted_at_ties": ties,
+        "parted": parted,
+    }  # fmt: skip
+
+
+def identical(
+    output: Output,
+    model: Annotated[str, typer.Option(help="needle-8m or a folder.")] = NEEDLE_8M.name,
+    variant: Annotated[list[str] | None, typer.Option(help=f"Repeatable; {', '.join(VARIANTS)}.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts, of 64 to 2,048 tokens.")] = 50,
+    answer_tokens: Annotated[int, typer.Option(min=1, help="Of each answer.")] = 32,
+    seed: Seed = 0,
+    time_limit: TimeLimit = 3600,
+    commit: Commit = None,
+) -> None:
+    """Compare answers under a compaction that keeps everything with those of vLLM's own attention; exit code 3 where
+    they part at no tie, or an engine fails."""
+    end, console, failed = time.monotonic() + time_limit, open_console(), []
+    with open_model(model) as opened, tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
+        asked = Path(folder) / "prompts.json"
+        asked.write_text(json.dumps(build_prompts(load_tokenizer(opened.folder), prompts, seed)), encoding="utf-8")
+        answered: list[list[Continuation]] = []
+        with ResultFile(output, describe_run(opened.folder, commit)) as file:
+            for each in [Variant.parse(DENSE), *parse_variants(variant or VARIANTS)]:
+                written = Path(folder) / "answers.json"
+                job = Job(
+                    model=str(opened.folder), variant=each.name, prompts=str(asked), answer_tokens=answer_tokens,
+                    output=str(written),
+                )  # fmt: skip
+                arguments = ["identical-engine", job.model_dump_json()]
+                if run_python("bench.quality", arguments, end - time.monotonic()) != 0:
+                    failed.append(f"{each.name}: its engine failed, or was not done by the deadline")
+                    break
+                answered.append(_CONTINUATIONS.validate_json(written.read_bytes()))
+                if len(answered) == 1:
+                    continue
+                row = compare(each.name, answered[0], answered[-1]) | {"answer_tokens": answer_tokens}
+                file.write(row)
+                console.print(f"{each.name}: {row['identical']} of {row['prompts']}, others part at {row['parted']}")
+                if len(row["parted"]) > row["parted_at_ties"]:
+                    failed.append(f"{each.name}: parts where there is no tie")
+    for sentence in failed:
+        print(f"error: {sentence}", file=sys.stderr)
+    if failed:
+        raise typer.Exit(3)
+
+
+def identical_engine(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
+    """Answer the prompts in this process, as `identical` wants it."""
+    job = Job.model_validate_json(text)
+    prompts = json.loads(Path(job.prompts).read_text(encoding="utf-8"))
+    with open_model(job.model) as model:
+        try:
+            engine, _ = start_engine(
+                model, Variant.parse(job.variant), json.dumps({KEY: _SETTINGS}), max_num_seqs=8,
+                max_model_len=_LONGEST + job.answer_tokens, enforce_eager=True, gpu_memory_utilization=0.1,
+            )  # fmt: skip
+        except WrongBackendError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(3) from None
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=job.answer_tokens, ignore_eos=True, logprobs=_ALTERNATIVES)
+    inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
+    answers = [continuation(done) for done in engine.generate(inputs, sampling, use_tqdm=False)]
+    Path(job.output).write_bytes(_CONTINUATIONS.dump_json(answers))

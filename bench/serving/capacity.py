@@ -1,0 +1,108 @@
+"""How many requests fit a cache at once, and what that gives: dense attention beside backends that give blocks back.
+
+    python -m bench.serving capacity --output capacity.jsonl
+    python -m bench.serving capacity --output try.jsonl --model needle-8m --input-tokens 1500 --output-tokens 64 \
+        --concurrency 8 --cache-tokens 4096
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from bench.common.console import open_console
+from bench.common.engine import WrongBackendError, parse_variants
+from bench.common.models import SHAPES, open_model
+from bench.common.options import LARGEST, Commit, Output, TimeLimit, parse_size, parse_sizes, split_values
+from bench.common.results import ResultFile, Row, read_run
+from bench.serving.serve import RANDOM, check_length, make_loads, measure_loads, server_settings, table
+from vllm_sparse_plugin.cli.provenance import describe_run
+from vllm_sparse_plugin.cli.server import ServerError
+from vllm_sparse_plugin.errors import ConfigurationError
+
+VARIANTS = ("dense", "snapkv", "pyramidkv", "h2o", "streaming_llm")
+_CACHES = (str(134 * 1000), LARGEST)
+"""R-KV's setting, and what the GPU has room for."""
+
+
+def parse_cache(text: str) -> int | None:
+    """The tokens of a cache; None for as many as there is room for.
+
+    Raises:
+        ConfigurationError: for anything else.
+    """
+    try:
+        return None if text == LARGEST else parse_size(text)
+    except ValueError:
+        raise ConfigurationError(f"cache_tokens: got {text!r}, allowed: a positive integer or {LARGEST}") from None
+
+
+def capacity(
+    output: Output,
+    variant: Annotated[
+        list[str] | None, typer.Option(help=f"BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable; {', '.join(VARIANTS)}.")
+    ] = None,
+    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")] = "llama-3.1-8b",
+    cache_tokens: Annotated[
+        list[str] | None, typer.Option(help=f"Tokens of the KV cache, repeatable; {' and '.join(_CACHES)}.")
+    ] = None,
+    concurrency: Annotated[list[str] | None, typer.Option(help="Clients, repeatable; 32 and 256.")] = None,
+    input_tokens: Annotated[int, typer.Option(min=64, help="Tokens of a prompt.")] = 16384,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 2048,
+    waves: Annotated[int, typer.Option(min=1, help="Requests per client, at least 4 in all.")] = 1,
+    additional_config: Annotated[
+        str | None, typer.Option(help="Passed to the servers of our backends.", metavar="JSON")
+    ] = None,
+    server_argument: Annotated[
+        list[str] | None,
+        typer.Option(help="Further argument of `vllm serve`, repeatable; replaces the decode-only CUDA graphs."),
+    ] = None,
+    start_seconds: Annotated[float, typer.Option(min=1, help="How long a server may take to start.")] = 300,
+    time_limit: TimeLimit = 3600,
+    commit: Commit = None,
+) -> None:
+    """Measure users and throughput of every variant with every cache; exit code 3 if a server fails."""
+    end, console, failed = time.monotonic() + time_limit, open_console(), []
+    variants = parse_variants(variant or VARIANTS)
+    caches = [parse_cache(text) for text in split_values(cache_tokens or _CACHES)]
+    clients = parse_sizes("concurrency", concurrency or ["32,256"])
+    loads = make_loads([RANDOM], clients, input_tokens, output_tokens, waves)
+    with open_model(model) as opened:
+        longest = check_length(opened, input_tokens, output_tokens)
+        settings = [
+            server_settings(opened, each, longest, additional_config, server_argument, start_seconds)
+            for each in variants
+        ]
+        with ResultFile(output, describe_run(opened.folder, commit)) as file:
+            for tokens in caches:
+                for each, server in zip(variants, settings, strict=True):
+
+                    def write(row: Row, tokens: int | None = tokens) -> None:
+                        file.write(row | {"cache_tokens": tokens})
+
+                    most_clients = ("--max-num-seqs", str(max(clients)))
+                    arguments, environment = (*server.arguments, *most_clients), dict(server.environment)
+                    if tokens is not None:
+                        # The same memory for all; statistics and tables of their own take their part of it.
+                        memory = tokens * opened.kv_bytes_per_token(each.kv_cache_dtype)
+                        arguments += ("--kv-cache-memory-bytes", str(memory))
+                        # On a CPU it would count instead.
+                        environment["VLLM_CPU_KVCACHE_SPACE"] = ""
+                    limited = replace(server, arguments=arguments, environment=environment)
+                    try:
+                        measure_loads(each, limited, opened, loads, end, console, write)
+                    except (ServerError, WrongBackendError) as error:
+                        print(f"error: {error}", file=sys.stderr)
+                        failed.append(each.name)
+    rows = read_run(output).rows
+    for tokens in caches:
+        size = "all the memory there is" if tokens is None else f"{tokens:,} tokens of cache"
+        of_cache = table([row for row in rows if row["cache_tokens"] == tokens])
+        of_cache.title = f"Milliseconds and tokens per second, {size}"
+        console.print(of_cache)
+    if failed:
+        raise typer.Exit(3)

@@ -1,0 +1,68 @@
+"""What a model has of a prompt that it has read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from sparse_kernels.compaction import CompactionRule
+
+from research.prefill.pipeline import parts
+
+
+def column_sums(query: torch.Tensor, keys: torch.Tensor, begin: int, elements: int = 1 << 24) -> torch.Tensor:
+    """Adds up the causal attention of consecutive queries on each token.
+
+    Args:
+        query: `[num_kv_heads, group, num_queries, head_size]` float32.
+        keys: `[num_kv_heads, num_tokens, head_size]` float32; the last query sees them all.
+        begin: position of the first query.
+        elements: of logits that are in memory at a time, about.
+
+    Returns:
+        `[num_kv_heads, num_tokens]` float32.
+    """
+    heads, group, count, size = query.shape
+    sums = torch.zeros(heads, keys.shape[1])
+    for some in parts(elements, count, heads * group * keys.shape[1]):
+        end = begin + some.stop
+        logits = (query[:, :, some].flatten(1, 2) @ keys[:, :end].transpose(1, 2)) * size**-0.5
+        logits = logits.unflatten(1, (group, -1))
+        hidden = torch.arange(end) > torch.arange(begin + some.start, end)[:, None]
+        sums[:, :end] += logits.masked_fill_(hidden, -torch.inf).softmax(dim=-1).sum(dim=(1, 2))
+    return sums
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """What one layer has of a prompt."""
+
+    keys: torch.Tensor
+    """`[num_kv_heads, P, head_size]` float32 that bfloat16 can hold, with positions."""
+    values: torch.Tensor
+    """Like `keys`."""
+    newest: torch.Tensor
+    """`[num_kv_heads, group, num_queries, head_size]`: the newest queries."""
+    sums: torch.Tensor
+    """`[num_kv_heads, P]` float32: attention of all queries on each token, summed over the query heads."""
+
+    def votes(self, rule: CompactionRule) -> torch.Tensor:
+        """Votes on each token, `[num_kv_heads, P]` float32."""
+        if rule.every_query:
+            return self.sums
+        query = self.newest[:, :, -rule.window_tokens :]
+        return column_sums(query, self.keys, self.keys.shape[1] - query.shape[2])
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """A prompt that has been read."""
+
+    layers: list[Layer]
+    likely: torch.Tensor
+    """`[vocabulary]` float32: log probabilities of what follows."""
+
+    @property
+    def num_tokens(self) -> int:
+        """P."""
+        return self.layers[0].keys.shape[1]
