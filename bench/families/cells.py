@@ -28,6 +28,8 @@ class Cell:
     """Calls of attention layers that were compared with the reference pipeline."""
     output_error: float | None = None
     """Largest error of a head's output against the reference, relative to its norm."""
+    distinct_tokens: int | None = None
+    """Different ones among the tokens that dense attention decodes: of few of them the cell says little."""
 
     def as_row(self) -> Row:
         """Returns the cell as a line of a result file."""

@@ -62,11 +62,10 @@ def engine(folder: Path, **arguments: Any) -> Iterator[LLM]:
     if not current_platform.is_cpu():
         defaults |= {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.02}
     _forget_modules()
+    _register_kernels_once()
     llm = None
     try:
         llm = LLM(model=str(folder), **(defaults | arguments))
-        # Once is enough, and vLLM's search for kernels in all modules cannot pass those of Numba.
-        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
         yield llm
     finally:
         # Not when the last reference goes: that may be while the next engine starts, whose groups it would end.
@@ -75,6 +74,15 @@ def engine(folder: Path, **arguments: Any) -> Iterator[LLM]:
         del llm
         with suppress(Exception):
             free_engines()
+
+
+@functools.cache
+def _register_kernels_once() -> None:
+    """Has the first engine alone look for kernels in all modules: vLLM's search cannot pass those of Numba."""
+    from vllm.platforms import current_platform
+
+    platform: Any = type(current_platform)
+    platform.register_triton_kernel_overrides = staticmethod(functools.cache(platform.register_triton_kernel_overrides))
 
 
 @functools.cache
@@ -191,6 +199,7 @@ class FamilyRun:
                 logprob_error=logprob_error(dense[0], found[0]),
                 judged_steps=referee.steps,
                 output_error=referee.output_error,
+                distinct_tokens=len({token for part in dense for token in part.tokens}),
             )
             return served.with_faults([*referee.faults, *self._faults(way, served, found)])
 
@@ -208,7 +217,8 @@ class FamilyRun:
         from vllm.platforms import current_platform
 
         dense = self.dense()
-        if len(set(dense[0].tokens + dense[1].tokens)) < 5:
+        assert cell.distinct_tokens is not None
+        if cell.distinct_tokens < 5:
             yield "the model repeats a few tokens, whatever attention does"
         assert cell.logprob_error is not None
         if cell.logprob_error > (0.0 if way.bits and current_platform.is_cpu() else LOGPROB_TOLERANCE):

@@ -97,7 +97,7 @@ def lora() -> Faults:
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
         model, adapter = Path(folder) / "model", Path(folder) / "adapter"
         FAMILIES["llama"].write(model)
-        _write_adapter(adapter, model)
+        write_adapter(adapter, model)
         request = LoRARequest("random", 1, str(adapter))
         arguments = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
         dense = decode(model, lora=request, **arguments)
@@ -113,8 +113,8 @@ def lora() -> Faults:
         yield "no layer decoded in our kernels"
 
 
-def _write_adapter(folder: Path, model: Path) -> None:
-    """Writes a random adapter of the query and value projections."""
+def write_adapter(folder: Path, model: Path, scale: float = 1.0) -> None:
+    """Writes a random adapter of the query and value projections, whose product is multiplied by `scale`."""
     from safetensors.torch import save_file
 
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
@@ -126,7 +126,7 @@ def _write_adapter(folder: Path, model: Path) -> None:
         for name, size in outputs.items():
             prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}"
             weights[f"{prefix}.lora_A.weight"] = torch.randn(_RANK, hidden, generator=generator) * hidden**-0.5
-            weights[f"{prefix}.lora_B.weight"] = torch.randn(size, _RANK, generator=generator)
+            weights[f"{prefix}.lora_B.weight"] = torch.randn(size, _RANK, generator=generator) * scale
     folder.mkdir()
     save_file(weights, folder / "adapter_model.safetensors")
     about = {"peft_type": "LORA", "r": _RANK, "lora_alpha": _RANK, "target_modules": list(outputs), "bias": "none"}

@@ -6,7 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from bench.common.pages import Block
-from bench.pages import compaction, families, kernels, prefill, quality, serving, settings, states
+from bench.pages import (
+    compaction,
+    deployments,
+    families,
+    kernels,
+    prefill,
+    quality,
+    serving,
+    settings,
+    states,
+)
 
 
 @dataclass(frozen=True)
@@ -54,4 +64,5 @@ SECTIONS: dict[str, Section] = {
     "compaction-answers": Section(compaction.answers),
     "families": Section(families.families),
     "features": Section(families.features),
+    "deployments": Section(deployments.deployments),
 }

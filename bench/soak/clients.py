@@ -26,9 +26,9 @@ class Asker:
     model: str
     answer_tokens: int
 
-    def ask(self, prompt: str) -> Continuation:
-        """Returns what follows a prompt, greedily."""
-        reply: Any = self.client.completions.create(prompt=prompt, **self._arguments())
+    def ask(self, prompt: str | list[int], **more: Any) -> Continuation:
+        """Returns what follows a prompt, a text or tokens, greedily; `more` are parameters of vLLM's own."""
+        reply: Any = self.client.completions.create(prompt=prompt, **self._arguments(**more))
         told = reply.choices[0].logprobs
         return Continuation(
             [_token(text) for text in told.tokens],
@@ -47,11 +47,10 @@ class Asker:
         url = str(self.client.base_url).removesuffix("v1/") + "metrics"
         return read_metrics(self.client._client.get(url).text)
 
-    def _arguments(self) -> dict[str, Any]:
-        more = {"ignore_eos": True, "return_tokens_as_token_ids": True}
+    def _arguments(self, **more: Any) -> dict[str, Any]:
         return {
             "model": self.model, "max_tokens": self.answer_tokens, "temperature": 0, "logprobs": _LIKELIEST,
-            "extra_body": more,
+            "extra_body": {"ignore_eos": True, "return_tokens_as_token_ids": True, **more},
         }  # fmt: skip
 
 

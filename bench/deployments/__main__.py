@@ -1,0 +1,73 @@
+"""Tries deployments of vLLM, each in a process of its own, and writes what became of each.
+
+python -m bench.deployments run --output deployments.jsonl
+python -m bench.deployments run --output deployments.jsonl --resume --deployment "tensor parallel 2"
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from bench.common.console import open_console
+from bench.common.options import Commit, Output, TimeLimit, make_app, parse_names
+from bench.common.results import ResultFile
+from bench.deployments.alone import try_alone, written
+from bench.deployments.table import DENSE, DEPLOYMENTS, PLAIN
+from bench.families.cells import FAILED
+from vllm_sparse_plugin.cli.arguments import run_app
+from vllm_sparse_plugin.cli.provenance import describe_run
+from vllm_sparse_plugin.cli.server import unwind_on_termination
+
+app = make_app("Deployments of vLLM, whose answers are held to those of a plain engine.")
+
+
+@app.callback()
+def _deployments() -> None:
+    """Ends children when it is ended itself."""
+    unwind_on_termination()
+
+
+@app.command()
+def run(
+    output: Output,
+    deployment: Annotated[list[str] | None, typer.Option(help="Repeatable; the plain ones are always tried.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Add what the file lacks, and try again what failed.")
+    ] = False,
+    seconds: Annotated[float, typer.Option(min=1, help="The longest that a deployment may take.")] = 300,
+    time_limit: TimeLimit = 7200,
+    commit: Commit = None,
+) -> None:
+    """Try deployments one after the other; exit code 3 if one fails."""
+    end = time.monotonic() + time_limit
+    names = parse_names("deployment", [DENSE, PLAIN, *(deployment or DEPLOYMENTS)], list(DEPLOYMENTS))
+    before = written(output) if resume and output.exists() else {}
+    with ResultFile(output, None if before else describe_run(commit=commit)) as file:
+        if before:
+            file.write(describe_run(commit=commit))
+    console = open_console()
+    for name in names:
+        left = min(seconds, end - time.monotonic())
+        if left > 0 and before.get(name, {"outcome": FAILED})["outcome"] == FAILED:
+            row = try_alone(name, output, left, console)
+            console.print(f"{name}: {row['outcome']}: {row['reason']} ({row['seconds']} s)", markup=False)
+    rows = written(output)
+    table = Table("deployment", "outcome", "seconds")
+    for name, row in rows.items():
+        table.add_row(name, row["outcome"], str(row["seconds"]))
+    console.print(table)
+    if any(row["outcome"] == FAILED for row in rows.values()):
+        raise typer.Exit(3)
+
+
+def main() -> None:
+    """Runs the command line; bad input ends in one sentence and exit code 2."""
+    run_app(app)
+
+
+if __name__ == "__main__":
+    main()
