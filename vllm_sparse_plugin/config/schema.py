@@ -181,6 +181,11 @@ class ResolvedConfig:
         return termination.rule(selector) if termination and selector else None
 
     @property
+    def covers(self) -> bool:
+        """Whether decode steps read until an estimated share of the attention weight."""
+        return isinstance(self.selection, UniqueSelection) and self.selection.coverage is not None
+
+    @property
     def is_sparse(self) -> bool:
         """Whether decode steps of some layers run in our kernels."""
         return self.selector is not None or self.routing is not None

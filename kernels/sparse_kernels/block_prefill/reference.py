@@ -30,8 +30,7 @@ def page_summaries(statistics: PageStatistics, blocks: torch.Tensor) -> tuple[to
         `[num_kv_heads, num_blocks * pages_per_block, summary_keys, head_size]` bfloat16 and
         `[num_kv_heads, num_blocks * pages_per_block]` float32, or None for a kind without.
     """
-    vectors, scales, spread = statistics.records(blocks)
-    keys, spread = statistics.kind.summary(vectors if scales is None else vectors * scales[..., None], spread)
+    keys, spread = statistics.summaries(blocks)
     return keys.clamp(-_LARGEST, _LARGEST).bfloat16(), None if spread is None else spread.clamp(max=_LARGEST)
 
 
