@@ -87,10 +87,12 @@ def measure(layer: LayerInputs) -> dict[tuple[str, float], Reached]:
     assert paged.statistics is not None
     assert deviated.statistics is not None
     scores = score_pages(layer.query, paged.statistics, paged.block_table, tokens.num_pages(size), 0.0).float()
+    (keys, _), (means, spread) = (part.statistics.summaries(part.block_table[0]) for part in (paged, deviated))
+    assert spread is not None
     found: dict[tuple[str, float], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for index in range(len(tokens)):
         token = tokens[index : index + 1]
-        pages, context = int(token.num_pages(size)), int(token.context_lens)
+        pages = int(token.num_pages(size))
         query = token.query[0]
         known, always = known_logits(token, cache, selection, softmax)
         tail, _ = known_logits(token, cache, replace(selection, sink_pages=0, recent_pages=0), softmax)
@@ -98,12 +100,8 @@ def measure(layer: LayerInputs) -> dict[tuple[str, float], Reached]:
         key = scores[index, :, :pages].masked_fill(always, torch.inf)
         ranked = key.sort(dim=-1, descending=True, stable=True).indices
         row = _Row(known, tail, exact.unflatten(-1, (pages, size)).logsumexp(dim=-1), ranked, always)
-        table = token.block_table[0, : -(-context // (size * paged.paged_keys.pages_per_block))]
-        logits = page_logits(query, paged.statistics, table, size, softmax)[..., :pages]
-        keys, _ = paged.statistics.summaries(table)
+        logits = page_logits(query, keys[:, :pages], size, softmax)
         best = torch.einsum("hgd,hpvd->hgpv", query, keys[:, :pages]).amax(dim=-1) * layer.scale + math.log(size)
-        means, spread = deviated.statistics.summaries(table)
-        assert spread is not None
         deviation = layer.scale * query.norm(dim=-1, keepdim=True) * spread[:, None, :pages]
         second = torch.einsum("hgd,hpd->hgp", query, means[:, :pages, 0]) * layer.scale
         second += deviation.square() / (2 * query.shape[-1]) + math.log(size)
@@ -123,9 +121,7 @@ def measure(layer: LayerInputs) -> dict[tuple[str, float], Reached]:
             note("true", target, row.reach(true, true_tail, target))
         for budget in FIXED:
             note("fixed", budget, torch.full((len(ranked),), min(budget // size, pages)))
-    return {
-        key: Reached(*(torch.stack(parts) for parts in zip(*rows, strict=True))) for key, rows in found.items()
-    }
+    return {key: Reached(*(torch.stack(parts) for parts in zip(*rows, strict=True))) for key, rows in found.items()}
 
 
 def _as_read(row: _Row, logits: torch.Tensor, target: float) -> torch.Tensor:

@@ -49,8 +49,8 @@ class BatchRows:
         return [None if name is None else Row(name, length) for name, length in zip(ids, lengths, strict=True)]
 
     def arguments(self) -> list[Mapping[str, Any]]:
-        """Returns what each request of the step's batch has in `extra_args`, in order. Rows that no request has, as those
-        that pad a batch, are left out.
+        """Returns what each request of the step's batch has in `extra_args`, in order. Rows that no request has, as
+        those that pad a batch, are left out.
 
         Raises:
             ConfigurationError: for vLLM's second model runner, which does not run on a CPU.

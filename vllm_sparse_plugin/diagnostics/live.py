@@ -273,9 +273,7 @@ class ContextReads:
         self.dense_tokens = dense_tokens
         self._steps = 0
 
-    def step(
-        self, batch: BatchLengths, longest_query: int | None, budgets: NDArray[np.int64] | None = None
-    ) -> None:
+    def step(self, batch: BatchLengths, longest_query: int | None, budgets: NDArray[np.int64] | None = None) -> None:
         """Is called once a step: adds one in `COUNTED_STEPS` of them to the metrics.
 
         Args:

@@ -59,9 +59,7 @@ class ReadShare:
     @property
     def is_counted(self) -> bool:
         """Whether the share depends on what kernels count."""
-        return self.config is not None and bool(
-            self.config.routing or self.config.stop_rule or self.config.covers
-        )
+        return self.config is not None and bool(self.config.routing or self.config.stop_rule or self.config.covers)
 
     def of(self, context_tokens: int, before: Sequence[Totals], after: Sequence[Totals]) -> float:
         """The share that some decode steps read.

@@ -83,7 +83,7 @@ class ScoredSelection(Selection):
         counts = count_pages(tokens, cache, scores, selection, softmax, coverage)
         always = self.sink_pages, self.recent_pages
         pages = select_pages(scores, num_pages, int(counts.max()), *always, counts)
-        return pages, torch.minimum(counts, num_pages[:, None])
+        return pages, counts.minimum(num_pages[:, None])
 
     def reading_order(
         self,

@@ -9,28 +9,23 @@ import torch
 from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.page_coverage.rule import Coverage
-from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.sparse_attention.reference import logits_and_values
 
 
-def page_logits(
-    query: torch.Tensor, statistics: PageStatistics, blocks: torch.Tensor, page_size: int, softmax: Softmax
-) -> torch.Tensor:
-    """Returns the logarithm of what every page of some blocks adds to the softmax's denominator, as records tell it.
+def page_logits(query: torch.Tensor, keys: torch.Tensor, page_size: int, softmax: Softmax) -> torch.Tensor:
+    """Returns the logarithm of what every page adds to the softmax's denominator, as records tell it.
 
         log m_p = log(B/V) + log sum_j exp(s q . x_pj)
 
     Args:
         query: `[num_kv_heads, group_size, head_size]`.
-        statistics: views of the cache's statistics.
-        blocks: `[num_blocks]` integer, physical block ids.
+        keys: x, `[num_kv_heads, num_pages, summary_keys, head_size]` float32, see `PageStatistics.summaries`.
         page_size: B, tokens of a page.
         softmax: s, and the softcap of the products.
 
     Returns:
-        `[num_kv_heads, group_size, num_blocks * pages_per_block]` float32.
+        `[num_kv_heads, group_size, num_pages]` float32.
     """
-    keys, _ = statistics.summaries(blocks)
     logits = torch.einsum("hgd,hpvd->hgpv", query.float(), keys) * softmax.scale
     if softmax.softcap:
         logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
@@ -77,7 +72,8 @@ def count_pages(
             continue
         known, always = known_logits(token, cache, selection, softmax)
         blocks = token.block_table[0, : -(-num_pages // cache.statistics.pages_per_block)].long()
-        logits = page_logits(token.query[0], cache.statistics, blocks, cache.page_size, softmax)[..., :num_pages]
+        keys, _ = cache.statistics.summaries(blocks)
+        logits = page_logits(token.query[0], keys[:, :num_pages], cache.page_size, softmax)
         logits = logits.masked_fill(always, -torch.inf)
         total = torch.logaddexp(logits.logsumexp(dim=-1), known)
         shares = (logits - total[..., None]).exp().mean(dim=1).double()
