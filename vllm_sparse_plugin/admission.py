@@ -154,8 +154,8 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
                 f"a multiple of {multiple}"
                 + (f" (pages of {config.selector.page_size} tokens)" if config.selector else ""),
             )
-    if config.covers:
-        field, got = f"{KEY}.selection.coverage", config.config.selection.coverage
+    if config.coverage is not None:
+        field, got = f"{KEY}.selection.coverage", config.coverage
         expect(on_cpu, field, got, "null on a GPU")
         expect(config.stop_rule is None, field, f"{got} with termination", "null with it")
     if every := config.config.diagnostics.sample_every:

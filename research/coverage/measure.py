@@ -73,11 +73,11 @@ def _shares(logits: torch.Tensor, known: torch.Tensor) -> tuple[torch.Tensor, to
 def measure(layer: LayerInputs) -> dict[tuple[str, float], Reached]:
     """What each rule reads, by its name and target.
 
-    `quarters` is the operation `page_coverage`. The others differ from it in one thing: `largest` takes for a page the
-    logit of its best quarter alone, as sparse prefill does; `nothing known` estimates the pages that are always read,
-    too; `deviation` estimates a page by the mean and the deviation of its keys to the second order; `as read` knows the
-    weight of every page once it is read, and estimates what is not. `true` knows everything. `fixed` reads a budget,
-    its target.
+    `largest` is the operation `page_coverage`. `quarters` differs from it in one thing: a page is estimated by all of
+    its quarters, not by the best. The others differ from that: `nothing known` estimates the pages that are always
+    read, too; `deviation` estimates a page by the mean and the deviation of its keys to the second order; `as read`
+    knows the weight of every page once it is read, and estimates what is not. `true` knows everything. `fixed` reads a
+    budget, its target.
     """
     paged, deviated = PagedLayer(layer, QUARTERS), PagedLayer(layer, DEVIATION)
     softmax, size = Softmax(layer.scale), QUARTERS.page_size
@@ -100,8 +100,9 @@ def measure(layer: LayerInputs) -> dict[tuple[str, float], Reached]:
         key = scores[index, :, :pages].masked_fill(always, torch.inf)
         ranked = key.sort(dim=-1, descending=True, stable=True).indices
         row = _Row(known, tail, exact.unflatten(-1, (pages, size)).logsumexp(dim=-1), ranked, always)
-        logits = page_logits(query, keys[:, :pages], size, softmax)
-        best = torch.einsum("hgd,hpvd->hgpv", query, keys[:, :pages]).amax(dim=-1) * layer.scale + math.log(size)
+        best = page_logits(query, keys[:, :pages], size, softmax)
+        quarters = torch.einsum("hgd,hpvd->hgpv", query, keys[:, :pages]) * layer.scale
+        logits = quarters.logsumexp(dim=-1) + math.log(size / keys.shape[2])
         deviation = layer.scale * query.norm(dim=-1, keepdim=True) * spread[:, None, :pages]
         second = torch.einsum("hgd,hpd->hgp", query, means[:, :pages, 0]) * layer.scale
         second += deviation.square() / (2 * query.shape[-1]) + math.log(size)

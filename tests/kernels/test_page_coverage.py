@@ -52,7 +52,7 @@ def reached(batch: PagedBatch, tokens: QueryTokens, scores: torch.Tensor, index:
     known = known + weight(keys[pages * size :]).sum(dim=1)
     vectors, scales, _ = batch.statistics.records(batch.block_table[index])
     stored = batch.statistics.kind.summary((vectors * scales[..., None]).double(), None)[0][head]
-    masses = {page: size / 4 * weight(stored[page]).sum(dim=1) for page in range(pages) if page not in always}
+    masses = {page: size * weight(stored[page]).amax(dim=1) for page in range(pages) if page not in always}
     total = known + sum(masses.values())
     order = sorted(masses, key=lambda page: (-float(scores[index, head, page]), page))
     shares = [(known / total).mean()]

@@ -181,9 +181,9 @@ class ResolvedConfig:
         return termination.rule(selector) if termination and selector else None
 
     @property
-    def covers(self) -> bool:
-        """Whether decode steps read until an estimated share of the attention weight."""
-        return isinstance(self.selection, UniqueSelection) and self.selection.coverage is not None
+    def coverage(self) -> float | None:
+        """Estimated share of the attention weight until which decode steps read; None where a budget decides."""
+        return self.selection.coverage if isinstance(self.selection, UniqueSelection) else None
 
     @property
     def is_sparse(self) -> bool:

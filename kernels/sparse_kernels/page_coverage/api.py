@@ -20,11 +20,11 @@ def count_pages(
 ) -> torch.Tensor:
     """Counts the best pages that carry a share of the attention weight, as the page statistics estimate it.
 
-    The keys of every page are estimated to be the keys x_1..x_V of its record's summary, each as often as the others;
-    those of the pages that are always read and of the incomplete page are known. So with e(x) = exp(s q . x) for a
-    query head q, in a page of B tokens,
+    All B keys of a page are taken to be the one of its record's keys x_1..x_V that matches the query best, as in sparse
+    prefill: what a mean of keys underestimates and the largest of several means overestimates is about the same. Those
+    of the pages that are always read and of the incomplete page are known. So for a query head q, e(x) = exp(s q . x),
 
-        m_p = B/V sum_j e(x_pj)        Z = sum over known tokens i of e(k_i) + sum over other pages p of m_p
+        m_p = B max_j e(x_pj)        Z = sum over known tokens i of e(k_i) + sum over other pages p of m_p
 
     and what is read carries the share (Z - sum over unread p of m_p) / Z, whose mean over the heads of the group is to
     reach the target. Pages are read as `select_pages` ranks them: those always read, then by descending score, ties to

@@ -56,7 +56,7 @@ def _kernel(group_size: int, head_size: int, page_size: int, key_length: int, ke
     """Compiles the kernel for one model's shape and packing: the compiler unrolls loops whose lengths it knows."""
     per_byte = 8 // bits
     middle_code = np.float32(((1 << bits) - 1) / 2)
-    weight = np.float32(page_size / 4)
+    weight = np.float32(page_size)
 
     @parallel_kernel(FASTMATH)
     def count(
@@ -113,7 +113,7 @@ def _kernel(group_size: int, head_size: int, page_size: int, key_length: int, ke
                 add_products(heads, 0, by_dim, known, slot * page_size)
             end_of_known = (num_known - 1) * page_size + tail
             codes = np.empty((per_byte, head_size), np.float32)
-            logits = np.empty((group_size, 4 * (last - first)), np.float32)
+            logits = np.full((group_size, last - first), -np.inf, np.float32)
             for page in range(first, last):
                 block, within = block_table[token, page // pages_per_block], page % pages_per_block
                 record = block * strides[0] + head * strides[1] + within * strides[2]
@@ -121,13 +121,12 @@ def _kernel(group_size: int, head_size: int, page_size: int, key_length: int, ke
                 for shared in range(4 // per_byte):
                     unpack_codes(records, np.uint64(record + shared * head_size), codes, bits)
                     step = widen(steps[np.uint64(scalars + shared * step_strides[3])])
-                    at = 4 * (page - first) + shared * per_byte
                     for g in range(group_size):
                         for j in range(per_byte):
                             dot = np.float32(0)
                             for d in range(head_size):
                                 dot += summarised[g, d] * codes[j, d]
-                            logits[g, at + j] = (dot - middle[g]) * step
+                            logits[g, page - first] = max(logits[g, page - first], (dot - middle[g]) * step)
             masses = np.zeros(last, np.float64)
             missing = np.float64(share[token])
             for g in range(group_size):
@@ -150,9 +149,7 @@ def _kernel(group_size: int, head_size: int, page_size: int, key_length: int, ke
                 total = group_size * (read + weight * unread)
                 missing -= read / total
                 for page in range(first, last):
-                    at = 4 * (page - first)
-                    mass = logits[g, at] + logits[g, at + 1] + logits[g, at + 2] + logits[g, at + 3]
-                    masses[page] += weight * mass / total
+                    masses[page] += weight * logits[g, page - first] / total
             found = first + always[1]
             if missing > 0:
                 found += _best_that_reach(scores[token, head], masses, first, last, missing)

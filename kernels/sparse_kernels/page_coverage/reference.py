@@ -7,15 +7,16 @@ import math
 import torch
 
 from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
+from sparse_kernels.block_prefill.reference import best_products
 from sparse_kernels.cache import KVCache
 from sparse_kernels.page_coverage.rule import Coverage
 from sparse_kernels.sparse_attention.reference import logits_and_values
 
 
 def page_logits(query: torch.Tensor, keys: torch.Tensor, page_size: int, softmax: Softmax) -> torch.Tensor:
-    """Returns the logarithm of what every page adds to the softmax's denominator, as records tell it.
+    """Returns the logarithm of what every page adds to the softmax's denominator, as its best summary key has it.
 
-        log m_p = log(B/V) + log sum_j exp(s q . x_pj)
+        log m_p = log B + max_j s q . x_pj
 
     Args:
         query: `[num_kv_heads, group_size, head_size]`.
@@ -26,11 +27,10 @@ def page_logits(query: torch.Tensor, keys: torch.Tensor, page_size: int, softmax
     Returns:
         `[num_kv_heads, group_size, num_pages]` float32.
     """
-    logits = torch.einsum("hgd,hpvd->hgpv", query.float(), keys) * softmax.scale
+    logits = best_products(query.float(), keys) * softmax.scale
     if softmax.softcap:
         logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
-    masses: torch.Tensor = logits.logsumexp(dim=-1) + math.log(page_size / keys.shape[2])
-    return masses
+    return logits + math.log(page_size)
 
 
 def known_logits(
