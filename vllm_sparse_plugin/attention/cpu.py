@@ -8,6 +8,7 @@ metadata builder, from lengths alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -247,8 +248,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             return None
         # Rows that pad a batch belong to nobody.
         own += [None] * (common.num_reqs - len(own))
-        least, most, share = zip(*(pages or usual for pages in own), strict=True)
-        return Coverage(torch.tensor(share, dtype=torch.float32), torch.tensor(least), torch.tensor(most))
+        return _limits_of([pages or usual for pages in own])
 
     def _sparse_requests(
         self, common: CommonAttentionMetadata, query_lens: torch.Tensor, limits: Coverage | None
@@ -267,6 +267,12 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if common.is_prefilling is not None:
             sparse &= ~common.is_prefilling
         return sparse
+
+
+def _limits_of(pages: Sequence[PagesRead]) -> Coverage:
+    """Returns how much each of some requests or tokens reads."""
+    least, most, share = zip(*pages, strict=True)
+    return Coverage(torch.tensor(share, dtype=torch.float32), torch.tensor(least), torch.tensor(most))
 
 
 def _subset(
@@ -305,7 +311,9 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             grouped = torch.zeros(1, self.num_kv_heads, self.num_queries_per_kv, self.head_size, dtype=spec.dtype)
             # A page may be as large as a block; what comes after it is in the next one.
             token = QueryTokens(grouped, torch.arange(2).unsqueeze(0), first + self.plan.page_size + 1)
-            self._attend(token, self.cache, self.all_heads, None)
+            usual = self.plan.selector.pages_read if self.plan.selector is not None else None
+            limits = _limits_of([usual]) if usual is not None and usual.share else None
+            self._attend(token, self.cache, self.all_heads, limits)
             if self.plan.routing is not None:
                 route_groups(token, self.cache.keys, self.plan.routing)
         if self.plan.counters is not None:

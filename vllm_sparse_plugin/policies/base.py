@@ -48,7 +48,7 @@ class Policy(Section):
         return None
 
     def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
-        """Returns the bytes that a decode step reads (pages and statistics) over the bytes of dense attention."""
+        """Returns the bytes that a decode step reads at most (pages and statistics) over the bytes of dense attention."""
         return 1.0
 
 
@@ -116,7 +116,7 @@ class Selection(Policy):
 
         Returns:
             `[num_tokens, num_kv_heads, budget_pages]` int64 (on CUDA int32), logical page indices, -1 for none; with
-            budgets as many as the largest of them.
+            budgets as many as the row with the most has.
         """
         raise NotImplementedError
 
@@ -149,10 +149,11 @@ class Selection(Policy):
         return PageSelection(self.budget_pages, self.sink_pages)
 
     def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
-        if context_tokens // self.page_size <= self.budget_pages:
+        most = self.pages_read.most
+        if context_tokens // self.page_size <= most:
             return 1.0
         token_bytes = 2 * head_size * cache_itemsize
-        read = (self.budget_tokens + context_tokens % self.page_size) * token_bytes
+        read = (most * self.page_size + context_tokens % self.page_size) * token_bytes
         if layout := self.statistics_layout(head_size, cache_itemsize):
             read += context_tokens // self.page_size * layout.record_bytes
         return read / (context_tokens * token_bytes)

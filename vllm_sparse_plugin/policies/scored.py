@@ -115,5 +115,7 @@ class ScoredSelection(Selection):
         always = self.sink_pages, self.recent_pages
         if budgets is None:
             return select_pages(scores, num_pages, self.budget_pages, *always), scores
-        counts = budgets[:, None].expand(scores.shape[:2])
-        return select_pages(scores, num_pages, int(budgets.max()), *always, counts), scores
+        # A budget may be far beyond a context, which takes no room then.
+        k = max(int(budgets.minimum(num_pages).max()), self.reserved_pages, 1)
+        counts = budgets.clamp(max=k)[:, None].expand(scores.shape[:2])
+        return select_pages(scores, num_pages, k, *always, counts), scores

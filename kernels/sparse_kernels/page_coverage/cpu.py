@@ -84,7 +84,7 @@ def _kernel(group_size: int, head_size: int, page_size: int, key_length: int, ke
         for row in numba.prange(num_tokens * num_kv_heads):
             token, head = row // num_kv_heads, row % num_kv_heads
             length, tail = context_lens[token] // page_size, context_lens[token] % page_size
-            if length <= least[token]:
+            if length <= least[token] or least[token] == most[token]:
                 counts[token, head] = least[token]
                 continue
             if share[token] >= 1:

@@ -68,7 +68,7 @@ def count_pages(
     for index in range(len(tokens)):
         token, least = tokens[index : index + 1], int(coverage.least[index])
         num_pages = int(token.num_pages(cache.page_size))
-        if num_pages <= least:
+        if num_pages <= least or least == int(coverage.most[index]):
             continue
         known, always = known_logits(token, cache, selection, softmax)
         blocks = token.block_table[0, : -(-num_pages // cache.statistics.pages_per_block)].long()
