@@ -8,18 +8,24 @@ from sparse_kernels.batch import QueryTokens
 from sparse_kernels.sparse_attention import attend_pages
 from support.engines import run_engine
 from support.layer import LayerHarness, Request
-from support.paged import assert_as_accurate
-from test_layer import assert_dense, expected_sparse
 
 KINDS = (None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_coverage": 0.5})
 UNCOVERED = (*KINDS[:3], {"sparse_budget_tokens": 24})
 """For policies that do not know what a page weighs."""
+DENSE_TOLERANCE = 2e-2
+"""vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
 SETTINGS = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
 
 
 def harness_of(model: str, policy: str = "unique", **settings: object) -> LayerHarness:
     selection = {"policy": policy, "budget_tokens": 64}
-    return LayerHarness(model, settings=SETTINGS | {"selection": selection} | settings, backend=policy, num_blocks=60)
+    # What slides has given back what a larger budget would read, and is refused.
+    settings = SETTINGS | {"selection": selection, "compaction": None} | settings
+    return LayerHarness(model, settings=settings, backend=policy, num_blocks=60)
+
+
+def is_dense(harness: LayerHarness, request: Request, output: torch.Tensor) -> bool:
+    return bool((output[-1].double() - harness.dense(request)).abs().max() < DENSE_TOLERANCE)
 
 
 def prompts_of(harness: LayerHarness, lengths: tuple[int, ...] = (900, 700, 800, 600)) -> list[Request]:
@@ -54,22 +60,33 @@ def test_requests_of_all_kinds_in_a_batch_have_the_bits_they_have_alone(model, p
             assert torch.equal(alone, together[index])
 
 
+def taken(request: Request, new: int) -> dict[int, tuple]:
+    """Queries, keys and values of a request's latest step, to take it again."""
+    return {0: (request.fresh, request.keys[-new:], request.values[-new:])}
+
+
 def test_each_request_reads_its_own_budget(model):
+    """What a layer reads whose settings have that budget."""
     harness = harness_of(model)
-    requests = prompts_of(harness)
-    for _ in range(10):
-        outputs = harness.step([(request, 1) for request in requests])
-        for request, output in zip(requests, outputs, strict=True):
-            if request.arguments == {"sparse": "dense"}:
-                assert_dense(harness, request, output)
-            if request.arguments and "sparse_budget_tokens" not in request.arguments:
-                continue
-            tokens = (request.arguments or {}).get("sparse_budget_tokens", 64)
-            selection = harness.selection
-            harness.selection = selection.model_copy(update={"budget_tokens": tokens})
-            exact, single = (expected_sparse(harness, request, -1, dtype) for dtype in (torch.float64, torch.float32))
-            harness.selection = selection
-            assert_as_accurate(output[0], exact, single)
+    requests = [harness.request(length) for length in (900, 700, 800)]
+    budgets = (64, 128, 512)
+    steps: list[list[dict]] = [[], [], []]
+    outputs: list[list[torch.Tensor]] = [[], [], []]
+    for request, tokens in zip(requests, budgets, strict=True):
+        request.arguments = {"sparse_budget_tokens": tokens}
+    for new in (None, 1, 1, 1):
+        for index, request in enumerate(requests if new is None else ()):
+            harness.step([(request, request.prompt_tokens)])
+            steps[index].append(taken(request, request.prompt_tokens))
+        for index, output in enumerate(harness.step([(request, 1) for request in requests])):
+            steps[index].append(taken(requests[index], 1))
+            outputs[index].append(output)
+    for index, tokens in enumerate(budgets):
+        settings = SETTINGS | {"selection": {"budget_tokens": tokens}}
+        plain = LayerHarness(model, settings=settings, num_blocks=60)
+        request = plain.request(requests[index].prompt_tokens)
+        replies = [plain.step([(request, len(step[0][0]))], step)[0] for step in steps[index]]
+        assert torch.equal(torch.cat(replies[1:]), torch.cat(outputs[index]))
 
 
 def test_a_request_with_the_budget_of_the_settings_has_the_bits_of_one_that_says_nothing(model):
@@ -99,7 +116,7 @@ def test_a_budget_that_holds_the_context_is_dense(model):
         data = {0: (step.fresh, step.keys[-1:], step.values[-1:])}
         outputs.append(output)
     assert torch.equal(*outputs)
-    assert_dense(harness, step, output)
+    assert is_dense(harness, step, output)
 
 
 def test_routed_groups_are_those_of_the_budget_and_a_dense_request_has_none(model):
@@ -111,7 +128,7 @@ def test_routed_groups_are_those_of_the_budget_and_a_dense_request_has_none(mode
     routed, attended = harness.step([(plain, 1), (whole, 1)])
     # Every group is skipped but those of the request that is dense.
     assert not routed.any()
-    assert_dense(harness, whole, attended)
+    assert is_dense(harness, whole, attended)
 
 
 def test_a_coverage_reads_what_it_needs_between_its_limits(model):

@@ -48,7 +48,7 @@ class Policy(Section):
         return None
 
     def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
-        """Returns the bytes that a decode step reads at most (pages and statistics) over the bytes of dense attention."""
+        """Returns the bytes (pages and statistics) that a decode step reads at most, over those of dense attention."""
         return 1.0
 
 

@@ -82,7 +82,9 @@ class ScoredSelection(Selection):
         scores = score_pages(tokens.query, cache.statistics, tokens.block_table, num_pages, self.std_weight)
         counts = count_pages(tokens, cache, scores, selection, softmax, coverage)
         always = self.sink_pages, self.recent_pages
-        pages = select_pages(scores, num_pages, int(counts.max()), *always, counts)
+        # Where groups are routed, none may be left.
+        k = max([self.reserved_pages, 1, *counts.flatten().tolist()])
+        pages = select_pages(scores, num_pages, k, *always, counts)
         return pages, counts.minimum(num_pages[:, None])
 
     def reading_order(
@@ -116,6 +118,6 @@ class ScoredSelection(Selection):
         if budgets is None:
             return select_pages(scores, num_pages, self.budget_pages, *always), scores
         # A budget may be far beyond a context, which takes no room then.
-        k = max(int(budgets.minimum(num_pages).max()), self.reserved_pages, 1)
+        k = max([self.reserved_pages, 1, *budgets.minimum(num_pages).tolist()])
         counts = budgets.clamp(max=k)[:, None].expand(scores.shape[:2])
         return select_pages(scores, num_pages, k, *always, counts), scores

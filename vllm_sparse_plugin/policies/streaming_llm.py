@@ -35,7 +35,7 @@ class StreamingLLMSelection(Selection):
         import torch
 
         budget = num_pages.new_full((1, 1), self.budget_pages) if budgets is None else budgets[:, None]
-        widest = self.budget_pages if budgets is None else int(budgets.minimum(num_pages).max())
+        widest = self.budget_pages if budgets is None else max([1, *budgets.minimum(num_pages).tolist()])
         offsets = torch.arange(widest, device=query.device)
         newest = num_pages[:, None] - budget + offsets
         pages = torch.where(offsets < self.sink_pages, offsets, newest)
