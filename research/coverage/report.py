@@ -10,7 +10,7 @@ from bench.common.pages import Block, fill, footnote, table
 from bench.common.results import RESULTS, read_run
 from vllm_sparse_plugin.eval.statistics import estimate_mean
 
-RESULT_FILES = [RESULTS / "cpu-2core" / "coverage" / f"{model}.jsonl" for model in ("needle-8m", "witness-6m")]
+RESULT_FILES = sorted((RESULTS / "cpu-2core" / "coverage").glob("*.jsonl"))
 PAGE = Path(__file__).parent / "README.md"
 GENERATOR = "research.coverage"
 _FIXED = "fixed"
