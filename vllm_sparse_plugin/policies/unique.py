@@ -41,20 +41,17 @@ class UniqueSelection(ScoredSelection):
     min_budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 128
     """Tokens of complete pages that are read at least under a coverage, that of a request included."""
     max_budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 8192
-    """Tokens of complete pages that are read at most under a coverage."""
+    """Tokens of complete pages that are read at most under a coverage, or `min_budget_tokens` where those are more."""
 
     @model_validator(mode="after")
     def _coverage_has_an_estimate(self) -> Self:
-        for name, least in (
-            ("min_budget_tokens", self.page_size),
-            ("max_budget_tokens", max(self.min_budget_tokens, self.least_budget_tokens)),
-        ):
+        for name in ("min_budget_tokens", "max_budget_tokens"):
             got = getattr(self, name)
-            if got % self.page_size or got < least:
+            if got % self.page_size:
                 raise PydanticCustomError(
                     "sentence",
-                    "{name}: got {got}, allowed: a multiple of page_size ({page_size}), from {least} to 1048576",
-                    {"name": name, "got": got, "page_size": self.page_size, "least": least},
+                    "{name}: got {got}, allowed: a multiple of page_size ({page_size})",
+                    {"name": name, "got": got, "page_size": self.page_size},
                 )
         if self.coverage is not None and not self.estimates_weight:
             raise PydanticCustomError(
@@ -72,7 +69,7 @@ class UniqueSelection(ScoredSelection):
     def covering(self, share: float) -> PagesRead:
         """Returns the limits of a coverage."""
         least = max(self.min_budget_tokens, self.least_budget_tokens) // self.page_size
-        return PagesRead(least, self.max_budget_tokens // self.page_size, share)
+        return PagesRead(least, max(least, self.max_budget_tokens // self.page_size), share)
 
     @property
     def pages_read(self) -> PagesRead:
