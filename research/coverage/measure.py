@@ -87,7 +87,8 @@ def measure(layer: LayerInputs) -> dict[tuple[str, float], Reached]:
     assert paged.statistics is not None
     assert deviated.statistics is not None
     scores = score_pages(layer.query, paged.statistics, paged.block_table, tokens.num_pages(size), 0.0).float()
-    (keys, _), (means, spread) = (part.statistics.summaries(part.block_table[0]) for part in (paged, deviated))
+    keys, _ = paged.statistics.summaries(paged.block_table[0])
+    means, spread = deviated.statistics.summaries(deviated.block_table[0])
     assert spread is not None
     found: dict[tuple[str, float], list[tuple[torch.Tensor, torch.Tensor]]] = {}
     for index in range(len(tokens)):
