@@ -18,7 +18,7 @@ from sparse_kernels.limits import (
 )
 from sparse_kernels.sparse_decode.refusals import decode_refusals
 
-from vllm_sparse_plugin import compat, connectors
+from vllm_sparse_plugin import compat, connectors, request_budgets
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
 from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.diagnostics.live import expose
@@ -82,6 +82,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         return
     name = compat.chosen_backend(vllm_config, backends)
     settings = settings_of(vllm_config)
+    request_budgets.remember(None)
     if name is None:
         if settings.given is not None:
             allowed = choices(backend.lower() for backend in backends)
@@ -98,6 +99,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         vllm_config.speculative_config.attention_backend = compat.backend_member(name)
     if config.runs_kernels or config.compaction:
         expose()
+    request_budgets.remember(config)
 
 
 def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[str, Any, str]]:
@@ -152,6 +154,10 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
                 f"a multiple of {multiple}"
                 + (f" (pages of {config.selector.page_size} tokens)" if config.selector else ""),
             )
+    if config.coverage is not None:
+        field, got = f"{KEY}.selection.coverage", config.coverage
+        expect(on_cpu, field, got, "null on a GPU")
+        expect(config.stop_rule is None, field, f"{got} with termination", "null with it")
     if every := config.config.diagnostics.sample_every:
         mode = vllm_config.compilation_config.cudagraph_mode
         field = f"{KEY}.diagnostics.sample_every"

@@ -89,14 +89,18 @@ def chosen_backend(vllm_config: VllmConfig, names: Mapping[str, str]) -> str | N
     return backends[0] if backends else None
 
 
-def hook_platform(names: Mapping[str, str], admit: Callable[[VllmConfig], None]) -> None:
-    """Adds two steps to the active platform, both without effect unless one of our backends is chosen.
+def hook_platform(
+    names: Mapping[str, str], admit: Callable[[VllmConfig], None], check_request: Callable[[Any], None]
+) -> None:
+    """Adds three steps to the active platform, all without effect unless one of our backends is chosen.
 
     `check_and_update_config` then also refuses what we cannot serve, in the process that the user started, before
-    any worker exists. On CPU, `get_attn_backend_cls` then returns our class. Arguments pass through as they come, so
-    that a new one of vLLM's reaches the platform.
+    any worker exists. On CPU, `get_attn_backend_cls` then returns our class. `validate_request` also refuses requests
+    whose arguments we cannot serve. Arguments pass through as they come, so that a new one of vLLM's reaches the
+    platform.
 
-    Why: vLLM offers backends no start-up check, and its CPU platform ignores every selected backend but its own.
+    Why: vLLM offers backends no start-up check and no check of requests, and its CPU platform ignores every selected
+    backend but its own.
     An out-of-tree platform could do both, but only one may be active, whoever needs it, and it would replace the
     platform of every user who merely installs the plugin.
     Versions: 0.32, 0.33. Can go when the CPU platform honours a selected backend.
@@ -104,6 +108,7 @@ def hook_platform(names: Mapping[str, str], admit: Callable[[VllmConfig], None])
     Args:
         names: our backends' names and presets.
         admit: raises `ConfigurationError` for a complete configuration that we cannot serve.
+        check_request: takes the parameters of a request; raises ValueError for those that we cannot serve.
     """
     from vllm.platforms import current_platform
 
@@ -112,6 +117,7 @@ def hook_platform(names: Mapping[str, str], admit: Callable[[VllmConfig], None])
         return
     check_and_update_config = platform.check_and_update_config
     get_attn_backend_cls = platform.get_attn_backend_cls
+    validate_request = platform.validate_request
 
     @functools.wraps(check_and_update_config)
     def check(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +140,13 @@ def hook_platform(names: Mapping[str, str], admit: Callable[[VllmConfig], None])
             raise ConfigurationError(f"attention backend {selected_backend.name.lower()}: {'; '.join(reasons)}")
         return str(selected_backend.get_path())
 
+    @functools.wraps(validate_request)
+    def validate(*args: Any, **kwargs: Any) -> Any:
+        check_request(args[1] if len(args) > 1 else kwargs["params"])
+        return validate_request(*args, **kwargs)
+
     platform.check_and_update_config = staticmethod(check)
+    platform.validate_request = staticmethod(validate)
     platform.get_attn_backend_cls = staticmethod(select)
     setattr(platform, _HOOKED, True)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.names import BACKENDS, KEY
@@ -27,7 +27,19 @@ def register() -> None:
     if untested := compat.untested_vllm():
         raise UntestedVLLMError(untested)
     compat.register_backend_names(BACKENDS)
-    compat.hook_platform(BACKENDS, admit_if_chosen)
+    compat.hook_platform(BACKENDS, admit_if_chosen, check_request)
+
+
+def check_request(params: Any) -> None:
+    """Checks the parameters of a request that has arguments of plugins; imports nothing for others.
+
+    Raises:
+        ValueError: if a backend of ours is chosen and cannot serve them.
+    """
+    if getattr(params, "extra_args", None):
+        from vllm_sparse_plugin.request_budgets import check_arguments
+
+        check_arguments(params.extra_args)
 
 
 class UntestedVLLMError(RuntimeError):

@@ -82,6 +82,22 @@ def unpack_page(location, length, step, block, head, within, unpacked, row, colu
             unpacked[to_row, to + np.uint64(i)] = widen(elements[first + np.uint64(i * step)])
 
 
+@numba.njit(nogil=True, forceinline=True)
+def unpack_codes(records, start, codes, bits):
+    """Copies a row of codes (see `page_statistics.codes.Codes`) as float32.
+
+    Args:
+        records: bytes of the cache's statistics.
+        start: where the row begins, uint64.
+        codes: `[8 / bits, head_size]` float32 to write to.
+        bits: of a code; vectorises if it is a compile-time constant.
+    """
+    for d in range(codes.shape[1]):
+        byte = records[start + np.uint64(d)]
+        for j in range(codes.shape[0]):
+            codes[j, d] = np.float32(byte >> np.uint8(bits * j) & np.uint8((1 << bits) - 1))
+
+
 @numba.njit(nogil=True, fastmath=FASTMATH, forceinline=True)
 def add_products(weights, offset, rows, sums, column):
     """Adds to each row of `sums`, from `column` on, the sum of `rows` weighted by `weights` from `offset` on."""

@@ -74,10 +74,15 @@ class Engine:
     _pool: ProcessPoolExecutor
 
     def answer(
-        self, prompts: Sequence[str | list[int]], max_tokens: int = 16, ignore_eos: bool = False
+        self,
+        prompts: Sequence[str | list[int]],
+        max_tokens: int = 16,
+        ignore_eos: bool = False,
+        arguments: Sequence[dict[str, Any] | None] | None = None,
     ) -> list[list[int]]:
-        """The tokens that follow each of a batch of prompts, greedily."""
-        return self._pool.submit(_answer, list(prompts), max_tokens, ignore_eos).result()
+        """The tokens that follow each of a batch of prompts, greedily; each prompt may have `vllm_xargs`."""
+        of_each = [None] * len(prompts) if arguments is None else list(arguments)
+        return self._pool.submit(_answer, list(prompts), max_tokens, ignore_eos, of_each).result()
 
     def expect(self, prompts: Sequence[list[int]]) -> list[dict[int, float]]:
         """Log probabilities of the likeliest tokens after each of a batch of prompts, by token."""
@@ -120,10 +125,15 @@ def _start(arguments: dict[str, Any]) -> None:
     _llm = LLM(**{"model": str(MODEL), "enforce_eager": True, "disable_log_stats": False} | arguments)
 
 
-def _answer(prompts: list[str | list[int]], max_tokens: int, ignore_eos: bool) -> list[list[int]]:
+def _answer(
+    prompts: list[str | list[int]], max_tokens: int, ignore_eos: bool, arguments: list[dict[str, Any] | None]
+) -> list[list[int]]:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos)
+    sampling = [
+        SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos, extra_args=extra)
+        for extra in arguments
+    ]
     inputs = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts]
     return [list(done.outputs[0].token_ids) for done in _llm.generate(inputs, sampling, use_tqdm=False)]
 

@@ -44,6 +44,13 @@ class Request:
     fresh: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     """Queries of the latest step `[new, num_heads, head_size]`."""
     name: str = field(default_factory=map("request-{}".format, itertools.count()).__next__)
+    arguments: dict[str, object] | None = None
+    """What it says of its own attention."""
+
+    @property
+    def sampling_params(self) -> SimpleNamespace:
+        """As a model runner has it."""
+        return SimpleNamespace(extra_args=self.arguments)
 
 
 class LayerHarness:

@@ -285,7 +285,10 @@ ALLOWED_TOP = (
     "selection, prefill, compaction, routing, termination, first_dense_layers, min_context_tokens, speculation, "
     "diagnostics, preset, config or trained"
 )
-ALLOWED_UNIQUE = "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics or lambda"
+ALLOWED_UNIQUE = (
+    "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics, lambda, coverage, min_budget_tokens or "
+    "max_budget_tokens"
+)
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
 ALLOWED_PRESETS = (
     "art, dense, h2o, infllm, mean, pyramidkv, quest, sinkrouter, snapkv, streaming_llm, unique, unique_paper, "
@@ -338,6 +341,14 @@ BAD = {
     "key of a selection for dense attention": (
         {"selection": {"policy": "dense", "budget_tokens": 512}},
         "sparse_attention.selection.budget_tokens: unknown key, allowed: policy",
+    ),
+    "coverage by statistics that do not say what a page weighs": (
+        {"selection": {"coverage": 0.9, "statistics": "int8"}},
+        "sparse_attention.selection.coverage: got 0.9 with statistics 'int8', allowed: quarters or sketch",
+    ),
+    "part of a page under a coverage": (
+        {"selection": {"min_budget_tokens": 12}},
+        "sparse_attention.selection.min_budget_tokens: got 12, allowed: a multiple of page_size (8)",
     ),
     "unknown policy": (
         {"selection": {"policy": "h2o"}},

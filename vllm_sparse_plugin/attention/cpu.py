@@ -8,6 +8,7 @@ metadata builder, from lengths alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -15,8 +16,10 @@ import torch
 from sparse_kernels.batch import Prompts, QueryTokens
 from sparse_kernels.cache import KVCache
 from sparse_kernels.group_routing import route_groups
+from sparse_kernels.page_coverage import Coverage
 from sparse_kernels.page_statistics import update_page_statistics
 from sparse_kernels.sparse_attention import attend_pages
+from sparse_kernels.stopping import count_reads
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -33,9 +36,13 @@ from vllm_sparse_plugin.attention.base import SparseBackend, SparseImpl, plan_co
 from vllm_sparse_plugin.attention.plan import plan_layers
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
+from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.compaction.step import Observed
+from vllm_sparse_plugin.config.requests import EVERY_PAGE, pages_of_request
 from vllm_sparse_plugin.diagnostics.live import StepSampler
+from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.policies.dense import EveryPage, every_page
+from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -70,6 +77,8 @@ class DecodeTokens:
     """`[num_tokens, max_blocks]` int64."""
     context_lens: torch.Tensor
     """`[num_tokens]` int64, tokens that each may attend, itself included."""
+    limits: Coverage | None
+    """How much each reads, where a request of the step says something of its own or the layers have a coverage."""
     sampled: int | None = None
     """Index of the token whose selection is measured, if one's is."""
 
@@ -129,6 +138,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.sparse.runs_kernels:
             for page_size in {self.page_size, self.summarised_tokens}:
                 packing.check_packing(self.isa, self.block_size, self.head_dim, page_size, self.dtype)
+        self.rows = requests.current_if_any()
         self.sampler = StepSampler(self.sparse.config.diagnostics.sample_every)
         self.compaction = plan_compaction(layers, self.sparse, kv_cache_spec, vllm_config, device)
         group = plan_layers(layers, self.sparse, vllm_config, self.block_size, statistics, device)
@@ -162,8 +172,11 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             metadata.observed = self.compaction.observed
         for counts in self.counts:
             counts.step()
+        limits = self._limits(common)
         if self.reads is not None:
-            self.reads.step(common, self.reorder_batch_threshold)
+            # What a coverage reads is not known from lengths.
+            budgets = None if limits is None else torch.where(limits.share > 0, EVERY_PAGE, limits.most).numpy()
+            self.reads.step(common, self.reorder_batch_threshold, budgets)
 
         page_size = self.summarised_tokens
         slots = common.slot_mapping[: common.num_actual_tokens]
@@ -173,14 +186,16 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
 
         query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
         request_of_token = torch.repeat_interleave(query_lens)
-        decoding, prefilling = self._sparse_requests(common, query_lens), self._sparse_prompts(common, query_lens)
+        decoding = self._sparse_requests(common, query_lens, limits)
+        prefilling = self._sparse_prompts(common, query_lens)
         if decoding.any():
             tokens = decoding[request_of_token].nonzero().squeeze(1)
-            requests = request_of_token[tokens]
-            from_end = common.query_start_loc[1:][requests] - 1 - tokens
-            context_lens = (common.seq_lens[requests] - from_end).long()
-            block_table = common.block_table_tensor[requests].long()
-            metadata.decode = DecodeTokens(tokens, block_table, context_lens, self.sampler.pick(len(tokens)))
+            request = request_of_token[tokens]
+            from_end = common.query_start_loc[1:][request] - 1 - tokens
+            context_lens = (common.seq_lens[request] - from_end).long()
+            block_table = common.block_table_tensor[request].long()
+            own = None if limits is None else limits[request]
+            metadata.decode = DecodeTokens(tokens, block_table, context_lens, own, self.sampler.pick(len(tokens)))
         if prefilling.any():
             tokens = prefilling[request_of_token].nonzero().squeeze(1)
             metadata.prompts = PromptTokens(tokens, self._round(_subset(common, prefilling, query_lens, tokens)))
@@ -222,18 +237,42 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             return torch.zeros_like(sparse)
         return sparse & torch.tensor([reads_less(rule, length) for length in common.seq_lens.tolist()])
 
-    def _sparse_requests(self, common: CommonAttentionMetadata, query_lens: torch.Tensor) -> torch.Tensor:
-        """Finds decoding requests that are routed, or whose context exceeds the budget: `[num_reqs]` bool."""
+    def _limits(self, common: CommonAttentionMetadata) -> Coverage | None:
+        """Returns how much each request reads in a decode step; None if all have the layers' budget."""
+        if not self.sparse.is_sparse:
+            return None
+        arguments = self.rows.arguments() if self.rows is not None else []
+        own = [pages_of_request(each, self.sparse) for each in arguments]
+        usual = self.sparse.selector.pages_read if self.sparse.selector else PagesRead(0, 0)
+        if not any(own) and not usual.share:
+            return None
+        # Rows that pad a batch belong to nobody.
+        own += [None] * (common.num_reqs - len(own))
+        return _limits_of([pages or usual for pages in own])
+
+    def _sparse_requests(
+        self, common: CommonAttentionMetadata, query_lens: torch.Tensor, limits: Coverage | None
+    ) -> torch.Tensor:
+        """Finds decoding requests that are routed, or whose context exceeds their budget: `[num_reqs]` bool."""
         assert self.reorder_batch_threshold is not None
         if not self.sparse.is_sparse:
             return torch.zeros_like(query_lens, dtype=torch.bool)
         sparse = (query_lens > 0) & (query_lens <= self.reorder_batch_threshold)
         if not self.routes and self.sparse.selector is not None:
-            sparse &= common.seq_lens // self.page_size > self.sparse.selector.budget_pages
+            usual = self.sparse.selector.budget_pages
+            sparse &= common.seq_lens // self.page_size > (usual if limits is None else limits.least)
+        if limits is not None:
+            sparse &= limits.least < EVERY_PAGE
         sparse &= common.seq_lens >= self.sparse.config.min_context_tokens
         if common.is_prefilling is not None:
             sparse &= ~common.is_prefilling
         return sparse
+
+
+def _limits_of(pages: Sequence[PagesRead]) -> Coverage:
+    """Returns how much each of some requests or tokens reads."""
+    least, most, share = zip(*pages, strict=True)
+    return Coverage(torch.tensor(share, dtype=torch.float32), torch.tensor(least), torch.tensor(most))
 
 
 def _subset(
@@ -272,7 +311,9 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             grouped = torch.zeros(1, self.num_kv_heads, self.num_queries_per_kv, self.head_size, dtype=spec.dtype)
             # A page may be as large as a block; what comes after it is in the next one.
             token = QueryTokens(grouped, torch.arange(2).unsqueeze(0), first + self.plan.page_size + 1)
-            self._attend(token, self.cache, self.all_heads)
+            usual = self.plan.selector.pages_read if self.plan.selector is not None else None
+            limits = _limits_of([usual]) if usual is not None and usual.share else None
+            self._attend(token, self.cache, self.all_heads, limits)
             if self.plan.routing is not None:
                 route_groups(token, self.cache.keys, self.plan.routing)
         if self.plan.counters is not None:
@@ -364,10 +405,11 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         grouped = query.unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
         tokens = QueryTokens(grouped, decode.block_table, decode.context_lens)
         if decode.sampled is not None:
-            self._measure(tokens[decode.sampled : decode.sampled + 1])
+            one = slice(decode.sampled, decode.sampled + 1)
+            self._measure(tokens[one], None if decode.limits is None else decode.limits[one])
         routing = self.plan.routing
         if routing is None:
-            return self._attend(tokens, self.cache, self.all_heads)
+            return self._attend(tokens, self.cache, self.all_heads, decode.limits)
         skipped = route_groups(tokens, self.cache.keys, routing)
         if routing.counts is not None:
             asked = torch.full((self.num_kv_heads,), len(query))
@@ -377,33 +419,45 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         blocks = tokens.block_table[token] * self.num_kv_heads + head[:, None]
         active = QueryTokens(grouped[token, head].unsqueeze(1), blocks, tokens.context_lens[token])
         output = torch.zeros_like(grouped)
-        output[token, head] = self._attend(active, self.cache_by_head, head[:, None])
+        limits = None if decode.limits is None else decode.limits[token]
+        output[token, head] = self._attend(active, self.cache_by_head, head[:, None], limits)
         return output.flatten(1, 2)
 
-    def _attend(self, tokens: QueryTokens, cache: KVCache, heads: torch.Tensor) -> torch.Tensor:
+    def _attend(
+        self, tokens: QueryTokens, cache: KVCache, heads: torch.Tensor, limits: Coverage | None
+    ) -> torch.Tensor:
         """Attends with tokens to the pages that the layer reads.
 
         Args:
             tokens: the query tokens.
             cache: what they attend to.
             heads: `[num_tokens or 1, num_kv_heads]` int64, which KV heads of the layer those of the cache are.
+            limits: see `DecodeTokens`.
         """
-        pages, reads = self._pages(tokens, cache)
+        pages, reads = self._pages(tokens, cache, limits)
         if reads is not None and self.plan.counters is not None:
             self.plan.counters.index_add_(0, heads.expand(reads.shape[:2]).flatten(), reads.flatten(0, 1))
         return attend_pages(tokens, cache, pages, self.softmax)
 
-    def _pages(self, tokens: QueryTokens, cache: KVCache) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the pages that the layer reads and, where attention may stop, what `count_reads` says of them."""
+    def _pages(
+        self, tokens: QueryTokens, cache: KVCache, limits: Coverage | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the pages that the layer reads and, where lengths do not tell how many those are, what `count_reads`
+        says of them."""
         plan, num_pages = self.plan, tokens.num_pages(cache.page_size)
         if plan.selector is None:
             return every_page(num_pages, cache.num_kv_heads), None
+        if limits is not None and limits.share.any():
+            assert isinstance(plan.selector, ScoredSelection)
+            pages, counts = plan.selector.select_covering(tokens, cache, self.softmax, limits)
+            return pages, count_reads(counts, tokens.context_lens, cache.page_size, cache.page_size)
         if plan.stop_rule is None:
-            return plan.selector.select(tokens.query, cache.statistics, tokens.block_table, num_pages), None
+            budgets = None if limits is None else limits.most
+            return plan.selector.select(tokens.query, cache.statistics, tokens.block_table, num_pages, budgets), None
         return select_until_stable(plan.selector, plan.stop_rule, tokens, cache, self.softmax)
 
-    def _measure(self, token: QueryTokens) -> None:
+    def _measure(self, token: QueryTokens, limits: Coverage | None) -> None:
         """Records the quality of one token's selection, of all its groups."""
         if self.plan.quality is not None and self.plan.selector is not None:
-            pages, _ = self._pages(token, self.cache)
+            pages, _ = self._pages(token, self.cache, limits)
             self.plan.quality.record(token, self.cache, pages, self.softmax)

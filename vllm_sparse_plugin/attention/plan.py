@@ -246,15 +246,15 @@ def _prefill_of(
 def _counts_of_reads(
     selecting: Mapping[str, Attention], sparse: ResolvedConfig, vllm_config: VllmConfig, device: torch.device
 ) -> DeviceCounts | None:
-    """Makes the counts of how far the layers that may stop have read; None if none may."""
-    if sparse.stop_rule is None or not selecting:
+    """Makes the counts of how far layers have read that may stop or read by a coverage; None if none does."""
+    if not selecting or (sparse.stop_rule is None and sparse.coverage is None):
         return None
     return DeviceCounts(_numbered(selecting, vllm_config), READS, 4, device)
 
 
 def _reads_by_length(sparse: ResolvedConfig) -> ContextReads | None:
-    """Makes what counts the tokens that a budget reads; None where attention may stop before."""
-    if sparse.selector is None or sparse.stop_rule is not None:
+    """Makes what counts the tokens that a budget reads; None where more than lengths decides how many."""
+    if sparse.selector is None or sparse.stop_rule is not None or sparse.coverage is not None:
         return None
     return ContextReads(sparse.selector.page_size, sparse.selector.budget_pages, sparse.config.min_context_tokens - 1)
 

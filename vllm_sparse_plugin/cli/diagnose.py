@@ -153,6 +153,10 @@ def _compared(backend: str, additional_config: str, budgets: list[int]) -> _Comp
             raise ConfigurationError(f"{KEY}.selection.policy: got 'dense', allowed: one that selects pages")
         if resolved.stop_rule is not None:
             raise ConfigurationError(f"{KEY}.termination: got a rule, allowed: null, as selections are judged alone")
+        if resolved.coverage is not None:
+            raise ConfigurationError(
+                f"{KEY}.selection.coverage: got {resolved.coverage}, allowed: null beside a budget"
+            )
         selections.append(resolved.selection)
     return _Compared(backend.lower(), resolved.config.first_dense_layers, selections)
 

@@ -5,6 +5,7 @@ vLLM's metadata of a step does not say it, but its model runners know, each in i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -47,6 +48,22 @@ class BatchRows:
             lengths = batch.num_prompt_tokens[: batch.num_reqs].tolist()
         return [None if name is None else Row(name, length) for name, length in zip(ids, lengths, strict=True)]
 
+    def arguments(self) -> list[Mapping[str, Any]]:
+        """Returns what each request of the step's batch has in `extra_args`, in order. Rows that no request has, as
+        those that pad a batch, are left out.
+
+        Raises:
+            ConfigurationError: for vLLM's second model runner, which does not run on a CPU.
+        """
+        runner = self._runner()
+        if runner is None:
+            return []
+        if not hasattr(runner, "input_batch"):
+            raise _unknown(type(runner).__name__)
+        batch = runner.input_batch
+        sampling = (runner.requests[name].sampling_params for name in batch.req_ids[: batch.num_reqs])
+        return [{} if params is None else params.extra_args or {} for params in sampling]
+
     def knows(self, request_id: str) -> bool:
         """Returns whether the runner still has a request, though it may be in no step."""
         runner = self._runner()
@@ -65,6 +82,12 @@ def attach(runner: Any) -> None:
     _current[:] = [BatchRows(runner)]
 
 
+def current_if_any() -> BatchRows | None:
+    """Returns the rows of the model runner that builds the layers' metadata builders now; None for layers without one,
+    which only tests and benchmarks have: a runner of vLLM's shows itself before."""
+    return _current[0] if _current else None
+
+
 def current() -> BatchRows:
     """Returns the rows of the model runner that builds the layers' metadata builders now.
 
@@ -77,5 +100,4 @@ def current() -> BatchRows:
 
 
 def _unknown(runner: str) -> ConfigurationError:
-    allowed = "those of vLLM 0.32 and 0.33"
-    return ConfigurationError(f"vLLM's model runner: got {runner}, allowed with compaction: {allowed}")
+    return ConfigurationError(f"vLLM's model runner: got {runner}, allowed: those of vLLM 0.32 and 0.33")

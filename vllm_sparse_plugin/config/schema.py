@@ -181,6 +181,11 @@ class ResolvedConfig:
         return termination.rule(selector) if termination and selector else None
 
     @property
+    def coverage(self) -> float | None:
+        """Estimated share of the attention weight until which decode steps read; None where a budget decides."""
+        return self.selection.coverage if isinstance(self.selection, UniqueSelection) else None
+
+    @property
     def is_sparse(self) -> bool:
         """Whether decode steps of some layers run in our kernels."""
         return self.selector is not None or self.routing is not None

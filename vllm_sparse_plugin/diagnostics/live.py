@@ -26,6 +26,7 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from prometheus_client import REGISTRY
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -272,12 +273,13 @@ class ContextReads:
         self.dense_tokens = dense_tokens
         self._steps = 0
 
-    def step(self, batch: BatchLengths, longest_query: int | None) -> None:
+    def step(self, batch: BatchLengths, longest_query: int | None, budgets: NDArray[np.int64] | None = None) -> None:
         """Is called once a step: adds one in `COUNTED_STEPS` of them to the metrics.
 
         Args:
             batch: what vLLM says of the step's requests.
             longest_query: most query tokens of a request that decodes; None for 1.
+            budgets: `[num_requests]`, pages that each request reads; None for those of the budget.
         """
         self._steps += 1
         seq_lens, is_prefilling = batch.seq_lens_cpu_upper_bound, batch.is_prefilling
@@ -292,9 +294,12 @@ class ContextReads:
             decodes[: len(prompts)] &= ~prompts
         tokens_read = tokens_in_context = 0
         for later_tokens in range(int(query_lens[decodes].max(initial=0))):
-            context = lens[decodes & (query_lens > later_tokens)] - later_tokens
-            sparse = context[(context > self.dense_tokens) & (context // self.page_size > self.budget_pages)]
-            tokens_read += self.budget_pages * self.page_size * len(sparse) + int((sparse % self.page_size).sum())
+            those = decodes & (query_lens > later_tokens)
+            context = lens[those] - later_tokens
+            budget = np.full(len(context), self.budget_pages) if budgets is None else budgets[: len(lens)][those]
+            is_sparse = (context > self.dense_tokens) & (context // self.page_size > budget)
+            sparse = context[is_sparse]
+            tokens_read += self.page_size * int(budget[is_sparse].sum()) + int((sparse % self.page_size).sum())
             tokens_in_context += int(sparse.sum())
         if tokens_in_context:
             _add(_READ_SHARE, "_sum", ["", ""], _READ_SHARE_TEXT, tokens_read)

@@ -59,7 +59,7 @@ class ReadShare:
     @property
     def is_counted(self) -> bool:
         """Whether the share depends on what kernels count."""
-        return self.config is not None and bool(self.config.routing or self.config.stop_rule)
+        return self.config is not None and bool(self.config.routing or self.config.stop_rule or self.config.coverage)
 
     def of(self, context_tokens: int, before: Sequence[Totals], after: Sequence[Totals]) -> float:
         """The share that some decode steps read.
@@ -72,7 +72,7 @@ class ReadShare:
         if self.config is None:
             return 1.0
         selecting = self.config.selection.kv_read_share(context_tokens, self.head_size)
-        if self.config.stop_rule is not None:
+        if self.config.stop_rule is not None or self.config.coverage is not None:
             selecting = _ratio(_TOKENS_READ, before, after, default=selecting)
         attending = 1 - _ratio(_SKIPPED, before, after, default=0.0) if self.config.routing else 1.0
         routed_from = self.config.routing.dense_layers if self.config.routing else 0

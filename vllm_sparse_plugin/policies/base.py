@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -19,6 +19,15 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, validate_default=True
     )
+
+
+class PagesRead(NamedTuple):
+    """How many complete pages a decode step reads per KV head."""
+
+    least: int
+    most: int
+    share: float = 0.0
+    """Estimated share of the attention weight that decides between the two."""
 
 
 class Policy(Section):
@@ -39,7 +48,7 @@ class Policy(Section):
         return None
 
     def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
-        """Returns the bytes that a decode step reads (pages and statistics) over the bytes of dense attention."""
+        """Returns the bytes (pages and statistics) that a decode step reads at most, over those of dense attention."""
         return 1.0
 
 
@@ -58,7 +67,7 @@ class Selection(Policy):
 
     @model_validator(mode="after")
     def _budget_holds_whole_pages(self) -> Self:
-        least = self.page_size * (self.reserved_pages + 1)
+        least = self.least_budget_tokens
         if self.budget_tokens % self.page_size or self.budget_tokens < least:
             raise PydanticCustomError(
                 "sentence",
@@ -73,6 +82,16 @@ class Selection(Policy):
         return self.sink_pages
 
     @property
+    def least_budget_tokens(self) -> int:
+        """Tokens of the smallest budget: one page that is chosen besides those that are always read."""
+        return self.page_size * (self.reserved_pages + 1)
+
+    @property
+    def pages_read(self) -> PagesRead:
+        """How many complete pages a decode step reads per KV head; contexts of at most the least are read whole."""
+        return PagesRead(self.budget_pages, self.budget_pages)
+
+    @property
     def budget_pages(self) -> int:
         """Complete pages read per KV head in a decode step."""
         return self.budget_tokens // self.page_size
@@ -83,6 +102,7 @@ class Selection(Policy):
         statistics: PageStatistics | None,
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
+        budgets: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Chooses the pages each token reads.
 
@@ -91,9 +111,12 @@ class Selection(Policy):
             statistics: views into the cache, for policies with a `statistics_layout`.
             block_table: `[num_tokens, max_blocks]` int64, physical block ids.
             num_pages: `[num_tokens]` int64, complete pages of each token's context.
+            budgets: `[num_tokens]` int64, pages that each token reads, for tokens of requests with a budget of their
+                own; None for the policy's. Not on CUDA.
 
         Returns:
-            `[num_tokens, num_kv_heads, budget_pages]` int64 (on CUDA int32), logical page indices, -1 for none.
+            `[num_tokens, num_kv_heads, budget_pages]` int64 (on CUDA int32), logical page indices, -1 for none; with
+            budgets as many as the row with the most has.
         """
         raise NotImplementedError
 
@@ -126,10 +149,11 @@ class Selection(Policy):
         return PageSelection(self.budget_pages, self.sink_pages)
 
     def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
-        if context_tokens // self.page_size <= self.budget_pages:
+        most = self.pages_read.most
+        if context_tokens // self.page_size <= most:
             return 1.0
         token_bytes = 2 * head_size * cache_itemsize
-        read = (self.budget_tokens + context_tokens % self.page_size) * token_bytes
+        read = (most * self.page_size + context_tokens % self.page_size) * token_bytes
         if layout := self.statistics_layout(head_size, cache_itemsize):
             read += context_tokens // self.page_size * layout.record_bytes
         return read / (context_tokens * token_bytes)

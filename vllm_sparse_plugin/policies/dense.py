@@ -49,6 +49,7 @@ class EveryPage(Selection):
         statistics: PageStatistics | None,
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
+        budgets: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return every_page(num_pages, query.shape[1])
 

@@ -11,7 +11,9 @@ from vllm_sparse_plugin.policies.base import Selection
 
 if TYPE_CHECKING:
     import torch
-    from sparse_kernels.batch import PageSelection
+    from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
+    from sparse_kernels.cache import KVCache
+    from sparse_kernels.page_coverage import Coverage
     from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
 
 
@@ -52,8 +54,38 @@ class ScoredSelection(Selection):
         statistics: PageStatistics | None,
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
+        budgets: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._select(query, statistics, block_table, num_pages)[0]
+        return self._select(query, statistics, block_table, num_pages, budgets)[0]
+
+    def select_covering(
+        self, tokens: QueryTokens, cache: KVCache, softmax: Softmax, coverage: Coverage
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chooses the fewest pages that reach an estimated share of the attention weight.
+
+        Args:
+            tokens: the query tokens.
+            cache: keys and statistics.
+            softmax: how logits become weights.
+            coverage: the share of each token, and its limits.
+
+        Returns:
+            Pages as of `select`, as many as the row with the most has, and how many each row has,
+            `[num_tokens, num_kv_heads]` int64.
+        """
+        from sparse_kernels.page_coverage import count_pages
+        from sparse_kernels.page_score import score_pages
+        from sparse_kernels.page_topk import select_pages
+
+        assert cache.statistics is not None
+        num_pages, selection = tokens.num_pages(self.page_size), self.page_selection()
+        scores = score_pages(tokens.query, cache.statistics, tokens.block_table, num_pages, self.std_weight)
+        counts = count_pages(tokens, cache, scores, selection, softmax, coverage)
+        always = self.sink_pages, self.recent_pages
+        # Where groups are routed, none may be left.
+        k = max([self.reserved_pages, 1, *counts.flatten().tolist()])
+        pages = select_pages(scores, num_pages, k, *always, counts)
+        return pages, counts.minimum(num_pages[:, None])
 
     def reading_order(
         self,
@@ -74,6 +106,7 @@ class ScoredSelection(Selection):
         statistics: PageStatistics | None,
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
+        budgets: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Returns the pages, and the scores of all pages."""
         from sparse_kernels.page_score import score_pages
@@ -81,4 +114,10 @@ class ScoredSelection(Selection):
 
         assert statistics is not None
         scores = score_pages(query, statistics, block_table, num_pages, self.std_weight)
-        return select_pages(scores, num_pages, self.budget_pages, self.sink_pages, self.recent_pages), scores
+        always = self.sink_pages, self.recent_pages
+        if budgets is None:
+            return select_pages(scores, num_pages, self.budget_pages, *always), scores
+        # A budget may be far beyond a context, which takes no room then.
+        k = max([self.reserved_pages, 1, *budgets.minimum(num_pages).tolist()])
+        counts = budgets.clamp(max=k)[:, None].expand(scores.shape[:2])
+        return select_pages(scores, num_pages, k, *always, counts), scores

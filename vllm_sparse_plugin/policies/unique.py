@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
+from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 if TYPE_CHECKING:
@@ -31,6 +33,47 @@ class UniqueSelection(ScoredSelection):
     lambda_: Annotated[float, Field(alias="lambda", ge=0.0, le=16.0)] = 1.0
     """Weight of the standard deviation in a page's score (the paper's lambda, Eq. 3), where there is one: with int8,
     fp8 and bf16."""
+
+    coverage: Annotated[float | None, Field(ge=0.01, le=1.0)] = None
+    """Instead of `budget_tokens`: share of its attention weight that what a decode step reads must reach, as the page
+    statistics estimate it, so that each step and KV head reads as much as it needs. On a CPU, with quarters or a
+    sketch."""
+    min_budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 128
+    """Tokens of complete pages that are read at least under a coverage, that of a request included."""
+    max_budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 8192
+    """Tokens of complete pages that are read at most under a coverage, or `min_budget_tokens` where those are more."""
+
+    @model_validator(mode="after")
+    def _coverage_has_an_estimate(self) -> Self:
+        for name in ("min_budget_tokens", "max_budget_tokens"):
+            got = getattr(self, name)
+            if got % self.page_size:
+                raise PydanticCustomError(
+                    "sentence",
+                    "{name}: got {got}, allowed: a multiple of page_size ({page_size})",
+                    {"name": name, "got": got, "page_size": self.page_size},
+                )
+        if self.coverage is not None and not self.estimates_weight:
+            raise PydanticCustomError(
+                "sentence",
+                "coverage: got {coverage} with statistics '{statistics}', allowed: quarters or sketch",
+                {"coverage": self.coverage, "statistics": self.statistics},
+            )
+        return self
+
+    @property
+    def estimates_weight(self) -> bool:
+        """Whether the statistics of a 16-bit cache say how much attention weight a page has."""
+        return self.statistics_in(2) in ("quarters", "sketch")
+
+    def covering(self, share: float) -> PagesRead:
+        """Returns the limits of a coverage."""
+        least = max(self.min_budget_tokens, self.least_budget_tokens) // self.page_size
+        return PagesRead(least, max(least, self.max_budget_tokens // self.page_size), share)
+
+    @property
+    def pages_read(self) -> PagesRead:
+        return super().pages_read if self.coverage is None else self.covering(self.coverage)
 
     @property
     def std_weight(self) -> float:

@@ -30,8 +30,7 @@ def page_summaries(statistics: PageStatistics, blocks: torch.Tensor) -> tuple[to
         `[num_kv_heads, num_blocks * pages_per_block, summary_keys, head_size]` bfloat16 and
         `[num_kv_heads, num_blocks * pages_per_block]` float32, or None for a kind without.
     """
-    vectors, scales, spread = statistics.records(blocks)
-    keys, spread = statistics.kind.summary(vectors if scales is None else vectors * scales[..., None], spread)
+    keys, spread = statistics.summaries(blocks)
     return keys.clamp(-_LARGEST, _LARGEST).bfloat16(), None if spread is None else spread.clamp(max=_LARGEST)
 
 
@@ -43,6 +42,21 @@ def scoring_queries(query: torch.Tensor, rule: BlockRule) -> torch.Tensor:
         rule: the rule.
     """
     return query.flip(0)[:: rule.query_stride]
+
+
+def best_products(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Returns for each row the product of every page's summary key that matches it best.
+
+    Args:
+        rows: `[num_kv_heads, num_rows, head_size]` float32.
+        keys: `[num_kv_heads, num_pages, summary_keys, head_size]`.
+
+    Returns:
+        `[num_kv_heads, num_rows, num_pages]` float32.
+    """
+    products = rows @ keys.float().flatten(1, 2).transpose(1, 2)
+    best: torch.Tensor = products.unflatten(2, keys.shape[1:3]).amax(dim=3)
+    return best
 
 
 def block_logits(
@@ -74,7 +88,7 @@ def block_logits(
     """
     chosen = scoring_queries(query, rule)
     rows = chosen.float().movedim(1, 0).flatten(1, 2)
-    logits = (rows @ keys.float().flatten(1, 2).transpose(1, 2)).unflatten(2, keys.shape[1:3]).amax(dim=3)
+    logits = best_products(rows, keys)
     if spread is not None:
         logits += rule.std_weight * rows.norm(dim=-1, keepdim=True) * spread[:, None]
     pages = torch.arange(keys.shape[1], device=query.device)

@@ -9,7 +9,7 @@ import numba
 import numpy as np
 import torch
 
-from sparse_kernels.compiled import FASTMATH, narrow, parallel_kernel, widen
+from sparse_kernels.compiled import FASTMATH, narrow, parallel_kernel, unpack_codes, widen
 from sparse_kernels.page_statistics import PageStatistics
 from sparse_kernels.threads import use_threads
 
@@ -115,10 +115,7 @@ def _codes_kernel(group_size: int, head_size: int, bits: int) -> Any:
                 best = np.float32(-np.inf)
                 for shared in range(4 // per_byte):
                     start = record + np.uint64(shared * head_size)
-                    for d in range(head_size):
-                        byte = records[start + np.uint64(d)]
-                        for j in range(per_byte):
-                            codes[j, d] = np.float32(byte >> np.uint8(bits * j) & np.uint8(mask))
+                    unpack_codes(records, start, codes, bits)
                     largest = np.float32(-np.inf)
                     for g in range(group_size):
                         for j in range(per_byte):

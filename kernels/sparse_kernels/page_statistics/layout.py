@@ -81,6 +81,19 @@ class PageStatistics:
             scales = scales.float().repeat_interleave(self.kind.vectors // scales.shape[2], dim=2)
         return vectors, scales, None if spread is None else spread.float()
 
+    def summaries(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the keys that stand for every page of some blocks, as their records tell them, and their spreads.
+
+        Args:
+            blocks: `[num_blocks]` int64, physical block ids.
+
+        Returns:
+            `[num_kv_heads, num_pages, kind.summary_keys, head_size]` float32 and `[num_kv_heads, num_pages]` float32,
+            or None for a kind without.
+        """
+        vectors, scales, spread = self.records(blocks)
+        return self.kind.summary(vectors if scales is None else vectors * scales[..., None], spread)
+
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
         """The views there are: vectors, scales, spread."""

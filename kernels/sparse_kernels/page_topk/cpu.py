@@ -11,7 +11,7 @@ from sparse_kernels.threads import use_threads
 
 
 @numba.njit(nogil=True)
-def _ordered(bits):
+def ordered(bits):
     """Returns an unsigned 16-bit integer that orders like the bfloat16 score; NaN orders like -inf."""
     if bits & 0x7FFF > 0x7F80:
         bits = 0xFF80
@@ -31,11 +31,11 @@ def _bucket(counts, wanted):
 
 
 @parallel_kernel()
-def _select(scores, num_pages, k, sink_pages, recent_pages, pages):
+def _select(scores, num_pages, counts, sink_pages, recent_pages, pages):
     num_tokens, num_kv_heads, _ = scores.shape
     for row in numba.prange(num_tokens * num_kv_heads):
         token, head = row // num_kv_heads, row % num_kv_heads
-        length = num_pages[token]
+        length, k = num_pages[token], counts[token, head]
         if length <= k:
             for page in range(length):
                 pages[token, head, page] = page
@@ -51,7 +51,7 @@ def _select(scores, num_pages, k, sink_pages, recent_pages, pages):
         keys = np.empty(length, np.uint16)
         high = np.zeros(256, np.int64)
         for page in range(sink_pages, recent):
-            key = _ordered(scores[token, head, page])
+            key = ordered(scores[token, head, page])
             keys[page] = key
             high[key >> 8] += 1
         top, wanted = _bucket(high, wanted)
@@ -70,10 +70,18 @@ def _select(scores, num_pages, k, sink_pages, recent_pages, pages):
 
 
 def select_pages(
-    scores: torch.Tensor, num_pages: torch.Tensor, k: int, sink_pages: int, recent_pages: int
+    scores: torch.Tensor,
+    num_pages: torch.Tensor,
+    k: int,
+    sink_pages: int,
+    recent_pages: int,
+    counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """See `api.select_pages`."""
     pages = num_pages.new_full((*scores.shape[:2], k), -1)
+    counts = torch.full(scores.shape[:2], k) if counts is None else counts.contiguous()
     use_threads(scores.numel())
-    _select(scores.view(torch.uint16).numpy(), num_pages.numpy(), k, sink_pages, recent_pages, pages.numpy())
+    _select(
+        scores.view(torch.uint16).numpy(), num_pages.numpy(), counts.numpy(), sink_pages, recent_pages, pages.numpy()
+    )
     return pages

@@ -1,0 +1,6 @@
+"""Says how many pages a decode step must read to reach a share of its attention weight, by the page statistics."""
+
+from sparse_kernels.page_coverage.api import count_pages
+from sparse_kernels.page_coverage.rule import Coverage
+
+__all__ = ["Coverage", "count_pages"]

@@ -1,0 +1,90 @@
+"""Counts the pages of a coverage in torch; this is the specification."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
+from sparse_kernels.block_prefill.reference import best_products
+from sparse_kernels.cache import KVCache
+from sparse_kernels.page_coverage.rule import Coverage
+from sparse_kernels.sparse_attention.reference import logits_and_values
+
+
+def page_logits(query: torch.Tensor, keys: torch.Tensor, page_size: int, softmax: Softmax) -> torch.Tensor:
+    """Returns the logarithm of what every page adds to the softmax's denominator, as its best summary key has it.
+
+        log m_p = log B + max_j s q . x_pj
+
+    Args:
+        query: `[num_kv_heads, group_size, head_size]`.
+        keys: x, `[num_kv_heads, num_pages, summary_keys, head_size]` float32, see `PageStatistics.summaries`.
+        page_size: B, tokens of a page.
+        softmax: s, and the softcap of the products.
+
+    Returns:
+        `[num_kv_heads, group_size, num_pages]` float32.
+    """
+    logits = best_products(query.float(), keys) * softmax.scale
+    if softmax.softcap:
+        logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
+    return logits + math.log(page_size)
+
+
+def known_logits(
+    token: QueryTokens, cache: KVCache, selection: PageSelection, softmax: Softmax
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns what the tokens that are read whatever the query add to the denominator, its logarithm.
+
+    Args:
+        token: one query token.
+        cache: keys and values.
+        selection: says which pages those are, besides the incomplete one.
+        softmax: how logits become weights.
+
+    Returns:
+        `[num_kv_heads, group_size]` float32, -inf for none; and `[num_pages]` bool, those pages.
+    """
+    num_pages = int(token.num_pages(cache.page_size))
+    page = torch.arange(num_pages, device=token.query.device)
+    always = (page < selection.sink_pages) | (page >= num_pages - selection.recent_pages)
+    pages = page[always].expand(1, cache.num_kv_heads, -1)
+    return logits_and_values(token, cache, pages, softmax)[0].logsumexp(dim=-1), always
+
+
+def count_pages(
+    tokens: QueryTokens,
+    cache: KVCache,
+    scores: torch.Tensor,
+    selection: PageSelection,
+    softmax: Softmax,
+    coverage: Coverage,
+) -> torch.Tensor:
+    """See `api.count_pages`."""
+    counts = coverage.least[:, None].repeat(1, cache.num_kv_heads)
+    assert cache.statistics is not None
+    for index in range(len(tokens)):
+        token, least = tokens[index : index + 1], int(coverage.least[index])
+        num_pages = int(token.num_pages(cache.page_size))
+        if num_pages <= least or least == int(coverage.most[index]):
+            continue
+        known, always = known_logits(token, cache, selection, softmax)
+        blocks = token.block_table[0, : -(-num_pages // cache.statistics.pages_per_block)].long()
+        keys, _ = cache.statistics.summaries(blocks)
+        logits = page_logits(token.query[0], keys[:, :num_pages], cache.page_size, softmax)
+        logits = logits.masked_fill(always, -torch.inf)
+        total = torch.logaddexp(logits.logsumexp(dim=-1), known)
+        shares = (logits - total[..., None]).exp().mean(dim=1).double()
+        missing = float(coverage.share[index]) - (known - total).exp().mean(dim=1).double()
+        # Those always read come first. A NaN ranks like -inf, as for `select_pages`.
+        key = scores[index, :, :num_pages].float()
+        key = key.masked_fill(key.isnan(), -torch.inf).masked_fill(always, torch.inf)
+        ranked = key.sort(dim=-1, descending=True, stable=True).indices
+        reached = shares.gather(-1, ranked).cumsum(dim=-1)
+        count = (reached < missing[:, None]).sum(dim=-1) + 1
+        if coverage.share[index] >= 1:
+            count = torch.full_like(count, num_pages)
+        counts[index] = count.clamp(least, min(int(coverage.most[index]), num_pages))
+    return counts

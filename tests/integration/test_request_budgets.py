@@ -1,0 +1,182 @@
+"""Requests that say how much of their context a decode step reads, mixed in the batches of one attention layer."""
+
+import random
+
+import pytest
+import torch
+from sparse_kernels.batch import QueryTokens
+from sparse_kernels.sparse_attention import attend_pages
+from support.engines import run_engine
+from support.layer import LayerHarness, Request
+
+KINDS = (None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_coverage": 0.5})
+UNCOVERED = (*KINDS[:3], {"sparse_budget_tokens": 24})
+"""For policies that do not know what a page weighs."""
+DENSE_TOLERANCE = 2e-2
+"""vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
+SETTINGS = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
+
+
+def harness_of(model: str, policy: str = "unique", **settings: object) -> LayerHarness:
+    selection = {"policy": policy, "budget_tokens": 64}
+    # What slides has given back what a larger budget would read, and is refused.
+    settings = SETTINGS | {"selection": selection, "compaction": None} | settings
+    return LayerHarness(model, settings=settings, backend=policy, num_blocks=60)
+
+
+def is_dense(harness: LayerHarness, request: Request, output: torch.Tensor) -> bool:
+    return bool((output[-1].double() - harness.dense(request)).abs().max() < DENSE_TOLERANCE)
+
+
+def prompts_of(harness: LayerHarness, lengths: tuple[int, ...] = (900, 700, 800, 600)) -> list[Request]:
+    """Requests of every kind, behind their prompts."""
+    kinds = KINDS if harness.selection.name() == "unique" else UNCOVERED
+    requests = [harness.request(length) for length in lengths]
+    for request, arguments in zip(requests, kinds, strict=True):
+        request.arguments = arguments
+        harness.step([(request, request.prompt_tokens)])
+    return requests
+
+
+def forked(request: Request) -> Request:
+    """The same request, to take the same step again: what it writes is what the step before wrote."""
+    return Request(request.blocks, request.prompt_tokens, request.keys, request.values, arguments=request.arguments)
+
+
+@pytest.mark.parametrize("policy", ["unique", "streaming_llm", "quest"])
+@pytest.mark.parametrize("new", [1, 2])
+def test_requests_of_all_kinds_in_a_batch_have_the_bits_they_have_alone(model, policy, new):
+    """Two new tokens are a step with a draft."""
+    harness = harness_of(model, policy)
+    harness.builder.reorder_batch_threshold = new
+    requests = prompts_of(harness)
+    for _ in range(4):
+        before = [forked(request) for request in requests]
+        together = harness.step([(request, new) for request in requests])
+        for index, request in enumerate(before):
+            mixed = requests[index]
+            data = mixed.fresh, mixed.keys[-new:], mixed.values[-new:]
+            (alone,) = harness.step([(request, new)], {0: data})
+            assert torch.equal(alone, together[index])
+
+
+def taken(request: Request, new: int) -> dict[int, tuple]:
+    """Queries, keys and values of a request's latest step, to take it again."""
+    return {0: (request.fresh, request.keys[-new:], request.values[-new:])}
+
+
+def test_each_request_reads_its_own_budget(model):
+    """What a layer reads whose settings have that budget."""
+    harness = harness_of(model)
+    requests = [harness.request(length) for length in (900, 700, 800)]
+    budgets = (64, 128, 512)
+    steps: list[list[dict]] = [[], [], []]
+    outputs: list[list[torch.Tensor]] = [[], [], []]
+    for request, tokens in zip(requests, budgets, strict=True):
+        request.arguments = {"sparse_budget_tokens": tokens}
+    for new in (None, 1, 1, 1):
+        for index, request in enumerate(requests if new is None else ()):
+            harness.step([(request, request.prompt_tokens)])
+            steps[index].append(taken(request, request.prompt_tokens))
+        for index, output in enumerate(harness.step([(request, 1) for request in requests])):
+            steps[index].append(taken(requests[index], 1))
+            outputs[index].append(output)
+    for index, tokens in enumerate(budgets):
+        settings = SETTINGS | {"selection": {"budget_tokens": tokens}}
+        plain = LayerHarness(model, settings=settings, num_blocks=60)
+        request = plain.request(requests[index].prompt_tokens)
+        replies = [plain.step([(request, len(step[0][0]))], step)[0] for step in steps[index]]
+        assert torch.equal(torch.cat(replies[1:]), torch.cat(outputs[index]))
+
+
+def test_a_request_with_the_budget_of_the_settings_has_the_bits_of_one_that_says_nothing(model):
+    harness = harness_of(model)
+    request, data = harness.request(900), None
+    harness.step([(request, 900)])
+    outputs = []
+    for arguments in (None, {"sparse_budget_tokens": 64}, {"sparse_budget_tokens": 512}, {"other": 1}):
+        step = forked(request)
+        step.arguments = arguments
+        (output,) = harness.step([(step, 1)], data)
+        data = {0: (step.fresh, step.keys[-1:], step.values[-1:])}
+        outputs.append(output)
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[3])
+    assert not torch.equal(outputs[0], outputs[2])
+
+
+def test_a_budget_that_holds_the_context_is_dense(model):
+    harness = harness_of(model)
+    request, data, outputs = harness.request(300), None, []
+    harness.step([(request, 300)])
+    for arguments in ({"sparse": "dense"}, {"sparse_budget_tokens": 304}):
+        step = forked(request)
+        step.arguments = arguments
+        (output,) = harness.step([(step, 1)], data)
+        data = {0: (step.fresh, step.keys[-1:], step.values[-1:])}
+        outputs.append(output)
+    assert torch.equal(*outputs)
+    assert is_dense(harness, step, output)
+
+
+def test_routed_groups_are_those_of_the_budget_and_a_dense_request_has_none(model):
+    harness = harness_of(model, routing={"threshold": -1.0, "dense_layers": 0})
+    plain, whole = harness.request(300), harness.request(300)
+    whole.arguments = {"sparse": "dense"}
+    for request in (plain, whole):
+        harness.step([(request, 300)])
+    routed, attended = harness.step([(plain, 1), (whole, 1)])
+    # Every group is skipped but those of the request that is dense.
+    assert not routed.any()
+    assert is_dense(harness, whole, attended)
+
+
+def test_a_coverage_reads_what_it_needs_between_its_limits(model):
+    """Of the settings and of a request alike; the kernels that it counts by are held to their formula elsewhere."""
+    selection = {"budget_tokens": 64, "min_budget_tokens": 32, "max_budget_tokens": 256}
+    settings = SETTINGS | {"selection": selection | {"coverage": 0.8}}
+    covering = LayerHarness(model, settings=settings, num_blocks=60)
+    plain = LayerHarness(model, settings=SETTINGS | {"selection": selection}, num_blocks=60)
+    requests = [harness.request(900) for harness in (covering, plain)]
+    requests[1].arguments = {"sparse_coverage": 0.8}
+    for harness, request in zip((covering, plain), requests, strict=True):
+        harness.step([(request, 900)])
+    for _ in range(3):
+        (output,), (other,) = (h.step([(r, 1)]) for h, r in zip((covering, plain), requests, strict=True))
+        assert torch.equal(output, other)
+        decode = covering.metadata.decode
+        assert (int(decode.limits.least), int(decode.limits.most)) == (4, 32)
+        impl, layer = covering.layer.impl, covering.layer
+        tokens = QueryTokens(requests[0].fresh.unflatten(1, (2, -1)), decode.block_table, decode.context_lens)
+        pages, counts = layer.impl.plan.selector.select_covering(tokens, impl.cache, impl.softmax, decode.limits)
+        assert torch.equal((pages >= 0).sum(dim=-1), counts)
+        # Random keys spread the weight, so that a share is a number of pages: far more than the floor.
+        assert counts.min() > 4
+        assert torch.equal(attend_pages(tokens, impl.cache, pages, impl.softmax), output)
+    totals = covering.builder.counts[0].totals()
+    read, seen = totals["vllm_sparse_kv_read_share"]
+    assert 0 < read < seen
+    assert not plain.builder.counts
+
+
+def test_an_engine_serves_every_kind_and_survives_a_bad_one():
+    """A small budget on text without needles changes tokens, so that a request that got another's budget shows."""
+    rng = random.Random(3)
+    prompt = [0, *(rng.randrange(3, 4000) for _ in range(1200))]
+    kinds = [None, {"sparse_budget_tokens": 24}, {"sparse": "dense"}, {"sparse_budget_tokens": 4096}]
+    mix = [*kinds, *reversed(kinds)]
+    with run_engine("unique", {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}) as engine:
+
+        def answers(arguments: list[dict | None]) -> list[list[int]]:
+            # Batches are of one size, since what surrounds attention may round differently in others.
+            return engine.answer([prompt] * len(mix), 12, True, arguments)
+
+        answers(mix)  # The prompt is cached from here on.
+        alone = [answers([kind] * len(mix))[0] for kind in kinds]
+        mixed = answers(mix)
+        with pytest.raises(ValueError, match="sparse_budget_tokens: got 12, allowed: a multiple of page_size"):
+            engine.answer([prompt], arguments=[{"sparse_budget_tokens": 12}])
+        assert answers(mix) == mixed
+    assert mixed == [*alone, *reversed(alone)]
+    assert alone[2] == alone[3]
+    assert len({tuple(tokens) for tokens in alone}) == 3

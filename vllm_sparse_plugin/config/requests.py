@@ -1,0 +1,73 @@
+"""What a request may say of its own attention, in `vllm_xargs` of the OpenAI API or `SamplingParams.extra_args`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vllm_sparse_plugin.config.schema import ResolvedConfig
+from vllm_sparse_plugin.policies import Selection, UniqueSelection
+from vllm_sparse_plugin.policies.base import PagesRead
+
+DENSE, BUDGET, COVERAGE = ARGUMENTS = ("sparse", "sparse_budget_tokens", "sparse_coverage")
+"""Arguments of a request that are ours."""
+EVERY_PAGE = 1 << 40
+"""Pages that no context has: the request is served dense."""
+_MOST_TOKENS = 1 << 20
+
+
+def pages_of_request(arguments: Mapping[str, Any] | None, config: ResolvedConfig) -> PagesRead | None:
+    """Returns the complete pages that a decode step of a request reads per KV head; None for those of the settings.
+
+    Args:
+        arguments: `extra_args` of the request; those that are not ours are left alone.
+        config: the server's configuration.
+
+    Raises:
+        ValueError: names the argument, what it got and what is allowed.
+    """
+    given = {name: arguments[name] for name in ARGUMENTS if arguments and arguments.get(name) is not None}
+    if not given:
+        return None
+    if len(given) > 1:
+        raise ValueError(f"{', '.join(given)}: got all of them, allowed: one in a request")
+    ((name, got),) = given.items()
+    if name == DENSE:
+        return _dense(got, config)
+    selection = config.selection
+    if not isinstance(selection, Selection):
+        raise ValueError(f"{name}: got {got!r:.80} with policy {selection.name()}, allowed: none")
+    if config.stop_rule is not None:
+        raise ValueError(f"{name}: got {got!r:.80} with termination, allowed: none")
+    if config.compaction is not None and config.compaction.retention().slides:
+        # What a larger budget would read has been given back.
+        raise ValueError(f"{name}: got {got!r:.80} with a compaction that slides, allowed: none")
+    return _budget(got, selection) if name == BUDGET else _coverage(got, selection)
+
+
+def _dense(got: Any, config: ResolvedConfig) -> PagesRead:
+    if got != "dense":
+        raise ValueError(f"sparse: got {got!r:.80}, allowed: dense")
+    # Blocks of a prompt that was read sparsely, or of which a part is gone, are not those of a dense request.
+    for section in ("prefill", "compaction"):
+        if getattr(config, section) is not None:
+            raise ValueError(f"sparse: got dense with a server whose {section} is sparse, allowed: none")
+    return PagesRead(EVERY_PAGE, EVERY_PAGE)
+
+
+def _budget(got: Any, selection: Selection) -> PagesRead:
+    size, least = selection.page_size, selection.least_budget_tokens
+    if type(got) is not int or not least <= got <= _MOST_TOKENS or got % size:
+        raise ValueError(
+            f"sparse_budget_tokens: got {got!r:.80}, allowed: a multiple of page_size ({size}), from {least} to "
+            f"{_MOST_TOKENS}"
+        )
+    return PagesRead(got // size, got // size)
+
+
+def _coverage(got: Any, selection: Selection) -> PagesRead:
+    if not isinstance(selection, UniqueSelection) or not selection.estimates_weight:
+        raise ValueError(f"sparse_coverage: got {got!r:.80}, allowed: policy unique with quarters or a sketch")
+    if type(got) not in (int, float) or not 0.01 <= got <= 1:
+        raise ValueError(f"sparse_coverage: got {got!r:.80}, allowed: from 0.01 to 1")
+    return selection.covering(float(got))
