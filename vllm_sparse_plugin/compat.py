@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.names import BACKENDS, DRAFTER
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -24,6 +24,8 @@ CLASS_MODULE = "vllm_sparse_plugin.attention.backends"
 """Module whose attributes are the backend classes, by registered name."""
 TESTED_VLLM = (0, 32), (0, 34)
 """The first release that this version is tested with, and the first after the last; pyproject.toml says the same."""
+DRAFTING_METHOD = "custom_class"
+"""vLLM's name of speculation by a class that is named; it loads no second model for it."""
 _RUNNER_MODULES = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """Modules of vLLM's two model runners; the CPU's derives from the first."""
 _HOOKED = "_vllm_sparse_plugin_hooked"
@@ -87,6 +89,12 @@ def chosen_backend(vllm_config: VllmConfig, names: Mapping[str, str]) -> str | N
             f"attention_config: got backends {' and '.join(backends)}, allowed: one of them at a time"
         )
     return backends[0] if backends else None
+
+
+def drafts_for_itself(vllm_config: VllmConfig) -> bool:
+    """Returns whether the speculation of a configuration is that of lossless mode."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and (speculative.method, speculative.model) == (DRAFTING_METHOD, DRAFTER)
 
 
 def hook_platform(names: Mapping[str, str], admit: Callable[[VllmConfig], None]) -> None:
@@ -160,6 +168,29 @@ def hook_model_runners(attach: Callable[[Any], None], spread: Callable[[Any], An
         runner.initialize_kv_cache = _showing(runner.initialize_kv_cache, attach)
         runner.get_kv_cache_spec = _spreading(runner.get_kv_cache_spec, spread)
         setattr(runner, _HOOKED, True)
+
+
+def hook_lookahead() -> None:
+    """Has vLLM reserve blocks for the tokens that the model drafts for itself; without effect for other drafts.
+
+    Why: a drafter writes keys behind the tokens that the scheduler knows. vLLM reserves room for those of its own
+    drafters, by name, and none for a class that is named.
+    Versions: 0.32, 0.33. Can go when `num_lookahead_tokens` asks the drafter.
+    """
+    from vllm.config import VllmConfig
+
+    lookahead: Any = vars(VllmConfig).get("num_lookahead_tokens")
+    if not isinstance(lookahead, property) or lookahead.fget is None or getattr(lookahead.fget, _HOOKED, False):
+        return
+    reserved = lookahead.fget
+
+    @functools.wraps(reserved)
+    def num_lookahead_tokens(vllm_config: VllmConfig) -> int:
+        tokens = vllm_config.num_speculative_tokens if drafts_for_itself(vllm_config) else reserved(vllm_config)
+        return int(tokens)
+
+    setattr(num_lookahead_tokens, _HOOKED, True)
+    setattr(VllmConfig, "num_lookahead_tokens", property(num_lookahead_tokens))  # noqa: B010
 
 
 def _spreading(get_kv_cache_spec: Callable[..., Any], spread: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -28,6 +28,7 @@ def register() -> None:
         raise UntestedVLLMError(untested)
     compat.register_backend_names(BACKENDS)
     compat.hook_platform(BACKENDS, admit_if_chosen)
+    compat.hook_lookahead()
 
 
 class UntestedVLLMError(RuntimeError):

@@ -14,6 +14,7 @@ from sparse_kernels.token_prefill import TokenRule
 from vllm_sparse_plugin.config import (
     KEY,
     Diagnostics,
+    Lossless,
     ResolvedConfig,
     SparseAttentionConfig,
     Speculation,
@@ -42,6 +43,7 @@ SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
 SECTIONS = {
     "routing": Routing.model_fields,
     "termination": Termination.model_fields,
+    "lossless": Lossless.model_fields,
     "speculation": Speculation.model_fields,
     "diagnostics": Diagnostics.model_fields,
 }
@@ -282,13 +284,13 @@ def test_a_value_that_is_not_among_the_choices_is_refused_with_the_choices(polic
 
 
 ALLOWED_TOP = (
-    "selection, prefill, compaction, routing, termination, first_dense_layers, min_context_tokens, speculation, "
-    "diagnostics, preset, config or trained"
+    "selection, prefill, compaction, routing, termination, first_dense_layers, min_context_tokens, lossless, "
+    "speculation, diagnostics, preset, config or trained"
 )
 ALLOWED_UNIQUE = "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics or lambda"
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
 ALLOWED_PRESETS = (
-    "art, dense, infllm, mean, pyramidkv, quest, sinkrouter, snapkv, streaming_llm, unique, unique_paper, "
+    "art, dense, infllm, lossless, mean, pyramidkv, quest, sinkrouter, snapkv, streaming_llm, unique, unique_paper, "
     "unique_prefill, unique_wide or zipvl"
 )
 ALLOWED_BLOCKS = (

@@ -150,7 +150,15 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseCPUMetadata:
-        common = common_attn_metadata
+        return self._build(common_prefix_len, common_attn_metadata, fast_build, self.sparse.lossless is None)
+
+    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> SparseCPUMetadata:
+        return self._build(0, common_attn_metadata, fast_build=True, selects=True)
+
+    def _build(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, selects: bool
+    ) -> SparseCPUMetadata:
+        """Builds the metadata of a step; `selects` says whether decoding tokens may attend sparsely in it."""
         if self.compaction is not None:
             common = self.compaction.condense(common)
         whole = super().build(common_prefix_len, common, fast_build)
@@ -162,7 +170,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             metadata.observed = self.compaction.observed
         for counts in self.counts:
             counts.step()
-        if self.reads is not None:
+        if self.reads is not None and selects:
             self.reads.step(common, self.reorder_batch_threshold)
 
         page_size = self.summarised_tokens
@@ -174,6 +182,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
         request_of_token = torch.repeat_interleave(query_lens)
         decoding, prefilling = self._sparse_requests(common, query_lens), self._sparse_prompts(common, query_lens)
+        decoding &= selects
         if decoding.any():
             tokens = decoding[request_of_token].nonzero().squeeze(1)
             requests = request_of_token[tokens]
