@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bench.common.options import make_app
 from bench.quality.accuracy import accuracy, accuracy_engines
+from bench.quality.lossless import lossless, lossless_engine
 from vllm_sparse_plugin.cli.arguments import run_app
 from vllm_sparse_plugin.cli.server import unwind_on_termination
 
@@ -18,6 +19,8 @@ def _quality() -> None:
 
 app.command()(accuracy)
 app.command(hidden=True)(accuracy_engines)
+app.command()(lossless)
+app.command(hidden=True)(lossless_engine)
 
 
 def main() -> None:
