@@ -24,6 +24,7 @@ from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.diagnostics.live import expose
 from vllm_sparse_plugin.engine_settings import settings_of
 from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.lossless.speculation import speculate
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ SHARING_DRAFTS = ("gemma4_mtp", "step3p5_mtp")
 def drafts_with_attention(vllm_config: VllmConfig) -> bool:
     """Returns whether a draft with attention layers of its own speculates."""
     speculative = vllm_config.speculative_config
-    return speculative is not None and speculative.method != "ngram"
+    return speculative is not None and speculative.method != "ngram" and not compat.drafts_for_itself(vllm_config)
 
 
 def block_multiple(vllm_config: VllmConfig, config: ResolvedConfig, kernel_block: int) -> int:
@@ -91,6 +92,8 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     config = settings.resolve(backends[name])
     for field, got, allowed in _unsupported(vllm_config, config):
         raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
+    if config.lossless is not None:
+        speculate(vllm_config, config.lossless)
     announce(config, vllm_config.cache_config.cache_dtype)
     if vllm_config.kv_transfer_config:
         vllm_config.kv_transfer_config.kv_connector_module_path = connectors.__name__
@@ -144,6 +147,8 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             _expect_routable(expect, vllm_config, config.routing)
         if config.compaction is not None:
             _expect_compactable(expect, vllm_config)
+        if config.lossless is not None:
+            _expect_verifiable(expect, vllm_config, config)
         if not refusals:
             multiple = block_multiple(vllm_config, config, CPU_KERNEL_BLOCK if on_cpu else CUDA_KERNEL_BLOCK)
             # vLLM may choose the block size after this, and asks the backend which ones it takes.
@@ -196,7 +201,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
     if cache.kv_offloading_size is not None:
         backend = cache.kv_offloading_backend
         expect(backend == "native", "kv_offloading_backend", backend, "native")
-    if vllm_config.speculative_config is not None:
+    if vllm_config.speculative_config is not None and not compat.drafts_for_itself(vllm_config):
         _expect_known_drafts(expect, vllm_config, config, CPU_SPECULATORS if on_cpu else SPECULATORS)
     elif config.draft_is_sparse:
         expect(False, f"{KEY}.speculation.draft", "sparse", "dense without a draft")
@@ -333,6 +338,44 @@ def _expect_compactable(expect: Callable[[bool, str, Any, str], None], vllm_conf
     refuse(parallel.data_parallel_size > 1, f"{parallel.data_parallel_size} data-parallel engines")
     per_kind = vllm_config.attention_config.backend_per_kind
     refuse(bool(per_kind), "a backend by kind of attention")
+
+
+def _expect_verifiable(
+    expect: Callable[[bool, str, Any, str], None], vllm_config: VllmConfig, config: ResolvedConfig
+) -> None:
+    from vllm.platforms import current_platform
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])
+    field = f"{KEY}.lossless"
+
+    def refuse(holds: bool, got: str) -> None:
+        expect(not holds, field, got, "null")
+
+    refuse(not current_platform.is_cpu(), f"a section on {current_platform.device_name}, where it has not been built")
+    # Answers are those of dense attention, so nothing but drafts may leave anything out.
+    refuse(not config.is_sparse, "a section with nothing sparse to draft with")
+    refuse(config.prefill is not None, f"a section beside {KEY}.prefill")
+    refuse(config.compaction is not None, f"a section beside {KEY}.compaction")
+    refuse(config.draft_is_sparse, f"a section beside {KEY}.speculation.draft sparse")
+    speculative = vllm_config.speculative_config
+    if speculative is not None:
+        refuse(not compat.drafts_for_itself(vllm_config), f"a section beside speculation by {speculative.method}")
+    # Each of these would need a drafting step, or a proof, of its own.
+    text = model.hf_text_config
+    kinds = set(getattr(text, "layer_types", None) or ())
+    windows = bool(kinds - {"full_attention"}) or (not kinds and model.get_sliding_window() is not None)
+    refuse(model.is_hybrid, f"{architecture} with state-space layers")
+    refuse(windows and not model.is_hybrid, f"{architecture} with layers of a sliding window or a chunk")
+    refuse(model.is_multimodal_model, f"{architecture}, which reads more than text")
+    refuse(model.uses_mrope, f"{architecture} with positions of several dimensions")
+    refuse(vllm_config.lora_config is not None, "LoRA adapters")
+    offloading = vllm_config.cache_config.kv_offloading_size is not None
+    refuse(vllm_config.kv_transfer_config is not None or offloading, "a KV connector")
+    refuse(parallel.tensor_parallel_size > 1, f"{parallel.tensor_parallel_size} tensor-parallel workers")
+    refuse(parallel.pipeline_parallel_size > 1, f"{parallel.pipeline_parallel_size} pipeline stages")
+    refuse(parallel.data_parallel_size > 1, f"{parallel.data_parallel_size} data-parallel engines")
+    refuse(bool(vllm_config.attention_config.backend_per_kind), "a backend by kind of attention")
 
 
 def _short(dtype: torch.dtype) -> str:

@@ -14,9 +14,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.names import BACKENDS, DRAFTER
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -24,6 +25,8 @@ CLASS_MODULE = "vllm_sparse_plugin.attention.backends"
 """Module whose attributes are the backend classes, by registered name."""
 TESTED_VLLM = (0, 32), (0, 34)
 """The first release that this version is tested with, and the first after the last; pyproject.toml says the same."""
+DRAFTING_METHOD = "custom_class"
+"""vLLM's name of speculation by a class that is named; it loads no second model for it."""
 _RUNNER_MODULES = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """Modules of vLLM's two model runners; the CPU's derives from the first."""
 _HOOKED = "_vllm_sparse_plugin_hooked"
@@ -87,6 +90,12 @@ def chosen_backend(vllm_config: VllmConfig, names: Mapping[str, str]) -> str | N
             f"attention_config: got backends {' and '.join(backends)}, allowed: one of them at a time"
         )
     return backends[0] if backends else None
+
+
+def drafts_for_itself(vllm_config: VllmConfig) -> bool:
+    """Returns whether the speculation of a configuration is that of lossless mode."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and (speculative.method, speculative.model) == (DRAFTING_METHOD, DRAFTER)
 
 
 def hook_platform(
@@ -172,6 +181,52 @@ def hook_model_runners(attach: Callable[[Any], None], spread: Callable[[Any], An
         runner.initialize_kv_cache = _showing(runner.initialize_kv_cache, attach)
         runner.get_kv_cache_spec = _spreading(runner.get_kv_cache_spec, spread)
         setattr(runner, _HOOKED, True)
+
+
+def hook_lookahead() -> None:
+    """Has vLLM reserve blocks for the tokens that the model drafts for itself; without effect for other drafts.
+
+    Why: a drafter writes keys behind the tokens that the scheduler knows. vLLM reserves room for those of its own
+    drafters, by name, and none for a class that is named.
+    Versions: 0.32, 0.33. Can go when `num_lookahead_tokens` asks the drafter.
+    """
+    from vllm.config import VllmConfig
+
+    lookahead: Any = vars(VllmConfig).get("num_lookahead_tokens")
+    if not isinstance(lookahead, property) or lookahead.fget is None or getattr(lookahead.fget, _HOOKED, False):
+        return
+    reserved = lookahead.fget
+
+    @functools.wraps(reserved)
+    def num_lookahead_tokens(vllm_config: VllmConfig) -> int:
+        tokens = vllm_config.num_speculative_tokens if drafts_for_itself(vllm_config) else reserved(vllm_config)
+        return int(tokens)
+
+    setattr(num_lookahead_tokens, _HOOKED, True)
+    setattr(VllmConfig, "num_lookahead_tokens", property(num_lookahead_tokens))  # noqa: B010
+
+
+def mend_rejection_sampling() -> None:
+    """Has vLLM's rejection sampler give each draft the temperature of its request, on a CPU. Idempotent.
+
+    Why: the CPU kernel that spreads a request's values over its drafts works on a copy where they are not int64, so
+    temperatures, top-k and top-p of drafts were whatever the memory held, and sampled tokens had another distribution.
+    Versions: 0.32. Can go when `_expand_kernel_impl` writes what it was given.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(
+        values: torch.Tensor,
+        cu_num_tokens: torch.Tensor,
+        num_tokens: int,
+        replace_from: int = 0,
+        replace_to: int = 0,
+    ) -> torch.Tensor:
+        numbers = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+        replaced = values.masked_fill(values == replace_from, replace_to)
+        return replaced.repeat_interleave(numbers, output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand
 
 
 def _spreading(get_kv_cache_spec: Callable[..., Any], spread: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -19,3 +19,5 @@ BACKENDS: dict[str, str] = {
 """Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
 KEY = "sparse_attention"
 """Key of our settings in vLLM's `--additional-config`."""
+DRAFTER = "vllm_sparse_plugin.lossless.drafter.SparseDrafter"
+"""The class that drafts in lossless mode, as vLLM's speculative configuration names it."""

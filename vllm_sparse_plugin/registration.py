@@ -28,6 +28,7 @@ def register() -> None:
         raise UntestedVLLMError(untested)
     compat.register_backend_names(BACKENDS)
     compat.hook_platform(BACKENDS, admit_if_chosen, check_request)
+    compat.hook_lookahead()
 
 
 def check_request(params: Any) -> None:

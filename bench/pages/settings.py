@@ -49,7 +49,7 @@ def presets() -> Block:
                 "yes" if resolved.routing is not None else "no",
                 "yes" if resolved.config.termination is not None else "no",
                 "yes" if resolved.config.prefill is not None else "no",
-                "depends on the text" if by_data else f"{share:.1%}",
+                "depends on the text" if by_data else f"{'all, drafts ' * (resolved.lossless is not None)}{share:.1%}",
                 right,
             ]
         )

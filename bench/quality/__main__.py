@@ -5,6 +5,7 @@ from __future__ import annotations
 from bench.common.options import make_app
 from bench.quality.accuracy import accuracy, accuracy_engines
 from bench.quality.identical import identical, identical_engine
+from bench.quality.lossless import lossless, lossless_engine
 from vllm_sparse_plugin.cli.arguments import run_app
 from vllm_sparse_plugin.cli.server import unwind_on_termination
 
@@ -21,6 +22,8 @@ app.command()(accuracy)
 app.command(hidden=True)(accuracy_engines)
 app.command()(identical)
 app.command(hidden=True)(identical_engine)
+app.command()(lossless)
+app.command(hidden=True)(lossless_engine)
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """Whole engines: vLLM's scheduler, prefix cache and server around the sparse backend."""
 
 import json
-import math
 import random
 from pathlib import Path
 
@@ -187,24 +186,14 @@ def test_a_budget_beyond_the_context_gives_the_tokens_of_dense_attention():
         sparse = engine.answer(prompts, max_tokens=8)
     with run_engine(None, max_num_seqs=8) as engine:
         dense = engine.answer(prompts, max_tokens=8)
-        # Both sum the same numbers, in orders that depend on the processor: they may part at a tie, and nowhere else.
-        parted = [
-            (index, next(place for place, pair in enumerate(zip(one, other, strict=False)) if len(set(pair)) == 2))
-            for index, (one, other) in enumerate(zip(sparse, dense, strict=True))
-            if one != other
-        ]
-        expected = engine.expect([prompts[index] + dense[index][:place] for index, place in parted])
-    leads = [
-        tokens[dense[index][place]] - tokens.get(sparse[index][place], -math.inf)
-        for (index, place), tokens in zip(parted, expected, strict=True)
-    ]
-    assert len(parted) <= 3, parted
+        leads = engine.leads_where_parted(prompts, dense, sparse)
+    assert len(leads) <= 3, leads
     assert all(abs(lead) < 0.05 for lead in leads), leads
 
 
 @pytest.mark.parametrize("backend", ["unique", "quest"])
 def test_statistics_survive_random_schedules(backend):
-    seen = in_fresh_process(check_random_schedules, 1, backend)
+    seen = in_fresh_process(check_random_schedules, 1, backend, {})
     assert min(seen[kind] for kind in ("pages", "decodes", "chunks", "hits", "preemptions")) > 0, seen
 
 

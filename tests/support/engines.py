@@ -6,6 +6,7 @@ is forked has loaded no plugin and started no thread.
 
 import functools
 import json
+import math
 import multiprocessing
 import os
 import shutil
@@ -68,6 +69,15 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 @dataclass(frozen=True)
+class Sampled:
+    """Tokens that were drawn."""
+
+    tokens: list[int]
+    likeliest: list[dict[int, float]]
+    """Log probabilities of the likeliest tokens at each place, by token, and of the one that was drawn."""
+
+
+@dataclass(frozen=True)
 class Engine:
     """An engine that runs in another process."""
 
@@ -87,6 +97,33 @@ class Engine:
     def expect(self, prompts: Sequence[list[int]]) -> list[dict[int, float]]:
         """Log probabilities of the likeliest tokens after each of a batch of prompts, by token."""
         return self._pool.submit(_expect, list(prompts)).result()
+
+    def sample(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Sampled]:
+        """Tokens that follow each of a batch of prompts, drawn at temperature 1, with the likeliest at each place."""
+        return self._pool.submit(_sample, list(prompts), max_tokens).result()
+
+    def follow(self, prompt: str, regex: str) -> str:
+        """Text that follows a prompt, greedily, and a regular expression."""
+        return self._pool.submit(_follow, prompt, regex).result()
+
+    def leads_where_parted(
+        self, prompts: Sequence[list[int]], own: Sequence[list[int]], other: Sequence[list[int]]
+    ) -> list[float]:
+        """How much likelier this engine finds its own token, in log probability, wherever answers part from others.
+
+        Attention sums the same numbers in orders that depend on the batch and the processor: answers may part at a
+        tie, which is a lead of about 0, and nowhere else.
+        """
+        parted = [
+            (index, next(place for place, pair in enumerate(zip(one, two, strict=False)) if len(set(pair)) == 2))
+            for index, (one, two) in enumerate(zip(own, other, strict=True))
+            if one != two
+        ]
+        expected = self.expect([[*prompts[index], *own[index][:place]] for index, place in parted])
+        return [
+            tokens[own[index][place]] - tokens.get(other[index][place], -math.inf)
+            for (index, place), tokens in zip(parted, expected, strict=True)
+        ]
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
@@ -145,6 +182,29 @@ def _expect(prompts: list[list[int]]) -> list[dict[int, float]]:
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     done = _llm.generate(inputs, sampling, use_tqdm=False)
     return [{token: each.logprob for token, each in one.outputs[0].logprobs[0].items()} for one in done]
+
+
+def _sample(prompts: list[list[int]], max_tokens: int) -> list[Sampled]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=1, max_tokens=max_tokens, ignore_eos=True, logprobs=2, seed=None)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return [
+        Sampled(
+            list(done.outputs[0].token_ids),
+            [{token: each.logprob for token, each in place.items()} for place in done.outputs[0].logprobs],
+        )
+        for done in _llm.generate(inputs, sampling, use_tqdm=False)
+    ]
+
+
+def _follow(prompt: str, regex: str) -> str:
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    constraint = StructuredOutputsParams(regex=regex)
+    sampling = SamplingParams(temperature=0, max_tokens=80, structured_outputs=constraint)
+    return _llm.generate(prompt, sampling, use_tqdm=False)[0].outputs[0].text
 
 
 def _metrics() -> str:

@@ -11,6 +11,7 @@ from vllm import LLM, SamplingParams
 STEPS = 120
 CHUNK = 256
 BLOCKS = 18
+GARBAGE = 1e6
 
 
 def check(layer, blocks: list[int], computed: int) -> int:
@@ -20,6 +21,7 @@ def check(layer, blocks: list[int], computed: int) -> int:
     page = torch.arange(computed // page_size)
     block, within = torch.tensor(blocks)[page // per_block], page % per_block
     keys = impl.cache.keys.gather(block[:, None], torch.arange(impl.num_kv_heads), within[:, None])
+    assert bool((keys.abs() < GARBAGE / 1000).all())
     vectors, spread = summarise(impl.cache.statistics.kind, keys)
     codes = impl.cache.statistics.kind.codes
     stored, scales = codes.pack(vectors) if codes else quantise(vectors, torch.int8)
@@ -31,8 +33,23 @@ def check(layer, blocks: list[int], computed: int) -> int:
     return len(page)
 
 
-def check_random_schedules(seed: int, backend: str) -> Counter[str]:
-    """Run an engine in this process and return how often what happened in it; AssertionError for wrong statistics."""
+def spoil(layer, blocks: list[int], computed: int) -> None:
+    """Overwrites the keys and values behind a request's tokens, in its own blocks: those of drafts."""
+    cache = layer.impl.cache
+    block_size = cache.keys.page_size * cache.keys.pages_per_block
+    token = torch.arange(computed, len(blocks) * block_size)
+    block, heads = torch.tensor(blocks)[token // block_size], torch.arange(layer.impl.num_kv_heads)
+    rows = torch.full((len(token), len(heads), cache.keys.head_size), GARBAGE, dtype=torch.bfloat16)
+    for part in (cache.keys, cache.values):
+        part.scatter_tokens(block[:, None], heads, (token % block_size)[:, None], rows)
+
+
+def check_random_schedules(seed: int, backend: str, settings: dict[str, object], longest: int = 100) -> Counter[str]:
+    """Run an engine in this process and return how often what happened in it; AssertionError for wrong statistics.
+
+    Answers have at most `longest` tokens. Keys and values behind the tokens of every request are garbage when a step
+    begins.
+    """
     rng = random.Random(seed)
     llm = LLM(
         model=str(MODEL),
@@ -43,7 +60,9 @@ def check_random_schedules(seed: int, backend: str) -> Counter[str]:
         max_num_seqs=6,
         num_gpu_blocks_override=BLOCKS,
         kv_cache_memory_bytes=1 << 28,
-        additional_config={"sparse_attention": {"selection": {"budget_tokens": 128}, "min_context_tokens": 0}},
+        additional_config={
+            "sparse_attention": {"selection": {"budget_tokens": 128}, "min_context_tokens": 0, **settings}
+        },
     )
     engine = llm.llm_engine
     core = engine.engine_core.engine_core
@@ -53,7 +72,7 @@ def check_random_schedules(seed: int, backend: str) -> Counter[str]:
     garbage = torch.Generator().manual_seed(seed)
     for layer in layers:
         # Finite, as vLLM's own attention needs it beyond the context.
-        layer.kv_cache.copy_(torch.randn(layer.kv_cache.shape, generator=garbage) * 1e6)
+        layer.kv_cache.copy_(torch.randn(layer.kv_cache.shape, generator=garbage) * GARBAGE)
 
     prefixes = [[0] + [rng.randrange(3, 4000) for _ in range(400)] for _ in range(3)]
     seen: Counter[str] = Counter()
@@ -65,7 +84,7 @@ def check_random_schedules(seed: int, backend: str) -> Counter[str]:
             engine.add_request(
                 f"r{step}",
                 {"prompt_token_ids": prompt},
-                SamplingParams(temperature=0, max_tokens=rng.choice([1, 30, 100]), ignore_eos=True),
+                SamplingParams(temperature=0, max_tokens=rng.choice([1, 30, longest]), ignore_eos=True),
             )
         engine.step()
         for request in scheduler.running:
@@ -77,5 +96,8 @@ def check_random_schedules(seed: int, backend: str) -> Counter[str]:
                 seen["pages"] += check(layer, blocks, request.num_computed_tokens)
             seen["decodes"] += request.num_computed_tokens > request.num_prompt_tokens
             seen["chunks"] += request.num_computed_tokens < request.num_prompt_tokens
+            seen["drafts"] += len(request.spec_token_ids)
+            for layer in layers[::3]:
+                spoil(layer, blocks, request.num_computed_tokens)
     seen["preemptions"] = sum(request.num_preemptions for request in live.values())
     return seen

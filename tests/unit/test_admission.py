@@ -1,4 +1,5 @@
 import json
+import pickle
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
-from vllm_sparse_plugin import admission, notices
+from vllm_sparse_plugin import admission, compat, notices
 from vllm_sparse_plugin.admission import admit
 from vllm_sparse_plugin.attention.plan import is_of_draft
 from vllm_sparse_plugin.config import resolve
@@ -231,7 +232,7 @@ REFUSED = {
         {"additional_config": {"sparse_attention": {"selektion": 1}}},
         "sparse_attention.selektion: unknown key (did you mean 'selection'?), "
         "allowed: selection, prefill, compaction, routing, termination, first_dense_layers, min_context_tokens, "
-        "speculation, diagnostics, preset, config or trained",
+        "lossless, speculation, diagnostics, preset, config or trained",
     ),
     "key of the other backend's policy": (
         {"attention_backend": "streaming_llm", "additional_config": settings(statistics="fp8")},
@@ -274,6 +275,71 @@ def test_compaction_is_refused_where_it_is_not_proven_that_nothing_reads_what_is
     assert refusal(folder(**model), **COMPACTING, **arguments) == expected
     without = {"additional_config": {"sparse_attention": {"compaction": None}}}
     assert engine_config(folder(**model), **COMPACTING, **arguments, **without)
+
+
+def lossless(**sections: object) -> dict:
+    """The arguments of an engine in lossless mode, with further sections of settings."""
+    return {"additional_config": {"sparse_attention": {"lossless": {"draft_tokens": 3}, **sections}}}
+
+
+NOT_LOSSLESS = {
+    "nothing sparse": (lossless(selection={"policy": "dense"}), {}, "a section with nothing sparse to draft with"),
+    "sparse prefill": (lossless(prefill={"method": "blocks"}), {}, "a section beside sparse_attention.prefill"),
+    "compaction": (lossless(compaction={"method": "snapkv"}), {}, "a section beside sparse_attention.compaction"),
+    "sparse drafts": (
+        lossless(speculation={"draft": "sparse"}), {}, "a section beside sparse_attention.speculation.draft sparse"
+    ),
+    "another draft": (lossless() | NGRAM, {}, "a section beside speculation by ngram"),
+    "adapters": (lossless() | {"enable_lora": True}, {}, "LoRA adapters"),
+    "a connector": (lossless() | connector("OffloadingConnector"), {}, "a KV connector"),
+    "offloading": (lossless() | {"kv_offloading_size": 1.0}, {}, "a KV connector"),
+    "workers": (lossless() | {"tensor_parallel_size": 2}, {}, "2 tensor-parallel workers"),
+    "stages": (lossless() | {"pipeline_parallel_size": 2}, {}, "2 pipeline stages"),
+    "engines": (lossless() | {"data_parallel_size": 2}, {}, "2 data-parallel engines"),
+    "windows": (
+        lossless(),
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64},
+        "LlamaForCausalLM with layers of a sliding window or a chunk",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_LOSSLESS)
+def test_lossless_mode_is_refused_where_drafts_are_not_proven_to_leave_nothing_behind(case, folder):
+    arguments, model, got = NOT_LOSSLESS[case]
+    expected = f"sparse_attention.lossless: got {got}, {UNIQUE}null"
+    assert refusal(folder(**model), **arguments) == expected
+
+
+def test_lossless_mode_is_not_for_hybrids(folder):
+    expected = f"sparse_attention.lossless: got JambaForCausalLM with state-space layers, {UNIQUE}null"
+    assert refusal(folder("JambaForCausalLM"), **lossless()) == expected
+
+
+def test_lossless_mode_sets_up_speculation_by_itself_and_reserves_room_for_drafts(folder):
+    model = folder()
+    config = engine_config(model, **lossless())
+    speculative = config.speculative_config
+    assert compat.drafts_for_itself(config)
+    assert speculative.draft_model_config is config.model_config
+    assert (config.num_speculative_tokens, config.num_lookahead_tokens, config.uniform_decode_query_len) == (3, 3, 4)
+    assert config.scheduler_config.async_scheduling is False
+    # It reaches the processes of the engine.
+    assert pickle.loads(pickle.dumps(config)).num_lookahead_tokens == 3
+    assert engine_config(model, **NGRAM).num_lookahead_tokens == 0
+    assert engine_config(model, **drafted(model)).num_lookahead_tokens == 2
+    assert engine_config(model).speculative_config is None
+
+
+def test_lossless_mode_is_refused_on_cuda(folder, monkeypatch):
+    config = engine_config(folder(head_dim=64))
+    config.additional_config = lossless()["additional_config"]
+    on_cuda(monkeypatch)
+    with pytest.raises(
+        ConfigurationError, match=r"where it has not been built, allowed with .* unique: null$"
+    ) as caught:
+        admit(config, BACKENDS)
+    assert str(caught.value).startswith("sparse_attention.lossless: got a section on ")
 
 
 def test_a_hybrid_is_not_compacted(folder):
@@ -485,6 +551,7 @@ ADMITTED = {
     },
     "offloading connector": connector("OffloadingConnector"),
     "n-gram speculation": NGRAM,
+    "lossless mode": {"additional_config": {"sparse_attention": {"preset": "lossless"}}},
     "other plugin's settings": {"additional_config": {"another_plugin": {"a": 1}}},
     "tensor parallelism": {"tensor_parallel_size": 2},
 }

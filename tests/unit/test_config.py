@@ -14,6 +14,7 @@ from sparse_kernels.token_prefill import TokenRule
 from vllm_sparse_plugin.config import (
     KEY,
     Diagnostics,
+    Lossless,
     ResolvedConfig,
     SparseAttentionConfig,
     Speculation,
@@ -42,6 +43,7 @@ SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
 SECTIONS = {
     "routing": Routing.model_fields,
     "termination": Termination.model_fields,
+    "lossless": Lossless.model_fields,
     "speculation": Speculation.model_fields,
     "diagnostics": Diagnostics.model_fields,
 }
@@ -282,8 +284,8 @@ def test_a_value_that_is_not_among_the_choices_is_refused_with_the_choices(polic
 
 
 ALLOWED_TOP = (
-    "selection, prefill, compaction, routing, termination, first_dense_layers, min_context_tokens, speculation, "
-    "diagnostics, preset, config or trained"
+    "selection, prefill, compaction, routing, termination, first_dense_layers, min_context_tokens, lossless, "
+    "speculation, diagnostics, preset, config or trained"
 )
 ALLOWED_UNIQUE = (
     "policy, page_size, budget_tokens, sink_pages, recent_pages, statistics, lambda, coverage, min_budget_tokens or "
@@ -291,8 +293,8 @@ ALLOWED_UNIQUE = (
 )
 ALLOWED_POLICIES = "dense, infllm, mean, quest, streaming_llm or unique"
 ALLOWED_PRESETS = (
-    "art, dense, h2o, infllm, mean, pyramidkv, quest, sinkrouter, snapkv, streaming_llm, unique, unique_paper, "
-    "unique_prefill, unique_wide or zipvl"
+    "art, dense, h2o, infllm, lossless, mean, pyramidkv, quest, sinkrouter, snapkv, streaming_llm, unique, "
+    "unique_paper, unique_prefill, unique_wide or zipvl"
 )
 ALLOWED_BLOCKS = (
     "method, density, coverage, tile_tokens, block_tokens, measure, query_stride, first_dense_layers, "

@@ -20,6 +20,10 @@ def test_vllms_own_attention_reads_everything():
     assert share_of(None, {}, [], []) == 1.0
 
 
+def test_in_lossless_mode_what_answers_reads_everything():
+    assert share_of("unique", {"lossless": {}}, [], []) == 1.0
+
+
 def test_a_selection_reads_what_its_settings_say():
     selection = resolve_arguments({"attention_backend": "UNIQUE"}).selection
     assert share_of("unique", {}, [], []) == selection.kv_read_share(CONTEXT, HEAD_SIZE)

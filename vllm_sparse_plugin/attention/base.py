@@ -26,6 +26,7 @@ from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
 from vllm_sparse_plugin.compaction.step import Observed, StepCompaction
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.lossless.drafter import SparseDrafter
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -99,7 +100,7 @@ class SparseImpl:
         super().__init__(*args, **kwargs)
         self.model_size = engine_config.remember()
         # No effect without compaction; vLLM asks for specifications once all layers are there.
-        compat.hook_model_runners(requests.attach, spread)
+        compat.hook_model_runners(_attach, spread)
         if self.alibi_slopes is not None:
             raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
         self._bound_cache: torch.Tensor | None = None
@@ -169,6 +170,14 @@ class SparseImpl:
         """How the layer's logits become weights. Sink logits are the model's own tensor: weights may be replaced."""
         sink_logits = self.sinks
         return Softmax(self.scale, self.logits_soft_cap, None if sink_logits is None else sink_logits.detach())
+
+
+def _attach(runner: Any) -> None:
+    """Shows a model runner to those of us who ask it what vLLM's metadata does not say."""
+    requests.attach(runner)
+    drafter = getattr(runner, "drafter", None)
+    if isinstance(drafter, SparseDrafter):
+        drafter.attach(runner)
 
 
 class DecodeRun(NamedTuple):

@@ -160,7 +160,15 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseCPUMetadata:
-        common = common_attn_metadata
+        return self._build(common_prefix_len, common_attn_metadata, fast_build, self.sparse.lossless is None)
+
+    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> SparseCPUMetadata:
+        return self._build(0, common_attn_metadata, fast_build=True, selects=True)
+
+    def _build(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, selects: bool
+    ) -> SparseCPUMetadata:
+        """Builds the metadata of a step; `selects` says whether decoding tokens may attend sparsely in it."""
         if self.compaction is not None:
             common = self.compaction.condense(common)
         whole = super().build(common_prefix_len, common, fast_build)
@@ -173,7 +181,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         for counts in self.counts:
             counts.step()
         limits = self._limits(common)
-        if self.reads is not None:
+        if self.reads is not None and selects:
             # What a coverage reads is not known from lengths.
             budgets = None if limits is None else torch.where(limits.share > 0, EVERY_PAGE, limits.most).numpy()
             self.reads.step(common, self.reorder_batch_threshold, budgets)
@@ -188,6 +196,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         request_of_token = torch.repeat_interleave(query_lens)
         decoding = self._sparse_requests(common, query_lens, limits)
         prefilling = self._sparse_prompts(common, query_lens)
+        decoding &= selects
         if decoding.any():
             tokens = decoding[request_of_token].nonzero().squeeze(1)
             request = request_of_token[tokens]
@@ -241,7 +250,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         """Returns how much each request reads in a decode step; None if all have the layers' budget."""
         if not self.sparse.is_sparse:
             return None
-        arguments = self.rows.arguments() if self.rows is not None else []
+        # Lossless mode takes none, and its drafting steps have rows of their own.
+        arguments = self.rows.arguments() if self.rows is not None and self.sparse.lossless is None else []
         own = [pages_of_request(each, self.sparse) for each in arguments]
         usual = self.sparse.selector.pages_read if self.sparse.selector else PagesRead(0, 0)
         if not any(own) and not usual.share:

@@ -4,6 +4,7 @@ Importing it and resolving a configuration need neither vLLM nor torch.
 """
 
 from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction
+from vllm_sparse_plugin.config.lossless import DraftRule, Lossless
 from vllm_sparse_plugin.config.messages import describe_fields, describe_policies
 from vllm_sparse_plugin.config.prefill import BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.retention import Retention, requests_at_once
@@ -20,6 +21,8 @@ __all__ = [
     "BlockPrefill",
     "Compaction",
     "Diagnostics",
+    "DraftRule",
+    "Lossless",
     "ModelIdentity",
     "ResolvedConfig",
     "Retention",

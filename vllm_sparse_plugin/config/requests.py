@@ -32,6 +32,8 @@ def pages_of_request(arguments: Mapping[str, Any] | None, config: ResolvedConfig
     if len(given) > 1:
         raise ValueError(f"{', '.join(given)}: got all of them, allowed: one in a request")
     ((name, got),) = given.items()
+    if config.lossless is not None:
+        raise ValueError(f"{name}: got {got!r:.80} in lossless mode, whose answers are dense ones, allowed: none")
     if name == DENSE:
         return _dense(got, config)
     selection = config.selection

@@ -12,6 +12,7 @@ from pydantic import Field
 from pydantic.fields import FieldInfo
 
 from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction
+from vllm_sparse_plugin.config.lossless import DraftRule, Lossless
 from vllm_sparse_plugin.config.prefill import PREFILLS, BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.speculation import Speculation
@@ -60,6 +61,8 @@ class SparseAttentionConfig(Section):
     """Leading layers that stay dense."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
     """Shortest context that is made sparse; shorter ones are served dense."""
+    lossless: Lossless | None = None
+    """Whether sparse steps draft and dense attention answers; None for sparse steps that answer."""
     speculation: Speculation = Speculation()
     """How the layers of a draft attend."""
     diagnostics: Diagnostics = Diagnostics()
@@ -112,6 +115,7 @@ SECTIONS: dict[str, dict[str, FieldInfo]] = {
     **{section: variants.fields for section, variants in VARIANTS.items()},
     "routing": fields_by_key(Routing),
     "termination": fields_by_key(Termination),
+    "lossless": fields_by_key(Lossless),
     "speculation": fields_by_key(Speculation),
     "diagnostics": fields_by_key(Diagnostics),
 }
@@ -194,6 +198,22 @@ class ResolvedConfig:
     def runs_kernels(self) -> bool:
         """Whether our kernels read or write the cache."""
         return self.is_sparse or self.moves_tokens or self.prefill is not None
+
+    @property
+    def lossless(self) -> Lossless | None:
+        """The part of lossless mode, if sparse steps only draft."""
+        return self.config.lossless
+
+    @property
+    def draft_rule(self) -> DraftRule | None:
+        """How many tokens sparse steps draft; None if they answer. Contexts that they would read whole have none."""
+        lossless, selector = self.lossless, self.selector
+        if lossless is None:
+            return None
+        shortest = max(lossless.min_context_tokens, self.config.min_context_tokens)
+        if selector is not None and self.routing is None:
+            shortest = max(shortest, (selector.budget_pages + 1) * selector.page_size)
+        return DraftRule(lossless.draft_tokens, shortest)
 
     @property
     def draft_is_sparse(self) -> bool:

@@ -46,7 +46,7 @@ class ReadShare:
     """The share of the cached keys and values that decode steps read, over the layers of a model.
 
     Kernels count what routing skips and where attention stops; a selection without these reads what its settings say,
-    page statistics included.
+    page statistics included. In lossless mode the steps that answer read everything; drafts do not count.
     """
 
     config: ResolvedConfig | None
@@ -69,7 +69,7 @@ class ReadShare:
             before: what each worker had counted before them; empty if nothing is counted.
             after: the same after them.
         """
-        if self.config is None:
+        if self.config is None or self.config.lossless is not None:
             return 1.0
         selecting = self.config.selection.kv_read_share(context_tokens, self.head_size)
         if self.config.stop_rule is not None or self.config.coverage is not None:

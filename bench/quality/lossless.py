@@ -1,0 +1,309 @@
+"""Lossless mode beside dense decoding, one engine for each setting: are the tokens the same, and how many drafts right?
+
+python -m bench.quality lossless --output lossless.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel, ConfigDict
+from rich.table import Table
+
+from bench.common.children import run_python
+from bench.common.console import open_console
+from bench.common.engine import Variant, WrongBackendError, start_engine
+from bench.common.models import NEEDLE_8M, load_tokenizer, open_model
+from bench.common.options import Commit, Output, Seed, TimeLimit, parse_sizes, split_values
+from bench.common.results import ResultFile, Row, read_run
+from bench.quality.questions import check
+from vllm_sparse_plugin.cli.provenance import describe_run
+from vllm_sparse_plugin.config import KEY
+from vllm_sparse_plugin.needles import answer_tokens, build_questions, library_text
+
+TEXT = "text"
+"""What is asked beside needle tasks: to go on with source code."""
+TIE = 0.05
+"""Largest lead, in log probability, of a token that a tie may have exchanged for another: tokens are as likely as that
+where attention's outputs, rounded to bfloat16, are summed in another order."""
+_MAX_NUM_SEQS = 4
+_CHARS_PER_TOKEN = 8
+"""More than any tokenizer has over source code, so that a piece of it is long enough."""
+
+
+class Prompt(BaseModel):
+    """What an engine goes on with."""
+
+    model_config = ConfigDict(frozen=True)
+
+    kind: str
+    """A needle task, or `TEXT`."""
+    context_tokens: int
+    tokens: list[int]
+    max_tokens: int
+
+    @property
+    def group(self) -> tuple[str, int]:
+        """Prompts with the same one are asked together."""
+        return self.kind, self.context_tokens
+
+
+class Answer(BaseModel):
+    """What dense attention goes on with."""
+
+    tokens: list[int]
+    likeliest: list[dict[int, float]]
+    """Log probabilities of the likeliest tokens at each place, by token."""
+
+    def part(self, other: Sequence[int]) -> tuple[int, float] | None:
+        """Where another answer parts from this one, and by how much this one's token is likelier there; None if the
+        answers are the same."""
+        for place, (mine, theirs) in enumerate(zip(self.tokens, other, strict=False)):
+            if mine != theirs:
+                here = self.likeliest[place]
+                return place, here[mine] - here.get(theirs, -math.inf)
+        return None if len(other) == len(self.tokens) else (min(len(other), len(self.tokens)), math.inf)
+
+
+class Job(BaseModel):
+    """What the process of an engine needs to know."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    """Folder of the model."""
+    budget_tokens: int | None
+    draft_tokens: int | None
+    """None for dense decoding."""
+    block_size: int | None
+    prompts: str
+    """JSON lines file of `Prompt`."""
+    answers: str
+    """JSON lines file of `Answer`: dense decoding writes it, lossless mode is compared with it."""
+    output: str
+    """JSON lines file to append to."""
+
+    @property
+    def setting(self) -> str:
+        """For tables."""
+        return "dense" if self.draft_tokens is None else f"{self.budget_tokens} x {self.draft_tokens}"
+
+    @property
+    def additional_config(self) -> str:
+        """The JSON for vLLM's `--additional-config`."""
+        if self.draft_tokens is None:
+            return json.dumps({KEY: {"selection": {"policy": "dense"}}})
+        lossless = {"draft_tokens": self.draft_tokens, "min_context_tokens": 0}
+        return json.dumps({KEY: {"selection": {"budget_tokens": self.budget_tokens}, "lossless": lossless}})
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """What vLLM has counted of drafts so far."""
+
+    drafts: int
+    drafted: int
+    accepted: int
+    by_place: tuple[int, ...]
+
+    def since(self, before: Drafts) -> Drafts:
+        """What was counted meanwhile."""
+        places = tuple(now - then for now, then in zip(self.by_place, before.by_place, strict=True))
+        return Drafts(
+            self.drafts - before.drafts, self.drafted - before.drafted, self.accepted - before.accepted, places
+        )
+
+
+def lossless(
+    output: Output,
+    model: Annotated[str, typer.Option(help="needle-8m or a folder.")] = NEEDLE_8M.name,
+    budget: Annotated[list[str] | None, typer.Option(help="Tokens that a draft reads; 512 and 2048.")] = None,
+    draft_tokens: Annotated[list[str] | None, typer.Option(help="Tokens of a draft; 4 and 8.")] = None,
+    context: Annotated[list[str] | None, typer.Option(help="Context in tokens, repeatable; 4K,8K,16K.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="Needle task beside text, repeatable; kv, multikey.")] = None,
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts for each context and kind.")] = 8,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that go on with a text.")] = 96,
+    seed: Seed = 0,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Passed to vLLM; its own choice if left out.")] = None,
+    time_limit: TimeLimit = 3600,
+    commit: Commit = None,
+) -> None:
+    """Go on with the same prompts densely and in lossless mode; exit code 3 if tokens differ by more than ties."""
+    end = time.monotonic() + time_limit
+    tasks, contexts = split_values(task or ["kv", "multikey"]), parse_sizes("context", context or ["4K,8K,16K"])
+    budgets = parse_sizes("budget", budget or ["512,2048"])
+    lengths = parse_sizes("draft_tokens", draft_tokens or ["4,8"])
+    console = open_console()
+    failed = []
+    with open_model(model) as opened, tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
+        check(opened, contexts, tasks, prompts)
+        with ResultFile(output, describe_run(opened.folder, commit)):
+            pass
+        asked, answers = Path(folder) / "prompts.jsonl", Path(folder) / "answers.jsonl"
+        with console.status("Writing the prompts"):
+            _write_lines(asked, _prompts(opened.folder, tasks, contexts, prompts, new_tokens, seed))
+        # Dense decoding comes first: the others are compared with it.
+        for size, drafts in [(None, None), *product(budgets, lengths)]:
+            job = Job(
+                model=str(opened.folder),
+                budget_tokens=size,
+                draft_tokens=drafts,
+                block_size=block_size,
+                prompts=str(asked),
+                answers=str(answers),
+                output=str(output.absolute()),
+            )
+            code = run_python("bench.quality", ["lossless-engine", job.model_dump_json()], end - time.monotonic())
+            if code is None:
+                failed.append(f"{job.setting} and what follows it: not done by the deadline")
+                break
+            if code:
+                failed.append(f"{job.setting}: ended with exit code {code}")
+                if drafts is None:
+                    break
+    rows = read_run(output).rows
+    console.print(table(rows))
+    failed += [
+        f"{row['setting']}, {row['kind']}, {row['context_tokens']}: an answer parts where its token is behind by {lead}"
+        for row in rows
+        for _, _, lead in row["parted"]
+        if lead > TIE
+    ]
+    for sentence in failed:
+        print(f"error: {sentence}", file=sys.stderr)
+    if failed:
+        raise typer.Exit(3)
+
+
+def _prompts(
+    folder: Path, tasks: Sequence[str], contexts: Sequence[int], count: int, new_tokens: int, seed: int
+) -> Iterator[Prompt]:
+    """Needle questions, and source code that breaks off."""
+    tokenizer = load_tokenizer(folder)
+    for context in contexts:
+        for task in tasks:
+            for question in build_questions(tokenizer, task, context, count, seed):
+                tokens = tokenizer.encode(question.prompt)
+                yield Prompt(kind=task, context_tokens=context, tokens=tokens, max_tokens=answer_tokens(task))
+        for index in range(count):
+            size = context * _CHARS_PER_TOKEN
+            # Pieces that have nothing in common.
+            text = library_text((seed * count + index) * size, size)
+            tokens = tokenizer.encode(text)[: context - new_tokens]
+            yield Prompt(kind=TEXT, context_tokens=context, tokens=tokens, max_tokens=new_tokens)
+
+
+def lossless_engine(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
+    """Go on with prompts in this process, as `lossless` wants it, and append a row for each context and kind."""
+    job = Job.model_validate_json(text)
+    prompts = [Prompt.model_validate_json(line) for line in Path(job.prompts).read_text(encoding="utf-8").splitlines()]
+    with open_model(job.model) as model, ResultFile(Path(job.output)) as file:
+        try:
+            engine, _ = start_engine(
+                model,
+                Variant.parse("unique"),
+                job.additional_config,
+                max_model_len=max(prompt.context_tokens for prompt in prompts),
+                max_num_seqs=_MAX_NUM_SEQS,
+                enforce_eager=True,
+                disable_log_stats=False,
+                block_size=job.block_size,
+            )
+        except WrongBackendError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(3) from None
+        for row in _measure(engine, job, prompts):
+            file.write(row)
+        engine.llm_engine.engine_core.shutdown()
+
+
+def _measure(engine: Any, job: Job, prompts: Sequence[Prompt]) -> Iterator[Row]:
+    """Goes on with all prompts, those of a kind and context at once; yields a row for each."""
+    from vllm import SamplingParams
+
+    path, found = Path(job.answers), list[Answer]()
+    dense = job.draft_tokens is None
+    lines = [] if dense else path.read_text(encoding="utf-8").splitlines()
+    expected = [Answer.model_validate_json(line) for line in lines]
+    for group in dict.fromkeys(prompt.group for prompt in prompts):
+        here = [(index, prompt) for index, prompt in enumerate(prompts) if prompt.group == group]
+        sampling = SamplingParams(
+            temperature=0, max_tokens=here[0][1].max_tokens, ignore_eos=group[0] == TEXT, logprobs=20 if dense else None
+        )
+        before, begin = _drafts(engine), time.perf_counter()
+        outputs = engine.generate([{"prompt_token_ids": prompt.tokens} for _, prompt in here], sampling, use_tqdm=False)
+        seconds, drafts = time.perf_counter() - begin, _drafts(engine).since(before)
+        answers = [list(output.outputs[0].token_ids) for output in outputs]
+        if dense:
+            found += [
+                Answer(
+                    tokens=tokens,
+                    likeliest=[
+                        {token: each.logprob for token, each in place.items()} for place in output.outputs[0].logprobs
+                    ],
+                )
+                for tokens, output in zip(answers, outputs, strict=True)
+            ]
+            parts = []
+        else:
+            compared = zip(here, answers, strict=True)
+            parts = [(number, expected[index].part(tokens)) for number, ((index, _), tokens) in enumerate(compared)]
+        yield {
+            "setting": job.setting,
+            "kind": group[0],
+            "context_tokens": group[1],
+            "budget_tokens": job.budget_tokens,
+            "draft_tokens": job.draft_tokens,
+            "prompts": len(here),
+            "tokens": sum(map(len, answers)),
+            "parted": [[number, part[0], round(part[1], 4)] for number, part in parts if part is not None],
+            "drafts": drafts.drafts,
+            "drafted": drafts.drafted,
+            "accepted": drafts.accepted,
+            "accepted_by_place": drafts.by_place,
+            "seconds": round(seconds, 2),
+        }
+    if dense:
+        _write_lines(path, found)
+
+
+def _drafts(engine: Any) -> Drafts:
+    """What vLLM counts of drafts; nothing where it does not speculate."""
+    counted = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in engine.get_metrics()}
+    names = ("drafts", "draft_tokens", "accepted_tokens")
+    drafts, drafted, accepted = (int(getattr(counted.get(name), "value", 0)) for name in names)
+    places = getattr(counted.get("accepted_tokens_per_pos"), "values", ())
+    return Drafts(drafts, drafted, accepted, tuple(int(count) for count in places))
+
+
+def _write_lines(path: Path, models: Iterator[Prompt] | Sequence[Answer]) -> None:
+    path.write_text("".join(f"{model.model_dump_json()}\n" for model in models), encoding="utf-8")
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """A line for each setting, kind and context."""
+    lines = Table("budget x drafts", "kind", "context", "same", "largest lead", "accepted", "tokens a step", "seconds")
+    for row in rows:
+        cells = [row["setting"], row["kind"], str(row["context_tokens"])]
+        if row["draft_tokens"] is None:
+            cells += ["-"] * 4
+        else:
+            leads = [lead for _, _, lead in row["parted"]]
+            cells += [
+                f"{row['prompts'] - len(leads)}/{row['prompts']}",
+                f"{max(leads):.3f}" if leads else "-",
+                f"{row['accepted'] / row['drafted']:.3f}" if row["drafted"] else "-",
+                f"{1 + row['accepted'] / row['drafts']:.2f}" if row["drafts"] else "-",
+            ]
+        lines.add_row(*cells, f"{row['seconds']:.1f}")
+    return lines

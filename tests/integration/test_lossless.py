@@ -1,0 +1,114 @@
+"""Lossless mode in whole engines: sparse steps draft, and the tokens are those of dense decoding."""
+
+import math
+import random
+
+import pytest
+from support.engines import MODEL, in_fresh_process, run_engine
+from support.statistics_fuzz import check_random_schedules
+from transformers import AutoTokenizer
+
+from vllm_sparse_plugin.needles import build_questions, is_correct
+
+TIE = 0.05
+LOSSLESS = {"lossless": {"draft_tokens": 4, "min_context_tokens": 2000}, "min_context_tokens": 0}
+ARGUMENTS = {"max_num_batched_tokens": 2048, "max_model_len": 6144}
+DIGITS = r"[0-9]{3}-[0-9]{4}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+@pytest.fixture(scope="module")
+def questions(tokenizer):
+    """Two documents, two questions each."""
+    return [question for task in ("multikey", "kv") for question in build_questions(tokenizer, task, 5000, 2, seed=5)]
+
+
+@pytest.fixture(scope="module")
+def texts(questions, tokenizer):
+    """Documents that break off somewhere, and one too short to be drafted for."""
+    whole = [tokenizer.encode(question.parts[0]) for question in questions[::2]]
+    return [whole[0][:4001], whole[0][:3100], whole[1][:2503], whole[1][:300]]
+
+
+@pytest.fixture(scope="module")
+def lossless(questions, texts, tokenizer):
+    """What an engine in lossless mode says, and counts."""
+    prompts = [*(tokenizer.encode(question.prompt) for question in questions), *texts]
+    rng = random.Random(3)
+    with run_engine("unique", LOSSLESS, **ARGUMENTS) as engine:
+        short = engine.answer([texts[3]], max_tokens=32, ignore_eos=True)
+        undrafted = engine.metric("vllm:spec_decode_num_drafts_total")
+        answers = engine.answer(prompts[:4]), engine.answer(texts, max_tokens=64, ignore_eos=True)
+        drafted, accepted, hits = (
+            engine.metric(f"vllm:{name}_total")
+            for name in ("spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens", "prefix_cache_hits")
+        )
+        longest = engine.answer([texts[0] + texts[1][: 6144 - 4001 - 21]], max_tokens=100, ignore_eos=True)
+        beginnings = [[*texts[2], rng.randrange(3, 4000)] for _ in range(24)]
+        sampled = engine.sample(beginnings, max_tokens=40)
+        followed = engine.follow(tokenizer.decode(texts[2][1:]), DIGITS)
+    return answers, (undrafted, short), (drafted, accepted, hits), longest, sampled, followed
+
+
+def test_tokens_are_those_of_dense_decoding(lossless, questions, texts, tokenizer):
+    prompts = [tokenizer.encode(question.prompt) for question in questions]
+    answered, continued = lossless[0]
+    assert all(
+        is_correct(question, tokenizer.decode(tokens, skip_special_tokens=True))
+        for question, tokens in zip(questions, answered, strict=True)
+    )
+    with run_engine("dense", **ARGUMENTS) as engine:
+        leads = engine.leads_where_parted(prompts, engine.answer(prompts), answered)
+        dense = engine.answer(texts, max_tokens=64, ignore_eos=True)
+        leads += engine.leads_where_parted(texts, dense, continued)
+    assert all(abs(lead) < TIE for lead in leads), leads
+    assert len(leads) <= 2, leads
+
+
+def test_most_drafts_are_accepted_and_prefixes_are_hit(lossless):
+    drafted, accepted, hits = lossless[2]
+    assert drafted > 100
+    assert 0.8 < accepted / drafted <= 1
+    assert hits > 4000
+
+
+def test_contexts_too_short_to_gain_are_not_drafted_for(lossless):
+    undrafted, (tokens,) = lossless[1]
+    assert undrafted == 0
+    assert len(tokens) == 32
+
+
+def test_the_longest_context_is_reached(lossless):
+    (tokens,) = lossless[3]
+    assert len(tokens) == 21
+
+
+def test_structured_output_follows_its_grammar(lossless):
+    import re
+
+    assert re.fullmatch(DIGITS, lossless[5])
+
+
+def test_sampled_tokens_have_the_distribution_that_the_model_gives_them(lossless):
+    """How often the likeliest token and the second are drawn, over places whose distributions are known exactly."""
+    places = [
+        (token, sorted(likeliest, key=likeliest.get, reverse=True)[:2], likeliest)
+        for each in lossless[4]
+        for token, likeliest in zip(each.tokens, each.likeliest, strict=True)
+    ]
+    assert len(places) == 24 * 40
+    for rank in range(2):
+        probabilities = [math.exp(likeliest[ranked[rank]]) for _, ranked, likeliest in places]
+        drawn = sum(token == ranked[rank] for token, ranked, _ in places)
+        deviation = math.sqrt(sum(p * (1 - p) for p in probabilities))
+        assert abs(drawn - sum(probabilities)) < 4 * deviation, (drawn, sum(probabilities), deviation)
+
+
+def test_what_drafts_write_is_never_read_and_statistics_are_those_of_verified_keys():
+    settings = {"lossless": {"draft_tokens": 5, "min_context_tokens": 0}}
+    seen = in_fresh_process(check_random_schedules, 1, "unique", settings, 400)
+    assert min(seen[kind] for kind in ("pages", "decodes", "chunks", "hits", "preemptions", "drafts")) > 0, seen

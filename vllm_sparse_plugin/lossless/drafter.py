@@ -1,0 +1,131 @@
+"""Drafts with the model itself, inside vLLM's first model runner.
+
+A drafting step is a decode step of one token per request, with metadata by which layers attend sparsely. It writes keys
+and values where the verifying step will write them again: into blocks that the scheduler has reserved behind the tokens
+that it knows, and that no prefix hash names yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.forward_context import set_forward_context
+from vllm.v1.attention.backend import CommonAttentionMetadata
+
+from vllm_sparse_plugin import compat
+from vllm_sparse_plugin.engine_settings import settings_of
+from vllm_sparse_plugin.names import BACKENDS
+
+
+class SparseDrafter:
+    """The drafter that vLLM's model runner makes, and asks after each step for what may come next.
+
+    Drafts are the likeliest tokens. To vLLM's rejection sampler such a draft is a distribution with one outcome, so
+    sampled tokens have the distribution that they have without drafts.
+    """
+
+    def __init__(self, vllm_config: VllmConfig) -> None:
+        backend = compat.chosen_backend(vllm_config, BACKENDS)
+        assert backend is not None
+        rule = settings_of(vllm_config).resolve(BACKENDS[backend]).draft_rule
+        assert rule is not None
+        self.vllm_config = vllm_config
+        self.rule = rule
+        compat.mend_rejection_sampling()
+
+    def load_model(self, model: Any) -> None:
+        """Takes the model, which is its own draft."""
+        self.model = model
+
+    def attach(self, runner: Any) -> None:
+        """Takes the model runner, which knows the blocks of its requests and outlives this drafter."""
+        self.runner = ref(runner)
+        # The runner would draft for nobody while one request is near the longest context. The rule minds that itself.
+        runner.effective_drafter_max_model_len = runner.max_model_len + self.rule.draft_tokens
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: np.ndarray,
+        token_ids_cpu: np.ndarray,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Drafts what may come next.
+
+        Args:
+            sampled_token_ids: tokens that the latest step has made for each request of the batch; none for one whose
+                prompt is not finished.
+            num_tokens_no_spec: `[max_requests]` int32, tokens of each request that are known.
+            token_ids_cpu: `[max_requests, max_model_len]` int32, those tokens.
+            slot_mappings: of the latest step, of no use here.
+
+        Returns:
+            The drafts for each request; none for contexts too short to gain.
+        """
+        runner = self.runner()
+        assert runner is not None
+        tables = runner.input_batch.block_table.block_tables
+        lengths: list[int] = num_tokens_no_spec[: len(sampled_token_ids)].tolist()
+        wanted: list[int] = []
+        for request, sampled in enumerate(sampled_token_ids):
+            reserved = min(int(table.num_blocks_per_row[request]) * table.block_size for table in tables)
+            wanted.append(self.rule.drafts(lengths[request], reserved, runner.max_model_len) if sampled else 0)
+        drafts: list[list[int]] = [[] for _ in wanted]
+        newest = [int(token_ids_cpu[request, length - 1]) for request, length in enumerate(lengths)]
+        for index in range(max(wanted, default=0)):
+            requests = [request for request, number in enumerate(wanted) if number > index]
+            positions = torch.tensor([lengths[request] - 1 + index for request in requests])
+            tokens = torch.tensor([newest[request] for request in requests], dtype=torch.int32)
+            for request, token in zip(requests, self._step(runner, requests, tokens, positions, index), strict=True):
+                newest[request] = token
+                drafts[request].append(token)
+        return drafts
+
+    def _step(
+        self, runner: Any, requests: list[int], tokens: torch.Tensor, positions: torch.Tensor, index: int
+    ) -> list[int]:
+        """Runs the model for one token of some requests; returns the likeliest next token of each.
+
+        Args:
+            runner: vLLM's model runner.
+            requests: rows of the batch.
+            tokens: `[num_requests]` int32.
+            positions: `[num_requests]` int64, theirs.
+            index: which token of a draft comes out.
+        """
+        count = len(requests)
+        start = torch.arange(count + 1, dtype=torch.int32)
+        seq_lens = (positions + 1).int()
+        metadata: dict[str, Any] = {}
+        slots_of_layers: dict[str, torch.Tensor] = {}
+        tables = runner.input_batch.block_table.block_tables
+        for table, groups in zip(tables, runner.attn_groups, strict=True):
+            blocks = table.get_cpu_tensor()[requests]
+            block = blocks.gather(1, (positions // table.block_size)[:, None]).squeeze(1)
+            slots = block.long() * table.block_size + positions % table.block_size
+            common = CommonAttentionMetadata(
+                query_start_loc=start,
+                query_start_loc_cpu=start,
+                seq_lens=seq_lens,
+                seq_lens_cpu_upper_bound=seq_lens,
+                num_reqs=count,
+                num_actual_tokens=count,
+                max_query_len=1,
+                max_seq_len=int(seq_lens.max()),
+                block_table_tensor=blocks,
+                slot_mapping=slots,
+                positions=positions,
+            )
+            for group in groups:
+                built = group.build_metadata_for_drafting(common, index)
+                metadata |= dict.fromkeys(group.layer_names, built)
+                slots_of_layers |= dict.fromkeys(group.layer_names, slots)
+        with set_forward_context(metadata, self.vllm_config, num_tokens=count, slot_mapping=slots_of_layers):
+            hidden = self.model(input_ids=tokens, positions=positions, intermediate_tensors=None, inputs_embeds=None)
+        likeliest: list[int] = self.model.compute_logits(hidden).argmax(dim=-1).tolist()
+        return likeliest
