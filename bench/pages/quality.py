@@ -128,6 +128,41 @@ def accuracy_gpu() -> Block:
     return Block(table(headings, rows), list(paths.values()))
 
 
+def lossless() -> Block:
+    """How many drafts of lossless mode are right, and whether its tokens are those of dense decoding."""
+    path = _CPU / "lossless" / "needle_8m.jsonl"
+    rows = [row for row in read_run(path).rows if row["draft_tokens"] is not None]
+    lines = []
+    for budget, drafts in dict.fromkeys((row["budget_tokens"], row["draft_tokens"]) for row in rows):
+        for context in sorted({row["context_tokens"] for row in rows}):
+            here = [row for row in rows if (row["budget_tokens"], row["draft_tokens"]) == (budget, drafts)]
+            here = [row for row in here if row["context_tokens"] == context]
+            for kind, chosen in (("needles", [row for row in here if row["kind"] != "text"]),
+                                 ("text", [row for row in here if row["kind"] == "text"])):  # fmt: skip
+                if chosen:
+                    lines.append([str(budget), str(drafts), f"{context:,}", kind, *_drafted(chosen)])
+    headings = ["budget", "draft", "context", "prompts", "same tokens", "accepted", "first draft", "last draft",
+                "tokens a step"]  # fmt: skip
+    leads = [lead for row in rows for _, _, lead in row["parted"]]
+    tokens = sum(row["tokens"] for row in rows)
+    found = f"All {tokens:,} tokens are those of dense decoding."
+    if leads:
+        found = (
+            f"{tokens:,} tokens are those of dense decoding, but for {len(leads)} answers that part at a tie: there "
+            f"the token of\ndense decoding is ahead by at most {max(leads):.3f} in log probability."
+        )
+    return Block(f"{table(headings, lines)}\n\n{found}", [path])
+
+
+def _drafted(rows: Sequence[Row]) -> list[str]:
+    """Cells about drafts: same tokens, accepted, at the first and at the last place, tokens a step."""
+    prompts, parted = sum(row["prompts"] for row in rows), sum(len(row["parted"]) for row in rows)
+    drafts, drafted, accepted = (sum(row[name] for row in rows) for name in ("drafts", "drafted", "accepted"))
+    first, *_, last = (sum(counts) for counts in zip(*(row["accepted_by_place"] for row in rows), strict=True))
+    shares = (accepted / drafted, first / drafts, last / drafts)
+    return [f"{prompts - parted}/{prompts}", *(f"{share:.3f}" for share in shares), f"{1 + accepted / drafts:.2f}"]
+
+
 def formats() -> Block:
     """How the selections of a step compare with those of true attention, by the format of statistics."""
     paths = {kind: _CPU / "diagnose" / f"{kind}.jsonl" for kind in ("quarters", "int8", "bf16", "fp8")}

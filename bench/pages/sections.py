@@ -40,6 +40,7 @@ SECTIONS: dict[str, Section] = {
     "formats": Section(quality.formats),
     "served": Section(quality.served),
     "next-tokens": Section(quality.next_tokens),
+    "lossless": Section(quality.lossless),
     "mixes": Section(quality.mixes),
     "stopped-answers": Section(quality.stopped_answers),
     "calibrated": Section(quality.calibrated),
