@@ -151,7 +151,13 @@ def hook_platform(
 
     @functools.wraps(validate_request)
     def validate(*args: Any, **kwargs: Any) -> Any:
-        check_request(args[1] if len(args) > 1 else kwargs["params"])
+        try:
+            check_request(args[1] if len(args) > 1 else kwargs["params"])
+        except ValueError as error:
+            from vllm.exceptions import VLLMValidationError
+
+            # The server answers this one with status 400, and a ValueError with 500.
+            raise VLLMValidationError(str(error)) from None
         return validate_request(*args, **kwargs)
 
     platform.check_and_update_config = staticmethod(check)

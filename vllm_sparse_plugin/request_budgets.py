@@ -27,7 +27,7 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         arguments: `extra_args` of the request.
 
     Raises:
-        ValueError: which vLLM answers with status 400.
+        ValueError: if they cannot be served.
     """
     given = [name for name in ARGUMENTS if name in arguments]
     if not _served or not given:

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from rich.console import Console
 from support.engines import MODEL, in_fresh_process, run_engine, sum_of_metric
 from support.needle_text import write_needle_text
@@ -79,6 +79,10 @@ def unique_server(questions, tmp_path_factory):
             for q in questions
         ]
         read_share = [metric(client, f"vllm_sparse_kv_read_share_{part}") for part in ("sum", "count")]
+        with pytest.raises(BadRequestError) as refused:
+            client.completions.create(
+                model=MODEL.name, prompt="?", extra_body={"vllm_xargs": {"sparse_budget_tokens": 12}}
+            )
         folder = tmp_path_factory.mktemp("eval")
         asked = ["--task", "multikey", "--task", "niah_multiquery", "--questions", "1"]
         runs = [
@@ -87,7 +91,7 @@ def unique_server(questions, tmp_path_factory):
         ]
         text = write_needle_text(folder / "text.txt", MODEL)
         runs.append(evaluate(client, folder / "text.jsonl", *text.options))
-        return (first, hits, together, texts), quality, runs, read_share
+        return (first, hits, together, texts), quality, runs, read_share, refused.value
 
 
 @pytest.fixture(scope="module")
@@ -143,6 +147,14 @@ def test_a_server_measures_its_selections(unique_server):
     read, in_context = unique_server[3]
     # 512 tokens of the context, and up to 7 of the incomplete page.
     assert 512 / (CONTEXT + 100) < read / in_context < 519 / (CONTEXT - 600)
+
+
+def test_a_request_with_a_bad_budget_is_answered_with_a_sentence(unique_server):
+    refused = unique_server[4]
+    assert refused.status_code == 400
+    sentence = "sparse_budget_tokens: got 12, allowed: a multiple of page_size (8), from "
+    assert refused.body["message"].startswith(sentence)
+    assert "\n" not in refused.body["message"]
 
 
 def test_small_prefill_chunks_and_no_prefix_cache_give_the_same_answers(questions, answers):

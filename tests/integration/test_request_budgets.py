@@ -8,6 +8,7 @@ from sparse_kernels.batch import QueryTokens
 from sparse_kernels.sparse_attention import attend_pages
 from support.engines import run_engine
 from support.layer import LayerHarness, Request
+from vllm.exceptions import VLLMValidationError
 
 KINDS = (None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_coverage": 0.5})
 UNCOVERED = (*KINDS[:3], {"sparse_budget_tokens": 24})
@@ -174,7 +175,7 @@ def test_an_engine_serves_every_kind_and_survives_a_bad_one():
         answers(mix)  # The prompt is cached from here on.
         alone = [answers([kind] * len(mix))[0] for kind in kinds]
         mixed = answers(mix)
-        with pytest.raises(ValueError, match="sparse_budget_tokens: got 12, allowed: a multiple of page_size"):
+        with pytest.raises(VLLMValidationError, match="sparse_budget_tokens: got 12, allowed: a multiple of page_size"):
             engine.answer([prompt], arguments=[{"sparse_budget_tokens": 12}])
         assert answers(mix) == mixed
     assert mixed == [*alone, *reversed(alone)]

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from vllm import SamplingParams
+from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 
 import vllm_sparse_plugin
@@ -106,7 +107,7 @@ BOUNDS = "allowed: a multiple of page_size (8), from 24 to 1048576"
 )  # fmt: skip
 def test_what_cannot_be_served_is_answered_with_a_sentence(backend, settings, arguments, sentence, served):
     served(resolve(settings, backend))
-    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+    with pytest.raises(VLLMValidationError) as refusal:
         current_platform.validate_request({}, SamplingParams(extra_args=arguments))
     assert str(refusal.value) == sentence
 
@@ -116,7 +117,7 @@ def test_requests_are_vllms_own_without_a_backend_of_ours(served):
     served(None)
     current_platform.validate_request({}, bad)
     served(resolve(None, "unique"))
-    with pytest.raises(ValueError, match="sparse_budget_tokens"):
+    with pytest.raises(VLLMValidationError, match="sparse_budget_tokens"):
         current_platform.validate_request(processed_inputs={}, params=bad)
     current_platform.validate_request({}, SamplingParams())
     current_platform.validate_request({}, SamplingParams(extra_args={"another": 1}))
