@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.common.results import ROOT
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.needles import library_text
 
 NEEDLE_8M = ROOT / "models" / "needle-8m"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
@@ -22,6 +23,8 @@ _NEEDED = (
     "vocab_size", "max_position_embeddings",
 )  # fmt: skip
 
+CHARS_PER_TOKEN = 8
+"""More than any tokenizer has over source code, so that a piece of it is long enough."""
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "architectures": ["LlamaForCausalLM"],
@@ -140,3 +143,9 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
         pass
     known = ", ".join((NEEDLE_8M.name, *SHAPES))
     raise ConfigurationError(f"model: got {name!r}, allowed: {known} or a folder with the config.json of a Llama")
+
+
+def library_tokens(tokenizer: Any, start: int, count: int) -> list[int]:
+    """The first tokens of a stretch of the interpreter's library; `start` is where it begins, in characters."""
+    tokens: list[int] = tokenizer.encode(library_text(start, count * CHARS_PER_TOKEN))
+    return tokens[:count]

@@ -19,18 +19,16 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 from bench.common.children import run_python
 from bench.common.console import open_console
 from bench.common.engine import DENSE, Variant, WrongBackendError, parse_variants, start_engine
-from bench.common.models import NEEDLE_8M, load_tokenizer, open_model
+from bench.common.models import NEEDLE_8M, library_tokens, load_tokenizer, open_model
 from bench.common.options import Commit, Output, Seed, TimeLimit
 from bench.common.results import ResultFile, Row
 from bench.families.engines import Continuation, continuation
+from bench.quality.lossless import TIE
 from bench.soak.clients import gap_at_first_difference
 from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.config import KEY
-from vllm_sparse_plugin.needles import library_text
 
 VARIANTS = ("snapkv", "pyramidkv", "h2o", "streaming_llm")
-TIE = 0.05
-"""Nats between two tokens that count as equally likely."""
 _ALTERNATIVES = 20
 _SHORTEST, _LONGEST = 64, 2048
 """Tokens of the prompts."""
@@ -59,8 +57,7 @@ def build_prompts(tokenizer: Any, count: int, seed: int) -> list[list[int]]:
     prompts = []
     for index in range(count):
         length = _SHORTEST + (_LONGEST - _SHORTEST) * index // max(count - 1, 1)
-        text = library_text((seed * count + index) * 40_009, 8 * length)
-        prompts.append(tokenizer.encode(text)[:length])
+        prompts.append(library_tokens(tokenizer, (seed * count + index) * 40_009, length))
     return prompts
 
 

@@ -23,13 +23,13 @@ from rich.table import Table
 from bench.common.children import run_python
 from bench.common.console import open_console
 from bench.common.engine import Variant, WrongBackendError, start_engine
-from bench.common.models import NEEDLE_8M, load_tokenizer, open_model
+from bench.common.models import CHARS_PER_TOKEN, NEEDLE_8M, library_tokens, load_tokenizer, open_model
 from bench.common.options import Commit, Output, Seed, TimeLimit, parse_sizes, split_values
 from bench.common.results import ResultFile, Row, read_run
 from bench.quality.questions import check
 from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.config import KEY
-from vllm_sparse_plugin.needles import answer_tokens, build_questions, library_text
+from vllm_sparse_plugin.needles import answer_tokens, build_questions
 
 TEXT = "text"
 """What is asked beside needle tasks: to go on with source code."""
@@ -37,8 +37,6 @@ TIE = 0.05
 """Largest lead, in log probability, of a token that a tie may have exchanged for another: tokens are as likely as that
 where attention's outputs, rounded to bfloat16, are summed in another order."""
 _MAX_NUM_SEQS = 4
-_CHARS_PER_TOKEN = 8
-"""More than any tokenizer has over source code, so that a piece of it is long enough."""
 
 
 class Prompt(BaseModel):
@@ -196,10 +194,9 @@ def _prompts(
                 tokens = tokenizer.encode(question.prompt)
                 yield Prompt(kind=task, context_tokens=context, tokens=tokens, max_tokens=answer_tokens(task))
         for index in range(count):
-            size = context * _CHARS_PER_TOKEN
             # Pieces that have nothing in common.
-            text = library_text((seed * count + index) * size, size)
-            tokens = tokenizer.encode(text)[: context - new_tokens]
+            start = (seed * count + index) * context * CHARS_PER_TOKEN
+            tokens = library_tokens(tokenizer, start, context - new_tokens)
             yield Prompt(kind=TEXT, context_tokens=context, tokens=tokens, max_tokens=new_tokens)
 
 

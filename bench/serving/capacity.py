@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from dataclasses import replace
 from typing import Annotated
@@ -15,13 +14,23 @@ from typing import Annotated
 import typer
 
 from bench.common.console import open_console
-from bench.common.engine import WrongBackendError, parse_variants
-from bench.common.models import SHAPES, open_model
+from bench.common.engine import parse_variants
+from bench.common.models import open_model
 from bench.common.options import LARGEST, Commit, Output, TimeLimit, parse_size, parse_sizes, split_values
 from bench.common.results import ResultFile, Row, read_run
-from bench.serving.serve import RANDOM, check_length, make_loads, measure_loads, server_settings, table
+from bench.serving.serve import (
+    RANDOM,
+    AdditionalConfig,
+    ServedModel,
+    ServerArgument,
+    StartSeconds,
+    check_length,
+    make_loads,
+    measure_loads,
+    server_settings,
+    table,
+)
 from vllm_sparse_plugin.cli.provenance import describe_run
-from vllm_sparse_plugin.cli.server import ServerError
 from vllm_sparse_plugin.errors import ConfigurationError
 
 VARIANTS = ("dense", "snapkv", "pyramidkv", "h2o", "streaming_llm")
@@ -46,7 +55,7 @@ def capacity(
     variant: Annotated[
         list[str] | None, typer.Option(help=f"BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable; {', '.join(VARIANTS)}.")
     ] = None,
-    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")] = "llama-3.1-8b",
+    model: ServedModel = "llama-3.1-8b",
     cache_tokens: Annotated[
         list[str] | None, typer.Option(help=f"Tokens of the KV cache, repeatable; {' and '.join(_CACHES)}.")
     ] = None,
@@ -54,14 +63,9 @@ def capacity(
     input_tokens: Annotated[int, typer.Option(min=64, help="Tokens of a prompt.")] = 16384,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 2048,
     waves: Annotated[int, typer.Option(min=1, help="Requests per client, at least 4 in all.")] = 1,
-    additional_config: Annotated[
-        str | None, typer.Option(help="Passed to the servers of our backends.", metavar="JSON")
-    ] = None,
-    server_argument: Annotated[
-        list[str] | None,
-        typer.Option(help="Further argument of `vllm serve`, repeatable; replaces the decode-only CUDA graphs."),
-    ] = None,
-    start_seconds: Annotated[float, typer.Option(min=1, help="How long a server may take to start.")] = 300,
+    additional_config: AdditionalConfig = None,
+    server_argument: ServerArgument = None,
+    start_seconds: StartSeconds = 300,
     time_limit: TimeLimit = 3600,
     commit: Commit = None,
 ) -> None:
@@ -93,10 +97,7 @@ def capacity(
                         # On a CPU it would count instead.
                         environment["VLLM_CPU_KVCACHE_SPACE"] = ""
                     limited = replace(server, arguments=arguments, environment=environment)
-                    try:
-                        measure_loads(each, limited, opened, loads, end, console, write)
-                    except (ServerError, WrongBackendError) as error:
-                        print(f"error: {error}", file=sys.stderr)
+                    if not measure_loads(each, limited, opened, loads, end, console, write):
                         failed.append(each.name)
     rows = read_run(output).rows
     for tokens in caches:

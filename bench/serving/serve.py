@@ -42,6 +42,19 @@ _PERCENTILES = (90, 99)
 _SUFFIX_SHARE = 32
 """A request of `shared_prefix` brings this fraction of its input itself."""
 _LOG_LINES = 80
+ServedModel = Annotated[str, typer.Option("--model", help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")]
+AdditionalConfig = Annotated[
+    str | None,
+    typer.Option("--additional-config", help="Passed to the servers of our backends.", metavar="JSON"),
+]
+ServerArgument = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--server-argument",
+        help="Further argument of `vllm serve`, repeatable; replaces the decode-only CUDA graphs.",
+    ),
+]
+StartSeconds = Annotated[float, typer.Option("--start-seconds", min=1, help="How long a server may take to start.")]
 _DECODE_GRAPHS = ("--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}')
 
 
@@ -111,7 +124,7 @@ def serve(
         list[str] | None,
         typer.Option(help="BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable; flash_attn and unique."),
     ] = None,
-    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")] = "llama-3.1-8b",
+    model: ServedModel = "llama-3.1-8b",
     workload: Annotated[
         list[str] | None, typer.Option(help=f"{' or '.join(WORKLOADS)}, repeatable; both if left out.")
     ] = None,
@@ -119,14 +132,9 @@ def serve(
     input_tokens: Annotated[int, typer.Option(min=64, help="Tokens of a prompt.")] = 32768,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 128,
     waves: Annotated[int, typer.Option(min=1, help="Requests per unit of concurrency, at least 4 in all.")] = 1,
-    additional_config: Annotated[
-        str | None, typer.Option(help="Passed to the servers of our backends.", metavar="JSON")
-    ] = None,
-    server_argument: Annotated[
-        list[str] | None,
-        typer.Option(help="Further argument of `vllm serve`, repeatable; replaces the decode-only CUDA graphs."),
-    ] = None,
-    start_seconds: Annotated[float, typer.Option(min=1, help="How long a server may take to start.")] = 300,
+    additional_config: AdditionalConfig = None,
+    server_argument: ServerArgument = None,
+    start_seconds: StartSeconds = 300,
     time_limit: TimeLimit = 3600,
     commit: Commit = None,
 ) -> None:
@@ -147,10 +155,7 @@ def serve(
         ]
         with ResultFile(output, describe_run(opened.folder, commit)) as file:
             for each, server in zip(variants, settings, strict=True):
-                try:
-                    measure_loads(each, server, opened, loads, end, console, file.write)
-                except (ServerError, WrongBackendError) as error:
-                    print(f"error: {error}", file=sys.stderr)
+                if not measure_loads(each, server, opened, loads, end, console, file.write):
                     failed.append(each.name)
     console.print(table(read_run(output).rows))
     if failed:
@@ -231,8 +236,25 @@ def measure_loads(
     end: float,
     console: Console,
     write: Callable[[Row], None],
+) -> bool:
+    """Start a server, apply every load, stop it; False where that fails, and the standard error says why."""
+    try:
+        _measure(variant, settings, model, loads, end, console, write)
+    except (ServerError, WrongBackendError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def _measure(
+    variant: Variant,
+    settings: ServerSettings,
+    model: Model,
+    loads: list[Load],
+    end: float,
+    console: Console,
+    write: Callable[[Row], None],
 ) -> None:
-    """Start a server, apply every load, stop it."""
     settings = replace(settings, start_seconds=max(min(settings.start_seconds, end - time.monotonic()), 1))
     with run_server(variant.name.replace(":", "-"), settings, console) as client:
         url = str(client.base_url).removesuffix("/v1/")

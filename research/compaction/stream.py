@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
+from bench.common.models import library_tokens
 from bench.common.results import Row
 from research.prefill.pipeline import Prefiller, attend_visible
-from vllm_sparse_plugin.needles import library_text
 
 _CHUNK = 512
 """Tokens that pass through the model at a time; each has a window of its own."""
-_MOST_CHARACTERS = 8
-"""Of a token, so that a text has tokens enough."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,7 @@ def windows(cache_tokens: int, sink_tokens: int) -> list[Window]:
 
 def read_text(tokenizer: Any, tokens: int, seed: int) -> list[int]:
     """The first tokens of a stretch of the interpreter's library."""
-    found: list[int] = tokenizer.encode(library_text(seed * 1_000_003, tokens * _MOST_CHARACTERS))
-    return found[: tokens + 1]
+    return library_tokens(tokenizer, seed * 1_000_003, tokens + 1)
 
 
 def rotate(x: torch.Tensor, by: torch.Tensor, frequencies: torch.Tensor) -> torch.Tensor:

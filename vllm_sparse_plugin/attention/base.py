@@ -99,7 +99,7 @@ class SparseImpl:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.model_size = engine_config.remember()
-        # No effect without compaction; vLLM asks for specifications once all layers are there.
+        # Specifications are spread by compaction alone; vLLM asks for them once all layers are there.
         compat.hook_model_runners(_attach, spread)
         if self.alibi_slopes is not None:
             raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
