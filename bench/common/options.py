@@ -159,3 +159,29 @@ def parse_grid(texts: Iterable[str], largest: bool = True) -> tuple[GridRow, ...
             )
         rows |= {size: GridRow(context=size, batches=row) for size in sizes}
     return tuple(rows[context] for context in sorted(rows))
+
+
+class ClientRow(BaseModel):
+    """Requests that are asked at once."""
+
+    model_config = ConfigDict(frozen=True)
+
+    context: int
+    """Tokens of each prompt."""
+    requests: int
+
+
+def parse_loads(texts: Iterable[str]) -> tuple[ClientRow, ...]:
+    """Parse `CONTEXT=REQUESTS` such as `32K=32`, each of them once.
+
+    Raises:
+        ConfigurationError: for anything else.
+    """
+    loads = []
+    for text in split_values(texts):
+        context, _, requests = text.partition("=")
+        try:
+            loads.append(ClientRow(context=parse_size(context), requests=parse_size(requests)))
+        except ValueError:
+            raise ConfigurationError(f"load: got {text!r}, allowed: CONTEXT=REQUESTS, such as 32K=32") from None
+    return tuple(dict.fromkeys(loads))

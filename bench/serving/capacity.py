@@ -16,7 +16,7 @@ import typer
 from bench.common.console import open_console
 from bench.common.engine import parse_variants
 from bench.common.models import open_model
-from bench.common.options import LARGEST, Commit, Output, TimeLimit, parse_size, parse_sizes, split_values
+from bench.common.options import LARGEST, ClientRow, Commit, Output, TimeLimit, parse_size, parse_sizes, split_values
 from bench.common.results import ResultFile, Row, read_run
 from bench.serving.serve import (
     RANDOM,
@@ -74,7 +74,8 @@ def capacity(
     variants = parse_variants(variant or VARIANTS)
     caches = [parse_cache(text) for text in split_values(cache_tokens or _CACHES)]
     clients = parse_sizes("concurrency", concurrency or ["32,256"])
-    loads = make_loads([RANDOM], clients, input_tokens, output_tokens, waves)
+    asked = [ClientRow(context=input_tokens, requests=each) for each in clients]
+    loads = make_loads([RANDOM], asked, output_tokens, waves)
     with open_model(model) as opened:
         longest = check_length(opened, input_tokens, output_tokens)
         settings = [

@@ -22,7 +22,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -34,7 +34,7 @@ from rich.table import Table
 from bench.common.console import open_console
 from bench.common.engine import Variant, parse_variants, start_engine
 from bench.common.models import SHAPES, Model, open_model
-from bench.common.options import Commit, Output, parse_size, parse_sizes, size_text, split_values
+from bench.common.options import ClientRow, Commit, Output, parse_loads, parse_sizes, size_text
 from bench.common.results import ResultFile, Row, read_run
 from bench.serving.variants import exit_if_backend_is_wrong, finish, run_variant
 from vllm_sparse_plugin.cli.provenance import describe_run
@@ -56,15 +56,6 @@ Generate = Callable[[list[list[int]], int], list[int]]
 """Generates that many tokens for each prompt and returns how many tokens of each came from the prefix cache."""
 
 
-class LoadRow(BaseModel):
-    """Prompts that are asked at once."""
-
-    model_config = ConfigDict(frozen=True)
-
-    context: int
-    requests: int
-
-
 class PrefillSettings(BaseModel):
     """What the process of one variant needs to know."""
 
@@ -77,7 +68,7 @@ class PrefillSettings(BaseModel):
     contexts: tuple[int, ...]
     prefix_hit: bool
     """Whether the longest context is measured after a prefix hit too."""
-    loads: tuple[LoadRow, ...]
+    loads: tuple[ClientRow, ...]
     repeats: int
     chunk: int
     """Tokens of an engine's step."""
@@ -111,22 +102,6 @@ class Measurement:
             "prompt_tokens": self.prompt_tokens,
             "requests": self.requests,
         }
-
-
-def parse_loads(texts: Iterable[str]) -> tuple[LoadRow, ...]:
-    """Parse `CONTEXT=REQUESTS` such as `32K=32`, each of them once.
-
-    Raises:
-        ConfigurationError: for anything else.
-    """
-    loads = []
-    for text in split_values(texts):
-        context, _, requests = text.partition("=")
-        try:
-            loads.append(LoadRow(context=parse_size(context), requests=parse_size(requests)))
-        except ValueError:
-            raise ConfigurationError(f"load: got {text!r}, allowed: CONTEXT=REQUESTS, such as 32K=32") from None
-    return tuple(dict.fromkeys(loads))
 
 
 def plan(settings: PrefillSettings, max_model_len: int) -> list[Measurement]:

@@ -2,8 +2,11 @@
 
     python -m bench.serving serve --variant flash_attn --variant unique --output serve.jsonl
 
-Prefill is dense in these variants, so what differs is the time per output token, and the time to the first token where
-decodes of other requests share a step with its prefill.
+    python -m bench.serving serve --variant flash_attn,unique_prefill --workload random --load 32K=32,128K=4 \
+        --output serve.jsonl
+
+Prefill is dense in `flash_attn` and `unique`, so what differs is the time per output token, and the time to the first
+token where decodes of other requests share a step with its prefill.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from bench.common.children import python_path, run_python
 from bench.common.console import open_console
 from bench.common.engine import Variant, WrongBackendError, parse_variants
 from bench.common.models import SHAPES, Model, open_model
-from bench.common.options import Commit, Output, TimeLimit, parse_names, parse_sizes
+from bench.common.options import ClientRow, Commit, Output, TimeLimit, parse_loads, parse_names
 from bench.common.results import ResultFile, Row, read_run
 from bench.common.worker import EXTENSION
 from bench.serving.watch import watch
@@ -41,7 +44,12 @@ _METRICS = ("ttft", "tpot", "itl")
 _PERCENTILES = (90, 99)
 _SUFFIX_SHARE = 32
 """A request of `shared_prefix` brings this fraction of its input itself."""
+LOADS = ("32K=1", "32K=8", "32K=32")
+_SHORTEST = 64
+"""Tokens of the shortest prompt."""
 _LOG_LINES = 80
+_ADDED_TOKENS = 16
+"""What a tokenizer may add to a prompt of `vllm bench serve`, which vLLM counts."""
 ServedModel = Annotated[str, typer.Option("--model", help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")]
 AdditionalConfig = Annotated[
     str | None,
@@ -128,8 +136,10 @@ def serve(
     workload: Annotated[
         list[str] | None, typer.Option(help=f"{' or '.join(WORKLOADS)}, repeatable; both if left out.")
     ] = None,
-    concurrency: Annotated[list[str] | None, typer.Option(help="Repeatable; 1, 8 and 32.")] = None,
-    input_tokens: Annotated[int, typer.Option(min=64, help="Tokens of a prompt.")] = 32768,
+    load: Annotated[
+        list[str] | None,
+        typer.Option(help=f"CONTEXT=CONCURRENCY: clients with prompts of a context, repeatable; {', '.join(LOADS)}."),
+    ] = None,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 128,
     waves: Annotated[int, typer.Option(min=1, help="Requests per unit of concurrency, at least 4 in all.")] = 1,
     additional_config: AdditionalConfig = None,
@@ -142,13 +152,15 @@ def serve(
     end = time.monotonic() + time_limit
     variants = parse_variants(variant or ("flash_attn", "unique"))
     workloads = parse_names("workload", workload or WORKLOADS, WORKLOADS)
-    loads = make_loads(
-        workloads, parse_sizes("concurrency", concurrency or ["1,8,32"]), input_tokens, output_tokens, waves
-    )
+    clients = parse_loads(load or LOADS)
     console = open_console()
     failed = []
     with open_model(model) as opened:
-        max_model_len = check_length(opened, input_tokens, output_tokens)
+        fitting = [
+            ClientRow(context=fit(each.context, opened, output_tokens), requests=each.requests) for each in clients
+        ]
+        loads = make_loads(workloads, fitting, output_tokens, waves)
+        max_model_len = check_length(opened, max(each.input_tokens for each in loads), output_tokens)
         settings = [
             server_settings(opened, each, max_model_len, additional_config, server_argument, start_seconds)
             for each in variants
@@ -168,32 +180,46 @@ def check_length(model: Model, input_tokens: int, output_tokens: int) -> int:
     Raises:
         ConfigurationError: if the model has no such contexts.
     """
-    # vLLM counts the tokens a tokenizer adds to what it was asked for.
-    longest, limit = input_tokens + output_tokens + 16, int(model.config["max_position_embeddings"])
-    if longest > limit:
+    longest = longest_prompt(model, output_tokens)
+    if input_tokens > longest:
         raise ConfigurationError(
-            f"input_tokens: got {input_tokens}, allowed with {output_tokens} output tokens: "
-            f"at most {limit - output_tokens - 16}"
+            f"input_tokens: got {input_tokens}, allowed with {output_tokens} output tokens: at most {longest}"
         )
-    return longest
+    return input_tokens + output_tokens + _ADDED_TOKENS
 
 
-def make_loads(
-    workloads: Sequence[str], concurrencies: Sequence[int], input_tokens: int, output_tokens: int, waves: int
-) -> list[Load]:
-    """Every workload with every concurrency.
+def longest_prompt(model: Model, output_tokens: int) -> int:
+    """The tokens of the longest prompt that leaves room for an answer."""
+    return int(model.config["max_position_embeddings"]) - output_tokens - _ADDED_TOKENS
+
+
+def fit(context: int, model: Model, output_tokens: int) -> int:
+    """The tokens of a prompt of a context: it leaves room for its answer where it would take the model's whole context.
+
+    Raises:
+        ConfigurationError: if the model has no such contexts.
+    """
+    limit = int(model.config["max_position_embeddings"])
+    if not _SHORTEST <= context <= limit:
+        raise ConfigurationError(
+            f"load: got a context of {context} tokens, allowed: from {_SHORTEST} to the model's {limit}"
+        )
+    return min(context, longest_prompt(model, output_tokens))
+
+
+def make_loads(workloads: Sequence[str], clients: Sequence[ClientRow], output_tokens: int, waves: int) -> list[Load]:
+    """Every workload with all clients.
 
     Args:
         workloads: of `WORKLOADS`.
-        concurrencies: requests at a time.
-        input_tokens: of a prompt.
+        clients: how many at a time, and the tokens of their prompts.
         output_tokens: of an answer.
-        waves: requests per unit of concurrency.
+        waves: requests per client.
     """
-    pairs = [(name, concurrency) for name in workloads for concurrency in concurrencies]
+    pairs = [(name, each) for name in workloads for each in clients]
     return [
-        Load(name, input_tokens, output_tokens, concurrency, max(4, waves * concurrency), seed)
-        for seed, (name, concurrency) in enumerate(pairs, start=1)
+        Load(name, each.context, output_tokens, each.requests, max(4, waves * each.requests), seed)
+        for seed, (name, each) in enumerate(pairs, start=1)
     ]
 
 

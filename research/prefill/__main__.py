@@ -21,6 +21,7 @@ from bench.common.options import (
 from bench.common.results import RESULTS
 from research.prefill.plan import DOCUMENTS, STAGES
 from vllm_sparse_plugin.cli.arguments import run_app
+from vllm_sparse_plugin.errors import ConfigurationError
 
 PAGE = Path(__file__).parent / "README.md"
 
@@ -74,6 +75,32 @@ def run(
     finished = measure(output, Selection(chosen, seed, time_limit), device, folder, commit)
     typer.echo(summary_table(output))
     if not finished:
+        typer.echo("time is up: run the same command again to go on", err=True)
+        raise typer.Exit(3)
+
+
+@app.command()
+def engine(
+    output: Output,
+    prefill: Annotated[str, typer.Option(help="What prompts attend to: dense, studied or shipped.")] = "shipped",
+    decode: Annotated[str, typer.Option(help="What decode steps attend to: dense or sparse.")] = "dense",
+    contexts: StageContexts = None,
+    count: Annotated[
+        int | None, typer.Option("--documents", min=1, max=DOCUMENTS, help="Per task and context; all by default.")
+    ] = None,
+    folder: Annotated[Path | None, typer.Option(help="Keeps documents.")] = None,
+    time_limit: TimeLimit = 3600,
+    commit: Commit = None,
+) -> None:
+    """Ask the finalists' questions of a whole engine; exit code 3 if time runs out, after which it goes on."""
+    from research.prefill.engines import DECODES, PREFILLS, EngineSetting, measure_engine
+    from research.prefill.run import chosen_stages
+
+    for option, value, known in (("prefill", prefill, PREFILLS), ("decode", decode, DECODES)):
+        if value not in known:
+            raise ConfigurationError(f"{option}: got {value!r}, allowed: {', '.join(known)}")
+    (stage,) = chosen_stages(["finalists"], chosen_contexts(contexts), None, count)
+    if not measure_engine(output, stage, EngineSetting(prefill, decode), folder, time_limit, commit):
         typer.echo("time is up: run the same command again to go on", err=True)
         raise typer.Exit(3)
 

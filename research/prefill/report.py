@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 
 import matplotlib as mpl
@@ -16,6 +17,7 @@ from matplotlib.figure import Figure
 
 from bench.common.pages import table
 from research.prefill.data import Key, Measured, Results, mean, paired
+from research.prefill.engines import DECODES, PLATFORMS, PREFILLS, engine_name
 from research.prefill.plan import (
     BOUNDS,
     COMPARED,
@@ -265,6 +267,31 @@ class Page:
             rows.append([f"`{setting.name}`", *counts])
         return table(["setting", *TASKS, *STRESS_TASKS], rows) if len(rows) > 1 else NOT_YET
 
+    def engines(self) -> str:
+        """Answers of whole engines beside those of torch, to the same questions."""
+        rows = []
+        for platform, prefill, decode in product(PLATFORMS, PREFILLS, DECODES):
+            setting, _ = PREFILLS[prefill]
+            counts = self._engine_answers(engine_name(platform, prefill), setting.name, DECODES[decode])
+            if counts:
+                rows.append([platform.upper(), prefill, decode, *map(str, counts)])
+        headings = ["engine on a", "prefill", "decode", "questions", "right", "right in torch", "judged differently"]
+        return table(headings, rows) if rows else NOT_YET
+
+    def _engine_answers(self, engine: str, setting: str, decode: str) -> tuple[int, int, int, int] | None:
+        """Questions that both were asked, right answers of the engine and of torch, and how many only one has right."""
+        pairs = []
+        for key, cell in self.cells.items():
+            if key.setting == engine and (plain := self.cells.get(key._replace(setting=setting))):
+                ours, torch = getattr(cell, decode), getattr(plain, decode)
+                pairs += [
+                    pair for name in ours.keys() & torch.keys() for pair in zip(ours[name], torch[name], strict=True)
+                ]
+        if not pairs:
+            return None
+        right = [sum(pair[side] == "1" for pair in pairs) for side in (0, 1)]
+        return len(pairs), right[0], right[1], sum(ours != theirs for ours, theirs in pairs)
+
     def lengths(self) -> str:
         """The finalists at other lengths."""
         parts = []
@@ -434,6 +461,7 @@ PARTS: dict[str, Callable[[Page], str]] = {
     "finalists": Page.finalists,
     "against-dense": Page.against_dense,
     "tasks": Page.tasks,
+    "engines": Page.engines,
     "lengths": Page.lengths,
     "text": Page.text,
     "zipvl": Page.zipvl,

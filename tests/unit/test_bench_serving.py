@@ -10,7 +10,7 @@ import torch
 
 from bench.common.engine import Variant, WrongBackendError, force_routing
 from bench.common.models import NEEDLE_8M, SHAPES, open_model
-from bench.common.options import parse_grid
+from bench.common.options import ClientRow, parse_grid, parse_loads
 from bench.common.results import ResultFile, read_run, read_runs, spread
 from bench.common.worker import BenchWorker
 from bench.quality.__main__ import main as quality_main
@@ -19,9 +19,9 @@ from bench.quality.accuracy import tables as accuracy_tables
 from bench.serving.__main__ import main as serving_main
 from bench.serving.decode import DecodeSettings, draw_prompts, forecast_seconds, measure_batch
 from bench.serving.decode import table as decode_table
-from bench.serving.prefill import Measurement, PrefillSettings, fresh_prompts, measure, parse_loads, plan
+from bench.serving.prefill import Measurement, PrefillSettings, fresh_prompts, measure, plan
 from bench.serving.prefill import table as prefill_table
-from bench.serving.serve import Load, parse_result
+from bench.serving.serve import Load, fit, make_loads, parse_result
 from bench.serving.watch import Watched, watch
 from bench.soak.clients import read_metrics
 from vllm_sparse_plugin.config import resolve
@@ -559,8 +559,8 @@ DECODE = SERVING | {
 }
 SERVE = SERVING | {
     "unknown workload": (["--workload", "chat"], "workload: got 'chat', allowed: random, shared_prefix"),
-    "no concurrency": (["--concurrency", "0"], "concurrency: got '0', allowed: positive integers"),
-    "prompt too long": (["--input-tokens", "131072"], "input_tokens: got 131072, allowed with 128 output tokens: "),
+    "load of none": (["--load", "32K=0"], "load: got '32K=0', allowed: CONTEXT=REQUESTS, such as 32K=32"),
+    "prompt too long": (["--load", "256K=1"], "load: got a context of 262144 tokens, allowed: from 64 to the model's "),
 }
 
 
@@ -591,6 +591,13 @@ def test_decode_refuses(refused, tmp_path, case):
 def test_serve_refuses(refused, tmp_path, case):
     arguments, sentence = SERVE[case]
     assert refused(serving_main, "serve", "--output", str(tmp_path / "out"), *arguments).startswith(sentence)
+
+
+def test_a_prompt_of_the_whole_context_leaves_room_for_its_answer():
+    with open_model("llama-3.1-8b") as model:
+        assert [fit(context, model, 128) for context in (32768, 131072)] == [32768, 131072 - 128 - 16]
+    loads = make_loads(["random"], [ClientRow(context=32768, requests=1)], 128, 2)
+    assert [(each.input_tokens, each.concurrency, each.requests) for each in loads] == [(32768, 1, 4)]
 
 
 def test_capacity_refuses_a_cache_that_is_none(refused, tmp_path):
