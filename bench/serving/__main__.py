@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bench.common.options import make_app
 from bench.serving.capacity import capacity
+from bench.serving.compaction import compaction, compaction_variant
 from bench.serving.decode import decode, decode_variant
 from bench.serving.decode_cpu import decode_cpu
 from bench.serving.plot import plot
@@ -23,6 +24,8 @@ def _serving() -> None:
 
 
 app.command()(capacity)
+app.command()(compaction)
+app.command(hidden=True)(compaction_variant)
 app.command()(decode)
 app.command(hidden=True)(decode_variant)
 app.command()(decode_cpu)

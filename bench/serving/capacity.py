@@ -96,7 +96,7 @@ def capacity(
                         memory = tokens * opened.kv_bytes_per_token(each.kv_cache_dtype)
                         arguments += ("--kv-cache-memory-bytes", str(memory))
                         # On a CPU it would count instead.
-                        environment["VLLM_CPU_KVCACHE_SPACE"] = ""
+                        environment["VLLM_CPU_KVCACHE_SPACE"] = None
                     limited = replace(server, arguments=arguments, environment=environment)
                     if not measure_loads(each, limited, opened, loads, end, console, write):
                         failed.append(each.name)

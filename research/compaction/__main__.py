@@ -1,4 +1,4 @@
-"""Answers from a cache that keeps a part of a prompt, and a long text through a window, on a CPU.
+"""Answers from a cache that keeps a part of a prompt, and a long text through a window.
 
 python -m research.compaction answers --model models/needle-8m --output needle-8m.jsonl
 python -m research.compaction stream --model models/needle-8m --output stream_needle-8m.jsonl
@@ -13,14 +13,15 @@ import typer
 
 from bench.common.console import open_console
 from bench.common.models import NEEDLE_8M, load_tokenizer
-from bench.common.options import Commit, Output, Seed, make_app, parse_sizes
+from bench.common.options import Commit, Output, Seed, make_app, parse_sizes, usable_device
 from bench.common.results import ResultFile
 from vllm_sparse_plugin.cli.arguments import run_app
 from vllm_sparse_plugin.cli.provenance import describe_run
 
-app = make_app("Answers from a cache that keeps a part of a prompt, and a long text through a window, on a CPU.")
+app = make_app("Answers from a cache that keeps a part of a prompt, and a long text through a window.")
 
 _Model = Annotated[Path, typer.Option("--model", help="needle-8m's folder, or another of its format.")]
+_Device = Annotated[str, typer.Option("--device", help="Torch device.")]
 
 
 @app.command()
@@ -30,13 +31,14 @@ def answers(
     grid: Annotated[
         list[str] | None, typer.Option(help="Context and documents of each task, repeatable; 4K=4, 8K=2, 16K=2.")
     ] = None,
+    device: _Device = "cpu",
     seed: Seed = 0,
     commit: Commit = None,
 ) -> None:
     """Ask needle questions of every method with every budget."""
     from research.compaction.questions import Asker, measure
 
-    console, asker = open_console(), Asker(folder)
+    console, asker = open_console(), Asker(folder, usable_device(device))
     with ResultFile(output, describe_run(folder, commit)) as file:
         for text in grid or ("4K=4", "8K=2", "16K=2"):
             context, count = parse_sizes("grid", text.split("=", 1))
@@ -74,6 +76,7 @@ def stream(
     tokens: Annotated[str, typer.Option(help="Of the text.")] = "64K",
     cache_tokens: Annotated[int, typer.Option(min=32, help="Of the cache, the sinks included.")] = 1024,
     sink_tokens: Annotated[int, typer.Option(min=1, help="First tokens that are kept.")] = 4,
+    device: _Device = "cpu",
     seed: Seed = 0,
     commit: Commit = None,
 ) -> None:
@@ -81,7 +84,7 @@ def stream(
     from research.compaction.stream import StreamingModel, measure, read_text, windows
 
     (length,) = parse_sizes("tokens", [tokens])
-    console, model = open_console(), StreamingModel(folder)
+    console, model = open_console(), StreamingModel(folder, usable_device(device))
     text = read_text(load_tokenizer(folder), length, seed)
     with ResultFile(output, describe_run(folder, commit)) as file:
         for window in windows(cache_tokens, sink_tokens):

@@ -24,7 +24,7 @@ class Says(NamedTuple):
     best: list[int]
     """The most probable next token."""
     likely: torch.Tensor
-    """`[num_tokens, vocabulary]` float32: log probabilities."""
+    """`[num_tokens, vocabulary]` float32 on the host: log probabilities."""
 
 
 class CompactingModel(Prefiller):
@@ -38,7 +38,7 @@ class CompactingModel(Prefiller):
 
         def attend(layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             newest = query[0]
-            sums = torch.zeros(keys.shape[1], 0)
+            sums = keys.new_zeros(keys.shape[1], 0)
             if after is None:
                 output = attend_causal(query, keys, values)
             else:
@@ -46,7 +46,8 @@ class CompactingModel(Prefiller):
                 keys, values = (
                     torch.cat([kept[None], new], 2) for kept, new in ((before.keys, keys), (before.values, values))
                 )
-                visible = torch.arange(keys.shape[2]) <= begin + torch.arange(query.shape[3])[:, None]
+                position = torch.arange(keys.shape[2], device=self.device)
+                visible = position <= position[begin:, None]
                 output = attend_visible(query, keys, values, visible)
                 newest, sums = torch.cat([before.newest, newest], 2), before.sums
             sums = torch.nn.functional.pad(sums, (0, keys.shape[2] - sums.shape[1]))
@@ -54,20 +55,20 @@ class CompactingModel(Prefiller):
             layers.append(Layer(keys[0], values[0], newest[:, :, -LONGEST_WINDOW:].clone(), sums))
             return output
 
-        hidden = self._hidden(torch.tensor([list(tokens)]), begin, attend)
-        return Prompt(layers, self._logits(hidden[0, -1]).log_softmax(dim=-1))
+        hidden = self._hidden(self._ids(tokens), begin, attend)
+        return Prompt(layers, self._logits(hidden[0, -1]).log_softmax(dim=-1).cpu())
 
     @torch.inference_mode()
     def decode_kept(self, prompt: Prompt, tokens: Sequence[int], reading: Reading) -> Says:
         """Decode given tokens after a prompt, reading of it what a method keeps."""
         begin, kept = prompt.num_tokens, reading.kept(prompt)
-        position = begin + torch.arange(len(tokens))
+        position = begin + torch.arange(len(tokens), device=self.device)
 
         def attend(layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             before, places = prompt.layers[layer], kept[layer]
             if places is None:
                 past = before.keys, before.values
-                where = torch.arange(begin).expand(keys.shape[1], -1)
+                where = torch.arange(begin, device=self.device).expand(keys.shape[1], -1)
             else:
                 index = places.unsqueeze(-1).expand(-1, -1, keys.shape[-1])
                 past = before.keys.gather(1, index), before.values.gather(1, index)
@@ -79,5 +80,8 @@ class CompactingModel(Prefiller):
                 visible = visible & policy_reads(query, keys, position[None], reading.policy)[0]
             return attend_visible(query, keys, values, visible[None])
 
-        likely = self._logits(self._hidden(torch.tensor([list(tokens)]), begin, attend))[0].log_softmax(dim=-1)
+        likely = self._logits(self._hidden(self._ids(tokens), begin, attend))[0].log_softmax(dim=-1).cpu()
         return Says(likely.argmax(dim=-1).tolist(), likely)
+
+    def _ids(self, tokens: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([list(tokens)], device=self.device)

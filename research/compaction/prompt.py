@@ -23,12 +23,13 @@ def column_sums(query: torch.Tensor, keys: torch.Tensor, begin: int, elements: i
         `[num_kv_heads, num_tokens]` float32.
     """
     heads, group, count, size = query.shape
-    sums = torch.zeros(heads, keys.shape[1])
+    sums = torch.zeros(heads, keys.shape[1], device=keys.device)
     for some in parts(elements, count, heads * group * keys.shape[1]):
         end = begin + some.stop
         logits = (query[:, :, some].flatten(1, 2) @ keys[:, :end].transpose(1, 2)) * size**-0.5
         logits = logits.unflatten(1, (group, -1))
-        hidden = torch.arange(end) > torch.arange(begin + some.start, end)[:, None]
+        column = torch.arange(end, device=keys.device)
+        hidden = column > column[begin + some.start :, None]
         sums[:, :end] += logits.masked_fill_(hidden, -torch.inf).softmax(dim=-1).sum(dim=(1, 2))
     return sums
 
@@ -60,7 +61,7 @@ class Prompt:
 
     layers: list[Layer]
     likely: torch.Tensor
-    """`[vocabulary]` float32: log probabilities of what follows."""
+    """`[vocabulary]` float32 on the host: log probabilities of what follows."""
 
     @property
     def num_tokens(self) -> int:

@@ -41,8 +41,8 @@ class Tally:
 class Asker:
     """Asks a model the questions of documents under every setting."""
 
-    def __init__(self, folder: Path) -> None:
-        self.model, self._tokenizer = CompactingModel(folder), load_tokenizer(folder)
+    def __init__(self, folder: Path, device: str = "cpu") -> None:
+        self.model, self._tokenizer = CompactingModel(folder, device), load_tokenizer(folder)
 
     def ask(self, document: Document, settings: Iterable[Setting], tallies: dict[tuple[str, Setting], Tally]) -> None:
         """Ask all questions of a document.

@@ -87,7 +87,8 @@ class Reading:
                 found.append(None)
                 continue
             chosen = choose_tokens(layer.votes(rule), tokens, whole, before, rule)
-            found.append(torch.cat([chosen, torch.arange(whole, tokens).expand(len(chosen), -1)], dim=1))
+            tail = torch.arange(whole, tokens, device=chosen.device).expand(len(chosen), -1)
+            found.append(torch.cat([chosen, tail], dim=1))
         return found
 
     def left_out(self, where: torch.Tensor, position: torch.Tensor, prompt_tokens: int) -> torch.Tensor:
@@ -105,7 +106,8 @@ class Reading:
             return torch.zeros_like(where, dtype=torch.bool)
         ranges = [self._retention.left_out(prompt_tokens, int(each) + 1, BLOCK) for each in position]
         begin, end = (
-            torch.tensor([getattr(blocks, edge) * BLOCK for blocks in ranges])[:, None] for edge in ("start", "stop")
+            torch.tensor([getattr(blocks, edge) * BLOCK for blocks in ranges], device=where.device)[:, None]
+            for edge in ("start", "stop")
         )
         return (where >= begin) & (where < end)
 

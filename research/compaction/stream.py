@@ -66,10 +66,10 @@ class StreamingModel(Prefiller):
         newest = window.cache_tokens - window.sink_tokens
         frequencies = self._model.model.rotary_emb.inv_freq
         past: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        where = torch.zeros(0, dtype=torch.int64)
+        where = torch.zeros(0, dtype=torch.int64, device=self.device)
         for begin in range(0, len(tokens) - 1, _CHUNK):
-            ids = torch.tensor([tokens[begin : min(begin + _CHUNK, len(tokens) - 1)]])
-            position = begin + torch.arange(ids.shape[1])
+            ids = torch.tensor([tokens[begin : min(begin + _CHUNK, len(tokens) - 1)]], device=self.device)
+            position = begin + torch.arange(ids.shape[1], device=self.device)
             where = torch.cat([where, position])
             # A token outside the window of the first query is outside that of all, the sinks aside.
             kept = (where < window.sink_tokens) | (where > begin - newest)
@@ -97,8 +97,8 @@ class StreamingModel(Prefiller):
                 )
 
             likely = self._logits(self._hidden(ids, begin, attend))[0].log_softmax(dim=-1)
-            following = torch.tensor(tokens[begin + 1 : begin + 1 + ids.shape[1]])
-            yield -likely.gather(1, following[:, None])[:, 0]
+            following = torch.tensor(tokens[begin + 1 : begin + 1 + ids.shape[1]], device=self.device)
+            yield -likely.gather(1, following[:, None])[:, 0].cpu()
 
 
 def attend_rolling(

@@ -229,3 +229,46 @@ def test_triton_adds_up_the_attention_of_all_queries(monkeypatch):
     found = accumulated(query, [100, 100], paged, Softmax(0.25))
     assert (found - expected).abs().max() < 1e-3
     assert found.sum(dim=1).tolist() == pytest.approx([600.0] * 2, rel=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("every_query", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+@pytest.mark.parametrize(("heads", "head_size", "length"), [(8, 128, 4135), (2, 64, 2049), (1, 256, 1100)])
+def test_a_gpu_keeps_and_moves_what_a_cpu_does(every_query, dtype, heads, head_size, length):
+    generator = torch.Generator().manual_seed(7)
+    blocks, block = -(-length // 64), 64
+    rows = torch.randn(blocks + 3, heads, block, 2 * head_size, generator=generator).to(dtype)
+    table = torch.randperm(blocks + 3, generator=generator)[:blocks]
+    query = (2 * torch.randn(length, 4 * heads, head_size, generator=generator)).to(torch.bfloat16)
+    scales = (torch.tensor(0.5), torch.tensor(2.0)) if dtype.itemsize == 1 else (None, None)
+    rule = CompactionRule(0, 1, 4, recent_share=0.5, every_query=True) if every_query else CompactionRule()
+    first, softmax = length // block - 5, Softmax(head_size**-0.5)
+    found = []
+    for device in ("cpu", "cuda"):
+        cache = KVCache.from_rows(
+            rows.to(device, copy=True), 8, None, *(None if scale is None else scale.to(device) for scale in scales)
+        )
+        window, votes = ObservationWindow(query[length - 32 :].to(device), length - 32), None
+        if every_query:
+            votes, window = torch.zeros(heads, length, device=device), ObservationWindow(query[:0].to(device), 0)
+            for begin, end in ((0, 700), (700, length)):
+                chunk = ObservationWindow(query[begin:end].to(device), begin)
+                add_votes(votes, chunk, table.to(device), cache, softmax)
+        prompt = PromptBlocks(table.to(device), length, first)
+        kept = compact_prompt(window, prompt, cache, softmax, rule, votes).cpu()
+        found.append(kept)
+        target = first * block + torch.arange(kept.shape[1])
+        for head in range(heads):
+            source = rows[table[kept[head] // block], head, kept[head] % block].float()
+            every = torch.arange(block // 8)
+            moved = [
+                tensor.gather(table[target // block].unique_consecutive()[:, None].to(device),
+                              torch.tensor(head, device=device), every.to(device)).flatten(0, 2)
+                for tensor in (cache.keys, cache.values)
+            ]  # fmt: skip
+            assert torch.equal(torch.cat(moved, dim=-1).float().cpu(), source)
+    # Votes that are equal but for rounding may be ranked either way.
+    same = sum(len(set(one.tolist()) & set(other.tolist())) for one, other in zip(*found, strict=True))
+    assert same >= 0.98 * found[0].numel()

@@ -17,6 +17,8 @@ from bench.quality.__main__ import main as quality_main
 from bench.quality.accuracy import all_settings, unfinished
 from bench.quality.accuracy import tables as accuracy_tables
 from bench.serving.__main__ import main as serving_main
+from bench.serving.compaction import Timed
+from bench.serving.compaction import columns as compaction_columns
 from bench.serving.decode import DecodeSettings, draw_prompts, forecast_seconds, measure_batch
 from bench.serving.decode import table as decode_table
 from bench.serving.prefill import Measurement, PrefillSettings, fresh_prompts, measure, plan
@@ -685,3 +687,20 @@ def test_shapes_have_what_is_read_of_a_model():
     for name in SHAPES:
         with open_model(name) as model:
             assert model.prefill_flops(0, 1024) < model.prefill_flops(0, 2048) / 2
+
+
+def test_compaction_takes_what_the_first_steps_behind_a_prompt_do_beyond_later_ones():
+    def timed(asked: float, step: float, longest: float) -> Timed:
+        # The request that decodes beside the prompt had three tokens while it was computed.
+        first = asked + 2.0
+        steps = [longest, step, step, step, *[step] * 24]
+        beside = [asked + 0.5, asked + 1.0, first]
+        for gap in steps:
+            beside.append(beside[-1] + gap)
+        return Timed(asked, [first, *beside[3:]], beside)
+
+    row = compaction_columns([timed(10.0, 0.01, 0.015), timed(20.0, 0.01, 0.017), timed(30.0, 0.01, 0.05)])
+    assert row == pytest.approx(
+        {"prefill_seconds": 2.0, "step_ms": 10.0, "compaction_ms": 7.0, "pause_ms": 7.0, "share_of_prefill": 0.0035,
+         "pause_in_steps": 0.7}
+    )  # fmt: skip

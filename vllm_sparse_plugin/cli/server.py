@@ -47,8 +47,8 @@ class ServerSettings:
     """Further arguments of `vllm serve`."""
     eager: bool = True
     """Start without CUDA graphs and compilation: sooner, and slower."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables for the server, beside those of this process."""
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """Variables for the server, beside those of this process; None takes one away."""
     start_seconds: float = 600
     """How long the server may take to become ready."""
     program: tuple[str, ...] = (sys.executable, "-m", "vllm_sparse_plugin")
@@ -79,6 +79,7 @@ class LaunchedServer:
         )
         self._health = f"http://127.0.0.1:{port}/health"
         cores = bind_to_every_core() if settings.every_core else {}
+        variables = {"VLLM_CPU_KVCACHE_SPACE": "2", **cores, **os.environ, **settings.environment}
         with self.log.open("wb") as output:
             self.process = subprocess.Popen(
                 _command(settings, port),
@@ -86,7 +87,7 @@ class LaunchedServer:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 cwd=settings.folder,
-                env={"VLLM_CPU_KVCACHE_SPACE": "2", **cores, **os.environ, **settings.environment},
+                env={name: value for name, value in variables.items() if value is not None},
                 start_new_session=True,
             )
 

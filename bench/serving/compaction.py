@@ -1,0 +1,258 @@
+"""What compaction takes: of a prompt's prefill, and of requests that decode meanwhile.
+
+    python -m bench.serving compaction --variant dense,snapkv,pyramidkv,h2o --context 32K --output compaction.jsonl
+
+Some requests with short prompts, which keep everything, decode all the time. Prompts of a context come one after the
+other and decode a few tokens beside them. The gaps between the tokens of those that decode say how long each step took:
+the first steps behind the prompt, in one of which its tokens move, are compared with the later ones. What observing the
+queries of a prompt costs is the difference of the times to the first token of two variants.
+
+One process per variant, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel, ConfigDict
+from rich.table import Table
+
+from bench.common.console import open_console
+from bench.common.engine import Variant, parse_variants, start_engine
+from bench.common.models import SHAPES, Model, open_model
+from bench.common.options import Commit, Output, TimeLimit, parse_sizes, size_text
+from bench.common.results import ResultFile, Row, read_run
+from bench.serving.capacity import VARIANTS
+from bench.serving.prefill import fresh_prompts
+from bench.serving.variants import exit_if_backend_is_wrong, finish, run_variant
+from vllm_sparse_plugin.cli.provenance import describe_run
+from vllm_sparse_plugin.errors import ConfigurationError
+
+_FIRST = 4
+"""Steps behind a prompt that are compared with the later ones: which of them moves its tokens depends on the engine."""
+_LATER = 24
+_SHORT = 128
+"""Tokens of the prompts beside which others are computed."""
+
+
+class CompactionSettings(BaseModel):
+    """What the process of one variant needs to know."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    """A shape or the folder of a model."""
+    variant: str
+    additional_config: str | None
+    contexts: tuple[int, ...]
+    running: int
+    """Requests that decode meanwhile."""
+    repeats: int
+    chunk: int
+    """Tokens of an engine's step."""
+    gpu_memory_utilization: float
+    output: str
+    """JSON lines file to append to."""
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens that are decoded behind a prompt."""
+        return 1 + _FIRST + _LATER
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request."""
+        # The short ones decode as long as there are prompts; each of these takes a step for each of its chunks.
+        steps = sum((1 + self.repeats) * (-(-size // self.chunk) + self.answer_tokens + 8) for size in self.contexts)
+        return max(max(self.contexts) + self.answer_tokens, _SHORT + 64 + 2 * steps)
+
+
+@dataclass
+class Timed:
+    """When tokens came, in seconds."""
+
+    asked: float
+    prompt: list[float] = field(default_factory=list)
+    """Of the request whose prompt is long."""
+    beside: list[float] = field(default_factory=list)
+    """Of one that decodes beside it."""
+
+
+def columns(timed: Sequence[Timed]) -> Row:
+    """The columns of a row, from prompts of one context that were asked one after the other.
+
+    The prefill is the time to the first token. What the steps behind it take beyond as many later ones is the time of
+    the compaction, and the longest of them beyond a later one the pause of those that decode.
+    """
+    prefill, step, extra, pause = [], [], [], []
+    for each in timed:
+        first = each.prompt[0]
+        times = [first, *(when for when in each.beside if when > first)]
+        gaps = [after - before for before, after in pairwise(times)]
+        later = statistics.median(gaps[_FIRST : _FIRST + _LATER])
+        prefill.append(first - each.asked)
+        step.append(later)
+        extra.append(sum(gaps[:_FIRST]) - _FIRST * later)
+        pause.append(max(gaps[:_FIRST]) - later)
+    median = {
+        "prefill_seconds": statistics.median(prefill),
+        "step_ms": 1e3 * statistics.median(step),
+        "compaction_ms": 1e3 * statistics.median(extra),
+        "pause_ms": 1e3 * statistics.median(pause),
+    }
+    return {
+        **{name: round(value, 4) for name, value in median.items()},
+        "share_of_prefill": round(statistics.median(extra) / statistics.median(prefill), 5),
+        "pause_in_steps": round(statistics.median(pause) / statistics.median(step), 3),
+    }
+
+
+def compaction_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
+    """Measure one variant in this process, as `compaction` asks for it, and append a row for each context."""
+    settings = CompactionSettings.model_validate_json(text)
+    with (
+        exit_if_backend_is_wrong(),
+        open_model(settings.model) as model,
+        ResultFile(Path(settings.output)) as file,
+    ):
+        for row in _measure_variant(settings, model):
+            file.write(row)
+            print(
+                f"{row['variant']}: {size_text(row['context_tokens'])} tokens: prefill {row['prefill_seconds']:.3f} s, "
+                f"a step {row['step_ms']:.2f} ms, compaction {row['compaction_ms']:.2f} ms",
+                flush=True,
+            )
+
+
+def _measure_variant(settings: CompactionSettings, model: Model) -> Iterator[Row]:
+    """Yields a row for each context."""
+    variant = Variant.parse(settings.variant)
+    engine, backend = start_engine(
+        model,
+        variant,
+        settings.additional_config,
+        skip_tokenizer_init=True,
+        max_model_len=min(settings.longest + 64, int(model.config["max_position_embeddings"])),
+        max_num_seqs=settings.running + 1,
+        max_num_batched_tokens=settings.chunk,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        # Decode graphs without the wait for torch.compile, which leaves attention alone.
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    )
+    from vllm import SamplingParams, TokensPrompt
+
+    steps, draw = engine.llm_engine, fresh_prompts(model.vocabulary)
+
+    def add(name: str, length: int, tokens: int) -> None:
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        steps.add_request(name, TokensPrompt(prompt_token_ids=draw(length)), sampling)
+
+    def step() -> tuple[dict[str, Any], float]:
+        outputs: Any = steps.step()
+        return {output.request_id: output for output in outputs}, time.perf_counter()
+
+    beside = [f"beside-{number}" for number in range(settings.running)]
+    for name in beside:
+        add(name, _SHORT, settings.longest - _SHORT)
+    waiting = set(beside)
+    while waiting:
+        waiting -= step()[0].keys()
+    for context in settings.contexts:
+        timed = []
+        for repeat in range(1 + settings.repeats):
+            found, name = Timed(time.perf_counter()), f"prompt-{context}-{repeat}"
+            add(name, context, settings.answer_tokens)
+            done = False
+            while not done:
+                outputs, now = step()
+                if name in outputs:
+                    found.prompt.append(now)
+                    done = outputs[name].finished
+                if beside[0] in outputs:
+                    found.beside.append(now)
+            timed.append(found)
+        # The first prompt compiles kernels.
+        yield {
+            "variant": variant.name,
+            "attention_backend": backend,
+            "kv_cache_dtype": variant.kv_cache_dtype,
+            "additional_config": json.loads(variant.additional_config(settings.additional_config) or "null"),
+            "weights": "drawn" if model.drawn_weights else "checkpoint",
+            "context_tokens": context,
+            "running": settings.running,
+            "chunk_tokens": settings.chunk,
+            "repeats": settings.repeats,
+            **columns(timed[1:]),
+            "first_time": columns(timed[:1]),
+        }
+    steps.abort_request(beside)
+
+
+def compaction(
+    output: Output,
+    variant: Annotated[
+        list[str] | None, typer.Option(help=f"BACKEND or BACKEND:KV_CACHE_DTYPE, repeatable; {', '.join(VARIANTS)}.")
+    ] = None,
+    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")] = "llama-3.1-8b",
+    context: Annotated[list[str] | None, typer.Option(help="Tokens of a prompt, repeatable; 32K.")] = None,
+    running: Annotated[int, typer.Option(min=1, help="Requests that decode meanwhile.")] = 8,
+    additional_config: Annotated[
+        str | None, typer.Option(help="Passed to the engines of our backends.", metavar="JSON")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Prompts of each context that count.")] = 5,
+    chunk: Annotated[int, typer.Option(min=1, help="Tokens of an engine's step.")] = 8192,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="Passed to vLLM.")] = 0.9,
+    time_limit: TimeLimit = 3600,
+    commit: Commit = None,
+) -> None:
+    """Measure the compaction of prompts beside requests that decode; exit code 3 if a variant fails."""
+    end = time.monotonic() + time_limit
+    variants, contexts = parse_variants(variant or VARIANTS), parse_sizes("context", context or ["32K"])
+    console, failed = open_console(), []
+    with open_model(model) as opened:
+        all_settings = [
+            CompactionSettings(
+                model=model if opened.drawn_weights else str(opened.folder),
+                variant=each.name,
+                additional_config=each.additional_config(additional_config),
+                contexts=contexts,
+                running=running,
+                repeats=repeats,
+                chunk=chunk,
+                gpu_memory_utilization=gpu_memory_utilization,
+                output=str(output.absolute()),
+            )
+            for each in variants
+        ]
+        limit = int(opened.config["max_position_embeddings"]) - 64
+        if all_settings[0].longest > limit:
+            raise ConfigurationError(
+                f"context: got {size_text(max(contexts))}, allowed with {repeats} repeats: what takes at most {limit} "
+                "tokens of a request, of those that decode meanwhile as well"
+            )
+        with ResultFile(output, describe_run(opened.folder, commit)):
+            pass
+        for settings in all_settings:
+            failed += run_variant("compaction-variant", settings, end - time.monotonic())
+    finish(console, table(read_run(output).rows), failed)
+
+
+def table(rows: list[Row]) -> Table:
+    """Return one line for each context and variant."""
+    lines = Table("context", "variant", title="Compaction")
+    for heading in ("prefill s", "step ms", "compaction ms", "% of prefill", "pause, steps"):
+        lines.add_column(heading, justify="right")
+    for row in sorted(rows, key=lambda row: row["context_tokens"]):
+        lines.add_row(
+            size_text(row["context_tokens"]), row["variant"], f"{row['prefill_seconds']:.3f}", f"{row['step_ms']:.2f}",
+            f"{row['compaction_ms']:.2f}", f"{100 * row['share_of_prefill']:.2f}", f"{row['pause_in_steps']:.2f}",
+        )  # fmt: skip
+    return lines
