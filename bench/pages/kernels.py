@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from bench.common.options import size_text
 from bench.common.pages import Block, table
 from bench.common.results import RESULTS, Row, read_run
 
@@ -139,7 +140,8 @@ def prefill_kernels() -> Block:
     ms: dict[str, dict[str, float]] = {}
     for row in read_run(path).rows:
         if row["op"] == "prefill" and "cold" in row:
-            ms.setdefault(row["case_name"].partition(" g")[0], {})[row["provider"]] = row["cold"]["median_us"] / 1e3
+            case = f"{size_text(row['case']['chunk'])} of {size_text(row['case']['context'])}"
+            ms.setdefault(case, {})[row["provider"]] = row["cold"]["median_us"] / 1e3
     rival, part = _RIVALS[0], "part: "
     names = list(dict.fromkeys(name for times in ms.values() for name in times))
     wholes = [name for name in names if name.startswith("unique")]
@@ -150,7 +152,7 @@ def prefill_kernels() -> Block:
         cells = [_beside(times.get(name), dense) for name in wholes]
         others = (f"{times[name]:.3f}" if name in times else "-" for name in parts)
         rows.append([case, f"{dense:.2f}" if dense else "-", *cells, *others])
-    headings = ["chunk and context", f"{rival}, ms", *wholes, *(name.removeprefix(part) for name in parts)]
+    headings = ["chunk of a prompt", f"{rival}, ms", *wholes, *(name.removeprefix(part) for name in parts)]
     return Block(table(headings, rows), [path])
 
 

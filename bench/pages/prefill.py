@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from bench.common.pages import Block, table
@@ -79,6 +80,19 @@ def prefill_gpu() -> Block:
             rows.append([f"{requests} x {context:,}", f"{chunk:,}", *cells])
         parts.append(table(["prompts at once", "tokens of a step", *(f"{name}, tokens/s" for name in names)], rows))
     return Block("\n\n".join(parts), prefill_files())
+
+
+def prefill_in_short() -> Block:
+    """Time to the first token of the longest prompt, in a sentence."""
+    path = FOLDER / "chunks_8k.jsonl"
+    rows = {row["variant"]: row for row in read_run(path).rows if row["measurement"] == "first_token"}
+    dense, sparse = (rows[name] for name in ("flash_attn", "unique_prefill"))
+    seconds = [row["seconds_median"] for row in (dense, sparse)]
+    text = (
+        f"Prompts take their time, too: the first token after {sparse['context_tokens']:,} tokens comes after "
+        f"{seconds[0]:.1f} s, and with `unique_prefill` after {seconds[1]:.1f} s ({seconds[0] / seconds[1]:.1f}x)."
+    )
+    return Block(fill(text, 120), [path])
 
 
 def _line(prompt: str, chunk: int, found: dict[str, Row], names: list[str]) -> list[str]:

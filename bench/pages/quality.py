@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
+from bench.pages.prefill import prefill_in_short
 from vllm_sparse_plugin.config import describe_policies, resolve
 from vllm_sparse_plugin.eval.report import read_shares
 from vllm_sparse_plugin.eval.results import read_results
@@ -65,7 +66,7 @@ def needles() -> Block:
 
 
 def answers_in_short() -> Block:
-    """Needles at the longest context, and ordinary text, in one sentence each."""
+    """The first token of a long prompt, needles at the longest context, and ordinary text, in one sentence each."""
     path, control_path = (_CPU / "served" / f"{name}.jsonl" for name in ("unique", "streaming_llm"))
     answers = [*read_run(path).rows, *(row for row in read_run(control_path).rows if row["backend"] != "dense")]
     longest = max(answer["context_tokens"] for answer in answers)
@@ -75,13 +76,14 @@ def answers_in_short() -> Block:
         return _share_right(answers, backend=backend, context_tokens=longest).replace("/", " of ")
 
     default, wide = _next_tokens()
+    prefill = prefill_in_short()
     return Block(
-        f"Of needle questions over {longest:,} tokens `unique` answers {right('unique')} and reads {share:.1%} of the "
-        f"KV cache;\ndense attention answers {right('dense')}, and the newest 512 tokens alone are enough for "
-        f"{right('streaming_llm')}.\nOver ordinary text of 4,096 tokens its most likely next token is dense "
+        f"{prefill.text}\nOf needle questions over {longest:,} tokens `unique` answers {right('unique')} and reads "
+        f"{share:.1%} of the KV cache;\ndense attention answers {right('dense')}, and the newest 512 tokens alone are "
+        f"enough for {right('streaming_llm')}.\nOver ordinary text of 4,096 tokens its most likely next token is dense "
         f"attention's at {default.agreement.value:.1%} of\nthe positions with the default budget of 512 tokens "
         f"({default.nats_lost.value:+.3f} nats a token), and at {wide.agreement.value:.1%} with 2,048.",
-        [path, control_path, *_NEXT_TOKEN_FILES],
+        [*prefill.sources, path, control_path, *_NEXT_TOKEN_FILES],
     )
 
 

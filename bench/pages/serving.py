@@ -134,6 +134,23 @@ def serve_gpu() -> Block:
     return Block(table(headings, rows), list(paths.values()))
 
 
+def serve_prefill() -> Block:
+    """A server under long prompts, with dense and with sparse prefill."""
+    path = H200 / "serve" / "unique_prefill.jsonl"
+    by_load: dict[tuple[int, int], dict[str, Row]] = {}
+    for line in read_run(path).rows:
+        by_load.setdefault((line["input_tokens"], line["concurrency"]), {})[line["variant"]] = line
+    rows = []
+    for (tokens, concurrency), here in by_load.items():
+        dense, sparse = (here[name] for name in ("flash_attn", "unique_prefill"))
+        cells = (f"{dense[key] / 1e3:,.2f} / {sparse[key] / 1e3:,.2f}" for key in ("ttft_ms_median", "tpot_ms_median"))
+        speeds = [line["output_tokens_per_second"] for line in (dense, sparse)]
+        gain = f"{speeds[0]:.1f} / {speeds[1]:.1f} ({speeds[1] / speeds[0]:.2f}x)"
+        rows.append([f"{tokens:,}", str(concurrency), *cells, gain])
+    headings = ["prompts of", "concurrency", "first token, s", "per output token, s", "output tokens per s"]
+    return Block(table(headings, rows), [path])
+
+
 def decode_cpu() -> Block:
     """Time per token on a CPU by context."""
     times: dict[int, dict[str, float]] = {}

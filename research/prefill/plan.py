@@ -37,7 +37,7 @@ NARROW = (0.025, 0.05)
 """Densities that tell rules apart."""
 FLOORS = (4, 8, 16)
 COVERAGES = (0.9, 0.95, 0.99)
-ZIPVL_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+ZIPVL_SHARES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
 
 MEAN, HALVES, ALL = Quarters(), Quarters(vectors=2), Quarters(vectors=4)
 """Quarters as one, two and four vectors of a page."""

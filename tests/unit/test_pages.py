@@ -259,23 +259,24 @@ def test_what_was_not_measured_is_an_empty_block(tmp_path, monkeypatch):
 def test_the_parts_of_sparse_prefill_stand_beside_the_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "_FOLDER", tmp_path)
 
-    def row(provider, us, case="1q8Ks128K g4", op="prefill"):
-        return {"op": op, "case_name": case, "provider": provider, "cold": {"median_us": us}}
+    def row(provider, us, chunk=8192, context=131072, op="prefill"):
+        case = {"chunk": chunk, "context": context}
+        return {"op": op, "case": case, "provider": provider, "cold": {"median_us": us}}
 
-    left_out = {"op": "prefill", "case_name": "1q2Ks32K g4", "provider": "part: choice", "status": "left out"}
+    left_out = {"op": "prefill", "case": {"chunk": 2048, "context": 32768}, "provider": "part: choice"}
     path = write_rows(
         tmp_path / "prefill.jsonl",
         row("unique, density 0.1", 5000.0),
         row("FlashAttention 3", 28000.0),
         row("part: choice", 52.4),
-        row("unique, density 0.1", 600.0, "1q2Ks32K g4"),
+        row("unique, density 0.1", 600.0, 2048, 32768),
         left_out,
-        row("unique", 5.0, "1q1s128K g4", "decode"),
+        row("unique", 5.0, op="decode"),
     )
     block = kernels.prefill_kernels()
     assert block.sources == [path]
     assert block.text.splitlines()[::2] == [
-        "| chunk and context | FlashAttention 3, ms | unique, density 0.1 | choice |",
-        "| 1q8Ks128K | 28.00 | 5.00 (5.6x) | 0.052 |",
+        "| chunk of a prompt | FlashAttention 3, ms | unique, density 0.1 | choice |",
+        "| 8K of 128K | 28.00 | 5.00 (5.6x) | 0.052 |",
     ]
-    assert block.text.splitlines()[3] == "| 1q2Ks32K | - | 0.60 | - |"
+    assert block.text.splitlines()[3] == "| 2K of 32K | - | 0.60 | - |"

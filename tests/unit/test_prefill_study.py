@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.common.models import NEEDLE_8M, load_tokenizer
 from research.prefill import data, plan, run
+from research.prefill.engines import EngineSetting, engine_name, is_right
 from research.prefill.pipeline import Prefiller, Tail, attend_tiles, policy_reads
 from research.prefill.rules import Coverage, Density, Newest, Queries, Rule, Setting, Tiles, ZipVL, choose
 from research.prefill.summaries import BLOCK, BlockMean, Bounds, Box, Keys, MeanAndSpread, Quarters, Representatives
@@ -457,8 +458,9 @@ def test_every_part_of_the_page_shows_what_was_measured(tmp_path):
                     answers = {"right": "1" * stage.questions, "right_sparse": "10" * (stage.questions // 2)}
                     losses = {"answer_loss": loss, "prefill_loss": loss}
                     rows.append(row | answers | losses | {"density": [0.1, 0.3], "seconds": 1.0})
+    engine = {"document": "kv-16384-0-0", "setting": engine_name("gpu", "shipped"), "right": "11111110"}
     raw = tmp_path / "raw.jsonl"
-    raw.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    raw.write_text("".join(json.dumps(row) + "\n" for row in [*rows, engine]))
     results = data.Results(raw)
     results.path = RESULTS / report.SOURCE
     page, empty = report.Page(results), report.Page(None)
@@ -470,6 +472,7 @@ def test_every_part_of_the_page_shows_what_was_measured(tmp_path):
     assert "1.000 (0.98-1.00)" in page.finalists()
     assert dense.rpartition("|")[0] in page.finalists()
     assert f"{dense.rpartition('|')[0]}| 64/64 |" in page.bounds(), "the documents of the wide stage only"
+    assert page.engines().endswith("| GPU | shipped | dense | 8 | 7 | 8 | 1 |")
     page.draw(tmp_path)
     assert {path.name for path in tmp_path.glob("*.svg")} == {"density.svg", "strides.svg"}
 
@@ -526,3 +529,18 @@ def test_the_page_is_up_to_date():
     from research.prefill.report import write_page
 
     write_page(PAGE, RESULTS, check=True)
+
+
+def test_engines_are_asked_as_torch_is():
+    assert EngineSetting("dense", "dense").variant.backend is None
+    assert EngineSetting("studied", "dense").variant.backend == "DENSE"
+    assert EngineSetting("dense", "sparse").additional_config is None
+    settings = EngineSetting("studied", "sparse")
+    assert settings.variant.backend == "UNIQUE"
+    assert json.loads(settings.additional_config)["sparse_attention"]["prefill"]["min_context_tokens"] == 0
+    tokenizer = load_tokenizer(NEEDLE_8M)
+    answer = tokenizer.encode(" 1234", add_special_tokens=False)
+    question = Question([*tokenizer.encode("Which?"), *answer], len(answer), "1234")
+    after = tokenizer.encode("\n", add_special_tokens=False)[0]
+    assert is_right(question, [*answer, after], tokenizer)
+    assert not is_right(question, [*answer[:-1], after, after], tokenizer)
