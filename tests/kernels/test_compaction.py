@@ -4,14 +4,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sparse_kernels.batch import Softmax
+from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks, add_votes, compact_prompt
+from sparse_kernels.compaction import (
+    CompactionRule,
+    ObservationWindow,
+    PromptBlocks,
+    add_votes,
+    compact_prompt,
+    voting_rows,
+)
 from sparse_kernels.compaction.api import choose_tokens
 from sparse_kernels.page_statistics import update_page_statistics
+from sparse_kernels.token_prefill import TokenRule, token_prefill
 from support.llama import GROUP, KV_HEADS, save_llama
 from support.paged import make_batch
-from support.snapkv import kept_tokens
+from support.snapkv import kept_tokens, zipvl_votes
 
 from vllm_sparse_plugin.diagnostics.forward import CapturingModel
 
@@ -142,6 +150,8 @@ def test_bad_arguments_are_refused():
         compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(recent_share=1.5))
     with pytest.raises(ValueError, match="window_tokens: got -1"):
         compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(window_tokens=-1))
+    with pytest.raises(ValueError, match="probes: got some, allowed without every_query: None"):
+        compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(probes=TokenRule()))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -228,7 +238,54 @@ def test_triton_adds_up_the_attention_of_all_queries(monkeypatch):
     monkeypatch.setattr("sparse_kernels.compaction.api.attention_sums", triton.attention_sums)
     found = accumulated(query, [100, 100], paged, Softmax(0.25))
     assert (found - expected).abs().max() < 1e-3
+    rows, votes = voting_rows(200, PROBES, query.device), torch.zeros(2, 200)
+    for begin in (0, 100):
+        chunk = ObservationWindow(query[begin : begin + 100], begin)
+        add_votes(votes, chunk, paged.block_table[0], paged.cache, Softmax(0.25), rows)
+    assert votes[1].tolist() == pytest.approx(
+        zipvl_votes(query, paged.keys[0], rows.tolist(), Softmax(0.25)), rel=1e-3, abs=1e-5
+    )
     assert found.sum(dim=1).tolist() == pytest.approx([600.0] * 2, rel=1e-4)
+
+
+PROBES = TokenRule(tau=0.4, recent_probes=16, random_probes=16, seed=3)
+ZIPVL = CompactionRule(window_tokens=1, pool_tokens=1, sink_tokens=4, every_query=True, probes=PROBES)
+
+
+@pytest.mark.parametrize("chunks", [[335], [1, 200, 134]])
+def test_zipvl_keeps_what_probe_rows_of_the_prompt_attend_to_however_it_is_cut(chunks):
+    paged, query = prompt_of(335)
+    softmax, rows = Softmax(0.25), voting_rows(335, PROBES, query.device)
+    assert sorted(rows.tolist())[16:] == list(range(319, 335))
+    assert len(set(rows.tolist())) == 32
+    votes, begin = torch.zeros(2, 335), 0
+    for size in chunks:
+        chunk = ObservationWindow(query[begin : begin + size], begin)
+        add_votes(votes, chunk, paged.block_table[0], paged.cache, softmax, rows)
+        begin += size
+    expected = zipvl_votes(query, paged.keys[0], rows.tolist(), softmax)
+    assert votes[0].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert torch.equal(votes[0], votes[1])
+    nobody, prompt = ObservationWindow(query[:0], 0), PromptBlocks(paged.block_table[0], 335, 7)
+    kept = compact_prompt(nobody, prompt, paged.cache, softmax, ZIPVL, votes)
+    wanted = kept_tokens(query, paged.keys[0], 3 * BLOCK + 15, softmax, ZIPVL, BLOCK)
+    assert [set(of_head.tolist()) | set(range(320, 335)) for of_head in kept] == wanted
+
+
+def test_what_zipvls_prefill_has_kept_is_kept_of_the_cache_too():
+    paged, query = prompt_of(335)
+    softmax, length = Softmax(0.25), 335
+    starts = torch.tensor([0, length], dtype=torch.int32)
+    batch = PrefillBatch(query, starts, paged.block_table[:1].int(), starts[1:], length, length)
+    found = token_prefill(batch, paged.cache, softmax, PROBES, torch.empty_like(query))
+    important = set(found.positions[0, : int(found.counts[0])].tolist())
+    assert 60 < len(important) < 251
+    votes = torch.zeros(2, length)
+    rows = voting_rows(length, PROBES, query.device)
+    add_votes(votes, ObservationWindow(query, 0), paged.block_table[0], paged.cache, softmax, rows)
+    nobody, prompt = ObservationWindow(query[:0], 0), PromptBlocks(paged.block_table[0], length, 2)
+    kept = compact_prompt(nobody, prompt, paged.cache, softmax, ZIPVL, votes)
+    assert important <= {*kept[0].tolist(), *range(320, 335)}
 
 
 @pytest.mark.gpu
