@@ -290,17 +290,19 @@ def test_what_zipvls_prefill_has_kept_is_kept_of_the_cache_too():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("every_query", [False, True])
+@pytest.mark.parametrize(
+    "rule", [CompactionRule(), CompactionRule(0, 1, 4, recent_share=0.5, every_query=True), ZIPVL],
+    ids=["snapkv", "h2o", "zipvl"],
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("heads", "head_size", "length"), [(8, 128, 4135), (2, 64, 2049), (1, 256, 1100)])
-def test_a_gpu_keeps_and_moves_what_a_cpu_does(every_query, dtype, heads, head_size, length):
+def test_a_gpu_keeps_and_moves_what_a_cpu_does(rule, dtype, heads, head_size, length):
     generator = torch.Generator().manual_seed(7)
     blocks, block = -(-length // 64), 64
     rows = torch.randn(blocks + 3, heads, block, 2 * head_size, generator=generator).to(dtype)
     table = torch.randperm(blocks + 3, generator=generator)[:blocks]
     query = (2 * torch.randn(length, 4 * heads, head_size, generator=generator)).to(torch.bfloat16)
     scales = (torch.tensor(0.5), torch.tensor(2.0)) if dtype.itemsize == 1 else (None, None)
-    rule = CompactionRule(0, 1, 4, recent_share=0.5, every_query=True) if every_query else CompactionRule()
     first, softmax = length // block - 5, Softmax(head_size**-0.5)
     found = []
     for device in ("cpu", "cuda"):
@@ -308,11 +310,12 @@ def test_a_gpu_keeps_and_moves_what_a_cpu_does(every_query, dtype, heads, head_s
             rows.to(device, copy=True), 8, None, *(None if scale is None else scale.to(device) for scale in scales)
         )
         window, votes = ObservationWindow(query[length - 32 :].to(device), length - 32), None
-        if every_query:
+        if rule.every_query:
+            rows = None if rule.probes is None else voting_rows(length, rule.probes, query.to(device).device)
             votes, window = torch.zeros(heads, length, device=device), ObservationWindow(query[:0].to(device), 0)
             for begin, end in ((0, 700), (700, length)):
                 chunk = ObservationWindow(query[begin:end].to(device), begin)
-                add_votes(votes, chunk, table.to(device), cache, softmax)
+                add_votes(votes, chunk, table.to(device), cache, softmax, rows)
         prompt = PromptBlocks(table.to(device), length, first)
         kept = compact_prompt(window, prompt, cache, softmax, rule, votes).cpu()
         found.append(kept)
