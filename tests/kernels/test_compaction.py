@@ -311,11 +311,11 @@ def test_a_gpu_keeps_and_moves_what_a_cpu_does(rule, dtype, heads, head_size, le
         )
         window, votes = ObservationWindow(query[length - 32 :].to(device), length - 32), None
         if rule.every_query:
-            rows = None if rule.probes is None else voting_rows(length, rule.probes, query.to(device).device)
+            voting = None if rule.probes is None else voting_rows(length, rule.probes, window.query.device)
             votes, window = torch.zeros(heads, length, device=device), ObservationWindow(query[:0].to(device), 0)
             for begin, end in ((0, 700), (700, length)):
                 chunk = ObservationWindow(query[begin:end].to(device), begin)
-                add_votes(votes, chunk, table.to(device), cache, softmax, rows)
+                add_votes(votes, chunk, table.to(device), cache, softmax, voting)
         prompt = PromptBlocks(table.to(device), length, first)
         kept = compact_prompt(window, prompt, cache, softmax, rule, votes).cpu()
         found.append(kept)
