@@ -169,12 +169,14 @@ def test_triton_votes_choose_the_tokens_of_the_paper(monkeypatch, softcap):
     assert [set(of_head.tolist()) | set(range(320, 335)) for of_head in kept] == expected
 
 
-def accumulated(query: torch.Tensor, chunks: list[int], paged, softmax: Softmax) -> torch.Tensor:
+def accumulated(
+    query: torch.Tensor, chunks: list[int], cache: KVCache, block_table: torch.Tensor, softmax: Softmax
+) -> torch.Tensor:
     """Votes of all queries of a prompt that is computed in chunks, none of which sees what lies behind it."""
-    votes, begin = torch.zeros(2, len(query)), 0
+    votes, begin = torch.zeros(cache.num_kv_heads, len(query)), 0
     for size in chunks:
         window = ObservationWindow(query[begin : begin + size], begin)
-        add_votes(votes, window, paged.block_table[0], paged.cache, softmax)
+        add_votes(votes, window, block_table, cache, softmax)
         begin += size
     return votes
 
@@ -184,7 +186,7 @@ def accumulated(query: torch.Tensor, chunks: list[int], paged, softmax: Softmax)
 def test_heavy_hitters_of_all_queries_and_the_newest_tokens_are_kept(chunks, softcap):
     paged, query = prompt_of(335)
     softmax, rule = Softmax(0.25, softcap), replace(RULE, pool_tokens=1, every_query=True)
-    votes = accumulated(query, chunks, paged, softmax)
+    votes = accumulated(query, chunks, paged.cache, paged.block_table[0], softmax)
     nobody = ObservationWindow(query[:0], 0)
     kept = compact_prompt(nobody, PromptBlocks(paged.block_table[0], 335, 7), paged.cache, softmax, rule, votes)
     expected = kept_tokens(query, paged.keys[0], 3 * BLOCK + 15, softmax, rule, BLOCK)
@@ -234,9 +236,9 @@ def test_triton_adds_up_the_attention_of_all_queries(monkeypatch):
     from sparse_kernels.token_prefill import triton
 
     paged, query = prompt_of(200, group=3)
-    expected = accumulated(query, [200], paged, Softmax(0.25))
+    expected = accumulated(query, [200], paged.cache, paged.block_table[0], Softmax(0.25))
     monkeypatch.setattr("sparse_kernels.compaction.api.attention_sums", triton.attention_sums)
-    found = accumulated(query, [100, 100], paged, Softmax(0.25))
+    found = accumulated(query, [100, 100], paged.cache, paged.block_table[0], Softmax(0.25))
     assert (found - expected).abs().max() < 1e-3
     rows, votes = voting_rows(200, PROBES, query.device), torch.zeros(2, 200)
     for begin in (0, 100):
@@ -246,6 +248,20 @@ def test_triton_adds_up_the_attention_of_all_queries(monkeypatch):
         zipvl_votes(query, paged.keys[0], rows.tolist(), Softmax(0.25)), rel=1e-3, abs=1e-5
     )
     assert found.sum(dim=1).tolist() == pytest.approx([600.0] * 2, rel=1e-4)
+
+
+def test_a_worker_with_some_of_the_heads_keeps_of_them_what_one_with_all_does():
+    rows = torch.randn(12, 4, BLOCK, 2 * 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+    _, query = prompt_of(335, group=4)
+    found = []
+    for heads in (slice(0, 4), slice(2, 4)):
+        cache, part = KVCache.from_rows(rows[:, heads].clone(), 8), query[:, 2 * heads.start : 2 * heads.stop]
+        votes = accumulated(part, [335], cache, torch.arange(12), Softmax(0.25))
+        window = ObservationWindow(part[-8:], 327)
+        prompt = PromptBlocks(torch.arange(12), 335, 7)
+        found.append((votes, compact_prompt(window, prompt, cache, Softmax(0.25), RULE)))
+    assert torch.equal(found[0][0][2:], found[1][0])
+    assert torch.equal(found[0][1][2:], found[1][1])
 
 
 PROBES = TokenRule(tau=0.4, recent_probes=16, random_probes=16, seed=3)
