@@ -1,16 +1,20 @@
 """Asks a server for a long time, and compares every answer with that of the same request alone.
 
 python -m bench.soak run --clients 4 --minutes 60 --context 4K --output soak.jsonl
+
+A cache that shrinks is asked with `--may-part`: a request that is preempted attends to its own output densely when it
+resumes, so it may go on differently than alone. Then blocks and failures are what is judged.
 """
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.console import Console
@@ -44,6 +48,8 @@ def run(
     output: Output,
     clients: Annotated[int, typer.Option(min=1, help="That ask at once.")] = 4,
     minutes: Annotated[float, typer.Option(min=0.1, help="How long they ask.")] = 60,
+    requests: Annotated[int | None, typer.Option(min=1, help="Requests after which they stop before that.")] = None,
+    may_part: Annotated[bool, typer.Option("--may-part", help="Answers may differ from those asked alone.")] = False,
     context: Annotated[str, typer.Option(help="Tokens of a prompt, such as 4K.")] = "4K",
     prompts: Annotated[int, typer.Option(min=2, help="Different prompts; several share a document.")] = 8,
     answer_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 64,
@@ -78,12 +84,13 @@ def run(
         with ResultFile(output, describe_run(model, commit)) as file:
             with run_server(DENSE, settings(dense), console) as client:
                 drift = measure_drift(Asker(client, model.name, answer_tokens), texts)
-            allowed = max(drift, LOGPROB_TOLERANCE)
+            allowed = math.inf if may_part else max(drift, LOGPROB_TOLERANCE)
             with run_server(chosen.name.replace(":", "-"), settings(chosen), console) as client:
                 asker = Asker(client, model.name, answer_tokens)
                 alone = {text: asker.ask(text) for text in texts}
-                file.write({"state": "alone", "prompts": len(alone), "dense_drift": drift, "allowed_gap": allowed})
-                faults = soak(asker, alone, allowed, clients, minutes * 60, console, file.write)
+                gap = None if may_part else allowed
+                file.write({"state": "alone", "prompts": len(alone), "dense_drift": drift, "allowed_gap": gap})
+                faults = soak(asker, alone, Limits(allowed, clients, minutes * 60, requests), console, file.write)
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(3) from None
@@ -100,21 +107,30 @@ def measure_drift(asker: Asker, texts: Sequence[str]) -> float:
     return max(logprob_error(first, second) for first, second in zip(cold, warm, strict=True))
 
 
+class Limits(NamedTuple):
+    """How much is asked, and what may be different."""
+
+    allowed: float
+    """Nats between the two tokens where an answer parts from the one asked alone, at most."""
+    clients: int
+    seconds: float
+    requests: int | None
+    """None for as many as there is time for."""
+
+
 def soak(
     asker: Asker,
     alone: Mapping[str, Continuation],
-    allowed: float,
-    clients: int,
-    seconds: float,
+    limits: Limits,
     console: Console,
     write: Callable[[Row], None],
 ) -> list[str]:
     """Lets clients ask for so long, writes a row a minute, and returns what was wrong."""
-    start, tally = time.monotonic(), Tally()
-    end = start + seconds
+    start, tally = time.monotonic(), Tally(most=limits.requests)
+    end = start + limits.seconds
     threads = [
-        threading.Thread(target=run_client, args=(asker, alone, allowed, end, seed, tally), daemon=True)
-        for seed in range(clients)
+        threading.Thread(target=run_client, args=(asker, alone, limits.allowed, end, seed, tally), daemon=True)
+        for seed in range(limits.clients)
     ]
 
     def report(state: str) -> Row:
@@ -122,7 +138,7 @@ def soak(
         row = {
             "state": state,
             "seconds": round(time.monotonic() - start, 1),
-            "clients": clients,
+            "clients": limits.clients,
             **tally.as_row(),
             "preemptions": metrics["vllm:num_preemptions_total"],
             "prefix_hits": metrics["vllm:prefix_cache_hits_total"],

@@ -88,6 +88,8 @@ class Tally:
     """Of log probabilities, where they part."""
     faults: list[str] = field(default_factory=list)
     """What was wrong, a sentence each."""
+    most: int | None = None
+    """Requests after which nobody asks any more; None for as long as there is time."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, alone: Continuation, found: Continuation, allowed: float) -> None:
@@ -101,6 +103,11 @@ class Tally:
                 if gap > allowed:
                     self.faults.append(f"an answer parts where the tokens' log probabilities differ by {gap:.3g}")
 
+    @property
+    def is_full(self) -> bool:
+        """Whether enough was asked."""
+        return self.most is not None and self.answers + self.hung_up >= self.most
+
     def as_row(self) -> dict[str, Any]:
         """Returns the columns of a row."""
         with self.lock:
@@ -113,11 +120,12 @@ class Tally:
 def run_client(
     asker: Asker, alone: Mapping[str, Continuation], allowed: float, end: float, seed: int, tally: Tally
 ) -> None:
-    """Asks one prompt after the other until `time.monotonic` reaches `end`; what it raises is a fault."""
+    """Asks one prompt after the other until `time.monotonic` reaches `end`, or enough was asked; what it raises is a
+    fault."""
     rng = random.Random(seed)
     prompts: Sequence[str] = list(alone)
     try:
-        while time.monotonic() < end:
+        while time.monotonic() < end and not tally.is_full:
             prompt = rng.choice(prompts)
             if rng.random() < HANGS_UP:
                 asker.hang_up(prompt, rng.randrange(asker.answer_tokens))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from research.compaction.prompt import Layer, Prompt, column_sums
-from research.compaction.settings import LONGEST_WINDOW, Reading
+from research.compaction.settings import Reading
 from research.prefill.pipeline import Prefiller, attend_causal, attend_visible, policy_reads
 
 
@@ -37,7 +37,7 @@ class CompactingModel(Prefiller):
         layers: list[Layer] = []
 
         def attend(layer: int, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            newest = query[0]
+            queries = query[0]
             sums = keys.new_zeros(keys.shape[1], 0)
             if after is None:
                 output = attend_causal(query, keys, values)
@@ -49,10 +49,10 @@ class CompactingModel(Prefiller):
                 position = torch.arange(keys.shape[2], device=self.device)
                 visible = position <= position[begin:, None]
                 output = attend_visible(query, keys, values, visible)
-                newest, sums = torch.cat([before.newest, newest], 2), before.sums
+                queries, sums = torch.cat([before.queries, queries], 2), before.sums
             sums = torch.nn.functional.pad(sums, (0, keys.shape[2] - sums.shape[1]))
-            sums = sums + column_sums(query[0], keys[0], begin)
-            layers.append(Layer(keys[0], values[0], newest[:, :, -LONGEST_WINDOW:].clone(), sums))
+            sums = sums + column_sums(query[0], keys[0], torch.arange(begin, keys.shape[2], device=self.device))
+            layers.append(Layer(keys[0], values[0], queries, sums))
             return output
 
         hidden = self._hidden(self._ids(tokens), begin, attend)

@@ -5,18 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from sparse_kernels.compaction import CompactionRule
+from sparse_kernels.compaction import CompactionRule, voting_rows
+from sparse_kernels.token_prefill import rows_that_see
 
 from research.prefill.pipeline import parts
 
 
-def column_sums(query: torch.Tensor, keys: torch.Tensor, begin: int, elements: int = 1 << 24) -> torch.Tensor:
-    """Adds up the causal attention of consecutive queries on each token.
+def column_sums(
+    query: torch.Tensor, keys: torch.Tensor, position: torch.Tensor, elements: int = 1 << 24
+) -> torch.Tensor:
+    """Adds up the causal attention of queries on each token.
 
     Args:
         query: `[num_kv_heads, group, num_queries, head_size]` float32.
         keys: `[num_kv_heads, num_tokens, head_size]` float32; the last query sees them all.
-        begin: position of the first query.
+        position: `[num_queries]` int64, ascending.
         elements: of logits that are in memory at a time, about.
 
     Returns:
@@ -25,11 +28,11 @@ def column_sums(query: torch.Tensor, keys: torch.Tensor, begin: int, elements: i
     heads, group, count, size = query.shape
     sums = torch.zeros(heads, keys.shape[1], device=keys.device)
     for some in parts(elements, count, heads * group * keys.shape[1]):
-        end = begin + some.stop
+        here = position[some]
+        end = int(here[-1]) + 1
         logits = (query[:, :, some].flatten(1, 2) @ keys[:, :end].transpose(1, 2)) * size**-0.5
         logits = logits.unflatten(1, (group, -1))
-        column = torch.arange(end, device=keys.device)
-        hidden = column > column[begin + some.start :, None]
+        hidden = torch.arange(end, device=keys.device) > here[:, None]
         sums[:, :end] += logits.masked_fill_(hidden, -torch.inf).softmax(dim=-1).sum(dim=(1, 2))
     return sums
 
@@ -42,17 +45,23 @@ class Layer:
     """`[num_kv_heads, P, head_size]` float32 that bfloat16 can hold, with positions."""
     values: torch.Tensor
     """Like `keys`."""
-    newest: torch.Tensor
-    """`[num_kv_heads, group, num_queries, head_size]`: the newest queries."""
+    queries: torch.Tensor
+    """`[num_kv_heads, group, P, head_size]` float32."""
     sums: torch.Tensor
     """`[num_kv_heads, P]` float32: attention of all queries on each token, summed over the query heads."""
 
     def votes(self, rule: CompactionRule) -> torch.Tensor:
         """Votes on each token, `[num_kv_heads, P]` float32."""
+        tokens, device = self.keys.shape[1], self.keys.device
+        if rule.probes is not None:
+            rows = voting_rows(tokens, rule.probes, device)
+            rows = rows[rows >= 0].long().sort().values
+            sums = column_sums(self.queries[:, :, rows], self.keys, rows).sum(dim=0)
+            return (sums / rows_that_see(rows[None], tokens).clamp(min=1)).expand(len(self.keys), -1)
         if rule.every_query:
             return self.sums
-        query = self.newest[:, :, -rule.window_tokens :]
-        return column_sums(query, self.keys, self.keys.shape[1] - query.shape[2])
+        position = torch.arange(tokens, device=device)[-rule.window_tokens :]
+        return column_sums(self.queries[:, :, position], self.keys, position)
 
 
 @dataclass(frozen=True, eq=False)

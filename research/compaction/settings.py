@@ -11,7 +11,7 @@ from sparse_kernels.compaction.api import choose_tokens
 from research.compaction.prompt import Prompt
 from research.study.plan import PAIRS
 from research.study.settings import Setting as Policy
-from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction, PyramidKVCompaction
+from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction
 from vllm_sparse_plugin.config.retention import Retention
 
 BLOCK = 32
@@ -20,8 +20,6 @@ SHARES = (1 / 4, 1 / 8, 1 / 16, 1 / 32)
 """Of the prompt: what a method keeps."""
 POOLS = (5, 13)
 """Widths of the pooling of votes: the paper's, and one that a number of several tokens takes."""
-LONGEST_WINDOW = int(PyramidKVCompaction.model_fields["window_tokens"].default)
-"""Queries that may vote, at most."""
 UNIQUE = "unique"
 _METHODS = {method.name(): method for method in COMPACTIONS}
 

@@ -12,6 +12,8 @@ from support.paged import dense_attention
 from support.snapkv import kept_tokens
 from transformers import AutoModelForCausalLM
 
+from vllm_sparse_plugin.config.compaction import ZipVLCompaction
+
 DENSE_TOLERANCE = 2e-2
 """vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
 TIE = 0.05
@@ -152,6 +154,28 @@ def test_h2o_keeps_what_all_queries_of_a_prompt_vote_for(model, chunks):
     assert not harness.builder.compaction._requests[request.name].votes
 
 
+def test_zipvl_keeps_the_same_tokens_of_a_prompt_however_it_is_cut(model):
+    settings = ZipVLCompaction(budget_tokens=96, min_context_tokens=0, recent_probes=8, random_probes=8)
+    outputs = []
+    generator = torch.Generator().manual_seed(7)
+    data = tuple(torch.randn(303, *of, generator=generator).bfloat16() for of in ((8, 64), (2, 64), (2, 64)))
+    for chunks in ([300], [130, 167, 3]):
+        harness = harness_of(model, "dense", settings.model_dump(exclude_none=True))
+        request, begin = harness.request(300), 0
+        for step, new in enumerate([*chunks, 1, 1, 1]):
+            given = tuple(part[begin : begin + new] for part in data)
+            (output,) = harness.step([(request, new)], {0: given})
+            begin += new
+            if step == len(chunks):
+                poison(harness, request, set(range(300 // BLOCK - 3, 12)))
+        outputs.append(output)
+        assert not harness.builder.compaction._requests[request.name].votes
+    kept = kept_tokens(data[0][:300], request.keys[:300], 96 + 300 % BLOCK, Softmax(0.125), settings.rule(), BLOCK)
+    assert kept[0] == kept[1]
+    assert is_kept(harness, request, outputs[0], kept)
+    assert torch.equal(*outputs)
+
+
 def test_selection_goes_on_over_what_is_kept(model):
     """A budget of all pages reads what is kept, statistics of moved pages included; a small one reads some of it."""
     outputs = []
@@ -228,18 +252,19 @@ def assert_likeliest(folder: Path, prompts: list[list[int]], answers: list[list[
         assert (likely.amax(dim=-1) - chosen).max() < TIE
 
 
-@pytest.mark.parametrize("backend", ["snapkv", "pyramidkv"])
-def test_an_engine_gives_every_block_back_and_serves_short_prompts_densely(tmp_path, backend):
+@pytest.mark.parametrize(("backend", "caches_prefixes"), [("snapkv", True), ("pyramidkv", False), ("h2o", False)])
+def test_an_engine_gives_every_block_back_and_serves_short_prompts_densely(tmp_path, backend, caches_prefixes):
     def prompts(count: int, length: int) -> list[list[int]]:
         return [[(number * 7919 + word) % 480 + 10 for number in range(length)] for word in range(count)]
 
     folder, short, crowd = save_shallow(tmp_path, layers=4), prompts(3, 250), prompts(10, 600)
-    settings = {"compaction": {"budget_tokens": 256, "window_tokens": 32, "min_context_tokens": 300}}
+    window = {} if backend == "h2o" else {"window_tokens": 32}
+    settings = {"compaction": {"budget_tokens": 256, "min_context_tokens": 300, **window}}
     # A pyramid has four block tables, each for one of the four layers, so that its blocks are a quarter.
     blocks = 100 if backend == "pyramidkv" else 25
     with run_engine(
         backend, settings, model=str(folder), num_gpu_blocks_override=blocks, max_model_len=1152,
-        max_num_batched_tokens=1024, block_size=128, max_num_seqs=10,
+        max_num_batched_tokens=1024, block_size=128, max_num_seqs=10, enable_prefix_caching=caches_prefixes,
     ) as engine:  # fmt: skip
         expected = engine.answer(short, max_tokens=24, ignore_eos=True)
         assert_likeliest(folder, short, expected)
@@ -252,3 +277,7 @@ def test_an_engine_gives_every_block_back_and_serves_short_prompts_densely(tmp_p
         assert engine.metric("vllm:num_preemptions_total") > 0
         assert engine.metric("vllm:kv_cache_usage_perc") == 0
         assert engine.answer(short, max_tokens=24, ignore_eos=True) == expected
+        if not caches_prefixes:
+            # Nothing is in the cache, so the same steps follow; a freed block that is still read changes answers.
+            engine.spoil_freed_blocks()
+            assert engine.answer(crowd, max_tokens=100, ignore_eos=True) == answers

@@ -4,14 +4,22 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sparse_kernels.batch import Softmax
+from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks, add_votes, compact_prompt
+from sparse_kernels.compaction import (
+    CompactionRule,
+    ObservationWindow,
+    PromptBlocks,
+    add_votes,
+    compact_prompt,
+    voting_rows,
+)
 from sparse_kernels.compaction.api import choose_tokens
 from sparse_kernels.page_statistics import update_page_statistics
+from sparse_kernels.token_prefill import TokenRule, token_prefill
 from support.llama import GROUP, KV_HEADS, save_llama
 from support.paged import make_batch
-from support.snapkv import kept_tokens
+from support.snapkv import kept_tokens, zipvl_votes
 
 from vllm_sparse_plugin.diagnostics.forward import CapturingModel
 
@@ -142,6 +150,8 @@ def test_bad_arguments_are_refused():
         compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(recent_share=1.5))
     with pytest.raises(ValueError, match="window_tokens: got -1"):
         compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(window_tokens=-1))
+    with pytest.raises(ValueError, match="probes: got some, allowed without every_query: None"):
+        compact_prompt(window, prompt, paged.cache, Softmax(1.0), CompactionRule(probes=TokenRule()))
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -159,12 +169,14 @@ def test_triton_votes_choose_the_tokens_of_the_paper(monkeypatch, softcap):
     assert [set(of_head.tolist()) | set(range(320, 335)) for of_head in kept] == expected
 
 
-def accumulated(query: torch.Tensor, chunks: list[int], paged, softmax: Softmax) -> torch.Tensor:
+def accumulated(
+    query: torch.Tensor, chunks: list[int], cache: KVCache, block_table: torch.Tensor, softmax: Softmax
+) -> torch.Tensor:
     """Votes of all queries of a prompt that is computed in chunks, none of which sees what lies behind it."""
-    votes, begin = torch.zeros(2, len(query)), 0
+    votes, begin = torch.zeros(cache.num_kv_heads, len(query)), 0
     for size in chunks:
         window = ObservationWindow(query[begin : begin + size], begin)
-        add_votes(votes, window, paged.block_table[0], paged.cache, softmax)
+        add_votes(votes, window, block_table, cache, softmax)
         begin += size
     return votes
 
@@ -174,7 +186,7 @@ def accumulated(query: torch.Tensor, chunks: list[int], paged, softmax: Softmax)
 def test_heavy_hitters_of_all_queries_and_the_newest_tokens_are_kept(chunks, softcap):
     paged, query = prompt_of(335)
     softmax, rule = Softmax(0.25, softcap), replace(RULE, pool_tokens=1, every_query=True)
-    votes = accumulated(query, chunks, paged, softmax)
+    votes = accumulated(query, chunks, paged.cache, paged.block_table[0], softmax)
     nobody = ObservationWindow(query[:0], 0)
     kept = compact_prompt(nobody, PromptBlocks(paged.block_table[0], 335, 7), paged.cache, softmax, rule, votes)
     expected = kept_tokens(query, paged.keys[0], 3 * BLOCK + 15, softmax, rule, BLOCK)
@@ -224,26 +236,89 @@ def test_triton_adds_up_the_attention_of_all_queries(monkeypatch):
     from sparse_kernels.token_prefill import triton
 
     paged, query = prompt_of(200, group=3)
-    expected = accumulated(query, [200], paged, Softmax(0.25))
+    expected = accumulated(query, [200], paged.cache, paged.block_table[0], Softmax(0.25))
     monkeypatch.setattr("sparse_kernels.compaction.api.attention_sums", triton.attention_sums)
-    found = accumulated(query, [100, 100], paged, Softmax(0.25))
+    found = accumulated(query, [100, 100], paged.cache, paged.block_table[0], Softmax(0.25))
     assert (found - expected).abs().max() < 1e-3
+    rows, votes = voting_rows(200, PROBES, query.device), torch.zeros(2, 200)
+    for begin in (0, 100):
+        chunk = ObservationWindow(query[begin : begin + 100], begin)
+        add_votes(votes, chunk, paged.block_table[0], paged.cache, Softmax(0.25), rows)
+    assert votes[1].tolist() == pytest.approx(
+        zipvl_votes(query, paged.keys[0], rows.tolist(), Softmax(0.25)), rel=1e-3, abs=1e-5
+    )
     assert found.sum(dim=1).tolist() == pytest.approx([600.0] * 2, rel=1e-4)
+
+
+def test_a_worker_with_some_of_the_heads_keeps_of_them_what_one_with_all_does():
+    rows = torch.randn(12, 4, BLOCK, 2 * 16, generator=torch.Generator().manual_seed(2)).bfloat16()
+    _, query = prompt_of(335, group=4)
+    found = []
+    for heads in (slice(0, 4), slice(2, 4)):
+        cache, part = KVCache.from_rows(rows[:, heads].clone(), 8), query[:, 2 * heads.start : 2 * heads.stop]
+        votes = accumulated(part, [335], cache, torch.arange(12), Softmax(0.25))
+        window = ObservationWindow(part[-8:], 327)
+        prompt = PromptBlocks(torch.arange(12), 335, 7)
+        found.append((votes, compact_prompt(window, prompt, cache, Softmax(0.25), RULE)))
+    assert torch.equal(found[0][0][2:], found[1][0])
+    assert torch.equal(found[0][1][2:], found[1][1])
+
+
+PROBES = TokenRule(tau=0.4, recent_probes=16, random_probes=16, seed=3)
+ZIPVL = CompactionRule(window_tokens=1, pool_tokens=1, sink_tokens=4, every_query=True, probes=PROBES)
+
+
+@pytest.mark.parametrize("chunks", [[335], [1, 200, 134]])
+def test_zipvl_keeps_what_probe_rows_of_the_prompt_attend_to_however_it_is_cut(chunks):
+    paged, query = prompt_of(335)
+    softmax, rows = Softmax(0.25), voting_rows(335, PROBES, query.device)
+    assert sorted(rows.tolist())[16:] == list(range(319, 335))
+    assert len(set(rows.tolist())) == 32
+    votes, begin = torch.zeros(2, 335), 0
+    for size in chunks:
+        chunk = ObservationWindow(query[begin : begin + size], begin)
+        add_votes(votes, chunk, paged.block_table[0], paged.cache, softmax, rows)
+        begin += size
+    expected = zipvl_votes(query, paged.keys[0], rows.tolist(), softmax)
+    assert votes[0].tolist() == pytest.approx(expected, rel=1e-3, abs=1e-5)
+    assert torch.equal(votes[0], votes[1])
+    nobody, prompt = ObservationWindow(query[:0], 0), PromptBlocks(paged.block_table[0], 335, 7)
+    kept = compact_prompt(nobody, prompt, paged.cache, softmax, ZIPVL, votes)
+    wanted = kept_tokens(query, paged.keys[0], 3 * BLOCK + 15, softmax, ZIPVL, BLOCK)
+    assert [set(of_head.tolist()) | set(range(320, 335)) for of_head in kept] == wanted
+
+
+def test_what_zipvls_prefill_has_kept_is_kept_of_the_cache_too():
+    paged, query = prompt_of(335)
+    softmax, length = Softmax(0.25), 335
+    starts = torch.tensor([0, length], dtype=torch.int32)
+    batch = PrefillBatch(query, starts, paged.block_table[:1].int(), starts[1:], length, length)
+    found = token_prefill(batch, paged.cache, softmax, PROBES, torch.empty_like(query))
+    important = set(found.positions[0, : int(found.counts[0])].tolist())
+    assert 60 < len(important) < 251
+    votes = torch.zeros(2, length)
+    rows = voting_rows(length, PROBES, query.device)
+    add_votes(votes, ObservationWindow(query, 0), paged.block_table[0], paged.cache, softmax, rows)
+    nobody, prompt = ObservationWindow(query[:0], 0), PromptBlocks(paged.block_table[0], length, 2)
+    kept = compact_prompt(nobody, prompt, paged.cache, softmax, ZIPVL, votes)
+    assert important <= {*kept[0].tolist(), *range(320, 335)}
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("every_query", [False, True])
+@pytest.mark.parametrize(
+    "rule", [CompactionRule(), CompactionRule(0, 1, 4, recent_share=0.5, every_query=True), ZIPVL],
+    ids=["snapkv", "h2o", "zipvl"],
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
 @pytest.mark.parametrize(("heads", "head_size", "length"), [(8, 128, 4135), (2, 64, 2049), (1, 256, 1100)])
-def test_a_gpu_keeps_and_moves_what_a_cpu_does(every_query, dtype, heads, head_size, length):
+def test_a_gpu_keeps_and_moves_what_a_cpu_does(rule, dtype, heads, head_size, length):
     generator = torch.Generator().manual_seed(7)
     blocks, block = -(-length // 64), 64
     rows = torch.randn(blocks + 3, heads, block, 2 * head_size, generator=generator).to(dtype)
     table = torch.randperm(blocks + 3, generator=generator)[:blocks]
     query = (2 * torch.randn(length, 4 * heads, head_size, generator=generator)).to(torch.bfloat16)
     scales = (torch.tensor(0.5), torch.tensor(2.0)) if dtype.itemsize == 1 else (None, None)
-    rule = CompactionRule(0, 1, 4, recent_share=0.5, every_query=True) if every_query else CompactionRule()
     first, softmax = length // block - 5, Softmax(head_size**-0.5)
     found = []
     for device in ("cpu", "cuda"):
@@ -251,11 +326,12 @@ def test_a_gpu_keeps_and_moves_what_a_cpu_does(every_query, dtype, heads, head_s
             rows.to(device, copy=True), 8, None, *(None if scale is None else scale.to(device) for scale in scales)
         )
         window, votes = ObservationWindow(query[length - 32 :].to(device), length - 32), None
-        if every_query:
+        if rule.every_query:
+            voting = None if rule.probes is None else voting_rows(length, rule.probes, window.query.device)
             votes, window = torch.zeros(heads, length, device=device), ObservationWindow(query[:0].to(device), 0)
             for begin, end in ((0, 700), (700, length)):
                 chunk = ObservationWindow(query[begin:end].to(device), begin)
-                add_votes(votes, chunk, table.to(device), cache, softmax)
+                add_votes(votes, chunk, table.to(device), cache, softmax, voting)
         prompt = PromptBlocks(table.to(device), length, first)
         kept = compact_prompt(window, prompt, cache, softmax, rule, votes).cpu()
         found.append(kept)

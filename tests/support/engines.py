@@ -10,7 +10,7 @@ import math
 import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -125,6 +125,10 @@ class Engine:
             for (index, place), tokens in zip(parted, expected, strict=True)
         ]
 
+    def spoil_freed_blocks(self) -> None:
+        """From now on, fill blocks with large values as soon as nobody holds them any more."""
+        self._pool.submit(_spoil_freed_blocks).result()
+
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
         return sum_of_metric(self._pool.submit(_metrics).result(), name)
@@ -205,6 +209,23 @@ def _follow(prompt: str, regex: str) -> str:
     constraint = StructuredOutputsParams(regex=regex)
     sampling = SamplingParams(temperature=0, max_tokens=80, structured_outputs=constraint)
     return _llm.generate(prompt, sampling, use_tqdm=False)[0].outputs[0].text
+
+
+def _spoil_freed_blocks() -> None:
+    core = _llm.llm_engine.engine_core.engine_core
+    pool = core.scheduler.kv_cache_manager.block_pool
+    caches = core.model_executor.driver_worker.worker.model_runner.kv_caches
+    free = pool.free_blocks
+
+    def spoil(blocks: Iterable[Any], *arguments: Any, **more: Any) -> None:
+        blocks = list(blocks)
+        free(blocks, *arguments, **more)
+        freed = [block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null]
+        for cache in caches:
+            # Kernels may multiply what lies in unused rows by zero, which a NaN would survive.
+            cache[freed] = 50.0
+
+    pool.free_blocks = spoil
 
 
 def _metrics() -> str:

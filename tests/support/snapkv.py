@@ -1,8 +1,8 @@
-"""SnapKV as the paper and its code state it (arXiv 2404.14469), in loops and float64."""
+"""SnapKV as the paper and its code state it (arXiv 2404.14469), and the votes of ZipVL, in loops and float64."""
 
 import torch
 from sparse_kernels.batch import Softmax
-from sparse_kernels.compaction import CompactionRule
+from sparse_kernels.compaction import CompactionRule, voting_rows
 
 
 def votes_of(query: torch.Tensor, key: torch.Tensor, last_query: int, softmax: Softmax) -> list[float]:
@@ -25,6 +25,24 @@ def votes_of(query: torch.Tensor, key: torch.Tensor, last_query: int, softmax: S
     return votes.tolist()
 
 
+def zipvl_votes(query: torch.Tensor, keys: torch.Tensor, rows: list[int], softmax: Softmax) -> list[float]:
+    """Normalised attention of some rows on each token, of all heads together: ZipVL, Eq. 6 and 8.
+
+    Args:
+        query: `[prompt, num_query_heads, head_size]`.
+        keys: `[prompt, num_kv_heads, head_size]`.
+        rows: positions of the rows.
+        softmax: how logits become weights.
+    """
+    votes, group = [0.0] * len(query), query.shape[1] // keys.shape[1]
+    for row in rows:
+        for head in range(query.shape[1]):
+            logits = keys[: row + 1, head // group].double() @ query[row, head].double() * softmax.scale
+            for token, weight in enumerate(logits.softmax(dim=0).tolist()):
+                votes[token] += weight / sum(other >= token for other in rows)
+    return votes
+
+
 def kept_tokens(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -37,7 +55,7 @@ def kept_tokens(
     """Tokens of a prompt that each KV head keeps.
 
     Args:
-        query: `[num_queries, num_query_heads, head_size]`, the observation window.
+        query: `[num_queries, num_query_heads, head_size]`, the observation window, or that of the whole prompt.
         key: `[prompt, num_kv_heads, head_size]`.
         count: how many tokens are kept, those of the incomplete last block included.
         softmax: how logits become weights.
@@ -47,8 +65,12 @@ def kept_tokens(
     """
     prompt, num_kv_heads = key.shape[:2]
     group, kept = query.shape[1] // num_kv_heads, []
+    shared = None
+    if rule.probes is not None:
+        rows = voting_rows(prompt, rule.probes, query.device)
+        shared = zipvl_votes(query, key, rows[rows >= 0].tolist(), softmax)
     for head in range(num_kv_heads):
-        votes = votes_of(
+        votes = shared or votes_of(
             query[:, head * group : (head + 1) * group],
             key[:, head],
             prompt - 1 if last_query is None else last_query,

@@ -277,6 +277,14 @@ def test_compaction_is_refused_where_it_is_not_proven_that_nothing_reads_what_is
     assert engine_config(folder(**model), **COMPACTING, **arguments, **without)
 
 
+def test_workers_of_tensor_parallelism_and_8_bit_caches_compact(folder, monkeypatch):
+    config = engine_config(folder(head_dim=64), **COMPACTING, tensor_parallel_size=2)
+    admit(config, BACKENDS)
+    on_cuda(monkeypatch)
+    config.cache_config.cache_dtype = "fp8"
+    admit(config, BACKENDS)
+
+
 def lossless(**sections: object) -> dict:
     """The arguments of an engine in lossless mode, with further sections of settings."""
     return {"additional_config": {"sparse_attention": {"lossless": {"draft_tokens": 3}, **sections}}}

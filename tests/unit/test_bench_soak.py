@@ -4,7 +4,7 @@ import math
 
 from bench.families.engines import LOGPROB_TOLERANCE, Continuation
 from bench.soak.__main__ import is_busy
-from bench.soak.clients import Tally, gap_at_first_difference, read_metrics
+from bench.soak.clients import Tally, gap_at_first_difference, read_metrics, run_client
 
 ALONE = Continuation([5, 6, 7], [{5: -0.1, 9: -3.0}, {6: -0.7, 8: -0.72}, {7: -0.2, 1: -2.0}])
 
@@ -22,6 +22,24 @@ def test_answers_part_where_two_tokens_are_about_as_likely_or_are_wrong():
         tally.add(ALONE, answer(*tokens), LOGPROB_TOLERANCE)
     assert (tally.answers, tally.parted) == (3, 2)
     assert tally.faults == ["an answer parts where the tokens' log probabilities differ by 2.9"]
+
+
+def test_clients_stop_after_enough_requests():
+    class Quick:
+        answer_tokens = 3
+
+        def ask(self, prompt: str) -> Continuation:
+            return answer(5, 6, 7)
+
+        def hang_up(self, prompt: str, after: int) -> None:
+            assert after < 3
+
+    tally = Tally(most=40)
+    run_client(Quick(), {"prompt": ALONE}, LOGPROB_TOLERANCE, math.inf, 1, tally)
+    assert tally.answers + tally.hung_up == 40
+    assert tally.answers > tally.hung_up > 0
+    assert tally.faults == []
+    assert not Tally(answers=10**6).is_full
 
 
 def test_a_server_is_done_when_it_keeps_no_block():

@@ -15,13 +15,19 @@ from research.compaction.model import CompactingModel
 from research.compaction.questions import Tally
 from research.compaction.settings import BLOCK, SHARES, Reading, Setting, all_settings
 from research.compaction.stream import StreamingModel, Window, rotate
-from vllm_sparse_plugin.config.compaction import H2OCompaction, SnapKVCompaction, StreamingLLMCompaction
+from vllm_sparse_plugin.config.compaction import (
+    H2OCompaction,
+    SnapKVCompaction,
+    StreamingLLMCompaction,
+    ZipVLCompaction,
+)
 
 PROMPT, TAIL = 330, 20
 TOLERANCE = 1e-2
 """Of log probabilities: keys and values are rounded to bfloat16, and may be the next one at a tie."""
 SNAPKV = SnapKVCompaction(budget_tokens=96, window_tokens=8, min_context_tokens=0)
 H2O = H2OCompaction(budget_tokens=96, min_context_tokens=0)
+ZIPVL = ZipVLCompaction(budget_tokens=96, min_context_tokens=0, recent_probes=8, random_probes=8)
 STREAMING = StreamingLLMCompaction(budget_tokens=96, sink_tokens=4, min_context_tokens=0)
 
 
@@ -75,7 +81,7 @@ class MaskedModel:
         return self.model(torch.tensor([text]), use_cache=False).logits[0].log_softmax(dim=-1)
 
 
-@pytest.mark.parametrize("compaction", [SNAPKV, H2O, STREAMING], ids=lambda compaction: compaction.method)
+@pytest.mark.parametrize("compaction", [SNAPKV, H2O, ZIPVL, STREAMING], ids=lambda compaction: compaction.method)
 def test_tokens_behind_a_prompt_read_what_is_kept_of_it(folder, model, compaction):
     text = tokens(PROMPT + TAIL)
     expected = MaskedModel(folder, compaction).likely(text)

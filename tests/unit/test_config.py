@@ -437,7 +437,7 @@ BAD = {
     ),
     "compaction without a method": (
         {"compaction": {"budget_tokens": 64}},
-        "sparse_attention.compaction.method: got None, allowed: h2o, pyramidkv, snapkv or streaming_llm",
+        "sparse_attention.compaction.method: got None, allowed: h2o, pyramidkv, snapkv, streaming_llm or zipvl",
     ),
     "two budgets of compaction": (
         {"compaction": {"method": "streaming_llm", "budget_tokens": 64, "budget_ratio": 0.5}},

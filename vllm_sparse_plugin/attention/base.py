@@ -142,7 +142,7 @@ class SparseImpl:
                 continue
             window, cache = self._voting(layer, ObservationWindow(query[chunk.tokens], chunk.first_position))
             votes = chunk.votes(layer.layer_name, cache.num_kv_heads)
-            add_votes(votes, window, chunk.block_table, cache, self.softmax)
+            add_votes(votes, window, chunk.block_table, cache, self.softmax, chunk.request.voting)
 
     def compact(
         self,

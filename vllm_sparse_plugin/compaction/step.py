@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks
+from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks, voting_rows
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.compaction.requests import BatchRows
@@ -30,7 +30,9 @@ class _Request:
     windows: dict[str, ObservationWindow] = field(default_factory=dict)
     """The newest queries of the prompt so far, by layer, while it is whole."""
     votes: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What `add_votes` has made of all queries so far, by layer, while it is whole."""
+    """What `add_votes` has made of the queries so far, by layer, while it is whole."""
+    voting: torch.Tensor | None = None
+    """Positions of the prompt that vote, where some do; see `voting_rows`."""
 
 
 class Observed(NamedTuple):
@@ -44,7 +46,7 @@ class Observed(NamedTuple):
     most: int
     """Queries of a window."""
     block_table: torch.Tensor | None
-    """Of the request, where every query votes at once; None where the newest wait for the prompt's end."""
+    """Of the request, where queries vote at once; None where the newest wait for the prompt's end."""
 
     def votes(self, layer: str, num_kv_heads: int) -> torch.Tensor:
         """Returns the votes of a layer's earlier queries, to add to: `[num_kv_heads, P]` float32."""
@@ -156,6 +158,8 @@ class StepCompaction:
         tokens = slice(first_token + in_prompt - newest, first_token + in_prompt)
         position = request.computed + in_prompt - newest
         table = block_table if self.rule.every_query else None
+        if self.rule.probes is not None and request.voting is None:
+            request.voting = voting_rows(request.prompt_tokens, self.rule.probes, block_table.device)
         self.observed.append(Observed(request, tokens, position, self.rule.window_tokens, table))
 
     def _move(self, request: _Request, prompt: PromptBlocks) -> None:

@@ -170,8 +170,41 @@ class H2OCompaction(Compaction):
         )  # fmt: skip
 
 
+class ZipVLCompaction(Compaction):
+    """ZipVL (arXiv 2410.08584) at the end of a prompt: each layer keeps the keys and values of the tokens with the
+    largest attention of some probe rows, divided by the number of rows that see the token. A budget says how many."""
+
+    method: Literal["zipvl"] = "zipvl"
+    """Name of the method."""
+    recent_probes: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Newest tokens of the prompt that are probe rows."""
+    random_probes: Annotated[int, Field(ge=0, le=4096)] = 64
+    """Tokens drawn from those before them that are probe rows as well."""
+    seed: Annotated[int, Field(ge=0, le=(1 << 32) - 1)] = 0
+    """Seed of the draw."""
+
+    @property
+    def reserved_tokens(self) -> int:
+        """Tokens of the budget that are kept whatever the prompt says: the sinks and the last token."""
+        return self.sink_tokens + 1
+
+    def retention(self) -> Retention:
+        """Returns what the layers keep: probe rows lie all over a prompt."""
+        return replace(self._retention(slides=False), counts_every_query=True)
+
+    def rule(self) -> CompactionRule:
+        """Returns which tokens of a prompt are kept, as the operation takes it."""
+        from sparse_kernels.compaction import CompactionRule
+        from sparse_kernels.token_prefill import TokenRule
+
+        return CompactionRule(
+            window_tokens=1, pool_tokens=1, sink_tokens=self.sink_tokens, every_query=True,
+            probes=TokenRule(recent_probes=self.recent_probes, random_probes=self.random_probes, seed=self.seed),
+        )  # fmt: skip
+
+
 COMPACTIONS: tuple[type[Compaction], ...] = (
-    StreamingLLMCompaction, SnapKVCompaction, PyramidKVCompaction, H2OCompaction,
+    StreamingLLMCompaction, SnapKVCompaction, PyramidKVCompaction, H2OCompaction, ZipVLCompaction,
 )  # fmt: skip
 """Every method of compaction; the schema, the documentation and the tests follow from this table."""
 

@@ -53,7 +53,7 @@ class Retention:
     pyramid: Pyramid | None = None
     """How layers share the budget; None for equally."""
     counts_every_query: bool = False
-    """Whether what is kept depends on all queries of a prompt, so that none of it may come from the prefix cache."""
+    """Whether what is kept depends on queries all over a prompt, so that none of it may come from the prefix cache."""
 
     def budget(self, prompt_tokens: int) -> int:
         """Returns the tokens that are kept of a prompt, at least those that are kept always and one more."""

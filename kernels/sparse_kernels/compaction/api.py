@@ -13,7 +13,7 @@ import torch
 from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.page_statistics import update_page_statistics
-from sparse_kernels.token_prefill import attention_sums
+from sparse_kernels.token_prefill import TokenRule, attention_sums, draw_probes, rows_that_see
 
 _QUERIES_AT_ONCE = {"cuda": 1024, "cpu": 128}
 """Queries whose attention is added up by one call, by kind of device."""
@@ -21,7 +21,7 @@ _QUERIES_AT_ONCE = {"cuda": 1024, "cpu": 128}
 
 @dataclass(frozen=True)
 class CompactionRule:
-    """Which tokens of a prompt are kept (SnapKV, arXiv 2404.14469; H2O, arXiv 2306.14048)."""
+    """Which tokens of a prompt are kept (SnapKV, arXiv 2404.14469; H2O, arXiv 2306.14048; ZipVL, arXiv 2410.08584)."""
 
     window_tokens: int = 32
     """Newest tokens of the prompt, which vote and are kept."""
@@ -32,7 +32,9 @@ class CompactionRule:
     recent_share: float = 0.0
     """Share of the tokens that are kept for the newest, where those are more than the window."""
     every_query: bool = False
-    """Whether all queries of the prompt vote, by `add_votes` as they are computed, and not the newest alone."""
+    """Whether queries all over the prompt vote, by `add_votes` as they are computed, and not the newest alone."""
+    probes: TokenRule | None = None
+    """Draws those of them that vote, see `voting_rows`; None for all."""
 
     def check(self) -> None:
         """Raises ValueError unless the rule can be followed."""
@@ -43,6 +45,10 @@ class CompactionRule:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed: at least 0")
         if not 0 <= self.recent_share <= 1:
             raise ValueError(f"recent_share: got {self.recent_share}, allowed: 0 to 1")
+        if self.probes is not None:
+            self.probes.check()
+            if not self.every_query:
+                raise ValueError("probes: got some, allowed without every_query: None")
 
 
 @dataclass(frozen=True)
@@ -125,12 +131,37 @@ def compact_prompt(
     return kept
 
 
+def voting_rows(num_tokens: int, probes: TokenRule, device: torch.device) -> torch.Tensor:
+    """Draws the probe rows of a whole prompt, however it is cut: its newest tokens, and others by their hashes.
+
+    Args:
+        num_tokens: P.
+        probes: how many rows there are, and the seed.
+        device: where they are wanted; the host does not wait for it.
+
+    Returns:
+        `[probes.num_probes]` int32, positions; -1 where a prompt has fewer tokens.
+    """
+    starts = num_tokens * torch.arange(2, dtype=torch.int32, device=device)
+    # The draw asks the batch for lengths alone.
+    batch = PrefillBatch(starts, starts, starts, starts[1:], num_tokens, num_tokens)
+    return draw_probes(batch, probes)[0]
+
+
 def add_votes(
-    votes: torch.Tensor, window: ObservationWindow, block_table: torch.Tensor, cache: KVCache, softmax: Softmax
+    votes: torch.Tensor,
+    window: ObservationWindow,
+    block_table: torch.Tensor,
+    cache: KVCache,
+    softmax: Softmax,
+    voting: torch.Tensor | None = None,
 ) -> None:
     """Adds the attention of some queries on each token: causal softmax, summed over queries and query heads.
 
     What is added in several calls is what one would add, but for the rounding of the sums.
+
+    Where some rows alone vote, a token's votes are divided by the number of rows that see it, and all KV heads get the
+    sum of theirs (ZipVL, Eq. 6 and 8).
 
     Args:
         votes: `[num_kv_heads, num_tokens]` float32, as many tokens as the last query sees or more; added to.
@@ -138,6 +169,8 @@ def add_votes(
         block_table: `[max_blocks]` integer, physical block ids of their request.
         cache: keys; those of the queries' own tokens are complete.
         softmax: how logits become weights.
+        voting: `[num_rows]` int32, positions of the prompt that vote, as `voting_rows` draws them; those that are not
+            in the window do not vote now. None for all.
 
     Raises:
         ValueError: if there is no place for the votes on some token.
@@ -158,10 +191,15 @@ def add_votes(
         starts = torch.arange(0, (heads + 1) * count, count, dtype=torch.int32, device=device)
         lengths = torch.full((heads,), seen, dtype=torch.int32, device=device)
         batch = PrefillBatch(grouped, starts, table, lengths, count, seen, window.query_scale)
-        # Few numbers of rows, for each of which Triton compiles kernels.
-        rows = torch.full((heads, 1 << (count - 1).bit_length()), -1, dtype=torch.int32, device=device)
-        rows[:, :count] = torch.arange(begin, seen, dtype=torch.int32, device=device)
-        votes[:, :seen] += attention_sums(batch, cache.by_head, softmax, rows)
+        if voting is None:
+            # Few numbers of rows, for each of which Triton compiles kernels.
+            rows = torch.full((heads, 1 << (count - 1).bit_length()), -1, dtype=torch.int32, device=device)
+            rows[:, :count] = torch.arange(begin, seen, dtype=torch.int32, device=device)
+            votes[:, :seen] += attention_sums(batch, cache.by_head, softmax, rows)
+        else:
+            here = torch.where((voting >= begin) & (voting < seen), voting, -1)
+            sums = attention_sums(batch, cache.by_head, softmax, here.expand(heads, -1).contiguous())
+            votes[:, :seen] += sums.sum(dim=0) / rows_that_see(voting[None], seen).clamp(min=1)
         begin = seen
 
 

@@ -4,7 +4,7 @@ from sparse_kernels.token_prefill.api import attention_sums, token_prefill
 from sparse_kernels.token_prefill.probes import draw_probes
 from sparse_kernels.token_prefill.rule import TokenRule
 from sparse_kernels.token_prefill.scratch import PrefillSizes, Scratch
-from sparse_kernels.token_prefill.tokens import KeptAttention, KeptTokens
+from sparse_kernels.token_prefill.tokens import KeptAttention, KeptTokens, rows_that_see
 
 __all__ = [
     "KeptAttention",
@@ -14,5 +14,6 @@ __all__ = [
     "TokenRule",
     "attention_sums",
     "draw_probes",
+    "rows_that_see",
     "token_prefill",
 ]

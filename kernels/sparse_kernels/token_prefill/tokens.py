@@ -108,16 +108,28 @@ def choose_tokens(sums: torch.Tensor, probes: torch.Tensor, batch: PrefillBatch,
         short = (covered < covered[:, -1:].double() * rule.tau) & exists
         important = torch.minimum(short.sum(dim=1) + 1, lengths.squeeze(1))
         important = torch.where(lengths.squeeze(1) <= rule.dense_tokens, lengths.squeeze(1), important)
-        # A row sees what is not behind it, so the rows that see a token are those whose positions are not below.
-        order = probes.long().sort(dim=1).values
-        seen = probes.shape[1] - torch.searchsorted(order, position.expand(len(order), -1).contiguous())
         # A context's last token is a probe, so no token in it is unseen.
-        normalised = torch.where(exists, sums / seen.clamp(min=1), -1)
+        normalised = torch.where(exists, sums / rows_that_see(probes, width).clamp(min=1), -1)
         best = normalised.sort(dim=1, descending=True, stable=True).indices
         mask = torch.zeros_like(exists).scatter_(1, best, position < important[:, None])
         mask |= position == lengths - 1
     positions, counts = _in_a_row(mask)
     return KeptTokens(mask, positions, counts, important.int())
+
+
+def rows_that_see(rows: torch.Tensor, width: int) -> torch.Tensor:
+    """Counts the rows that see each token (ZipVL, Eq. 8): those whose positions are not below its own.
+
+    Args:
+        rows: `[num_requests, num_rows]` integer, positions; -1 for none.
+        width: tokens, the first ones of a context.
+
+    Returns:
+        `[num_requests, width]` int64.
+    """
+    order = rows.long().sort(dim=1).values
+    position = torch.arange(width, device=rows.device).expand(len(order), -1).contiguous()
+    return rows.shape[1] - torch.searchsorted(order, position)
 
 
 def _in_a_row(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
