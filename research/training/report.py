@@ -15,7 +15,7 @@ from research.study.documents import TEXT
 from research.training.measure import ARMS, BEFORE, DENSE, SOFT, SOFT_HARD, settings
 from vllm_sparse_plugin.eval.statistics import estimate_difference
 
-RESULT_FILES = sorted((RESULTS / "h200" / "training" / "answers").glob("*.jsonl"))
+RESULT_FILES = sorted((RESULTS / "h200" / "training").glob("*.jsonl"))
 PAGE = Path(__file__).parent / "README.md"
 GENERATOR = "research.training"
 NAMES = {BEFORE: "before", DENSE: "no mask", SOFT: "soft mask", SOFT_HARD: "soft, then hard"}
