@@ -16,6 +16,7 @@ from bench.pages import (
     serving,
     settings,
     states,
+    training,
 )
 
 
@@ -64,6 +65,8 @@ SECTIONS: dict[str, Section] = {
     "routing-gpu": Section(kernels.routing_gpu),
     "stop-gpu": Section(kernels.stop_gpu),
     "compaction-answers": Section(compaction.answers),
+    "training-passes": Section(training.passes),
+    "training-steps": Section(training.steps),
     "families": Section(families.families),
     "features": Section(families.features),
     "deployments": Section(deployments.deployments),

@@ -1,8 +1,10 @@
-"""`python -m bench.training run`."""
+"""`python -m bench.training run` and `python -m bench.training steps`."""
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -10,10 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from bench.common.models import SHAPES, open_model
 from bench.common.options import Commit, Output, TimeLimit, make_app, parse_names, parse_sizes, size_text, usable_device
 from bench.common.results import ResultFile, Row
 from bench.training.passes import MASKS, PASSES, Shape, forward_of, is_available, measure
-from vllm_sparse_plugin.cli.arguments import run_app
+from vllm_sparse_plugin.cli.arguments import find_preset, parse_additional_config, run_app
 from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.policies import UniqueSelection
@@ -30,13 +33,9 @@ KVHeads = Annotated[int, typer.Option(min=1, help="KV heads.")]
 HeadSize = Annotated[int, typer.Option(min=16, help="Elements of a head.")]
 Budget = Annotated[int, typer.Option(help="Budget of the mask in tokens.")]
 Statistics = Annotated[str, typer.Option(help="Page statistics.")]
+ModelName = Annotated[str, typer.Option("--model", help=f"{', '.join(SHAPES)} or the folder of a Llama.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Times that a pass is timed.")]
 Device = Annotated[str, typer.Option(help="Torch device.")]
-
-
-@app.callback()
-def _training() -> None:
-    """Makes `run` a command with a name."""
 
 
 @app.command()
@@ -78,6 +77,41 @@ def run(
                 rows.append(row)
                 file.write(row)
     Console().print(_table(rows))
+
+
+@app.command()
+def steps(
+    output: Output,
+    model: ModelName = "llama-3.1-8b",
+    layers: Annotated[int | None, typer.Option(min=1, help="Of a shape, in place of its own number.")] = None,
+    context: Annotated[str, typer.Option(help="Tokens of a row.")] = "32K",
+    count: Annotated[int, typer.Option("--steps", min=1, help="Steps of the trainer.")] = 10,
+    settings: Annotated[str, typer.Option(help="JSON of other training settings.")] = "{}",
+    attention_backend: Annotated[str, typer.Option(help="Whose selection is trained for.")] = "unique",
+    budget_tokens: Budget = 512,
+    device: Device = "cuda",
+    commit: Commit = None,
+) -> None:
+    """Train a model of a shape, with drawn weights, on drawn tokens: LoRA, one row a step, if nothing else is said.
+
+    A line is one step of the trainer, as in its log, the GPU memory included. `accelerate launch` starts it on several
+    devices; a step then has as many rows as `rows_per_step` says on each of them.
+    """
+    from bench.training.steps import open_trainer
+    from vllm_sparse_plugin.training.settings import parse_settings
+
+    (tokens,) = parse_sizes("context", [context])
+    own = {"steps": count, "hard_steps": count // 2, "rows_per_step": 1, "warmup_steps": 0, "sequence_tokens": tokens}
+    chosen = parse_settings(own | parse_additional_config(settings, "settings"))
+    preset, device = find_preset(attention_backend), usable_device(device)
+    with open_model(model) as found, open_trainer(found, chosen, preset, budget_tokens, device, layers) as trainer:
+        about = describe_run(found.folder, commit, ("accelerate", "peft")) | {"settings": chosen.model_dump()}
+        with ResultFile(output if trainer.is_main_process else Path(os.devnull), about) as file:
+            for _ in range(count):
+                row = trainer.step() | {"processes": trainer.num_processes, "layers": layers}
+                file.write(row)
+                if trainer.is_main_process:
+                    Console().print(row)
 
 
 def _row(name: str, tokens: int, shape: Shape, selection: UniqueSelection) -> Row:

@@ -20,6 +20,7 @@ from research.prefill.rules import Setting, ZipVL
 from research.study.documents import TEXT, TEXT_TOKENS, Document
 from research.study.documents import Tail as Question
 from research.study.run import document_source, open_results
+from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
 
@@ -112,7 +113,7 @@ def measure(output: Path, selection: Selection, device: str, folder: Path | None
         commit: to record, if the checkout cannot say it itself.
     """
     end = time.monotonic() + selection.time_limit
-    file, done = open_results(output, commit)
+    file, done = open_results(output, describe_run(NEEDLE_8M, commit))
     with file, Progress(console=open_console()) as progress:
         source = document_source(selection.seed, folder)
         prefiller = Prefiller(NEEDLE_8M, device)

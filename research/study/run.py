@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import Progress
@@ -81,30 +82,30 @@ class _Prefills:
         return prefix
 
 
-def _answer(decoder: Decoder, prefix: Prefix, document: Document, setting: Setting) -> Row:
-    """Answer a document's questions."""
+def answer_questions(decoder: Decoder, prefix: Prefix, document: Document, setting: Setting) -> Row:
+    """Answer a document's questions; returns the columns of a result."""
     tokenizer = load_tokenizer(NEEDLE_8M)
     decoded = decoder.decode(prefix, [tail.tokens for tail in document.tails], setting)
     right = [tail.is_right(best, tokenizer) for tail, best in zip(document.tails, decoded.best.tolist(), strict=True)]
     return {"right": "".join("01"[each] for each in right), "pages_read": round(decoded.pages_read, 2)}
 
 
-def _read_text(decoder: Decoder, prefix: Prefix, document: Document, setting: Setting) -> Row:
-    """Decode the document's own newest tokens."""
+def read_text(decoder: Decoder, prefix: Prefix, document: Document, setting: Setting) -> Row:
+    """Decode the document's own newest tokens; returns the columns of a result."""
     begin = prefix.num_tokens - TEXT_TOKENS
     decoded = decoder.decode(prefix.first(begin), [document.tokens[begin:]], setting)
     return {"loss": round(-decoded.log_probability.mean().item(), 5), "pages_read": round(decoded.pages_read, 2)}
 
 
-def open_results(path: Path, commit: str | None) -> tuple[ResultFile, set[tuple[str, str]]]:
-    """The result file to append to, and the documents and settings that it holds already."""
+def open_results(path: Path, about: Mapping[str, Any]) -> tuple[ResultFile, set[tuple[str, str]]]:
+    """The result file to append to, after a line about this run, and the documents and settings that it holds."""
     done: set[tuple[str, str]] = set()
     if path.exists() and (written := path.read_text(encoding="utf-8")):
         # A process that was killed may have left part of a line.
         path.write_text(written[: written.rfind("\n") + 1], encoding="utf-8")
         done = {(row["document"], row["setting"]) for run in read_runs(path) for row in run.rows}
     file = ResultFile(path)
-    file.write(describe_run(NEEDLE_8M, commit))
+    file.write(about)
     return file, done
 
 
@@ -121,7 +122,7 @@ def measure(
 ) -> bool:
     """Measure what the file lacks; return whether the time was enough."""
     end = time.monotonic() + time_limit
-    file, done = open_results(output, commit)
+    file, done = open_results(output, describe_run(NEEDLE_8M, commit))
     with file, Progress(console=open_console()) as progress:
         source = document_source(seed, folder)
         decoder = Decoder(NEEDLE_8M, device)
@@ -138,7 +139,7 @@ def measure(
                             return False
                         begin = time.perf_counter()
                         prefix = prefills.get(document)
-                        read = _read_text if stage.of_text else _answer
+                        read = read_text if stage.of_text else answer_questions
                         row = {"document": name, "setting": setting.name}
                         row |= read(decoder, prefix, document, setting)
                         row["seconds"] = round(time.perf_counter() - begin, 3)

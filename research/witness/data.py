@@ -29,6 +29,8 @@ SOURCES = ("text", "document", "answer")
 BOS, EOS = 0, 1
 TRAINED_TASKS = ("mixed", "multikey", "kv")
 ASKED_TASKS = ("single", "multikey", "kv")
+TOGETHER = {"multiquery": 3}
+"""Needles that are asked for at once, where that is more than one."""
 MIN_TEXT_BYTES = 1_000_000
 
 _SUFFIXES = (".py", ".rst", ".md", ".txt")
@@ -201,8 +203,8 @@ def build_document(rng: random.Random, text: str, length: int, task: str, questi
         rng: draws needles, where they are and which are asked for.
         text: without needles, of more than `length` tokens; what is too much of its beginning is left out.
         length: in tokens.
-        task: of `TRAINED_TASKS` or `ASKED_TASKS`.
-        questions: at most; each asks for another needle.
+        task: of `TRAINED_TASKS`, `ASKED_TASKS` or `TOGETHER`.
+        questions: at most; each asks for other needles.
 
     Returns:
         None if the text is too short, or no needle is left.
@@ -213,14 +215,16 @@ def build_document(rng: random.Random, text: str, length: int, task: str, questi
     placed = [(depth, needle.text) for depth, (_, needle) in zip(depths, needles, strict=True)]
     # Ends before whitespace, so that a question is tokenised as it is after any document.
     document = with_needles(text, placed).rstrip()
-    asked = rng.sample(range(len(needles)), min(questions, len(needles)))
-    rounds = [_question(needles[i]) for i in asked]
+    together = TOGETHER.get(task, 1)
+    asked = rng.sample(needles, min(questions, len(needles) // together) * together)
+    groups = [asked[i : i + together] for i in range(0, len(asked), together)]
+    rounds = list(map(_question, groups))
     encoding = _tokenizer().encode(document, add_special_tokens=False)
     room = length - 1 - sum(len(question) + len(answer) for question, answer in rounds)
     if room <= 0 or len(encoding.ids) < room:
         return None
     first = encoding.offsets[len(encoding.ids) - room][0]
-    kept = [document.find(needles[i][1].text.rstrip()) >= first for i in asked]
+    kept = [all(document.find(needle.text.rstrip()) >= first for _, needle in group) for group in groups]
     if not any(kept):
         return None
     rounds = [each for each, inside in zip(rounds, kept, strict=True) if inside]
@@ -247,8 +251,9 @@ def _draw_needles(rng: random.Random, task: str, length: int) -> list[tuple[str,
     return needles
 
 
-def _question(needle: tuple[str, Needle]) -> tuple[list[int], list[int]]:
-    question, answer = ask(needle[0], [needle[1]], 0)
+def _question(group: list[tuple[str, Needle]]) -> tuple[list[int], list[int]]:
+    form = "multiquery" if len(group) > 1 else group[0][0]
+    question, answer = ask(form, [needle for _, needle in group], 0)
     return encode(question), [*encode(f" {answer}"), EOS]
 
 

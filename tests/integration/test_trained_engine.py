@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_sparse_plugin.config import resolve, section_of
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.training.attention import PackedAttention, ServedSelection
-from vllm_sparse_plugin.training.model import load_model
+from vllm_sparse_plugin.training.model import ADAPTER, SECTION, load_model
 from vllm_sparse_plugin.training.trainer import Run, Trainer
 
 DECODED = 200
@@ -52,6 +52,20 @@ def test_an_engine_decodes_what_was_trained(trained):
     tokens = [5, *answer]
     assert len(set(answer)) > 20
     # Drawn weights leave pages close to each other, so that rounding now and then turns a choice.
+    others = max(agreement(trained, tokens, 64), agreement(trained, tokens, None))
+    assert agreement(trained, tokens, 48) > max(0.7, others + 0.15)
+
+
+def test_an_adapter_beside_its_base_is_served_by_the_file_that_came_with_it(trained):
+    """The model's config.json knows nothing of the adapter, which an engine may load at any time."""
+    with run_engine(
+        "unique", {"config": str(trained / ADAPTER / SECTION)}, model=str(trained.parent / "before"),
+        max_model_len=512, skip_tokenizer_init=True, dtype="bfloat16", enable_lora=True, max_lora_rank=8,
+    ) as engine:  # fmt: skip
+        (without,) = engine.answer([[5]], max_tokens=DECODED, ignore_eos=True)
+        (answer,) = engine.answer([[5]], max_tokens=DECODED, ignore_eos=True, adapter=trained / ADAPTER)
+    assert without != answer
+    tokens = [5, *answer]
     others = max(agreement(trained, tokens, 64), agreement(trained, tokens, None))
     assert agreement(trained, tokens, 48) > max(0.7, others + 0.15)
 

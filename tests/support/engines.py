@@ -89,10 +89,14 @@ class Engine:
         max_tokens: int = 16,
         ignore_eos: bool = False,
         arguments: Sequence[dict[str, Any] | None] | None = None,
+        adapter: Path | None = None,
     ) -> list[list[int]]:
-        """The tokens that follow each of a batch of prompts, greedily; each prompt may have `vllm_xargs`."""
+        """The tokens that follow each of a batch of prompts, greedily; each prompt may have `vllm_xargs`.
+
+        All are asked of the model itself, or of the folder of an adapter.
+        """
         of_each = [None] * len(prompts) if arguments is None else list(arguments)
-        return self._pool.submit(_answer, list(prompts), max_tokens, ignore_eos, of_each).result()
+        return self._pool.submit(_answer, list(prompts), max_tokens, ignore_eos, of_each, adapter).result()
 
     def expect(self, prompts: Sequence[list[int]]) -> list[dict[int, float]]:
         """Log probabilities of the likeliest tokens after each of a batch of prompts, by token."""
@@ -167,16 +171,20 @@ def _start(arguments: dict[str, Any]) -> None:
 
 
 def _answer(
-    prompts: list[str | list[int]], max_tokens: int, ignore_eos: bool, arguments: list[dict[str, Any] | None]
-) -> list[list[int]]:
+    prompts: list[str | list[int]], max_tokens: int, ignore_eos: bool, arguments: list[dict[str, Any] | None],
+    adapter: Path | None,
+) -> list[list[int]]:  # fmt: skip
     from vllm import SamplingParams
+    from vllm.lora.request import LoRARequest
 
     sampling = [
         SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=ignore_eos, extra_args=extra)
         for extra in arguments
     ]
     inputs = [prompt if isinstance(prompt, str) else {"prompt_token_ids": prompt} for prompt in prompts]
-    return [list(done.outputs[0].token_ids) for done in _llm.generate(inputs, sampling, use_tqdm=False)]
+    lora = None if adapter is None else LoRARequest(adapter.name, 1, str(adapter))
+    answers = _llm.generate(inputs, sampling, use_tqdm=False, lora_request=lora)
+    return [list(done.outputs[0].token_ids) for done in answers]
 
 
 def _expect(prompts: list[list[int]]) -> list[dict[int, float]]:

@@ -1,9 +1,14 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
+from support.llama import save_llama
 from typer.testing import CliRunner
 
+from bench.common.results import ROOT
 from bench.training.__main__ import app
 from bench.training.passes import PASSES, Shape, forward_of, is_available
 from vllm_sparse_plugin.policies import UniqueSelection
@@ -31,6 +36,30 @@ def test_a_line_is_written_for_each_pass(tmp_path):
     for row in rows:
         assert row["both"]["median_ms"] >= row["forward"]["p20_ms"] > 0
         assert row["backward"]["repeats"] == 2
+
+
+def test_two_processes_train_as_one(tmp_path):
+    model = save_llama(tmp_path / "tiny", longest=64)
+
+    def arguments(output, rows_per_step):
+        settings = json.dumps({"rows_per_step": rows_per_step, "lora_rank": 2, "learning_rate": 0.01})
+        shape = ["--model", str(model), "--context", "64", "--steps", "3", "--budget-tokens", "32", "--device", "cpu"]
+        return ["steps", "--output", str(output), *shape, "--settings", settings]
+
+    done = CliRunner().invoke(app, arguments(tmp_path / "one.jsonl", 2))
+    assert done.exit_code == 0, done.output
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, "-m", "bench.training", *arguments(tmp_path / "two.jsonl", 1)]
+    subprocess.run(command, check=True, timeout=300, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    one, two = (
+        [json.loads(line) for line in (tmp_path / name).read_text().splitlines()[1:]]
+        for name in ("one.jsonl", "two.jsonl")
+    )
+    assert [row["processes"] for row in one + two] == [1, 1, 1, 2, 2, 2]
+    # A step's loss tells whether the gradients of the one before were those of all rows.
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], abs=1e-3)
+    assert [row["gradient_norm"] for row in two] == pytest.approx([row["gradient_norm"] for row in one], rel=1e-2)
+    assert abs(one[-1]["loss"] - one[0]["loss"]) > 0.05
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ from bench.common import pages
 from bench.common.pages import Block, fill, footnote, link, table
 from bench.common.results import RESULTS, ROOT
 from bench.pages import __main__ as command
-from bench.pages import figures, index, kernels, prefill
+from bench.pages import figures, index, kernels, prefill, training
 from bench.pages.sections import SECTIONS
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -254,6 +254,43 @@ def test_what_was_not_measured_is_an_empty_block(tmp_path, monkeypatch):
     monkeypatch.setattr(kernels, "_FOLDER", tmp_path)
     for made in (prefill.prefill_gpu(), kernels.prefill_kernels()):
         assert (made.text, list(made.sources)) == ("", [])
+
+
+def test_training_is_compared_with_the_strongest_dense_attention(tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "FOLDER", tmp_path)
+    assert training.passes().text == training.steps().text == "Nothing has been measured on a GPU yet."
+
+    def timed(name, tokens, ms, **more):
+        times = {
+            part: {"median_ms": ms * share} for part, share in (("forward", 0.25), ("backward", 0.75), ("both", 1))
+        }
+        return {"pass": name, "context_tokens": tokens, "peak_mib": tokens / 64} | times | more
+
+    masked = {"budget_tokens": 512, "statistics": "quarters"}
+    rows = [
+        timed("soft", 8192, 12.0, **masked), timed("flash", 8192, 8.0), timed("cudnn", 8192, 6.0),
+        timed("hard", 16384, 10.0, **masked), {"pass": "cudnn", "context_tokens": 16384, "failed": "out of memory"},
+    ]  # fmt: skip
+    write_rows(tmp_path / "passes.jsonl", *rows)
+    assert training.passes().text.splitlines()[2:4] == [
+        "| 8K | quarters | soft | 3.00 | 9.00 | 12.00 | 6.00 (cudnn) | 2.00x | 128 |",
+        "| 16K | quarters | hard | 2.50 | 7.50 | 10.00 | - | - | 256 |",
+    ]
+    (axes,) = figures.draw_training().axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
+    assert lines["soft mask"] == lines["dense, flash"] == [[8192, 0.125]]
+    assert lines["hard mask"] == [[16384, 0.25]]
+
+    about = ABOUT | {"model": "llama-3.1-8b", "settings": {"lora_rank": 16, "sequence_tokens": 32768}}
+    step = {"loss": 11.8, "processes": 2, "layers": None, "gpu_memory_gib": 61.25}
+    steps = [
+        step | {"temperature": temperature, "tokens_per_second": speed}
+        for temperature, speed in ((1.0, 900.0), (0.5, 2000.0), (None, 2500.0))
+    ]
+    (tmp_path / "steps.jsonl").write_text("\n".join(map(json.dumps, [about, *steps])))
+    assert training.steps().text.splitlines()[2] == (
+        "| llama-3.1-8b | all | rank 16 | 32K | 2 | 2,000 | 2,500 | 61.2 | 11.8000, 11.8000, 11.8000 |"
+    )
 
 
 def test_the_parts_of_sparse_prefill_stand_beside_the_whole(tmp_path, monkeypatch):

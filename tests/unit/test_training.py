@@ -4,9 +4,12 @@ import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from sparse_kernels.masked_attention import Packing
+from sparse_kernels.masked_attention.reference import always_read
 from support.llama import save_llama
 from support.training import SETTINGS, TOKENIZER, rows
 from typer.testing import CliRunner
@@ -147,6 +150,35 @@ def test_a_packed_row_is_its_documents_and_a_large_budget_is_dense(model):
     for name in ("dense", "hard", "soft"):
         torch.testing.assert_close(got[name], wanted, rtol=1e-3, atol=1e-3)
     assert (got["sparse"] - wanted).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("budget", [24, 96])
+def test_under_autocast_all_is_attended_in_16_bits(monkeypatch, budget):
+    """Positions leave queries and keys in float32 there; a server has them, as values, in 16 bits."""
+    attention, seen = PackedAttention(ServedSelection.of(CONFIG), "tiny"), []
+    for name in ("masked_attention", "_attend_densely"):
+        monkeypatch.setattr(
+            f"vllm_sparse_plugin.training.attention.{name}",
+            lambda *given, of=name: seen.append((of, given)) or given[0],
+        )
+    query, key = torch.zeros(1, 4, 100, 32), torch.zeros(1, 2, 100, 32)
+    value, mask = torch.zeros(1, 2, 100, 32, dtype=torch.bfloat16), ServedSelection.of(CONFIG).mask(1.0, budget)
+    with attention.using(Packing((100,)), mask):
+        attention._attend(SimpleNamespace(layer_idx=1), query, key, value, None)
+    ((name, given),) = seen
+    # What a mask leaves whole is attended without it.
+    assert name == ("masked_attention" if budget == 24 else "_attend_densely")
+    assert [x.dtype for x in given[:3]] == [torch.bfloat16] * 3
+
+
+def test_a_mask_knows_what_it_leaves_whole():
+    for budget, context, whole in ((24, 31, True), (24, 32, False), (96, 103, True), (96, 104, False)):
+        mask = ServedSelection.of(CONFIG).mask(1.0, budget)
+        assert mask.reads_all(context) == whole
+        pages = context // 8
+        always = always_read(context, pages, mask, torch.device("cpu"))
+        assert always.all() == whole
+    assert replace(mask, dense_tokens=200).reads_all(200)
 
 
 def test_the_loss_is_that_of_the_learned_tokens():

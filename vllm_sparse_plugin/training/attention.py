@@ -111,8 +111,13 @@ class PackedAttention:
             )
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
         # Rows come one at a time: from [1, heads, tokens, size] to [tokens, heads, size].
-        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-        if self._mask is None or module.layer_idx < self._served.first_dense_layers:
+        # Under autocast positions leave queries and keys in float32 beside values of 16 bits, as which all are served.
+        query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
+        if (
+            self._mask is None
+            or module.layer_idx < self._served.first_dense_layers
+            or self._mask.reads_all(max(self._packing.lengths))
+        ):
             return _attend_densely(query, key, value, self._packing, scale)[None], None
         layout = self._served.layout(key.shape[2])
         records = page_records(key, self._packing, self._mask.page_size, layout.kind, layout.format)

@@ -30,12 +30,13 @@ def row_loss(logits: torch.Tensor, tokens: torch.Tensor, learned: torch.Tensor, 
         learned: `[num_tokens]` bool, the tokens that are predicted.
         dense: like `logits`, of the dense model; None to leave the divergence out.
     """
-    targets, where = tokens[1:], learned[1:]
+    # The last token is followed by none. Logits are split, not cut, so that their gradient is put together once.
+    targets, where = functional.pad(tokens[1:], (0, 1)), functional.pad(learned[1:], (0, 1))
     text = divergence = logits.new_zeros((), dtype=torch.float32)
-    for begin in range(0, len(targets), _TOKENS_AT_ONCE):
-        part = slice(begin, min(begin + _TOKENS_AT_ONCE, len(targets)))
-        other = None if dense is None else dense[part]
-        sums = checkpoint(_sums, logits[part], targets[part], where[part], other, use_reentrant=False)
+    parts = [x.split(_TOKENS_AT_ONCE) for x in (logits, targets, where)]
+    others = [None] * len(parts[0]) if dense is None else dense.split(_TOKENS_AT_ONCE)
+    for part in zip(*parts, others, strict=True):
+        sums = checkpoint(_sums, *part, use_reentrant=False)
         text, divergence = text + sums[0], divergence + sums[1]
     return Loss(text, divergence)
 

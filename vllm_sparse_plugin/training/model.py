@@ -16,7 +16,8 @@ from vllm_sparse_plugin.training.settings import TrainingSettings
 ADAPTER = "adapter"
 """Folder of the updates alone, in peft's format."""
 SECTION = "sparse_attention.yaml"
-"""File of the settings that the model was trained with, beside its config.json, which has them too."""
+"""File of the settings that the model was trained with: beside its config.json, which has them too, and beside the
+updates, which have no other."""
 
 
 class HasName(Protocol):
@@ -89,4 +90,5 @@ def write_model(
     model.save_pretrained(output)
     tokenizer.save_pretrained(output)
     text = yaml.safe_dump(section, sort_keys=False)
-    (output / SECTION).write_text(f"# What this model was trained with.\n{text}", encoding="utf-8")
+    for folder in (output, output / ADAPTER) if settings.lora_rank else (output,):
+        (folder / SECTION).write_text(f"# What this model was trained with.\n{text}", encoding="utf-8")

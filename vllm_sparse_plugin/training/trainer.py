@@ -21,13 +21,15 @@ from vllm_sparse_plugin.training.attention import PackedAttention, ServedSelecti
 from vllm_sparse_plugin.training.curves import draw_curves
 from vllm_sparse_plugin.training.data import Row
 from vllm_sparse_plugin.training.loss import row_loss
-from vllm_sparse_plugin.training.model import load_model, with_updates, write_model
+from vllm_sparse_plugin.training.model import HasName, load_model, with_updates, write_model
 from vllm_sparse_plugin.training.settings import Step, TrainingSettings, step_at
 
 LOG, CURVES = "training.jsonl", "training.png"
 """Files of the output folder beside the model."""
 _CHECKPOINTS, _LAST = "checkpoints", "last.json"
 _BETAS = (0.9, 0.95)
+Loader = Callable[[Path, HasName, torch.dtype], Any]
+"""Makes a model of transformers."""
 
 
 @lru_cache(maxsize=4)
@@ -64,7 +66,7 @@ class Run:
 class Trainer:
     """A model, its optimizer and the log of its steps."""
 
-    def __init__(self, run: Run, rows: Sequence[Row], tokenizer: Any, device: str) -> None:
+    def __init__(self, run: Run, rows: Sequence[Row], tokenizer: Any, device: str, load: Loader = load_model) -> None:
         """Load the model, and the state of a run that was killed.
 
         Args:
@@ -72,6 +74,7 @@ class Trainer:
             rows: of the data; of two or more the last is not trained on, but measured.
             tokenizer: of the model.
             device: `cpu` or `cuda`.
+            load: makes a model of the folder, an attention function and a dtype.
 
         Raises:
             ConfigurationError: if transformers cannot load the model, or the folder is that of another run.
@@ -88,7 +91,7 @@ class Trainer:
         self._accelerator: Any = Accelerator(cpu=on_cpu, mixed_precision=precision)
         dtype = torch.float32 if on_cpu or all_weights else torch.bfloat16
         self._attention = PackedAttention(run.served, run.model.name)
-        model = with_updates(load_model(run.model, self._attention, dtype), settings)
+        model = with_updates(load(run.model, self._attention, dtype), settings)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         trained = [weight for weight in model.parameters() if weight.requires_grad]
@@ -99,7 +102,7 @@ class Trainer:
         self._teacher: Any = None
         if settings.distillation and all_weights:
             half = torch.float32 if on_cpu else torch.bfloat16
-            self._teacher = load_model(run.model, self._attention, half).to(self._accelerator.device).eval()
+            self._teacher = load(run.model, self._attention, half).to(self._accelerator.device).eval()
         self.steps = 0
         """Steps that are done."""
         self.log: list[dict[str, Any]] = []
@@ -116,25 +119,35 @@ class Trainer:
         if not self.steps:
             self._note(self._measure(), report)
         while self.steps < settings.steps:
-            self._note(self._step(), report)
+            self._note(self.step(), report)
             last = self.steps == settings.steps
             if last or self.steps % settings.measure_every == 0:
                 self._note(self._measure(), report)
             if last or self.steps % settings.save_every == 0:
                 self._save()
         state = self._accelerator.get_state_dict(self._model)
-        if self._accelerator.is_main_process:
+        if self.is_main_process:
             run = self._run
             write_model(state, run.model, self._attention, settings, run.section, self._tokenizer, run.output)
             draw_curves(self.log, run.output / CURVES)
 
-    def _step(self) -> dict[str, Any]:
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process is the one that writes."""
+        return bool(self._accelerator.is_main_process)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that train together."""
+        return int(self._accelerator.num_processes)
+
+    def step(self) -> dict[str, Any]:
         """Updates the weights once; returns a row of the log."""
         settings, served, begin = self._run.settings, self._run.served, time.monotonic()
         now = step_at(settings, self.steps, served.selection.budget_tokens, served.selection.page_size)
         rows, own = self._rows_of(self.steps)
         # Every device adds its part to the mean over the tokens of all of them, and gradients are averaged.
-        share = self._accelerator.num_processes / sum(sum(row.learned) for row in rows)
+        share = self.num_processes / sum(sum(row.learned) for row in rows)
         mask = served.mask(now.temperature, now.budget_tokens)
         self._model.train()
         text = divergence = 0.0
@@ -221,7 +234,7 @@ class Trainer:
 
     def _rows_of(self, step: int) -> tuple[list[Row], list[Row]]:
         """The rows of a step, of all devices and of this one: the data over and over, each time in another order."""
-        per_device, devices = self._run.settings.rows_per_step, self._accelerator.num_processes
+        per_device, devices = self._run.settings.rows_per_step, self.num_processes
         count, place = len(self._rows), self._accelerator.process_index
         seed, first = self._run.settings.seed, step * per_device * devices
         numbers = range(first, first + per_device * devices)
@@ -256,7 +269,7 @@ class Trainer:
 
     def _note(self, row: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> None:
         self.log.append(row)
-        if self._accelerator.is_main_process:
+        if self.is_main_process:
             with (self._run.output / LOG).open("a", encoding="utf-8") as file:
                 print(json.dumps(row), file=file)
             report(row)
@@ -266,7 +279,7 @@ class Trainer:
         folder = self._run.output / _CHECKPOINTS
         self._accelerator.save_state(str(folder / str(self.steps)), safe_serialization=False)
         self._accelerator.wait_for_everyone()
-        if self._accelerator.is_main_process:
+        if self.is_main_process:
             part = folder / f".{_LAST}"
             part.write_text(json.dumps({"steps": self.steps}), encoding="utf-8")
             part.replace(folder / _LAST)

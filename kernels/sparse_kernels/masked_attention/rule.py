@@ -25,6 +25,10 @@ class PageMask:
         """Whether a page is read or not, with nothing between."""
         return self.temperature is None
 
+    def reads_all(self, context_tokens: int) -> bool:
+        """Returns whether contexts of up to so many tokens are attended whole."""
+        return context_tokens <= max(self.dense_tokens, (self.selection.k + 1) * self.page_size - 1)
+
     def check(self) -> None:
         """Raises ValueError unless the numbers make sense, and a page is left that scores decide about."""
         self.selection.check()

@@ -9,7 +9,7 @@ are ever in memory, and never more than `_SCORES_AT_ONCE` of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -561,6 +561,21 @@ def _key_gradient(
             tl.store(spread_gradient_ptr + of_head, of_spread, mask=of_page)
 
 
+class _Tile(NamedTuple):
+    """How much a program works on, as it was measured to be best on an H200."""
+
+    rows: int
+    """Query heads of tokens; 64 where there is little shared memory or heads are large."""
+    warps: int
+    """Four with 64 rows."""
+    stages: int
+    """Of the loads' pipeline."""
+
+
+_SCORES, _FORWARD, _OF_QUERY, _OF_KEY = _Tile(128, 4, 3), _Tile(128, 4, 2), _Tile(64, 4, 2), _Tile(128, 8, 2)
+_LARGE_SHARED_BYTES = 160 * 1024
+
+
 @dataclass(frozen=True)
 class _Call:
     """What the kernels of one call share."""
@@ -572,16 +587,19 @@ class _Call:
     group_size: int
     vectors: int
     head_size: int
+    has_large_tiles: bool
 
     @property
     def padded_group(self) -> int:
         """Rows of a token."""
         return int(triton.next_power_of_2(self.group_size))
 
-    @property
-    def tokens(self) -> int:
+    def tokens(self, tile: _Tile) -> int:
         """Tokens of a tile."""
-        return max(64 // self.padded_group, 1)
+        return max(self._launched(tile).rows // self.padded_group, 1)
+
+    def _launched(self, tile: _Tile) -> _Tile:
+        return tile if self.has_large_tiles else _Tile(64, 4, tile.stages)
 
     @property
     def keys(self) -> int:
@@ -593,19 +611,22 @@ class _Call:
         """Numbers of a product that sums over pages for each of them."""
         return max(16 * self.mask.page_size // self.keys, 1)
 
-    def shape(self) -> dict[str, Any]:
+    def shape(self, tile: _Tile) -> dict[str, Any]:
         """Returns what the kernels are compiled for."""
+        launched = self._launched(tile)
         return {
             "HEADS": self.num_kv_heads,
             "GROUP": self.group_size,
             "PADDED": self.padded_group,
-            "TOKENS": self.tokens,
+            "TOKENS": self.tokens(tile),
             "PAGES": self.keys // self.mask.page_size,
             "PAGE_SIZE": self.mask.page_size,
             "VECTORS": self.vectors,
             "HEAD_SIZE": self.head_size,
             "DIMS": max(triton.next_power_of_2(self.head_size), 16),
             "HARD": self.mask.is_hard,
+            "num_warps": launched.warps,
+            "num_stages": launched.stages,
         }
 
     def numbers(self) -> tuple[float | int, ...]:
@@ -632,13 +653,14 @@ def _find_thresholds(
     width = max(call.packing.lengths) // page_size
     if width <= selection.k:
         return threshold, last_tie
-    tiles, pages = call.tiles(call.tokens, query.device), 64
-    at_once = max(_SCORES_AT_ONCE // (call.tokens * call.num_kv_heads * width), 1)
-    shape = call.shape() | {"PAGES": pages}
+    tokens, pages = call.tokens(_SCORES), 64
+    tiles = call.tiles(tokens, query.device)
+    at_once = max(_SCORES_AT_ONCE // (tokens * call.num_kv_heads * width), 1)
+    shape = call.shape(_SCORES) | {"PAGES": pages}
     common = {name: shape[name] for name in ("HEADS", "TOKENS", "PAGE_SIZE", "HARD")}
     for first in range(0, len(tiles.start), at_once):
         start, begin, length, first_page = (part[first : first + at_once] for part in tiles)
-        scores = query.new_empty((len(start) * call.tokens, call.num_kv_heads, width), dtype=torch.float32)
+        scores = query.new_empty((len(start) * tokens, call.num_kv_heads, width), dtype=torch.float32)
         _page_scores[(len(start), call.num_kv_heads, triton.cdiv(width, pages))](
             query, *records, start, begin, length, first_page, scores, width, selection.std_weight, **shape
         )
@@ -669,10 +691,10 @@ class _MaskedAttention(torch.autograd.Function):
         threshold, last_tie = _find_thresholds(call, query, records)
         output = torch.empty_like(query)
         log_sum = query.new_empty(query.shape[:2], dtype=torch.float32)
-        tiles = call.tiles(call.tokens, query.device)
+        tiles = call.tiles(call.tokens(_FORWARD), query.device)
         _forward[(len(tiles.start), call.num_kv_heads)](
-            query, key, value, *records, threshold, last_tie, output, log_sum, *tiles, *call.numbers(), **call.shape(),
-            num_warps=4, num_stages=2,
+            query, key, value, *records, threshold, last_tie, output, log_sum, *tiles, *call.numbers(),
+            **call.shape(_FORWARD),
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, *records, threshold, last_tie, output, log_sum)
         ctx.call = call
@@ -688,16 +710,21 @@ class _MaskedAttention(torch.autograd.Function):
         of_query, of_key, of_value = (torch.empty_like(x) for x in (query, key, value))
         of_vectors = torch.zeros_like(stored, dtype=torch.float32)
         of_spread = None if spread is None else torch.zeros_like(spread)
-        tiles = call.tiles(call.tokens, query.device)
+        tiles = call.tiles(call.tokens(_OF_QUERY), query.device)
         _query_gradient[(len(tiles.start), call.num_kv_heads)](
-            *inputs, of_query, *tiles, *call.numbers(), **call.shape(), ROOM=call.room, num_warps=4, num_stages=1
+            *inputs, of_query, *tiles, *call.numbers(), **call.shape(_OF_QUERY), ROOM=call.room
         )
         tiles = call.tiles(call.keys, query.device)
         _key_gradient[(len(tiles.start), call.num_kv_heads)](
-            *inputs, of_key, of_value, of_vectors, of_spread, *tiles, *call.numbers(), **call.shape(),
-            num_warps=4, num_stages=1,
-        )  # fmt: skip
+            *inputs, of_key, of_value, of_vectors, of_spread, *tiles, *call.numbers(), **call.shape(_OF_KEY)
+        )
         return of_query, of_key, of_value, of_vectors, of_spread, None, None, None
+
+
+def _has_room(query: torch.Tensor) -> bool:
+    """Returns whether the large tiles of 16-bit numbers fit a block's shared memory."""
+    shared = torch.cuda.get_device_properties(query.device).shared_memory_per_block_optin
+    return query.element_size() <= 2 and shared >= _LARGE_SHARED_BYTES
 
 
 def masked_attention(
@@ -712,7 +739,8 @@ def masked_attention(
     """See `api.masked_attention`."""
     num_kv_heads, head_size = key.shape[1:]
     group_size, vectors = query.shape[1] // num_kv_heads, records.vectors.shape[2]
-    call = _Call(packing, mask, scale, num_kv_heads, group_size, vectors, head_size)
+    large = head_size <= 128 and (not query.is_cuda or _has_room(query))
+    call = _Call(packing, mask, scale, num_kv_heads, group_size, vectors, head_size, large)
     output: torch.Tensor = _MaskedAttention.apply(
         query.contiguous(), key.contiguous(), value.contiguous(), records.vectors,
         None if records.spread is None else records.spread.contiguous(), records.stored, records.scales, call,

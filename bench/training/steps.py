@@ -1,0 +1,75 @@
+"""Steps of the trainer on a model of a large one's shape, whose weights are drawn."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from sparse_kernels.masked_attention import Packing
+
+from bench.common.models import Model
+from vllm_sparse_plugin.config import resolve, section_of
+from vllm_sparse_plugin.training.attention import ServedSelection
+from vllm_sparse_plugin.training.data import Row
+from vllm_sparse_plugin.training.model import HasName, load_model
+from vllm_sparse_plugin.training.settings import TrainingSettings
+from vllm_sparse_plugin.training.trainer import Run, Trainer
+
+_ROWS = 4
+"""That steps are trained on, over and over."""
+
+
+def draw_rows(vocabulary: int, tokens: int, count: int) -> list[Row]:
+    """Returns rows of one document each, whose tokens are drawn, and one more, which is not trained on."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = torch.randint(vocabulary, (count + 1, tokens), generator=generator).tolist()
+    return [Row(row, [False] + [True] * (tokens - 1), Packing((tokens,))) for row in drawn]
+
+
+def loader_of(model: Model, device: str, layers: int | None) -> Callable[[Path, HasName, torch.dtype], Any]:
+    """Returns what makes the model: its checkpoint, or its shape with weights that are drawn on the device.
+
+    Args:
+        model: see `bench.common.models.open_model`.
+        device: torch's name.
+        layers: of a shape, in place of its own number.
+    """
+    if not model.drawn_weights:
+        return load_model
+
+    def draw(folder: Path, attention: HasName, dtype: torch.dtype) -> Any:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        config: Any = AutoConfig.from_pretrained(folder)
+        config.num_hidden_layers = layers or config.num_hidden_layers
+        config.use_cache = False
+        torch.manual_seed(0)
+        with torch.device(device):
+            return AutoModelForCausalLM.from_config(config, attn_implementation=attention.name, dtype=dtype)
+
+    return draw
+
+
+@contextmanager
+def open_trainer(
+    model: Model, settings: TrainingSettings, preset: str, budget_tokens: int, device: str, layers: int | None
+) -> Iterator[Trainer]:
+    """Yields a trainer whose folder lasts as long as it is used.
+
+    Args:
+        model: what is trained.
+        settings: of the run.
+        preset: of the selection.
+        budget_tokens: that is trained for.
+        device: torch's name.
+        layers: of a shape, in place of its own number.
+    """
+    config = resolve({"selection": {"budget_tokens": budget_tokens}}, preset)
+    rows = draw_rows(model.vocabulary, settings.sequence_tokens, _ROWS)
+    with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
+        run = Run(model.folder, Path(folder) / "run", ServedSelection.of(config), section_of(config), settings)
+        yield Trainer(run, rows, None, device, loader_of(model, device, layers))

@@ -1,0 +1,101 @@
+"""What a small model is trained on here: documents with questions, and text."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+from sparse_kernels.masked_attention import Packing
+
+from research.witness.data import ANSWER, BOS, build_document, collect_text, cut, encode, installed_text
+from vllm_sparse_plugin.training.data import Row
+
+TASKS = ("mixed", "multikey", "kv", "multiquery")
+"""Questions about one needle or one pair, in turns or alone, and about three needles at once."""
+TEXT_SHARE = 0.25
+"""Of the rows: text without needles."""
+LEARNED_SHARE = 1 / 64
+"""Of the tokens that are no answer: those that are learned, so that answers weigh about as much as text."""
+MOST_QUESTIONS = 12
+"""About one document."""
+_PIECES = (1, 2, 4)
+_TRIES = 20
+
+
+@dataclass(frozen=True)
+class RowOrder:
+    """A row that a worker makes."""
+
+    text: str
+    """Without needles, more than the row needs."""
+    tokens: int
+    """Of the row."""
+    pieces: int
+    """Documents, all of the same length."""
+    is_text: bool
+    """Whether they hold no needles."""
+    seed: str
+    """Of needles and questions, and of the tokens that are learned."""
+
+
+def build_row(order: RowOrder) -> Row:
+    """Makes a row of one or more documents.
+
+    Raises:
+        RuntimeError: if the text is too short for them.
+    """
+    rng = random.Random(order.seed)
+    length, tokens, learned = order.tokens // order.pieces, [], []
+    for _ in range(order.pieces):
+        own, is_answer = _text(rng, order.text, length) if order.is_text else _document(rng, order.text, length)
+        tokens += own
+        learned += [i > 0 and (answer or rng.random() < LEARNED_SHARE) for i, answer in enumerate(is_answer)]
+    return Row(tokens, learned, Packing((length,) * order.pieces))
+
+
+def _text(rng: random.Random, text: str, length: int) -> tuple[list[int], list[bool]]:
+    tokens = [BOS, *encode(cut(text, rng.randrange(len(text)), length))][:length]
+    if len(tokens) < length:
+        raise RuntimeError(f"a stretch of text has {len(tokens)} tokens, and not {length}")
+    return tokens, [False] * length
+
+
+def _document(rng: random.Random, text: str, length: int) -> tuple[list[int], list[bool]]:
+    for _ in range(_TRIES):
+        part = cut(text, rng.randrange(len(text)), length)
+        document = build_document(rng, part, length, rng.choice(TASKS), rng.randint(4, MOST_QUESTIONS))
+        if document is not None:
+            return document.tokens, [kind == ANSWER for kind in document.kinds]
+    raise RuntimeError(f"no document of {length} tokens could be written")
+
+
+def build_rows(files: list[str], tokens: int, count: int, seed: int, workers: Executor) -> list[Row]:
+    """Makes rows to train on; documents of a row share its length evenly.
+
+    Args:
+        files: texts.
+        tokens: of a row.
+        count: of rows.
+        seed: of everything that is drawn.
+        workers: see `research.witness.data.open_workers`.
+    """
+    text, rng = "".join(files), random.Random(f"{seed} rows")
+    orders = [
+        RowOrder(
+            cut(text, rng.randrange(len(text)), 2 * tokens), tokens, rng.choice(_PIECES), rng.random() < TEXT_SHARE,
+            f"{seed} row {index}",
+        )
+        for index in range(count)
+    ]  # fmt: skip
+    return list(workers.map(build_row, orders))
+
+
+def training_text(limit: int, seed: int, roots: list[Path] | None = None) -> list[str]:
+    """Returns source code and documentation of the packages that are installed, `limit` bytes at most.
+
+    The standard library is left out: the documents of the questions that are asked are made of it.
+    """
+    folders = roots or [folder for folder in installed_text() if "packages" in folder.name]
+    return collect_text(folders, limit, seed).files

@@ -1,0 +1,117 @@
+"""The study of training: its rows, its measurements that go on, and its page."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from support.llama import save_llama
+
+from bench.common.models import NEEDLE_8M, load_tokenizer
+from research.study.documents import Document, Tail
+from research.training import report
+from research.training.data import RowOrder, build_row
+from research.training.measure import ARMS, DENSE, SOFT_HARD, Recipe, measure, settings
+from research.witness.data import EOS, TOGETHER, build_document, encode
+from vllm_sparse_plugin.needles import library_text
+from vllm_sparse_plugin.training.attention import ServedSelection
+
+
+def drawn(count: int, seed: int) -> list[int]:
+    return torch.randint(97, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def test_a_row_is_documents_whose_answers_are_learned():
+    tokenizer = load_tokenizer(NEEDLE_8M)
+    row = build_row(RowOrder(library_text(0, 40_000), 2048, 2, False, "3"))
+    assert row.packing.lengths == (1024, 1024)
+    assert row.tokens[0] == row.tokens[1024] == tokenizer.bos_token_id
+    assert not row.learned[0]
+    assert not row.learned[1024]
+    for begin in (0, 1024):
+        document = row.tokens[begin : begin + 1024]
+        (asked,) = {tokenizer.decode(document).rfind(form) for form in ("has the value:", "Answer:")} - {-1}
+        answer = tokenizer.decode(document)[asked:].split(":")[1].split("<|eos|>")[0].strip()
+        # The answer stands in the document and is learned to its end.
+        assert all(value in tokenizer.decode(document)[:asked] for value in answer.split(", "))
+        learned = row.learned[begin : begin + 1024]
+        assert all(learned[-len(encode(f" {answer}")) - 1 :])
+        assert 10 < sum(learned) < 600
+    text = build_row(RowOrder(library_text(0, 40_000), 2048, 1, True, "4"))
+    assert EOS not in text.tokens
+    assert 10 < sum(text.learned) < 80
+    assert build_row(RowOrder(library_text(0, 40_000), 2048, 2, False, "3")) == row
+
+
+def test_three_needles_are_asked_for_at_once():
+    document = build_document(random.Random(1), library_text(0, 9000), 2000, "multiquery", 4)
+    text = load_tokenizer(NEEDLE_8M).decode(document.tokens)
+    question = text[text.rindex("\nWhat are the special magic numbers for ") :]
+    keys, answers = question.split(" for ")[1].split("?")[0], question.split("Answer: ")[1].removesuffix("<|eos|>")
+    pairs = list(zip(keys.split(", "), answers.split(", "), strict=True))
+    assert len(pairs) == TOGETHER["multiquery"]
+    for key, value in pairs:
+        assert f"The special magic number for {key} is: {value}." in text
+
+
+def test_the_control_is_trained_without_a_mask_and_the_tail_of_one_arm_is_hard():
+    recipes = {arm: Recipe(arm, 64, 50, 4096, {"rows_per_step": 2}) for arm in ARMS}
+    assert {arm: recipe.settings(0).hard_steps for arm, recipe in recipes.items()} == dict.fromkeys(ARMS, 0) | {
+        SOFT_HARD: 10
+    }
+    assert all(recipe.settings(0).rows_per_step == 2 for recipe in recipes.values())
+    masks = {arm: ServedSelection.of(recipe.config()).mask(1.0) for arm, recipe in recipes.items()}
+    assert {arm for arm, mask in masks.items() if mask.reads_all(4096)} == {DENSE}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("models") / "tiny", longest=1024)
+
+
+def test_a_measurement_goes_on_where_it_was(model, tmp_path):
+    documents = [
+        Document(f"kv-700-0-{seed}", drawn(700, seed), [Tail(drawn(20, 10 + seed + i), 4, "a") for i in range(2)])
+        for seed in range(2)
+    ]
+    path, about = tmp_path / "results.jsonl", {"versions": {}, "arm": "before"}
+    assert not measure(path, about, model, documents, "cpu", -1)
+    assert measure(path, about, model, documents[:1], "cpu", 60)
+    assert measure(path, about, model, documents, "cpu", 60)
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [row for row in rows if "document" in row]
+    names = [name for document in documents for name in (document.name, f"text-{document.name}")]
+    assert sorted((row["document"], row["setting"]) for row in rows) == sorted(
+        (name, setting.name) for name in names for setting in settings()
+    )
+    by = {(row["document"], row["setting"]): row for row in rows}
+    losses = [by[names[1], setting.name]["loss"] for setting in settings()]
+    # What reads less of a model of drawn weights says something else.
+    assert len(set(losses)) == len(losses)
+    assert [by[names[0], setting.name]["pages_read"] for setting in settings()] == [0, 64, 32, 16, 8]
+
+
+def test_the_page_is_up_to_date_and_compares_with_dense_attention_before(tmp_path, monkeypatch):
+    assert report.PAGE.read_text(encoding="utf-8") == report.render()
+    about = {"versions": {}, "model": "needle-8m", "arm": "before"}
+    answers = {"before": ["1111", "1110", "1100", "1000", "0000"], "soft": ["1111", "1111", "1111", "1110", "1100"]}
+    files = []
+    for arm, bits in answers.items():
+        rows = [about | {"arm": arm, "budget_tokens": 64}]
+        for setting, right in zip(settings(), bits, strict=True):
+            for document in ("a", "b", "c"):
+                rows.append({"document": document, "setting": setting.name, "right": right, "pages_read": 1})
+                rows.append({"document": f"text-{document}", "setting": setting.name, "loss": 1.5})
+        files.append(tmp_path / f"{arm}.jsonl")
+        files[-1].write_text("\n".join(map(json.dumps, rows)))
+    monkeypatch.setattr(report, "RESULT_FILES", files)
+    monkeypatch.setattr(report, "footnote", lambda name, sources: f"from {name}")
+    lines = [[cell.strip() for cell in line.split("|")] for line in report.tables().splitlines()]
+    (before, shares), (soft, after) = ((line, lines[i + 1]) for i, line in enumerate(lines) if "right" in line)
+    assert [cell.split()[0] for cell in before[3:-1]] == ["1.000", "0.750", "0.500", "0.250", "0.000"]
+    assert [cell.split()[0] for cell in after[3:-1]] == ["1.000", "1.000", "1.000", "0.750", "0.500"]
+    assert soft[1] == "soft mask, 64 tokens"
+    assert shares[2] == "of dense before"
+    text = [line for line in lines if line[1:2] == ["before"]][-1]
+    assert text[2:-1] == ["4.482 (+0.000 to +0.000)"] * 5
