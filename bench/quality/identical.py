@@ -123,6 +123,7 @@ def identical_engine(text: Annotated[str, typer.Argument(metavar="JSON")]) -> No
             engine, _ = start_engine(
                 model, Variant.parse(job.variant), json.dumps({KEY: _SETTINGS}), max_num_seqs=8,
                 max_model_len=_LONGEST + job.answer_tokens, enforce_eager=True, gpu_memory_utilization=0.1,
+                kv_cache_memory_bytes=1 << 30,
             )  # fmt: skip
         except WrongBackendError as error:
             print(f"error: {error}", file=sys.stderr)

@@ -93,6 +93,7 @@ def measure_engine(
             max_num_seqs=stage.questions,
             max_num_batched_tokens=8192,
             gpu_memory_utilization=0.2,
+            kv_cache_memory_bytes=2 << 30,
             enable_prefix_caching=True,
         )
         from vllm import SamplingParams, TokensPrompt

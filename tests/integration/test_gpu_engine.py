@@ -34,6 +34,8 @@ def engine(**arguments: Any) -> Iterator[Any]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     defaults = {
         "attention_backend": "unique", "max_model_len": 16_384, "max_num_seqs": 16, "gpu_memory_utilization": 0.2,
+        # Given, so that other processes on the GPU do not count when vLLM measures what is left.
+        "kv_cache_memory_bytes": 2 << 30,
         "compilation_config": GRAPHS, "seed": 0, "disable_log_stats": False,
     }  # fmt: skip
     llm = LLM(str(MODEL), **(defaults | arguments))
