@@ -256,6 +256,8 @@ class Trainer:
                 self.steps = json.loads(last.read_text(encoding="utf-8"))["steps"]
                 accelerator.load_state(str(last.parent / str(self.steps)))
             self.log = [row for row in rows if row["step"] <= self.steps] if self.steps else []
+        # Nobody reads a log that is being written.
+        accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             try:
                 run.output.mkdir(parents=True, exist_ok=True)
