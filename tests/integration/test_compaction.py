@@ -137,6 +137,30 @@ def test_snapkv_keeps_what_the_last_queries_of_a_prompt_vote_for_however_it_is_c
     assert not harness.builder.compaction._requests[request.name].windows
 
 
+@pytest.mark.parametrize("moves_late", [False, True])
+def test_tokens_move_in_the_step_that_ends_the_prompt_or_in_the_next_one(model, monkeypatch, moves_late):
+    harness = harness_of(model, "dense", SNAPKV)
+    request = harness.request(300)
+    (output,) = harness.step([(request, 299)])
+    query = request.fresh[-8:]
+    if moves_late:
+        # A replayed graph runs kernels alone: the prompt's last token is not seen, and does not vote.
+        monkeypatch.setattr(type(harness.layer.impl), "observe", lambda *_: None)
+        monkeypatch.setattr(type(harness.layer.impl), "compact_ended", lambda *_: None)
+    (output,) = harness.step([(request, 1)])
+    assert (output[-1].double() - harness.dense(request)).abs().max() < DENSE_TOLERANCE
+    last = 298
+    if not moves_late:
+        query, last = torch.cat([query[1:], request.fresh]), 299
+    kept = kept_tokens(query, request.keys, 96 + 300 % BLOCK, Softmax(0.125), RULE, BLOCK, last_query=last)
+    if not moves_late:
+        poison(harness, request, set(range(300 // BLOCK - 3, 12)))
+    for _ in range(2):
+        (output,) = harness.step([(request, 1)])
+        assert is_kept(harness, request, output, kept)
+        poison(harness, request, set(range(300 // BLOCK - 3, 12)))
+
+
 @pytest.mark.parametrize("chunks", [[300], [130, 167, 3]])
 def test_h2o_keeps_what_all_queries_of_a_prompt_vote_for(model, chunks):
     harness = harness_of(model, "dense", H2O)

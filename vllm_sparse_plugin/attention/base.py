@@ -144,6 +144,13 @@ class SparseImpl:
             votes = chunk.votes(layer.layer_name, cache.num_kv_heads)
             add_votes(votes, window, chunk.block_table, cache, self.softmax, chunk.request.voting)
 
+    def compact_ended(self, layer: Any, observed: Sequence[Observed]) -> None:
+        """Moves what the layer keeps of the prompts that end in a step, once it has attended to them: on a GPU the host
+        is ahead then, and requests that decode do not wait for its launches."""
+        for chunk in observed:
+            if chunk.ends is not None:
+                chunk.request.move(layer.layer_name, layer, self, chunk.ends, chunk.rule)
+
     def compact(
         self,
         layer: Any,

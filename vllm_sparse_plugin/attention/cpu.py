@@ -378,10 +378,25 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         assert isinstance(attn_metadata, SparseCPUMetadata)
         self.bind_cache(kv_cache)
         self.observe(layer, query, attn_metadata.observed)
+        self._attend_all(layer, query, key, value, attn_metadata, output, (output_scale, output_block_scale))
+        self.compact_ended(layer, attn_metadata.observed)
+        return output
+
+    def _attend_all(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        attn_metadata: SparseCPUMetadata,
+        output: torch.Tensor,
+        output_scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> None:
+        """Attends with all tokens of a step; arguments are those of `forward`."""
 
         def dense(query: torch.Tensor, metadata: CPUAttentionMetadata, output: torch.Tensor) -> torch.Tensor:
             return super(SparseCPUImpl, self).forward(
-                layer, query, key, value, self.token_rows, metadata, output, output_scale, output_block_scale
+                layer, query, key, value, self.token_rows, metadata, output, *output_scales
             )
 
         # A layer that shares the cache of another finds the statistics there.
@@ -390,7 +405,8 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         decode = attn_metadata.decode if self.plan.is_sparse else None
         prompts = attn_metadata.prompts if self.plan.prefill is not None else None
         if decode is None and prompts is None:
-            return dense(query, attn_metadata, output)
+            dense(query, attn_metadata, output)
+            return
         rest = attn_metadata.rest[self.plan.is_sparse, self.plan.prefill is not None]
         if rest is not None:
             output[rest.tokens] = dense(query[rest.tokens], rest.metadata, torch.empty_like(output[rest.tokens]))
@@ -398,7 +414,6 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             output[decode.tokens] = self._decode(query[decode.tokens], decode)
         if prompts is not None:
             output[prompts.tokens] = self._prefill(query[prompts.tokens], prompts.part)
-        return output
 
     def _prefill(self, query: torch.Tensor, part: PromptRound) -> torch.Tensor:
         """Attends with prompts; takes and returns `[num_tokens, num_heads, head_size]`."""

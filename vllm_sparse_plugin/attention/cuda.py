@@ -408,19 +408,33 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         assert isinstance(attn_metadata, SparseCUDAMetadata)
         self.bind_cache(kv_cache)
         self.observe(layer, query, attn_metadata.observed)
+        self._attend_all(layer, query, key, value, attn_metadata, output, (output_scale, output_block_scale))
+        self.compact_ended(layer, attn_metadata.observed)
+        return output
+
+    def _attend_all(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        attn_metadata: SparseCUDAMetadata,
+        output: torch.Tensor,
+        output_scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> None:
+        """Attends with all tokens of a step; arguments are those of `forward`."""
 
         def dense(metadata: FlashAttentionMetadata, first: int) -> None:
             # A layer that shares the cache of another has no keys and values of its own.
             new_keys, new_values = (None if new is None else new[first:] for new in (key, value))
             super(SparseCUDAImpl, self).forward(
-                layer, query[first:], new_keys, new_values, self.token_rows, metadata, output[first:], output_scale,
-                output_block_scale,
-            )  # fmt: skip
+                layer, query[first:], new_keys, new_values, self.token_rows, metadata, output[first:], *output_scales
+            )
 
         rounds = attn_metadata.rounds if self.plan.prefill is not None else []
         if not self.plan.is_sparse and not rounds:
             dense(attn_metadata, 0)
-            return output
+            return
         first = attn_metadata.num_decode_tokens
         if self.plan.is_sparse:
             self._decode_all(layer, query, attn_metadata, output)
@@ -430,7 +444,6 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             self._prefill(layer, query[first:], rounds, output[first:])
         elif attn_metadata.prefill is not None:
             dense(attn_metadata.prefill, first)
-        return output
 
     def _reserve(self, layer: Any, query: torch.Tensor) -> None:
         """Takes the memory of sparse prefill, or of compaction, for a moment: vLLM's profile of its memory then leaves

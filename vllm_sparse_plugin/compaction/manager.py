@@ -126,7 +126,7 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
         if running.began_at is None:
             running = self._running[request_id] = running._replace(began_at=processed)
         assert running.began_at is not None
-        # The first step that begins behind the prompt still reads what it moves. After a preemption the step that
+        # The first step that begins behind the prompt may still read what it moves. After a preemption the step that
         # ends the prompt may go on into the output, so its end is where that first step begins.
         if not retention.slides and processed <= running.began_at:
             return

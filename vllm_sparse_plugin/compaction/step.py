@@ -26,13 +26,34 @@ class _Request:
     computed: int = 0
     """Tokens that had been computed before its latest step."""
     is_whole: bool = False
-    """Whether tokens of the prompt are still to be moved."""
+    """Whether tokens of the prompt are still to be moved, in some layers at least."""
+    moved: set[str] = field(default_factory=set)
+    """Layers that have moved them."""
     windows: dict[str, ObservationWindow] = field(default_factory=dict)
     """The newest queries of the prompt so far, by layer, while it is whole."""
     votes: dict[str, torch.Tensor] = field(default_factory=dict)
     """What `add_votes` has made of the queries so far, by layer, while it is whole."""
     voting: torch.Tensor | None = None
     """Positions of the prompt that vote, where some do; see `voting_rows`."""
+
+    def move(self, name: str, layer: Any, impl: Any, prompt: PromptBlocks, rule: CompactionRule) -> None:
+        """Moves what a layer keeps, unless it has done so.
+
+        Args:
+            name: of the layer.
+            layer: vLLM's.
+            impl: what attends there.
+            prompt: where the prompt lies.
+            rule: which tokens are kept.
+        """
+        if name in self.moved:
+            return
+        window = self.windows.pop(name, None)
+        if window is None:
+            nobody = torch.empty(0, impl.num_heads, impl.head_size, device=prompt.block_table.device)
+            window = ObservationWindow(nobody, 0)
+        impl.compact(layer, window, prompt, rule, self.votes.pop(name, None))
+        self.moved.add(name)
 
 
 class Observed(NamedTuple):
@@ -43,10 +64,12 @@ class Observed(NamedTuple):
     """Where they are in the batch."""
     first_position: int
     """Position of the first of them."""
-    most: int
-    """Queries of a window."""
+    rule: CompactionRule
+    """Which tokens are kept."""
     block_table: torch.Tensor | None
     """Of the request, where queries vote at once; None where the newest wait for the prompt's end."""
+    ends: PromptBlocks | None
+    """Where the prompt lies, if they end it; its tokens move as soon as a layer has attended."""
 
     def votes(self, layer: str, num_kv_heads: int) -> torch.Tensor:
         """Returns the votes of a layer's earlier queries, to add to: `[num_kv_heads, P]` float32."""
@@ -69,7 +92,7 @@ class Observed(NamedTuple):
         # Tokens of a replayed graph are not observed: a window is what follows on from each other.
         if before is not None and before.first_position + len(before.query) == first:
             new, first = torch.cat([before.query, new]), before.first_position
-        dropped = max(0, len(new) - self.most)
+        dropped = max(0, len(new) - self.rule.window_tokens)
         self.request.windows[layer] = ObservationWindow(new[dropped:].clone(), first + dropped)
 
 
@@ -142,7 +165,7 @@ class StepCompaction:
             left = self.retention.left_out(request.prompt_tokens, computed + 1, self.block_size)
             left_out[index] = len(left)
             if request.is_whole:
-                self._move(request, PromptBlocks(common.block_table_tensor[index], request.prompt_tokens, left.stop))
+                self._move(request, self._blocks(request, common.block_table_tensor[index]))
         if len(self._requests) > len(rows):
             # Windows of a request that is gone would take memory.
             self._requests = {name: request for name, request in self._requests.items() if self.rows.knows(name)}
@@ -158,21 +181,22 @@ class StepCompaction:
         tokens = slice(first_token + in_prompt - newest, first_token + in_prompt)
         position = request.computed + in_prompt - newest
         table = block_table if self.rule.every_query else None
+        ends = self._blocks(request, block_table) if request.computed + in_prompt == request.prompt_tokens else None
         if self.rule.probes is not None and request.voting is None:
             request.voting = voting_rows(request.prompt_tokens, self.rule.probes, block_table.device)
-        self.observed.append(Observed(request, tokens, position, self.rule.window_tokens, table))
+        self.observed.append(Observed(request, tokens, position, self.rule, table, ends))
+
+    def _blocks(self, request: _Request, block_table: torch.Tensor) -> PromptBlocks:
+        """Returns where a prompt lies, and where what is kept of it goes."""
+        left = self.retention.left_out(request.prompt_tokens, request.prompt_tokens + 1, self.block_size)
+        return PromptBlocks(block_table, request.prompt_tokens, left.stop)
 
     def _move(self, request: _Request, prompt: PromptBlocks) -> None:
-        """Moves what the layers keep, before this step writes anything."""
+        """Moves what layers keep that have not: a replayed graph, in which the prompt's last token may run, does not.
+        This step has written nothing yet."""
         assert self.rule is not None
         for name, layer in self.layers.items():
-            window = request.windows.get(name)
-            if window is None:
-                nobody = torch.empty(0, layer.num_heads, layer.head_size, device=prompt.block_table.device)
-                window = ObservationWindow(nobody, 0)
-            layer.impl.compact(layer, window, prompt, self.rule, request.votes.get(name))
-        request.windows.clear()
-        request.votes.clear()
+            request.move(name, layer, layer.impl, prompt, self.rule)
         request.is_whole = False
 
     def _write(self, common: CommonAttentionMetadata, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
