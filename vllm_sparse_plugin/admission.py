@@ -24,7 +24,6 @@ from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.diagnostics.live import expose
 from vllm_sparse_plugin.engine_settings import settings_of
 from vllm_sparse_plugin.errors import ConfigurationError, choices
-from vllm_sparse_plugin.lossless.speculation import speculate
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce
 
 if TYPE_CHECKING:
@@ -42,6 +41,8 @@ SPECULATORS = ("ngram", "eagle", "eagle3", "mtp")
 """Speculative methods that are served everywhere."""
 CPU_SPECULATORS = (*SPECULATORS, "draft_model")
 """Those that are served on a CPU. On a GPU the statistics of a draft model's pages were not those of its keys."""
+NOISE = "DecodeBenchConnector"
+"""The KV connector that brings no blocks, but noise to measure time with."""
 SHARING_DRAFTS = ("gemma4_mtp", "step3p5_mtp")
 """Model types of drafts that vLLM runs by a proposer of their own, on caches of the model."""
 
@@ -92,8 +93,6 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     config = settings.resolve(backends[name])
     for field, got, allowed in _unsupported(vllm_config, config):
         raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
-    if config.lossless is not None:
-        speculate(vllm_config, config.lossless)
     announce(config, vllm_config.cache_config.cache_dtype)
     if vllm_config.kv_transfer_config:
         vllm_config.kv_transfer_config.kv_connector_module_path = connectors.__name__
@@ -331,7 +330,8 @@ def _expect_compactable(expect: Callable[[bool, str, Any, str], None], vllm_conf
     refuse(windows and not model.is_hybrid, f"{architecture} with layers of a sliding window or a chunk")
     refuse(model.hf_config.model_type in LEARNED_SINKS, f"{architecture} with learned attention sinks")
     refuse(bool(getattr(text, "num_kv_shared_layers", 0)), f"{architecture} with layers that share a cache")
-    refuse(vllm_config.speculative_config is not None, "speculation")
+    speculates = vllm_config.speculative_config is not None and not compat.drafts_for_itself(vllm_config)
+    refuse(speculates, "speculation")
     offloading = vllm_config.cache_config.kv_offloading_size is not None
     refuse(vllm_config.kv_transfer_config is not None or offloading, "a KV connector")
     refuse(parallel.pipeline_parallel_size > 1, f"{parallel.pipeline_parallel_size} pipeline stages")
@@ -352,7 +352,7 @@ def _expect_verifiable(
     def refuse(holds: bool, got: str) -> None:
         expect(not holds, field, got, "null")
 
-    refuse(not current_platform.is_cpu(), f"a section on {current_platform.device_name}, where it has not been built")
+    refuse(current_platform.is_cuda() and not vllm_config.use_v2_model_runner, "vLLM's first model runner on a GPU")
     # Answers are those of dense attention, so nothing but drafts may leave anything out.
     refuse(not config.is_sparse, "a section with nothing sparse to draft with")
     refuse(config.prefill is not None, f"a section beside {KEY}.prefill")
@@ -369,9 +369,11 @@ def _expect_verifiable(
     refuse(windows and not model.is_hybrid, f"{architecture} with layers of a sliding window or a chunk")
     refuse(model.is_multimodal_model, f"{architecture}, which reads more than text")
     refuse(model.uses_mrope, f"{architecture} with positions of several dimensions")
+    refuse(model.enable_prompt_embeds, "prompts of embeddings")
     refuse(vllm_config.lora_config is not None, "LoRA adapters")
-    offloading = vllm_config.cache_config.kv_offloading_size is not None
-    refuse(vllm_config.kv_transfer_config is not None or offloading, "a KV connector")
+    refuse(vllm_config.watermark_config is not None, "watermarks")
+    transfer, offloading = vllm_config.kv_transfer_config, vllm_config.cache_config.kv_offloading_size is not None
+    refuse(offloading or (transfer is not None and transfer.kv_connector != NOISE), "a KV connector")
     refuse(parallel.tensor_parallel_size > 1, f"{parallel.tensor_parallel_size} tensor-parallel workers")
     refuse(parallel.pipeline_parallel_size > 1, f"{parallel.pipeline_parallel_size} pipeline stages")
     refuse(parallel.data_parallel_size > 1, f"{parallel.data_parallel_size} data-parallel engines")

@@ -27,6 +27,8 @@ TESTED_VLLM = (0, 32), (0, 34)
 """The first release that this version is tested with, and the first after the last; pyproject.toml says the same."""
 DRAFTING_METHOD = "custom_class"
 """vLLM's name of speculation by a class that is named; it loads no second model for it."""
+GPU_DRAFTING_METHOD = "draft_model"
+"""The name under which vLLM's second model runner, and asynchronous scheduling, take drafts that write keys."""
 _RUNNER_MODULES = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
 """Modules of vLLM's two model runners; the CPU's derives from the first."""
 _HOOKED = "_vllm_sparse_plugin_hooked"
@@ -95,18 +97,22 @@ def chosen_backend(vllm_config: VllmConfig, names: Mapping[str, str]) -> str | N
 def drafts_for_itself(vllm_config: VllmConfig) -> bool:
     """Returns whether the speculation of a configuration is that of lossless mode."""
     speculative = vllm_config.speculative_config
-    return speculative is not None and (speculative.method, speculative.model) == (DRAFTING_METHOD, DRAFTER)
+    return speculative is not None and speculative.model == DRAFTER
 
 
 def hook_platform(
-    names: Mapping[str, str], admit: Callable[[VllmConfig], None], check_request: Callable[[Any], None]
+    names: Mapping[str, str],
+    prepare: Callable[[VllmConfig], None],
+    admit: Callable[[VllmConfig], None],
+    check_request: Callable[[Any], None],
 ) -> None:
-    """Adds three steps to the active platform, all without effect unless one of our backends is chosen.
+    """Adds four steps to the active platform, all without effect unless one of our backends is chosen.
 
-    `check_and_update_config` then also refuses what we cannot serve, in the process that the user started, before
-    any worker exists. On CPU, `get_attn_backend_cls` then returns our class. `validate_request` also refuses requests
-    whose arguments we cannot serve. Arguments pass through as they come, so that a new one of vLLM's reaches the
-    platform.
+    `apply_config_platform_defaults` then also sets up what vLLM derives other settings from, such as the sizes of
+    CUDA graphs. `check_and_update_config` also refuses what we cannot serve, in the process that the user started,
+    before any worker exists. On CPU, `get_attn_backend_cls` then returns our class. `validate_request` also refuses
+    requests whose arguments we cannot serve. Arguments pass through as they come, so that a new one of vLLM's reaches
+    the platform.
 
     Why: vLLM offers backends no start-up check and no check of requests, and its CPU platform ignores every selected
     backend but its own.
@@ -116,6 +122,7 @@ def hook_platform(
 
     Args:
         names: our backends' names and presets.
+        prepare: changes a configuration whose defaults are being filled in; may raise `ConfigurationError`.
         admit: raises `ConfigurationError` for a complete configuration that we cannot serve.
         check_request: takes the parameters of a request; raises ValueError for those that we cannot serve.
     """
@@ -124,19 +131,23 @@ def hook_platform(
     platform: Any = type(current_platform)
     if _HOOKED in vars(platform):
         return
+    apply_config_platform_defaults = platform.apply_config_platform_defaults
     check_and_update_config = platform.check_and_update_config
     get_attn_backend_cls = platform.get_attn_backend_cls
     validate_request = platform.validate_request
 
-    @functools.wraps(check_and_update_config)
-    def check(*args: Any, **kwargs: Any) -> Any:
-        result = check_and_update_config(*args, **kwargs)
-        try:
-            admit(args[0] if args else kwargs["vllm_config"])
-        except ConfigurationError:
-            _print_refusals_without_traceback()
-            raise
-        return result
+    def followed_by(step: Callable[..., Any], ours: Callable[[VllmConfig], None]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def both(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            try:
+                ours(args[0] if args else kwargs["vllm_config"])
+            except ConfigurationError:
+                _print_refusals_without_traceback()
+                raise
+            return result
+
+        return both
 
     @functools.wraps(get_attn_backend_cls)
     def select(*args: Any, **kwargs: Any) -> Any:
@@ -160,7 +171,8 @@ def hook_platform(
             raise VLLMValidationError(str(error)) from None
         return validate_request(*args, **kwargs)
 
-    platform.check_and_update_config = staticmethod(check)
+    platform.apply_config_platform_defaults = staticmethod(followed_by(apply_config_platform_defaults, prepare))
+    platform.check_and_update_config = staticmethod(followed_by(check_and_update_config, admit))
     platform.validate_request = staticmethod(validate)
     platform.get_attn_backend_cls = staticmethod(select)
     setattr(platform, _HOOKED, True)
@@ -212,6 +224,26 @@ def hook_lookahead() -> None:
     setattr(VllmConfig, "num_lookahead_tokens", property(num_lookahead_tokens))  # noqa: B010
 
 
+def hook_speculators(make: Callable[[VllmConfig, torch.device], Any]) -> None:
+    """Has vLLM's second model runner draft in lossless mode as `make` says; without effect for other drafts.
+
+    Why: the runner chooses what drafts by a chain of names, to which none can be added.
+    Versions: 0.32, 0.33. Can go when the runner takes a class that is named, as the first one does.
+
+    Args:
+        make: takes vLLM's configuration and the device; returns what drafts.
+    """
+    from vllm.v1.worker.gpu import spec_decode
+
+    choose: Any = spec_decode.init_speculator
+    if getattr(choose, _HOOKED, False):
+        return
+    spec_decode.init_speculator = _making(choose, make)
+    if runner := sys.modules.get(_RUNNER_MODULES[1]):
+        # It has been imported, and has the function by name.
+        setattr(runner, "init_speculator", spec_decode.init_speculator)  # noqa: B010
+
+
 def mend_rejection_sampling() -> None:
     """Has vLLM's rejection sampler give each draft the temperature of its request, on a CPU. Idempotent.
 
@@ -233,6 +265,17 @@ def mend_rejection_sampling() -> None:
         return replaced.repeat_interleave(numbers, output_size=num_tokens)
 
     rejection_sampler.expand_batch_to_tokens = expand
+
+
+def _making(choose: Callable[..., Any], make: Callable[[VllmConfig, torch.device], Any]) -> Callable[..., Any]:
+    @functools.wraps(choose)
+    def init_speculator(vllm_config: VllmConfig, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+        if drafts_for_itself(vllm_config):
+            return make(vllm_config, device)
+        return choose(vllm_config, device, *args, **kwargs)
+
+    setattr(init_speculator, _HOOKED, True)
+    return init_speculator
 
 
 def _spreading(get_kv_cache_spec: Callable[..., Any], spread: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.names import BACKENDS, KEY
 
 if TYPE_CHECKING:
+    import torch
     from vllm.config import VllmConfig
 
 
@@ -27,8 +28,9 @@ def register() -> None:
     if untested := compat.untested_vllm():
         raise UntestedVLLMError(untested)
     compat.register_backend_names(BACKENDS)
-    compat.hook_platform(BACKENDS, admit_if_chosen, check_request)
+    compat.hook_platform(BACKENDS, prepare_if_chosen, admit_if_chosen, check_request)
     compat.hook_lookahead()
+    compat.hook_speculators(make_speculator)
 
 
 def check_request(params: Any) -> None:
@@ -49,6 +51,25 @@ class UntestedVLLMError(RuntimeError):
     def __init__(self, version: str) -> None:
         first, end = (".".join(map(str, release)) for release in compat.TESTED_VLLM)
         super().__init__(f"got vLLM {version}, allowed: {first} or later, before {end}")
+
+
+def make_speculator(vllm_config: VllmConfig, device: torch.device) -> Any:
+    """Returns what drafts in lossless mode inside vLLM's second model runner."""
+    from vllm_sparse_plugin.lossless.speculator import SparseSpeculator
+
+    return SparseSpeculator(vllm_config, device)
+
+
+def prepare_if_chosen(vllm_config: VllmConfig) -> None:
+    """Sets up lossless mode in a configuration that chooses one of our backends and asks for it.
+
+    Raises:
+        ConfigurationError: if the settings are wrong.
+    """
+    if compat.chosen_backend(vllm_config, BACKENDS):
+        from vllm_sparse_plugin.lossless.speculation import speculate_if_lossless
+
+        speculate_if_lossless(vllm_config, BACKENDS)
 
 
 def admit_if_chosen(vllm_config: VllmConfig) -> None:

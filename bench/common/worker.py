@@ -18,6 +18,13 @@ class BenchWorker:
         layers = worker.vllm_config.compilation_config.static_forward_context.values()
         return sorted({layer.attn_backend.get_name() for layer in layers if hasattr(layer, "attn_backend")})
 
+    def accept_drafts(self, probability: float | None) -> None:
+        """Have vLLM's second model runner accept each draft with this probability; None for what the model says."""
+        worker: Any = self
+        runner, tokens = worker.model_runner, worker.vllm_config.num_speculative_tokens
+        rates = None if probability is None else torch.full((tokens,), probability, device=runner.device)
+        runner.rejection_sampler.synthetic_conditional_rates = rates
+
     def draw_weights(self) -> None:
         """Replace dummy weights by random ones that keep activations near unit size.
 

@@ -212,7 +212,8 @@ def lossless_engine(text: Annotated[str, typer.Argument(metavar="JSON")]) -> Non
                 job.additional_config,
                 max_model_len=max(prompt.context_tokens for prompt in prompts),
                 max_num_seqs=_MAX_NUM_SEQS,
-                enforce_eager=True,
+                # On a GPU with decode graphs, and without the wait for torch.compile.
+                compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
                 disable_log_stats=False,
                 block_size=job.block_size,
             )

@@ -38,11 +38,12 @@ DEFAULT_GRID = ("2K=1,6,24", "8K=1,8,24", "32K=1,8,24", "128K=1,4,6")
 _FLOPS_PER_SECOND = 500e12
 _BYTES_PER_SECOND = 3.5e12
 _START_SECONDS = 60
-_NOISE = {
+NOISE = {
     "kv_connector": "DecodeBenchConnector",
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"startup_fill": True, "fill_mean": 0.0, "fill_std": 1.0},
 }
+"""What fills the KV cache of an engine with noise, for vLLM's `--kv-transfer-config`."""
 
 
 class DecodeSettings(BaseModel):
@@ -162,7 +163,7 @@ def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[Ro
         gpu_memory_utilization=settings.gpu_memory_utilization,
         block_size=settings.block_size,
         enable_prefix_caching=True,
-        kv_transfer_config=_NOISE if settings.noise_cache else None,
+        kv_transfer_config=NOISE if settings.noise_cache else None,
         # Decode graphs without the wait for torch.compile, which leaves attention alone.
         compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
     )

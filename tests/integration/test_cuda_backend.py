@@ -78,6 +78,7 @@ def builder(monkeypatch):
     made.reorder_batch_threshold = 4
     made.any_dense_layer = False
     made.any_sparse_layer = True
+    made.answers_sparsely = True
     made.sampler = StepSampler(0)
     made.counts = []
     made.compaction = None
@@ -135,7 +136,7 @@ SCALES = SimpleNamespace(
 )  # fmt: skip
 
 
-def run(layer, builder, common):
+def run(layer, builder, common, drafts=False):
     """One step over a cache that earlier steps have filled: output, and the step's metadata."""
     generator = torch.Generator().manual_seed(7)
 
@@ -152,7 +153,7 @@ def run(layer, builder, common):
     tokens = common.num_actual_tokens
     new = random(tokens, HEADS, SIZE), random(tokens, HEADS, SIZE)
     layer.do_kv_cache_update(SCALES, *new, cache, common.slot_mapping)
-    metadata = builder.build(0, common)
+    metadata = builder.build_for_drafting(common, 0) if drafts else builder.build(0, common)
     output = torch.full((tokens, HEADS * GROUP, SIZE), torch.nan, dtype=torch.bfloat16)
     query = random(tokens, HEADS * GROUP, SIZE)
     layer.forward(SCALES, query, *new, cache, metadata, output)
@@ -173,6 +174,28 @@ def test_a_mixed_batch_decodes_sparsely_and_prefills_densely(layer, builder):
     for tokens in (slice(0, 4), slice(8, 9)):
         assert output[tokens].isfinite().all()
         assert not torch.allclose(output[tokens], dense[tokens], atol=2e-2, rtol=2e-2)
+
+
+def test_in_lossless_mode_drafting_steps_select_and_steps_that_answer_attend_densely(builder, layer):
+    builder.answers_sparsely = False
+    builder.reads = reads = CountedSteps()
+    output, dense, metadata = run(layer, builder, common_metadata([3, 3], [300, 500], [False, False]))
+    assert (metadata.num_decode_tokens, metadata.prefill.num_actual_tokens, reads.steps) == (0, 6, 0)
+    assert torch.equal(output, dense)
+    output, dense, metadata = run(layer, builder, common_metadata([1, 1], [300, 500], [False, False]), drafts=True)
+    assert [(part.tokens, part.seq_lens.tolist()) for part in metadata.decode] == [(slice(0, 2), [300, 500])]
+    assert (metadata.prefill, reads.steps) == (None, 1)
+    assert output.isfinite().all()
+    assert not any(torch.allclose(*rows, atol=2e-2, rtol=2e-2) for rows in zip(output, dense, strict=True))
+
+
+class CountedSteps:
+    """Counts the steps that are counted."""
+
+    steps = 0
+
+    def step(self, *_: object) -> None:
+        self.steps += 1
 
 
 def test_single_tokens_of_a_prompt_attend_densely(layer, builder):

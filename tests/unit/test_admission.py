@@ -15,6 +15,7 @@ from vllm_sparse_plugin.attention.plan import is_of_draft
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.config.routing import identify
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.lossless.speculation import speculate_if_lossless
 from vllm_sparse_plugin.names import BACKENDS
 
 SMALL = {
@@ -301,6 +302,7 @@ NOT_LOSSLESS = {
     "adapters": (lossless() | {"enable_lora": True}, {}, "LoRA adapters"),
     "a connector": (lossless() | connector("OffloadingConnector"), {}, "a KV connector"),
     "offloading": (lossless() | {"kv_offloading_size": 1.0}, {}, "a KV connector"),
+    "embeddings": (lossless() | {"enable_prompt_embeds": True}, {}, "prompts of embeddings"),
     "workers": (lossless() | {"tensor_parallel_size": 2}, {}, "2 tensor-parallel workers"),
     "stages": (lossless() | {"pipeline_parallel_size": 2}, {}, "2 pipeline stages"),
     "engines": (lossless() | {"data_parallel_size": 2}, {}, "2 data-parallel engines"),
@@ -339,15 +341,30 @@ def test_lossless_mode_sets_up_speculation_by_itself_and_reserves_room_for_draft
     assert engine_config(model).speculative_config is None
 
 
-def test_lossless_mode_is_refused_on_cuda(folder, monkeypatch):
+@pytest.fixture
+def on_a_gpu(folder, monkeypatch):
+    """A complete configuration in lossless mode, as on an NVIDIA GPU."""
     config = engine_config(folder(head_dim=64))
+    speculate_if_lossless(config, BACKENDS)
+    assert config.speculative_config is None
     config.additional_config = lossless()["additional_config"]
     on_cuda(monkeypatch)
+    speculate_if_lossless(config, BACKENDS)
+    return config
+
+
+def test_on_a_gpu_lossless_mode_is_for_the_second_model_runner_and_may_be_scheduled_ahead(on_a_gpu, monkeypatch):
+    assert on_a_gpu.speculative_config.method == "draft_model"
+    assert compat.drafts_for_itself(on_a_gpu)
+    assert (on_a_gpu.num_speculative_tokens, on_a_gpu.num_lookahead_tokens) == (3, 3)
+    assert not admission.drafts_with_attention(on_a_gpu)
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    admit(on_a_gpu, BACKENDS)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(
-        ConfigurationError, match=r"where it has not been built, allowed with .* unique: null$"
-    ) as caught:
-        admit(config, BACKENDS)
-    assert str(caught.value).startswith("sparse_attention.lossless: got a section on ")
+        ConfigurationError, match=r"^sparse_attention\.lossless: got vLLM's first model runner on a GPU"
+    ):
+        admit(on_a_gpu, BACKENDS)
 
 
 def test_a_hybrid_is_not_compacted(folder):
@@ -560,6 +577,7 @@ ADMITTED = {
     "offloading connector": connector("OffloadingConnector"),
     "n-gram speculation": NGRAM,
     "lossless mode": {"additional_config": {"sparse_attention": {"preset": "lossless"}}},
+    "lossless mode over noise": lossless() | connector("DecodeBenchConnector"),
     "other plugin's settings": {"additional_config": {"another_plugin": {"a": 1}}},
     "tensor parallelism": {"tensor_parallel_size": 2},
 }

@@ -172,6 +172,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         sparse = backend.config()
         statistics = backend.statistics_layout(kv_cache_spec)
         self.sampler = StepSampler(sparse.config.diagnostics.sample_every)
+        # Lossless mode goes without sparse prefill, so a step that answers leaves nothing out.
+        self.answers_sparsely = sparse.lossless is None
         self.compaction = plan_compaction(layers, sparse, kv_cache_spec, vllm_config, device)
         # Captured graphs read this tensor, so it is never reallocated.
         max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
@@ -216,14 +218,22 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> SparseCUDAMetadata:
-        common = common_attn_metadata
+        return self._build(common_prefix_len, common_attn_metadata, fast_build, self.answers_sparsely)
+
+    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> SparseCUDAMetadata:
+        return self._build(0, common_attn_metadata, fast_build=True, selects=True)
+
+    def _build(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, selects: bool
+    ) -> SparseCUDAMetadata:
+        """Builds the metadata of a step; `selects` says whether decoding tokens may attend sparsely in it."""
         if self.compaction is not None:
             common = self.compaction.condense(common)
         for counts in self.counts:
             counts.step()
-        if self.reads is not None:
+        if self.reads is not None and selects:
             self.reads.step(common, self.reorder_batch_threshold)
-        runs, prompts = self._split(common)
+        runs, prompts = self._split(common) if selects else ([], None)
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)
         whole = None

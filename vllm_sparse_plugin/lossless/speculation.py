@@ -2,25 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from vllm_sparse_plugin.compat import DRAFTING_METHOD
+from vllm_sparse_plugin import compat
+from vllm_sparse_plugin.engine_settings import settings_of
 from vllm_sparse_plugin.names import DRAFTER
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from vllm_sparse_plugin.config import Lossless
 
+def speculate_if_lossless(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
+    """Fills in the configuration of speculation, if lossless mode is asked for and nothing else speculates. Scheduler,
+    rejection sampler, sizes of CUDA graphs and metrics follow from it.
 
-def speculate(vllm_config: VllmConfig, lossless: Lossless) -> None:
-    """Fills in the configuration of speculation. Scheduler, rejection sampler and metrics follow from it."""
+    Args:
+        vllm_config: vLLM's configuration while its defaults are being filled in.
+        backends: our backends' names and presets.
+
+    Raises:
+        ConfigurationError: if the settings are wrong.
+    """
     from vllm.config import SpeculativeConfig
+    from vllm.platforms import current_platform
 
-    vllm_config.speculative_config = SpeculativeConfig(
-        method=DRAFTING_METHOD,
+    name, model = compat.chosen_backend(vllm_config, backends), vllm_config.model_config
+    if name is None or model is None or model.runner_type == "draft" or vllm_config.speculative_config is not None:
+        return
+    lossless = settings_of(vllm_config).resolve(backends[name]).lossless
+    if lossless is None:
+        return
+    speculative = SpeculativeConfig(
+        method=compat.DRAFTING_METHOD,
         model=DRAFTER,
         num_speculative_tokens=lossless.draft_tokens,
-        target_model_config=vllm_config.model_config,
+        target_model_config=model,
         target_parallel_config=vllm_config.parallel_config,
     )
+    if current_platform.is_cuda():
+        # Made with this method, it would look for a second model.
+        speculative.method = compat.GPU_DRAFTING_METHOD
+    vllm_config.speculative_config = speculative

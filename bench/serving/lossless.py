@@ -1,0 +1,323 @@
+"""Time per token that lossless mode emits, beside dense decoding, at an acceptance of drafts that is set.
+
+    python -m bench.serving lossless --acceptance 0.9,0.95,0.97 --output lossless.jsonl
+
+Drafts of drawn weights are never right, so vLLM accepts each with a probability that is given to it, its rejection
+sampler's synthetic mode, whatever dense attention says; time is that of an engine whose drafts are right as often. The
+KV cache is filled with noise, as in `decode --noise-cache`. Requests decode in the same steps until they have all
+begun; then the clock runs over whole steps, and time is divided by the tokens of a request that came out of them. One
+process for dense decoding and for each length of drafts, one after the other.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import BaseModel, ConfigDict
+from rich.table import Table
+
+from bench.common.console import open_console
+from bench.common.engine import Variant, start_engine
+from bench.common.models import SHAPES, Model, open_model
+from bench.common.options import Commit, GridRow, Output, TimeLimit, parse_grid, parse_sizes, split_values
+from bench.common.results import ResultFile, Row, read_run, spread
+from bench.serving.decode import NOISE, draw_prompts
+from bench.serving.variants import exit_if_backend_is_wrong, finish, run_variant
+from vllm_sparse_plugin.cli.provenance import describe_run
+from vllm_sparse_plugin.config import KEY
+from vllm_sparse_plugin.errors import ConfigurationError
+
+DEFAULT_GRID = ("32K=24", "128K=1,6")
+DEFAULT_ACCEPTANCE = ("0.9,0.95,0.97",)
+_DENSE = "flash_attn"
+_BY_MODEL = "model"
+"""As an acceptance: drafts are accepted as the model says, which is all that a CPU can do."""
+_SETTLED = 2
+"""Steps in which every request has decoded before the clock runs."""
+
+
+class LosslessSettings(BaseModel):
+    """What the process of one length of drafts needs to know."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    """A shape or the folder of a model."""
+    backend: str
+    """Ours, or what decodes densely."""
+    draft_tokens: int | None
+    """None for dense decoding."""
+    budget_tokens: int
+    acceptance: tuple[float | None, ...]
+    """Probabilities with which each draft is accepted; None for what the model says."""
+    grid: tuple[GridRow, ...]
+    new_tokens: int
+    repeats: int
+    max_num_seqs: int
+    gpu_memory_utilization: float
+    block_size: int | None
+    output: str
+    """JSON lines file to append to."""
+
+    @property
+    def variant(self) -> str:
+        """For sentences and tables."""
+        return self.backend if self.draft_tokens is None else f"lossless, {self.draft_tokens} drafts"
+
+    @property
+    def additional_config(self) -> str | None:
+        """The JSON for vLLM's `--additional-config`."""
+        if self.draft_tokens is None:
+            return None
+        lossless = {"draft_tokens": self.draft_tokens, "min_context_tokens": 0}
+        return json.dumps({KEY: {"selection": {"budget_tokens": self.budget_tokens}, "lossless": lossless}})
+
+    @property
+    def room(self) -> int:
+        """Tokens that a request may emit: twice as many as are asked of it on average, since some are luckier."""
+        return 2 * (self.repeats * self.new_tokens + 2 * _SETTLED * (1 + (self.draft_tokens or 0)))
+
+
+class Requests:
+    """Requests that decode together, and how many tokens have come out of them."""
+
+    numbers = count()
+
+    def __init__(self, engine: Any, prompts: list[list[int]], new_tokens: int) -> None:
+        """Gives the prompts to an engine of vLLM's."""
+        from vllm import SamplingParams, TokensPrompt
+
+        self.engine = engine
+        sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+        self.names = [f"lossless-{next(self.numbers)}" for _ in prompts]
+        self.emitted = dict.fromkeys(self.names, 0)
+        self.updates = dict.fromkeys(self.names, 0)
+        for name, prompt in zip(self.names, prompts, strict=True):
+            engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
+
+    def step(self) -> None:
+        """Runs one step of the engine.
+
+        Raises:
+            RuntimeError: if a request has ended.
+        """
+        for output in self.engine.step():
+            if output.finished:
+                raise RuntimeError(f"a request ended after {len(output.outputs[0].token_ids)} tokens")
+            self.emitted[output.request_id] = len(output.outputs[0].token_ids)
+            self.updates[output.request_id] += 1
+
+    def settle(self) -> None:
+        """Runs steps until all requests decode."""
+        while min(self.updates.values()) < 1 + _SETTLED:
+            self.step()
+
+    def measure(self, new_tokens: int) -> tuple[float, float, float]:
+        """Runs steps until that many tokens of a request have come out on average.
+
+        Returns:
+            Seconds, tokens of a request, and steps of a request that they came out of.
+        """
+        tokens, steps, begin = sum(self.emitted.values()), sum(self.updates.values()), time.perf_counter()
+        while sum(self.emitted.values()) < tokens + new_tokens * len(self.names):
+            self.step()
+        seconds = time.perf_counter() - begin
+        emitted, updates = sum(self.emitted.values()) - tokens, sum(self.updates.values()) - steps
+        return seconds, emitted / len(self.names), updates / len(self.names)
+
+    def end(self) -> None:
+        """Takes the requests back."""
+        self.engine.abort_request(self.names)
+        while self.engine.has_unfinished_requests():
+            self.engine.step()
+
+
+def measure_requests(engine: Any, prompts: list[list[int]], settings: LosslessSettings) -> Row:
+    """Time per emitted token of requests that decode together, as columns of a row."""
+    requests = Requests(engine, prompts, settings.room)
+    requests.settle()
+    found = [requests.measure(settings.new_tokens) for _ in range(settings.repeats)]
+    requests.end()
+    median, low, high = spread([seconds / tokens * 1e3 for seconds, tokens, _ in found])
+    seconds, tokens, steps = map(sum, zip(*found, strict=True))
+    return {
+        "ms_per_token": round(median, 4),
+        "ms_per_token_p20": round(low, 4),
+        "ms_per_token_p80": round(high, 4),
+        "ms_per_step": round(seconds / steps * 1e3, 4),
+        "tokens_per_step": round(tokens / steps, 4),
+        "repeats": settings.repeats,
+        "new_tokens": settings.new_tokens,
+    }
+
+
+def lossless_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
+    """Measure one length of drafts in this process, as `lossless` asks for it, and append a row for each batch."""
+    settings = LosslessSettings.model_validate_json(text)
+    with (
+        exit_if_backend_is_wrong(),
+        open_model(settings.model) as model,
+        ResultFile(Path(settings.output)) as file,
+    ):
+        _measure_variant(settings, model, file)
+
+
+def _measure_variant(settings: LosslessSettings, model: Model, file: ResultFile) -> None:
+    longest = settings.grid[-1].context
+    begin = time.perf_counter()
+    engine, backend = start_engine(
+        model,
+        Variant.parse(settings.backend),
+        settings.additional_config,
+        skip_tokenizer_init=True,
+        max_model_len=longest,
+        max_num_seqs=settings.max_num_seqs,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        block_size=settings.block_size,
+        enable_prefix_caching=True,
+        kv_transfer_config=NOISE,
+        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    )
+    start_seconds = time.perf_counter() - begin
+    cache = engine.llm_engine.vllm_config.cache_config
+    blocks = cache.num_gpu_blocks - 1  # one is vLLM's own
+    prompts = draw_prompts(settings.max_num_seqs, longest, model.vocabulary)
+    for row in settings.grid:
+        fits = blocks // -(-row.context // cache.block_size)
+        for batch in row.batches:
+            assert batch is not None
+            for acceptance in settings.acceptance if settings.draft_tokens else (None,):
+                about = {
+                    "variant": settings.variant,
+                    "attention_backend": backend,
+                    "draft_tokens": settings.draft_tokens,
+                    "budget_tokens": settings.budget_tokens if settings.draft_tokens else None,
+                    "acceptance": acceptance,
+                    "weights": "drawn" if model.drawn_weights else "checkpoint",
+                    "context_tokens": row.context,
+                    "batch": batch,
+                    "block_size": cache.block_size,
+                    "start_seconds": round(start_seconds, 1),
+                }
+                if batch > fits:
+                    file.write({**about, "skipped": f"the KV cache holds {fits} requests of {row.context} tokens"})
+                    continue
+                if settings.draft_tokens:
+                    engine.collective_rpc("accept_drafts", args=(acceptance,))
+                asked = [prompt[: row.context - settings.room - 1] for prompt in prompts[:batch]]
+                found = {**about, **measure_requests(engine.llm_engine, asked, settings)}
+                file.write(found)
+                print(
+                    f"{settings.variant}, acceptance {acceptance}: {row.context} tokens, batch {batch}: "
+                    f"{found['ms_per_token']:.2f} ms per token, {time.perf_counter() - begin:.0f} s since the start",
+                    flush=True,
+                )
+    engine.llm_engine.engine_core.shutdown()
+
+
+def lossless(
+    output: Output,
+    model: Annotated[str, typer.Option(help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")] = "llama-3.1-8b",
+    dense: Annotated[str, typer.Option(help="Backend that decodes densely.")] = _DENSE,
+    grid: Annotated[
+        list[str] | None, typer.Option(help=f"CONTEXT=BATCH,..., repeatable; {', '.join(DEFAULT_GRID)}.")
+    ] = None,
+    draft_tokens: Annotated[list[str] | None, typer.Option(help="Tokens of a draft; 8 and 16.")] = None,
+    budget: Annotated[int, typer.Option(min=1, help="Tokens that a draft reads.")] = 2048,
+    acceptance: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Probability that a draft is accepted, or {_BY_MODEL}; 0.9, 0.95 and 0.97."),
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of a request that a time is taken over.")] = 96,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats of each measurement.")] = 3,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Largest batch of the engine.")] = 24,
+    gpu_memory_utilization: Annotated[float, typer.Option(min=0.05, max=1, help="Passed to vLLM.")] = 0.92,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Passed to vLLM; its own choice if left out.")] = None,
+    time_limit: TimeLimit = 3600,
+    commit: Commit = None,
+) -> None:
+    """Measure time per emitted token of lossless mode; exit code 3 if an engine fails or does not finish in time."""
+    end = time.monotonic() + time_limit
+    rows = parse_grid(grid or DEFAULT_GRID, largest=False)
+    lengths = parse_sizes("draft_tokens", draft_tokens or ["8,16"])
+    rates = tuple(map(_parse_rate, split_values(acceptance or DEFAULT_ACCEPTANCE)))
+    console = open_console()
+    failed: list[str] = []
+    with open_model(model) as opened:
+        all_settings = [
+            LosslessSettings(
+                model=model if opened.drawn_weights else str(opened.folder),
+                backend=dense if length is None else "unique",
+                draft_tokens=length,
+                budget_tokens=budget,
+                acceptance=rates,
+                grid=rows,
+                new_tokens=new_tokens,
+                repeats=repeats,
+                max_num_seqs=max_num_seqs,
+                gpu_memory_utilization=gpu_memory_utilization,
+                block_size=block_size,
+                output=str(output.absolute()),
+            )
+            for length in (None, *lengths)
+        ]
+        _check(all_settings)
+        with ResultFile(output, describe_run(opened.folder, commit)):
+            pass
+        for settings in all_settings:
+            failed += run_variant("lossless-variant", settings, end - time.monotonic())
+    finish(console, table(read_run(output).rows), failed)
+
+
+def _parse_rate(text: str) -> float | None:
+    """Returns a probability; None for what the model says."""
+    if text == _BY_MODEL:
+        return None
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = -1.0
+    if not 0 <= rate <= 1:
+        raise ConfigurationError(f"acceptance: got {text!r}, allowed: numbers from 0 to 1, or {_BY_MODEL}")
+    return rate
+
+
+def _check(all_settings: list[LosslessSettings]) -> None:
+    """Raise ConfigurationError for what can be refused before an engine starts."""
+    for settings in all_settings:
+        for row in settings.grid:
+            if row.context < settings.room + 64:
+                raise ConfigurationError(
+                    f"grid: got a context of {row.context} tokens, allowed: from {settings.room + 64} for repeats and "
+                    "new_tokens"
+                )
+            largest = max(batch or 1 for batch in row.batches)
+            if largest > settings.max_num_seqs:
+                raise ConfigurationError(
+                    f"grid: got a batch of {largest}, allowed: at most max_num_seqs = {settings.max_num_seqs}"
+                )
+
+
+def table(rows: list[Row]) -> Table:
+    """Return one line for each context, batch, length of drafts and acceptance."""
+    dense = {
+        (row["context_tokens"], row["batch"]): row.get("ms_per_token") for row in rows if row["draft_tokens"] is None
+    }
+    lines = Table("context", "batch", "drafts", "acceptance", "tokens a step", "ms a step", "ms a token", "gain")
+    for row in rows:
+        ms, before = row.get("ms_per_token"), dense.get((row["context_tokens"], row["batch"]))
+        drafts, acceptance = row["draft_tokens"], row["acceptance"]
+        lines.add_row(
+            str(row["context_tokens"]),
+            str(row["batch"]),
+            "-" if drafts is None else str(drafts),
+            "-" if drafts is None else str(_BY_MODEL if acceptance is None else acceptance),
+            *("-" if ms is None else f"{row[name]:.2f}" for name in ("tokens_per_step", "ms_per_step", "ms_per_token")),
+            f"{before / ms:.2f}" if ms and before and drafts is not None else "-",
+        )
+    return lines

@@ -1,0 +1,162 @@
+"""Lossless mode in whole engines on a GPU: sparse steps draft, and the tokens are those of dense decoding."""
+
+import math
+import random
+import re
+from typing import Any
+
+import pytest
+import torch
+from support.gpu_engines import MODEL, engine
+from transformers import AutoTokenizer
+
+from vllm_sparse_plugin.needles import build_questions, is_correct
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
+
+TIE = 0.05
+LONGEST = 16_384
+DIGITS = r"[0-9]{3}-[0-9]{4}"
+LOSSLESS = {"lossless": {"draft_tokens": 8, "min_context_tokens": 2000}, "selection": {"budget_tokens": 1024}}
+PIECEWISE = {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"}
+
+
+def lossless(**arguments: Any) -> dict[str, Any]:
+    return {"additional_config": {"sparse_attention": LOSSLESS}} | arguments
+
+
+def go_on(llm: Any, prompts: list[list[int]], **sampling: Any) -> list[Any]:
+    """What follows each of a batch of prompts, greedily unless `sampling` says otherwise."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 96, "ignore_eos": True} | sampling)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
+    return [done.outputs[0] for done in llm.generate(asked, params, use_tqdm=False)]
+
+
+def counted(llm: Any, name: str) -> int:
+    return sum(metric.value for metric in llm.get_metrics() if metric.name == f"vllm:{name}")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+@pytest.fixture(scope="module")
+def questions(tokenizer):
+    return [
+        question
+        for context in (4096, 13_000)
+        for task in ("multikey", "kv")
+        for question in build_questions(tokenizer, task, context, 4, seed=5)
+    ]
+
+
+@pytest.fixture(scope="module")
+def prompts(questions, tokenizer):
+    """Questions, the beginnings of their documents, and two that are too short to be drafted for."""
+    asked = [tokenizer.encode(question.prompt) for question in questions]
+    lengths = [3990, 3500, 2007, 300, 12_100, 9001, 5003, 1990] * 2
+    return asked + [prompt[:length] for prompt, length in zip(asked, lengths, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def dense(prompts):
+    """What dense decoding goes on with, and how likely it finds what else could come, by type of the cache."""
+    found = {}
+    for dtype in ("auto", "fp8"):
+        with engine(attention_backend="dense", kv_cache_dtype=dtype) as llm:
+            found[dtype] = go_on(llm, prompts, logprobs=20)
+    return found
+
+
+CASES = {
+    "graphs": {},
+    "compiled, graphs in pieces": {"compilation_config": PIECEWISE},
+    "eager": {"enforce_eager": True, "compilation_config": {}},
+    "small chunks, no prefix cache": {"max_num_batched_tokens": 512, "enable_prefix_caching": False},
+    "not scheduled ahead": {"async_scheduling": False},
+    "three at once": {"max_num_seqs": 3},
+    "blocks are scarce": {"num_gpu_blocks_override": 700},
+    "fp8": {"kv_cache_dtype": "fp8"},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_tokens_are_those_of_dense_decoding(case, prompts, questions, dense, tokenizer):
+    arguments = CASES[case]
+    with engine(**lossless(**arguments)) as llm:
+        found = go_on(llm, prompts)
+        drafted, accepted = (counted(llm, f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted"))
+        pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
+        assert pool.get_usage() == 0
+    leads = []
+    for one, other in zip(dense[arguments.get("kv_cache_dtype", "auto")], found, strict=True):
+        places = zip(one.token_ids, other.token_ids, one.logprobs, strict=True)
+        parted = next((place for place in places if place[0] != place[1]), None)
+        if parted is not None:
+            token, instead, likeliest = parted
+            leads.append(likeliest[token].logprob - getattr(likeliest.get(instead), "logprob", -math.inf))
+    print(f"{case}: {accepted / drafted:.3f} of {drafted} drafts accepted, leads where answers part {leads}")
+    assert all(abs(lead) < TIE for lead in leads), leads
+    assert len(leads) <= len(prompts) // 4, leads
+    assert drafted > 2000
+    # Requests that are not drafted for are asked to verify their newest token, which is seldom right.
+    assert 0.6 < accepted / drafted <= 1
+    answers = [tokenizer.decode(done.token_ids, skip_special_tokens=True) for done in found[: len(questions)]]
+    assert sum(map(is_correct, questions, answers)) >= 0.9 * len(questions)
+
+
+@pytest.fixture(scope="module")
+def session(prompts, tokenizer):
+    """One engine's answers: sampled tokens, those of a grammar, the longest context, and those after prefix hits."""
+    rng = random.Random(3)
+    beginnings = [[*prompts[0][:3000], rng.randrange(3, 4000)] for _ in range(32)]
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    with engine(**lossless()) as llm:
+        first = go_on(llm, prompts[:4])
+        again = go_on(llm, prompts[:4])
+        hits = counted(llm, "prefix_cache_hits")
+        sampled = go_on(llm, beginnings, temperature=1, logprobs=2, max_tokens=64)
+        constraint = SamplingParams(
+            temperature=0, max_tokens=80, structured_outputs=StructuredOutputsParams(regex=DIGITS)
+        )
+        followed = llm.generate(tokenizer.decode(prompts[4][:6000]), constraint, use_tqdm=False)[0].outputs[0].text
+        longest = go_on(llm, [(prompts[-1] * 20)[: LONGEST - 21]], max_tokens=100)[0]
+    return first, again, hits, sampled, followed, longest
+
+
+def test_prefixes_are_hit_and_hold_what_was_verified(session):
+    first, again, hits, *_ = session
+    assert hits > 10_000
+    # Attention to a cached prefix adds up in another order, so one answer may part at a tie.
+    assert sum(one.token_ids == other.token_ids for one, other in zip(first, again, strict=True)) >= 3
+
+
+def test_sampled_tokens_have_the_distribution_that_the_model_gives_them(session):
+    places = [
+        (token, {other: each.logprob for other, each in likeliest.items()})
+        for done in session[3]
+        for token, likeliest in zip(done.token_ids, done.logprobs, strict=True)
+    ]
+    assert len(places) == 32 * 64
+    for rank in range(2):
+        ranked = [sorted(likeliest, key=likeliest.get, reverse=True)[rank] for _, likeliest in places]
+        probabilities = [math.exp(likeliest[token]) for token, (_, likeliest) in zip(ranked, places, strict=True)]
+        drawn = sum(token == place[0] for token, place in zip(ranked, places, strict=True))
+        deviation = math.sqrt(sum(p * (1 - p) for p in probabilities))
+        assert abs(drawn - sum(probabilities)) < 4 * deviation, (drawn, sum(probabilities), deviation)
+
+
+def test_structured_output_follows_its_grammar(session):
+    assert re.fullmatch(DIGITS, session[4])
+
+
+def test_the_longest_context_is_reached(session):
+    assert len(session[5].token_ids) == 21
