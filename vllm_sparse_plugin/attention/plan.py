@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm_sparse_plugin.admission import drafts_with_attention
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
+from vllm_sparse_plugin.config.requests import most_pages_on_gpu, takes_budgets
 from vllm_sparse_plugin.diagnostics.live import PROMPT_READS, READS, SKIPPED, ContextReads, DeviceCounts, LayerQuality
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import EveryPage, Selection
@@ -43,6 +44,8 @@ class LayerPlan:
     """Layout of the statistics that the layer keeps in its blocks; None if it keeps none."""
     selector: Selection | None = None
     """The policy that chooses the pages that are read; None for a layer that reads everything."""
+    most_pages: int | None = None
+    """Pages of the largest budget that a request may have on a GPU; None where all have the selector's."""
     stop_rule: StopRule | None = None
     """When attention over the chosen pages stops; None for never."""
     routing: GroupRouting | None = None
@@ -76,7 +79,8 @@ class LayerPlan:
         """The selection as the fused kernels take it; None where every page may be read."""
         if self.selector is None or self.selector.reads_every_page:
             return None
-        return self.selector.page_selection()
+        selection = self.selector.page_selection()
+        return selection if self.most_pages is None else replace(selection, k=self.most_pages)
 
     def stopping(self, scratch: torch.Tensor | None = None) -> Stopping | None:
         """Returns when attention to every page stops; None where pages are selected or everything is read."""
@@ -147,6 +151,7 @@ def plan_layers(
             max_context=vllm_config.model_config.max_model_len,
             statistics=statistics if attends_whole_context(layer) else None,
             selector=sparse.selector if name in selecting or name in drafting else None,
+            most_pages=most_pages_on_gpu(sparse.selector) if sparse.selector and takes_budgets(sparse) else None,
             stop_rule=sparse.stop_rule if name in selecting else None,
             routing=routing.get(name),
             counters=counters.get(name),
