@@ -63,8 +63,8 @@ class StepBudgets:
         """
         arguments = [] if self._rows is None else self._rows.arguments(common)
         own = [self._look_up(each) if each else None for each in arguments]
-        if not any(own):
-            own = []
+        # A dummy run may be smaller than the batch that the runner still has.
+        own = own[: common.num_reqs] if any(own) else []
         if self.pages is not None:
             # A request that reads everything is attended whole, whatever its budget.
             self.pages.write([self._usual if of is None or of.least >= EVERY_PAGE else of.most for of in own])

@@ -574,7 +574,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
     def _decode(self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput) -> None:
         """Attends with decoding tokens to what the plan has them read."""
         plan = self.plan
-        selection = plan.page_selection
+        selection = plan.selection_of(batch)
         if selection is None:
             split_attention(
                 batch, cache, self.softmax, routing=plan.routing, stopping=plan.stopping(self.scratch),

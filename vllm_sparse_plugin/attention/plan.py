@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from sparse_kernels.batch import PageSelection
+from sparse_kernels.batch import DecodeBatch, PageSelection
 from sparse_kernels.block_prefill import COUNTERS
 from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.page_statistics import StatisticsLayout
@@ -76,11 +76,20 @@ class LayerPlan:
 
     @cached_property
     def page_selection(self) -> PageSelection | None:
-        """The selection as the fused kernels take it; None where every page may be read."""
+        """The settings' selection as the fused kernels take it; None where every page may be read."""
         if self.selector is None or self.selector.reads_every_page:
             return None
-        selection = self.selector.page_selection()
-        return selection if self.most_pages is None else replace(selection, k=self.most_pages)
+        return self.selector.page_selection()
+
+    @cached_property
+    def _roomy_selection(self) -> PageSelection | None:
+        """The same with room for the largest budget of a request."""
+        usual = self.page_selection
+        return usual if usual is None or self.most_pages is None else replace(usual, k=self.most_pages)
+
+    def selection_of(self, batch: DecodeBatch) -> PageSelection | None:
+        """Returns the selection of a batch: one with room for the largest budget where its requests have budgets."""
+        return self.page_selection if batch.budgets is None else self._roomy_selection
 
     def stopping(self, scratch: torch.Tensor | None = None) -> Stopping | None:
         """Returns when attention to every page stops; None where pages are selected or everything is read."""
