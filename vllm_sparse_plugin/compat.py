@@ -178,18 +178,24 @@ def hook_platform(
     setattr(platform, _HOOKED, True)
 
 
-def hook_model_runners(attach: Callable[[Any], None], spread: Callable[[Any], Any]) -> None:
+def hook_model_runners(
+    attach: Callable[[Any], None], spread: Callable[[Any], Any], added: Callable[[Any, Any], None]
+) -> None:
     """Has the model runners of this process show themselves before they build their layers' metadata builders, and the
-    specifications of all layers' caches before vLLM puts them into groups.
+    specifications of all layers' caches before vLLM puts them into groups. The newer runner also shows the requests
+    that it takes.
 
     Why: a request's compaction follows from the length of its prompt, and vLLM's metadata of a step has neither it nor
     the request. The runners do, and they tell nobody. And a backend that specifies the cache of a layer is not told
-    which layer it is, while layers may keep different shares of a prompt.
-    Versions: 0.32, 0.33. Can go when `CommonAttentionMetadata` has the requests and the lengths of their prompts.
+    which layer it is, while layers may keep different shares of a prompt. What a request says of its own attention is
+    in its sampling parameters, of which the newer runner keeps what its sampler needs.
+    Versions: 0.32, 0.33. Can go when `CommonAttentionMetadata` has the requests, the lengths of their prompts and what
+    they say.
 
     Args:
         attach: takes a runner.
         spread: takes and returns the specifications by the names of the layers.
+        added: takes a runner and its new requests, each with `req_id` and `sampling_params`.
     """
     for module in _RUNNER_MODULES:
         # Only the one that this worker runs has been imported.
@@ -198,6 +204,8 @@ def hook_model_runners(attach: Callable[[Any], None], spread: Callable[[Any], An
             continue
         runner.initialize_kv_cache = _showing(runner.initialize_kv_cache, attach)
         runner.get_kv_cache_spec = _spreading(runner.get_kv_cache_spec, spread)
+        if hasattr(runner, "add_requests"):
+            runner.add_requests = _telling(runner.add_requests, added)
         setattr(runner, _HOOKED, True)
 
 
@@ -293,6 +301,15 @@ def _showing(initialize_kv_cache: Callable[..., Any], attach: Callable[[Any], No
         return initialize_kv_cache(runner, *args, **kwargs)
 
     return initialize
+
+
+def _telling(add_requests: Callable[..., Any], added: Callable[[Any, Any], None]) -> Callable[..., Any]:
+    @functools.wraps(add_requests)
+    def add(runner: Any, scheduler_output: Any) -> None:
+        add_requests(runner, scheduler_output)
+        added(runner, scheduler_output.scheduled_new_reqs)
+
+    return add
 
 
 def _print_refusals_without_traceback() -> None:

@@ -34,7 +34,4 @@ def check_arguments(arguments: Mapping[str, Any]) -> None:
         return
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu():
-        # The decode kernels take one budget for a batch, and a captured graph holds it.
-        raise ValueError(f"{given[0]}: got {arguments[given[0]]!r:.80}, allowed on a GPU: none")
-    pages_of_request(arguments, _served[0])
+    pages_of_request(arguments, _served[0], on_gpu=not current_platform.is_cpu())

@@ -86,10 +86,11 @@ def reference_output(plan: LayerPlan, batch: DecodeBatch, cache: KVCache, softma
     """What the reference pipeline gives for decoding tokens: `[num_tokens, num_heads, head_size]` float32."""
     output = DecodeOutput(torch.empty(batch.query.shape, device=batch.query.device))
     routing = None if plan.routing is None else replace(plan.routing, counts=None)
-    if plan.page_selection is None:
+    selection = plan.selection_of(batch)
+    if selection is None:
         split_attention(batch, cache, softmax, routing, plan.stopping(), 0, output)
     else:
-        decode_reference.sparse_decode(batch, cache, softmax, plan.page_selection, routing, plan.stop_rule, output)
+        decode_reference.sparse_decode(batch, cache, softmax, selection, routing, plan.stop_rule, output)
     return output.heads
 
 

@@ -6,13 +6,14 @@ A provider is loaded once, and what it cannot load is its rivals' gain: the reas
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from typing import Any, Generic, TypeVar
 
 import torch
 from sparse_kernels.batch import DecodeOutput
+from sparse_kernels.limits import MAX_K
 from sparse_kernels.page_statistics import STATISTICS_FORMATS, RecordFormat
 from sparse_kernels.split_attention import Stopping, stop_scratch
 from sparse_kernels.stopping import StopRule
@@ -129,6 +130,20 @@ def _fused(loaded: list[Any], inputs: DecodeInputs, skipped_groups: int | None =
     routing = None if skipped_groups is None else inputs.routing(skipped_groups)
     batch, cache, softmax = inputs.batch, inputs.cache, inputs.softmax
     return lambda: sparse_decode(batch, cache, softmax, geometry.selection, routing=routing)
+
+
+def _budgets(loaded: list[Any], inputs: DecodeInputs, most_pages: int | None) -> Call:
+    """A decode step without the write, with a budget that is said for each request; None for one for all.
+
+    All have the same, so that the same is read, but there is room for the largest that a request may have.
+    """
+    (sparse_decode,) = loaded
+    batch, selection = inputs.batch, inputs.geometry.selection
+    if most_pages is not None:
+        budgets = torch.full((len(batch.seq_lens),), selection.k, dtype=torch.int32, device=batch.query.device)
+        batch, selection = replace(batch, budgets=budgets), replace(selection, k=max(selection.k, most_pages))
+    cache, softmax = inputs.cache, inputs.softmax
+    return lambda: sparse_decode(batch, cache, softmax, selection)
 
 
 def _one_launch(loaded: list[Any], inputs: DecodeInputs) -> Call:
@@ -599,6 +614,19 @@ PROVIDERS: dict[str, Op[Any]] = {
                 traffic.sparse,
             ),
             _DENSE_FLASH_ATTENTION,
+        ),
+    ),
+    "budgets": Op(
+        Workload.decode_inputs,
+        tuple(
+            Provider(
+                name,
+                imported(_SPARSE_DECODE),
+                partial(_budgets, most_pages=most),
+                checks.sparse_decode,
+                traffic.sparse,
+            )
+            for name, most in (("by request", MAX_K), ("by request, room for no more", 1), ("one for all", None))
         ),
     ),
     "prefill": Op(Workload.prefill_inputs, _PREFILL),

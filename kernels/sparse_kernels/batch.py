@@ -34,6 +34,9 @@ class DecodeBatch:
     max_context: int | None = None
     """Tokens of the longest context that there may be; None for what the rows of the block table have room for. A CUDA
     graph may not be replayed with longer ones."""
+    budgets: torch.Tensor | None = None
+    """`[num_requests]` int32, complete pages that a selection reads of each request: at least those that are always
+    read, at most the selection's `k`; None for `k` of all."""
 
     @property
     def num_tokens(self) -> int:
@@ -71,10 +74,17 @@ class DecodeBatch:
         """Returns the batch of the requests from `first` to before `last`."""
         tokens = slice(first * self.tokens_per_request, last * self.tokens_per_request)
         dense = None if self.dense_requests is None else self.dense_requests[first:last]
+        budgets = None if self.budgets is None else self.budgets[first:last]
         return DecodeBatch(
             self.query[tokens], self.block_table[first:last], self.seq_lens[first:last], dense, self.dense_tokens,
-            self.query_scale, self.max_context,
+            self.query_scale, self.max_context, budgets,
         )  # fmt: skip
+
+    def token_budgets(self) -> torch.Tensor | None:
+        """Returns the budget of each query token, `[num_tokens]` int32; None where requests have none."""
+        if self.budgets is None or self.tokens_per_request == 1:
+            return self.budgets
+        return self.budgets[:, None].expand(-1, self.tokens_per_request).flatten()
 
     def check(self, num_kv_heads: int, head_size: int) -> None:
         """Raises ValueError unless the tensors are those of one batch for a cache of these heads."""
@@ -96,6 +106,10 @@ class DecodeBatch:
                 raise ValueError(
                     f"dense_requests: got {len(self.dense_requests)} requests, allowed: {self.num_requests}"
                 )
+        if self.budgets is not None:
+            _check_tensor("budgets", self.budgets, (torch.int32,), 1)
+            if len(self.budgets) != self.num_requests:
+                raise ValueError(f"budgets: got {len(self.budgets)} requests, allowed: {self.num_requests}")
 
 
 @dataclass(frozen=True)
@@ -265,7 +279,8 @@ class PageSelection:
     """Which complete pages of a context a decode step reads, per KV head."""
 
     k: int
-    """Complete pages that are read, besides the incomplete last one. Contexts of at most as many are read whole."""
+    """Complete pages that are read, besides the incomplete last one. Contexts of at most as many are read whole. Where
+    requests have budgets of their own, what the largest may be."""
     sink_pages: int = 0
     """Leading pages among them, whatever the query."""
     recent_pages: int = 0

@@ -22,6 +22,7 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from vllm_sparse_plugin.attention import cuda
+from vllm_sparse_plugin.attention.budgets import StepBudgets, StepNumbers
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder
 from vllm_sparse_plugin.attention.engine_config import ModelSize
 from vllm_sparse_plugin.attention.plan import LayerPlan
@@ -29,10 +30,12 @@ from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.compaction.requests import BatchRows
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import ResolvedConfig, Retention, resolve
+from vllm_sparse_plugin.config.requests import EVERY_PAGE
 from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
 from vllm_sparse_plugin.policies import EveryPage
 
 HEADS, GROUP, SIZE, BLOCK = 2, 2, 64, 64
+BUDGET = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
 SCALE = 0.2
 
 
@@ -58,6 +61,12 @@ def common_metadata(query_lens: list[int], seq_lens: list[int], prefilling: list
         slot_mapping=torch.tensor(slots),
         is_prefilling=torch.tensor(prefilling),
     )
+
+
+def budgets_of(preset: str, *arguments: dict | None, **settings: object) -> StepBudgets:
+    """Those of a server whose requests say so."""
+    config = resolve(settings if preset == "dense" else BUDGET | settings, preset)
+    return StepBudgets(config, asking(*arguments), 16, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -87,8 +96,8 @@ def builder(monkeypatch):
     made.group_sizes = {GROUP}
     made.any_dense_decode = False
     made.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=1000))
-    made.dense_requests = torch.zeros(16, dtype=torch.bool)
-    made.any_dense_request = False
+    made.dense_requests = StepNumbers(False, 16, torch.bool, torch.device("cpu"))
+    made.budgets = budgets_of("dense")
     return made
 
 
@@ -205,7 +214,96 @@ def test_single_tokens_of_a_prompt_attend_densely(layer, builder):
     assert not torch.allclose(output[0], dense[0], atol=2e-2, rtol=2e-2)
     assert metadata.prefill is None
     # The flags are a buffer that graphs read: the next step clears them.
-    assert not builder.build(0, common_metadata([1, 1], [300, 500], [False, False])).decode[0].dense.any()
+    address = metadata.decode[0].dense.data_ptr()
+    (later,) = builder.build(0, common_metadata([1, 1], [300, 500], [False, False])).decode
+    assert not later.dense.any()
+    assert later.dense.data_ptr() == address
+
+
+KINDS = (None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_budget_tokens": 24}, {"other": 1})
+
+
+def asking(*arguments: dict | None) -> BatchRows:
+    """The rows of vLLM's older model runner, whose requests say so."""
+    names = [f"request {index}" for index in range(len(arguments))]
+    states = [SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra)) for extra in arguments]
+    batch = SimpleNamespace(num_reqs=len(names), req_ids=[*names, None])
+    rows = BatchRows(runner := Runner(requests=dict(zip(names, states, strict=True)), input_batch=batch))
+    rows.runner = runner
+    return rows
+
+
+@pytest.mark.parametrize("layer", ["unique", "quest", "streaming_llm"], indirect=True)
+@pytest.mark.parametrize("new", [1, 2])
+def test_requests_of_all_kinds_read_what_they_say(layer, builder, new):
+    """As a layer does whose settings have that budget: what each reads does not depend on the others."""
+    lengths = [900, 700, 800, 600, 300]
+    common = common_metadata([new] * 5, lengths, [False] * 5)
+    plain = layer.plan
+    expected = {}
+    for request, tokens in enumerate((64, 128, None, 24, 64)):
+        selector = plain.selector.model_copy(update={"budget_tokens": tokens or 1024})
+        layer.bind(replace(plain, selector=selector))
+        rows = slice(request * new, (request + 1) * new)
+        expected[request], dense = (part[rows] for part in run(layer, builder, common)[:2])
+        assert torch.allclose(expected[request], dense, atol=2e-2, rtol=2e-2) == (tokens is None)
+    builder.budgets = budgets_of(plain.selector.name(), *KINDS, compaction=None)
+    layer.bind(replace(plain, most_pages=1024))
+    output, _, metadata = run(layer, builder, common)
+    (decode,) = metadata.decode
+    assert decode.budgets.tolist() == [8, 16, 8, 3, 8]
+    assert decode.dense.tolist() == [False, False, True, False, False]
+    for request, alone in expected.items():
+        assert torch.equal(output[request * new : (request + 1) * new], alone)
+
+
+def test_budgets_lie_in_a_tensor_that_stays_and_is_written_when_they_change(builder, monkeypatch):
+    written: list[int] = []
+    builder.budgets = budgets_of("unique", *KINDS)
+    copied = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *given, **more: written.append(1) or copied(self, *given))
+    (first,) = builder.build(0, common_metadata([1] * 6, [300] * 6, [False] * 6)).decode
+    # The last row pads the batch.
+    assert first.budgets.tolist() == [8, 16, 8, 3, 8, 8]
+    assert first.dense.tolist() == [False, False, True, False, False, False]
+    assert len(written) == 2
+    (same,) = builder.build(0, common_metadata([1] * 5, [300] * 5, [False] * 5)).decode
+    assert len(written) == 2
+    # A prompt's single tokens are dense as well.
+    (mixed,) = builder.build(0, common_metadata([1] * 5, [300] * 5, [True, False, True, False, False])).decode
+    assert mixed.dense.tolist() == [True, False, True, False, False]
+    builder.budgets._rows = asking(None, None, {"sparse_budget_tokens": 8192})
+    (later,) = builder.build(0, common_metadata([1] * 3, [300] * 3, [False] * 3)).decode
+    assert later.budgets.tolist() == [8, 8, 1024]
+    assert not later.dense.any()
+    assert len({decode.budgets.data_ptr() for decode in (first, same, mixed, later)}) == 1
+    builder.budgets._rows = None
+    assert builder.build(0, common_metadata([1] * 3, [300] * 3, [False] * 3)).decode[0].budgets.tolist() == [8] * 3
+
+
+def test_runs_of_a_step_have_their_own_budgets(layer, builder):
+    builder.budgets = budgets_of("unique", *KINDS[:3])
+    common = common_metadata([4, 1, 70], [900, 800, 600], [False, False, True])
+    _, _, metadata = run(layer, builder, common)
+    assert [decode.budgets.tolist() for decode in metadata.decode] == [[8], [16]]
+
+
+def test_what_is_counted_of_reads_are_the_budgets_of_the_requests(builder):
+    seen = []
+    builder.reads = SimpleNamespace(step=lambda common, longest, budgets: seen.append(budgets))
+    builder.build(0, common_metadata([1, 1], [300, 500], [False, False]))
+    builder.budgets = budgets_of("unique", *KINDS[:3])
+    builder.build(0, common_metadata([1] * 4, [300] * 4, [False] * 4))
+    assert seen[0] is None
+    assert seen[1].tolist() == [8, 16, EVERY_PAGE, 8]
+
+
+@pytest.mark.parametrize("termination", [None, {}])
+def test_where_no_request_has_a_budget_all_launches_are_those_of_the_settings(builder, termination):
+    builder.budgets = budgets_of("unique", None, {"sparse": "dense"}, termination=termination)
+    (decode,) = builder.build(0, common_metadata([1, 1], [300, 500], [False, False])).decode
+    assert (decode.budgets is None) == (termination is not None)
+    assert decode.dense.tolist() == [False, True]
 
 
 def test_a_decode_batch_needs_no_plan_of_flash_attention(builder, monkeypatch):
@@ -244,7 +342,7 @@ def test_padded_requests_of_a_graph_are_one_run_with_the_rest(builder, prefillin
         num_reqs=4,
         num_actual_tokens=4,
     )
-    builder.dense_requests[:] = builder.any_dense_request = True
+    builder.dense_requests.write([True] * 16)
     (decode,) = builder.build(0, padded).decode
     assert decode.tokens == slice(0, 4)
     assert decode.dense.tolist() == [False, any(prefilling), False, False]

@@ -30,10 +30,10 @@ def questions() -> list[Question]:
     ]
 
 
-def ask(llm: Any, questions: list[Question]) -> list[tuple[int, ...]]:
+def ask(llm: Any, questions: list[Question], arguments: dict[str, Any] | None = None) -> list[tuple[int, ...]]:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=32)
+    sampling = SamplingParams(temperature=0, max_tokens=32, extra_args=arguments)
     outputs = llm.generate([question.prompt for question in questions], sampling, use_tqdm=False)
     return [tuple(output.outputs[0].token_ids) for output in outputs]
 
@@ -98,6 +98,47 @@ def test_an_fp8_cache_finds_needles(questions: list[Question]) -> None:
 def test_dense_attention_that_stops_finds_needles(questions: list[Question], kv_cache_dtype: str) -> None:
     with engine(attention_backend="art", kv_cache_dtype=kv_cache_dtype) as llm:
         assert share_correct(questions, ask(llm, questions)) >= 0.9
+
+
+KINDS = (None, {"sparse_budget_tokens": 24}, {"sparse": "dense"}, {"sparse_budget_tokens": 4096})
+
+
+@pytest.mark.parametrize("arguments", [{}, {"enforce_eager": True, "compilation_config": {}}], ids=["graphs", "eager"])
+def test_requests_with_budgets_answer_as_alone(questions: list[Question], arguments: dict[str, Any]) -> None:
+    """A small budget changes tokens, so that a request that got another's budget shows.
+
+    Batches are of one size, since what surrounds attention may round differently in others.
+    """
+    from vllm import SamplingParams
+    from vllm.exceptions import VLLMValidationError
+
+    prompts = [question.prompt for question in questions[-4:]]
+    mix = [kind for _ in prompts for kind in KINDS]
+    asked = [prompt for prompt in prompts for _ in KINDS]
+
+    def answers(llm: Any, kinds: list[dict[str, Any] | None]) -> list[tuple[int, ...]]:
+        sampling = [SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, extra_args=kind) for kind in kinds]
+        outputs = llm.generate(asked, sampling, use_tqdm=False)
+        return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+    with engine(**arguments) as llm:
+        answers(llm, mix)  # The prompts are cached from here on.
+        alone = {index: answers(llm, [kind] * len(mix)) for index, kind in enumerate(KINDS)}
+        mixed = answers(llm, mix)
+        with pytest.raises(VLLMValidationError, match="sparse_budget_tokens: got 8200, allowed on a GPU: a multiple"):
+            llm.generate(prompts[:1], SamplingParams(extra_args={"sparse_budget_tokens": 8200}), use_tqdm=False)
+        assert answers(llm, mix) == mixed
+    for index, tokens in enumerate(mixed):
+        assert tokens == alone[index % len(KINDS)][index]
+    assert alone[1] not in (alone[0], alone[2])
+
+
+def test_dense_requests_answer_as_a_server_whose_budget_holds_the_context(questions: list[Question]) -> None:
+    whole = {"sparse_attention": {"min_context_tokens": 16_384}}
+    with engine(additional_config=whole) as llm:
+        expected = ask(llm, questions)
+    with engine() as llm:
+        assert ask(llm, questions, {"sparse": "dense"}) == expected
 
 
 SPARSE_PROMPTS = {"method": "blocks", "min_context_tokens": 1024, "min_blocks": 4}

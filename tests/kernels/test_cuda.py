@@ -201,6 +201,8 @@ class Inputs:
         self.query = wide.to(dtype).cuda()[:, :heads]
         self.sinks = torch.randn(heads, generator=generator).to(case.sinks).cuda() if case.sinks else None
         self.routing = None if case.skipped is None else self.forced(case, case.skipped)
+        self.budgets: torch.Tensor | None = None
+        self.dense_requests: torch.Tensor | None = None
 
     def context_lens(self, case: Case) -> torch.Tensor:
         from_end = torch.arange(case.queries - 1, -1, -1, device="cuda")
@@ -224,8 +226,9 @@ class Inputs:
 
     def batch(self, case: Case) -> DecodeBatch:
         return DecodeBatch(
-            self.query, self.block_table, self.seq_lens, dense_tokens=case.dense_tokens, query_scale=self.query_scale
-        )
+            self.query, self.block_table, self.seq_lens, self.dense_requests, case.dense_tokens, self.query_scale,
+            budgets=self.budgets,
+        )  # fmt: skip
 
     def kv(self, case: Case) -> KVCache:
         statistics: PageStatistics | None = self.statistics if case.statistics else None
@@ -243,11 +246,20 @@ class Inputs:
         return self.batch(case), self.kv(case), self.softmax(case), self.routing, stopping, splits
 
     def row(self, row: int) -> "Inputs":
-        """The request of a row alone."""
-        alone = copy(self)
-        alone.query, alone.block_table = self.query[row : row + 1], self.block_table[row : row + 1]
-        alone.seq_lens = self.seq_lens[row : row + 1]
+        """The request of a row alone, without a budget of its own."""
+        alone, tokens = copy(self), len(self.query) // len(self.seq_lens)
+        alone.query, alone.block_table = self.query[row * tokens : (row + 1) * tokens], self.block_table[row : row + 1]
+        alone.seq_lens, alone.budgets = self.seq_lens[row : row + 1], None
+        if self.dense_requests is not None:
+            alone.dense_requests = self.dense_requests[row : row + 1]
         return alone
+
+    def asking(self, budgets: tuple[int, ...], dense: int | None = None) -> "Inputs":
+        """The same requests with budgets, one for each; one of them perhaps attended whole."""
+        self.budgets = torch.tensor(budgets, dtype=torch.int32, device=self.query.device)
+        if dense is not None:
+            self.dense_requests = torch.arange(len(budgets), device=self.query.device) == dense
+        return self
 
     def empty_output(self) -> DecodeOutput:
         return DecodeOutput(torch.full(self.query.shape, torch.nan, dtype=torch.bfloat16, device="cuda"))
@@ -403,6 +415,153 @@ def test_a_graph_of_several_launches_serves_other_lengths(name: str) -> None:
         inputs.seq_lens.copy_((torch.tensor(case.contexts) - less).clamp(min=0))
         graph.replay()
         assert torch.equal(out, decode(inputs, case))
+
+
+MIXED = {
+    "ragged": (Case((3000, 517, 1, 4096, 700), k=1024), (64, 24, 8, 500, 88)),
+    "page boundaries": (Case((511, 512, 513, 519, 520, 521, 1024), k=1024), (63, 64, 64, 64, 64, 64, 127)),
+    "quarters": (Case((3000, 517, 4096, 4096), k=300, kind="quarters", format="int4"), (300, 3, 64, 200)),
+    "sketch, heads of 64, small blocks": (
+        Case((3000, 517, 4096), k=128, head_size=64, block_size=16, kind="sketch", format="int2"),
+        (128, 16, 5),
+    ),
+    "quarters, fp8 cache": (
+        Case((3000, 517, 4096), k=1024, kind="quarters", format="int4", block_size=256, eight_bit_cache=True),
+        (64, 1024, 17),
+    ),
+    "group of 16, pages of 16": (Case((2000, 1501, 900), group=16, page_size=16, k=64), (64, 12, 3)),
+    "heads of 256": (Case((2000, 1501, 3000), head_size=256, k=1024), (64, 100, 3)),
+    "heads of 80": (Case((3000, 517, 4096), head_size=80, k=1024), (64, 5, 300)),
+    "bounds": (Case((3000, 517, 4096), kind="bounds", k=200), (64, 5, 200)),
+    "three query tokens": (Case((3000, 517, 4096, 1000), queries=3, k=1024), (64, 5, 300, 124)),
+    "padded requests": (Case((3000, 0, 517, 0), k=1024), (200, 64, 5, 64)),
+    "learned sinks": (Case((3000, 517, 4096), sinks=torch.float32, k=1024), (64, 5, 300)),
+    "short contexts whole": (Case((3000, 517, 4096), dense_tokens=600, k=1024), (64, 5, 300)),
+    "routed": (Case((3000, 517, 1, 4096, 700), num_kv_heads=4, skipped=0.6, k=1024), (64, 24, 8, 500, 88)),
+    "newest pages": (Case((3000, 517, 4096), statistics=False, k=1024), (64, 5, 300)),
+    "many requests": (Case((3000, 517, 1, 4096, 700) * 30, k=1024), (64, 24, 8, 500, 88) * 30),
+}
+"""Budgets of requests in one batch, where the largest that any may have is the case's."""
+
+
+@pytest.mark.parametrize("name", MIXED)
+@pytest.mark.parametrize("dense", [None, 1])
+def test_requests_with_budgets_have_the_bits_they_have_alone(
+    name: str, dense: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, budgets = MIXED[name]
+    inputs = Inputs(case).asking(budgets, dense)
+    outputs = [decode(inputs, case, launch) for launch in (None, *launches(case.group, case.head_size))]
+    pieces = in_pieces(inputs, case)
+    for row in range(len(budgets)) if len(budgets) < 10 else (0, 3, 77, 149):
+        alone, own = inputs.row(row), replace(case, k=budgets[row])
+        rows = slice(row * case.queries, (row + 1) * case.queries)
+        expected = decode(alone, own)
+        for output in outputs:
+            assert torch.equal(output[rows], expected)
+        assert torch.equal(pieces[rows], in_pieces(alone, own))
+    monkeypatch.setattr("sparse_kernels.sparse_decode.reference.score_pages", checked_scores)
+    expected = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
+    reference_decode(*inputs.decode_arguments(case), DecodeOutput(expected))
+    assert_close(outputs[0], expected)
+    assert_close(pieces, expected)
+
+
+MIXED_PIECES = {
+    "budget of 2,048 pages": (64, 2048, 1025, 300, 64),
+    "budget of 2,048 pages, three query tokens": (2048, 64, 1500),
+    "budget of 2,048 pages, routed": (2048, 64, 20),
+    "budget of 2,048 newest pages": (2048, 64, 1500),
+    "group of 32, routed": (64, 24, 8, 33),
+    "group of 32, learned sinks": (64, 5),
+}
+
+
+@pytest.mark.parametrize("name", MIXED_PIECES)
+@pytest.mark.parametrize("dense", [None, 1])
+def test_pieces_of_requests_with_budgets_have_the_bits_they_have_alone(
+    name: str, dense: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, budgets = BEYOND[name], MIXED_PIECES[name]
+    inputs = Inputs(case).asking(budgets, dense)
+    output = decode(inputs, case)
+    for row, budget in enumerate(budgets):
+        rows = slice(row * case.queries, (row + 1) * case.queries)
+        assert torch.equal(output[rows], in_pieces(inputs.row(row), replace(case, k=budget)))
+    monkeypatch.setattr("sparse_kernels.sparse_decode.reference.score_pages", checked_scores)
+    expected = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
+    reference_decode(*inputs.decode_arguments(case), DecodeOutput(expected))
+    assert_close(output, expected)
+    # One request at a time.
+    monkeypatch.setattr("sparse_kernels.sparse_decode.cuda.PIECES_BYTES", 1)
+    assert torch.equal(decode(inputs, case), output)
+
+
+@pytest.mark.parametrize("case", [LONG["65,536 pages and one"], LONG["131,072 pages, two query tokens"]])
+def test_long_contexts_read_their_own_budgets(case: Case) -> None:
+    most = replace(case, k=1024)
+    budgets = (1024, 300, 64, 5, 64)[: len(case.contexts)]
+    inputs = Inputs(most).asking(budgets)
+    output = decode(inputs, most)
+    for row, budget in enumerate(budgets):
+        rows = slice(row * case.queries, (row + 1) * case.queries)
+        assert torch.equal(output[rows], decode(inputs.row(row), replace(case, k=budget)))
+
+
+@pytest.mark.parametrize("name", ["ragged", "quarters", "newest pages"])
+@pytest.mark.parametrize("pieces", [False, True])
+def test_a_graph_serves_other_budgets(name: str, pieces: bool) -> None:
+    from sparse_kernels.sparse_decode import cuda
+
+    case, budgets = MIXED[name]
+    if pieces:
+        case = replace(case, k=2048)
+    inputs = Inputs(case).asking(budgets, dense=0)
+    decode(inputs, case)
+    out = torch.empty(inputs.query.shape, dtype=torch.bfloat16, device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        cuda.sparse_decode(*inputs.decode_arguments(case), DecodeOutput(out))
+    assert inputs.budgets is not None
+    assert inputs.dense_requests is not None
+    for turn in range(3):
+        inputs.budgets.copy_(torch.tensor(budgets).roll(turn))
+        inputs.dense_requests.copy_(torch.arange(len(budgets)) == turn)
+        graph.replay()
+        assert torch.equal(out, decode(inputs, case))
+
+
+def test_a_budget_beyond_the_room_for_pages_reads_what_there_is_room_for() -> None:
+    case = Case((3000, 517, 4096))
+    inputs = Inputs(case)
+    plain = decode(inputs, case)
+    for launch in launches(case.group, case.head_size):
+        assert torch.equal(decode(inputs.asking((1 << 30, 64, 4096)), case, launch), plain)
+
+
+@pytest.mark.parametrize("segment", [None, 2048])
+@pytest.mark.parametrize("pages", [5000, 70000])
+@pytest.mark.parametrize("always", [(0, 0), (3, 2)])
+def test_selection_by_budgets_is_exact(pages: int, always: tuple[int, int], segment: int | None) -> None:
+    from sparse_kernels.page_topk.cuda import list_pages, select_pages
+
+    torch.manual_seed(pages)
+    budgets = torch.tensor([64, 1024, 5, 300, 7, 64], dtype=torch.int32, device="cuda")
+    lengths = torch.tensor([pages, pages - 3, pages, 299, 5, 64], device="cuda")
+    scores = (torch.randn(6, 2, -(-pages // 8) * 8, device="cuda") * 4).round().bfloat16()
+    expected = reference_selection(scores, lengths, 1024, *always, budgets.long()[:, None].expand(-1, 2))
+    actual, counts = select_pages(scores, lengths, 1024, *always, segment=segment, budgets=budgets)
+    assert torch.equal(actual.long().sort(dim=-1).values, expected.sort(dim=-1).values)
+    assert torch.equal(counts, lengths.minimum(budgets).int()[:, None].expand(-1, 2))
+    # They are best first, as those of the same number for all.
+    alone, _ = select_pages(scores, lengths, 64, *always, segment=segment)
+    assert torch.equal(alone[0], actual[0, :, :64])
+    batch = DecodeBatch(
+        scores[:, :, :8], torch.zeros(6, 1).int().cuda(), (lengths * 8 + 7).int(), budgets=budgets
+    )  # fmt: skip
+    listed = list_pages(scores, batch, 8, PageSelection(1024, *always))
+    for row, budget in enumerate(budgets.tolist()):
+        assert torch.equal(listed[row, :, :budget].long(), expected[row, :, :budget])
 
 
 def test_a_request_does_not_depend_on_its_neighbours() -> None:
@@ -1017,3 +1176,18 @@ def test_a_stopping_request_does_not_depend_on_its_neighbours(name: str) -> None
         alone = stopped(inputs.row(row), case, rule)
         assert torch.equal(alone.heads[0], together.heads[row])
         assert torch.equal(alone.pages_read[0], together.pages_read[row])
+
+
+@pytest.mark.parametrize("name", ["best first", "newest of a budget", "group of 16", "three query tokens"])
+def test_requests_that_stop_read_within_their_own_budgets(name: str) -> None:
+    case, rule = STOPPING[name]
+    case = replace(case, k=400)
+    inputs = stopping_inputs(case)
+    budgets = (400, 100, 64, 200, 30, 300, 17)[: len(case.contexts)]
+    for launch in stopping_launches(case):
+        together = stopped(inputs.asking(budgets), case, rule, launch)
+        for row, budget in enumerate(budgets):
+            alone = stopped(inputs.row(row), replace(case, k=budget), rule, launch)
+            rows = slice(row * case.queries, (row + 1) * case.queries)
+            assert torch.equal(alone.heads, together.heads[rows])
+            assert torch.equal(alone.pages_read, together.pages_read[rows])

@@ -1,9 +1,10 @@
 """How a decode step is laid out over a GPU, without one."""
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
-from sparse_kernels.limits import DecodeShape, shared_bytes_of
+from sparse_kernels.limits import MAX_K, DecodeShape, shared_bytes_of
 from sparse_kernels.sparse_decode.launches import (
     MOST_PAGES_AT_ONCE,
     Launch,
@@ -124,3 +125,11 @@ def test_no_batch_takes_more_shared_memory_than_admission_counts(shape: DecodeSh
 def test_a_gpu_with_less_shared_memory_serves_shorter_contexts() -> None:
     assert most_shared_bytes(DecodeShape(4, 128, 1 << 16, 64), HOPPER) > shared_bytes_of((12, 0))
     assert most_shared_bytes(DecodeShape(4, 128, 1 << 14, 64), HOPPER) < shared_bytes_of((12, 0))
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), HOPPER])
+def test_room_for_the_largest_budget_of_one_launch_cuts_no_selection_into_pieces(capability: tuple[int, int]) -> None:
+    """A server with room for budgets by request has the launches, and the bits, of one without."""
+    for group, head_size, pages in product((1, 2, 4, 5, 7, 8, 16), (32, 64, 80, 128, 192, 256), (64, 1 << 14, 1 << 18)):
+        shape = DecodeShape(group, head_size, pages, 64)
+        assert in_pieces(shape, capability) == in_pieces(replace(shape, k=MAX_K), capability)

@@ -53,6 +53,44 @@ def test_is_score_select_and_attend():
     torch.testing.assert_close(decode(batch, query), expected, atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("statistics", [True, False])
+@pytest.mark.parametrize("queries", [1, 2])
+def test_each_request_reads_its_own_budget(statistics, queries):
+    """Of four contexts one fits its budget, and one is attended whole whatever its budget."""
+    batch = make_batch([700, 300, 1000, 900], HEADS, SIZE)
+    query = query_of(batch, queries)
+    changes = {} if statistics else {"statistics": None}
+    budgets, dense_requests = (8, 40, 64, 5), torch.tensor([False, False, False, True])
+    selection = replace(SELECTION, k=64)
+    mixed = decode(
+        batch, query, selection, budgets=torch.tensor(budgets).int(), dense_requests=dense_requests, **changes
+    )
+    for request, k in enumerate(budgets):
+        rows = slice(request * queries, (request + 1) * queries)
+        alone = decode(batch, query, replace(SELECTION, k=k), dense_requests=dense_requests, **changes)[rows]
+        assert torch.equal(mixed[rows], alone)
+        whole = decode(batch, query, replace(SELECTION, k=1000), **changes)[rows]
+        assert torch.equal(alone, whole) == (request in (1, 3))
+
+
+def test_a_budget_is_never_more_than_there_is_room_for():
+    batch = make_batch([700, 129], HEADS, SIZE)
+    query = query_of(batch)
+    assert torch.equal(decode(batch, query, budgets=torch.tensor([500, 8]).int()), decode(batch, query))
+
+
+def test_budgets_follow_their_requests():
+    batch = make_batch([700, 300, 1000], HEADS, SIZE)
+    whole = requests_of(batch, query_of(batch, 2), budgets=torch.tensor([8, 9, 10]).int())
+    assert whole.token_budgets().tolist() == [8, 8, 9, 9, 10, 10]
+    assert whole.requests(1, 3).budgets.tolist() == [9, 10]
+    assert requests_of(batch, query_of(batch)).token_budgets() is None
+    with pytest.raises(ValueError, match="budgets: got 2 requests, allowed: 3"):
+        replace(whole, budgets=torch.tensor([8, 9]).int()).check(HEADS, SIZE)
+    with pytest.raises(ValueError, match="budgets: got int64 of 1 dimensions"):
+        replace(whole, budgets=torch.tensor([8, 9, 10])).check(HEADS, SIZE)
+
+
 @pytest.mark.parametrize("how", ["selection", "dense_tokens", "dense_requests"])
 def test_whole_contexts_are_dense(how):
     batch = make_batch([300, 129, 7], HEADS, SIZE)

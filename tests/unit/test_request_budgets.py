@@ -1,18 +1,21 @@
 """What a request may say of its own attention, and what is answered to the rest."""
 
+import re
+import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 
 import vllm_sparse_plugin
-from vllm_sparse_plugin import request_budgets
+from vllm_sparse_plugin import compat, request_budgets
+from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.compaction.requests import BatchRows
 from vllm_sparse_plugin.config import resolve
-from vllm_sparse_plugin.config.requests import EVERY_PAGE, pages_of_request
-from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.config.requests import EVERY_PAGE, pages_of_request, takes_budgets
 
 vllm_sparse_plugin.register()
 
@@ -123,13 +126,49 @@ def test_requests_are_vllms_own_without_a_backend_of_ours(served):
     current_platform.validate_request({}, SamplingParams(extra_args={"another": 1}))
 
 
-def test_a_gpu_has_one_budget_for_all(monkeypatch, served):
-    served(resolve(None, "unique"))
+@pytest.mark.parametrize(
+    ("settings", "arguments", "allowed"),
+    [
+        ({}, {"sparse_budget_tokens": 8200}, "a multiple of page_size (8), from 24 to 8192"),
+        ({"page_size": 16}, {"sparse_budget_tokens": 16392}, "a multiple of page_size (16), from 48 to 16384"),
+        ({"budget_tokens": 9000}, {"sparse_budget_tokens": 9008}, "a multiple of page_size (8), from 24 to 9000"),
+        ({}, {"sparse_coverage": 0.9}, "none"),
+    ],
+)
+def test_a_gpu_has_room_for_so_many_pages(monkeypatch, served, settings, arguments, allowed):
+    """One launch has room for 1,024 pages; a server that reads more has launches for as many."""
+    served(resolve({"selection": settings}, "unique"))
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
-    for arguments in ({"sparse_budget_tokens": 2048}, {"sparse": "dense"}, {"sparse_coverage": 0.9}):
-        (name, got) = next(iter(arguments.items()))
-        with pytest.raises(ValueError, match=f"{name}: got {got!r}, allowed on a GPU: none"):
-            request_budgets.check_arguments(arguments)
+    ((name, got),) = arguments.items()
+    with pytest.raises(ValueError, match=f"^{re.escape(f'{name}: got {got}, allowed on a GPU: {allowed}')}$"):
+        request_budgets.check_arguments(arguments)
+    most = int(allowed.rsplit(" ", 1)[-1]) if name == "sparse_budget_tokens" else 8192
+    for good in ({"sparse_budget_tokens": most}, {"sparse": "dense"}):
+        request_budgets.check_arguments(good)
+
+
+@pytest.mark.parametrize(
+    ("backend", "settings", "takes"),
+    [
+        ("unique", {}, True),
+        ("quest", {}, True),
+        ("snapkv", {"selection": {"policy": "unique"}}, True),
+        ("streaming_llm", {}, False),
+        ("streaming_llm", {"compaction": None}, True),
+        ("unique", {"termination": {}}, False),
+        ("art", {}, False),
+        ("dense", {}, False),
+        ("lossless", {}, False),
+    ],
+)
+def test_budgets_are_there_where_a_request_may_have_one(backend, settings, takes):
+    config = resolve(settings, backend)
+    assert takes_budgets(config) == takes
+    if takes:
+        assert pages_of_request({"sparse_budget_tokens": 512}, config, on_gpu=True) == (64, 64, 0.0)
+    else:
+        with pytest.raises(ValueError, match="sparse_budget_tokens: got 512"):
+            pages_of_request({"sparse_budget_tokens": 512}, config, on_gpu=True)
 
 
 def test_the_runner_says_what_each_request_of_a_batch_gave():
@@ -139,8 +178,55 @@ def test_the_runner_says_what_each_request_of_a_batch_gave():
     runner = type("Runner", (), {})()
     runner.requests = {"a": of({"sparse": "dense"}), "b": of(None), "c": SimpleNamespace(sampling_params=None)}
     runner.input_batch = SimpleNamespace(num_reqs=3, req_ids=["b", "a", "c", None])
-    assert BatchRows(runner).arguments() == [{}, {"sparse": "dense"}, {}]
-    del runner.input_batch
-    runner.req_states = None
-    with pytest.raises(ConfigurationError, match="vLLM's model runner: got Runner"):
-        BatchRows(runner).arguments()
+    assert BatchRows(runner).arguments(SimpleNamespace()) == [{}, {"sparse": "dense"}, {}]
+
+
+def test_the_newer_runner_shows_requests_as_it_takes_them(monkeypatch):
+    """They say the same when they are new again after a preemption, and nothing when their slot is another's."""
+
+    class GPUModelRunner:
+        def __init__(self):
+            self.req_states = SimpleNamespace(index_to_req_id={}, req_id_to_index={})
+
+        def initialize_kv_cache(self):
+            pass
+
+        get_kv_cache_spec = initialize_kv_cache
+
+        def add_requests(self, output):
+            for request, slot in zip(output.scheduled_new_reqs, output.slots, strict=True):
+                self.req_states.index_to_req_id[slot] = request.req_id
+                self.req_states.req_id_to_index[request.req_id] = slot
+
+        def remove(self, name):
+            del self.req_states.index_to_req_id[self.req_states.req_id_to_index.pop(name)]
+
+    module = SimpleNamespace(GPUModelRunner=GPUModelRunner)
+    monkeypatch.setattr(compat, "_RUNNER_MODULES", ("a.runner",))
+    monkeypatch.setitem(sys.modules, "a.runner", module)
+    for _ in range(2):
+        compat.hook_model_runners(requests.attach, lambda specs: specs, requests.note)
+    runner = GPUModelRunner()
+    rows = BatchRows(runner)
+
+    def add(slots, **given):
+        new = [
+            SimpleNamespace(req_id=name, sampling_params=extra and SimpleNamespace(extra_args=extra["args"]))
+            for name, extra in given.items()
+        ]
+        runner.add_requests(SimpleNamespace(scheduled_new_reqs=new, slots=slots))
+
+    def arguments(*index):
+        return rows.arguments(SimpleNamespace(req_idx=None if index == (None,) else np.array(index)))
+
+    assert arguments(0, 1) == []
+    dense = {"sparse": "dense"}
+    add([3, 1, 0], a={"args": dense}, b={"args": None}, c=None)
+    assert arguments(1, 3, 0, 7) == [{}, dense, {}, {}]
+    # A draft's batch does not say whose it is.
+    assert arguments(None) == []
+    runner.remove("a")
+    add([3], d={"args": None})
+    assert arguments(3) == []
+    add([5], a={"args": dense})
+    assert arguments(3, 5) == [{}, dense]

@@ -100,7 +100,7 @@ class SparseImpl:
         super().__init__(*args, **kwargs)
         self.model_size = engine_config.remember()
         # Specifications are spread by compaction alone; vLLM asks for them once all layers are there.
-        compat.hook_model_runners(_attach, spread)
+        compat.hook_model_runners(_attach, spread, requests.note)
         if self.alibi_slopes is not None:
             raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
         self._bound_cache: torch.Tensor | None = None

@@ -251,7 +251,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if not self.sparse.is_sparse:
             return None
         # Lossless mode takes none, and its drafting steps have rows of their own.
-        arguments = self.rows.arguments() if self.rows is not None and self.sparse.lossless is None else []
+        arguments = self.rows.arguments(common) if self.rows is not None and self.sparse.lossless is None else []
         own = [pages_of_request(each, self.sparse) for each in arguments]
         usual = self.sparse.selector.pages_read if self.sparse.selector else PagesRead(0, 0)
         if not any(own) and not usual.share:

@@ -11,9 +11,11 @@ is one full CUDA graph.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from sparse_kernels.batch import DecodeBatch, DecodeOutput, Prompts, QueryTokens
 from sparse_kernels.block_prefill import VarlenAttention, VirtualSequences, scratch_bytes
@@ -46,12 +48,16 @@ from vllm_sparse_plugin.attention.base import (
     plan_compaction,
     report_memory,
 )
+from vllm_sparse_plugin.attention.budgets import StepBudgets, StepNumbers
 from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
+from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.compaction.step import Observed
 from vllm_sparse_plugin.config import BlockPrefill
+from vllm_sparse_plugin.config.requests import EVERY_PAGE
 from vllm_sparse_plugin.diagnostics.live import StepSampler
+from vllm_sparse_plugin.policies.base import PagesRead
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -133,7 +139,9 @@ class DecodeRequests:
     seq_lens: torch.Tensor
     """`[num_requests]` int32; 0 for padding."""
     dense: torch.Tensor
-    """`[num_requests]` bool, those that attend densely: single tokens of a prompt."""
+    """`[num_requests]` bool, those that attend densely: single tokens of a prompt, and those that say so."""
+    budgets: torch.Tensor | None = None
+    """`[num_requests]` int32, pages that a selection reads of each; None where all have the settings' budget."""
 
 
 @dataclass
@@ -175,10 +183,10 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         # Lossless mode goes without sparse prefill, so a step that answers leaves nothing out.
         self.answers_sparsely = sparse.lossless is None
         self.compaction = plan_compaction(layers, sparse, kv_cache_spec, vllm_config, device)
-        # Captured graphs read this tensor, so it is never reallocated.
+        # Captured graphs read these tensors.
         max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
-        self.dense_requests = torch.zeros(max_requests, dtype=torch.bool, device=device)
-        self.any_dense_request = False
+        self.dense_requests = StepNumbers(False, max_requests, torch.bool, device)
+        self.budgets = StepBudgets(sparse, requests.current_if_any(), max_requests, device)
         group = plan_layers(layers, sparse, vllm_config, self.block_size, statistics, device)
         self.counts = group.counts
         self.reads = group.reads
@@ -231,8 +239,9 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             common = self.compaction.condense(common)
         for counts in self.counts:
             counts.step()
+        own = self.budgets.step(common)
         if self.reads is not None and selects:
-            self.reads.step(common, self.reorder_batch_threshold)
+            self.reads.step(common, self.reorder_batch_threshold, self.budgets.by_request(own, common.num_reqs))
         runs, prompts = self._split(common) if selects else ([], None)
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)
@@ -254,15 +263,17 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         metadata.observed = [] if self.compaction is None else self.compaction.observed
         metadata.sampled = self.sampler.pick(num_decode_tokens)
         if num_decodes:
-            dense = self._dense_requests(common, num_decodes)
+            self._write_dense_requests(common, num_decodes, own)
+            dense, budgets = self.dense_requests.tensor, self.budgets.pages
             for run in runs:
-                requests = slice(run.first_request, run.first_request + run.num_requests)
+                those = slice(run.first_request, run.first_request + run.num_requests)
                 tokens = slice(run.first_token, run.first_token + run.num_tokens)
                 metadata.decode.append(
                     DecodeRequests(
-                        tokens, common.block_table_tensor[requests], common.seq_lens[requests], dense[requests]
+                        tokens, common.block_table_tensor[those], common.seq_lens[those], dense[those],
+                        None if budgets is None else budgets.tensor[those],
                     )
-                )
+                )  # fmt: skip
         if num_decodes < common.num_reqs:
             if num_decodes:
                 # The schedule that FlashAttention plans ahead lies in one buffer, which the whole batch's may hold.
@@ -318,18 +329,17 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         start = common.query_start_loc_cpu
         return decode_runs((start[1:] - start[:-1]).tolist(), longest)
 
-    def _dense_requests(self, common: CommonAttentionMetadata, num_decodes: int) -> torch.Tensor:
-        dense = self.dense_requests[:num_decodes]
-        prefilling = None if common.is_prefilling is None else common.is_prefilling[:num_decodes]
-        if prefilling is not None and prefilling.any():
+    def _write_dense_requests(
+        self, common: CommonAttentionMetadata, num_decodes: int, own: Sequence[PagesRead | None]
+    ) -> None:
+        dense = np.zeros(num_decodes, dtype=bool)
+        if common.is_prefilling is not None:
             # It may leave out the requests that pad a graph's batch.
-            self.dense_requests.zero_()
-            dense[: len(prefilling)].copy_(prefilling, non_blocking=True)
-            self.any_dense_request = True
-        elif self.any_dense_request:
-            self.dense_requests.zero_()
-            self.any_dense_request = False
-        return dense
+            prefilling = common.is_prefilling.numpy()[:num_decodes]
+            dense[: len(prefilling)] |= prefilling
+        for request, pages in enumerate(own[:num_decodes]):
+            dense[request] |= pages is not None and pages.least >= EVERY_PAGE
+        self.dense_requests.write(dense.tolist() if dense.any() else [])
 
 
 def _without_first(common: CommonAttentionMetadata, requests: int, tokens: int) -> CommonAttentionMetadata:
@@ -489,7 +499,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         for decode in metadata.decode:
             batch = DecodeBatch(
                 query[decode.tokens], decode.block_table, decode.seq_lens, decode.dense, self.plan.dense_tokens,
-                self._query_scale(query, layer), self.plan.max_context,
+                self._query_scale(query, layer), self.plan.max_context, decode.budgets,
             )  # fmt: skip
             self._decode(batch, cache, DecodeOutput(output[decode.tokens], counters=self.plan.counters))
             sampled = metadata.sampled
@@ -587,7 +597,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
     def _decode(self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput) -> None:
         """Attends with decoding tokens to what the plan has them read."""
         plan = self.plan
-        selection = plan.page_selection
+        selection = plan.selection_of(batch)
         if selection is None:
             split_attention(
                 batch, cache, self.softmax, routing=plan.routing, stopping=plan.stopping(self.scratch),
@@ -606,7 +616,11 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         request, position = divmod(index, batch.tokens_per_request)
         context = int(batch.seq_lens[request]) - (batch.tokens_per_request - 1 - position)
         whole = context <= batch.dense_tokens or (batch.dense_requests is not None and batch.dense_requests[request])
-        if whole or context // plan.page_size <= plan.selector.budget_pages:
+        selector = plan.selector
+        if batch.budgets is not None:
+            own = int(batch.budgets[request]) * selector.page_size
+            selector = selector.model_copy(update={"budget_tokens": own})
+        if whole or context // plan.page_size <= selector.budget_pages:
             return
         softmax, query = self.softmax, batch.query[index : index + 1]
         if batch.query_scale is not None:
@@ -616,7 +630,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         token = QueryTokens(grouped, table, torch.tensor([context], device=query.device))
         if plan.stop_rule is None:
             num_pages = token.num_pages(plan.page_size)
-            pages = plan.selector.select(grouped, cache.statistics, table, num_pages)
+            pages = selector.select(grouped, cache.statistics, table, num_pages)
         else:
-            pages, _ = select_until_stable(plan.selector, plan.stop_rule, token, cache, softmax)
+            pages, _ = select_until_stable(selector, plan.stop_rule, token, cache, softmax)
         plan.quality.record(token, cache, pages, softmax)

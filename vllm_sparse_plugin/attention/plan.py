@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from sparse_kernels.batch import PageSelection
+from sparse_kernels.batch import DecodeBatch, PageSelection
 from sparse_kernels.block_prefill import COUNTERS
 from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.page_statistics import StatisticsLayout
@@ -21,6 +21,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm_sparse_plugin.admission import drafts_with_attention
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
+from vllm_sparse_plugin.config.requests import most_pages_on_gpu, takes_budgets
 from vllm_sparse_plugin.diagnostics.live import PROMPT_READS, READS, SKIPPED, ContextReads, DeviceCounts, LayerQuality
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import EveryPage, Selection
@@ -43,6 +44,8 @@ class LayerPlan:
     """Layout of the statistics that the layer keeps in its blocks; None if it keeps none."""
     selector: Selection | None = None
     """The policy that chooses the pages that are read; None for a layer that reads everything."""
+    most_pages: int | None = None
+    """Pages of the largest budget that a request may have on a GPU; None where all have the selector's."""
     stop_rule: StopRule | None = None
     """When attention over the chosen pages stops; None for never."""
     routing: GroupRouting | None = None
@@ -73,10 +76,20 @@ class LayerPlan:
 
     @cached_property
     def page_selection(self) -> PageSelection | None:
-        """The selection as the fused kernels take it; None where every page may be read."""
+        """The settings' selection as the fused kernels take it; None where every page may be read."""
         if self.selector is None or self.selector.reads_every_page:
             return None
         return self.selector.page_selection()
+
+    @cached_property
+    def _roomy_selection(self) -> PageSelection | None:
+        """The same with room for the largest budget of a request."""
+        usual = self.page_selection
+        return usual if usual is None or self.most_pages is None else replace(usual, k=self.most_pages)
+
+    def selection_of(self, batch: DecodeBatch) -> PageSelection | None:
+        """Returns the selection of a batch: one with room for the largest budget where its requests have budgets."""
+        return self.page_selection if batch.budgets is None else self._roomy_selection
 
     def stopping(self, scratch: torch.Tensor | None = None) -> Stopping | None:
         """Returns when attention to every page stops; None where pages are selected or everything is read."""
@@ -147,6 +160,7 @@ def plan_layers(
             max_context=vllm_config.model_config.max_model_len,
             statistics=statistics if attends_whole_context(layer) else None,
             selector=sparse.selector if name in selecting or name in drafting else None,
+            most_pages=most_pages_on_gpu(sparse.selector) if sparse.selector and takes_budgets(sparse) else None,
             stop_rule=sparse.stop_rule if name in selecting else None,
             routing=routing.get(name),
             counters=counters.get(name),

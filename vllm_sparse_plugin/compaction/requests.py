@@ -5,9 +5,9 @@ vLLM's metadata of a step does not say it, but its model runners know, each in i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -48,18 +48,18 @@ class BatchRows:
             lengths = batch.num_prompt_tokens[: batch.num_reqs].tolist()
         return [None if name is None else Row(name, length) for name, length in zip(ids, lengths, strict=True)]
 
-    def arguments(self) -> list[Mapping[str, Any]]:
-        """Returns what each request of the step's batch has in `extra_args`, in order. Rows that no request has, as
-        those that pad a batch, are left out.
-
-        Raises:
-            ConfigurationError: for vLLM's second model runner, which does not run on a CPU.
-        """
+    def arguments(self, common: CommonAttentionMetadata) -> list[Mapping[str, Any]]:
+        """Returns what each request of a step's batch has in `extra_args`, in order; nothing for rows that no request
+        has, as in a dummy run. Rows that pad a batch may be left out."""
         runner = self._runner()
         if runner is None:
             return []
-        if not hasattr(runner, "input_batch"):
-            raise _unknown(type(runner).__name__)
+        if hasattr(runner, "req_states"):
+            noted, index = _noted.get(runner), common.req_idx
+            if not noted or index is None:
+                return []
+            names = runner.req_states.index_to_req_id
+            return [noted.get(names.get(int(request)), {}) for request in index]
         batch = runner.input_batch
         sampling = (runner.requests[name].sampling_params for name in batch.req_ids[: batch.num_reqs])
         return [{} if params is None else params.extra_args or {} for params in sampling]
@@ -75,6 +75,25 @@ class BatchRows:
 
 
 _current: list[BatchRows] = []
+_noted: WeakKeyDictionary[Any, dict[str | None, Mapping[str, Any]]] = WeakKeyDictionary()
+"""Of each of the newer model runners, the `extra_args` of the requests that have some."""
+
+
+def note(runner: Any, new: Iterable[Any]) -> None:
+    """Remembers what new requests of the newer model runner have in `extra_args`; of those that have gone, nothing.
+
+    Args:
+        runner: the model runner, which has taken them.
+        new: the requests, each with `req_id` and `sampling_params`; one that was preempted is new again.
+    """
+    noted = _noted.setdefault(runner, {})
+    for request in new:
+        parameters = request.sampling_params
+        noted.pop(request.req_id, None)
+        if parameters is not None and parameters.extra_args:
+            noted[request.req_id] = parameters.extra_args
+    for name in [name for name in noted if name not in runner.req_states.req_id_to_index]:
+        del noted[name]
 
 
 def attach(runner: Any) -> None:

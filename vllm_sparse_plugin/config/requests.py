@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from sparse_kernels.limits import MAX_K
+
 from vllm_sparse_plugin.config.schema import ResolvedConfig
 from vllm_sparse_plugin.policies import Selection, UniqueSelection
 from vllm_sparse_plugin.policies.base import PagesRead
@@ -16,12 +18,29 @@ EVERY_PAGE = 1 << 40
 _MOST_TOKENS = 1 << 20
 
 
-def pages_of_request(arguments: Mapping[str, Any] | None, config: ResolvedConfig) -> PagesRead | None:
+def takes_budgets(config: ResolvedConfig) -> bool:
+    """Returns whether a request may have a budget of its own."""
+    return config.lossless is None and _against_budgets(config) is None
+
+
+def most_pages_on_gpu(selection: Selection) -> int:
+    """Returns the complete pages that a request may read at most on a GPU, where all have the same launches.
+
+    A launch has room for so many whatever they read. Larger budgets take other launches, which all requests of a server
+    have whose own budget is larger.
+    """
+    return max(MAX_K, selection.budget_pages)
+
+
+def pages_of_request(
+    arguments: Mapping[str, Any] | None, config: ResolvedConfig, on_gpu: bool = False
+) -> PagesRead | None:
     """Returns the complete pages that a decode step of a request reads per KV head; None for those of the settings.
 
     Args:
         arguments: `extra_args` of the request; those that are not ours are left alone.
         config: the server's configuration.
+        on_gpu: whether the server runs on a GPU.
 
     Raises:
         ValueError: names the argument, what it got and what is allowed.
@@ -36,15 +55,27 @@ def pages_of_request(arguments: Mapping[str, Any] | None, config: ResolvedConfig
         raise ValueError(f"{name}: got {got!r:.80} in lossless mode, whose answers are dense ones, allowed: none")
     if name == DENSE:
         return _dense(got, config)
+    if against := _against_budgets(config):
+        raise ValueError(f"{name}: got {got!r:.80} with {against}, allowed: none")
     selection = config.selection
-    if not isinstance(selection, Selection):
-        raise ValueError(f"{name}: got {got!r:.80} with policy {selection.name()}, allowed: none")
+    assert isinstance(selection, Selection)
+    if name == BUDGET:
+        return _budget(got, selection, on_gpu)
+    if on_gpu:
+        raise ValueError(f"{name}: got {got!r:.80}, allowed on a GPU: none")
+    return _coverage(got, selection)
+
+
+def _against_budgets(config: ResolvedConfig) -> str | None:
+    """Returns what leaves no room for budgets of requests, if anything does."""
+    if not isinstance(config.selection, Selection):
+        return f"policy {config.selection.name()}"
     if config.stop_rule is not None:
-        raise ValueError(f"{name}: got {got!r:.80} with termination, allowed: none")
+        return "termination"
     if config.compaction is not None and config.compaction.retention().slides:
         # What a larger budget would read has been given back.
-        raise ValueError(f"{name}: got {got!r:.80} with a compaction that slides, allowed: none")
-    return _budget(got, selection) if name == BUDGET else _coverage(got, selection)
+        return "a compaction that slides"
+    return None
 
 
 def _dense(got: Any, config: ResolvedConfig) -> PagesRead:
@@ -57,12 +88,13 @@ def _dense(got: Any, config: ResolvedConfig) -> PagesRead:
     return PagesRead(EVERY_PAGE, EVERY_PAGE)
 
 
-def _budget(got: Any, selection: Selection) -> PagesRead:
+def _budget(got: Any, selection: Selection, on_gpu: bool) -> PagesRead:
     size, least = selection.page_size, selection.least_budget_tokens
-    if type(got) is not int or not least <= got <= _MOST_TOKENS or got % size:
+    most, where = (most_pages_on_gpu(selection) * size, " on a GPU") if on_gpu else (_MOST_TOKENS, "")
+    if type(got) is not int or not least <= got <= most or got % size:
         raise ValueError(
-            f"sparse_budget_tokens: got {got!r:.80}, allowed: a multiple of page_size ({size}), from {least} to "
-            f"{_MOST_TOKENS}"
+            f"sparse_budget_tokens: got {got!r:.80}, allowed{where}: a multiple of page_size ({size}), from {least} to "
+            f"{most}"
         )
     return PagesRead(got // size, got // size)
 

@@ -61,9 +61,13 @@ struct SoftmaxParams {
 };
 
 struct SelectionParams {
-    int k;
+    int k;               // Pages that are read, or where `budgets` says how many, at most.
     int sink_pages;
     int recent_pages;
+    const int* budgets;  // Pages that each request reads; null: k.
+
+    // Returns the pages that a request reads, never more than there is room for.
+    DEVICE int pages_of(int request) const { return budgets ? min(budgets[request], k) : k; }
 };
 
 struct StopParams {

@@ -140,12 +140,14 @@ class SoftmaxParams(ctypes.Structure):
 class SelectionParams(ctypes.Structure):
     """Which pages are read."""
 
-    _fields_: ClassVar[_Fields] = [("k", _Int), ("sink_pages", _Int), ("recent_pages", _Int)]
+    _fields_: ClassVar[_Fields] = [
+        ("k", _Int), ("sink_pages", _Int), ("recent_pages", _Int), ("budgets", _Pointer),
+    ]  # fmt: skip
 
     @classmethod
-    def of(cls, selection: PageSelection) -> SelectionParams:
-        """Fills in a selection."""
-        return cls(selection.k, selection.sink_pages, selection.recent_pages)
+    def of(cls, selection: PageSelection, budgets: torch.Tensor | None) -> SelectionParams:
+        """Fills in a selection, and the contiguous int32 budgets of its requests if they have any."""
+        return cls(selection.k, selection.sink_pages, selection.recent_pages, pointer(budgets))
 
 
 class StopParams(ctypes.Structure):

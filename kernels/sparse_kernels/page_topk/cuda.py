@@ -54,8 +54,12 @@ def select_pages(
     block_table: torch.Tensor | None = None,
     pages_per_block: int = 1,
     segment: int | None = None,
+    budgets: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `api.select_pages`; also gives the counts, `[num_tokens, num_kv_heads]` int32."""
+    """See `api.select_pages`; also gives the counts, `[num_tokens, num_kv_heads]` int32.
+
+    With `budgets`, `[num_tokens]` int32 of at most k, every token has a number of its own; k is then at most 1,024.
+    """
     num_tokens, num_kv_heads, width = scores.shape
     if scores.stride(2) != 1 or scores.stride(1) % 8 or scores.stride(0) != num_kv_heads * scores.stride(1):
         scores = torch.nn.functional.pad(scores, (0, -width % 8), value=-torch.inf).contiguous()
@@ -65,7 +69,9 @@ def select_pages(
         contexts = ContextParams(None, pointer(lengths), None, 0, 1, -1)
         if block_table is not None:
             raise ValueError(f"block_table: got one and k {k}, allowed: k up to {MAX_K}")
-        listed = _list(scores, contexts, 0, selection, None)
+        if budgets is not None:
+            raise ValueError(f"budgets: got some and k {k}, allowed: k up to {MAX_K}")
+        listed = _list(scores, contexts, 0, SelectionParams.of(selection, None), None)
         return listed, lengths.clamp(max=k)[:, None].expand(-1, num_kv_heads)
     rows = num_tokens * num_kv_heads
     multiprocessors = torch.cuda.get_device_properties(scores.device).multi_processor_count
@@ -89,7 +95,7 @@ def select_pages(
         params = TopkParams(
             pointer(scores), pointer(lengths), pointer(candidates), pointer(table), pointer(out), pointer(counts),
             scores.stride(1), 0 if table is None else table.stride(0), out.stride(0), out.stride(1),
-            SelectionParams.of(selection), size, scores.shape[2], 0 if candidates is None else size,
+            SelectionParams.of(selection, budgets), size, scores.shape[2], 0 if candidates is None else size,
         )  # fmt: skip
         compiled.launch((segments, num_kv_heads, num_tokens), params, shared_bytes)
 
@@ -124,17 +130,18 @@ def list_pages(
         cluster: blocks that share a row; by default what fills the GPU. No list depends on it.
 
     Returns:
-        `[num_tokens, num_kv_heads, k]` int32, -1 where a row has fewer than k pages; nothing is written for skipped
-        rows and for contexts that are attended whole.
+        `[num_tokens, num_kv_heads, k]` int32, -1 where a row has fewer pages than it reads; nothing is written for
+        skipped rows, for contexts that are attended whole, and behind the pages of a budget.
     """
-    return _list(scores, ContextParams.of(batch), page_size, selection, skipped, cluster)
+    params = SelectionParams.of(selection, batch.budgets)
+    return _list(scores, ContextParams.of(batch), page_size, params, skipped, cluster)
 
 
 def _list(
     scores: torch.Tensor,
     contexts: ContextParams,
     page_size: int,
-    selection: PageSelection,
+    selection: SelectionParams,
     skipped: torch.Tensor | None,
     cluster: int | None = None,
 ) -> torch.Tensor:
@@ -144,8 +151,7 @@ def _list(
     macros = {"CLUSTER": cluster, "WARPS": _LIST_WARPS}
     compiled = kernel(_LIST, scores.device, macros, 32 * _LIST_WARPS, "list_pages")
     params = ListParams(
-        pointer(scores), pointer(skipped), pointer(pages), scores.stride(1), contexts, SelectionParams.of(selection),
-        page_size,
+        pointer(scores), pointer(skipped), pointer(pages), scores.stride(1), contexts, selection, page_size,
     )  # fmt: skip
     compiled.launch((cluster, num_kv_heads, num_tokens), params)
     return pages

@@ -12,7 +12,7 @@ using Peers = Cluster<CLUSTER>;
 struct ListParams {
     const u16* scores;
     const u8* skipped;  // [rows], 1 for a row that needs no list; null for none.
-    int* pages;         // [rows, k]
+    int* pages;         // [rows, selection.k]; a list ends behind the pages of its request.
     i64 scores_stride;  // From one row of scores to the next, in elements; a multiple of eight, like the room of a row.
     ContextParams contexts;
     SelectionParams selection;
@@ -55,10 +55,11 @@ list_pages(const __grid_constant__ ListParams p) {
     depend_on_previous();
     release_next();
     int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP, rank = Peers::rank();
-    int token = blockIdx.z, row = token * gridDim.y + blockIdx.y, k = p.selection.k;
+    int token = blockIdx.z, row = token * gridDim.y + blockIdx.y;
     QueryToken at(p.contexts, token);
+    int k = p.selection.pages_of(at.request);
     int num_pages = p.page_size ? at.context / p.page_size : at.context;
-    int* out = p.pages + row * (i64)k;
+    int* out = p.pages + row * (i64)p.selection.k;
     // The blocks of a row leave together.
     if (at.whole || (p.skipped && p.skipped[row])) return;
     if (num_pages <= k) {

@@ -53,7 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) page_topk(const __grid_con
     __shared__ __align__(16) typename Select<WARPS>::Shared shared;
     int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     int token = blockIdx.z, row = token * gridDim.y + blockIdx.y;
-    int segment = p.segment, k = p.selection.k, sink_pages = p.selection.sink_pages;
+    int segment = p.segment, sink_pages = p.selection.sink_pages;
     int recent_pages = p.selection.recent_pages, begin = blockIdx.x * segment;
     const u16* row_scores = p.scores + row * p.scores_stride;
     shared.clear(thread);
@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) page_topk(const __grid_con
 
     constexpr int RUN = RegisterKeys::RUN, RUNS = RegisterKeys::RUNS;
     RegisterKeys keys{{}, (u16*)memory, 0, thread};
-    int length = __ldg(p.num_pages + token);
+    int length = __ldg(p.num_pages + token), k = p.selection.pages_of(token);
     if constexpr (!CANDIDATES) {
         // The length is not known yet, but all that exists of a row may be read.
 #pragma unroll
@@ -117,16 +117,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) page_topk(const __grid_con
         }
         out[slot] = page;
     };
+    // Of candidates there may be more than pages.
+    int selected = min(k, min(count, length));
     if (count <= k) {
 #pragma unroll 1
-        for (int i = thread; i < k; i += THREADS) {
-            if (i < count) put(i, i);
-            else out[i] = -1;
-        }
+        for (int i = thread; i < selected; i += THREADS) put(i, i);
     } else {
-        Select<WARPS>{shared, min(k, length), warp, lane}.run(keys, put);
-#pragma unroll 1
-        for (int i = length + thread; i < k; i += THREADS) out[i] = -1;
+        Select<WARPS>{shared, selected, warp, lane}.run(keys, put);
     }
+#pragma unroll 1
+    for (int i = selected + thread; i < p.selection.k; i += THREADS) out[i] = -1;
     if (p.counts && thread == 0) p.counts[row] = min(k, length);
 }

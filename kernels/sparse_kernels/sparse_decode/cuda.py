@@ -99,7 +99,8 @@ def sparse_decode(
         scores = _scores(batch, cache, selection, skipped, max_pages)
         if launch.listed:
             lengths = batch.num_pages(cache.page_size)
-            pages, _ = select_pages(scores, lengths, selection.k, selection.sink_pages, selection.recent_pages)
+            always = selection.sink_pages, selection.recent_pages
+            pages, _ = select_pages(scores, lengths, selection.k, *always, budgets=batch.token_budgets())
             scores = None
     params = DecodeParams(
         QueryParams.of(batch.query, batch.query_scale),
@@ -108,7 +109,7 @@ def sparse_decode(
         pointer(scores),
         0 if scores is None else scores.stride(1),
         ContextParams.of(batch),
-        SelectionParams.of(selection),
+        SelectionParams.of(selection, batch.budgets),
         RoutingParams.of(routing),
         SoftmaxParams.of(softmax),
         StopParams.of(rule),

@@ -94,9 +94,10 @@ struct Row {
     Shared& shared;
     typename Chained::Values& values;
     u16* keys;      // Of the row's pages, in shared memory, unless LISTED.
-    int* selected;  // The pages that this block attends, in shared memory: `p.selection.k` of them.
+    int* selected;  // The pages that this block attends, in shared memory: there is room for `p.selection.k`.
     int thread, lane, warp, rank, head, token, row;
     QueryToken at;
+    int k;          // Pages that are selected.
     TokenRows rows;
     u16* out;
 
@@ -110,7 +111,8 @@ struct Row {
           keys((u16*)(CLUSTER == 1 ? &values : &values + 1)),
           selected((int*)(memory + dynamic_shared_bytes()) - params.selection.k), thread(threadIdx.x),
           lane(threadIdx.x % WARP), warp(threadIdx.x / WARP), rank(Peers::rank()), head(blockIdx.y), token(blockIdx.z),
-          row(blockIdx.z * gridDim.y + blockIdx.y), at(params.contexts, blockIdx.z), rows(params.cache, blockIdx.y),
+          row(blockIdx.z * gridDim.y + blockIdx.y), at(params.contexts, blockIdx.z),
+          k(params.selection.pages_of(at.request)), rows(params.cache, blockIdx.y),
           out(params.output.heads + blockIdx.z * params.output.token_stride + (i64)blockIdx.y * GROUP * HEAD_SIZE) {}
 
     DEVICE void load_query(QueryRows& x) const {
@@ -205,7 +207,7 @@ struct Row {
         __syncthreads();
         if constexpr (FUSED) score_pages(num_pages, padded, first, last, share);
         else read_scores(num_pages);
-        Select<WARPS>{shared.select, p.selection.k, warp, lane}.run(SharedKeys<WARPS>{keys, padded, thread},
+        Select<WARPS>{shared.select, k, warp, lane}.run(SharedKeys<WARPS>{keys, padded, thread},
                                                                     [&](int slot, int page) {
             if (TILES_PER_PAGE > Chained::PER_BLOCK || Chained::block_of(slot * TILES_PER_PAGE) == rank)
                 selected[slot] = page;
@@ -214,15 +216,15 @@ struct Row {
 
     // Fills `selected` from memory.
     DEVICE void read_selection() const {
-        int k = p.selection.k;
+        const int* listed = p.pages + row * (i64)p.selection.k;
         Peers::arrive();
 #pragma unroll 1
-        for (int slot = thread; slot < k; slot += THREADS) selected[slot] = p.pages[row * (i64)k + slot];
+        for (int slot = thread; slot < k; slot += THREADS) selected[slot] = listed[slot];
     }
 
     // Fills `selected` with the sink pages and the newest ones, newest first where attention may stop.
     DEVICE void select_newest(int num_pages) const {
-        int k = p.selection.k, sink_pages = p.selection.sink_pages;
+        int sink_pages = p.selection.sink_pages;
         Peers::arrive();
 #pragma unroll 1
         for (int slot = thread; slot < k; slot += THREADS)
@@ -231,7 +233,7 @@ struct Row {
 
     // Attends the selected pages, or all of a dense context, and the incomplete page.
     DEVICE void attend(bool dense, int num_pages, int tail) const {
-        int page_tiles = (dense ? num_pages : p.selection.k) * TILES_PER_PAGE;
+        int page_tiles = (dense ? num_pages : k) * TILES_PER_PAGE;
         auto locate = [&](int i, int end_of_pages) {
             int in_tail = i - end_of_pages, slot = i / TILES_PER_PAGE;
             int page = in_tail >= 0 ? num_pages : dense ? slot : selected[slot];
@@ -269,7 +271,7 @@ sparse_decode(const __grid_constant__ DecodeParams p) {
         return;
     }
     int num_pages = row.at.context / PAGE_SIZE, tail = row.at.context % PAGE_SIZE;
-    bool dense = row.at.whole || num_pages <= p.selection.k;
+    bool dense = row.at.whole || num_pages <= row.k;
     bool selecting = !LISTED && !dense && (FUSED ? p.statistics.vectors != nullptr : p.scores != nullptr);
     int padded = ceil_div(num_pages, 8) * 8;
     int share = FUSED ? ceil_div(padded, 8 * CLUSTER) * 8 : padded;

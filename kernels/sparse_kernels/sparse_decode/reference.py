@@ -18,9 +18,9 @@ from sparse_kernels.sparse_attention.reference import attend_pages
 from sparse_kernels.stopping import StopRule, count_reads
 from sparse_kernels.stopping.reference import pages_until_stable
 
-ReadingOrder = Callable[[QueryTokens], torch.Tensor | None]
-"""Takes one query token and gives the pages it may read, `[1, num_kv_heads, n]` in the order in which they are read;
-None for a context that is attended whole."""
+ReadingOrder = Callable[[QueryTokens, int], torch.Tensor | None]
+"""Takes one query token and the number of its request, and gives the pages it may read, `[1, num_kv_heads, n]` in the
+order in which they are read; None for a context that is attended whole."""
 
 
 def sparse_decode(
@@ -34,14 +34,15 @@ def sparse_decode(
 ) -> None:
     """See `api.sparse_decode`."""
 
-    def order(token: QueryTokens) -> torch.Tensor | None:
+    def order(token: QueryTokens, request: int) -> torch.Tensor | None:
         num_pages = token.num_pages(cache.page_size)
-        if int(num_pages) <= selection.k:
+        k = selection.k if batch.budgets is None else min(int(batch.budgets[request]), selection.k)
+        if int(num_pages) <= k:
             return None
         if cache.statistics is None:
-            return sinks_then_newest(token, int(num_pages), selection.sink_pages, selection.k)
+            return sinks_then_newest(token, int(num_pages), selection.sink_pages, k)
         scores = score_pages(token.query, cache.statistics, token.block_table, num_pages, selection.std_weight)
-        pages = select_pages(scores, num_pages, selection.k, selection.sink_pages, selection.recent_pages)
+        pages = select_pages(scores, num_pages, k, selection.sink_pages, selection.recent_pages)
         if rule is None:
             return pages
         return best_first(pages, scores, num_pages, selection.sink_pages, selection.recent_pages)
@@ -89,7 +90,7 @@ def decode_tokens(
             active = ~(group_scores >= routing.thresholds(token.context_lens))[0]
             if routing.counts is not None:
                 routing.counts.add_(torch.stack([~active, torch.ones_like(active)], dim=1))
-        pages = None if exempt else order(token)
+        pages = None if exempt else order(token, request)
         may_stop = pages is not None
         if pages is None:
             every_page = torch.arange(context // cache.page_size, device=query.device)

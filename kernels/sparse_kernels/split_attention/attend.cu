@@ -31,7 +31,8 @@ struct SplitParams {
     PieceParams pieces;
     ScanParams scan;
     const u8* skipped;  // [rows], 1 for a group that is skipped; null where `routing` decides.
-    const int* pages;   // [rows, selection.k] of the contexts of more pages; null: the sink pages and the newest.
+    const int* pages;   // [rows, selection.k] of the contexts of more pages than are read; null: the sink pages and the
+                        // newest.
     SelectionParams selection;
 };
 
@@ -102,14 +103,14 @@ struct SelectedCut : Cut<0> {
     int k, sink_pages, num_pages;
     bool selected;
 
-    static DEVICE bool selects(const SplitParams& p, const QueryToken& at) {
-        return !at.whole && at.context / PAGE_SIZE > p.selection.k;
-    }
-
     DEVICE SelectedCut(const SplitParams& p, const QueryToken& at, const Place& place)
-        : Cut<0>(p, selects(p, at) ? p.selection.k * PAGE_SIZE + at.context % PAGE_SIZE : at.context, place),
-          pages(p.pages ? p.pages + place.row * p.selection.k : nullptr), k(p.selection.k),
-          sink_pages(p.selection.sink_pages), num_pages(at.context / PAGE_SIZE), selected(selects(p, at)) {}
+        : SelectedCut(p, at, place, p.selection.pages_of(at.request)) {}
+    DEVICE SelectedCut(const SplitParams& p, const QueryToken& at, const Place& place, int k)
+        : SelectedCut(p, at, place, k, !at.whole && at.context / PAGE_SIZE > k) {}
+    DEVICE SelectedCut(const SplitParams& p, const QueryToken& at, const Place& place, int k, bool selected)
+        : Cut<0>(p, selected ? k * PAGE_SIZE + at.context % PAGE_SIZE : at.context, place),
+          pages(p.pages ? p.pages + place.row * p.selection.k : nullptr), k(k),
+          sink_pages(p.selection.sink_pages), num_pages(at.context / PAGE_SIZE), selected(selected) {}
 
     DEVICE int page(int slot) const {
         if (!selected) return slot;

@@ -107,7 +107,8 @@ class Reading:
     stopping: Stopping | None = None
     """When attention stops; None if it reads everything."""
     selection: PageSelection | None = None
-    """How many pages are read of contexts that have more and are not attended whole; None for all."""
+    """How many pages are read of contexts that have more and are not attended whole, unless the batch has budgets; None
+    for all."""
     pages: torch.Tensor | None = None
     """`[num_tokens, num_kv_heads, selection.k]` int32, which; None for the sink pages and the newest."""
 
@@ -253,7 +254,7 @@ def _attend_and_merge(
             QueryParams.of(batch.query, batch.query_scale), cache_params, ContextParams.of(batch),
             RoutingParams.of(reading.routing), softmax_params, StopParams.of(rule), output_params, pieces, scan,
             pointer(reading.skipped), pointer(reading.pages),
-            SelectionParams.of(selection) if selection else SelectionParams(),
+            SelectionParams.of(selection, batch.budgets) if selection else SelectionParams(),
         ),
         shared_bytes,
     )  # fmt: skip

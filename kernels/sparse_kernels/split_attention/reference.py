@@ -22,7 +22,7 @@ def split_attention(
 ) -> None:
     """See `api.split_attention`: a decode step that reads every page."""
 
-    def order(token: QueryTokens) -> torch.Tensor | None:
+    def order(token: QueryTokens, _: int) -> torch.Tensor | None:
         num_pages = int(token.num_pages(cache.page_size))
         if stopping is None or num_pages == 0:
             return None
