@@ -22,9 +22,9 @@ from bench.serving.compaction import Timed
 from bench.serving.compaction import columns as compaction_columns
 from bench.serving.decode import DecodeSettings, draw_prompts, forecast_seconds, measure_batch
 from bench.serving.decode import table as decode_table
-from bench.serving.prefill import Measurement, PrefillSettings, fresh_prompts, measure, plan
 from bench.serving.lossless import LosslessSettings, measure_requests
 from bench.serving.lossless import table as lossless_table
+from bench.serving.prefill import Measurement, PrefillSettings, fresh_prompts, measure, plan
 from bench.serving.prefill import table as prefill_table
 from bench.serving.serve import Load, fit, make_loads, parse_result
 from bench.serving.watch import Watched, watch
