@@ -2,23 +2,86 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from pathlib import Path
+
 from bench.common.pages import Block, table
 from bench.common.results import RESULTS, Row, read_run
 
-FOLDER = RESULTS / "cpu-2core" / "compaction"
-MODELS = ("needle-8m",)
+_NOTHING = "Nothing yet."
+_PARTS = 5
+"""Of a text, whose perplexity is shown."""
 _ASKED = {"inside": "the question ends the prompt", "behind": "the question comes behind the prompt"}
 
 
 def answers() -> Block:
     """Right answers by model, place of the question, context, budget and method."""
-    paths, parts = [FOLDER / f"{model}.jsonl" for model in MODELS], []
+    paths, of_models = _files("answers"), defaultdict[str, list[Row]](list)
     for path in paths:
-        rows = read_run(path).rows
+        run = read_run(path)
+        of_models[run.about["model"]] += run.rows
+    parts = []
+    for model, rows in of_models.items():
         for asked, says in _ASKED.items():
             here = [row for row in rows if row["question"] == asked]
-            parts += [f"**{path.stem}, {says}**", _answers_table(here)]
+            parts += [f"**{model}, {says}**", _answers_table(here)]
     return Block("\n\n".join(parts), paths)
+
+
+def users() -> Block:
+    """Requests that run at once, and throughput, by cache, clients and variant."""
+    paths = _files("capacity")
+    rows = [row for path in paths for row in read_run(path).rows]
+    rows.sort(key=lambda row: (row["cache_tokens"] or float("inf"), row["concurrency"], row["input_tokens"]))
+    lines = [
+        [
+            "all there is" if row["cache_tokens"] is None else f"{row['cache_tokens']:,}",
+            f"{row['concurrency']}", f"{row['input_tokens']:,} + {row['output_tokens']:,}", f"`{row['variant']}`",
+            f"{row['running_most']}", f"{row['output_tokens_per_second']:,.0f}", f"{row['tpot_ms_median']:.1f}",
+            f"{row['preemptions']}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    headings = ["tokens of cache", "clients", "tokens of a request", "backend", "at once", "tokens per second",
+                "ms per token", "preemptions"]  # fmt: skip
+    return Block(table(headings, lines), paths) if paths else Block(_NOTHING)
+
+
+def times() -> Block:
+    """What compactions take of a prefill and of requests that decode meanwhile."""
+    paths = _files("time")
+    lines = [
+        [
+            f"{row['context_tokens']:,}", f"`{row['variant']}`", f"{row['prefill_seconds']:.3f} s",
+            f"{row['step_ms']:.1f} ms", f"{row['compaction_ms']:.1f} ms", f"{row['share_of_prefill']:.1%}",
+            f"{row['pause_in_steps']:.2f}", f"{row['first_time']['prefill_seconds']:.2f} s",
+        ]
+        for path in paths
+        for row in read_run(path).rows
+    ]  # fmt: skip
+    headings = ["prompt", "backend", "prefill", "a step", "steps behind it, beyond later ones", "of prefill",
+                "longest pause, in steps", "prefill of the first prompt"]  # fmt: skip
+    return Block(table(headings, lines), paths) if paths else Block(_NOTHING)
+
+
+def streams() -> Block:
+    """Perplexity of a long text that is read through a window, by model and window."""
+    paths, lines = _files("stream"), []
+    for path in paths:
+        run = read_run(path)
+        for row in run.rows:
+            parts, size = row["perplexity"], row["part_tokens"]
+            shown = sorted({round(index * (len(parts) - 1) / (_PARTS - 1)) for index in range(_PARTS)})
+            cells = [f"{parts[index]:.3g}, to {(index + 1) * size:,}" for index in shown]
+            cells += ["-"] * (_PARTS - len(cells))
+            lines.append([run.about.get("model", "-"), row["window"], f"{row['cache_tokens']:,}", *cells])
+    headings = ["model", "window", "tokens of it", "perplexity of the first part", *["of a later one"] * (_PARTS - 1)]
+    return Block(table(headings, lines), paths) if paths else Block(_NOTHING)
+
+
+def _files(study: str) -> list[Path]:
+    """Result files of any machine; those of a study may be several."""
+    return sorted(RESULTS.glob(f"*/compaction/{study}_*.jsonl"))
 
 
 def _answers_table(rows: list[Row]) -> str:

@@ -9,7 +9,7 @@ from bench.common import pages
 from bench.common.pages import Block, fill, footnote, link, table
 from bench.common.results import RESULTS, ROOT
 from bench.pages import __main__ as command
-from bench.pages import figures, index, kernels, prefill, training
+from bench.pages import compaction, figures, index, kernels, prefill, training
 from bench.pages.sections import SECTIONS
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -170,7 +170,7 @@ def test_figures_are_the_same_every_time_and_a_changed_one_is_seen(tmp_path):
 
 
 def write_rows(path: Path, *rows: dict) -> Path:
-    path.parent.mkdir(exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in (ABOUT, *rows)), encoding="utf-8")
     return path
 
@@ -317,3 +317,37 @@ def test_the_parts_of_sparse_prefill_stand_beside_the_whole(tmp_path, monkeypatc
         "| 8K of 128K | 28.00 | 5.00 (5.6x) | 0.052 |",
     ]
     assert block.text.splitlines()[3] == "| 2K of 32K | - | 0.60 | - |"
+
+
+def test_what_compaction_takes_and_gives_is_measured_or_not_yet(tmp_path, monkeypatch):
+    monkeypatch.setattr(compaction, "RESULTS", tmp_path)
+    for block in (compaction.users(), compaction.times(), compaction.streams()):
+        assert (block.text, list(block.sources)) == ("Nothing yet.", [])
+    load = {
+        "input_tokens": 16384, "output_tokens": 2048, "concurrency": 64, "running_most": 8, "tpot_ms_median": 9.25,
+        "output_tokens_per_second": 700.4, "preemptions": 3,
+    }  # fmt: skip
+    folder = tmp_path / "h200" / "compaction"
+    write_rows(
+        folder / "capacity_dense.jsonl",
+        load | {"variant": "dense", "cache_tokens": None, "running_most": 50},
+        load | {"variant": "dense", "cache_tokens": 134000},
+    )
+    assert compaction.users().text.splitlines()[2:] == [
+        "| 134,000 | 64 | 16,384 + 2,048 | `dense` | 8 | 700 | 9.2 | 3 |",
+        "| all there is | 64 | 16,384 + 2,048 | `dense` | 50 | 700 | 9.2 | 3 |",
+    ]
+    took = {
+        "variant": "snapkv", "context_tokens": 32768, "prefill_seconds": 2.5, "step_ms": 7.0, "compaction_ms": 5.0,
+        "share_of_prefill": 0.002, "pause_in_steps": 0.5, "first_time": {"prefill_seconds": 4.0},
+    }  # fmt: skip
+    write_rows(folder / "time_32K.jsonl", took)
+    assert compaction.times().text.splitlines()[2:] == [
+        "| 32,768 | `snapkv` | 2.500 s | 7.0 ms | 5.0 ms | 0.2% | 0.50 | 4.00 s |"
+    ]
+    parts = [float(part) for part in range(1, 17)]
+    window = {"window": "no sinks", "cache_tokens": 1024, "part_tokens": 4096, "perplexity": parts}
+    write_rows(folder / "stream_needle-8m.jsonl", window, window | {"perplexity": parts[:2]})
+    whole, short = compaction.streams().text.splitlines()[2:]
+    assert whole.endswith("| 1,024 | 1, to 4,096 | 5, to 20,480 | 9, to 36,864 | 12, to 49,152 | 16, to 65,536 |")
+    assert short.endswith("| 1,024 | 1, to 4,096 | 2, to 8,192 | - | - | - |")

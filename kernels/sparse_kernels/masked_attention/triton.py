@@ -9,13 +9,12 @@ are ever in memory, and never more than `_SCORES_AT_ONCE` of them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from sparse_kernels.limits import shared_bytes_of
 from sparse_kernels.masked_attention.packing import Packing, Tiles
 from sparse_kernels.masked_attention.records import PageRecords
 from sparse_kernels.masked_attention.rule import PageMask
@@ -86,76 +85,40 @@ def _bounds(threshold_ptr, last_tie_ptr, begin, token, length, head, HEADS):
 
 
 @triton.jit
-def _records(
-    first_page,
-    at_page,
-    num_pages,
+def _row_scores(
+    query,
+    norm,
+    page,
+    exists,
     head,
     HEADS,
     stored_ptr,
     scales_ptr,
-    PAGES: tl.constexpr,
-    ROOM: tl.constexpr,
+    spread_ptr,
     VECTORS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Loads the vectors of pages, the first of each before the second: `[ROOM * PAGES, DIMS]`, and their scales.
-
-    A product sums over 16 numbers at least, so there may be room for vectors that do not exist, which are zero.
-    """
-    slot = tl.arange(0, ROOM * PAGES)
-    page, vector = at_page + slot % PAGES, slot // PAGES
-    exists = (page < num_pages) & (vector < VECTORS)
-    index = ((first_page + page).to(tl.int64) * HEADS + head) * VECTORS + vector
-    dim = tl.arange(0, DIMS)
-    x = tl.load(
-        stored_ptr + index[:, None] * HEAD_SIZE + dim[None, :],
-        mask=exists[:, None] & (dim < HEAD_SIZE)[None, :],
-        other=0.0,
-    )
-    if scales_ptr is not None:
-        factor = tl.load(scales_ptr + index, mask=exists, other=0.0)
-    else:
-        factor = tl.where(exists, 1.0, 0.0)
-    return x, factor, index, exists
-
-
-@triton.jit
-def _row_scores(
-    query,
-    norm,
-    x,
-    factor,
-    first_page,
-    at_page,
-    num_pages,
-    head,
-    HEADS,
-    spread_ptr,
-    PAGES: tl.constexpr,
-    ROOM: tl.constexpr,
-    VECTORS: tl.constexpr,
-):
     """Scores pages for each row: the scores and the vectors that won, `[ROWS, PAGES]`."""
-    score = tl.dot(query, tl.trans(x), input_precision="ieee") * factor[None, :]
-    score = tl.where((tl.arange(0, ROOM * PAGES) // PAGES < VECTORS)[None, :], score, float("-inf"))
-    score = tl.reshape(score, (query.shape[0], ROOM, PAGES))
-    best, which = tl.max(score, axis=1, return_indices=True)
+    best = tl.full((query.shape[0], page.shape[0]), float("-inf"), tl.float32)
+    which = tl.zeros((query.shape[0], page.shape[0]), tl.int32)
+    for v in tl.static_range(VECTORS):
+        index = (page.to(tl.int64) * HEADS + head) * VECTORS + v
+        dim = tl.arange(0, DIMS)
+        x = tl.load(
+            stored_ptr + index[:, None] * HEAD_SIZE + dim[None, :],
+            mask=exists[:, None] & (dim < HEAD_SIZE)[None, :],
+            other=0.0,
+        )
+        score = tl.dot(query, tl.trans(x), input_precision="ieee")
+        if scales_ptr is not None:
+            score *= tl.load(scales_ptr + index, mask=exists, other=0.0)[None, :]
+        which = tl.where(score > best, v, which)
+        best = tl.maximum(best, score)
     if spread_ptr is not None:
-        page = at_page + tl.arange(0, PAGES)
-        of_head = (first_page + page).to(tl.int64) * HEADS + head
-        spread = tl.load(spread_ptr + of_head, mask=page < num_pages, other=0.0)
+        spread = tl.load(spread_ptr + page.to(tl.int64) * HEADS + head, mask=exists, other=0.0)
         best += norm[:, None] * spread[None, :]
     return best, which
-
-
-@triton.jit
-def _of_vectors(of_score, which, PAGES: tl.constexpr, ROOM: tl.constexpr):
-    """Returns the gradients of the products with vectors, `[ROWS, ROOM * PAGES]`: a page has one."""
-    vector = tl.arange(0, ROOM)[None, :, None]
-    wide = tl.where(which[:, None, :] == vector, of_score[:, None, :], 0.0)
-    return tl.reshape(wide, (of_score.shape[0], ROOM * PAGES))
 
 
 @triton.jit
@@ -239,7 +202,6 @@ def _page_scores(
     TOKENS: tl.constexpr,
     PAGES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    ROOM: tl.constexpr,
     VECTORS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
@@ -254,12 +216,9 @@ def _page_scores(
         return
     _, group_head, _, query, norm = _tile_rows(query_ptr, start, begin, length, head, std_weight, HEADS, GROUP, PADDED,
                                                TOKENS, HEAD_SIZE, DIMS)  # fmt: skip
-    at_page = tl.program_id(2) * PAGES
-    page = at_page + tl.arange(0, PAGES)
-    x, factor, _, _ = _records(first_page, at_page, complete, head, HEADS, stored_ptr, scales_ptr, PAGES, ROOM,
-                               VECTORS, HEAD_SIZE, DIMS)  # fmt: skip
-    scores, _ = _row_scores(query, norm, x, factor, first_page, at_page, complete, head, HEADS, spread_ptr, PAGES, ROOM,
-                            VECTORS)  # fmt: skip
+    page = tl.program_id(2) * PAGES + tl.arange(0, PAGES)
+    scores, _ = _row_scores(query, norm, first_page + page, page < complete, head, HEADS, stored_ptr, scales_ptr,
+                            spread_ptr, VECTORS, HEAD_SIZE, DIMS)  # fmt: skip
     best = _of_group(scores, group_head, TOKENS, PADDED, GROUP, HARD)
     out = ((tile * TOKENS + tl.arange(0, TOKENS)).to(tl.int64) * HEADS + head) * width
     tl.store(scores_ptr + out[:, None] + page[None, :], best, mask=(page < complete)[None, :])
@@ -351,7 +310,6 @@ def _forward(
     TOKENS: tl.constexpr,
     PAGES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    ROOM: tl.constexpr,
     VECTORS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
@@ -370,10 +328,8 @@ def _forward(
     attended = tl.zeros((TOKENS * PADDED, DIMS), tl.float32)
     for at in range(0, end, PAGES * PAGE_SIZE):
         page = at // PAGE_SIZE + tl.arange(0, PAGES)
-        x, factor, _, _ = _records(first_page, at // PAGE_SIZE, length // PAGE_SIZE, head, HEADS, stored_ptr,
-                                   scales_ptr, PAGES, ROOM, VECTORS, HEAD_SIZE, DIMS)  # fmt: skip
-        scores, _ = _row_scores(query, norm, x, factor, first_page, at // PAGE_SIZE, length // PAGE_SIZE, head, HEADS,
-                                spread_ptr, PAGES, ROOM, VECTORS)  # fmt: skip
+        scores, _ = _row_scores(query, norm, first_page + page, page < length // PAGE_SIZE, head, HEADS, stored_ptr,
+                                scales_ptr, spread_ptr, VECTORS, HEAD_SIZE, DIMS)  # fmt: skip
         best = _of_group(scores, group_head, TOKENS, PADDED, GROUP, HARD)
         always = _always(page, token + 1, dense_tokens, budget, sink_pages, recent_pages, PAGE_SIZE)
         log_m, _ = _log_mask(best, always, page, threshold, last_tie, slope, HARD)
@@ -434,11 +390,11 @@ def _query_gradient(
     TOKENS: tl.constexpr,
     PAGES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    ROOM: tl.constexpr,
     VECTORS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
     HARD: tl.constexpr,
+    ROOM: tl.constexpr,
 ):
     tile, head = tl.program_id(0), tl.program_id(1)
     start, begin, length = tl.load(start_ptr + tile), tl.load(begin_ptr + tile), tl.load(length_ptr + tile)
@@ -456,10 +412,9 @@ def _query_gradient(
     result = tl.zeros((TOKENS * PADDED, DIMS), tl.float32)
     for at in range(0, end, PAGES * PAGE_SIZE):
         page = at // PAGE_SIZE + tl.arange(0, PAGES)
-        x, factor, _, _ = _records(first_page, at // PAGE_SIZE, length // PAGE_SIZE, head, HEADS, stored_ptr,
-                                   scales_ptr, PAGES, ROOM, VECTORS, HEAD_SIZE, DIMS)  # fmt: skip
-        scores, which = _row_scores(query, norm, x, factor, first_page, at // PAGE_SIZE, length // PAGE_SIZE, head,
-                                    HEADS, spread_ptr, PAGES, ROOM, VECTORS)  # fmt: skip
+        of_page = page < length // PAGE_SIZE
+        scores, which = _row_scores(query, norm, first_page + page, of_page, head, HEADS, stored_ptr, scales_ptr,
+                                    spread_ptr, VECTORS, HEAD_SIZE, DIMS)  # fmt: skip
         best = _of_group(scores, group_head, TOKENS, PADDED, GROUP, HARD)
         always = _always(page, token + 1, dense_tokens, budget, sink_pages, recent_pages, PAGE_SIZE)
         log_m, share = _log_mask(best, always, page, threshold, last_tie, slope, HARD)
@@ -477,8 +432,24 @@ def _query_gradient(
             if not HARD:
                 of_score = _score_gradients(of_logit, scores, which, group_head, share, TOKENS, PADDED, PAGES,
                                             PAGE_SIZE, GROUP)  # fmt: skip
-                of_product = _of_vectors(of_score, which, PAGES, ROOM) * factor[None, :]
-                result += tl.dot(of_product.to(x.dtype), x, input_precision="ieee")
+                dim = tl.arange(0, DIMS)
+                # A product sums over 16 numbers at least, so few pages take part with zeros between them.
+                wide = at // PAGE_SIZE + tl.arange(0, PAGES * ROOM) // ROOM
+                exists_wide = wide < length // PAGE_SIZE
+                is_first = (tl.arange(0, ROOM) == 0)[None, None, :]
+                for v in tl.static_range(VECTORS):
+                    index = ((first_page + wide).to(tl.int64) * HEADS + head) * VECTORS + v
+                    x = tl.load(
+                        stored_ptr + index[:, None] * HEAD_SIZE + dim[None, :],
+                        mask=exists_wide[:, None] & (dim < HEAD_SIZE)[None, :],
+                        other=0.0,
+                    )
+                    of_product = tl.where(which == v, of_score, 0.0)
+                    of_product = tl.where(is_first, of_product[:, :, None], 0.0)
+                    of_product = tl.reshape(of_product, (TOKENS * PADDED, PAGES * ROOM))
+                    if scales_ptr is not None:
+                        of_product *= tl.load(scales_ptr + index, mask=exists_wide, other=0.0)[None, :]
+                    result += tl.dot(of_product.to(x.dtype), x, input_precision="ieee")
     dim = tl.arange(0, DIMS)
     tl.store(
         query_gradient_ptr + of_row[:, None] * HEAD_SIZE + dim[None, :],
@@ -521,7 +492,6 @@ def _key_gradient(
     TOKENS: tl.constexpr,
     PAGES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    ROOM: tl.constexpr,
     VECTORS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
@@ -531,22 +501,24 @@ def _key_gradient(
     at, begin, length = tl.load(start_ptr + tile), tl.load(begin_ptr + tile), tl.load(length_ptr + tile)
     first_page = tl.load(first_page_ptr + tile)
     page = at // PAGE_SIZE + tl.arange(0, PAGES)
+    of_page = page < length // PAGE_SIZE
     other = at + tl.arange(0, PAGES * PAGE_SIZE)
-    x, factor, index, has_vector = _records(first_page, at // PAGE_SIZE, length // PAGE_SIZE, head, HEADS, stored_ptr,
-                                            scales_ptr, PAGES, ROOM, VECTORS, HEAD_SIZE, DIMS)  # fmt: skip
     key = _of_heads(key_ptr, begin + other, other < length, head, HEADS, HEAD_SIZE, DIMS)
     value = _of_heads(value_ptr, begin + other, other < length, head, HEADS, HEAD_SIZE, DIMS)
     of_key = tl.zeros((PAGES * PAGE_SIZE, DIMS), tl.float32)
     of_value = tl.zeros((PAGES * PAGE_SIZE, DIMS), tl.float32)
     of_spread = tl.zeros((PAGES,), tl.float32)
-    of_vectors = tl.zeros((ROOM * PAGES, DIMS), tl.float32)
+    of_vectors = ()
+    if not HARD:
+        for _ in tl.static_range(VECTORS):
+            of_vectors = of_vectors + (tl.zeros((PAGES, DIMS), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     for start in range(at // TOKENS * TOKENS, length, TOKENS):
         token = start + tl.arange(0, TOKENS)
         position, group_head, exists, query, norm = _tile_rows(query_ptr, start, begin, length, head, std_weight, HEADS,
                                                                GROUP, PADDED, TOKENS, HEAD_SIZE, DIMS)  # fmt: skip
         threshold, last_tie = _bounds(threshold_ptr, last_tie_ptr, begin, token, length, head, HEADS)
-        scores, which = _row_scores(query, norm, x, factor, first_page, at // PAGE_SIZE, length // PAGE_SIZE, head,
-                                    HEADS, spread_ptr, PAGES, ROOM, VECTORS)  # fmt: skip
+        scores, which = _row_scores(query, norm, first_page + page, of_page, head, HEADS, stored_ptr, scales_ptr,
+                                    spread_ptr, VECTORS, HEAD_SIZE, DIMS)  # fmt: skip
         best = _of_group(scores, group_head, TOKENS, PADDED, GROUP, HARD)
         always = _always(page, token + 1, dense_tokens, budget, sink_pages, recent_pages, PAGE_SIZE)
         log_m, share = _log_mask(best, always, page, threshold, last_tie, slope, HARD)
@@ -568,34 +540,25 @@ def _key_gradient(
                 of_score = _score_gradients(of_logit, scores, which, group_head, share, TOKENS, PADDED, PAGES,
                                             PAGE_SIZE, GROUP)  # fmt: skip
                 of_spread += tl.sum(of_score * norm[:, None], axis=0)
-                of_product = tl.trans(_of_vectors(of_score, which, PAGES, ROOM).to(query.dtype))
-                of_vectors += tl.dot(of_product, query, input_precision="ieee")
+                added = ()
+                for v in tl.static_range(VECTORS):
+                    of_product = tl.trans(tl.where(which == v, of_score, 0.0).to(query.dtype))
+                    x = of_vectors[v] + tl.dot(of_product, query, input_precision="ieee")
+                    added = added + (x,)  # type: ignore[assignment]  # noqa: RUF005 - Triton's tuples only add
+                of_vectors = added
     dim = tl.arange(0, DIMS)
     place = ((begin + other).to(tl.int64) * HEADS + head)[:, None] * HEAD_SIZE + dim[None, :]
     mask = (other < length)[:, None] & (dim < HEAD_SIZE)[None, :]
     tl.store(key_gradient_ptr + place, (of_key * scale).to(key_gradient_ptr.dtype.element_ty), mask=mask)
     tl.store(value_gradient_ptr + place, of_value.to(value_gradient_ptr.dtype.element_ty), mask=mask)
     if not HARD:
-        mask = has_vector[:, None] & (dim < HEAD_SIZE)[None, :]
-        tl.store(vectors_gradient_ptr + index[:, None] * HEAD_SIZE + dim[None, :], of_vectors, mask=mask)
+        of_head = (first_page + page).to(tl.int64) * HEADS + head
+        mask = of_page[:, None] & (dim < HEAD_SIZE)[None, :]
+        for v in tl.static_range(VECTORS):
+            place = (of_head * VECTORS + v)[:, None] * HEAD_SIZE + dim[None, :]
+            tl.store(vectors_gradient_ptr + place, of_vectors[v], mask=mask)
         if spread_gradient_ptr is not None:
-            of_head = (first_page + page).to(tl.int64) * HEADS + head
-            tl.store(spread_gradient_ptr + of_head, of_spread, mask=page < length // PAGE_SIZE)
-
-
-class _Tile(NamedTuple):
-    """How much a program works on, as it was measured to be best on an H200."""
-
-    rows: int
-    """Query heads of tokens; 64 where there is little shared memory or heads are large."""
-    warps: int
-    """Four with 64 rows."""
-    stages: int
-    """Of the loads' pipeline."""
-
-
-_SCORES, _FORWARD, _OF_QUERY, _OF_KEY = _Tile(128, 4, 3), _Tile(128, 4, 2), _Tile(64, 4, 2), _Tile(128, 8, 2)
-_LARGE_SHARED_BYTES = 160 * 1024
+            tl.store(spread_gradient_ptr + of_head, of_spread, mask=of_page)
 
 
 @dataclass(frozen=True)
@@ -609,46 +572,40 @@ class _Call:
     group_size: int
     vectors: int
     head_size: int
-    has_large_tiles: bool
 
     @property
     def padded_group(self) -> int:
         """Rows of a token."""
         return int(triton.next_power_of_2(self.group_size))
 
-    def tokens(self, tile: _Tile) -> int:
+    @property
+    def tokens(self) -> int:
         """Tokens of a tile."""
-        return max(self._launched(tile).rows // self.padded_group, 1)
-
-    def _launched(self, tile: _Tile) -> _Tile:
-        return tile if self.has_large_tiles else _Tile(64, 4, tile.stages)
+        return max(64 // self.padded_group, 1)
 
     @property
     def keys(self) -> int:
         """Keys that a tile meets at a time."""
         return max(64 if self.head_size <= 128 else 32, self.mask.page_size)
 
-    def room(self, pages: int) -> int:
-        """Vectors of a page that a product has room for."""
-        return max(self.vectors, 16 // pages)
+    @property
+    def room(self) -> int:
+        """Numbers of a product that sums over pages for each of them."""
+        return max(16 * self.mask.page_size // self.keys, 1)
 
-    def shape(self, tile: _Tile) -> dict[str, Any]:
+    def shape(self) -> dict[str, Any]:
         """Returns what the kernels are compiled for."""
-        launched = self._launched(tile)
         return {
             "HEADS": self.num_kv_heads,
             "GROUP": self.group_size,
             "PADDED": self.padded_group,
-            "TOKENS": self.tokens(tile),
+            "TOKENS": self.tokens,
             "PAGES": self.keys // self.mask.page_size,
             "PAGE_SIZE": self.mask.page_size,
-            "ROOM": self.room(self.keys // self.mask.page_size),
             "VECTORS": self.vectors,
             "HEAD_SIZE": self.head_size,
             "DIMS": max(triton.next_power_of_2(self.head_size), 16),
             "HARD": self.mask.is_hard,
-            "num_warps": launched.warps,
-            "num_stages": launched.stages,
         }
 
     def numbers(self) -> tuple[float | int, ...]:
@@ -675,14 +632,13 @@ def _find_thresholds(
     width = max(call.packing.lengths) // page_size
     if width <= selection.k:
         return threshold, last_tie
-    tokens, pages = call.tokens(_SCORES), max(64 // call.vectors, 16)
-    tiles = call.tiles(tokens, query.device)
-    at_once = max(_SCORES_AT_ONCE // (tokens * call.num_kv_heads * width), 1)
-    shape = call.shape(_SCORES) | {"PAGES": pages, "ROOM": call.room(pages)}
+    tiles, pages = call.tiles(call.tokens, query.device), 64
+    at_once = max(_SCORES_AT_ONCE // (call.tokens * call.num_kv_heads * width), 1)
+    shape = call.shape() | {"PAGES": pages}
     common = {name: shape[name] for name in ("HEADS", "TOKENS", "PAGE_SIZE", "HARD")}
     for first in range(0, len(tiles.start), at_once):
         start, begin, length, first_page = (part[first : first + at_once] for part in tiles)
-        scores = query.new_empty((len(start) * tokens, call.num_kv_heads, width), dtype=torch.float32)
+        scores = query.new_empty((len(start) * call.tokens, call.num_kv_heads, width), dtype=torch.float32)
         _page_scores[(len(start), call.num_kv_heads, triton.cdiv(width, pages))](
             query, *records, start, begin, length, first_page, scores, width, selection.std_weight, **shape
         )
@@ -713,10 +669,10 @@ class _MaskedAttention(torch.autograd.Function):
         threshold, last_tie = _find_thresholds(call, query, records)
         output = torch.empty_like(query)
         log_sum = query.new_empty(query.shape[:2], dtype=torch.float32)
-        tiles = call.tiles(call.tokens(_FORWARD), query.device)
+        tiles = call.tiles(call.tokens, query.device)
         _forward[(len(tiles.start), call.num_kv_heads)](
-            query, key, value, *records, threshold, last_tie, output, log_sum, *tiles, *call.numbers(),
-            **call.shape(_FORWARD),
+            query, key, value, *records, threshold, last_tie, output, log_sum, *tiles, *call.numbers(), **call.shape(),
+            num_warps=4, num_stages=2,
         )  # fmt: skip
         ctx.save_for_backward(query, key, value, *records, threshold, last_tie, output, log_sum)
         ctx.call = call
@@ -732,21 +688,16 @@ class _MaskedAttention(torch.autograd.Function):
         of_query, of_key, of_value = (torch.empty_like(x) for x in (query, key, value))
         of_vectors = torch.zeros_like(stored, dtype=torch.float32)
         of_spread = None if spread is None else torch.zeros_like(spread)
-        tiles = call.tiles(call.tokens(_OF_QUERY), query.device)
+        tiles = call.tiles(call.tokens, query.device)
         _query_gradient[(len(tiles.start), call.num_kv_heads)](
-            *inputs, of_query, *tiles, *call.numbers(), **call.shape(_OF_QUERY)
+            *inputs, of_query, *tiles, *call.numbers(), **call.shape(), ROOM=call.room, num_warps=4, num_stages=1
         )
         tiles = call.tiles(call.keys, query.device)
         _key_gradient[(len(tiles.start), call.num_kv_heads)](
-            *inputs, of_key, of_value, of_vectors, of_spread, *tiles, *call.numbers(), **call.shape(_OF_KEY)
-        )
+            *inputs, of_key, of_value, of_vectors, of_spread, *tiles, *call.numbers(), **call.shape(),
+            num_warps=4, num_stages=1,
+        )  # fmt: skip
         return of_query, of_key, of_value, of_vectors, of_spread, None, None, None
-
-
-def _has_room(query: torch.Tensor) -> bool:
-    """Returns whether the large tiles of 16-bit numbers fit a block's shared memory."""
-    shared = shared_bytes_of(torch.cuda.get_device_capability(query.device))
-    return query.element_size() <= 2 and shared >= _LARGE_SHARED_BYTES
 
 
 def masked_attention(
@@ -761,8 +712,7 @@ def masked_attention(
     """See `api.masked_attention`."""
     num_kv_heads, head_size = key.shape[1:]
     group_size, vectors = query.shape[1] // num_kv_heads, records.vectors.shape[2]
-    large = head_size <= 128 and (not query.is_cuda or _has_room(query))
-    call = _Call(packing, mask, scale, num_kv_heads, group_size, vectors, head_size, large)
+    call = _Call(packing, mask, scale, num_kv_heads, group_size, vectors, head_size)
     output: torch.Tensor = _MaskedAttention.apply(
         query.contiguous(), key.contiguous(), value.contiguous(), records.vectors,
         None if records.spread is None else records.spread.contiguous(), records.stored, records.scales, call,
