@@ -50,7 +50,7 @@ class _Request:
             return
         window = self.windows.pop(name, None)
         if window is None:
-            nobody = torch.empty(0, impl.num_heads, impl.head_size, device=prompt.block_table.device)
+            nobody = torch.empty(0, layer.num_heads, layer.head_size, device=prompt.block_table.device)
             window = ObservationWindow(nobody, 0)
         impl.compact(layer, window, prompt, rule, self.votes.pop(name, None))
         self.moved.add(name)
