@@ -626,7 +626,7 @@ PROVIDERS: dict[str, Op[Any]] = {
                 checks.sparse_decode,
                 traffic.sparse,
             )
-            for name, most in (("by request", MAX_K), ("by request, room for no more", 1), ("one for all", None))
+            for name, most in (("unique", MAX_K), ("unique, room for no more", 1), ("unique, one for all", None))
         ),
     ),
     "prefill": Op(Workload.prefill_inputs, _PREFILL),
