@@ -64,6 +64,18 @@ def times() -> Block:
     return Block(table(headings, lines), paths) if paths else Block(_NOTHING)
 
 
+def identical() -> Block:
+    """How many answers are those of dense attention where the budget holds the whole prompt."""
+    paths = _files("identical")
+    lines = [
+        [f"`{row['variant']}`", f"{row['identical']} of {row['prompts']}", f"{row['answer_tokens']}"]
+        for path in paths
+        for row in read_run(path).rows
+    ]
+    headings = ["backend", "same answers", "tokens of an answer"]
+    return Block(table(headings, lines), paths) if paths else Block(_NOTHING)
+
+
 def streams() -> Block:
     """Perplexity of a long text that is read through a window, by model and window."""
     paths, lines = _files("stream"), []

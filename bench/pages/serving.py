@@ -115,6 +115,22 @@ def decode_stopping() -> Block:
     return Block(table([*headings, stop], rows), list(paths.values()))
 
 
+def lossless_gpu() -> Block:
+    """Time per token of lossless mode by context, batch and the acceptance that was set, beside dense decoding."""
+    path = H200 / "lossless" / "llama_8b.jsonl"
+    rows = [row for row in read_run(path).rows if "ms_per_token" in row]
+    dense = {(row["context_tokens"], row["batch"]): row["ms_per_token"] for row in rows if row["draft_tokens"] is None}
+    lines = []
+    for row in sorted(rows, key=lambda row: (row["context_tokens"], row["batch"], row["acceptance"] or 0)):
+        if row["draft_tokens"] is not None:
+            before = dense[row["context_tokens"], row["batch"]]
+            cells = f"{row['tokens_per_step']:.2f}", f"{before:.2f}", f"{row['ms_per_token']:.2f}"
+            numbers = f"{row['context_tokens']:,}", str(row["batch"]), str(row["acceptance"]), *cells
+            lines.append([*numbers, f"{before / row['ms_per_token']:.2f}"])
+    headings = ["context", "requests", "acceptance", "tokens a step", "FlashAttention 3, ms per token"]
+    return Block(table([*headings, "lossless, ms per token", "ratio"], lines), [path])
+
+
 def serve_gpu() -> Block:
     """A server under load."""
     paths = {name: H200 / "serve" / f"{name}.jsonl" for name in ("flash_attn", "unique")}

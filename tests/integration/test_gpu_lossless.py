@@ -17,7 +17,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-TIE = 0.05
+TIES = {"auto": 2**-4, "fp8": 2**-2}
+"""Leads of the likeliest token that rounding may turn, by type of the cache: one step of bfloat16 between 8 and 16,
+where the model's likeliest logits lie; and four where keys and values are rounded to 8 bits, since tokens that are
+computed together round otherwise than one alone."""
+PARTED = {"auto": 4, "fp8": 2}
+"""One in so many answers may part at such a lead."""
 LONGEST = 16_384
 DIGITS = r"[0-9]{3}-[0-9]{4}"
 LOSSLESS = {"lossless": {"draft_tokens": 8, "min_context_tokens": 2000}, "selection": {"budget_tokens": 1024}}
@@ -94,19 +99,20 @@ def test_tokens_are_those_of_dense_decoding(case, prompts, questions, dense, tok
         drafted, accepted = (counted(llm, f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted"))
         pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         assert pool.get_usage() == 0
+    dtype = arguments.get("kv_cache_dtype", "auto")
     leads = []
-    for one, other in zip(dense[arguments.get("kv_cache_dtype", "auto")], found, strict=True):
+    for one, other in zip(dense[dtype], found, strict=True):
         places = zip(one.token_ids, other.token_ids, one.logprobs, strict=True)
         parted = next((place for place in places if place[0] != place[1]), None)
         if parted is not None:
             token, instead, likeliest = parted
             leads.append(likeliest[token].logprob - getattr(likeliest.get(instead), "logprob", -math.inf))
     print(f"{case}: {accepted / drafted:.3f} of {drafted} drafts accepted, leads where answers part {leads}")
-    assert all(abs(lead) < TIE for lead in leads), leads
-    assert len(leads) <= len(prompts) // 4, leads
+    assert all(abs(lead) < 1.01 * TIES[dtype] for lead in leads), leads
+    assert len(leads) <= len(prompts) // PARTED[dtype], leads
     assert drafted > 2000
     # Requests that are not drafted for are asked to verify their newest token, which is seldom right.
-    assert 0.6 < accepted / drafted <= 1
+    assert 0.5 < accepted / drafted <= 1
     answers = [tokenizer.decode(done.token_ids, skip_special_tokens=True) for done in found[: len(questions)]]
     assert sum(map(is_correct, questions, answers)) >= 0.9 * len(questions)
 
