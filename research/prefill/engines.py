@@ -16,6 +16,7 @@ from research.prefill.plan import DEFAULT, DOCUMENTS, Stage
 from research.prefill.rules import Setting
 from research.study.documents import Document, Tail
 from research.study.run import document_source, open_results
+from vllm_sparse_plugin.cli.provenance import describe_run
 
 Platform = Literal["cpu", "gpu"]
 PLATFORMS: tuple[Platform, ...] = ("cpu", "gpu")
@@ -81,7 +82,7 @@ def measure_engine(
         commit: to record, if the checkout cannot say it itself.
     """
     end = time.monotonic() + time_limit
-    file, done = open_results(output, commit)
+    file, done = open_results(output, describe_run(NEEDLE_8M, commit))
     source, tokenizer = document_source(0, folder), load_tokenizer(NEEDLE_8M)
     with file, open_model(NEEDLE_8M.name) as model:
         engine, _ = start_engine(
