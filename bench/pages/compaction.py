@@ -66,13 +66,13 @@ def times() -> Block:
 
 def identical() -> Block:
     """How many answers are those of dense attention where the budget holds the whole prompt."""
-    paths = _files("identical")
-    lines = [
-        [f"`{row['variant']}`", f"{row['identical']} of {row['prompts']}", f"{row['answer_tokens']}"]
-        for path in paths
-        for row in read_run(path).rows
-    ]
-    headings = ["backend", "same answers", "tokens of an answer"]
+    paths, lines = _files("identical"), []
+    for path in paths:
+        run = read_run(path)
+        for row in run.rows:
+            same = f"{row['identical']} of {row['prompts']}"
+            lines.append([f"`{row['variant']}`", run.machine, same, f"{row['answer_tokens']}"])
+    headings = ["backend", "on", "same answers", "tokens of an answer"]
     return Block(table(headings, lines), paths) if paths else Block(_NOTHING)
 
 

@@ -321,7 +321,7 @@ def test_the_parts_of_sparse_prefill_stand_beside_the_whole(tmp_path, monkeypatc
 
 def test_what_compaction_takes_and_gives_is_measured_or_not_yet(tmp_path, monkeypatch):
     monkeypatch.setattr(compaction, "RESULTS", tmp_path)
-    for block in (compaction.users(), compaction.times(), compaction.streams()):
+    for block in (compaction.users(), compaction.times(), compaction.identical(), compaction.streams()):
         assert (block.text, list(block.sources)) == ("Nothing yet.", [])
     load = {
         "input_tokens": 16384, "output_tokens": 2048, "concurrency": 64, "running_most": 8, "tpot_ms_median": 9.25,
@@ -341,6 +341,10 @@ def test_what_compaction_takes_and_gives_is_measured_or_not_yet(tmp_path, monkey
         "variant": "snapkv", "context_tokens": 32768, "prefill_seconds": 2.5, "step_ms": 7.0, "compaction_ms": 5.0,
         "share_of_prefill": 0.002, "pause_in_steps": 0.5, "first_time": {"prefill_seconds": 4.0},
     }  # fmt: skip
+    write_rows(
+        folder / "identical_needle-8m.jsonl", {"variant": "h2o", "identical": 49, "prompts": 50, "answer_tokens": 32}
+    )
+    assert compaction.identical().text.splitlines()[2].endswith("| 49 of 50 | 32 |")
     write_rows(folder / "time_32K.jsonl", took)
     assert compaction.times().text.splitlines()[2:] == [
         "| 32,768 | `snapkv` | 2.500 s | 7.0 ms | 5.0 ms | 0.2% | 0.50 | 4.00 s |"
