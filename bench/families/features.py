@@ -70,13 +70,18 @@ def structured_output() -> Faults:
         "regex": ({"regex": r"[a-f]{3}-\d{4}"}, lambda text: re.fullmatch(r"[a-f]{3}-\d{4}", text)),
         "choice": ({"choice": ["left", "right"]}, lambda text: text in ("left", "right")),
     }
-    arguments = {"skip_tokenizer_init": False, "load_format": "auto"}
+    arguments = {
+        "skip_tokenizer_init": False,
+        "load_format": "auto",
+        # The model would write spaces for ever; vLLM reads this of the engine, not of a request.
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
+    }
     with watch() as referee, engine(NEEDLE_8M, **arguments, **_UNIQUE) as llm:
         for name, (constraint, holds) in wanted.items():
             sampling = SamplingParams(
                 temperature=0,
                 max_tokens=80,
-                structured_outputs=StructuredOutputsParams(disable_any_whitespace=True, **constraint),
+                structured_outputs=StructuredOutputsParams(**constraint),
             )
             text = llm.generate(_TEXT, sampling, use_tqdm=False)[0].outputs[0].text
             try:
