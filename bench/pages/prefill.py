@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 from bench.common.pages import Block, table
@@ -89,10 +88,10 @@ def prefill_in_short() -> Block:
     dense, sparse = (rows[name] for name in ("flash_attn", "unique_prefill"))
     seconds = [row["seconds_median"] for row in (dense, sparse)]
     text = (
-        f"Prompts take their time, too: the first token after {sparse['context_tokens']:,} tokens comes after "
-        f"{seconds[0]:.1f} s, and with `unique_prefill` after {seconds[1]:.1f} s ({seconds[0] / seconds[1]:.1f}x)."
+        f"The first token after {sparse['context_tokens']:,} others comes after {seconds[0]:.1f} s, with "
+        f"`unique_prefill` after {seconds[1]:.1f} s ({seconds[0] / seconds[1]:.1f}x)."
     )
-    return Block(fill(text, 120), [path])
+    return Block(text, [path])
 
 
 def _line(prompt: str, chunk: int, found: dict[str, Row], names: list[str]) -> list[str]:
