@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -32,7 +31,7 @@ from bench.common.options import Commit, Output, TimeLimit, parse_sizes, size_te
 from bench.common.results import ResultFile, Row, read_run
 from bench.serving.capacity import VARIANTS
 from bench.serving.prefill import fresh_prompts
-from bench.serving.variants import exit_if_backend_is_wrong, finish, run_variant
+from bench.serving.variants import DECODE_GRAPHS, finish, open_variant, run_variant
 from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -118,11 +117,7 @@ def columns(timed: Sequence[Timed]) -> Row:
 def compaction_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
     """Measure one variant in this process, as `compaction` asks for it, and append a row for each context."""
     settings = CompactionSettings.model_validate_json(text)
-    with (
-        exit_if_backend_is_wrong(),
-        open_model(settings.model) as model,
-        ResultFile(Path(settings.output)) as file,
-    ):
+    with open_variant(settings) as (model, file):
         for row in _measure_variant(settings, model):
             file.write(row)
             print(
@@ -144,8 +139,7 @@ def _measure_variant(settings: CompactionSettings, model: Model) -> Iterator[Row
         max_num_seqs=settings.running + 1,
         max_num_batched_tokens=settings.chunk,
         gpu_memory_utilization=settings.gpu_memory_utilization,
-        # Decode graphs without the wait for torch.compile, which leaves attention alone.
-        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        compilation_config=DECODE_GRAPHS,
     )
     from vllm import SamplingParams, TokensPrompt
 

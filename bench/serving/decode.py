@@ -17,7 +17,6 @@ import json
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -28,8 +27,8 @@ from bench.common.console import open_console
 from bench.common.engine import Variant, force_routing, parse_variants, start_engine
 from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import LARGEST, Commit, GridRow, Output, TimeLimit, parse_grid
-from bench.common.results import ResultFile, Row, read_run, spread
-from bench.serving.variants import exit_if_backend_is_wrong, finish, run_variant
+from bench.common.results import ResultFile, Row, read_run
+from bench.serving.variants import DECODE_GRAPHS, check_batches, finish, open_variant, per_token, run_variant
 from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -126,11 +125,8 @@ def measure_batch(
     times = [
         (seconds(1 + settings.new_tokens) - seconds(1)) / settings.new_tokens * 1e3 for _ in range(settings.repeats)
     ]
-    median, low, high = spread(times)
     return {
-        "ms_per_token": round(median, 4),
-        "ms_per_token_p20": round(low, 4),
-        "ms_per_token_p80": round(high, 4),
+        **per_token(times),
         "repeats": settings.repeats,
         "new_tokens": settings.new_tokens,
         "prefill_seconds": round(prefill, 3),
@@ -140,11 +136,7 @@ def measure_batch(
 def decode_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
     """Measure one variant in this process, as `decode` asks for it, and append a row for each batch."""
     settings = DecodeSettings.model_validate_json(text)
-    with (
-        exit_if_backend_is_wrong(),
-        open_model(settings.model) as model,
-        ResultFile(Path(settings.output)) as file,
-    ):
+    with open_variant(settings) as (model, file):
         _measure_variant(settings, model, file.write)
 
 
@@ -164,8 +156,7 @@ def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[Ro
         block_size=settings.block_size,
         enable_prefix_caching=True,
         kv_transfer_config=NOISE if settings.noise_cache else None,
-        # Decode graphs without the wait for torch.compile, which leaves attention alone.
-        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        compilation_config=DECODE_GRAPHS,
     )
     start_seconds = time.perf_counter() - begin
     from vllm import SamplingParams, TokensPrompt
@@ -288,9 +279,7 @@ def _check(grid: tuple[GridRow, ...], model: Model, new_tokens: int, max_num_seq
                 f"grid: got a context of {row.context} tokens, allowed: from new_tokens + 64 = {new_tokens + 64} to "
                 f"the model's {limit}"
             )
-        largest = max(batch or 1 for batch in row.batches)
-        if largest > max_num_seqs:
-            raise ConfigurationError(f"grid: got a batch of {largest}, allowed: at most max_num_seqs = {max_num_seqs}")
+        check_batches(row, max_num_seqs)
 
 
 def table(rows: list[dict[str, Any]]) -> Table:

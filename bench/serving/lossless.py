@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import time
 from itertools import count
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -25,9 +24,9 @@ from bench.common.console import open_console
 from bench.common.engine import Variant, start_engine
 from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import Commit, GridRow, Output, TimeLimit, parse_grid, parse_sizes, split_values
-from bench.common.results import ResultFile, Row, read_run, spread
+from bench.common.results import ResultFile, Row, read_run
 from bench.serving.decode import NOISE, draw_prompts
-from bench.serving.variants import exit_if_backend_is_wrong, finish, run_variant
+from bench.serving.variants import DECODE_GRAPHS, check_batches, finish, open_variant, per_token, run_variant
 from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.config import KEY
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -143,12 +142,9 @@ def measure_requests(engine: Any, prompts: list[list[int]], settings: LosslessSe
     requests.settle()
     found = [requests.measure(settings.new_tokens) for _ in range(settings.repeats)]
     requests.end()
-    median, low, high = spread([seconds / tokens * 1e3 for seconds, tokens, _ in found])
     seconds, tokens, steps = map(sum, zip(*found, strict=True))
     return {
-        "ms_per_token": round(median, 4),
-        "ms_per_token_p20": round(low, 4),
-        "ms_per_token_p80": round(high, 4),
+        **per_token([seconds / tokens * 1e3 for seconds, tokens, _ in found]),
         "ms_per_step": round(seconds / steps * 1e3, 4),
         "tokens_per_step": round(tokens / steps, 4),
         "repeats": settings.repeats,
@@ -159,11 +155,7 @@ def measure_requests(engine: Any, prompts: list[list[int]], settings: LosslessSe
 def lossless_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
     """Measure one length of drafts in this process, as `lossless` asks for it, and append a row for each batch."""
     settings = LosslessSettings.model_validate_json(text)
-    with (
-        exit_if_backend_is_wrong(),
-        open_model(settings.model) as model,
-        ResultFile(Path(settings.output)) as file,
-    ):
+    with open_variant(settings) as (model, file):
         _measure_variant(settings, model, file)
 
 
@@ -181,7 +173,7 @@ def _measure_variant(settings: LosslessSettings, model: Model, file: ResultFile)
         block_size=settings.block_size,
         enable_prefix_caching=True,
         kv_transfer_config=NOISE,
-        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        compilation_config=DECODE_GRAPHS,
     )
     start_seconds = time.perf_counter() - begin
     cache = engine.llm_engine.vllm_config.cache_config
@@ -296,11 +288,7 @@ def _check(all_settings: list[LosslessSettings]) -> None:
                     f"grid: got a context of {row.context} tokens, allowed: from {settings.room + 64} for repeats and "
                     "new_tokens"
                 )
-            largest = max(batch or 1 for batch in row.batches)
-            if largest > settings.max_num_seqs:
-                raise ConfigurationError(
-                    f"grid: got a batch of {largest}, allowed: at most max_num_seqs = {settings.max_num_seqs}"
-                )
+            check_batches(row, settings.max_num_seqs)
 
 
 def table(rows: list[Row]) -> Table:

@@ -24,7 +24,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
@@ -36,7 +35,7 @@ from bench.common.engine import Variant, parse_variants, start_engine
 from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import ClientRow, Commit, Output, parse_loads, parse_sizes, size_text
 from bench.common.results import ResultFile, Row, read_run
-from bench.serving.variants import exit_if_backend_is_wrong, finish, run_variant
+from bench.serving.variants import DECODE_GRAPHS, finish, open_variant, run_variant
 from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -195,11 +194,7 @@ def _require_cached(measurement: Measurement, cached: int, prefix: int) -> None:
 def prefill_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
     """Measure one variant in this process, as `prefill` asks for it, and append a row for each measurement."""
     settings = PrefillSettings.model_validate_json(text)
-    with (
-        exit_if_backend_is_wrong(),
-        open_model(settings.model) as model,
-        ResultFile(Path(settings.output)) as file,
-    ):
+    with open_variant(settings) as (model, file):
         _measure_variant(settings, model, file.write)
 
 
@@ -217,8 +212,7 @@ def _measure_variant(settings: PrefillSettings, model: Model, write: Callable[[R
         max_num_batched_tokens=settings.chunk,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         enable_prefix_caching=True,
-        # Decode graphs without the wait for torch.compile, which leaves attention alone.
-        compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+        compilation_config=DECODE_GRAPHS,
     )
     start_seconds = time.perf_counter() - begin
     from vllm import SamplingParams, TokensPrompt

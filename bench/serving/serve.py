@@ -32,6 +32,7 @@ from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import ClientRow, Commit, Output, TimeLimit, parse_loads, parse_names
 from bench.common.results import ResultFile, Row, read_run
 from bench.common.worker import EXTENSION
+from bench.serving.variants import DECODE_GRAPHS
 from bench.serving.watch import watch
 from vllm_sparse_plugin.cli.provenance import describe_gpu, describe_run
 from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server
@@ -63,7 +64,7 @@ ServerArgument = Annotated[
     ),
 ]
 StartSeconds = Annotated[float, typer.Option("--start-seconds", min=1, help="How long a server may take to start.")]
-_DECODE_GRAPHS = ("--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}')
+_DECODE_GRAPHS = ("--compilation-config", json.dumps(DECODE_GRAPHS))
 
 
 @dataclass(frozen=True)

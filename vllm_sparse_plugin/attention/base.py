@@ -144,6 +144,28 @@ class SparseImpl:
             votes = chunk.votes(layer.layer_name, cache.num_kv_heads)
             add_votes(votes, window, chunk.block_table, cache, self.softmax, chunk.request.voting)
 
+    def run_step(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        observed: Sequence[Observed],
+        attend: Callable[[], None],
+    ) -> None:
+        """Attends with the tokens of a step, and does before and after it what compaction asks for.
+
+        Args:
+            layer: vLLM's.
+            query: `[num_tokens, num_heads, head_size]`.
+            kv_cache: as vLLM gives it.
+            observed: tokens of prompts that vote.
+            attend: attends with all tokens, once the cache is bound.
+        """
+        self.bind_cache(kv_cache)
+        self.observe(layer, query, observed)
+        attend()
+        self.compact_ended(layer, observed)
+
     def compact_ended(self, layer: Any, observed: Sequence[Observed]) -> None:
         """Moves what the layer keeps of the prompts that end in a step, once it has attended to them: on a GPU the host
         is ahead then, and requests that decode do not wait for its launches."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
@@ -376,10 +377,9 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         if attn_metadata is None:
             return output
         assert isinstance(attn_metadata, SparseCPUMetadata)
-        self.bind_cache(kv_cache)
-        self.observe(layer, query, attn_metadata.observed)
-        self._attend_all(layer, query, key, value, attn_metadata, output, (output_scale, output_block_scale))
-        self.compact_ended(layer, attn_metadata.observed)
+        scales = output_scale, output_block_scale
+        attend = partial(self._attend_all, layer, query, key, value, attn_metadata, output, scales)
+        self.run_step(layer, query, kv_cache, attn_metadata.observed, attend)
         return output
 
     def _attend_all(

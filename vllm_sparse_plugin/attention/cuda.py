@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -426,10 +427,9 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             self._reserve(layer, query)
             return output.fill_(0)
         assert isinstance(attn_metadata, SparseCUDAMetadata)
-        self.bind_cache(kv_cache)
-        self.observe(layer, query, attn_metadata.observed)
-        self._attend_all(layer, query, key, value, attn_metadata, output, (output_scale, output_block_scale))
-        self.compact_ended(layer, attn_metadata.observed)
+        scales = output_scale, output_block_scale
+        attend = partial(self._attend_all, layer, query, key, value, attn_metadata, output, scales)
+        self.run_step(layer, query, kv_cache, attn_metadata.observed, attend)
         return output
 
     def _attend_all(
