@@ -38,7 +38,7 @@ def counts() -> Counter[str]:
 
 def test_statistics_and_outputs_are_right_after_every_step(counts):
     assert counts["pages"] > 20 * STEPS
-    assert counts["sparse_rows"] > STEPS
+    assert counts["sparse_rows"] > STEPS // 4
 
 
 @pytest.mark.parametrize("event", EVENTS)
