@@ -163,16 +163,6 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         field, got = f"{KEY}.selection.coverage", config.coverage
         expect(on_cpu, field, got, "null on a GPU")
         expect(config.stop_rule is None, field, f"{got} with termination", "null with it")
-    if every := config.config.diagnostics.sample_every:
-        mode = vllm_config.compilation_config.cudagraph_mode
-        field = f"{KEY}.diagnostics.sample_every"
-        expect(config.selector is not None, field, every, "0")
-        expect(
-            not on_cuda or not mode.has_full_cudagraphs(),
-            field,
-            f"{every} with CUDA graphs in mode {mode.name}",
-            "0, or --enforce-eager, or --compilation-config.cudagraph_mode PIECEWISE",
-        )
     # With it vLLM no longer says of a request's last token whether it is part of the prompt.
     expect(not cache.kv_sharing_fast_prefill, "kv_sharing_fast_prefill", "true", "false")
     # Two half batches at once would share the scratch between a layer's kernels, and its counts.

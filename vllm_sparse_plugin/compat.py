@@ -9,7 +9,7 @@ import copyreg
 import functools
 import importlib.metadata
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_sparse_plugin.diagnostics.sampling import Lengths
 
 CLASS_MODULE = "vllm_sparse_plugin.attention.backends"
 """Module whose attributes are the backend classes, by registered name."""
@@ -179,23 +181,30 @@ def hook_platform(
 
 
 def hook_model_runners(
-    attach: Callable[[Any], None], spread: Callable[[Any], Any], added: Callable[[Any, Any], None]
+    attach: Callable[[Any], None],
+    spread: Callable[[Any], Any],
+    added: Callable[[Any, Any], None],
+    begin_step: Callable[[Any, Lengths | None], bool],
 ) -> None:
     """Has the model runners of this process show themselves before they build their layers' metadata builders, and the
-    specifications of all layers' caches before vLLM puts them into groups. The newer runner also shows the requests
-    that it takes.
+    specifications of all layers' caches before vLLM puts them into groups. They also show every step before they choose
+    a CUDA graph for it. The newer runner also shows the requests that it takes.
 
     Why: a request's compaction follows from the length of its prompt, and vLLM's metadata of a step has neither it nor
     the request. The runners do, and they tell nobody. And a backend that specifies the cache of a layer is not told
     which layer it is, while layers may keep different shares of a prompt. What a request says of its own attention is
-    in its sampling parameters, of which the newer runner keeps what its sampler needs.
+    in its sampling parameters, of which the newer runner keeps what its sampler needs. A full CUDA graph calls no
+    layer, so a step in which layers measure must be run as one that also has prompts: by the graphs of what lies
+    between attention, or without any. Data-parallel engines agree about it as they do about such steps.
     Versions: 0.32, 0.33. Can go when `CommonAttentionMetadata` has the requests, the lengths of their prompts and what
-    they say.
+    they say, and when a backend may ask for a step without its full graph.
 
     Args:
         attach: takes a runner.
         spread: takes and returns the specifications by the names of the layers.
         added: takes a runner and its new requests, each with `req_id` and `sampling_params`.
+        begin_step: takes a runner, and what gives query tokens and context of each request of its next step, None for a
+            step that no request is in; returns whether layers must be called in it.
     """
     for module in _RUNNER_MODULES:
         # Only the one that this worker runs has been imported.
@@ -206,6 +215,11 @@ def hook_model_runners(
         runner.get_kv_cache_spec = _spreading(runner.get_kv_cache_spec, spread)
         if hasattr(runner, "add_requests"):
             runner.add_requests = _telling(runner.add_requests, added)
+        if hasattr(runner, "gather_batch_req_state"):
+            runner.gather_batch_req_state = _mixing_gathered(runner.gather_batch_req_state, begin_step)
+        elif hasattr(runner, "_determine_batch_execution_and_padding"):
+            determine = _mixing_determined(runner._determine_batch_execution_and_padding, begin_step)
+            setattr(runner, "_determine_batch_execution_and_padding", determine)  # noqa: B010
         setattr(runner, _HOOKED, True)
 
 
@@ -310,6 +324,47 @@ def _telling(add_requests: Callable[..., Any], added: Callable[[Any, Any], None]
         added(runner, scheduler_output.scheduled_new_reqs)
 
     return add
+
+
+def _mixing_gathered(
+    gather: Callable[..., Any], begin_step: Callable[[Any, Lengths | None], bool]
+) -> Callable[..., Any]:
+    """Of the newer runner: it takes a batch for a mixed one if there is no number of tokens that all requests have."""
+
+    @functools.wraps(gather)
+    def gather_batch_req_state(runner: Any, scheduler_output: Any, dummy_run: bool) -> Any:
+        state, tokens_of_each = gather(runner, scheduler_output, dummy_run)
+
+        def lengths() -> Iterable[tuple[int, int]]:
+            known, queries = scheduler_output.scheduled_cached_reqs, scheduler_output.num_scheduled_tokens
+            for name, computed in zip(known.req_ids, known.num_computed_tokens, strict=True):
+                if name in queries:
+                    yield queries[name], computed + queries[name]
+
+        return state, None if begin_step(runner, None if dummy_run else lengths) else tokens_of_each
+
+    return gather_batch_req_state
+
+
+def _mixing_determined(
+    determine: Callable[..., Any], begin_step: Callable[[Any, Lengths | None], bool]
+) -> Callable[..., Any]:
+    """Of the older runner: it can be told whether a batch is one, as it does in dummy runs."""
+
+    @functools.wraps(determine)
+    def determine_batch(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        is_dummy = kwargs.get("force_uniform_decode") is not None
+
+        def lengths() -> Iterable[tuple[int, int]]:
+            queries = kwargs["num_scheduled_tokens_np"].tolist()
+            computed = runner.input_batch.num_computed_tokens_cpu[: len(queries)].tolist()
+            return [(query, before + query) for query, before in zip(queries, computed, strict=True)]
+
+        if begin_step(runner, None if is_dummy else lengths):
+            kwargs["force_uniform_decode"] = False
+        return determine(runner, *args, **kwargs)
+
+    return determine_batch
 
 
 def _print_refusals_without_traceback() -> None:

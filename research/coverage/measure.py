@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.page_coverage.reference import known_logits, page_logits
+from sparse_kernels.page_coverage import page_logits
+from sparse_kernels.page_coverage.reference import known_logits
 from sparse_kernels.page_score import score_pages
 
 from vllm_sparse_plugin.diagnostics.forward import LayerInputs, PagedLayer

@@ -31,7 +31,8 @@ from vllm_sparse_plugin.compaction.requests import BatchRows
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import ResolvedConfig, Retention, resolve
 from vllm_sparse_plugin.config.requests import EVERY_PAGE
-from vllm_sparse_plugin.diagnostics.live import LayerQuality, StepSampler
+from vllm_sparse_plugin.diagnostics.live import LayerQuality
+from vllm_sparse_plugin.diagnostics.sampling import Sample, StepSampler
 from vllm_sparse_plugin.policies import EveryPage
 
 HEADS, GROUP, SIZE, BLOCK = 2, 2, 64, 64
@@ -359,24 +360,38 @@ def test_a_dense_layer_leaves_everything_to_flash_attention(layer, builder):
 def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
     recorded = []
     monkeypatch.setattr(LayerQuality, "record", lambda self, *arguments: recorded.append(arguments))
-    layer.bind(replace(layer.plan, quality=LayerQuality(0, 0)))
-    common = common_metadata([4, 4, 1, 70], [300, 40, 500, 200], [False, False, False, True])
-    # The first request's last two tokens, one of a request that fits the budget, one of the third request.
-    for sampled, context in ((2, 299), (3, 300), (6, None), (8, 500)):
-        monkeypatch.setattr(StepSampler, "pick", lambda self, num_tokens, sampled=sampled: sampled)
+    layer.bind(replace(layer.plan, quality=LayerQuality(torch.zeros(HEADS, 5, dtype=torch.int64), 0, 2)))
+    lengths = [300, 40, 500, 600, 200]
+    common = common_metadata([4, 4, 1, 1, 70], lengths, [False, False, False, True, True])
+    # With asynchronous speculation the host knows bounds alone.
+    common = common.replace(seq_lens_cpu_upper_bound=torch.tensor([length + 2 for length in lengths]))
+    builder.selector, builder.dense_tokens = layer.plan.selector, 40
+    # The first request's tokens and that of the third: the second fits the budget, the fourth is part of a prompt.
+    for number, (index, request, context) in enumerate(
+        [(0, 0, 297), (1, 0, 298), (2, 0, 299), (3, 0, 300), (8, 2, 500), (0, 0, 297)]
+    ):
+        builder.sampler.sample = Sample(number, 2)
         recorded.clear()
-        run(layer, builder, common)
-        if context is None:
-            assert recorded == []
-            continue
-        ((token, _, pages, softmax),) = recorded
+        output, _, metadata = run(layer, builder, common)
+        assert metadata.sampled.token == index
+        ((token, longest, _, pages, softmax, selection),) = recorded
         assert token.context_lens.tolist() == [context]
+        assert longest == context + 2
         assert softmax == Softmax(SCALE)
-        assert torch.equal(token.block_table[0], common.block_table_tensor[sampled // 4].long())
+        assert selection == layer.plan.selector.page_selection()
+        blocks = token.block_table[0]
+        assert torch.equal(blocks, common.block_table_tensor[request].long()[: len(blocks)])
         assert token.query.shape == (1, HEADS, GROUP, SIZE)
         assert pages.shape == (1, HEADS, 8)
         assert pages[..., 0].eq(0).all()
         assert pages[..., -1].eq(context // 8 - 1).all()
+    # It is the turn of other layers, or nothing is measured.
+    for sample in (Sample(0, 1), None):
+        builder.sampler.sample = sample
+        recorded.clear()
+        again, _, _ = run(layer, builder, common)
+        assert recorded == []
+        assert torch.equal(again, output)
 
 
 @pytest.mark.parametrize("layer", ["unique", "quest", "streaming_llm", "dense", "art"], indirect=True)

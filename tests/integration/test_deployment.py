@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
-from support.dashboard import queries, series_of, variable_series
+from support.dashboard import queries, read_alerts, series_of, variable_series
 
 from vllm_sparse_plugin.cli.server import ServerSettings, run_server
 
@@ -114,6 +114,12 @@ def test_a_query_of_the_dashboard_reads_what_a_server_has(query, labels):
     assert series
     for one in series:
         assert one.name in labels
+        assert one.labels <= labels[one.name] | _ADDED_BY_PROMETHEUS
+
+
+@pytest.mark.parametrize("rule", read_alerts(), ids=lambda rule: rule["alert"])
+def test_an_alert_reads_what_a_server_has(rule, labels):
+    for one in series_of(rule["expr"]):
         assert one.labels <= labels[one.name] | _ADDED_BY_PROMETHEUS
 
 

@@ -9,6 +9,7 @@ from support.paged import assert_as_accurate, dense_attention
 
 from vllm_sparse_plugin.attention import cpu, packing
 from vllm_sparse_plugin.diagnostics.live import LayerQuality
+from vllm_sparse_plugin.diagnostics.sampling import Sample
 
 SMALL = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
 DENSE_TOLERANCE = 2e-2
@@ -346,12 +347,17 @@ def test_sampled_steps_measure_what_was_read(model, backend, monkeypatch):
     harness = LayerHarness(model, settings=SAMPLED, backend=backend, layer_index=3, sinks=torch.randn(8).bfloat16())
     requests = [harness.request(n) for n in (200, 20, 333)]
     harness.step([(request, n) for request, n in zip(requests, (200, 20, 333), strict=True)])
-    outputs = [harness.step([(request, 1) for request in requests]) for _ in range(4)]
-    # Two requests decode sparsely; every second step has one of them measured, first one, then the other.
+    outputs = []
+    # Two requests decode sparsely; one of them is measured in the second step, the other in the fourth.
+    for sample in (None, Sample(3, 0), None, Sample(2, 0)):
+        harness.builder.sampler.sample = sample
+        outputs.append(harness.step([(request, 1) for request in requests]))
     assert len(recorded) == 2
     for (quality, arguments), index, step in zip(recorded, (2, 0), (1, 3), strict=True):
-        assert (quality.layer, quality.first_kv_head) == (3, 0)
-        token, _, pages, softmax = arguments
+        assert quality.counts is harness.builder.counts[-1].of_layers[0]
+        token, longest, _, pages, softmax, selection = arguments
+        assert longest == int(token.context_lens)
+        assert selection == harness.selection.page_selection()
         query, table, context = token.query, token.block_table[0], int(token.context_lens)
         scale, sinks, softcap = softmax.scale, softmax.sink_logits, softmax.softcap
         request = requests[index]
@@ -368,14 +374,28 @@ def test_sampled_steps_measure_what_was_read(model, backend, monkeypatch):
         assert_as_accurate(outputs[step][index][0], exact, exact.float())
 
 
-def test_without_sampling_no_step_measures(model, monkeypatch):
-    harness = LayerHarness(model, settings=SMALL)
+def test_a_step_measures_some_layers_and_bits_stay(model, monkeypatch):
+    """A layer whose turn it is not, and one without a sample, give what a measured one gives."""
+    outputs, measured = [], []
+    for sample in (None, Sample(0, 0), Sample(0, 1)):
+        harness = LayerHarness(model, settings=SAMPLED, seed=3)
+        quality = harness.layer.impl.plan.quality
+        quality.stride = 2
+        request = harness.request(200)
+        harness.step([(request, 200)])
+        harness.builder.sampler.sample = sample
+        outputs.append(harness.step([(request, 1)])[0])
+        measured.append(quality.counts[:, -1].tolist())
+    assert measured == [[0, 0], [1, 1], [0, 0]]
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("off", [{"diagnostics": {"sample_every": 0}}, {"lossless": {"draft_tokens": 2}}], ids=str)
+def test_without_sampling_no_step_measures(model, off):
+    harness = LayerHarness(model, settings=SMALL | off)
     assert harness.layer.impl.plan.quality is None
-    request = harness.request(200)
-    harness.step([(request, 200)])
-    for _ in range(3):
-        harness.step([(request, 1)])
-        assert harness.metadata.decode.sampled is None
+    assert harness.builder.sampler.every == 0
 
 
 @pytest.mark.parametrize("extras", [{}, {"sinks": torch.linspace(-1, 3, 8).bfloat16()}], ids=["plain", "sinks"])

@@ -1,4 +1,4 @@
-"""The dashboard's panels and variables, and which series its PromQL expressions read."""
+"""The dashboard's panels and variables, the alerts beside it, and which series its PromQL expressions read."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import promql_parser as promql
+import yaml
 
 FILE = Path(__file__).parents[2] / "docker" / "grafana" / "dashboards" / "vllm-sparse.json"
+ALERTS = Path(__file__).parents[2] / "docker" / "prometheus" / "alerts.yml"
 _VARIABLES = {"$__rate_interval": "5m", "$instance": ".*"}
 
 
@@ -54,6 +56,13 @@ def variable_series() -> list[Series]:
         name, label = re.fullmatch(r"label_values\(([\w:]+), (\w+)\)", variable["definition"]).groups()
         found.append(Series(name, frozenset([label])))
     return found
+
+
+@cache
+def read_alerts() -> list[dict[str, Any]]:
+    """The alert rules beside the dashboard."""
+    groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
+    return [rule for group in groups for rule in group["rules"]]
 
 
 def _replace_variables(expression: str) -> str:

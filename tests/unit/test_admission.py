@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from sparse_kernels.page_statistics import KINDS, StatisticsKind
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
@@ -741,30 +741,6 @@ def test_dense_attention_has_no_limits_of_our_kernels(folder, monkeypatch):
     config = engine_config(folder(head_dim=72, max_position_embeddings=1 << 20), attention_backend="dense")
     on_cuda(monkeypatch)
     admit(config, BACKENDS)
-
-
-SAMPLED = {"sparse_attention": {"diagnostics": {"sample_every": 100}}}
-SAMPLING = "sparse_attention.diagnostics.sample_every: got 100"
-
-
-def test_nothing_is_sampled_of_dense_attention(folder):
-    message = refusal(folder(), attention_backend="dense", additional_config=SAMPLED)
-    assert message == f"{SAMPLING}, allowed with attention backend dense: 0"
-
-
-def test_no_step_of_a_full_cuda_graph_is_sampled(folder, monkeypatch):
-    config = engine_config(folder(head_dim=64), additional_config=SAMPLED)
-    on_cuda(monkeypatch)
-    for mode in (CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE):
-        config.compilation_config.cudagraph_mode = mode
-        admit(config, BACKENDS)
-    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
-    with pytest.raises(ConfigurationError) as caught:
-        admit(config, BACKENDS)
-    assert str(caught.value) == (
-        f"{SAMPLING} with CUDA graphs in mode FULL_AND_PIECEWISE, {UNIQUE}0, or --enforce-eager, or "
-        "--compilation-config.cudagraph_mode PIECEWISE"
-    )
 
 
 def test_refused_on_an_old_gpu(folder, monkeypatch):

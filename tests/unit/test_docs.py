@@ -25,13 +25,7 @@ TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 STANDS_FOR = {
     "{field}.threshold": (f"{KEY}.routing.threshold",),
     # A setting by its path, the name of a preset, an option with JSON; what `expect` names has a row of its own.
-    "{field}": (
-        f"{KEY}.preset",
-        "additional_config",
-        "engine_args",
-        "settings",
-        f"{KEY}.diagnostics.sample_every",
-    ),
+    "{field}": (f"{KEY}.preset", "additional_config", "engine_args", "settings"),
     "{origin}": (f"{KEY}.config",),
     f"{KEY}.selection.{{name}}": tuple(f"{KEY}.selection.{name}" for name in ("policy", "page_size", "statistics")),
     f"{KEY}.{{SWITCH}}": (f"{KEY}.trained",),

@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
-from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.paging import PagedTensor
 from vllm.ray.ray_env import get_env_vars_to_copy
@@ -92,6 +92,8 @@ def test_a_token_that_does_not_fit_the_memory_is_not_measured(warnings, monkeypa
     monkeypatch.setattr(live, "measure", too_large)
     rows = PagedTensor.from_rows(torch.zeros(4, 1, 16, 8), 8)
     token = QueryTokens(torch.zeros(1, 1, 1, 8), torch.arange(4)[None], torch.tensor([40]))
-    live.LayerQuality(0, 0).record(token, KVCache(rows, rows), torch.zeros(1, 1, 1, dtype=torch.int64), Softmax(1.0))
+    quality, page = live.LayerQuality(torch.zeros(1, 5, dtype=torch.int64), 0, 1), torch.zeros(1, 1, 1)
+    quality.record(token, 40, KVCache(rows, rows), page, Softmax(1.0), PageSelection(1))
+    assert quality.counts.eq(0).all()
     (line,) = warnings
     assert line.endswith("a token cannot be measured (OutOfMemoryError: CUDA out of memory)")

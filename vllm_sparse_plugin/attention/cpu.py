@@ -34,13 +34,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin.attention import packing
 from vllm_sparse_plugin.attention.base import SparseBackend, SparseImpl, plan_compaction, report_memory
-from vllm_sparse_plugin.attention.plan import plan_layers
+from vllm_sparse_plugin.attention.plan import plan_layers, step_sampler
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.compaction.step import Observed
 from vllm_sparse_plugin.config.requests import EVERY_PAGE, pages_of_request
-from vllm_sparse_plugin.diagnostics.live import StepSampler
+from vllm_sparse_plugin.diagnostics.sampling import Sample
 from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.policies.dense import EveryPage, every_page
 from vllm_sparse_plugin.policies.scored import ScoredSelection
@@ -80,8 +80,8 @@ class DecodeTokens:
     """`[num_tokens]` int64, tokens that each may attend, itself included."""
     limits: Coverage | None
     """How much each reads, where a request of the step says something of its own or the layers have a coverage."""
-    sampled: int | None = None
-    """Index of the token whose selection is measured, if one's is."""
+    sampled: Sample | None = None
+    """Index of the token whose selection is measured, and in which layers; None for none."""
 
 
 class PromptTokens(NamedTuple):
@@ -140,7 +140,8 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             for page_size in {self.page_size, self.summarised_tokens}:
                 packing.check_packing(self.isa, self.block_size, self.head_dim, page_size, self.dtype)
         self.rows = requests.current_if_any()
-        self.sampler = StepSampler(self.sparse.config.diagnostics.sample_every)
+        assert self.reorder_batch_threshold is not None
+        self.sampler = step_sampler(self.sparse, vllm_config, self.reorder_batch_threshold)
         self.compaction = plan_compaction(layers, self.sparse, kv_cache_spec, vllm_config, device)
         group = plan_layers(layers, self.sparse, vllm_config, self.block_size, statistics, device)
         self.counts = group.counts
@@ -205,7 +206,10 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             context_lens = (common.seq_lens[request] - from_end).long()
             block_table = common.block_table_tensor[request].long()
             own = None if limits is None else limits[request]
-            metadata.decode = DecodeTokens(tokens, block_table, context_lens, own, self.sampler.pick(len(tokens)))
+            sample = self.sampler.sample
+            if sample is not None:
+                sample = sample._replace(token=sample.token % len(tokens))
+            metadata.decode = DecodeTokens(tokens, block_table, context_lens, own, sample)
         if prefilling.any():
             tokens = prefilling[request_of_token].nonzero().squeeze(1)
             metadata.prompts = PromptTokens(tokens, self._round(_subset(common, prefilling, query_lens, tokens)))
@@ -430,8 +434,8 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         grouped = query.unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
         tokens = QueryTokens(grouped, decode.block_table, decode.context_lens)
         if decode.sampled is not None:
-            one = slice(decode.sampled, decode.sampled + 1)
-            self._measure(tokens[one], None if decode.limits is None else decode.limits[one])
+            one = slice(decode.sampled.token, decode.sampled.token + 1)
+            self._measure(tokens[one], None if decode.limits is None else decode.limits[one], decode.sampled)
         routing = self.plan.routing
         if routing is None:
             return self._attend(tokens, self.cache, self.all_heads, decode.limits)
@@ -481,8 +485,11 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             return plan.selector.select(tokens.query, cache.statistics, tokens.block_table, num_pages, budgets), None
         return select_until_stable(plan.selector, plan.stop_rule, tokens, cache, self.softmax)
 
-    def _measure(self, token: QueryTokens, limits: Coverage | None) -> None:
-        """Records the quality of one token's selection, of all its groups."""
-        if self.plan.quality is not None and self.plan.selector is not None:
-            pages, _ = self._pages(token, self.cache, limits)
-            self.plan.quality.record(token, self.cache, pages, self.softmax)
+    def _measure(self, token: QueryTokens, limits: Coverage | None, sample: Sample) -> None:
+        """Measures one token's selection, of all its groups, if the sample is of this layer."""
+        plan = self.plan
+        if plan.quality is None or plan.selector is None or not plan.quality.measures(sample):
+            return
+        pages, _ = self._pages(token, self.cache, limits)
+        selection, longest = plan.selector.page_selection(), int(token.context_lens)
+        plan.quality.record(token, longest, self.cache, pages, self.softmax, selection)

@@ -14,10 +14,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from sparse_kernels.batch import DecodeBatch, DecodeOutput, Prompts, QueryTokens
 from sparse_kernels.block_prefill import VarlenAttention, VirtualSequences, scratch_bytes
 from sparse_kernels.cache import KVCache
@@ -50,14 +51,14 @@ from vllm_sparse_plugin.attention.base import (
     report_memory,
 )
 from vllm_sparse_plugin.attention.budgets import StepBudgets, StepNumbers
-from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
+from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers, step_sampler
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.compaction.step import Observed
 from vllm_sparse_plugin.config import BlockPrefill
 from vllm_sparse_plugin.config.requests import EVERY_PAGE
-from vllm_sparse_plugin.diagnostics.live import StepSampler
+from vllm_sparse_plugin.diagnostics.sampling import Sample
 from vllm_sparse_plugin.policies.base import PagesRead
 
 if TYPE_CHECKING:
@@ -145,6 +146,19 @@ class DecodeRequests:
     """`[num_requests]` int32, pages that a selection reads of each; None where all have the settings' budget."""
 
 
+class SampledToken(NamedTuple):
+    """A decoding token whose selection is measured, as far as the host knows it."""
+
+    token: int
+    """Its place in the batch."""
+    longest: int
+    """Its context, at most."""
+    pages: int
+    """Complete pages that it reads."""
+    sample: Sample
+    """In which layers."""
+
+
 @dataclass
 class SparseCUDAMetadata(FlashAttentionMetadata):
     """FlashAttention's metadata for the whole batch, and what sparse layers do instead."""
@@ -160,8 +174,8 @@ class SparseCUDAMetadata(FlashAttentionMetadata):
     """The requests that prefill, for layers whose prefill is sparse; empty if they all read everything."""
     observed: list[Observed] = field(default_factory=list)
     """Tokens of prompts whose queries are kept for a vote."""
-    sampled: int | None = None
-    """Index of the decoding token whose selection is measured, if one's is."""
+    sampled: SampledToken | None = None
+    """The decoding token whose selection is measured, if one's is."""
 
 
 class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -180,7 +194,9 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         backend: type[SparseCUDABackend] = next(iter(layers.values())).attn_backend
         sparse = backend.config()
         statistics = backend.statistics_layout(kv_cache_spec)
-        self.sampler = StepSampler(sparse.config.diagnostics.sample_every)
+        assert self.reorder_batch_threshold is not None
+        self.sampler = step_sampler(sparse, vllm_config, self.reorder_batch_threshold)
+        self.selector, self.dense_tokens = sparse.selector, sparse.config.min_context_tokens - 1
         # Lossless mode goes without sparse prefill, so a step that answers leaves nothing out.
         self.answers_sparsely = sparse.lossless is None
         self.compaction = plan_compaction(layers, sparse, kv_cache_spec, vllm_config, device)
@@ -191,7 +207,6 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         group = plan_layers(layers, sparse, vllm_config, self.block_size, statistics, device)
         self.counts = group.counts
         self.reads = group.reads
-        assert self.reorder_batch_threshold is not None
         max_tokens = max_requests * self.reorder_batch_threshold
         scratch = self._stop_scratch(layers, group.plans, max_tokens)
         for name, layer in layers.items():
@@ -262,9 +277,10 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             )
         metadata.num_decode_tokens = num_decode_tokens
         metadata.observed = [] if self.compaction is None else self.compaction.observed
-        metadata.sampled = self.sampler.pick(num_decode_tokens)
         if num_decodes:
-            self._write_dense_requests(common, num_decodes, own)
+            whole_requests = self._write_dense_requests(common, num_decodes, own)
+            if self.sampler.sample is not None:
+                metadata.sampled = self._sampled(self.sampler.sample, common, runs, own, whole_requests)
             dense, budgets = self.dense_requests.tensor, self.budgets.pages
             for run in runs:
                 those = slice(run.first_request, run.first_request + run.num_requests)
@@ -332,7 +348,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
 
     def _write_dense_requests(
         self, common: CommonAttentionMetadata, num_decodes: int, own: Sequence[PagesRead | None]
-    ) -> None:
+    ) -> NDArray[np.bool_]:
+        """Writes, and returns, which of the first requests are attended whole."""
         dense = np.zeros(num_decodes, dtype=bool)
         if common.is_prefilling is not None:
             # It may leave out the requests that pad a graph's batch.
@@ -341,6 +358,35 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         for request, pages in enumerate(own[:num_decodes]):
             dense[request] |= pages is not None and pages.least >= EVERY_PAGE
         self.dense_requests.write(dense.tolist() if dense.any() else [])
+        return dense
+
+    def _sampled(
+        self,
+        sample: Sample,
+        common: CommonAttentionMetadata,
+        runs: Sequence[DecodeRun],
+        own: Sequence[PagesRead | None],
+        whole_requests: NDArray[np.bool_],
+    ) -> SampledToken | None:
+        """Returns the decoding token that a sample is of: one that leaves something out, if there is any."""
+        bound = common.seq_lens_cpu_upper_bound
+        if self.selector is None or bound is None:
+            return None
+        tokens: list[SampledToken] = []
+        for run in runs:
+            per_request = run.num_tokens // run.num_requests
+            for place in range(run.num_requests):
+                request = run.first_request + place
+                if request >= len(bound) or whole_requests[request]:
+                    continue
+                said = own[request] if request < len(own) else None
+                pages = self.selector.budget_pages if said is None else said.most
+                for position in range(per_request):
+                    index = run.first_token + place * per_request + position
+                    longest = int(bound[request]) - (per_request - 1 - position)
+                    if longest > self.dense_tokens and longest // self.selector.page_size > pages:
+                        tokens.append(SampledToken(index, longest, pages, sample))
+        return tokens[sample.token % len(tokens)] if tokens else None
 
 
 def _without_first(common: CommonAttentionMetadata, requests: int, tokens: int) -> CommonAttentionMetadata:
@@ -503,8 +549,8 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             )  # fmt: skip
             self._decode(batch, cache, DecodeOutput(output[decode.tokens], counters=self.plan.counters))
             sampled = metadata.sampled
-            if sampled is not None and decode.tokens.start <= sampled < decode.tokens.stop:
-                self._measure(batch, cache, sampled - decode.tokens.start)
+            if sampled is not None and decode.tokens.start <= sampled.token < decode.tokens.stop:
+                self._measure(batch, cache, sampled.token - decode.tokens.start, sampled)
 
     def _voting(self, layer: Any, window: ObservationWindow) -> tuple[ObservationWindow, KVCache]:
         scaled = replace(window, query_scale=self._query_scale(window.query, layer))
@@ -608,29 +654,34 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
                 batch, cache, self.softmax, selection, routing=plan.routing, rule=plan.stop_rule, output=output
             )
 
-    def _measure(self, batch: DecodeBatch, cache: KVCache, index: int) -> None:
-        """Records the quality of one token's selection. It waits for the device, so no CUDA graph may hold it."""
+    def _measure(self, batch: DecodeBatch, cache: KVCache, index: int, sampled: SampledToken) -> None:
+        """Measures the selection of one token of a batch, if the sample is of this layer.
+
+        Nothing but a rule that stops waits for the device: what the host must know of the token it does.
+        """
         plan = self.plan
-        if plan.quality is None or plan.selector is None:
+        if plan.quality is None or plan.selector is None or not plan.quality.measures(sampled.sample):
+            return
+        if batch.query.is_cuda and torch.cuda.is_current_stream_capturing():
+            # A graph would measure again in every step.
             return
         request, position = divmod(index, batch.tokens_per_request)
-        context = int(batch.seq_lens[request]) - (batch.tokens_per_request - 1 - position)
-        whole = context <= batch.dense_tokens or (batch.dense_requests is not None and batch.dense_requests[request])
-        selector = plan.selector
-        if batch.budgets is not None:
-            own = int(batch.budgets[request]) * selector.page_size
-            selector = selector.model_copy(update={"budget_tokens": own})
-        if whole or context // plan.page_size <= selector.budget_pages:
-            return
-        softmax, query = self.softmax, batch.query[index : index + 1]
-        if batch.query_scale is not None:
-            softmax = replace(softmax, scale=softmax.scale * float(batch.query_scale))
-        grouped = query.to(torch.bfloat16).unflatten(1, (cache.num_kv_heads, -1))
-        table = batch.block_table[request : request + 1].long()
-        token = QueryTokens(grouped, table, torch.tensor([context], device=query.device))
+        this = slice(request, request + 1)
+        grouped = batch.query[index : index + 1].to(torch.bfloat16).unflatten(1, (cache.num_kv_heads, -1))
+        blocks = -(-sampled.longest // plan.block_size)
+        table = batch.block_table[this, :blocks].long()
+        context_lens = (batch.seq_lens[this] - (batch.tokens_per_request - 1 - position)).long()
+        token, softmax = QueryTokens(grouped, table, context_lens), self.softmax
+        selector = plan.selector.model_copy(update={"budget_tokens": sampled.pages * plan.page_size})
         if plan.stop_rule is None:
-            num_pages = token.num_pages(plan.page_size)
-            pages = selector.select(grouped, cache.statistics, table, num_pages)
+            pages = selector.select(grouped, cache.statistics, table, token.num_pages(plan.page_size))
         else:
-            pages, _ = select_until_stable(selector, plan.stop_rule, token, cache, softmax)
-        plan.quality.record(token, cache, pages, softmax)
+            scale = softmax.scale if batch.query_scale is None else softmax.scale * float(batch.query_scale)
+            scaled = replace(softmax, scale=scale)
+            pages, _ = select_until_stable(selector, plan.stop_rule, token, cache, scaled)
+        query = batch.query[index : index + 1].float().unflatten(1, (cache.num_kv_heads, -1))
+        if batch.query_scale is not None:
+            query = query * batch.query_scale
+        plan.quality.record(
+            replace(token, query=query), sampled.longest, cache, pages, softmax, selector.page_selection()
+        )

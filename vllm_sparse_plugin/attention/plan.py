@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -14,7 +15,7 @@ from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.page_statistics import StatisticsLayout
 from sparse_kernels.split_attention import Stopping
 from sparse_kernels.stopping import StopRule
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
@@ -22,10 +23,23 @@ from vllm_sparse_plugin.admission import drafts_with_attention
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
 from vllm_sparse_plugin.config.requests import most_pages_on_gpu, takes_budgets
-from vllm_sparse_plugin.diagnostics.live import PROMPT_READS, READS, SKIPPED, ContextReads, DeviceCounts, LayerQuality
+from vllm_sparse_plugin.diagnostics import sampling
+from vllm_sparse_plugin.diagnostics.live import (
+    PROMPT_READS,
+    QUALITY,
+    READS,
+    SKIPPED,
+    ContextReads,
+    DeviceCounts,
+    LayerQuality,
+)
+from vllm_sparse_plugin.diagnostics.sampling import StepSampler
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import EveryPage, Selection
 from vllm_sparse_plugin.policies.scored import ScoredSelection
+
+_LAYERS_MEASURED = 4
+"""Layers of a worker that a sampled step measures, about: with more of them a long context would make it wait."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +117,7 @@ class LayerGroup(NamedTuple):
 
     plans: dict[str, LayerPlan]
     counts: list[DeviceCounts]
-    """What kernels count on the device."""
+    """What is counted on the device."""
     reads: ContextReads | None
     """What lengths say of the tokens read; None if no layer selects, or where attention may stop."""
     prefill_rule: PromptRule | None
@@ -142,6 +156,7 @@ def plan_layers(
     selecting = {name: layer for name, layer in of_model.items() if selects_pages(layer, sparse)}
     reads = _counts_of_reads(selecting, sparse, vllm_config, device)
     counters = dict(zip(selecting, reads.of_layers, strict=True)) if reads else {}
+    quality, measured = _quality_of(selecting, sparse, vllm_config, statistics, device)
     drafting = of_draft if sparse.draft_is_sparse else set()
     if not all(attends_whole_context(layers[name]) for name in drafting):
         # vLLM builds one batch for all layers of a draft, so they must all be sparse.
@@ -150,9 +165,6 @@ def plan_layers(
         )
     plans = {}
     for name, layer in layers.items():
-        quality = None
-        if sparse.config.diagnostics.sample_every and name in of_model:
-            quality = LayerQuality(extract_layer_index(layer.layer_name), first_kv_head(vllm_config))
         plans[name] = LayerPlan(
             block_size=block_size,
             page_size=(sparse.selector or EveryPage()).page_size,
@@ -164,11 +176,11 @@ def plan_layers(
             stop_rule=sparse.stop_rule if name in selecting else None,
             routing=routing.get(name),
             counters=counters.get(name),
-            quality=quality,
+            quality=quality.get(name),
             prefill=prefill.get(name),
             moves_tokens=sparse.moves_tokens and attends_whole_context(layer),
         )
-    counts = [counts for counts in (skipped, reads, densities) if counts is not None]
+    counts = [counts for counts in (skipped, reads, densities, measured) if counts is not None]
     return LayerGroup(
         plans=plans,
         counts=counts,
@@ -264,6 +276,57 @@ def _counts_of_reads(
     if not selecting or (sparse.stop_rule is None and sparse.coverage is None):
         return None
     return DeviceCounts(_numbered(selecting, vllm_config), READS, 4, device)
+
+
+def _quality_of(
+    selecting: Mapping[str, Attention],
+    sparse: ResolvedConfig,
+    vllm_config: VllmConfig,
+    statistics: StatisticsLayout | None,
+    device: torch.device,
+) -> tuple[dict[str, LayerQuality], DeviceCounts | None]:
+    """Returns what measures the sampled tokens of each layer, and the counts of what they find."""
+    if not selecting or not sampled_steps(sparse):
+        return {}, None
+    # Layers that share a cache layout have a builder of their own, but a step measures a few of all of them.
+    layers = get_layers_from_vllm_config(vllm_config, Attention)
+    everywhere = sorted(
+        extract_layer_index(name)
+        for name, layer in layers.items()
+        if selects_pages(layer, sparse) and not is_of_draft(name, vllm_config)
+    )
+    stride = math.ceil(len(everywhere) / _LAYERS_MEASURED)
+    numbered = _numbered(selecting, vllm_config)
+    estimates = statistics is not None and statistics.kind.codes is not None
+    counts = DeviceCounts(numbered, QUALITY if estimates else QUALITY[:-1], 5, device)
+    of_layer = {
+        name: LayerQuality(counted, everywhere.index(index), stride)
+        for name, (index, _), counted in zip(selecting, numbered, counts.of_layers, strict=True)
+    }
+    return of_layer, counts
+
+
+def sampled_steps(sparse: ResolvedConfig) -> int:
+    """Returns in one of how many steps tokens are measured; 0 for none, as in lossless mode, whose answers come of
+    dense attention."""
+    measures = sparse.selector is not None and sparse.lossless is None
+    return sparse.config.diagnostics.sample_every if measures else 0
+
+
+def step_sampler(sparse: ResolvedConfig, vllm_config: VllmConfig, longest_query: int) -> StepSampler:
+    """Returns what picks the steps to be measured, the same for all groups of layers.
+
+    Args:
+        sparse: our configuration.
+        vllm_config: vLLM's.
+        longest_query: most query tokens of a request that decodes.
+    """
+    # Where one data-parallel engine runs without its full graph, all of them do.
+    every = sampled_steps(sparse) * vllm_config.parallel_config.data_parallel_size
+    shortest = sparse.config.min_context_tokens
+    if sparse.selector is not None:
+        shortest = max(shortest, (sparse.selector.pages_read.least + 1) * sparse.selector.page_size)
+    return sampling.of_loading_runner(StepSampler(every, shortest, longest_query))
 
 
 def _reads_by_length(sparse: ResolvedConfig) -> ContextReads | None:

@@ -38,10 +38,11 @@ AnyCompaction = Annotated[reduce(or_, COMPACTIONS), Field(discriminator="method"
 class Diagnostics(Section):
     """Measuring the selections of a running server."""
 
-    sample_every: Annotated[int, Field(ge=0, le=1 << 30)] = 0
-    """One in so many steps that decode sparsely has one of its tokens attend to everything as well; how the selection
-    compares is added to the `vllm_sparse_` metrics at `/metrics`, by layer and KV head. 0 for none. On a GPU not with
-    full CUDA graphs."""
+    sample_every: Annotated[int, Field(ge=0, le=1 << 30)] = 1024
+    """One in so many steps that decode sparsely has one of its tokens attend to everything as well, in a few layers by
+    turns; how the selection compares is added to the `vllm_sparse_` metrics at `/metrics`, by layer and KV head. 0 for
+    none. On a GPU such a step runs outside its full CUDA graph. Where nothing is selected, and in lossless mode, whose
+    answers come of dense attention, nothing is measured."""
 
 
 class SparseAttentionConfig(Section):

@@ -17,7 +17,7 @@ from sparse_kernels.batch import Softmax
 from sparse_kernels.page_statistics import update_page_statistics
 from sparse_kernels.paging import PagedTensor
 
-from vllm_sparse_plugin.diagnostics.quality import Quality, measure
+from vllm_sparse_plugin.diagnostics.quality import Context, Quality, measure
 from vllm_sparse_plugin.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -187,12 +187,14 @@ class PagedLayer:
         blocks, heads = keys.view.shape[:2]
         device = layer.keys.device
         self.block_table = torch.arange(blocks, device=device).expand(len(layer.query), -1)
-        self.statistics = None
+        self.statistics = self.summaries = None
         if layout is not None:
             rows = torch.zeros(blocks, heads, layout.rows(block_size), 2 * head_size, dtype=dtype, device=device)
             self.statistics = layout.views(rows, block_size)
             page = torch.arange(layer.keys.shape[1] // selection.page_size, device=device)
             update_page_statistics(keys, self.statistics, page // keys.pages_per_block, page % keys.pages_per_block)
+            if layout.kind.codes is not None:
+                self.summaries = [self.statistics.summaries(self.block_table[0])[0]]
 
     def quality(self, selection: Selection | None = None) -> Quality:
         """Measures what the selection gets of dense attention.
@@ -203,9 +205,11 @@ class PagedLayer:
         layer, selection = self.layer, selection or self.selection
         num_pages = layer.context_lens // selection.page_size
         pages = selection.select(layer.query, self.statistics, self.block_table, num_pages)
+        context = Context([layer.keys], [layer.values], self.summaries)
         return measure(
-            layer.query, layer.keys, layer.values, layer.context_lens, pages, selection.page_size, Softmax(layer.scale)
-        )
+            layer.query, context, layer.context_lens, pages, selection.page_size, Softmax(layer.scale),
+            selection.page_selection(),
+        )  # fmt: skip
 
 
 def in_blocks(rows: torch.Tensor, block_size: int, page_size: int) -> PagedTensor:

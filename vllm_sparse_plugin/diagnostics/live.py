@@ -1,4 +1,4 @@
-"""Measures the selections of a running server: picks steps, and brings what they show to `/metrics`.
+"""Measures the selections of a running server, and brings what is measured and counted to `/metrics`.
 
 Workers are other processes than the one that serves `/metrics`. They add to files in the format of prometheus_client's
 multi-process mode; the process that the user starts makes the folder before it starts them, and reads it when it is
@@ -18,8 +18,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
@@ -30,24 +29,19 @@ from numpy.typing import NDArray
 from prometheus_client import REGISTRY
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
-from sparse_kernels.batch import QueryTokens, Softmax
+from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.block_prefill import SHARE_UNITS
 from sparse_kernels.cache import KVCache
+from sparse_kernels.paging import PagedTensor
 
-from vllm_sparse_plugin.diagnostics.quality import measure
+from vllm_sparse_plugin.diagnostics.quality import Context, measure
+from vllm_sparse_plugin.diagnostics.sampling import Sample
 
 _logger = logging.getLogger(f"vllm.{__name__}")
 _VLLM_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _OUR_FOLDER = "SPARSE_PLUGIN_METRICS_DIR"
 _COPIED_TO_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 """Names of what vLLM passes on to Ray's workers, which do not inherit the environment, separated by commas."""
-_METRICS = {
-    "mass": ("vllm_sparse_attention_mass", "Share of the attention weight that is on tokens read, by sampled steps."),
-    "recall": ("vllm_sparse_page_recall", "Share of the pages of largest attention weight that are read."),
-    "cosine": ("vllm_sparse_output_cosine", "Cosine of the outputs of sparse and dense attention."),
-}
-"""A summary's name and help, by field of `Quality`; its `_sum` over its `_count` is the mean."""
-
 
 _READ_SHARE = "vllm_sparse_kv_read_share"
 _READ_SHARE_TEXT = (
@@ -67,6 +61,20 @@ class Ratio(NamedTuple):
     """The sum is counted in this part of one."""
 
 
+_UNITS = 1 << 30
+QUALITY = (
+    Ratio(
+        "vllm_sparse_attention_mass", "Share of the attention weight that is on tokens read, by sampled steps.",
+        0, 4, _UNITS,
+    ),
+    Ratio("vllm_sparse_page_recall", "Share of the pages of largest attention weight that are read.", 1, 4, _UNITS),
+    Ratio("vllm_sparse_output_cosine", "Cosine of the outputs of sparse and dense attention.", 2, 4, _UNITS),
+    Ratio(
+        "vllm_sparse_estimated_mass", "The share of the attention weight as the page statistics estimate it.",
+        3, 4, _UNITS,
+    ),
+)  # fmt: skip
+"""Summaries of `LayerQuality.counts`; without an estimate all but the last."""
 SKIPPED = (Ratio("vllm_sparse_group_skipped", "Share of the KV groups of decoding tokens that routing skips.", 0, 1),)
 """Summaries of `GroupRouting.counts`."""
 READS = (
@@ -86,6 +94,8 @@ PROMPT_READS = (
     Ratio("vllm_sparse_prefill_mass", _MASS_TEXT, 2, 3, SHARE_UNITS),
 )
 """Summaries of `PrefillPlan.counters`."""
+_PIECE_TOKENS = 16_384
+"""Tokens of a context that are measured at once."""
 COUNTED_STEPS = 16
 """Steps between two copies of what kernels count."""
 
@@ -132,62 +142,85 @@ def _file(folder: str) -> MmapedDict:
     return MmapedDict(str(Path(folder) / f"summary_vllm-sparse-{os.getpid()}.db"))
 
 
-class StepSampler:
-    """Says which query token of which decode step is measured."""
+class LayerQuality:
+    """Measures sampled tokens of one attention layer. It does not wait for a device."""
 
-    def __init__(self, every: int) -> None:
-        self.every = every
-        self.steps = 0
-
-    def pick(self, num_tokens: int) -> int | None:
-        """Picks the index of the query token of this step to be measured, if one is: another in every sampled step.
+    def __init__(self, counts: torch.Tensor, place: int, stride: int) -> None:
+        """Takes what is added to, and which steps the layer is measured in.
 
         Args:
-            num_tokens: query tokens that decode in this step.
+            counts: `[num_kv_heads, 5]` int64: mass, recall, cosine and estimated mass in parts of one, and how many
+                tokens they are of.
+            place: of the layer among those that are measured.
+            stride: one layer in so many is measured in a step.
         """
-        if not self.every or not num_tokens:
-            return None
-        self.steps += 1
-        sample, remainder = divmod(self.steps, self.every)
-        return None if remainder else sample % num_tokens
+        self.counts = counts
+        self.place = place
+        self.stride = stride
 
+    def measures(self, sample: Sample) -> bool:
+        """Returns whether the layer is one of those that a sample is of."""
+        return (sample.layers - self.place) % self.stride == 0
 
-class LayerQuality:
-    """Measures sampled tokens of one attention layer."""
-
-    def __init__(self, layer: int, first_kv_head: int) -> None:
-        self.layer = layer
-        self.first_kv_head = first_kv_head
-
-    def record(self, token: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax) -> None:
-        """Compares one token's selection with dense attention and adds the result to the metrics.
+    def record(
+        self,
+        token: QueryTokens,
+        longest: int,
+        cache: KVCache,
+        pages: torch.Tensor,
+        softmax: Softmax,
+        selection: PageSelection,
+    ) -> None:
+        """Compares one token's selection with dense attention and adds the result to the counts.
 
         Args:
             token: the query token.
+            longest: its context at most, which the host knows.
             cache: what it attends to.
             pages: `[1, num_kv_heads, k]` integer, the complete pages it reads, -1 for none.
             softmax: how logits become weights.
+            selection: says which pages are read whatever the query.
         """
-        context, per_block, device = int(token.context_lens), cache.keys.pages_per_block, token.query.device
-        page = torch.arange(-(-context // cache.page_size), device=device)
-        blocks = token.block_table[0].long()[page // per_block]
-        heads = torch.arange(cache.num_kv_heads, device=device)[:, None]
-        softmax = replace(softmax, scale=cache.scaled_by_keys(softmax.scale))
+        query = token.query.float()
+        if cache.key_scale is not None:
+            query = query * cache.key_scale
+        context = _context(token, longest, cache)
         try:
-            keys, values = (
-                paged.gather(blocks, heads, page % per_block).flatten(1, 2)[:, :context]
-                for paged in (cache.keys, cache.values)
-            )
-            quality = measure(token.query, keys, values, token.context_lens, pages, cache.page_size, softmax)
+            quality = measure(query, context, token.context_lens, pages, cache.page_size, softmax, selection)
+            estimated = quality.mass if quality.estimated_mass is None else quality.estimated_mass
+            parts = torch.stack([quality.mass[0], quality.recall[0], quality.cosine[0], estimated[0]], dim=1)
+            # A model whose numbers overflow must not spoil what was measured before.
+            finite = parts.isfinite().all(dim=1, keepdim=True)
+            counted = torch.cat([torch.where(finite, parts * _UNITS, 0).long(), finite.long()], dim=1)
+            self.counts += counted
         except RuntimeError as error:
             # A long context may not fit the memory that vLLM leaves.
             _say_once("a token cannot be measured", error)
-            return
-        for field, (metric, text) in _METRICS.items():
-            for head, value in enumerate(getattr(quality, field)[0].tolist()):
-                labels = [str(self.layer), str(self.first_kv_head + head)]
-                for suffix, amount in (("_sum", value), ("_count", 1.0)):
-                    _add(metric, suffix, labels, text, amount)
+
+
+def _context(token: QueryTokens, longest: int, cache: KVCache) -> Context:
+    """Returns what a token attends to, piece by piece, so that no copy of a long context takes much memory."""
+    per_block = cache.keys.pages_per_block
+    block_tokens = per_block * cache.page_size
+    device = token.query.device
+    table = token.block_table[0, : -(-longest // block_tokens)].long()
+    pieces = table.split(max(_PIECE_TOKENS // block_tokens, 1))
+    heads = torch.arange(cache.num_kv_heads, device=device)[:, None, None]
+    page = torch.arange(per_block, device=device)
+
+    def rows(paged: PagedTensor) -> Iterator[torch.Tensor]:
+        position = torch.arange(len(pieces[0]) * block_tokens, device=device)
+        for blocks in pieces:
+            found = paged.gather(blocks[:, None], heads, page).flatten(1, 3)
+            # What lies beyond the context is stale memory and may be NaN, which a weight of 0 would not hide.
+            yield found.float().masked_fill(position[: found.shape[1], None] >= token.context_lens, 0.0)
+            position = position + block_tokens * len(blocks)
+
+    statistics = cache.statistics
+    summaries = None
+    if statistics is not None and statistics.kind.codes is not None:
+        summaries = (statistics.summaries(blocks)[0] for blocks in pieces)
+    return Context(rows(cache.keys), rows(cache.values), summaries)
 
 
 class DeviceCounts:

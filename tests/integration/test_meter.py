@@ -1,0 +1,60 @@
+"""The meter of a running engine says what `vllm-sparse diagnose` says."""
+
+import pytest
+import torch
+from support import meter
+from support.engines import MODEL, in_fresh_process
+from support.meter import Decoded
+from transformers import AutoTokenizer
+
+from vllm_sparse_plugin.diagnostics.forward import CapturingModel, PagedLayer
+from vllm_sparse_plugin.needles import build_questions
+from vllm_sparse_plugin.policies import UniqueSelection
+
+SELECTION = {"budget_tokens": 256}
+LAST_LAYER = 7
+NEW_TOKENS = 12
+
+
+@pytest.fixture(scope="module")
+def decoded() -> Decoded:
+    """A text that needle-8m has decoded densely in all layers but the last one, which leaves no trace in others."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    (question,) = build_questions(tokenizer, "multikey", 4096, 1, seed=1)
+    prompt = tokenizer.encode(question.prompt)
+    return in_fresh_process(meter.decode, prompt, NEW_TOKENS, SELECTION, LAST_LAYER)
+
+
+def test_every_step_is_measured_in_the_layer_that_selects(decoded):
+    contexts = [each.context for each in decoded.measured]
+    # The first of the new tokens comes of the prompt.
+    assert contexts == list(range(len(decoded.tokens) - NEW_TOKENS + 1, len(decoded.tokens)))
+
+
+def test_the_meter_says_what_diagnose_says_of_what_attention_saw(decoded):
+    """Selections are the same; sums are of as many float32 numbers as there are tokens, in another order."""
+    for each in decoded.measured:
+        for found, wanted in zip(each.meter, each.diagnosed, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=0, atol=len(decoded.tokens) * torch.finfo().eps)
+
+
+def test_the_meter_says_what_diagnose_says_of_the_text(decoded):
+    """transformers' bfloat16 is not vLLM's: queries and keys differ in their last bits, so that weights do by a few
+    percent of themselves, and a page at the edge of the budget of 32 may be another."""
+    inputs = CapturingModel(MODEL, "cpu").run(decoded.tokens[:-1], NEW_TOKENS - 1)[LAST_LAYER]
+    diagnosed = PagedLayer(inputs, UniqueSelection(**SELECTION)).quality()
+    for name, tolerance in {"mass": 0.02, "estimated_mass": 0.02, "recall": 2 / 32, "cosine": 0.02}.items():
+        found = torch.cat([getattr(each.meter, name) for each in decoded.measured])
+        wanted = getattr(diagnosed, name)
+        assert found.shape == wanted.shape == (NEW_TOKENS - 1, 2)
+        torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance, msg=name)
+        # It tells tokens and heads apart.
+        assert (wanted - wanted.mean()).abs().max() > tolerance
+
+
+def test_metrics_add_up_what_was_measured(decoded):
+    for field, name in (("mass", "attention_mass"), ("estimated_mass", "estimated_mass"), ("recall", "page_recall")):
+        total, count = decoded.totals[f"vllm_sparse_{name}"]
+        assert count == 2 * len(decoded.measured)
+        wanted = sum(float(getattr(each.meter, field).sum()) for each in decoded.measured)
+        assert total == pytest.approx(wanted, abs=1e-6)

@@ -1,0 +1,57 @@
+"""An engine whose meter's measurements are kept, each with what attention saw; it runs in a process of its own."""
+
+from typing import Any, NamedTuple
+
+import torch
+from support.engines import MODEL
+
+from vllm_sparse_plugin.diagnostics import live
+from vllm_sparse_plugin.diagnostics.forward import LayerInputs, PagedLayer
+from vllm_sparse_plugin.diagnostics.quality import Context, Quality
+from vllm_sparse_plugin.policies import UniqueSelection
+
+
+class Measured(NamedTuple):
+    """What the meter found of one token."""
+
+    context: int
+    meter: Quality
+    diagnosed: Quality
+    """What `diagnose` finds of the same query, keys and values."""
+
+
+class Decoded(NamedTuple):
+    """A text that an engine has decoded, and what it measured meanwhile."""
+
+    tokens: list[int]
+    measured: list[Measured]
+    totals: dict[str, tuple[float, int]]
+
+
+def decode(prompt: list[int], new_tokens: int, selection: dict[str, Any], first_dense_layers: int) -> Decoded:
+    """Decodes greedily, every step measured, with one engine."""
+    from vllm import LLM, SamplingParams
+
+    measure, measured, policy = live.measure, [], UniqueSelection(**selection)
+
+    def kept(query: torch.Tensor, context: Context, context_lens: torch.Tensor, *others: Any) -> Quality:
+        keys, values = torch.cat([*context.keys], dim=1), torch.cat([*context.values], dim=1)
+        quality = measure(query, Context([keys], [values], context.summaries), context_lens, *others)
+        seen = LayerInputs(query.bfloat16(), keys.bfloat16(), values.bfloat16(), others[2].scale)
+        measured.append(Measured(int(context_lens), quality, PagedLayer(seen, policy).quality()))
+        return quality
+
+    live.measure = kept
+    llm = LLM(
+        str(MODEL), attention_backend="unique", max_model_len=8192, enforce_eager=True,
+        additional_config={
+            "sparse_attention": {
+                "selection": selection,
+                "first_dense_layers": first_dense_layers,
+                "diagnostics": {"sample_every": 1},
+            }
+        },
+    )  # fmt: skip
+    sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True)
+    (answer,) = llm.generate([{"prompt_token_ids": prompt}], sampling, use_tqdm=False)
+    return Decoded([*prompt, *answer.outputs[0].token_ids], measured, live.count_totals())

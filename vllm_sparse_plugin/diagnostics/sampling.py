@@ -1,0 +1,78 @@
+"""Says which steps of a running engine are measured, the same on every worker of a model."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+Lengths = Callable[[], Iterable[tuple[int, int]]]
+"""Gives query tokens and context, those tokens included, of each request of a step."""
+
+
+class Sample(NamedTuple):
+    """What of a step is measured: numbers at random, to be taken modulo what there is to choose from."""
+
+    token: int
+    layers: int
+
+
+class StepSampler:
+    """Picks steps to be measured: one, and then the next one that fits when so many have gone by.
+
+    Workers of a model run the same steps, and nothing but their number and their lengths decides here. So all of them
+    measure in the same steps, which run outside full CUDA graphs together.
+    """
+
+    sample: Sample | None = None
+    """What is measured of the step that runs; None for nothing."""
+
+    def __init__(self, every: int, shortest: int = 1, longest_query: int = 1) -> None:
+        """Takes steps between two that are measured, 0 for none; the shortest context that leaves something out; and
+        most query tokens of a request that decodes."""
+        self.every = every
+        self.shortest = shortest
+        self.longest_query = longest_query
+        self._steps = 0
+        self._random = random.Random(0)
+
+    def begin(self, lengths: Lengths | None) -> bool:
+        """Is called before each step; returns whether it is measured.
+
+        Args:
+            lengths: of the step's requests; None for a step that no request is in.
+        """
+        self.sample = None
+        if not self.every or lengths is None:
+            return False
+        self._steps += 1
+        if self._steps < self.every:
+            return False
+        if not any(query <= self.longest_query and context >= self.shortest for query, context in lengths()):
+            return False
+        self._steps = 0
+        self.sample = Sample(self._random.getrandbits(30), self._random.getrandbits(30))
+        return True
+
+
+_loading: list[ref[Any]] = []
+_samplers: WeakKeyDictionary[Any, StepSampler] = WeakKeyDictionary()
+
+
+def attach(runner: Any) -> None:
+    """Remembers the model runner that is about to build its layers' metadata builders."""
+    _loading[:] = [ref(runner)]
+
+
+def of_loading_runner(sampler: StepSampler) -> StepSampler:
+    """Returns the sampler of the model runner that builds the layers' metadata builders now, which all of them share:
+    the one given, if it has none yet or there is no runner, as in tests of a layer."""
+    runner = _loading[0]() if _loading else None
+    return sampler if runner is None else _samplers.setdefault(runner, sampler)
+
+
+def begin_step(runner: Any, lengths: Lengths | None) -> bool:
+    """Tells the sampler of a model runner of its next step; see `StepSampler.begin`."""
+    sampler = _samplers.get(runner)
+    return sampler is not None and sampler.begin(lengths)
