@@ -1,28 +1,33 @@
 """The meter of a running engine says what `vllm-sparse diagnose` says."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from support import meter
-from support.engines import MODEL, in_fresh_process
+from support.engines import in_fresh_process, save_shallow
 from support.meter import Decoded
 from transformers import AutoTokenizer
 
 from vllm_sparse_plugin.diagnostics.forward import CapturingModel, PagedLayer
-from vllm_sparse_plugin.needles import build_questions
 from vllm_sparse_plugin.policies import UniqueSelection
 
 SELECTION = {"budget_tokens": 256}
-LAST_LAYER = 7
+LAYERS = 3
 NEW_TOKENS = 12
 
 
 @pytest.fixture(scope="module")
-def decoded() -> Decoded:
-    """A text that needle-8m has decoded densely in all layers but the last one, which leaves no trace in others."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    (question,) = build_questions(tokenizer, "multikey", 4096, 1, seed=1)
-    prompt = tokenizer.encode(question.prompt)
-    return in_fresh_process(meter.decode, prompt, NEW_TOKENS, SELECTION, LAST_LAYER)
+def model(tmp_path_factory) -> Path:
+    return save_shallow(tmp_path_factory.mktemp("model"), LAYERS)
+
+
+@pytest.fixture(scope="module")
+def decoded(model) -> Decoded:
+    """A text that a model has decoded densely in all layers but the last one, which leaves no trace in others."""
+    lines = " ".join(f"line {i}: return value_{i * 37 % 101}" for i in range(150))
+    prompt = AutoTokenizer.from_pretrained(model).encode(lines)
+    return in_fresh_process(meter.decode, model, prompt, NEW_TOKENS, SELECTION, LAYERS - 1)
 
 
 def test_every_step_is_measured_in_the_layer_that_selects(decoded):
@@ -38,10 +43,10 @@ def test_the_meter_says_what_diagnose_says_of_what_attention_saw(decoded):
             torch.testing.assert_close(found, wanted, rtol=0, atol=len(decoded.tokens) * torch.finfo().eps)
 
 
-def test_the_meter_says_what_diagnose_says_of_the_text(decoded):
+def test_the_meter_says_what_diagnose_says_of_the_text(model, decoded):
     """transformers' bfloat16 is not vLLM's: queries and keys differ in their last bits, so that weights do by a few
     percent of themselves, and a page at the edge of the budget of 32 may be another."""
-    inputs = CapturingModel(MODEL, "cpu").run(decoded.tokens[:-1], NEW_TOKENS - 1)[LAST_LAYER]
+    inputs = CapturingModel(model, "cpu").run(decoded.tokens[:-1], NEW_TOKENS - 1)[LAYERS - 1]
     diagnosed = PagedLayer(inputs, UniqueSelection(**SELECTION)).quality()
     for name, tolerance in {"mass": 0.02, "estimated_mass": 0.02, "recall": 2 / 32, "cosine": 0.02}.items():
         found = torch.cat([getattr(each.meter, name) for each in decoded.measured])

@@ -1,9 +1,9 @@
 """An engine whose meter's measurements are kept, each with what attention saw; it runs in a process of its own."""
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from support.engines import MODEL
 
 from vllm_sparse_plugin.diagnostics import live
 from vllm_sparse_plugin.diagnostics.forward import LayerInputs, PagedLayer
@@ -28,7 +28,9 @@ class Decoded(NamedTuple):
     totals: dict[str, tuple[float, int]]
 
 
-def decode(prompt: list[int], new_tokens: int, selection: dict[str, Any], first_dense_layers: int) -> Decoded:
+def decode(
+    model: Path, prompt: list[int], new_tokens: int, selection: dict[str, Any], first_dense_layers: int
+) -> Decoded:
     """Decodes greedily, every step measured, with one engine."""
     from vllm import LLM, SamplingParams
 
@@ -37,13 +39,15 @@ def decode(prompt: list[int], new_tokens: int, selection: dict[str, Any], first_
     def kept(query: torch.Tensor, context: Context, context_lens: torch.Tensor, *others: Any) -> Quality:
         keys, values = torch.cat([*context.keys], dim=1), torch.cat([*context.values], dim=1)
         quality = measure(query, Context([keys], [values], context.summaries), context_lens, *others)
-        seen = LayerInputs(query.bfloat16(), keys.bfloat16(), values.bfloat16(), others[2].scale)
-        measured.append(Measured(int(context_lens), quality, PagedLayer(seen, policy).quality()))
+        # A block may have room for more tokens.
+        length, softmax = int(context_lens), others[2]
+        seen = LayerInputs(*(part.bfloat16() for part in (query, keys[:, :length], values[:, :length])), softmax.scale)
+        measured.append(Measured(length, quality, PagedLayer(seen, policy).quality()))
         return quality
 
     live.measure = kept
     llm = LLM(
-        str(MODEL), attention_backend="unique", max_model_len=8192, enforce_eager=True,
+        str(model), attention_backend="unique", max_model_len=4096, enforce_eager=True,
         additional_config={
             "sparse_attention": {
                 "selection": selection,
