@@ -185,10 +185,11 @@ def hook_model_runners(
     spread: Callable[[Any], Any],
     added: Callable[[Any, Any], None],
     begin_step: Callable[[Any, Lengths | None], bool],
+    finished: Callable[[Any, Iterable[str]], None],
 ) -> None:
     """Has the model runners of this process show themselves before they build their layers' metadata builders, and the
     specifications of all layers' caches before vLLM puts them into groups. They also show every step before they choose
-    a CUDA graph for it. The newer runner also shows the requests that it takes.
+    a CUDA graph for it, and requests that have ended. The newer runner also shows the requests that it takes.
 
     Why: a request's compaction follows from the length of its prompt, and vLLM's metadata of a step has neither it nor
     the request. The runners do, and they tell nobody. And a backend that specifies the cache of a layer is not told
@@ -205,6 +206,7 @@ def hook_model_runners(
         added: takes a runner and its new requests, each with `req_id` and `sampling_params`.
         begin_step: takes a runner, and what gives query tokens and context of each request of its next step, None for a
             step that no request is in; returns whether layers must be called in it.
+        finished: takes a runner and the names of requests that have ended.
     """
     for module in _RUNNER_MODULES:
         # Only the one that this worker runs has been imported.
@@ -215,6 +217,8 @@ def hook_model_runners(
         runner.get_kv_cache_spec = _spreading(runner.get_kv_cache_spec, spread)
         if hasattr(runner, "add_requests"):
             runner.add_requests = _telling(runner.add_requests, added)
+        if hasattr(runner, "execute_model"):
+            runner.execute_model = _telling_ends(runner.execute_model, finished)
         if hasattr(runner, "gather_batch_req_state"):
             runner.gather_batch_req_state = _mixing_gathered(runner.gather_batch_req_state, begin_step)
         elif hasattr(runner, "_determine_batch_execution_and_padding"):
@@ -324,6 +328,16 @@ def _telling(add_requests: Callable[..., Any], added: Callable[[Any, Any], None]
         added(runner, scheduler_output.scheduled_new_reqs)
 
     return add
+
+
+def _telling_ends(execute_model: Callable[..., Any], finished: Callable[[Any, Iterable[str]], None]) -> Any:
+    @functools.wraps(execute_model)
+    def execute(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheduler_output.finished_req_ids:
+            finished(runner, scheduler_output.finished_req_ids)
+        return execute_model(runner, scheduler_output, *args, **kwargs)
+
+    return execute
 
 
 def _mixing_gathered(

@@ -90,6 +90,7 @@ def builder(monkeypatch):
     made.any_sparse_layer = True
     made.answers_sparsely = True
     made.sampler = StepSampler(0)
+    made.log = made.rows = None
     made.counts = []
     made.compaction = None
     made.reads = None
@@ -374,7 +375,8 @@ def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
         recorded.clear()
         output, _, metadata = run(layer, builder, common)
         assert metadata.sampled.token == index
-        ((token, longest, _, pages, softmax, selection),) = recorded
+        ((token, longest, _, pages, softmax, selection, masses),) = recorded
+        assert masses is None
         assert token.context_lens.tolist() == [context]
         assert longest == context + 2
         assert softmax == Softmax(SCALE)

@@ -7,7 +7,9 @@ from sparse_kernels.sparse_attention import attend_pages
 from support.layer import LayerHarness, Request
 from support.paged import assert_as_accurate, dense_attention
 
+from bench.common.layer import LayerBatch
 from vllm_sparse_plugin.attention import cpu, packing
+from vllm_sparse_plugin.diagnostics import request_log
 from vllm_sparse_plugin.diagnostics.live import LayerQuality
 from vllm_sparse_plugin.diagnostics.sampling import Sample
 
@@ -355,7 +357,7 @@ def test_sampled_steps_measure_what_was_read(model, backend, monkeypatch):
     assert len(recorded) == 2
     for (quality, arguments), index, step in zip(recorded, (2, 0), (1, 3), strict=True):
         assert quality.counts is harness.builder.counts[-1].of_layers[0]
-        token, longest, _, pages, softmax, selection = arguments
+        token, longest, _, pages, softmax, selection, _ = arguments
         assert longest == int(token.context_lens)
         assert selection == harness.selection.page_selection()
         query, table, context = token.query, token.block_table[0], int(token.context_lens)
@@ -389,6 +391,27 @@ def test_a_step_measures_some_layers_and_bits_stay(model, monkeypatch):
     assert measured == [[0, 0], [1, 1], [0, 0]]
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
+
+
+def test_a_log_has_what_each_request_reads_and_the_mass_of_sampled_tokens(model, monkeypatch):
+    common = LayerBatch.common
+    # As vLLM's model runners do.
+    monkeypatch.setattr(LayerBatch, "common", lambda self: common(self).replace(seq_lens_cpu_upper_bound=self.seq_lens))
+    harness = LayerHarness(model, settings=SMALL | {"diagnostics": {"log_requests": True}}, seed=4)
+    requests = [harness.request(n) for n in (200, 333)]
+    harness.step([(requests[0], 200), (requests[1], 333)])
+    for sample in (Sample(1, 0), None):
+        harness.builder.sampler.sample = sample
+        harness.step([(request, 1) for request in requests])
+    log = request_log.of_runner(harness)
+    first, second = (log._requests[request.name] for request in requests)
+    budget = harness.selection.budget_tokens
+    assert (first.tokens_read, first.tokens_in_context) == (2 * budget + 201 % 8 + 202 % 8, 201 + 202)
+    assert (second.tokens_read, second.tokens_in_context) == (2 * budget + 334 % 8 + 335 % 8, 334 + 335)
+    assert first.mass is None
+    counts = harness.layer.impl.plan.quality.counts
+    mass = counts[:, 3].double().sum() / (1 << 30)
+    torch.testing.assert_close(second.mass.double(), torch.stack([mass, torch.tensor(2.0)]), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("off", [{"diagnostics": {"sample_every": 0}}, {"lossless": {"draft_tokens": 2}}], ids=str)

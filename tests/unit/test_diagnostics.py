@@ -268,6 +268,12 @@ def test_lengths_say_how_far_a_budget_reads(registry):
     for _ in range(live.COUNTED_STEPS):
         reads.step(SimpleNamespace(**batch | {"seq_lens_cpu_upper_bound": None}), 2)
     assert samples(registry) == found
+    # By request, those included that read everything, and of every step.
+    logged = []
+    reads.step(SimpleNamespace(**batch), 2, None, lambda *sums: logged.append([sum_.tolist() for sum_ in sums]))
+    read = [32 + 1003 % 8, 64 + 509 % 8 + 508 % 8, 0, 39, 40, 0, 0, 0]
+    assert logged == [[read, [1003, 509 + 508, 0, 39, 40, 0, 0, 0]]]
+    assert samples(registry) == found
 
 
 def test_a_step_without_decoding_tokens_counts_nothing(registry):

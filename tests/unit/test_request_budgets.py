@@ -205,7 +205,7 @@ def test_the_newer_runner_shows_requests_as_it_takes_them(monkeypatch):
     monkeypatch.setattr(compat, "_RUNNER_MODULES", ("a.runner",))
     monkeypatch.setitem(sys.modules, "a.runner", module)
     for _ in range(2):
-        compat.hook_model_runners(requests.attach, lambda specs: specs, requests.note, lambda *step: False)
+        compat.hook_model_runners(requests.attach, lambda specs: specs, requests.note, lambda *step: False, print)
     runner = GPUModelRunner()
     rows = BatchRows(runner)
 

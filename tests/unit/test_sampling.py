@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from vllm_sparse_plugin import compat
-from vllm_sparse_plugin.diagnostics import sampling
+from vllm_sparse_plugin.diagnostics import request_log, sampling
 from vllm_sparse_plugin.diagnostics.sampling import StepSampler
 
 SPARSE, SHORT, PROMPT = (1, 2000), (1, 999), (512, 5000)
@@ -59,7 +59,7 @@ class FakeScheduler:
 
 class FakeRunner:
     def initialize_kv_cache(self):
-        return sampling.of_loading_runner(StepSampler(3, 1000))
+        return sampling.of_runner(self, StepSampler(3, 1000))
 
     def get_kv_cache_spec(self):
         return {}
@@ -102,7 +102,9 @@ def runners(request, monkeypatch):
     monkeypatch.setattr(compat, "_RUNNER_MODULES", ("a.runner",))
     monkeypatch.setitem(sys.modules, "a.runner", SimpleNamespace(GPUModelRunner=made))
     for _ in range(2):
-        compat.hook_model_runners(sampling.attach, lambda specs: specs, lambda *new: None, sampling.begin_step)
+        compat.hook_model_runners(
+            lambda runner: None, lambda specs: specs, lambda *new: None, sampling.begin_step, request_log.finish
+        )
     return made(), made()
 
 
@@ -130,13 +132,13 @@ def test_a_runner_that_is_not_ours_runs_as_before(runners):
 
 
 def test_samplers_go_with_their_runners():
-    class Runner:
-        pass
-
-    runner = Runner()
-    sampling.attach(runner)
-    shared = sampling.of_loading_runner(StepSampler(1))
-    assert sampling.of_loading_runner(StepSampler(1)) is shared
+    runner = FakeRunner()
+    shared = sampling.of_runner(runner, StepSampler(1))
+    assert sampling.of_runner(runner, StepSampler(1)) is shared
+    known = len(sampling._samplers)
     del runner
     gc.collect()
-    assert sampling.of_loading_runner(StepSampler(1)) is not shared
+    assert len(sampling._samplers) == known - 1
+    # Layers without a runner have samplers of their own.
+    assert sampling.of_runner(None, shared) is shared
+    assert len(sampling._samplers) == known - 1

@@ -25,7 +25,7 @@ from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
 from vllm_sparse_plugin.compaction.step import Observed, StepCompaction
 from vllm_sparse_plugin.config import ResolvedConfig
-from vllm_sparse_plugin.diagnostics import sampling
+from vllm_sparse_plugin.diagnostics import request_log, sampling
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.lossless.drafter import SparseDrafter
 
@@ -101,7 +101,7 @@ class SparseImpl:
         super().__init__(*args, **kwargs)
         self.model_size = engine_config.remember()
         # Specifications are spread by compaction alone; vLLM asks for them once all layers are there.
-        compat.hook_model_runners(_attach, spread, requests.note, sampling.begin_step)
+        compat.hook_model_runners(_attach, spread, requests.note, sampling.begin_step, request_log.finish)
         if self.alibi_slopes is not None:
             raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
         self._bound_cache: torch.Tensor | None = None
@@ -205,7 +205,6 @@ class SparseImpl:
 def _attach(runner: Any) -> None:
     """Shows a model runner to those of us who ask it what vLLM's metadata does not say."""
     requests.attach(runner)
-    sampling.attach(runner)
     drafter = getattr(runner, "drafter", None)
     if isinstance(drafter, SparseDrafter):
         drafter.attach(runner)

@@ -34,7 +34,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin.attention import packing
 from vllm_sparse_plugin.attention.base import SparseBackend, SparseImpl, plan_compaction, report_memory
-from vllm_sparse_plugin.attention.plan import plan_layers, step_sampler
+from vllm_sparse_plugin.attention.plan import log_of_requests, log_step, masses_of, plan_layers, step_sampler
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.compaction import requests
@@ -82,6 +82,8 @@ class DecodeTokens:
     """How much each reads, where a request of the step says something of its own or the layers have a coverage."""
     sampled: Sample | None = None
     """Index of the token whose selection is measured, and in which layers; None for none."""
+    masses: torch.Tensor | None = None
+    """Where the estimated masses of its request are added up; None where nobody asks for them."""
 
 
 class PromptTokens(NamedTuple):
@@ -142,6 +144,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self.rows = requests.current_if_any()
         assert self.reorder_batch_threshold is not None
         self.sampler = step_sampler(self.sparse, vllm_config, self.reorder_batch_threshold)
+        self.log = log_of_requests(self.sparse, vllm_config)
         self.compaction = plan_compaction(layers, self.sparse, kv_cache_spec, vllm_config, device)
         group = plan_layers(layers, self.sparse, vllm_config, self.block_size, statistics, device)
         self.counts = group.counts
@@ -186,7 +189,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.reads is not None and selects:
             # What a coverage reads is not known from lengths.
             budgets = None if limits is None else torch.where(limits.share > 0, EVERY_PAGE, limits.most).numpy()
-            self.reads.step(common, self.reorder_batch_threshold, budgets)
+            self.reads.step(common, self.reorder_batch_threshold, budgets, log_step(self.log, self.rows, common))
 
         page_size = self.summarised_tokens
         slots = common.slot_mapping[: common.num_actual_tokens]
@@ -207,9 +210,11 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             block_table = common.block_table_tensor[request].long()
             own = None if limits is None else limits[request]
             sample = self.sampler.sample
+            masses = None
             if sample is not None:
                 sample = sample._replace(token=sample.token % len(tokens))
-            metadata.decode = DecodeTokens(tokens, block_table, context_lens, own, sample)
+                masses = masses_of(self.log, self.rows, common, int(request[sample.token]))
+            metadata.decode = DecodeTokens(tokens, block_table, context_lens, own, sample, masses)
         if prefilling.any():
             tokens = prefilling[request_of_token].nonzero().squeeze(1)
             metadata.prompts = PromptTokens(tokens, self._round(_subset(common, prefilling, query_lens, tokens)))
@@ -435,7 +440,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         tokens = QueryTokens(grouped, decode.block_table, decode.context_lens)
         if decode.sampled is not None:
             one = slice(decode.sampled.token, decode.sampled.token + 1)
-            self._measure(tokens[one], None if decode.limits is None else decode.limits[one], decode.sampled)
+            self._measure(tokens[one], None if decode.limits is None else decode.limits[one], decode)
         routing = self.plan.routing
         if routing is None:
             return self._attend(tokens, self.cache, self.all_heads, decode.limits)
@@ -485,11 +490,13 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             return plan.selector.select(tokens.query, cache.statistics, tokens.block_table, num_pages, budgets), None
         return select_until_stable(plan.selector, plan.stop_rule, tokens, cache, self.softmax)
 
-    def _measure(self, token: QueryTokens, limits: Coverage | None, sample: Sample) -> None:
+    def _measure(self, token: QueryTokens, limits: Coverage | None, decode: DecodeTokens) -> None:
         """Measures one token's selection, of all its groups, if the sample is of this layer."""
         plan = self.plan
-        if plan.quality is None or plan.selector is None or not plan.quality.measures(sample):
+        if plan.quality is None or plan.selector is None or decode.sampled is None:
+            return
+        if not plan.quality.measures(decode.sampled):
             return
         pages, _ = self._pages(token, self.cache, limits)
         selection, longest = plan.selector.page_selection(), int(token.context_lens)
-        plan.quality.record(token, longest, self.cache, pages, self.softmax, selection)
+        plan.quality.record(token, longest, self.cache, pages, self.softmax, selection, decode.masses)

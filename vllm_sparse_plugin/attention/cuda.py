@@ -51,7 +51,7 @@ from vllm_sparse_plugin.attention.base import (
     report_memory,
 )
 from vllm_sparse_plugin.attention.budgets import StepBudgets, StepNumbers
-from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers, step_sampler
+from vllm_sparse_plugin.attention.plan import LayerPlan, log_of_requests, log_step, masses_of, plan_layers, step_sampler
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.compaction import requests
@@ -157,6 +157,8 @@ class SampledToken(NamedTuple):
     """Complete pages that it reads."""
     sample: Sample
     """In which layers."""
+    masses: torch.Tensor | None = None
+    """Where the estimated masses of its request are added up; None where nobody asks for them."""
 
 
 @dataclass
@@ -196,6 +198,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         statistics = backend.statistics_layout(kv_cache_spec)
         assert self.reorder_batch_threshold is not None
         self.sampler = step_sampler(sparse, vllm_config, self.reorder_batch_threshold)
+        self.log, self.rows = log_of_requests(sparse, vllm_config), requests.current_if_any()
         self.selector, self.dense_tokens = sparse.selector, sparse.config.min_context_tokens - 1
         # Lossless mode goes without sparse prefill, so a step that answers leaves nothing out.
         self.answers_sparsely = sparse.lossless is None
@@ -203,7 +206,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         # Captured graphs read these tensors.
         max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self.dense_requests = StepNumbers(False, max_requests, torch.bool, device)
-        self.budgets = StepBudgets(sparse, requests.current_if_any(), max_requests, device)
+        self.budgets = StepBudgets(sparse, self.rows, max_requests, device)
         group = plan_layers(layers, sparse, vllm_config, self.block_size, statistics, device)
         self.counts = group.counts
         self.reads = group.reads
@@ -257,7 +260,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             counts.step()
         own = self.budgets.step(common)
         if self.reads is not None and selects:
-            self.reads.step(common, self.reorder_batch_threshold, self.budgets.by_request(own, common.num_reqs))
+            budgets = self.budgets.by_request(own, common.num_reqs)
+            self.reads.step(common, self.reorder_batch_threshold, budgets, log_step(self.log, self.rows, common))
         runs, prompts = self._split(common) if selects else ([], None)
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)
@@ -372,7 +376,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         bound = common.seq_lens_cpu_upper_bound
         if self.selector is None or bound is None:
             return None
-        tokens: list[SampledToken] = []
+        tokens: list[tuple[int, SampledToken]] = []
         for run in runs:
             per_request = run.num_tokens // run.num_requests
             for place in range(run.num_requests):
@@ -385,8 +389,11 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                     index = run.first_token + place * per_request + position
                     longest = int(bound[request]) - (per_request - 1 - position)
                     if longest > self.dense_tokens and longest // self.selector.page_size > pages:
-                        tokens.append(SampledToken(index, longest, pages, sample))
-        return tokens[sample.token % len(tokens)] if tokens else None
+                        tokens.append((request, SampledToken(index, longest, pages, sample)))
+        if not tokens:
+            return None
+        request, sampled = tokens[sample.token % len(tokens)]
+        return sampled._replace(masses=masses_of(self.log, self.rows, common, request))
 
 
 def _without_first(common: CommonAttentionMetadata, requests: int, tokens: int) -> CommonAttentionMetadata:
@@ -683,5 +690,11 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         if batch.query_scale is not None:
             query = query * batch.query_scale
         plan.quality.record(
-            replace(token, query=query), sampled.longest, cache, pages, softmax, selector.page_selection()
+            replace(token, query=query),
+            sampled.longest,
+            cache,
+            pages,
+            softmax,
+            selector.page_selection(),
+            sampled.masses,
         )

@@ -107,6 +107,11 @@ def current_if_any() -> BatchRows | None:
     return _current[0] if _current else None
 
 
+def loading_runner() -> Any | None:
+    """Returns the model runner that builds the layers' metadata builders now, if there is one."""
+    return _current[0]._runner() if _current else None
+
+
 def current() -> BatchRows:
     """Returns the rows of the model runner that builds the layers' metadata builders now.
 

@@ -43,6 +43,10 @@ class Diagnostics(Section):
     turns; how the selection compares is added to the `vllm_sparse_` metrics at `/metrics`, by layer and KV head. 0 for
     none. On a GPU such a step runs outside its full CUDA graph. Where nothing is selected, and in lossless mode, whose
     answers come of dense attention, nothing is measured."""
+    log_requests: bool = False
+    """One line in the log of the first worker for each request that ends: the share of their contexts that its decoding
+    tokens read, and how much of the attention weight that is by the estimate, if it was sampled. Where a coverage or
+    termination decides, or a model drafts for itself, lengths do not tell, and there is none."""
 
 
 class SparseAttentionConfig(Section):

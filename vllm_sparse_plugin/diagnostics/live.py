@@ -18,7 +18,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
@@ -170,6 +170,7 @@ class LayerQuality:
         pages: torch.Tensor,
         softmax: Softmax,
         selection: PageSelection,
+        masses: torch.Tensor | None = None,
     ) -> None:
         """Compares one token's selection with dense attention and adds the result to the counts.
 
@@ -180,6 +181,7 @@ class LayerQuality:
             pages: `[1, num_kv_heads, k]` integer, the complete pages it reads, -1 for none.
             softmax: how logits become weights.
             selection: says which pages are read whatever the query.
+            masses: see `RequestLog.masses`; None where nobody asks for them.
         """
         query = token.query.float()
         if cache.key_scale is not None:
@@ -193,6 +195,8 @@ class LayerQuality:
             finite = parts.isfinite().all(dim=1, keepdim=True)
             counted = torch.cat([torch.where(finite, parts * _UNITS, 0).long(), finite.long()], dim=1)
             self.counts += counted
+            if masses is not None and quality.estimated_mass is not None:
+                masses += torch.stack([(estimated[0] * finite[:, 0]).nansum(), finite.sum()])
         except RuntimeError as error:
             # A long context may not fit the memory that vLLM leaves.
             _say_once("a token cannot be measured", error)
@@ -261,7 +265,7 @@ class DeviceCounts:
         if self._event is None or self._event.query():
             new = self._copied - self._known
             self._known.copy_(self._copied)
-            for labels, counted in zip(self.labels, new.tolist(), strict=True):
+            for labels, counted in zip(self.labels, new.tolist() if new.any() else (), strict=False):
                 for metric, text, sum_column, count_column, units in self.metrics:
                     if counted[count_column]:
                         _add(metric, "_sum", labels, text, counted[sum_column] / units)
@@ -306,17 +310,25 @@ class ContextReads:
         self.dense_tokens = dense_tokens
         self._steps = 0
 
-    def step(self, batch: BatchLengths, longest_query: int | None, budgets: NDArray[np.int64] | None = None) -> None:
+    def step(
+        self,
+        batch: BatchLengths,
+        longest_query: int | None,
+        budgets: NDArray[np.int64] | None = None,
+        log: Callable[[NDArray[np.int64], NDArray[np.int64]], None] | None = None,
+    ) -> None:
         """Is called once a step: adds one in `COUNTED_STEPS` of them to the metrics.
 
         Args:
             batch: what vLLM says of the step's requests.
             longest_query: most query tokens of a request that decodes; None for 1.
             budgets: `[num_requests]`, pages that each request reads; None for those of the budget.
+            log: takes of every step, `[num_requests]` each, tokens read by the decoding tokens of each request, and
+                tokens of their contexts, those included that read everything; 0 for prompts.
         """
         self._steps += 1
         seq_lens, is_prefilling = batch.seq_lens_cpu_upper_bound, batch.is_prefilling
-        if self._steps % COUNTED_STEPS or seq_lens is None:
+        if seq_lens is None or (log is None and self._steps % COUNTED_STEPS):
             return
         query_lens = np.diff(batch.query_start_loc_cpu.numpy())[: len(seq_lens)]
         lens = seq_lens.numpy()[: len(query_lens)]
@@ -325,18 +337,19 @@ class ContextReads:
             # It may leave out the requests that pad a batch.
             prompts = is_prefilling.numpy()[: len(decodes)]
             decodes[: len(prompts)] &= ~prompts
-        tokens_read = tokens_in_context = 0
+        read, in_context, whole = np.zeros((3, len(lens)), dtype=np.int64)
+        budget = np.full(len(lens), self.budget_pages) if budgets is None else budgets[: len(lens)]
         for later_tokens in range(int(query_lens[decodes].max(initial=0))):
-            those = decodes & (query_lens > later_tokens)
-            context = lens[those] - later_tokens
-            budget = np.full(len(context), self.budget_pages) if budgets is None else budgets[: len(lens)][those]
+            context = np.where(decodes & (query_lens > later_tokens), lens - later_tokens, 0)
             is_sparse = (context > self.dense_tokens) & (context // self.page_size > budget)
-            sparse = context[is_sparse]
-            tokens_read += self.page_size * int(budget[is_sparse].sum()) + int((sparse % self.page_size).sum())
-            tokens_in_context += int(sparse.sum())
-        if tokens_in_context:
-            _add(_READ_SHARE, "_sum", ["", ""], _READ_SHARE_TEXT, tokens_read)
-            _add(_READ_SHARE, "_count", ["", ""], _READ_SHARE_TEXT, tokens_in_context)
+            read += np.where(is_sparse, self.page_size * budget + context % self.page_size, 0)
+            in_context += np.where(is_sparse, context, 0)
+            whole += np.where(is_sparse, 0, context)
+        if log is not None:
+            log(read + whole, in_context + whole)
+        if self._steps % COUNTED_STEPS == 0 and in_context.any():
+            _add(_READ_SHARE, "_sum", ["", ""], _READ_SHARE_TEXT, int(read.sum()))
+            _add(_READ_SHARE, "_count", ["", ""], _READ_SHARE_TEXT, int(in_context.sum()))
 
 
 def count_freed_blocks(freed: int, held_before: int, is_first: bool) -> None:

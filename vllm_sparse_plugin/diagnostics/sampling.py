@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary
 
 Lengths = Callable[[], Iterable[tuple[int, int]]]
 """Gives query tokens and context, those tokens included, of each request of a step."""
@@ -56,19 +56,12 @@ class StepSampler:
         return True
 
 
-_loading: list[ref[Any]] = []
 _samplers: WeakKeyDictionary[Any, StepSampler] = WeakKeyDictionary()
 
 
-def attach(runner: Any) -> None:
-    """Remembers the model runner that is about to build its layers' metadata builders."""
-    _loading[:] = [ref(runner)]
-
-
-def of_loading_runner(sampler: StepSampler) -> StepSampler:
-    """Returns the sampler of the model runner that builds the layers' metadata builders now, which all of them share:
-    the one given, if it has none yet or there is no runner, as in tests of a layer."""
-    runner = _loading[0]() if _loading else None
+def of_runner(runner: Any, sampler: StepSampler) -> StepSampler:
+    """Returns the sampler of a model runner, which all groups of its layers share: the one given, if it has none yet,
+    or if there is no runner, as in tests of a layer."""
     return sampler if runner is None else _samplers.setdefault(runner, sampler)
 
 

@@ -1,0 +1,62 @@
+"""A line for each request that ends, if somebody asks for it."""
+
+import logging
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_sparse_plugin import compat
+from vllm_sparse_plugin.diagnostics import request_log
+
+
+@pytest.fixture
+def lines(monkeypatch) -> list[str]:
+    found: list[str] = []
+    logger = logging.getLogger("vllm.vllm_sparse_plugin.diagnostics.request_log")
+    monkeypatch.setattr(logger, "info", lambda text, *values: found.append(text % values))
+    return found
+
+
+class Runner:
+    def initialize_kv_cache(self):
+        return request_log.of_runner(self)
+
+    def get_kv_cache_spec(self):
+        return {}
+
+    def execute_model(self, scheduler_output, intermediate_tensors=None):
+        return scheduler_output.finished_req_ids, intermediate_tensors
+
+
+def test_a_request_that_ends_says_what_it_has_read(lines, monkeypatch):
+    monkeypatch.setattr(compat, "_RUNNER_MODULES", ("a.runner",))
+    made = type("Runner", (), {name: method for name, method in vars(Runner).items() if callable(method)})
+    monkeypatch.setitem(sys.modules, "a.runner", SimpleNamespace(GPUModelRunner=made))
+    for _ in range(2):
+        compat.hook_model_runners(print, print, print, lambda *step: False, request_log.finish)
+    runner = made()
+    log = request_log.of_runner(runner)
+    assert request_log.of_runner(runner) is log
+    for _ in range(3):
+        # The third row pads the batch, and "c" is still a prompt.
+        log.add(["a", "b", None, "c"], np.array([100, 30, 5, 0, 0]), np.array([1000, 40, 5, 0, 0]))
+    masses = log.masses("a", torch.device("cpu"))
+    masses += torch.tensor([1.8, 2.0])
+    assert log.masses("a", torch.device("cpu")) is masses
+    assert runner.execute_model(SimpleNamespace(finished_req_ids=set()), "tensors") == (set(), "tensors")
+    assert lines == []
+    for name in ("a", "b", "c", "unknown"):
+        runner.execute_model(SimpleNamespace(finished_req_ids={name}))
+    assert lines == [
+        "request a: its decoding tokens read 10.00% of their contexts, "
+        "estimated to carry 90.00% of the attention weight",
+        "request b: its decoding tokens read 75.00% of their contexts",
+    ]
+    runner.execute_model(SimpleNamespace(finished_req_ids={"a"}))
+    assert len(lines) == 2
+    # A runner without a log has nothing to say.
+    made().execute_model(SimpleNamespace(finished_req_ids={"a"}))
+    assert len(lines) == 2
