@@ -260,8 +260,10 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             counts.step()
         own = self.budgets.step(common)
         if self.reads is not None and selects:
-            budgets = self.budgets.by_request(own, common.num_reqs)
-            self.reads.step(common, self.reorder_batch_threshold, budgets, log_step(self.log, self.rows, common))
+            self.reads.step(
+                common, self.reorder_batch_threshold, self.budgets.by_request(own, common.num_reqs),
+                log_step(self.log, self.rows, common),
+            )  # fmt: skip
         runs, prompts = self._split(common) if selects else ([], None)
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)

@@ -113,6 +113,8 @@ def allowed_by(field: FieldInfo) -> str:
     """Returns in words what a field allows."""
     if sentence := next((text for text in field.metadata if isinstance(text, str)), None):
         return sentence
+    if field.annotation is bool:
+        return "true or false"
     kinds = get_args(field.annotation)
     if kinds and NoneType not in kinds:
         return choices([str(literal) for literal in kinds])
