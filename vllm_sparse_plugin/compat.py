@@ -343,7 +343,8 @@ def _telling_ends(execute_model: Callable[..., Any], finished: Callable[[Any, It
 def _mixing_gathered(
     gather: Callable[..., Any], begin_step: Callable[[Any, Lengths | None], bool]
 ) -> Callable[..., Any]:
-    """Of the newer runner: it takes a batch for a mixed one if there is no number of tokens that all requests have."""
+    """Of the newer runner: it takes a batch for a mixed one if there is no number of tokens that all requests have, and
+    drafters do if it is not eligible for decode graphs."""
 
     @functools.wraps(gather)
     def gather_batch_req_state(runner: Any, scheduler_output: Any, dummy_run: bool) -> Any:
@@ -355,7 +356,9 @@ def _mixing_gathered(
                 if name in queries:
                     yield queries[name], computed + queries[name]
 
-        return state, None if begin_step(runner, None if dummy_run else lengths) else tokens_of_each
+        if begin_step(runner, None if dummy_run else lengths):
+            return state._replace(decode_graph_eligible=False), None
+        return state, tokens_of_each
 
     return gather_batch_req_state
 

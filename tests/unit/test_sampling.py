@@ -1,11 +1,16 @@
 """Steps to be measured: the same for all workers, outside full graphs, and none that is nobody's."""
 
 import gc
+import inspect
 import sys
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+from vllm.v1.worker import gpu_model_runner
+from vllm.v1.worker.gpu import model_runner
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.diagnostics import request_log, sampling
@@ -65,15 +70,22 @@ class FakeRunner:
         return {}
 
 
+class State(NamedTuple):
+    decode_graph_eligible: bool
+
+
 class NewerRunner(FakeRunner):
     """The seam of vLLM's second model runner: it replays a full graph where all requests have as many tokens."""
 
     def gather_batch_req_state(self, scheduler_output, dummy_run):
         counts = set(scheduler_output.num_scheduled_tokens.values())
-        return (None if dummy_run else "state"), (counts.pop() if len(counts) == 1 else None)
+        state = None if dummy_run else State(decode_graph_eligible=len(counts) == 1)
+        return state, (counts.pop() if len(counts) == 1 else None)
 
     def replays(self, *requests, dummy_run=False):
-        _, tokens_of_each = self.gather_batch_req_state(FakeScheduler(*requests), dummy_run)
+        state, tokens_of_each = self.gather_batch_req_state(FakeScheduler(*requests), dummy_run)
+        # Drafters ask the state.
+        assert dummy_run or state.decode_graph_eligible == (tokens_of_each is not None)
         return tokens_of_each is not None
 
 
@@ -124,6 +136,19 @@ def test_workers_leave_full_graphs_in_the_same_steps_and_measure_the_same(runner
         : len(steps)
     ]
     assert [sample is None for _, sample in seen[::2]] == [in_graph for in_graph, _ in seen[::2]]
+
+
+def test_vllms_runners_are_as_they_are_faked():
+    newer, older = model_runner.GPUModelRunner, gpu_model_runner.GPUModelRunner
+    assert list(inspect.signature(newer.gather_batch_req_state).parameters)[1:] == ["scheduler_output", "dummy_run"]
+    assert "decode_graph_eligible" in model_runner.BatchReqState._fields
+    determine = inspect.signature(older._determine_batch_execution_and_padding).parameters
+    assert {"num_scheduled_tokens_np", "force_uniform_decode"} <= set(determine)
+    assert not hasattr(older, "gather_batch_req_state")
+    assert {"req_ids", "num_computed_tokens"} <= set(CachedRequestData.__dataclass_fields__)
+    assert {"num_scheduled_tokens", "finished_req_ids"} <= set(SchedulerOutput.__dataclass_fields__)
+    for runner in (newer, older):
+        assert list(inspect.signature(runner.execute_model).parameters)[1] == "scheduler_output"
 
 
 def test_a_runner_that_is_not_ours_runs_as_before(runners):

@@ -294,11 +294,13 @@ def _quality_of(
     """Returns what measures the sampled tokens of each layer, and the counts of what they find."""
     if not selecting or not sampled_steps(sparse):
         return {}, None
-    # Layers that share a cache layout have a builder of their own, but a step measures a few of all of them.
+    # Layers of another window or cache have another builder, but a step measures a few of all of them.
+    backend = next(iter(selecting.values())).attn_backend
     layers = get_layers_from_vllm_config(vllm_config, Attention)
+    ours = {name: layer for name, layer in layers.items() if layer.attn_backend is backend}
     everywhere = sorted(
         extract_layer_index(name)
-        for name, layer in layers.items()
+        for name, layer in ours.items()
         if selects_pages(layer, sparse) and not is_of_draft(name, vllm_config)
     )
     stride = math.ceil(len(everywhere) / _LAYERS_MEASURED)
