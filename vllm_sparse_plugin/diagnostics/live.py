@@ -32,7 +32,6 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.block_prefill import SHARE_UNITS
 from sparse_kernels.cache import KVCache
-from sparse_kernels.paging import PagedTensor
 
 from vllm_sparse_plugin.diagnostics.quality import Context, measure
 from vllm_sparse_plugin.diagnostics.sampling import Sample
@@ -204,27 +203,24 @@ class LayerQuality:
 
 def _context(token: QueryTokens, longest: int, cache: KVCache) -> Context:
     """Returns what a token attends to, piece by piece, so that no copy of a long context takes much memory."""
-    per_block = cache.keys.pages_per_block
-    block_tokens = per_block * cache.page_size
-    device = token.query.device
+    block_tokens = cache.keys.pages_per_block * cache.page_size
     table = token.block_table[0, : -(-longest // block_tokens)].long()
     pieces = table.split(max(_PIECE_TOKENS // block_tokens, 1))
-    heads = torch.arange(cache.num_kv_heads, device=device)[:, None, None]
-    page = torch.arange(per_block, device=device)
 
-    def rows(paged: PagedTensor) -> Iterator[torch.Tensor]:
-        position = torch.arange(len(pieces[0]) * block_tokens, device=device)
+    def values() -> Iterator[torch.Tensor]:
+        start = 0
         for blocks in pieces:
-            found = paged.gather(blocks[:, None], heads, page).flatten(1, 3)
+            found = cache.values.gather_blocks(blocks).float()
+            position = torch.arange(start, start + found.shape[1], device=found.device)
             # What lies beyond the context is stale memory and may be NaN, which a weight of 0 would not hide.
-            yield found.float().masked_fill(position[: found.shape[1], None] >= token.context_lens, 0.0)
-            position = position + block_tokens * len(blocks)
+            yield found.masked_fill_((position >= token.context_lens)[:, None], 0.0)
+            start += found.shape[1]
 
     statistics = cache.statistics
     summaries = None
     if statistics is not None and statistics.kind.codes is not None:
         summaries = (statistics.summaries(blocks)[0] for blocks in pieces)
-    return Context(rows(cache.keys), rows(cache.values), summaries)
+    return Context((cache.keys.gather_blocks(blocks) for blocks in pieces), values(), summaries)
 
 
 class DeviceCounts:
