@@ -398,13 +398,16 @@ def test_a_log_has_what_each_request_reads_and_the_mass_of_sampled_tokens(model,
     # As vLLM's model runners do.
     monkeypatch.setattr(LayerBatch, "common", lambda self: common(self).replace(seq_lens_cpu_upper_bound=self.seq_lens))
     harness = LayerHarness(model, settings=SMALL | {"diagnostics": {"log_requests": True}}, seed=4)
-    requests = [harness.request(n) for n in (200, 333)]
-    harness.step([(requests[0], 200), (requests[1], 333)])
+    requests = [harness.request(n) for n in (200, 333, 300)]
+    # What a coverage reads is not known from lengths.
+    requests[2].arguments = {"sparse_coverage": 0.9}
+    harness.step([(request, request.prompt_tokens) for request in requests])
     for sample in (Sample(1, 0), None):
         harness.builder.sampler.sample = sample
         harness.step([(request, 1) for request in requests])
     log = request_log.of_runner(harness)
-    first, second = (log._requests[request.name] for request in requests)
+    assert requests[2].name not in log._requests
+    first, second = (log._requests[request.name] for request in requests[:2])
     budget = harness.selection.budget_tokens
     assert (first.tokens_read, first.tokens_in_context) == (2 * budget + 201 % 8 + 202 % 8, 201 + 202)
     assert (second.tokens_read, second.tokens_in_context) == (2 * budget + 334 % 8 + 335 % 8, 334 + 335)

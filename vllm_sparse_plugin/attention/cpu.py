@@ -189,7 +189,9 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.reads is not None and selects:
             # What a coverage reads is not known from lengths.
             budgets = None if limits is None else torch.where(limits.share > 0, EVERY_PAGE, limits.most).numpy()
-            self.reads.step(common, self.reorder_batch_threshold, budgets, log_step(self.log, self.rows, common))
+            covers = () if limits is None else (limits.share > 0).tolist()
+            log = log_step(self.log, self.rows, common, covers)
+            self.reads.step(common, self.reorder_batch_threshold, budgets, log)
 
         page_size = self.summarised_tokens
         slots = common.slot_mapping[: common.num_actual_tokens]

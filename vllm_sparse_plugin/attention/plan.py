@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import zip_longest
 from typing import NamedTuple
 
 import numpy as np
@@ -348,12 +349,22 @@ def log_of_requests(sparse: ResolvedConfig, vllm_config: VllmConfig) -> RequestL
 
 
 def log_step(
-    log: RequestLog | None, rows: BatchRows | None, common: CommonAttentionMetadata
+    log: RequestLog | None, rows: BatchRows | None, common: CommonAttentionMetadata, covers: Sequence[bool] = ()
 ) -> Callable[[NDArray[np.int64], NDArray[np.int64]], None] | None:
-    """Returns what takes the tokens that the rows of a step read, and those of their contexts; None without a log."""
+    """Returns what takes the tokens that the rows of a step read, and those of their contexts; None without a log.
+
+    Args:
+        log: of the worker, if it has one.
+        rows: the requests of a step.
+        common: the step.
+        covers: of the first rows, whether a coverage decides how much they read, which lengths do not tell; they are
+            left out.
+    """
     if log is None or rows is None:
         return None
-    return partial(log.add, [None if row is None else row.request_id for row in rows.of(common)])
+    names = [None if row is None else row.request_id for row in rows.of(common)]
+    names = [None if unknown else name for name, unknown in zip_longest(names, covers, fillvalue=None)]
+    return partial(log.add, names)
 
 
 def masses_of(
