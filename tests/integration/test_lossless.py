@@ -93,6 +93,18 @@ def test_structured_output_follows_its_grammar(lossless):
     assert re.fullmatch(DIGITS, lossless[5])
 
 
+def test_drafts_as_long_as_pays_leave_the_tokens_as_they_are(lossless, texts):
+    adaptive = {**LOSSLESS, "lossless": {**LOSSLESS["lossless"], "draft_length": "adaptive"}}
+    with run_engine("unique", adaptive, **ARGUMENTS) as engine:
+        (tokens,) = engine.answer([texts[2]], max_tokens=64, ignore_eos=True)
+        drafts, steps = (
+            engine.metric(name) for name in ("vllm:spec_decode_num_drafts_total", "vllm_sparse_lossless_gain_count")
+        )
+    assert tokens == lossless[0][1][2]
+    # Both are tried at the start: steps with drafts, and without.
+    assert 4 <= drafts < steps
+
+
 def test_sampled_tokens_have_the_distribution_that_the_model_gives_them(lossless):
     """How often the likeliest token and the second are drawn, over places whose distributions are known exactly."""
     places = [
