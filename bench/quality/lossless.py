@@ -33,9 +33,9 @@ from vllm_sparse_plugin.needles import answer_tokens, build_questions
 
 PIECES = {"code": library_tokens, "text": manual_tokens}
 """What is asked beside needle tasks: to go on with source code, and with prose."""
-TIE = 0.05
-"""Largest lead, in log probability, of a token that a tie may have exchanged for another: tokens are as likely as that
-where attention's outputs, rounded to bfloat16, are summed in another order."""
+TIE = 1.01 * 2**-4
+"""More than any lead, in log probability, of a token that a tie may have exchanged for another: one step of bfloat16
+between 8 and 16, where the likeliest logits lie."""
 _MAX_NUM_SEQS = 4
 
 
