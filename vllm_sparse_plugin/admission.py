@@ -344,6 +344,8 @@ def _expect_verifiable(
         expect(not holds, field, got, "null")
 
     refuse(current_platform.is_cuda() and not vllm_config.use_v2_model_runner, "vLLM's first model runner on a GPU")
+    adapts = config.draft_rule is not None and config.draft_rule.is_adaptive
+    expect(not (adapts and current_platform.is_cuda()), f"{KEY}.lossless.draft_length", "adaptive", "fixed on a GPU")
     # Answers are those of dense attention, so nothing but drafts may leave anything out.
     refuse(not config.is_sparse, "a section with nothing sparse to draft with")
     refuse(config.prefill is not None, f"a section beside {KEY}.prefill")

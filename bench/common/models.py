@@ -149,3 +149,14 @@ def library_tokens(tokenizer: Any, start: int, count: int) -> list[int]:
     """The first tokens of a stretch of the interpreter's library; `start` is where it begins, in characters."""
     tokens: list[int] = tokenizer.encode(library_text(start, count * CHARS_PER_TOKEN))
     return tokens[:count]
+
+
+def manual_tokens(tokenizer: Any, start: int, count: int) -> list[int]:
+    """The first tokens of a stretch of Python's reference manual, which is prose; arguments are those of
+    `library_tokens`. It goes round."""
+    from pydoc_data.topics import topics
+
+    manual = "\n\n".join(topics[name] for name in sorted(topics))
+    begin, size = start % len(manual), count * CHARS_PER_TOKEN
+    tokens: list[int] = tokenizer.encode((manual * (2 + size // len(manual)))[begin : begin + size])
+    return tokens[:count]

@@ -23,7 +23,7 @@ from rich.table import Table
 from bench.common.children import run_python
 from bench.common.console import open_console
 from bench.common.engine import Variant, WrongBackendError, start_engine
-from bench.common.models import CHARS_PER_TOKEN, NEEDLE_8M, library_tokens, load_tokenizer, open_model
+from bench.common.models import CHARS_PER_TOKEN, NEEDLE_8M, library_tokens, load_tokenizer, manual_tokens, open_model
 from bench.common.options import Commit, Output, Seed, TimeLimit, parse_sizes, split_values
 from bench.common.results import ResultFile, Row, read_run
 from bench.quality.questions import check
@@ -31,11 +31,11 @@ from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.config import KEY
 from vllm_sparse_plugin.needles import answer_tokens, build_questions
 
-TEXT = "text"
-"""What is asked beside needle tasks: to go on with source code."""
-TIE = 0.05
-"""Largest lead, in log probability, of a token that a tie may have exchanged for another: tokens are as likely as that
-where attention's outputs, rounded to bfloat16, are summed in another order."""
+PIECES = {"code": library_tokens, "text": manual_tokens}
+"""What is asked beside needle tasks: to go on with source code, and with prose."""
+TIE = 1.01 * 2**-4
+"""More than any lead, in log probability, of a token that a tie may have exchanged for another: one step of bfloat16
+between 8 and 16, where the likeliest logits lie."""
 _MAX_NUM_SEQS = 4
 
 
@@ -45,7 +45,7 @@ class Prompt(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     kind: str
-    """A needle task, or `TEXT`."""
+    """A needle task, or a name in `PIECES`."""
     context_tokens: int
     tokens: list[int]
     max_tokens: int
@@ -128,9 +128,9 @@ def lossless(
     budget: Annotated[list[str] | None, typer.Option(help="Tokens that a draft reads; 512 and 2048.")] = None,
     draft_tokens: Annotated[list[str] | None, typer.Option(help="Tokens of a draft; 4 and 8.")] = None,
     context: Annotated[list[str] | None, typer.Option(help="Context in tokens, repeatable; 4K,8K,16K.")] = None,
-    task: Annotated[list[str] | None, typer.Option(help="Needle task beside text, repeatable; kv, multikey.")] = None,
+    task: Annotated[list[str] | None, typer.Option(help="Needle task beside those, repeatable; kv, multikey.")] = None,
     prompts: Annotated[int, typer.Option(min=1, help="Prompts for each context and kind.")] = 8,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that go on with a text.")] = 96,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that go on with code or text.")] = 96,
     seed: Seed = 0,
     block_size: Annotated[int | None, typer.Option(min=1, help="Passed to vLLM; its own choice if left out.")] = None,
     time_limit: TimeLimit = 3600,
@@ -186,18 +186,19 @@ def lossless(
 def _prompts(
     folder: Path, tasks: Sequence[str], contexts: Sequence[int], count: int, new_tokens: int, seed: int
 ) -> Iterator[Prompt]:
-    """Needle questions, and source code that breaks off."""
+    """Needle questions, and source code and a manual that break off."""
     tokenizer = load_tokenizer(folder)
     for context in contexts:
         for task in tasks:
             for question in build_questions(tokenizer, task, context, count, seed):
                 tokens = tokenizer.encode(question.prompt)
                 yield Prompt(kind=task, context_tokens=context, tokens=tokens, max_tokens=answer_tokens(task))
-        for index in range(count):
-            # Pieces that have nothing in common.
-            start = (seed * count + index) * context * CHARS_PER_TOKEN
-            tokens = library_tokens(tokenizer, start, context - new_tokens)
-            yield Prompt(kind=TEXT, context_tokens=context, tokens=tokens, max_tokens=new_tokens)
+        for kind, piece in PIECES.items():
+            for index in range(count):
+                # Pieces of the library have nothing in common; those of the manual end at other places.
+                start = (seed * count + index) * context * CHARS_PER_TOKEN
+                tokens = piece(tokenizer, start, context - new_tokens)
+                yield Prompt(kind=kind, context_tokens=context, tokens=tokens, max_tokens=new_tokens)
 
 
 def lossless_engine(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
@@ -236,7 +237,10 @@ def _measure(engine: Any, job: Job, prompts: Sequence[Prompt]) -> Iterator[Row]:
     for group in dict.fromkeys(prompt.group for prompt in prompts):
         here = [(index, prompt) for index, prompt in enumerate(prompts) if prompt.group == group]
         sampling = SamplingParams(
-            temperature=0, max_tokens=here[0][1].max_tokens, ignore_eos=group[0] == TEXT, logprobs=20 if dense else None
+            temperature=0,
+            max_tokens=here[0][1].max_tokens,
+            ignore_eos=group[0] in PIECES,
+            logprobs=20 if dense else None,
         )
         before, begin = _drafts(engine), time.perf_counter()
         outputs = engine.generate([{"prompt_token_ids": prompt.tokens} for _, prompt in here], sampling, use_tqdm=False)

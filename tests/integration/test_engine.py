@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from openai import BadRequestError, OpenAI
 from rich.console import Console
-from support.engines import MODEL, in_fresh_process, run_engine, sum_of_metric
+from support.engines import MODEL, in_fresh_process, run_engine, save_shallow, sum_of_metric
 from support.needle_text import write_needle_text
 from support.statistics_fuzz import check_random_schedules
 from transformers import AutoTokenizer
@@ -19,7 +19,7 @@ from vllm_sparse_plugin.eval import FORCED_TOKENS_PROCESSOR
 from vllm_sparse_plugin.eval.results import ResultFile, read_results
 from vllm_sparse_plugin.needles import build_questions, is_correct
 
-CONTEXT = 6000
+CONTEXT = 4096
 QUALITY = ("attention_mass", "estimated_mass", "page_recall", "output_cosine")
 
 
@@ -127,8 +127,8 @@ def test_needles_are_found_and_a_shared_prefix_is_served_from_the_cache(question
     _, hits, _, texts = answers
     assert all(is_correct(question, text) for question, text in zip(questions, texts, strict=True))
     assert hits[0] == 0
-    assert hits[1] >= CONTEXT - 1000
-    assert hits[3] >= CONTEXT - 1000
+    assert hits[1] >= CONTEXT - 700
+    assert hits[3] >= CONTEXT - 700
 
 
 def test_a_batch_answers_as_its_requests_alone(answers):
@@ -171,7 +171,7 @@ def test_ngram_speculation_keeps_greedy_answers(questions, answers):
 
 
 def test_preempted_requests_finish_with_right_answers():
-    """Four requests of 4,096 tokens that write 200 more need 136 blocks of 128 tokens, and find 133.
+    """Four requests of 4,096 tokens that write 100 more need 132 blocks of 128 tokens, and find 129.
 
     Beyond the answers tokens are no matter of right and wrong, and may change: vLLM prefills, densely, what a preempted
     request has written. That the statistics are right then is tested below, byte by byte.
@@ -179,24 +179,23 @@ def test_preempted_requests_finish_with_right_answers():
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     asked = [build_questions(tokenizer, "kv", 4096, 1, seed=seed)[0] for seed in range(4)]
     config = {"selection": {"budget_tokens": 512}, "min_context_tokens": 0}
-    replies, preemptions = [], []
-    for blocks in (161, 134):
-        with run_engine("unique", config, num_gpu_blocks_override=blocks, max_model_len=7000) as engine:
-            replies.append(engine.answer([question.prompt for question in asked], max_tokens=200, ignore_eos=True))
-            preemptions.append(engine.metric("vllm:num_preemptions_total"))
-    assert preemptions[0] == 0 < preemptions[1]
-    assert all(len(reply) == 200 for reply in replies[1])
-    assert [reply[:4] for reply in replies[0]] == [reply[:4] for reply in replies[1]]
+    with run_engine("unique", config, num_gpu_blocks_override=130, max_model_len=7000) as engine:
+        replies = engine.answer([question.prompt for question in asked], max_tokens=100, ignore_eos=True)
+        assert engine.metric("vllm:num_preemptions_total") > 0
+    assert [len(reply) for reply in replies] == [100] * 4
+    texts = tokenizer.batch_decode(replies, skip_special_tokens=True)
+    assert all(is_correct(question, text) for question, text in zip(asked, texts, strict=True)), texts
 
 
-def test_a_budget_beyond_the_context_gives_the_tokens_of_dense_attention():
+def test_a_budget_beyond_the_context_gives_the_tokens_of_dense_attention(tmp_path):
+    model = str(save_shallow(tmp_path, layers=2))
     rng = random.Random(1)
     lengths = [rng.randrange(20, 1500 if index % 5 == 0 else 400) for index in range(50)]
     prompts = [[0, *(rng.randrange(3, 4000) for _ in range(length))] for length in lengths]
     config = {"selection": {"budget_tokens": 2048}, "min_context_tokens": 0}
-    with run_engine("unique", config, max_num_seqs=8) as engine:
+    with run_engine("unique", config, model=model, max_num_seqs=8) as engine:
         sparse = engine.answer(prompts, max_tokens=8)
-    with run_engine(None, max_num_seqs=8) as engine:
+    with run_engine(None, model=model, max_num_seqs=8) as engine:
         dense = engine.answer(prompts, max_tokens=8)
         leads = engine.leads_where_parted(prompts, dense, sparse)
     assert len(leads) <= 3, leads

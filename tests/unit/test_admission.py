@@ -367,6 +367,17 @@ def test_on_a_gpu_lossless_mode_is_for_the_second_model_runner_and_may_be_schedu
         admit(on_a_gpu, BACKENDS)
 
 
+def test_drafts_are_as_long_as_pays_on_a_cpu_alone(on_a_gpu, monkeypatch):
+    sections = {"lossless": {"draft_tokens": 3, "draft_length": "adaptive"}}
+    on_a_gpu.additional_config = {"sparse_attention": sections}
+    monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    with pytest.raises(
+        ConfigurationError,
+        match=r"^sparse_attention\.lossless\.draft_length: got adaptive, allowed .*fixed on a GPU$",
+    ):
+        admit(on_a_gpu, BACKENDS)
+
+
 def test_a_hybrid_is_not_compacted(folder):
     expected = "sparse_attention.compaction: got JambaForCausalLM with state-space layers, allowed with attention "
     assert refusal(folder("JambaForCausalLM"), **COMPACTING) == f"{expected}backend snapkv: null"

@@ -19,7 +19,7 @@ SHORTEST = {
 def test_contexts_that_gain_nothing_are_not_drafted_for(case):
     settings, shortest = SHORTEST[case]
     rule = resolve({"lossless": {"draft_tokens": 4}, **settings}, "unique").draft_rule
-    assert rule == DraftRule(4, shortest)
+    assert rule == DraftRule(4, shortest, is_adaptive=False)
     assert [rule.drafts(length, 1 << 20, 1 << 20) for length in (1, shortest - 1, shortest)] == [0, 0, 4]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -15,7 +15,12 @@ class Lossless(Section):
     of dense decoding. Prompts attend densely, too."""
 
     draft_tokens: Annotated[int, Field(ge=1, le=64)] = 8
-    """Tokens that are drafted, one after the other, for each that dense attention is certain to make."""
+    """Tokens that are drafted, one after the other, for each that dense attention is certain to make; where
+    their length is adaptive, at most."""
+    draft_length: Literal["fixed", "adaptive"] = "fixed"
+    """`fixed`: drafts have so many tokens. `adaptive`, on a CPU: they are as long as pays, down to none at all, by the
+    acceptance and the times of the latest steps. Now and then a step goes without drafts, or with the longest, to see
+    whether that would be faster by now."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 8192
     """Shortest context that is drafted for. Shorter ones decode densely, one token at a time: there a draft takes
     about as long as what it saves. Contexts that a draft would read whole are never drafted for."""
@@ -29,9 +34,11 @@ class DraftRule:
     """Tokens of a draft at most."""
     min_context_tokens: int
     """Shortest context that is drafted for."""
+    is_adaptive: bool = False
+    """Whether fewer are where that is faster, see `lossless.pace`."""
 
     def drafts(self, context_tokens: int, reserved_tokens: int, longest: int) -> int:
-        """Returns how many tokens to draft.
+        """Returns how many tokens may be drafted.
 
         Args:
             context_tokens: tokens of the request that are known, the newest of which has no keys yet.

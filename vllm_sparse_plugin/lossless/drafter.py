@@ -7,7 +7,8 @@ that it knows, and that no prefix hash names yet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import ref
 
@@ -18,7 +19,9 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin import compat
+from vllm_sparse_plugin.diagnostics import live
 from vllm_sparse_plugin.engine_settings import settings_of
+from vllm_sparse_plugin.lossless.pace import DraftPace
 from vllm_sparse_plugin.names import BACKENDS
 
 
@@ -36,6 +39,7 @@ class SparseDrafter:
         assert rule is not None
         self.vllm_config = vllm_config
         self.rule = rule
+        self.watch = PaceWatch(rule.draft_tokens) if rule.is_adaptive else None
         compat.mend_rejection_sampling()
 
     def load_model(self, model: Any) -> None:
@@ -75,6 +79,11 @@ class SparseDrafter:
         for request, sampled in enumerate(sampled_token_ids):
             reserved = min(int(table.num_blocks_per_row[request]) * table.block_size for table in tables)
             wanted.append(self.rule.drafts(lengths[request], reserved, runner.max_model_len) if sampled else 0)
+        if self.watch is not None:
+            made = {
+                name: len(tokens) for name, tokens in zip(runner.input_batch.req_ids, sampled_token_ids, strict=True)
+            }
+            wanted = self.watch.step(made, wanted, time.perf_counter())
         drafts: list[list[int]] = [[] for _ in wanted]
         newest = [int(token_ids_cpu[request, length - 1]) for request, length in enumerate(lengths)]
         for index in range(max(wanted, default=0)):
@@ -129,3 +138,38 @@ class SparseDrafter:
             hidden = self.model(input_ids=tokens, positions=positions, intermediate_tensors=None, inputs_embeds=None)
         likeliest: list[int] = self.model.compute_logits(hidden).argmax(dim=-1).tolist()
         return likeliest
+
+
+class PaceWatch:
+    """Tells a `DraftPace` what steps have come to, and says how many drafts each request of the next one gets."""
+
+    def __init__(self, most: int) -> None:
+        """Takes the length of the longest drafts."""
+        self.pace = DraftPace(most)
+        self._drafts: dict[str, int] = {}
+        self._began = 0.0
+
+    def step(self, made: Mapping[str, int], allowed: Sequence[int], now: float) -> list[int]:
+        """Takes what a step has made; returns how many tokens to draft for each of its requests.
+
+        Args:
+            made: tokens that the step has made of each request; 0 for one whose prompt is not finished.
+            allowed: how many may be drafted for each.
+            now: time in seconds.
+        """
+        for name, drafts in self._drafts.items():
+            if drafts and made.get(name):
+                self.pace.observe_drafts(drafts, made[name] - 1)
+        lengths = set(self._drafts.values())
+        # Other steps have computed prompts, or waited for requests.
+        if len(lengths) == 1 and self._drafts.keys() == made.keys() and all(made.values()):
+            self.pace.observe_step(lengths.pop(), now - self._began)
+            live.record_gain(self.pace.gain())
+        if not any(allowed):
+            # Contexts that are too short say nothing about others.
+            self._drafts = {}
+            return list(allowed)
+        most = self.pace.choose()
+        wanted = [min(most, each) for each in allowed]
+        self._drafts, self._began = dict(zip(made, wanted, strict=True)), now
+        return wanted

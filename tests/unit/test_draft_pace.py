@@ -1,0 +1,123 @@
+"""How long drafts are in adaptive lossless mode: what makes tokens come fastest, by what steps have shown."""
+
+import random
+from collections import Counter
+
+import pytest
+
+from vllm_sparse_plugin.diagnostics import live
+from vllm_sparse_plugin.lossless.drafter import PaceWatch
+from vllm_sparse_plugin.lossless.pace import DraftPace
+
+MOST = 8
+MODELS = {
+    "drafts cost what steps cost": (0.99, 1.0, 0),
+    "drafts are nearly free and right": (0.99, 0.01, 8),
+    "drafts are cheap and often wrong": (0.5, 0.1, 2),
+    "drafts are never right": (0.0, 0.1, 0),
+}
+"""Acceptance of a draft, seconds of a draft where a step takes one, and the best length."""
+
+
+def rate(acceptance: float, cost: float, drafts: int) -> float:
+    return sum(acceptance**place for place in range(drafts + 1)) / (1 + cost * drafts)
+
+
+class Engine:
+    """Steps of one request that take as long as a model says, and make what it accepts."""
+
+    def __init__(self) -> None:
+        self.pace = DraftPace(MOST)
+        self.rng = random.Random(0)
+
+    def run(self, acceptance: float, cost: float, steps: int) -> tuple[Counter[int], float]:
+        """Returns how often drafts of each length were made, and tokens by second."""
+        lengths, tokens, seconds = Counter(), 0, 0.0
+        for _ in range(steps):
+            drafts = self.pace.choose()
+            accepted = next((i for i in range(drafts) if self.rng.random() >= acceptance), drafts)
+            took = (1 + cost * drafts) * self.rng.uniform(0.9, 1.1)
+            self.pace.observe_drafts(drafts, accepted)
+            self.pace.observe_step(drafts, took)
+            lengths[drafts] += 1
+            tokens, seconds = tokens + accepted + 1, seconds + took
+        return lengths, tokens / seconds
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_best_length_is_found_and_looking_for_it_costs_little(name):
+    acceptance, cost, best = MODELS[name]
+    assert max(range(MOST + 1), key=lambda drafts: rate(acceptance, cost, drafts)) == best
+    engine = Engine()
+    engine.run(acceptance, cost, 150)
+    lengths, reached = engine.run(acceptance, cost, 3000)
+    assert reached > 0.96 * rate(acceptance, cost, best)
+    assert engine.pace.gain() == pytest.approx(rate(acceptance, cost, best), rel=0.2)
+    # It goes on looking at the other end.
+    assert lengths[MOST if best < MOST else 0] >= 3
+
+
+def test_the_length_follows_the_text():
+    engine = Engine()
+    engine.run(0.99, 0.05, 200)
+    assert engine.pace.best() == MOST
+    engine.run(0.1, 0.05, 200)
+    assert engine.pace.best() <= 2
+    engine.run(0.99, 0.05, 400)
+    assert engine.pace.best() == MOST
+
+
+def test_a_step_that_was_held_up_changes_little():
+    engine = Engine()
+    engine.run(0.95, 0.02, 200)
+    before = engine.pace.gain()
+    engine.pace.observe_step(MOST, 1000.0)
+    assert engine.pace.gain() > before / 2
+
+
+def test_nothing_is_known_before_two_lengths_are():
+    pace = DraftPace(MOST)
+    pace.observe_step(MOST, 1.0)
+    assert (pace.best(), pace.gain()) == (MOST, 1.0)
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    monkeypatch.setattr(live, "record_gain", lambda gain: None)
+    watch = PaceWatch(MOST)
+    watch.seen = []
+    monkeypatch.setattr(
+        watch.pace, "observe_step", lambda drafts, seconds: watch.seen.append(("step", drafts, seconds))
+    )
+    monkeypatch.setattr(watch.pace, "observe_drafts", lambda drafts, accepted: watch.seen.append((drafts, accepted)))
+    monkeypatch.setattr(watch.pace, "choose", lambda: 4)
+    return watch
+
+
+def test_a_step_of_the_same_requests_is_measured(watch):
+    assert watch.step({"a": 1, "b": 1}, [8, 8], 1.0) == [4, 4]
+    assert watch.seen == []
+    assert watch.step({"b": 5, "a": 2}, [8, 3], 3.5) == [4, 3]
+    assert watch.seen == [(4, 1), (4, 4), ("step", 4, 2.5)]
+
+
+@pytest.mark.parametrize(
+    "made", [{"a": 3}, {"a": 3, "b": 0}, {"a": 3, "b": 2, "c": 1}, {"a": 3, "c": 2}], ids=lambda made: str(made)
+)
+def test_steps_with_prompts_in_them_say_nothing_about_time(watch, made):
+    watch.step({"a": 1, "b": 1}, [8, 8], 1.0)
+    watch.step(made, [8] * len(made), 2.0)
+    assert (4, 2) in watch.seen
+    assert all(len(each) == 2 for each in watch.seen)
+
+
+def test_requests_with_drafts_of_different_lengths_say_nothing_about_time(watch):
+    watch.step({"a": 1, "b": 1}, [8, 2], 1.0)
+    watch.step({"a": 3, "b": 2}, [8, 8], 2.0)
+    assert watch.seen == [(4, 2), (2, 1)]
+
+
+def test_contexts_too_short_to_draft_for_say_nothing(watch):
+    assert watch.step({"a": 1}, [0], 1.0) == [0]
+    assert watch.step({"a": 1}, [8], 2.0) == [4]
+    assert watch.seen == []
