@@ -119,7 +119,6 @@ def _try(name: str, rows: Mapping[str, Row]) -> Cell:
     deployment, trial = DEPLOYMENTS[name], TRIALS.get(name, plainly)
     if reason := unavailable(deployment):
         return Cell(name, NOT_HERE, reason)
-    os.environ.update(deployment.environment)
     if deployment.gpus > 1:
         # On a CPU vLLM gives each worker a NUMA node of its own, unless it is told otherwise.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")

@@ -33,8 +33,6 @@ class Deployment:
     """How many GPUs it takes where there are any."""
     needs_gpu: str = ""
     """Why a CPU has none of it; empty where it may."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of its process."""
     package: str = ""
     """A distribution that it needs besides, by the name of its module."""
 
@@ -48,10 +46,10 @@ DEPLOYMENTS: Mapping[str, Deployment] = {
     DENSE: Deployment("the same questions without this plugin"),
     PLAIN: Deployment("the answers are those of dense attention"),
     TENSOR_PARALLEL: Deployment("two workers", {"tensor_parallel_size": 2}, gpus=2),
-    # Where the size of the cache is given and nothing is compiled, vLLM's CPU workers leave out the run that makes what
-    # stages hand on.
-    PIPELINE_PARALLEL: Deployment("two stages", {"pipeline_parallel_size": 2, "gpu_memory_utilization": 0.15},
-                                  gpus=2, environment={"VLLM_CPU_KVCACHE_SPACE": ""}),
+    # Where nothing is compiled, vLLM's CPU workers leave out the run that makes what stages hand on.
+    PIPELINE_PARALLEL: Deployment("two stages, with torch.compile",
+                                  {"pipeline_parallel_size": 2, "gpu_memory_utilization": 0.15, "enforce_eager": False,
+                                   "compilation_config": {"cudagraph_mode": "NONE"}}, gpus=2),
     DATA_PARALLEL: Deployment("a server with two engines, each of which is asked", gpus=2),
     RAY: Deployment("Ray as the executor", {"distributed_executor_backend": "ray"}, package="ray"),
     COMPILED: Deployment("torch.compile without CUDA graphs",

@@ -46,7 +46,8 @@ def prompt(length: int) -> dict[str, list[int]]:
 def engine(folder: Path, **arguments: Any) -> Iterator[LLM]:
     """An engine of a tiny model with random weights, freed afterwards."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    if "gpu_memory_utilization" not in arguments:
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     from vllm import LLM
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
     from vllm.model_executor.models import registry
