@@ -8,11 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_sparse_plugin import compat
+from vllm_sparse_plugin.attention.plan import sampled_steps
+from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.diagnostics import request_log, sampling
 from vllm_sparse_plugin.diagnostics.sampling import StepSampler
 
@@ -46,6 +49,15 @@ def test_steps_of_nobody_and_steps_without_sampling_measure_nothing():
     assert not sampler.begin(None)
     assert sampler.sample is None
     assert not StepSampler(0).begin(lambda: pytest.fail("there is nothing to know"))
+
+
+def test_a_server_measures_itself_unasked_on_a_cpu_alone(monkeypatch):
+    def steps(**diagnostics: int) -> int:
+        return sampled_steps(resolve({"diagnostics": diagnostics}, "unique"))
+
+    assert (steps(), steps(sample_every=7), steps(sample_every=0)) == (1024, 7, 0)
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    assert (steps(), steps(sample_every=7), steps(sample_every=0)) == (0, 7, 0)
 
 
 class FakeScheduler:

@@ -40,6 +40,7 @@ from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.compaction.step import Observed
 from vllm_sparse_plugin.config.requests import EVERY_PAGE, pages_of_request
+from vllm_sparse_plugin.diagnostics import live
 from vllm_sparse_plugin.diagnostics.sampling import Sample
 from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.policies.dense import EveryPage, every_page
@@ -442,7 +443,8 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         tokens = QueryTokens(grouped, decode.block_table, decode.context_lens)
         if decode.sampled is not None:
             one = slice(decode.sampled.token, decode.sampled.token + 1)
-            self._measure(tokens[one], None if decode.limits is None else decode.limits[one], decode)
+            with live.dropping(live.UNMEASURED):
+                self._measure(tokens[one], None if decode.limits is None else decode.limits[one], decode)
         routing = self.plan.routing
         if routing is None:
             return self._attend(tokens, self.cache, self.all_heads, decode.limits)

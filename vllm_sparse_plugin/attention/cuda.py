@@ -58,6 +58,7 @@ from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.compaction.step import Observed
 from vllm_sparse_plugin.config import BlockPrefill
 from vllm_sparse_plugin.config.requests import EVERY_PAGE
+from vllm_sparse_plugin.diagnostics import live
 from vllm_sparse_plugin.diagnostics.sampling import Sample
 from vllm_sparse_plugin.policies.base import PagesRead
 
@@ -559,7 +560,8 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             self._decode(batch, cache, DecodeOutput(output[decode.tokens], counters=self.plan.counters))
             sampled = metadata.sampled
             if sampled is not None and decode.tokens.start <= sampled.token < decode.tokens.stop:
-                self._measure(batch, cache, sampled.token - decode.tokens.start, sampled)
+                with live.dropping(live.UNMEASURED):
+                    self._measure(batch, cache, sampled.token - decode.tokens.start, sampled)
 
     def _voting(self, layer: Any, window: ObservationWindow) -> tuple[ObservationWindow, KVCache]:
         scaled = replace(window, query_scale=self._query_scale(window.query, layer))

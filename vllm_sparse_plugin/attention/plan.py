@@ -47,6 +47,8 @@ from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 _LAYERS_MEASURED = 4
 """Layers of a worker that a sampled step measures, about: with more of them a long context would make it wait."""
+_SAMPLED_STEPS = 1024
+"""One in so many steps is measured where the settings say nothing."""
 
 
 @dataclass(frozen=True)
@@ -318,8 +320,14 @@ def _quality_of(
 def sampled_steps(sparse: ResolvedConfig) -> int:
     """Returns in one of how many steps tokens are measured; 0 for none, as in lossless mode, whose answers come of
     dense attention."""
-    measures = sparse.selector is not None and sparse.lossless is None
-    return sparse.config.diagnostics.sample_every if measures else 0
+    from vllm.platforms import current_platform
+
+    if sparse.selector is None or sparse.lossless is not None:
+        return 0
+    every = sparse.config.diagnostics.sample_every
+    if every is None:
+        return _SAMPLED_STEPS if current_platform.is_cpu() else 0
+    return every
 
 
 def step_sampler(sparse: ResolvedConfig, vllm_config: VllmConfig, longest_query: int) -> StepSampler:

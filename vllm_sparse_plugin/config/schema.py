@@ -38,10 +38,11 @@ AnyCompaction = Annotated[reduce(or_, COMPACTIONS), Field(discriminator="method"
 class Diagnostics(Section):
     """Measuring the selections of a running server."""
 
-    sample_every: Annotated[int, Field(ge=0, le=1 << 30)] = 1024
+    sample_every: Annotated[int | None, Field(ge=0, le=1 << 30)] = None
     """One in so many steps that decode sparsely has one of its tokens attend to everything as well, in a few layers by
     turns; how the selection compares is added to the `vllm_sparse_` metrics at `/metrics`, by layer and KV head. 0 for
-    none. On a GPU such a step runs outside its full CUDA graph. Where nothing is selected, and in lossless mode, whose
+    none; null for 1,024 on a CPU and none on a GPU, where its cost has not been measured yet. There such a step runs
+    outside its full CUDA graph. Where nothing is selected, and in lossless mode, whose
     answers come of dense attention, nothing is measured."""
     log_requests: bool = False
     """One line in the log of the first worker for each request that ends: the share of their contexts that its decoding

@@ -19,6 +19,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
@@ -98,6 +99,8 @@ PROMPT_READS = (
 """Summaries of `PrefillPlan.counters`."""
 _PIECE_TOKENS = 16_384
 """Tokens of a context that are measured at once."""
+UNMEASURED = "a token cannot be measured"
+"""What the log says where measuring fails."""
 COUNTED_STEPS = 16
 """Steps between two copies of what kernels count."""
 
@@ -189,19 +192,15 @@ class LayerQuality:
         if cache.key_scale is not None:
             query = query * cache.key_scale
         context = _context(token, longest, cache)
-        try:
-            quality = measure(query, context, token.context_lens, pages, cache.page_size, softmax, selection)
-            estimated = quality.mass if quality.estimated_mass is None else quality.estimated_mass
-            parts = torch.stack([quality.mass[0], quality.recall[0], quality.cosine[0], estimated[0]], dim=1)
-            # A model whose numbers overflow must not spoil what was measured before.
-            finite = parts.isfinite().all(dim=1, keepdim=True)
-            counted = torch.cat([torch.where(finite, parts * _UNITS, 0).long(), finite.long()], dim=1)
-            self.counts += counted
-            if masses is not None and quality.estimated_mass is not None:
-                masses += torch.stack([(estimated[0] * finite[:, 0]).nansum(), finite.sum()])
-        except RuntimeError as error:
-            # A long context may not fit the memory that vLLM leaves.
-            _say_once("a token cannot be measured", error)
+        quality = measure(query, context, token.context_lens, pages, cache.page_size, softmax, selection)
+        estimated = quality.mass if quality.estimated_mass is None else quality.estimated_mass
+        parts = torch.stack([quality.mass[0], quality.recall[0], quality.cosine[0], estimated[0]], dim=1)
+        # A model whose numbers overflow must not spoil what was measured before.
+        finite = parts.isfinite().all(dim=1, keepdim=True)
+        counted = torch.cat([torch.where(finite, parts * _UNITS, 0).long(), finite.long()], dim=1)
+        self.counts += counted
+        if masses is not None and quality.estimated_mass is not None:
+            masses += torch.stack([(estimated[0] * finite[:, 0]).nansum(), finite.sum()])
 
 
 def _context(token: QueryTokens, longest: int, cache: KVCache) -> Context:
@@ -382,6 +381,16 @@ def _add(metric: str, suffix: str, labels: list[str], text: str, amount: float) 
         file.write_value(key, value + amount, time.time())
     except Exception as error:
         _say_once("they are not published", error)
+
+
+@contextmanager
+def dropping(what: str) -> Iterator[None]:
+    """Drops what fails within, since metrics never end an engine: a long context may not fit the memory that vLLM
+    leaves. The log says once that this cannot be done."""
+    try:
+        yield
+    except Exception as error:
+        _say_once(what, error)
 
 
 _reported: set[str] = set()
