@@ -50,6 +50,7 @@ SECTIONS: dict[str, Section] = {
     "decode": Section(serving.decode_cpu),
     "operations": Section(serving.operations),
     "threads-cpu": Section(serving.threads_cpu),
+    "meter": Section(serving.meter),
     "decode-gpu": Section(serving.decode_gpu),
     "decode-batches": Section(serving.decode_batches),
     "decode-routed": Section(serving.decode_routed),

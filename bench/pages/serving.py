@@ -9,6 +9,7 @@ from typing import Any
 from bench.common.pages import Block, link, table
 from bench.common.results import RESULTS, Row, read_run
 from vllm_sparse_plugin.config.routing import Routing
+from vllm_sparse_plugin.config.schema import SAMPLED_STEPS
 
 H200 = RESULTS / "h200"
 _CPU = RESULTS / "cpu-2core" / "decode" / "all.jsonl"
@@ -39,6 +40,19 @@ def _pair_rows(dense_path: Path, sparse_path: Path) -> list[list[str]]:
 def _pair(dense: Path, sparse: Path) -> Block:
     headings = ["context", "requests", "FlashAttention 3, ms per token", "`unique`, ms per token", "ratio"]
     return Block(table(headings, _pair_rows(dense, sparse)), [sparse, dense])
+
+
+def meter() -> Block:
+    """What measuring one token of every step adds to the time per token, and so what one step in 1,024 adds."""
+    folder = RESULTS / "cpu-2core" / "meter"
+    without, every_step = folder / "every_0.jsonl", folder / "every_1.jsonl"
+    found, lines = read_steps(every_step), []
+    for (context, batch), line in read_steps(without).items():
+        before, measured = line["ms_per_token"], found[context, batch]["ms_per_token"]
+        share = (measured - before) / before / SAMPLED_STEPS
+        lines.append([f"{context:,}", f"{before:.2f}", f"{measured:.2f}", f"{100 * share:.3f} %"])
+    headings = ["context", "not measured, ms per token", "every step measured", "by default, one step in 1,024"]
+    return Block(table(headings, lines), [without, every_step])
 
 
 def decode_gpu() -> Block:

@@ -29,6 +29,7 @@ from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.compaction.requests import BatchRows
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
 from vllm_sparse_plugin.config.requests import most_pages_on_gpu, takes_budgets
+from vllm_sparse_plugin.config.schema import SAMPLED_STEPS
 from vllm_sparse_plugin.diagnostics import request_log, sampling
 from vllm_sparse_plugin.diagnostics.live import (
     PROMPT_READS,
@@ -47,8 +48,6 @@ from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 _LAYERS_MEASURED = 4
 """Layers of a worker that a sampled step measures, about: with more of them a long context would make it wait."""
-_SAMPLED_STEPS = 1024
-"""One in so many steps is measured where the settings say nothing."""
 
 
 @dataclass(frozen=True)
@@ -326,7 +325,7 @@ def sampled_steps(sparse: ResolvedConfig) -> int:
         return 0
     every = sparse.config.diagnostics.sample_every
     if every is None:
-        return _SAMPLED_STEPS if current_platform.is_cpu() else 0
+        return SAMPLED_STEPS if current_platform.is_cpu() else 0
     return every
 
 

@@ -35,6 +35,10 @@ AnyPrefill = Annotated[reduce(or_, PREFILLS), Field(discriminator="method")]  # 
 AnyCompaction = Annotated[reduce(or_, COMPACTIONS), Field(discriminator="method")]  # type: ignore[valid-type]
 
 
+SAMPLED_STEPS = 1024
+"""One in so many steps is measured on a CPU where the settings say nothing."""
+
+
 class Diagnostics(Section):
     """Measuring the selections of a running server."""
 
