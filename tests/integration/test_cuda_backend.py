@@ -25,6 +25,7 @@ from vllm_sparse_plugin.attention import cuda
 from vllm_sparse_plugin.attention.budgets import StepBudgets, StepNumbers
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder
 from vllm_sparse_plugin.attention.engine_config import ModelSize
+from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.compaction.requests import BatchRows
@@ -89,8 +90,8 @@ def builder(monkeypatch):
     made.any_dense_layer = False
     made.any_sparse_layer = True
     made.answers_sparsely = True
-    made.sampler = StepSampler(0)
-    made.log = made.rows = None
+    made.meter = object.__new__(Meter)
+    made.meter.sampler, made.meter._log = StepSampler(0), None
     made.counts = []
     made.compaction = None
     made.reads = None
@@ -371,7 +372,7 @@ def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
     for number, (index, request, context) in enumerate(
         [(0, 0, 297), (1, 0, 298), (2, 0, 299), (3, 0, 300), (8, 2, 500), (0, 0, 297)]
     ):
-        builder.sampler.sample = Sample(number, 2)
+        builder.meter.sampler.sample = Sample(number, 2)
         recorded.clear()
         output, _, metadata = run(layer, builder, common)
         assert metadata.sampled.token == index
@@ -389,7 +390,7 @@ def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
         assert pages[..., -1].eq(context // 8 - 1).all()
     # It is the turn of other layers, or nothing is measured.
     for sample in (Sample(0, 1), None):
-        builder.sampler.sample = sample
+        builder.meter.sampler.sample = sample
         recorded.clear()
         again, _, _ = run(layer, builder, common)
         assert recorded == []

@@ -352,7 +352,7 @@ def test_sampled_steps_measure_what_was_read(model, backend, monkeypatch):
     outputs = []
     # Two requests decode sparsely; one of them is measured in the second step, the other in the fourth.
     for sample in (None, Sample(3, 0), None, Sample(2, 0)):
-        harness.builder.sampler.sample = sample
+        harness.builder.meter.sampler.sample = sample
         outputs.append(harness.step([(request, 1) for request in requests]))
     assert len(recorded) == 2
     for (quality, arguments), index, step in zip(recorded, (2, 0), (1, 3), strict=True):
@@ -385,7 +385,7 @@ def test_a_step_measures_some_layers_and_bits_stay(model, monkeypatch):
         quality.stride = 2
         request = harness.request(200)
         harness.step([(request, 200)])
-        harness.builder.sampler.sample = sample
+        harness.builder.meter.sampler.sample = sample
         outputs.append(harness.step([(request, 1)])[0])
         measured.append(quality.counts[:, -1].tolist())
     assert measured == [[0, 0], [1, 1], [0, 0]]
@@ -403,7 +403,7 @@ def test_a_log_has_what_each_request_reads_and_the_mass_of_sampled_tokens(model,
     requests[2].arguments = {"sparse_coverage": 0.9}
     harness.step([(request, request.prompt_tokens) for request in requests])
     for sample in (Sample(1, 0), None):
-        harness.builder.sampler.sample = sample
+        harness.builder.meter.sampler.sample = sample
         harness.step([(request, 1) for request in requests])
     log = request_log.of_runner(harness)
     assert requests[2].name not in log._requests
@@ -421,7 +421,7 @@ def test_a_log_has_what_each_request_reads_and_the_mass_of_sampled_tokens(model,
 def test_without_sampling_no_step_measures(model, off):
     harness = LayerHarness(model, settings=SMALL | off)
     assert harness.layer.impl.plan.quality is None
-    assert harness.builder.sampler.every == 0
+    assert harness.builder.meter.sampler.every == 0
 
 
 @pytest.mark.parametrize("extras", [{}, {"sinks": torch.linspace(-1, 3, 8).bfloat16()}], ids=["plain", "sinks"])

@@ -14,7 +14,7 @@ from vllm.v1.worker import gpu_model_runner
 from vllm.v1.worker.gpu import model_runner
 
 from vllm_sparse_plugin import compat
-from vllm_sparse_plugin.attention.plan import sampled_steps
+from vllm_sparse_plugin.attention.metering import sampled_steps
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.diagnostics import request_log, sampling
 from vllm_sparse_plugin.diagnostics.sampling import StepSampler

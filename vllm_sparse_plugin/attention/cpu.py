@@ -34,7 +34,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin.attention import packing
 from vllm_sparse_plugin.attention.base import SparseBackend, SparseImpl, plan_compaction, report_memory
-from vllm_sparse_plugin.attention.plan import log_of_requests, log_step, masses_of, plan_layers, step_sampler
+from vllm_sparse_plugin.attention.metering import Meter
+from vllm_sparse_plugin.attention.plan import plan_layers
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.compaction import requests
@@ -144,8 +145,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 packing.check_packing(self.isa, self.block_size, self.head_dim, page_size, self.dtype)
         self.rows = requests.current_if_any()
         assert self.reorder_batch_threshold is not None
-        self.sampler = step_sampler(self.sparse, vllm_config, self.reorder_batch_threshold)
-        self.log = log_of_requests(self.sparse, vllm_config)
+        self.meter = Meter(self.sparse, vllm_config, self.reorder_batch_threshold)
         self.compaction = plan_compaction(layers, self.sparse, kv_cache_spec, vllm_config, device)
         group = plan_layers(layers, self.sparse, vllm_config, self.block_size, statistics, device)
         self.counts = group.counts
@@ -191,7 +191,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             # What a coverage reads is not known from lengths.
             budgets = None if limits is None else torch.where(limits.share > 0, EVERY_PAGE, limits.most).numpy()
             covers = () if limits is None else (limits.share > 0).tolist()
-            log = log_step(self.log, self.rows, common, covers)
+            log = self.meter.log_of(common, covers)
             self.reads.step(common, self.reorder_batch_threshold, budgets, log)
 
         page_size = self.summarised_tokens
@@ -212,11 +212,11 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             context_lens = (common.seq_lens[request] - from_end).long()
             block_table = common.block_table_tensor[request].long()
             own = None if limits is None else limits[request]
-            sample = self.sampler.sample
+            sample = self.meter.sample
             masses = None
             if sample is not None:
                 sample = sample._replace(token=sample.token % len(tokens))
-                masses = masses_of(self.log, self.rows, common, int(request[sample.token]))
+                masses = self.meter.masses_of(common, int(request[sample.token]))
             metadata.decode = DecodeTokens(tokens, block_table, context_lens, own, sample, masses)
         if prefilling.any():
             tokens = prefilling[request_of_token].nonzero().squeeze(1)

@@ -51,7 +51,8 @@ from vllm_sparse_plugin.attention.base import (
     report_memory,
 )
 from vllm_sparse_plugin.attention.budgets import StepBudgets, StepNumbers
-from vllm_sparse_plugin.attention.plan import LayerPlan, log_of_requests, log_step, masses_of, plan_layers, step_sampler
+from vllm_sparse_plugin.attention.metering import Meter
+from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.compaction import requests
@@ -198,8 +199,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         sparse = backend.config()
         statistics = backend.statistics_layout(kv_cache_spec)
         assert self.reorder_batch_threshold is not None
-        self.sampler = step_sampler(sparse, vllm_config, self.reorder_batch_threshold)
-        self.log, self.rows = log_of_requests(sparse, vllm_config), requests.current_if_any()
+        self.meter = Meter(sparse, vllm_config, self.reorder_batch_threshold)
         self.selector, self.dense_tokens = sparse.selector, sparse.config.min_context_tokens - 1
         # Lossless mode goes without sparse prefill, so a step that answers leaves nothing out.
         self.answers_sparsely = sparse.lossless is None
@@ -207,7 +207,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         # Captured graphs read these tensors.
         max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self.dense_requests = StepNumbers(False, max_requests, torch.bool, device)
-        self.budgets = StepBudgets(sparse, self.rows, max_requests, device)
+        self.budgets = StepBudgets(sparse, requests.current_if_any(), max_requests, device)
         group = plan_layers(layers, sparse, vllm_config, self.block_size, statistics, device)
         self.counts = group.counts
         self.reads = group.reads
@@ -263,7 +263,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         if self.reads is not None and selects:
             self.reads.step(
                 common, self.reorder_batch_threshold, self.budgets.by_request(own, common.num_reqs),
-                log_step(self.log, self.rows, common),
+                self.meter.log_of(common),
             )  # fmt: skip
         runs, prompts = self._split(common) if selects else ([], None)
         num_decodes = sum(run.num_requests for run in runs)
@@ -286,8 +286,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         metadata.observed = [] if self.compaction is None else self.compaction.observed
         if num_decodes:
             whole_requests = self._write_dense_requests(common, num_decodes, own)
-            if self.sampler.sample is not None:
-                metadata.sampled = self._sampled(self.sampler.sample, common, runs, own, whole_requests)
+            if self.meter.sample is not None:
+                metadata.sampled = self._sampled(self.meter.sample, common, runs, own, whole_requests)
             dense, budgets = self.dense_requests.tensor, self.budgets.pages
             for run in runs:
                 those = slice(run.first_request, run.first_request + run.num_requests)
@@ -396,7 +396,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         if not tokens:
             return None
         request, sampled = tokens[sample.token % len(tokens)]
-        return sampled._replace(masses=masses_of(self.log, self.rows, common, request))
+        return sampled._replace(masses=self.meter.masses_of(common, request))
 
 
 def _without_first(common: CommonAttentionMetadata, requests: int, tokens: int) -> CommonAttentionMetadata:

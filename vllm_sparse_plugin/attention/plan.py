@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import zip_longest
+from functools import cached_property
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from sparse_kernels.batch import DecodeBatch, PageSelection
 from sparse_kernels.block_prefill import COUNTERS
 from sparse_kernels.group_routing import GroupRouting
@@ -21,16 +18,12 @@ from sparse_kernels.stopping import StopRule
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.admission import drafts_with_attention
+from vllm_sparse_plugin.attention.metering import sampled_steps
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
-from vllm_sparse_plugin.compaction import requests
-from vllm_sparse_plugin.compaction.requests import BatchRows
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
 from vllm_sparse_plugin.config.requests import most_pages_on_gpu, takes_budgets
-from vllm_sparse_plugin.config.schema import SAMPLED_STEPS
-from vllm_sparse_plugin.diagnostics import request_log, sampling
 from vllm_sparse_plugin.diagnostics.live import (
     PROMPT_READS,
     QUALITY,
@@ -40,8 +33,6 @@ from vllm_sparse_plugin.diagnostics.live import (
     DeviceCounts,
     LayerQuality,
 )
-from vllm_sparse_plugin.diagnostics.request_log import RequestLog
-from vllm_sparse_plugin.diagnostics.sampling import StepSampler
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import EveryPage, Selection
 from vllm_sparse_plugin.policies.scored import ScoredSelection
@@ -314,75 +305,6 @@ def _quality_of(
         for name, (index, _), counted in zip(selecting, numbered, counts.of_layers, strict=True)
     }
     return of_layer, counts
-
-
-def sampled_steps(sparse: ResolvedConfig) -> int:
-    """Returns in one of how many steps tokens are measured; 0 for none, as in lossless mode, whose answers come of
-    dense attention."""
-    from vllm.platforms import current_platform
-
-    if sparse.selector is None or sparse.lossless is not None:
-        return 0
-    every = sparse.config.diagnostics.sample_every
-    if every is None:
-        return SAMPLED_STEPS if current_platform.is_cpu() else 0
-    return every
-
-
-def step_sampler(sparse: ResolvedConfig, vllm_config: VllmConfig, longest_query: int) -> StepSampler:
-    """Returns what picks the steps to be measured, the same for all groups of layers.
-
-    Args:
-        sparse: our configuration.
-        vllm_config: vLLM's.
-        longest_query: most query tokens of a request that decodes.
-    """
-    # Where one data-parallel engine runs without its full graph, all of them do.
-    every = sampled_steps(sparse) * vllm_config.parallel_config.data_parallel_size
-    shortest = sparse.config.min_context_tokens
-    if sparse.selector is not None:
-        shortest = max(shortest, (sparse.selector.pages_read.least + 1) * sparse.selector.page_size)
-    return sampling.of_runner(requests.loading_runner(), StepSampler(every, shortest, longest_query))
-
-
-def log_of_requests(sparse: ResolvedConfig, vllm_config: VllmConfig) -> RequestLog | None:
-    """Returns what logs how much each request reads, the same for all groups of layers; None where nobody asks, and on
-    other workers than the first."""
-    runner = requests.loading_runner()
-    wanted = (
-        sparse.config.diagnostics.log_requests and sparse.lossless is None and vllm_config.parallel_config.rank == 0
-    )
-    return request_log.of_runner(runner) if wanted and runner is not None else None
-
-
-def log_step(
-    log: RequestLog | None, rows: BatchRows | None, common: CommonAttentionMetadata, covers: Sequence[bool] = ()
-) -> Callable[[NDArray[np.int64], NDArray[np.int64]], None] | None:
-    """Returns what takes the tokens that the rows of a step read, and those of their contexts; None without a log.
-
-    Args:
-        log: of the worker, if it has one.
-        rows: the requests of a step.
-        common: the step.
-        covers: of the first rows, whether a coverage decides how much they read, which lengths do not tell; they are
-            left out.
-    """
-    if log is None or rows is None:
-        return None
-    names = [None if row is None else row.request_id for row in rows.of(common)]
-    names = [None if unknown else name for name, unknown in zip_longest(names, covers, fillvalue=None)]
-    return partial(log.add, names)
-
-
-def masses_of(
-    log: RequestLog | None, rows: BatchRows | None, common: CommonAttentionMetadata, row: int
-) -> torch.Tensor | None:
-    """Returns where estimated masses of a row's request are added up; None without a log."""
-    if log is None or rows is None:
-        return None
-    known = rows.of(common)
-    request = known[row] if row < len(known) else None
-    return None if request is None else log.masses(request.request_id, common.seq_lens.device)
 
 
 def _reads_by_length(sparse: ResolvedConfig) -> ContextReads | None:
