@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -132,28 +132,36 @@ def accuracy_gpu() -> Block:
 
 def lossless() -> Block:
     """How many drafts of lossless mode are right, and whether its tokens are those of dense decoding."""
-    path = _CPU / "lossless" / "needle_8m.jsonl"
-    rows = [row for row in read_run(path).rows if row["draft_tokens"] is not None]
-    lines = []
-    for budget, drafts in dict.fromkeys((row["budget_tokens"], row["draft_tokens"]) for row in rows):
-        for context in sorted({row["context_tokens"] for row in rows}):
-            here = [row for row in rows if (row["budget_tokens"], row["draft_tokens"]) == (budget, drafts)]
-            here = [row for row in here if row["context_tokens"] == context]
-            for kind, chosen in (("needles", [row for row in here if row["kind"] != "text"]),
-                                 ("text", [row for row in here if row["kind"] == "text"])):  # fmt: skip
-                if chosen:
-                    lines.append([str(budget), str(drafts), f"{context:,}", kind, *_drafted(chosen)])
-    headings = ["budget", "draft", "context", "prompts", "same tokens", "accepted", "first draft", "last draft",
-                "tokens a step"]  # fmt: skip
+    files = (("needle-8m", "needle_8m_more"), ("needle-8m", "needle_8m"), ("witness-6m", "witness_6m"))
+    paths = [_CPU / "lossless" / f"{name}.jsonl" for _, name in files]
+    lines, rows = [], []
+    for (model, _), path in zip(files, paths, strict=True):
+        found = [row for row in read_run(path).rows if row["draft_tokens"] is not None]
+        rows += found
+        keys = ("budget_tokens", "draft_tokens", "context_tokens")
+        for values in dict.fromkeys(tuple(row[key] for key in keys) for row in found):
+            here = [row for row in found if tuple(row[key] for key in keys) == values]
+            for kind, chosen in _kinds(here):
+                lines.append([model, *(f"{value:,}" for value in values), kind, *_drafted(chosen)])
+    headings = ["model", "budget", "draft", "context", "prompts", "same tokens", "accepted", "first draft",
+                "last draft", "tokens a step"]  # fmt: skip
     leads = [lead for row in rows for _, _, lead in row["parted"]]
-    tokens = sum(row["tokens"] for row in rows)
-    found = f"All {tokens:,} tokens are those of dense decoding."
+    answers = sum(row["prompts"] for row in rows)
+    verdict = f"All {answers:,} answers are those of dense decoding."
     if leads:
-        found = (
-            f"{tokens:,} tokens are those of dense decoding, but for {len(leads)} answers that part at a tie: there "
-            f"the token of\ndense decoding is ahead by at most {max(leads):.3f} in log probability."
+        verdict = (
+            f"Of {answers:,} answers {len(leads)} part from those of dense decoding, each at a tie: there the token of "
+            f"dense\ndecoding is ahead by at most {max(leads):.3f} in log probability."
         )
-    return Block(f"{table(headings, lines)}\n\n{found}", [path])
+    return Block(f"{table(headings, lines)}\n\n{verdict}", paths)
+
+
+def _kinds(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
+    """Rows of needle tasks together, and those of code and of text."""
+    by_kind: dict[str, list[Row]] = {}
+    for row in rows:
+        by_kind.setdefault(row["kind"] if row["kind"] in ("code", "text") else "needles", []).append(row)
+    yield from by_kind.items()
 
 
 def _drafted(rows: Sequence[Row]) -> list[str]:
