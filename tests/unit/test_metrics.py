@@ -1,6 +1,5 @@
 """Metrics reach every worker that can have them, and never end an engine."""
 
-import logging
 import os
 
 import pytest
@@ -9,6 +8,7 @@ from prometheus_client import CollectorRegistry
 from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.paging import PagedTensor
+from support.logs import said
 from vllm.ray.ray_env import get_env_vars_to_copy
 
 from vllm_sparse_plugin.diagnostics import live
@@ -22,10 +22,7 @@ def warnings(monkeypatch) -> list[str]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(live, "_reported", set())
     monkeypatch.setattr(live, "REGISTRY", CollectorRegistry())
-    lines: list[str] = []
-    logger = logging.getLogger("vllm.vllm_sparse_plugin.diagnostics.live")
-    monkeypatch.setattr(logger, "warning", lambda text, *values: lines.append(text % values))
-    return lines
+    return said(monkeypatch, "vllm.vllm_sparse_plugin.diagnostics.live", "warning")
 
 
 def count_for_a_while() -> None:

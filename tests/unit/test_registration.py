@@ -2,7 +2,6 @@ import base64
 import copy
 import copyreg
 import json
-import logging
 import os
 import pickle
 import subprocess
@@ -15,6 +14,7 @@ import cloudpickle
 import pytest
 import torch
 import vllm.version
+from support.logs import said
 from vllm.config import AttentionConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
@@ -213,10 +213,7 @@ UNTESTED = {"0.31.2": (0, 31, 2), "0.34.0": (0, 34, 0), "dev": (0, 0, "dev")}
 
 @pytest.fixture
 def warnings(monkeypatch) -> list[str]:
-    lines: list[str] = []
-    logger = logging.getLogger("vllm.vllm_sparse_plugin")
-    monkeypatch.setattr(logger, "warning", lambda text, *values: lines.append(text % values))
-    return lines
+    return said(monkeypatch, "vllm.vllm_sparse_plugin", "warning")
 
 
 @pytest.mark.parametrize("version", UNTESTED)

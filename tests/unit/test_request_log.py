@@ -1,12 +1,12 @@
 """A line for each request that ends, if somebody asks for it."""
 
-import logging
 import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from support.logs import said
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.diagnostics import request_log
@@ -14,10 +14,7 @@ from vllm_sparse_plugin.diagnostics import request_log
 
 @pytest.fixture
 def lines(monkeypatch) -> list[str]:
-    found: list[str] = []
-    logger = logging.getLogger("vllm.vllm_sparse_plugin.diagnostics.request_log")
-    monkeypatch.setattr(logger, "info", lambda text, *values: found.append(text % values))
-    return found
+    return said(monkeypatch, "vllm.vllm_sparse_plugin.diagnostics.request_log", "info")
 
 
 class Runner:

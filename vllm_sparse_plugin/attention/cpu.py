@@ -189,9 +189,11 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         limits = self._limits(common)
         if self.reads is not None and selects:
             # What a coverage reads is not known from lengths.
-            budgets = None if limits is None else torch.where(limits.share > 0, EVERY_PAGE, limits.most).numpy()
-            covers = () if limits is None else (limits.share > 0).tolist()
-            log = self.meter.log_of(common, covers)
+            budgets, covers = None, torch.zeros(0, dtype=torch.bool)
+            if limits is not None:
+                covers = limits.share > 0
+                budgets = torch.where(covers, EVERY_PAGE, limits.most).numpy()
+            log = self.meter.log_of(common, covers.numpy())
             self.reads.step(common, self.reorder_batch_threshold, budgets, log)
 
         page_size = self.summarised_tokens

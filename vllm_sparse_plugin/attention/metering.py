@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable
 from functools import partial
 from itertools import zip_longest
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -16,10 +14,8 @@ from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.config.schema import SAMPLED_STEPS
 from vllm_sparse_plugin.diagnostics import request_log, sampling
+from vllm_sparse_plugin.diagnostics.live import LogOfStep
 from vllm_sparse_plugin.diagnostics.sampling import Sample, StepSampler
-
-LogOfStep = Callable[[NDArray[np.int64], NDArray[np.int64]], None]
-"""Takes the tokens that the rows of a step read, and those of their contexts."""
 
 
 def sampled_steps(sparse: ResolvedConfig) -> int:
@@ -56,7 +52,7 @@ class Meter:
         """What is measured of the step that runs; None for nothing."""
         return self.sampler.sample
 
-    def log_of(self, common: CommonAttentionMetadata, covers: Sequence[bool] = ()) -> LogOfStep | None:
+    def log_of(self, common: CommonAttentionMetadata, covers: Iterable[bool] = ()) -> LogOfStep | None:
         """Returns what logs a step; None where nobody asks for it, and on other workers than the first.
 
         Args:

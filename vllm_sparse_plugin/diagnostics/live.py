@@ -119,10 +119,8 @@ def expose() -> None:
     folder = os.environ.get(_OUR_FOLDER)
     if _VLLM_FOLDER in os.environ or (folder is not None and (is_worker or folder == _made_folder)):
         return
-    try:
+    with dropping("there are none"):
         _make_folder()
-    except Exception as error:
-        _say_once("there are none", error)
 
 
 def _make_folder() -> None:
@@ -266,8 +264,7 @@ class DeviceCounts:
             for labels, counted in zip(self.labels, new.tolist() if new.any() else (), strict=False):
                 for metric, text, sum_column, count_column, units in self.metrics:
                     if counted[count_column]:
-                        _add(metric, "_sum", labels, text, counted[sum_column] / units)
-                        _add(metric, "_count", labels, text, counted[count_column])
+                        _add(metric, text, counted[sum_column] / units, counted[count_column], labels)
             self._copied.copy_(self._counts, non_blocking=True)
             if self._event is not None:
                 self._event.record()
@@ -298,6 +295,11 @@ class BatchLengths(Protocol):
     """`[num_requests]` bool, requests whose prompt is not finished."""
 
 
+LogOfStep = Callable[[NDArray[np.int64], NDArray[np.int64]], None]
+"""Takes of every step, `[num_requests]` each, tokens read by the decoding tokens of each request, and tokens of their
+contexts, those included that read everything; 0 for prompts."""
+
+
 class ContextReads:
     """How much of its context a decoding token reads where the budget alone decides: lengths on the host say it."""
 
@@ -313,7 +315,7 @@ class ContextReads:
         batch: BatchLengths,
         longest_query: int | None,
         budgets: NDArray[np.int64] | None = None,
-        log: Callable[[NDArray[np.int64], NDArray[np.int64]], None] | None = None,
+        log: LogOfStep | None = None,
     ) -> None:
         """Is called once a step: adds one in `COUNTED_STEPS` of them to the metrics.
 
@@ -321,8 +323,7 @@ class ContextReads:
             batch: what vLLM says of the step's requests.
             longest_query: most query tokens of a request that decodes; None for 1.
             budgets: `[num_requests]`, pages that each request reads; None for those of the budget.
-            log: takes of every step, `[num_requests]` each, tokens read by the decoding tokens of each request, and
-                tokens of their contexts, those included that read everything; 0 for prompts.
+            log: what logs each request; None where nobody asks for it.
         """
         self._steps += 1
         seq_lens, is_prefilling = batch.seq_lens_cpu_upper_bound, batch.is_prefilling
@@ -346,8 +347,7 @@ class ContextReads:
         if log is not None:
             log(read + whole, in_context + whole)
         if self._steps % COUNTED_STEPS == 0 and in_context.any():
-            _add(_READ_SHARE, "_sum", ["", ""], _READ_SHARE_TEXT, int(read.sum()))
-            _add(_READ_SHARE, "_count", ["", ""], _READ_SHARE_TEXT, int(in_context.sum()))
+            _add(_READ_SHARE, _READ_SHARE_TEXT, int(read.sum()), int(in_context.sum()))
 
 
 def count_freed_blocks(freed: int, held_before: int, is_first: bool) -> None:
@@ -358,29 +358,32 @@ def count_freed_blocks(freed: int, held_before: int, is_first: bool) -> None:
         held_before: blocks of the request until now.
         is_first: whether it gives some back for the first time.
     """
-    _add("vllm_sparse_blocks_freed", "_sum", ["", ""], _FREED_TEXT, freed)
-    _add("vllm_sparse_blocks_freed", "_count", ["", ""], _FREED_TEXT, int(is_first))
+    _add("vllm_sparse_blocks_freed", _FREED_TEXT, freed, int(is_first))
     if is_first:
-        _add("vllm_sparse_kept_share", "_sum", ["", ""], _KEPT_TEXT, held_before - freed)
-        _add("vllm_sparse_kept_share", "_count", ["", ""], _KEPT_TEXT, held_before)
+        _add("vllm_sparse_kept_share", _KEPT_TEXT, held_before - freed, held_before)
 
 
 def record_gain(gain: float) -> None:
     """Adds to the metrics how many times faster tokens come than without drafts, as a step of lossless mode sees it."""
-    for suffix, amount in (("_sum", gain), ("_count", 1.0)):
-        _add("vllm_sparse_lossless_gain", suffix, ["", ""], _GAIN_TEXT, amount)
+    _add("vllm_sparse_lossless_gain", _GAIN_TEXT, gain, 1)
 
 
-def _add(metric: str, suffix: str, labels: list[str], text: str, amount: float) -> None:
-    """Adds to a metric in the folder, or drops the amount where that fails."""
-    try:
-        folder = os.environ.get(_VLLM_FOLDER) or os.environ[_OUR_FOLDER]
-        key = mmap_key(metric, metric + suffix, ["layer", "kv_head"], labels, text)
-        file = _file(folder)
-        value, _ = file.read_value(key)
-        file.write_value(key, value + amount, time.time())
-    except Exception as error:
-        _say_once("they are not published", error)
+def _add(metric: str, text: str, amount: float, count: float, labels: Sequence[str] = ("", "")) -> None:
+    """Adds to sum and count of a metric in the folder, or drops what cannot be added.
+
+    Args:
+        metric: its name.
+        text: its help.
+        amount: added to the sum.
+        count: added to the count.
+        labels: layer and KV head; empty where all are alike.
+    """
+    with dropping("they are not published"):
+        file = _file(os.environ.get(_VLLM_FOLDER) or os.environ[_OUR_FOLDER])
+        for suffix, added in (("_sum", amount), ("_count", count)):
+            key = mmap_key(metric, metric + suffix, ["layer", "kv_head"], list(labels), text)
+            value, _ = file.read_value(key)
+            file.write_value(key, value + added, time.time())
 
 
 @contextmanager
