@@ -296,15 +296,14 @@ def test_the_log_says_how_many_requests_fit():
 
 
 def test_metrics_count_what_comes_back(monkeypatch):
-    added = Counter()
-    monkeypatch.setattr(
-        live, "_add", lambda metric, suffix, labels, text, amount: added.update({metric + suffix: amount})
-    )
+    sums, counts = Counter(), Counter()
+
+    def add(metric: str, text: str, amount: float, count: float) -> None:
+        sums[metric] += amount
+        counts[metric] += count
+
+    monkeypatch.setattr(live, "_add", add)
     live.count_freed_blocks(28, 32, is_first=True)
     live.count_freed_blocks(1, 33, is_first=False)
-    assert added == {
-        "vllm_sparse_blocks_freed_sum": 29,
-        "vllm_sparse_blocks_freed_count": 1,
-        "vllm_sparse_kept_share_sum": 4,
-        "vllm_sparse_kept_share_count": 32,
-    }
+    assert sums == {"vllm_sparse_blocks_freed": 29, "vllm_sparse_kept_share": 4}
+    assert counts == {"vllm_sparse_blocks_freed": 1, "vllm_sparse_kept_share": 32}
