@@ -36,7 +36,7 @@ class DecodeBatch:
     graph may not be replayed with longer ones."""
     budgets: torch.Tensor | None = None
     """`[num_requests]` int32, complete pages that a selection reads of each request: at least those that are always
-    read, at most the selection's `k`; None for `k` of all."""
+    read, at most the selection's `k`; or `[num_tokens, num_kv_heads]`, of each row; None for `k` of all."""
 
     @property
     def num_tokens(self) -> int:
@@ -74,15 +74,17 @@ class DecodeBatch:
         """Returns the batch of the requests from `first` to before `last`."""
         tokens = slice(first * self.tokens_per_request, last * self.tokens_per_request)
         dense = None if self.dense_requests is None else self.dense_requests[first:last]
-        budgets = None if self.budgets is None else self.budgets[first:last]
+        budgets = self.budgets
+        if budgets is not None:
+            budgets = budgets[tokens] if budgets.dim() == 2 else budgets[first:last]
         return DecodeBatch(
             self.query[tokens], self.block_table[first:last], self.seq_lens[first:last], dense, self.dense_tokens,
             self.query_scale, self.max_context, budgets,
         )  # fmt: skip
 
     def token_budgets(self) -> torch.Tensor | None:
-        """Returns the budget of each query token, `[num_tokens]` int32; None where requests have none."""
-        if self.budgets is None or self.tokens_per_request == 1:
+        """Returns the budget of each query token, `[num_tokens]` int32, or of each row; None where there are none."""
+        if self.budgets is None or self.budgets.dim() == 2 or self.tokens_per_request == 1:
             return self.budgets
         return self.budgets[:, None].expand(-1, self.tokens_per_request).flatten()
 
@@ -107,9 +109,11 @@ class DecodeBatch:
                     f"dense_requests: got {len(self.dense_requests)} requests, allowed: {self.num_requests}"
                 )
         if self.budgets is not None:
-            _check_tensor("budgets", self.budgets, (torch.int32,), 1)
-            if len(self.budgets) != self.num_requests:
-                raise ValueError(f"budgets: got {len(self.budgets)} requests, allowed: {self.num_requests}")
+            by_row = self.budgets.dim() == 2
+            _check_tensor("budgets", self.budgets, (torch.int32,), 2 if by_row else 1)
+            wanted = (self.num_tokens, num_kv_heads) if by_row else (self.num_requests,)
+            if tuple(self.budgets.shape) != wanted or not self.budgets.is_contiguous():
+                raise ValueError(f"budgets: got {list(self.budgets.shape)}, allowed: {list(wanted)}, contiguous")
 
 
 @dataclass(frozen=True)

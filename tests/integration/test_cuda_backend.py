@@ -3,6 +3,7 @@ references."""
 
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from sparse_kernels.batch import Softmax
 from sparse_kernels.block_prefill import COUNTERS, BlockRule, VirtualSequences, scratch_bytes
 from sparse_kernels.compaction import CompactionRule
 from sparse_kernels.group_routing import GroupRouting
+from sparse_kernels.page_coverage import count_rows
 from sparse_kernels.token_prefill import KeptAttention, TokenRule
 from support.paged import dense_attention
 from support.snapkv import kept_tokens
@@ -258,6 +260,40 @@ def test_requests_of_all_kinds_read_what_they_say(layer, builder, new):
     assert decode.dense.tolist() == [False, False, True, False, False]
     for request, alone in expected.items():
         assert torch.equal(output[request * new : (request + 1) * new], alone)
+
+
+def test_a_server_with_a_coverage_serves_budgets_beside_it(layer, builder):
+    """What each request reads is what `count_rows` says, whoever is beside it."""
+    settings = {"selection": {"coverage": 0.6, "min_budget_tokens": 32, "max_budget_tokens": 512}}
+    kinds = (None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_coverage": 0.9})
+    config = resolve(BUDGET | settings, "unique")
+    counters = torch.zeros(HEADS, 4, dtype=torch.int64)
+    layer.bind(replace(plan_of(config), most_pages=1024, counters=counters))
+    counted = []
+
+    def counting(batch, *given):
+        counted.append(count_rows(batch, *given))
+        return counted[-1]
+
+    with mock.patch.object(cuda, "count_rows", counting):
+        builder.budgets = StepBudgets(config, asking(*kinds), 16, torch.device("cpu"))
+        common = common_metadata([2] * 4, [900, 700, 800, 600], [False] * 4)
+        output, dense, metadata = run(layer, builder, common)
+    (decode,) = metadata.decode
+    assert decode.budgets is None
+    assert decode.coverage.share.tolist() == pytest.approx([0.6, 0, 0.6, 0.9])
+    assert decode.coverage.least.tolist() == [4, 16, 4, 4]
+    assert decode.coverage.most.tolist() == [64, 16, 64, 64]
+    (counts,) = counted
+    assert counts[2:4].eq(16).all()
+    assert 4 < counts[:2].min() < counts[6:].min()
+    torch.testing.assert_close(output[4:6], dense[4:6], atol=2e-2, rtol=2e-2)
+    close = [torch.allclose(mine, whole, atol=2e-2, rtol=2e-2) for mine, whole in zip(output, dense, strict=True)]
+    assert close == [False] * 4 + [True] * 2 + [False] * 2
+    # Three requests of two tokens each are counted.
+    assert counters[:, 0].tolist() == [6] * HEADS
+    assert counters[:, 3].tolist() == [899 + 900 + 699 + 700 + 599 + 600] * HEADS
+    assert counters[0, 1] == int(counts[[0, 1, 2, 3, 6, 7], 0].sum())
 
 
 def test_budgets_lie_in_a_tensor_that_stays_and_is_written_when_they_change(builder, monkeypatch):

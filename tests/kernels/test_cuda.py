@@ -539,6 +539,65 @@ def test_a_budget_beyond_the_room_for_pages_reads_what_there_is_room_for() -> No
         assert torch.equal(decode(inputs.asking((1 << 30, 64, 4096)), case, launch), plain)
 
 
+COVERED = {
+    "quarters": Case((3000, 517, 1, 4096, 700), k=1024, kind="quarters", format="int4"),
+    "sketch": Case((3000, 517, 4096), k=1024, kind="sketch", format="int2"),
+    "softcap, heads of 96": Case((3000, 517), head_size=96, k=1024, kind="quarters", format="int4", softcap=20.0),
+    "two query tokens": Case((3000, 517, 4096), queries=2, k=1024, kind="quarters", format="int4"),
+    "group of 32, pages of 16": Case((3000, 900), group=32, page_size=16, k=512, kind="quarters", format="int4"),
+}
+
+
+@pytest.mark.parametrize("case", COVERED.values(), ids=COVERED)
+def test_a_coverage_is_counted_as_by_the_reference_and_read_as_a_budget_of_each_row(case: Case) -> None:
+    from sparse_kernels.page_coverage import Coverage, count_rows
+    from sparse_kernels.page_coverage.reference import count_pages
+    from sparse_kernels.page_score.cuda import score_pages
+    from sparse_kernels.sparse_decode import cuda
+
+    inputs, number = Inputs(case), len(case.contexts)
+    share = torch.linspace(0.99, 0.5, number, device="cuda")
+    least, most = torch.full((number,), 4, device="cuda"), torch.full((number,), case.k, device="cuda")
+    least[-1] = most[-1] = 20
+    coverage = Coverage(share, least, most)
+    batch, cache, softmax, selection, _, _ = inputs.decode_arguments(case)
+    assert isinstance(batch, DecodeBatch)
+    counters = torch.zeros(case.num_kv_heads, 4, dtype=torch.int64, device="cuda")
+
+    def counted(batch: DecodeBatch, coverage: Coverage, counters: torch.Tensor | None = None) -> torch.Tensor:
+        return count_rows(batch, cache, selection, softmax, coverage, counters)  # type: ignore[arg-type]
+
+    counts = counted(batch, coverage, counters)
+    contexts, request = inputs.context_lens(case), torch.arange(number, device="cuda").repeat_interleave(case.queries)
+    grouped = inputs.query.unflatten(1, (case.num_kv_heads, case.group))
+    tokens = QueryTokens(grouped, inputs.block_table[request].long(), contexts.long())
+    scores = score_pages(grouped, inputs.statistics, inputs.block_table[request], contexts // case.page_size, 0.0)
+    expected = count_pages(tokens, cache, scores, selection, softmax, coverage[request])  # type: ignore[arg-type]
+    # Of pages that reach the target by less than an error of float32, either may be the last.
+    assert (counts - expected).abs().max() <= 2
+    assert len(counts.unique()) > 3
+    reads = count_reads(counts, contexts, case.page_size, case.page_size)
+    assert torch.equal(counters, (reads * (contexts // case.page_size > least[request])[:, None, None]).sum(dim=0))
+    for row in range(number):
+        one = slice(row, row + 1)
+        rows = slice(row * case.queries, (row + 1) * case.queries)
+        assert torch.equal(counted(batch.requests(row, row + 1), coverage[one]), counts[rows])
+    output = inputs.empty_output()
+    cuda.sparse_decode(replace(batch, budgets=counts), cache, softmax, selection, None, None, output)  # type: ignore[arg-type]
+    heads = output.heads.unflatten(1, (case.num_kv_heads, case.group))
+    for token, head in torch.cartesian_prod(torch.arange(len(counts)), torch.arange(case.num_kv_heads)).tolist():
+        alone = inputs.row(token // case.queries)
+        fixed = decode(alone, replace(case, k=int(counts[token, head]))).unflatten(1, (case.num_kv_heads, case.group))
+        assert torch.equal(heads[token, head], fixed[token % case.queries, head])
+    graph, again = torch.cuda.CUDAGraph(), counts.clone()
+    with torch.cuda.graph(graph):
+        again.copy_(counted(batch, coverage))
+    for shares in (share.flip(0), share):
+        coverage.share.copy_(shares.clone())
+        graph.replay()
+        assert torch.equal(again, counted(batch, coverage))
+
+
 @pytest.mark.parametrize("segment", [None, 2048])
 @pytest.mark.parametrize("pages", [5000, 70000])
 @pytest.mark.parametrize("always", [(0, 0), (3, 2)])

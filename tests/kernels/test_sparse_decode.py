@@ -73,6 +73,20 @@ def test_each_request_reads_its_own_budget(statistics, queries):
         assert torch.equal(alone, whole) == (request in (1, 3))
 
 
+def test_each_row_may_have_a_budget():
+    batch = make_batch([700, 300], HEADS, SIZE)
+    query = query_of(batch, 2)
+    selection = replace(SELECTION, k=64)
+    budgets = torch.tensor([[8, 40], [12, 8], [64, 5], [37, 36]]).int()
+    mixed = decode(batch, query, selection, budgets=budgets).unflatten(1, (HEADS, GROUP))
+    for token, row in enumerate(budgets.tolist()):
+        for head, k in enumerate(row):
+            alone = decode(batch, query, replace(SELECTION, k=k)).unflatten(1, (HEADS, GROUP))
+            assert torch.equal(mixed[token, head], alone[token, head])
+    part = requests_of(batch, query, budgets=budgets).requests(1, 2)
+    assert part.budgets.tolist() == [[64, 5], [37, 36]]
+
+
 def test_a_budget_is_never_more_than_there_is_room_for():
     batch = make_batch([700, 129], HEADS, SIZE)
     query = query_of(batch)
@@ -85,7 +99,7 @@ def test_budgets_follow_their_requests():
     assert whole.token_budgets().tolist() == [8, 8, 9, 9, 10, 10]
     assert whole.requests(1, 3).budgets.tolist() == [9, 10]
     assert requests_of(batch, query_of(batch)).token_budgets() is None
-    with pytest.raises(ValueError, match="budgets: got 2 requests, allowed: 3"):
+    with pytest.raises(ValueError, match=r"budgets: got \[2\], allowed: \[3\]"):
         replace(whole, budgets=torch.tensor([8, 9]).int()).check(HEADS, SIZE)
     with pytest.raises(ValueError, match="budgets: got int64 of 1 dimensions"):
         replace(whole, budgets=torch.tensor([8, 9, 10])).check(HEADS, SIZE)

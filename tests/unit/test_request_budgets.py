@@ -132,7 +132,12 @@ def test_requests_are_vllms_own_without_a_backend_of_ours(served):
         ({}, {"sparse_budget_tokens": 8200}, "a multiple of page_size (8), from 24 to 8192"),
         ({"page_size": 16}, {"sparse_budget_tokens": 16392}, "a multiple of page_size (16), from 48 to 16384"),
         ({"budget_tokens": 9000}, {"sparse_budget_tokens": 9008}, "a multiple of page_size (8), from 24 to 9000"),
-        ({}, {"sparse_coverage": 0.9}, "none"),
+        (
+            {"coverage": 0.9, "max_budget_tokens": 16384},
+            {"sparse_budget_tokens": 16392},
+            "a multiple of page_size (8), from 24 to 16384",
+        ),
+        ({}, {"sparse_coverage": 0.9}, "none with a server that has no coverage"),
     ],
 )
 def test_a_gpu_has_room_for_so_many_pages(monkeypatch, served, settings, arguments, allowed):
@@ -145,6 +150,8 @@ def test_a_gpu_has_room_for_so_many_pages(monkeypatch, served, settings, argumen
     most = int(allowed.rsplit(" ", 1)[-1]) if name == "sparse_budget_tokens" else 8192
     for good in ({"sparse_budget_tokens": most}, {"sparse": "dense"}):
         request_budgets.check_arguments(good)
+    if "coverage" in settings:
+        request_budgets.check_arguments({"sparse_coverage": 0.99})
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from sparse_kernels.page_coverage import Coverage
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.compaction.requests import BatchRows
@@ -19,13 +20,13 @@ from vllm_sparse_plugin.policies.base import PagesRead
 class StepNumbers:
     """A number for each request of a step, in a tensor that is never reallocated."""
 
-    def __init__(self, usual: int, count: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, usual: float, count: int, dtype: torch.dtype, device: torch.device) -> None:
         """Takes the number of a request of which nothing is said, and the requests of a step at most."""
         self.tensor = torch.full((count,), usual, dtype=dtype, device=device)
         self._usual = usual
-        self._written: list[int] = []
+        self._written: list[float] = []
 
-    def write(self, numbers: Sequence[int]) -> None:
+    def write(self, numbers: Sequence[float]) -> None:
         """Writes the numbers of a step's first requests, unless they are there; the others get the usual one."""
         wanted = list(numbers)
         while wanted and wanted[-1] == self._usual:
@@ -43,15 +44,25 @@ class StepBudgets:
     """What the requests of a step say of the pages that they read."""
 
     pages: StepNumbers | None
-    """Complete pages that a selection reads of each request; None where no request has a budget of its own."""
+    """Complete pages that a selection reads of each request; None where no request has a budget of its own, and under a
+    coverage."""
+    limits: tuple[StepNumbers, StepNumbers, StepNumbers] | None
+    """Under a coverage the share of each request, and the pages that it reads at least and at most."""
 
     def __init__(self, config: ResolvedConfig, rows: BatchRows | None, max_requests: int, device: torch.device) -> None:
         """Takes our configuration, the requests of the batches, and how many of them a step has at most."""
         self._config, self._rows = config, rows
         self._pages_of: dict[tuple[Any, ...], PagesRead | None] = {}
         self._usual = EVERY_PAGE if config.selector is None else config.selector.budget_pages
-        self.pages = None
-        if config.selector is not None and takes_budgets(config):
+        self.pages, self.limits = None, None
+        if config.selector is not None and config.coverage is not None:
+            read = config.selector.pages_read
+            self.limits = (
+                StepNumbers(read.share, max_requests, torch.float32, device),
+                StepNumbers(read.least, max_requests, torch.int64, device),
+                StepNumbers(read.most, max_requests, torch.int64, device),
+            )
+        elif config.selector is not None and takes_budgets(config):
             self.pages = StepNumbers(self._usual, max_requests, torch.int32, device)
 
     def step(self, common: CommonAttentionMetadata) -> Sequence[PagesRead | None]:
@@ -68,7 +79,21 @@ class StepBudgets:
         if self.pages is not None:
             # A request that reads everything is attended whole, whatever its budget.
             self.pages.write([self._usual if of is None or of.least >= EVERY_PAGE else of.most for of in own])
+        if self.limits is not None:
+            assert self._config.selector is not None
+            usual = self._config.selector.pages_read
+            given = [usual if of is None or of.least >= EVERY_PAGE else of for of in own]
+            share, least, most = self.limits
+            share.write([of.share for of in given])
+            least.write([of.least for of in given])
+            most.write([of.most for of in given])
         return own
+
+    def coverage_of(self, requests: slice) -> Coverage | None:
+        """Returns until what share some of the requests read; None without a coverage."""
+        if self.limits is None:
+            return None
+        return Coverage(*(numbers.tensor[requests] for numbers in self.limits))
 
     def _look_up(self, arguments: Mapping[str, Any]) -> PagesRead | None:
         given = tuple(arguments.get(name) for name in ARGUMENTS)

@@ -24,6 +24,7 @@ from sparse_kernels.block_prefill import VarlenAttention, VirtualSequences, scra
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import ObservationWindow
 from sparse_kernels.limits import HEAD_SIZES
+from sparse_kernels.page_coverage import Coverage, count_rows
 from sparse_kernels.page_statistics import write_cache
 from sparse_kernels.sparse_decode import sparse_decode
 from sparse_kernels.split_attention import pieces_of, rows_at_once, split_attention, splits_for, stop_scratch
@@ -146,6 +147,8 @@ class DecodeRequests:
     """`[num_requests]` bool, those that attend densely: single tokens of a prompt, and those that say so."""
     budgets: torch.Tensor | None = None
     """`[num_requests]` int32, pages that a selection reads of each; None where all have the settings' budget."""
+    coverage: Coverage | None = None
+    """Until what share of the attention weight each request reads; None where lengths and budgets decide."""
 
 
 class SampledToken(NamedTuple):
@@ -295,7 +298,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                 metadata.decode.append(
                     DecodeRequests(
                         tokens, common.block_table_tensor[those], common.seq_lens[those], dense[those],
-                        None if budgets is None else budgets.tensor[those],
+                        None if budgets is None else budgets.tensor[those], self.budgets.coverage_of(those),
                     )
                 )  # fmt: skip
         if num_decodes < common.num_reqs:
@@ -557,6 +560,12 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
                 query[decode.tokens], decode.block_table, decode.seq_lens, decode.dense, self.plan.dense_tokens,
                 self._query_scale(query, layer), self.plan.max_context, decode.budgets,
             )  # fmt: skip
+            if decode.coverage is not None and self.plan.page_selection is not None:
+                counters = None if self.plan.routing else self.plan.counters
+                batch = replace(
+                    batch,
+                    budgets=count_rows(batch, cache, self.plan.page_selection, self.softmax, decode.coverage, counters),
+                )
             self._decode(batch, cache, DecodeOutput(output[decode.tokens], counters=self.plan.counters))
             sampled = metadata.sampled
             if sampled is not None and decode.tokens.start <= sampled.token < decode.tokens.stop:

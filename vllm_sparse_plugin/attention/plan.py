@@ -101,7 +101,7 @@ class LayerPlan:
         return usual if usual is None or self.most_pages is None else replace(usual, k=self.most_pages)
 
     def selection_of(self, batch: DecodeBatch) -> PageSelection | None:
-        """Returns the selection of a batch: one with room for the largest budget where its requests have budgets."""
+        """Returns the selection of a batch: one with room for the largest budget where it has budgets."""
         return self.page_selection if batch.budgets is None else self._roomy_selection
 
     def stopping(self, scratch: torch.Tensor | None = None) -> Stopping | None:

@@ -29,7 +29,7 @@ def most_pages_on_gpu(selection: Selection) -> int:
     A launch has room for so many whatever they read. Larger budgets take other launches, which all requests of a server
     have whose own budget is larger.
     """
-    return max(MAX_K, selection.budget_pages)
+    return max(MAX_K, selection.budget_pages, selection.pages_read.most)
 
 
 def pages_of_request(
@@ -61,8 +61,9 @@ def pages_of_request(
     assert isinstance(selection, Selection)
     if name == BUDGET:
         return _budget(got, selection, on_gpu)
-    if on_gpu:
-        raise ValueError(f"{name}: got {got!r:.80}, allowed on a GPU: none")
+    if on_gpu and config.coverage is None:
+        # Its launches would be those of every step.
+        raise ValueError(f"{name}: got {got!r:.80}, allowed on a GPU: none with a server that has no coverage")
     return _coverage(got, selection)
 
 

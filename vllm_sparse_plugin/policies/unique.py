@@ -36,8 +36,8 @@ class UniqueSelection(ScoredSelection):
 
     coverage: Annotated[float | None, Field(ge=0.01, le=1.0)] = None
     """Instead of `budget_tokens`: share of its attention weight that what a decode step reads must reach, as the page
-    statistics estimate it, so that each step and KV head reads as much as it needs. On a CPU, with quarters or a
-    sketch."""
+    statistics estimate it, so that each step and KV head reads as much as it needs. With quarters or a sketch, and a
+    16-bit cache."""
     min_budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 128
     """Tokens of complete pages that are read at least under a coverage, that of a request included."""
     max_budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 8192

@@ -64,10 +64,11 @@ struct SelectionParams {
     int k;               // Pages that are read, or where `budgets` says how many, at most.
     int sink_pages;
     int recent_pages;
-    const int* budgets;  // Pages that each request reads; null: k.
+    int by_row;          // Whether `budgets` are those of rows, not of requests.
+    const int* budgets;  // Pages that each request, or each row, reads; null: k.
 
-    // Returns the pages that a request reads, never more than there is room for.
-    DEVICE int pages_of(int request) const { return budgets ? min(budgets[request], k) : k; }
+    // Returns the pages that a row reads, never more than there is room for.
+    DEVICE int pages_of(int request, i64 row) const { return budgets ? min(budgets[by_row ? row : request], k) : k; }
 };
 
 struct StopParams {

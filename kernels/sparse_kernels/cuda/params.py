@@ -141,13 +141,14 @@ class SelectionParams(ctypes.Structure):
     """Which pages are read."""
 
     _fields_: ClassVar[_Fields] = [
-        ("k", _Int), ("sink_pages", _Int), ("recent_pages", _Int), ("budgets", _Pointer),
+        ("k", _Int), ("sink_pages", _Int), ("recent_pages", _Int), ("by_row", _Int), ("budgets", _Pointer),
     ]  # fmt: skip
 
     @classmethod
     def of(cls, selection: PageSelection, budgets: torch.Tensor | None) -> SelectionParams:
-        """Fills in a selection, and the contiguous int32 budgets of its requests if they have any."""
-        return cls(selection.k, selection.sink_pages, selection.recent_pages, pointer(budgets))
+        """Fills in a selection, and the contiguous int32 budgets of its requests or rows if they have any."""
+        by_row = budgets is not None and budgets.dim() == 2
+        return cls(selection.k, selection.sink_pages, selection.recent_pages, by_row, pointer(budgets))
 
 
 class StopParams(ctypes.Structure):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
+from sparse_kernels.batch import DecodeBatch, PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.page_coverage import reference
 from sparse_kernels.page_coverage.rule import Coverage
+from sparse_kernels.page_score import score_pages
+from sparse_kernels.stopping import count_reads
 
 
 def count_pages(
@@ -61,8 +63,64 @@ def count_pages(
         return coverage.least[:, None].expand(0, num_kv_heads)
     implementation = reference.count_pages
     keys = cache.keys.view
+    if keys.is_cuda and tokens.query.dtype.itemsize == keys.dtype.itemsize == 2:
+        from sparse_kernels.page_coverage import triton
+
+        implementation = triton.count_pages
     if keys.device.type == "cpu" and tokens.query.dtype == keys.dtype == torch.bfloat16:
         from sparse_kernels.page_coverage import cpu
 
         implementation = cpu.count_pages
     return implementation(tokens, cache, scores, selection, softmax, coverage)
+
+
+def count_rows(
+    batch: DecodeBatch,
+    cache: KVCache,
+    selection: PageSelection,
+    softmax: Softmax,
+    coverage: Coverage,
+    counters: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Counts the pages of decoding requests as `count_pages` does, and scores them: budgets for `sparse_decode`.
+
+    On a GPU all is decided on the device, and a CUDA graph may hold the launches; a row's number depends on that row
+    alone.
+
+    Args:
+        batch: the requests that decode, with queries of 16 bits.
+        cache: keys of 16 bits and statistics whose vectors are keys, without a spread.
+        selection: the pages that are always read.
+        softmax: how logits become weights.
+        coverage: the target and the limits of each request, of which nobody checks that they fit each other.
+        counters: `[num_kv_heads, 4]` int64, to which rows with more pages than they read at least add what
+            `stopping.count_reads` says, unless they are attended whole; None to count nothing.
+
+    Returns:
+        `[num_tokens, num_kv_heads]` int32.
+    """
+    batch.check(cache.num_kv_heads, cache.head_size)
+    statistics, num_kv_heads, queries = cache.statistics, cache.num_kv_heads, batch.tokens_per_request
+    assert statistics is not None
+    if batch.query.is_cuda:
+        from sparse_kernels.page_coverage import triton
+        from sparse_kernels.page_score.cuda import launch_scores
+
+        width = -(-batch.block_table.shape[1] * cache.keys.pages_per_block // 8) * 8
+        scores = torch.empty((batch.num_tokens, num_kv_heads, width), dtype=torch.bfloat16, device=batch.query.device)
+        launch_scores(batch, statistics, cache.page_size, 0.0, scores)
+        return triton.count_rows(batch, cache, scores, selection, softmax, coverage, counters)
+    from_end = torch.arange(queries - 1, -1, -1)
+    contexts = (batch.seq_lens.long()[:, None] - from_end).flatten().clamp(min=0)
+    request = torch.arange(batch.num_requests).repeat_interleave(queries)
+    tokens = QueryTokens(batch.query.unflatten(1, (num_kv_heads, -1)), batch.block_table.long()[request], contexts)
+    num_pages = tokens.num_pages(cache.page_size)
+    scored = score_pages(tokens.query, statistics, tokens.block_table, num_pages, 0.0)
+    counts = count_pages(tokens, cache, scored, selection, softmax, coverage[request])
+    if counters is not None:
+        whole = (contexts <= batch.dense_tokens) | (num_pages <= coverage.least[request])
+        if batch.dense_requests is not None:
+            whole |= batch.dense_requests[request]
+        reads = count_reads(counts, contexts, cache.page_size, cache.page_size)
+        counters.add_((reads * ~whole[:, None, None]).sum(dim=0))
+    return counts.int()

@@ -57,7 +57,7 @@ list_pages(const __grid_constant__ ListParams p) {
     int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP, rank = Peers::rank();
     int token = blockIdx.z, row = token * gridDim.y + blockIdx.y;
     QueryToken at(p.contexts, token);
-    int k = p.selection.pages_of(at.request);
+    int k = p.selection.pages_of(at.request, row);
     int num_pages = p.page_size ? at.context / p.page_size : at.context;
     int* out = p.pages + row * (i64)p.selection.k;
     // The blocks of a row leave together.

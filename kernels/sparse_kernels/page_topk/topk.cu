@@ -62,7 +62,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) page_topk(const __grid_con
 
     constexpr int RUN = RegisterKeys::RUN, RUNS = RegisterKeys::RUNS;
     RegisterKeys keys{{}, (u16*)memory, 0, thread};
-    int length = __ldg(p.num_pages + token), k = p.selection.pages_of(token);
+    int length = __ldg(p.num_pages + token), k = p.selection.pages_of(token, row);
     if constexpr (!CANDIDATES) {
         // The length is not known yet, but all that exists of a row may be read.
 #pragma unroll

@@ -112,7 +112,7 @@ struct Row {
           selected((int*)(memory + dynamic_shared_bytes()) - params.selection.k), thread(threadIdx.x),
           lane(threadIdx.x % WARP), warp(threadIdx.x / WARP), rank(Peers::rank()), head(blockIdx.y), token(blockIdx.z),
           row(blockIdx.z * gridDim.y + blockIdx.y), at(params.contexts, blockIdx.z),
-          k(params.selection.pages_of(at.request)), rows(params.cache, blockIdx.y),
+          k(params.selection.pages_of(at.request, row)), rows(params.cache, blockIdx.y),
           out(params.output.heads + blockIdx.z * params.output.token_stride + (i64)blockIdx.y * GROUP * HEAD_SIZE) {}
 
     DEVICE void load_query(QueryRows& x) const {

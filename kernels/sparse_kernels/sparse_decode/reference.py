@@ -19,8 +19,8 @@ from sparse_kernels.stopping import StopRule, count_reads
 from sparse_kernels.stopping.reference import pages_until_stable
 
 ReadingOrder = Callable[[QueryTokens, int], torch.Tensor | None]
-"""Takes one query token and the number of its request, and gives the pages it may read, `[1, num_kv_heads, n]` in the
-order in which they are read; None for a context that is attended whole."""
+"""Takes one query token and its number in the batch, and gives the pages it may read, `[1, num_kv_heads, n]` in the
+order in which they are read, -1 for none; None for a context that is attended whole."""
 
 
 def sparse_decode(
@@ -33,16 +33,20 @@ def sparse_decode(
     output: DecodeOutput,
 ) -> None:
     """See `api.sparse_decode`."""
+    budgets = batch.token_budgets()
 
-    def order(token: QueryTokens, request: int) -> torch.Tensor | None:
+    def order(token: QueryTokens, index: int) -> torch.Tensor | None:
         num_pages = token.num_pages(cache.page_size)
-        k = selection.k if batch.budgets is None else min(int(batch.budgets[request]), selection.k)
-        if int(num_pages) <= k:
+        counts = torch.full((cache.num_kv_heads,), selection.k, device=num_pages.device)
+        if budgets is not None:
+            counts = counts.minimum(budgets[index].long())
+        k = int(counts.max())
+        if int(num_pages) <= int(counts.min()):
             return None
         if cache.statistics is None:
             return sinks_then_newest(token, int(num_pages), selection.sink_pages, k)
         scores = score_pages(token.query, cache.statistics, token.block_table, num_pages, selection.std_weight)
-        pages = select_pages(scores, num_pages, k, selection.sink_pages, selection.recent_pages)
+        pages = select_pages(scores, num_pages, k, selection.sink_pages, selection.recent_pages, counts)
         if rule is None:
             return pages
         return best_first(pages, scores, num_pages, selection.sink_pages, selection.recent_pages)
@@ -90,7 +94,7 @@ def decode_tokens(
             active = ~(group_scores >= routing.thresholds(token.context_lens))[0]
             if routing.counts is not None:
                 routing.counts.add_(torch.stack([~active, torch.ones_like(active)], dim=1))
-        pages = None if exempt else order(token, request)
+        pages = None if exempt else order(token, index)
         may_stop = pages is not None
         if pages is None:
             every_page = torch.arange(context // cache.page_size, device=query.device)

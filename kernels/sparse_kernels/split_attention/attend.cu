@@ -104,7 +104,7 @@ struct SelectedCut : Cut<0> {
     bool selected;
 
     DEVICE SelectedCut(const SplitParams& p, const QueryToken& at, const Place& place)
-        : SelectedCut(p, at, place, p.selection.pages_of(at.request)) {}
+        : SelectedCut(p, at, place, p.selection.pages_of(at.request, place.row)) {}
     DEVICE SelectedCut(const SplitParams& p, const QueryToken& at, const Place& place, int k)
         : SelectedCut(p, at, place, k, !at.whole && at.context / PAGE_SIZE > k) {}
     DEVICE SelectedCut(const SplitParams& p, const QueryToken& at, const Place& place, int k, bool selected)
