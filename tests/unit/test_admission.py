@@ -754,6 +754,24 @@ def test_dense_attention_has_no_limits_of_our_kernels(folder, monkeypatch):
     admit(config, BACKENDS)
 
 
+def test_a_coverage_needs_a_cache_of_16_bits_and_on_a_gpu_nothing_that_is_sampled(folder, monkeypatch):
+    field = "sparse_attention.selection.coverage: got 0.9"
+    plain = engine_config(folder(head_dim=64), additional_config=settings(coverage=0.9))
+    both = {"sparse_attention": {**settings(coverage=0.9)["sparse_attention"], "diagnostics": {"sample_every": 100}}}
+    sampled = engine_config(folder(head_dim=64), additional_config=both)
+    admit(sampled, BACKENDS)
+    on_cuda(monkeypatch)
+    admit(plain, BACKENDS)
+    sampled.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    with pytest.raises(ConfigurationError) as caught:
+        admit(sampled, BACKENDS)
+    assert str(caught.value) == f"{field} with diagnostics.sample_every on a GPU, {UNIQUE}null with it"
+    plain.cache_config.cache_dtype = "fp8"
+    with pytest.raises(ConfigurationError) as caught:
+        admit(plain, BACKENDS)
+    assert str(caught.value) == f"{field} with a KV cache of 8 bits, {UNIQUE}null with it"
+
+
 def test_refused_on_an_old_gpu(folder, monkeypatch):
     config = engine_config(folder(head_dim=64))
     on_cuda(monkeypatch, (7, 5))
