@@ -49,7 +49,7 @@ def _capped(logits, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _page_logits(
-    features_ptr,
+    query_ptr,
     vectors_ptr,
     steps_ptr,
     table_ptr,
@@ -67,6 +67,7 @@ def _page_logits(
     num_kv_heads,
     tokens_per_request,
     page_size,
+    FEATURES: tl.constexpr,
     VECTORS: tl.constexpr,
     BITS: tl.constexpr,
     DROPPED: tl.constexpr,
@@ -94,7 +95,8 @@ def _page_logits(
     kept = (dim >= DROPPED) & (dim < HEAD_SIZE)
     for g in range(GROUP):
         head_row = row.to(tl.int64) * GROUP + g
-        features = tl.load(features_ptr + head_row * HEAD_SIZE + dim, mask=kept, other=0.0)
+        query = tl.load(query_ptr + head_row * HEAD_SIZE + dim, mask=dim < HEAD_SIZE, other=0.0)
+        features = tl.where(kept, FEATURES(query, 0.0)[0], 0.0)
         best = tl.full((_PAGES,), float("-inf"), tl.float32)
         for v in tl.static_range(VECTORS):
             # A byte of codes holds dimension d of several vectors, the first in its lowest bits.
@@ -355,7 +357,6 @@ def _count_part(
     rows, group_size, head_size = batch.num_tokens * num_kv_heads, batch.group_size(num_kv_heads), batch.head_size
     width, device = batch.block_table.shape[1] * cache.keys.pages_per_block, scores.device
     query = batch.query.unflatten(1, (num_kv_heads, group_size)).float().contiguous()
-    features = statistics.kind.features(query, 0.0)[..., 0, :].contiguous()
     logits = torch.empty((rows, group_size, width), dtype=torch.float32, device=device)
     sums = torch.empty((rows, group_size), dtype=torch.float32, device=device)
     known = torch.empty(rows, dtype=torch.float32, device=device)
@@ -372,10 +373,11 @@ def _count_part(
         "HAS_SOFTCAP": softmax.softcap > 0,
     }
     _page_logits[(rows, triton.cdiv(width, _PAGES.value))](
-        features, statistics.vectors, statistics.scales, batch.block_table, *limits, logits,
+        query, statistics.vectors, statistics.scales, batch.block_table, *limits, logits,
         statistics.vectors.stride(), statistics.scales.stride(), batch.block_table.stride(0), width,
         float(softmax.scale), float(softmax.softcap), *place,
-        VECTORS=statistics.kind.vectors, BITS=codes.bits, DROPPED=codes.dropped, **shape,
+        FEATURES=statistics.kind.triton_features, VECTORS=statistics.kind.vectors, BITS=codes.bits,
+        DROPPED=codes.dropped, **shape,
     )  # fmt: skip
     _add_up[(rows,)](
         query, keys, batch.block_table, *limits, logits, sums, known,

@@ -99,6 +99,13 @@ def _summarise_rotated(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS:
 
 
 @jit
+def _features_rotated(query, std_weight):
+    dims: tl.constexpr = query.shape[0]
+    rotated = _rotated(query, dims, dims)
+    return rotated, rotated, rotated, rotated
+
+
+@jit
 def _square_sum(x, DROPPED: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
     squares = tl.reshape(x * x, (HEADS, DIMS))
     if DROPPED > 0:
@@ -228,6 +235,7 @@ class Sketch(Quarters):
     codes = _TWO_BITS
     formats: ClassVar[tuple[RecordFormat, ...]] = ("int2",)
     triton_summarise = _summarise_rotated
+    triton_features = _features_rotated
     triton_pack = _pack_two_bits
     triton_summary_keys = _keys_rotated_back
 
