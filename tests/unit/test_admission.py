@@ -762,7 +762,6 @@ def test_a_coverage_needs_a_cache_of_16_bits_and_on_a_gpu_nothing_that_is_sample
     admit(sampled, BACKENDS)
     on_cuda(monkeypatch)
     admit(plain, BACKENDS)
-    sampled.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
     with pytest.raises(ConfigurationError) as caught:
         admit(sampled, BACKENDS)
     assert str(caught.value) == f"{field} with diagnostics.sample_every on a GPU, {UNIQUE}null with it"
