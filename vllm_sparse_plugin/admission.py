@@ -25,6 +25,7 @@ from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.diagnostics.live import expose
 from vllm_sparse_plugin.engine_settings import settings_of
 from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.names import SCHEDULER
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce
 
 if TYPE_CHECKING:
@@ -348,7 +349,13 @@ def _expect_verifiable(
 
     refuse(current_platform.is_cuda() and not vllm_config.use_v2_model_runner, "vLLM's first model runner on a GPU")
     adapts = config.draft_rule is not None and config.draft_rule.is_adaptive
-    expect(not (adapts and current_platform.is_cuda()), f"{KEY}.lossless.draft_length", "adaptive", "fixed on a GPU")
+    if adapts and current_platform.is_cuda():
+        scheduler = vllm_config.scheduler_config.scheduler_cls
+        alone = f"{KEY}.lossless.draft_length"
+        expect(vllm_config.scheduler_config.max_num_seqs > 1, alone, "adaptive with max_num_seqs 1", "fixed")
+        expect(scheduler == SCHEDULER, alone, f"adaptive with the scheduler {scheduler}", "fixed")
+        asynchronous = vllm_config.scheduler_config.async_scheduling
+        expect(bool(asynchronous), alone, "adaptive without asynchronous scheduling", "fixed")
     # Answers are those of dense attention, so nothing but drafts may leave anything out.
     refuse(not config.is_sparse, "a section with nothing sparse to draft with")
     refuse(config.prefill is not None, f"a section beside {KEY}.prefill")

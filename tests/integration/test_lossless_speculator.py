@@ -183,6 +183,13 @@ def test_nothing_runs_for_steps_that_draft_for_nobody(speculator):
     assert speculator.model.steps == []
 
 
+@pytest.mark.parametrize("length", [0, 2])
+def test_a_step_may_draft_less(speculator, length):
+    drafts = propose(speculator, [150, 121], [1, 1], [0, 0], num_speculative_tokens=length)
+    assert drafts[:, :length].tolist() == [chain(13, 150)[:length], chain(12, 121)[:length]]
+    assert len(speculator.model.steps) == length
+
+
 def test_nothing_is_written_behind_the_longest_context(speculator):
     drafts = propose(speculator, [LONGEST - 2, LONGEST - 1, LONGEST], [1, 1, 1], [0, 0, 0])
     first, second = chain(13, LONGEST - 2)[:2], chain(12, LONGEST - 1)[0]

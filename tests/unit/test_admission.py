@@ -15,6 +15,7 @@ from vllm_sparse_plugin.attention.plan import is_of_draft
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.config.routing import identify
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.lossless.scheduler import PacedScheduler
 from vllm_sparse_plugin.lossless.speculation import speculate_if_lossless
 from vllm_sparse_plugin.names import BACKENDS
 
@@ -367,15 +368,41 @@ def test_on_a_gpu_lossless_mode_is_for_the_second_model_runner_and_may_be_schedu
         admit(on_a_gpu, BACKENDS)
 
 
-def test_drafts_are_as_long_as_pays_on_a_cpu_alone(on_a_gpu, monkeypatch):
-    sections = {"lossless": {"draft_tokens": 3, "draft_length": "adaptive"}}
-    on_a_gpu.additional_config = {"sparse_attention": sections}
+@pytest.fixture
+def adaptive_on_a_gpu(folder, monkeypatch):
+    """A complete configuration with drafts as long as pays, as on an NVIDIA GPU."""
+    config = engine_config(folder(head_dim=64), max_num_seqs=4)
+    sections = {"lossless": {"draft_tokens": 8, "draft_length": "adaptive"}}
+    config.additional_config = {"sparse_attention": sections}
+    config.scheduler_config.async_scheduling = True
+    on_cuda(monkeypatch)
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
+    speculate_if_lossless(config, BACKENDS)
+    return config
+
+
+def test_drafts_on_a_gpu_may_be_as_long_as_pays(adaptive_on_a_gpu):
+    admit(adaptive_on_a_gpu, BACKENDS)
+    speculative = adaptive_on_a_gpu.speculative_config
+    assert speculative.uses_dynamic_speculative_decoding()
+    assert speculative.num_speculative_tokens_per_batch_size == [(1, 1, 0), (2, 2, 2), (3, 3, 4), (4, 4, 8)]
+    assert adaptive_on_a_gpu.scheduler_config.get_scheduler_cls() is PacedScheduler
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "got"),
+    [
+        ("max_num_seqs", 1, "adaptive with max_num_seqs 1"),
+        ("scheduler_cls", None, "adaptive with the scheduler None"),
+        ("async_scheduling", False, "adaptive without asynchronous scheduling"),
+    ],
+)
+def test_drafts_as_long_as_pays_need_our_scheduler(adaptive_on_a_gpu, name, value, got):
+    setattr(adaptive_on_a_gpu.scheduler_config, name, value)
     with pytest.raises(
-        ConfigurationError,
-        match=r"^sparse_attention\.lossless\.draft_length: got adaptive, allowed .*fixed on a GPU$",
+        ConfigurationError, match=rf"^sparse_attention\.lossless\.draft_length: got {got}, allowed .*: fixed$"
     ):
-        admit(on_a_gpu, BACKENDS)
+        admit(adaptive_on_a_gpu, BACKENDS)
 
 
 def test_a_hybrid_is_not_compacted(folder):

@@ -27,7 +27,7 @@ class Engine:
     """Steps of one request that take as long as a model says, and make what it accepts."""
 
     def __init__(self) -> None:
-        self.pace = DraftPace(MOST)
+        self.pace = DraftPace(range(MOST + 1))
         self.rng = random.Random(0)
 
     def run(self, acceptance: float, cost: float, steps: int) -> tuple[Counter[int], float]:
@@ -76,7 +76,7 @@ def test_a_step_that_was_held_up_changes_little():
 
 
 def test_nothing_is_known_before_two_lengths_are():
-    pace = DraftPace(MOST)
+    pace = DraftPace(range(MOST + 1))
     pace.observe_step(MOST, 1.0)
     assert (pace.best(), pace.gain()) == (MOST, 1.0)
 

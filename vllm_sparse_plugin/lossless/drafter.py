@@ -145,7 +145,7 @@ class PaceWatch:
 
     def __init__(self, most: int) -> None:
         """Takes the length of the longest drafts."""
-        self.pace = DraftPace(most)
+        self.pace = DraftPace(range(most + 1))
         self._drafts: dict[str, int] = {}
         self._began = 0.0
 

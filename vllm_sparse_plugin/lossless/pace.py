@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import accumulate
 
 _DECAY = 0.97
@@ -29,13 +30,14 @@ class DraftPace:
     longest drafts, which a step now and then is spent on.
     """
 
-    def __init__(self, most: int) -> None:
-        """Takes K, the length of the longest drafts."""
-        self.most = most
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """Takes the lengths to choose from, in order: from 0 to K, that of the longest drafts."""
+        self.lengths = lengths
+        self.most = lengths[-1]
         self._steps = 0
         self._next_look = _FIRST_LOOKS
         self._owed = 0.0
-        self._looked_at = most
+        self._looked_at = self.most
         self._tried, self._accepted = 1.0, _TRUST
         self._ends: dict[int, float] = {}
 
@@ -71,7 +73,7 @@ class DraftPace:
         if len(self._ends) < 2:
             return self.most
         tokens = self._tokens()
-        return max(range(self.most + 1), key=lambda drafts: tokens[drafts] / self._seconds(drafts))
+        return max(self.lengths, key=lambda drafts: tokens[drafts] / self._seconds(drafts))
 
     def gain(self) -> float:
         """Returns how many times faster tokens come than without drafts, as far as is known; 1 if nothing is."""
@@ -89,3 +91,14 @@ class DraftPace:
         """Returns t(k)."""
         shortest, longest = self._ends[0], max(self._ends[0], self._ends[self.most])
         return shortest + (longest - shortest) * drafts / self.most
+
+
+def lengths_of(most: int, max_requests: int) -> list[int]:
+    """Returns the lengths to choose from where each has CUDA graphs of its own: none, the longest, and powers of two.
+
+    Args:
+        most: the longest.
+        max_requests: requests that run at once; vLLM takes no more lengths.
+    """
+    others = [2**power for power in range(most.bit_length() - 1, 0, -1) if 2**power < most]
+    return sorted([most, 0, *others][:max_requests])

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.engine_settings import settings_of
-from vllm_sparse_plugin.names import DRAFTER
+from vllm_sparse_plugin.lossless.pace import lengths_of
+from vllm_sparse_plugin.names import DRAFTER, SCHEDULER
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,4 +44,11 @@ def speculate_if_lossless(vllm_config: VllmConfig, backends: Mapping[str, str]) 
     if current_platform.is_cuda():
         # Made with this method, it would look for a second model.
         speculative.method = compat.GPU_DRAFTING_METHOD
+        scheduler = vllm_config.scheduler_config
+        lengths = lengths_of(lossless.draft_tokens, scheduler.max_num_seqs)
+        if lossless.draft_length == "adaptive" and len(lengths) > 1:
+            # vLLM takes one length for each number of requests, and captures graphs of all lengths that it finds.
+            schedule = [(requests, requests, length) for requests, length in enumerate(lengths, start=1)]
+            speculative.num_speculative_tokens_per_batch_size = schedule
+            scheduler.scheduler_cls = SCHEDULER
     vllm_config.speculative_config = speculative

@@ -101,6 +101,7 @@ class SparseSpeculator(DraftModelSpeculator):
         num_rejected: torch.Tensor,
         last_sampled: torch.Tensor,
         *others: Any,
+        num_speculative_tokens: int | None = None,
         dummy_run: bool = False,
         **more: Any,
     ) -> torch.Tensor:
@@ -116,11 +117,12 @@ class SparseSpeculator(DraftModelSpeculator):
             num_rejected: `[num_requests]` int32, drafts among the step's tokens that were not accepted.
             last_sampled: `[max_requests, 1]` int64, the newest token by the request's number.
             others: see there.
+            num_speculative_tokens: how many to draft; None for all that there is room for.
             dummy_run: whether the step was nobody's.
             more: see there.
 
         Returns:
-            `[num_requests, draft_tokens]` int64.
+            `[num_requests, draft_tokens]` int64, of which the first that were asked for are drafts.
         """
         count = input_batch.num_reqs
         if dummy_run:
@@ -129,7 +131,8 @@ class SparseSpeculator(DraftModelSpeculator):
         positions = (input_batch.seq_lens[:count] - num_rejected).long()
         wanted = (num_sampled > 0) & (positions + 1 >= self.rule.min_context_tokens)
         lengths = self._lengths(input_batch)
-        if not lengths.any():
+        length = self.num_speculative_steps if num_speculative_tokens is None else num_speculative_tokens
+        if not length or not lengths.any():
             self.draft_tokens[:count] = newest[:, None]
             return self.draft_tokens[:count]
         assert self.graphs is not None
@@ -137,7 +140,7 @@ class SparseSpeculator(DraftModelSpeculator):
         self._begin(desc.num_tokens, newest, positions, wanted)
         # A graph needs no metadata, but they are what the steps are counted by.
         metadata = self._metadata(desc.num_tokens, lengths)
-        for _ in range(self.num_speculative_steps):
+        for _ in range(length):
             if desc.cg_mode == CUDAGraphMode.FULL:
                 self.graphs.run_fullgraph(desc)
             else:
