@@ -141,10 +141,13 @@ CacheCase = DecodeCase | PrefillCase
 """A case with a cache."""
 Case = CacheCase | TopKCase
 
-DECODE_OPS = ("decode", "route", "route_unique", "score", "attend", "stop", "write", "pieces", "budgets")
-OPS = ("decode", "route", "route_unique", "topk", "score", "attend", "stop", "write", "pieces", "budgets", "prefill")
+DECODE_OPS = ("decode", "route", "route_unique", "score", "attend", "stop", "write", "pieces", "budgets", "coverage")
+OPS = (
+    "decode", "route", "route_unique", "topk", "score", "attend", "stop", "write", "pieces", "budgets", "coverage",
+    "prefill",
+)  # fmt: skip
 """Most telling first: a run that is cut short has these."""
-_OF_ONE_GROUP = ("route", "route_unique", "topk", "write", "pieces", "budgets", "prefill")
+_OF_ONE_GROUP = ("route", "route_unique", "topk", "write", "pieces", "budgets", "coverage", "prefill")
 """Measured with the first group size alone."""
 SKIPPED = 0.6
 """Share of the KV groups that are made to be skipped where groups are routed."""

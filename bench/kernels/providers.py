@@ -14,6 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from sparse_kernels.batch import DecodeOutput
 from sparse_kernels.limits import MAX_K
+from sparse_kernels.page_coverage import Coverage
 from sparse_kernels.page_statistics import STATISTICS_FORMATS, RecordFormat
 from sparse_kernels.split_attention import Stopping, stop_scratch
 from sparse_kernels.stopping import StopRule
@@ -27,6 +28,8 @@ Call = Callable[[], Any]
 
 _NUM_SPLITS = 32
 """vLLM's `flash_attn_max_num_splits_for_cuda_graph`."""
+_COVERAGE = 0.95
+"""Share of the attention weight whose pages are counted."""
 _FLASHINFER_WORKSPACE = 512 << 20
 ART = StopRule(scale_tolerance=1e-5, direction_tolerance=1e-3, patience=5, block_tokens=512)
 """The paper's rule, in blocks that a block of threads reads in a few microseconds."""
@@ -144,6 +147,31 @@ def _budgets(loaded: list[Any], inputs: DecodeInputs, most_pages: int | None) ->
         batch, selection = replace(batch, budgets=budgets), replace(selection, k=max(selection.k, most_pages))
     cache, softmax = inputs.cache, inputs.softmax
     return lambda: sparse_decode(batch, cache, softmax, selection)
+
+
+def _counted(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """A decode step without the write, before which the pages of a coverage are counted.
+
+    It attends to the pages of a fixed budget all the same, said for each row, so that the same is read.
+    """
+    sparse_decode, count_rows = loaded
+    batch, cache, softmax, selection = inputs.batch, inputs.cache, inputs.softmax, inputs.geometry.selection
+    rows, device = len(batch.seq_lens), batch.query.device
+    always = selection.sink_pages + selection.recent_pages
+    coverage = Coverage(
+        torch.full((rows,), _COVERAGE, device=device),
+        torch.full((rows,), max(always, 1), device=device),
+        torch.full((rows,), MAX_K, device=device),
+    )
+    budgets = torch.full((rows, inputs.geometry.num_kv_heads), selection.k, dtype=torch.int32, device=device)
+    decoded, selection_of = replace(batch, budgets=budgets), replace(selection, k=MAX_K)
+
+    def call() -> torch.Tensor:
+        count_rows(batch, cache, selection, softmax, coverage)
+        output: torch.Tensor = sparse_decode(decoded, cache, softmax, selection_of)
+        return output
+
+    return call
 
 
 def _one_launch(loaded: list[Any], inputs: DecodeInputs) -> Call:
@@ -361,6 +389,7 @@ def _torch_topk(loaded: list[Any], inputs: TopKInputs) -> Call:
 
 
 _SPARSE_DECODE = "sparse_kernels.sparse_decode:sparse_decode"
+_COUNT_ROWS = "sparse_kernels.page_coverage:count_rows"
 _SPLIT_ATTENTION = "sparse_kernels.split_attention:split_attention"
 _WRITE_CACHE = "sparse_kernels.page_statistics:write_cache"
 _SCORE_PAGES = "sparse_kernels.page_score:score_pages"
@@ -627,6 +656,21 @@ PROVIDERS: dict[str, Op[Any]] = {
                 traffic.sparse,
             )
             for name, most in (("unique", MAX_K), ("unique, room for no more", 1), ("unique, one for all", None))
+        ),
+    ),
+    "coverage": Op(
+        Workload.decode_inputs,
+        (
+            Provider(
+                "unique, counted", imported(_SPARSE_DECODE, _COUNT_ROWS), _counted, checks.sparse_decode, traffic.sparse
+            ),
+            Provider(
+                "unique, one for all",
+                imported(_SPARSE_DECODE),
+                partial(_budgets, most_pages=None),
+                checks.sparse_decode,
+                traffic.sparse,
+            ),
         ),
     ),
     "prefill": Op(Workload.prefill_inputs, _PREFILL),

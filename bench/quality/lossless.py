@@ -37,6 +37,8 @@ TIE = 1.01 * 2**-3
 """More than any lead, in log probability, of a token that a tie may have exchanged for another: one step of bfloat16
 between 16 and 32, where half of the likeliest logits of needle-8m lie in source code, and none lies higher."""
 _MAX_NUM_SEQS = 4
+_CACHE_BYTES = 2 << 30
+"""Of an engine, which leaves the rest of a GPU to others."""
 
 
 class Prompt(BaseModel):
@@ -213,6 +215,8 @@ def lossless_engine(text: Annotated[str, typer.Argument(metavar="JSON")]) -> Non
                 job.additional_config,
                 max_model_len=max(prompt.context_tokens for prompt in prompts),
                 max_num_seqs=_MAX_NUM_SEQS,
+                gpu_memory_utilization=0.1,
+                kv_cache_memory_bytes=_CACHE_BYTES,
                 # On a GPU with decode graphs, and without the wait for torch.compile.
                 compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
                 disable_log_stats=False,

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from itertools import count
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from pydantic import BaseModel, ConfigDict
@@ -33,11 +33,14 @@ from vllm_sparse_plugin.errors import ConfigurationError
 
 DEFAULT_GRID = ("32K=24", "128K=1,6")
 DEFAULT_ACCEPTANCE = ("0.9,0.95,0.97",)
+DraftLength = Literal["fixed", "adaptive"]
 _DENSE = "flash_attn"
 _BY_MODEL = "model"
 """As an acceptance: drafts are accepted as the model says, which is all that a CPU can do."""
 _SETTLED = 2
 """Steps in which every request has decoded before the clock runs."""
+_LEARNED = 32
+"""The same where the length of drafts follows from what the steps before were worth."""
 
 
 class LosslessSettings(BaseModel):
@@ -51,6 +54,9 @@ class LosslessSettings(BaseModel):
     """Ours, or what decodes densely."""
     draft_tokens: int | None
     """None for dense decoding."""
+    draft_length: DraftLength
+    min_context_tokens: int
+    """Shortest context that is drafted for."""
     budget_tokens: int
     acceptance: tuple[float | None, ...]
     """Probabilities with which each draft is accepted; None for what the model says."""
@@ -66,20 +72,31 @@ class LosslessSettings(BaseModel):
     @property
     def variant(self) -> str:
         """For sentences and tables."""
-        return self.backend if self.draft_tokens is None else f"lossless, {self.draft_tokens} drafts"
+        if self.draft_tokens is None:
+            return self.backend
+        return f"lossless, {'' if self.draft_length == 'fixed' else 'up to '}{self.draft_tokens} drafts"
 
     @property
     def additional_config(self) -> str | None:
         """The JSON for vLLM's `--additional-config`."""
         if self.draft_tokens is None:
             return None
-        lossless = {"draft_tokens": self.draft_tokens, "min_context_tokens": 0}
+        lossless = {
+            "draft_tokens": self.draft_tokens,
+            "draft_length": self.draft_length,
+            "min_context_tokens": self.min_context_tokens,
+        }
         return json.dumps({KEY: {"selection": {"budget_tokens": self.budget_tokens}, "lossless": lossless}})
+
+    @property
+    def settled(self) -> int:
+        """Steps before the clock runs."""
+        return _SETTLED if self.draft_length == "fixed" else _LEARNED
 
     @property
     def room(self) -> int:
         """Tokens that a request may emit: twice as many as are asked of it on average, since some are luckier."""
-        return 2 * (self.repeats * self.new_tokens + 2 * _SETTLED * (1 + (self.draft_tokens or 0)))
+        return 2 * (self.repeats * self.new_tokens + 2 * self.settled * (1 + (self.draft_tokens or 0)))
 
 
 class Requests:
@@ -111,9 +128,9 @@ class Requests:
             self.emitted[output.request_id] = len(output.outputs[0].token_ids)
             self.updates[output.request_id] += 1
 
-    def settle(self) -> None:
-        """Runs steps until all requests decode."""
-        while min(self.updates.values()) < 1 + _SETTLED:
+    def settle(self, steps: int) -> None:
+        """Runs so many steps in which all requests decode."""
+        while min(self.updates.values()) < 1 + steps:
             self.step()
 
     def measure(self, new_tokens: int) -> tuple[float, float, float]:
@@ -139,7 +156,7 @@ class Requests:
 def measure_requests(engine: Any, prompts: list[list[int]], settings: LosslessSettings) -> Row:
     """Time per emitted token of requests that decode together, as columns of a row."""
     requests = Requests(engine, prompts, settings.room)
-    requests.settle()
+    requests.settle(settings.settled)
     found = [requests.measure(settings.new_tokens) for _ in range(settings.repeats)]
     requests.end()
     seconds, tokens, steps = map(sum, zip(*found, strict=True))
@@ -188,6 +205,7 @@ def _measure_variant(settings: LosslessSettings, model: Model, file: ResultFile)
                     "variant": settings.variant,
                     "attention_backend": backend,
                     "draft_tokens": settings.draft_tokens,
+                    "draft_length": settings.draft_length if settings.draft_tokens else None,
                     "budget_tokens": settings.budget_tokens if settings.draft_tokens else None,
                     "acceptance": acceptance,
                     "weights": "drawn" if model.drawn_weights else "checkpoint",
@@ -220,6 +238,8 @@ def lossless(
         list[str] | None, typer.Option(help=f"CONTEXT=BATCH,..., repeatable; {', '.join(DEFAULT_GRID)}.")
     ] = None,
     draft_tokens: Annotated[list[str] | None, typer.Option(help="Tokens of a draft; 8 and 16.")] = None,
+    adaptive: Annotated[bool, typer.Option("--adaptive", help="Drafts as long as pays, up to so many.")] = False,
+    min_context_tokens: Annotated[int, typer.Option(min=0, help="Shortest context that is drafted for.")] = 0,
     budget: Annotated[int, typer.Option(min=1, help="Tokens that a draft reads.")] = 2048,
     acceptance: Annotated[
         list[str] | None,
@@ -246,6 +266,8 @@ def lossless(
                 model=model if opened.drawn_weights else str(opened.folder),
                 backend=dense if length is None else "unique",
                 draft_tokens=length,
+                draft_length="adaptive" if adaptive else "fixed",
+                min_context_tokens=min_context_tokens,
                 budget_tokens=budget,
                 acceptance=rates,
                 grid=rows,
@@ -291,6 +313,11 @@ def _check(all_settings: list[LosslessSettings]) -> None:
             check_batches(row, settings.max_num_seqs)
 
 
+def drafts_text(row: Row) -> str:
+    """Returns how many tokens a row's steps draft."""
+    return f"up to {row['draft_tokens']}" if row.get("draft_length") == "adaptive" else str(row["draft_tokens"])
+
+
 def table(rows: list[Row]) -> Table:
     """Return one line for each context, batch, length of drafts and acceptance."""
     dense = {
@@ -303,7 +330,7 @@ def table(rows: list[Row]) -> Table:
         lines.add_row(
             str(row["context_tokens"]),
             str(row["batch"]),
-            "-" if drafts is None else str(drafts),
+            "-" if drafts is None else drafts_text(row),
             "-" if drafts is None else str(_BY_MODEL if acceptance is None else acceptance),
             *("-" if ms is None else f"{row[name]:.2f}" for name in ("tokens_per_step", "ms_per_step", "ms_per_token")),
             f"{before / ms:.2f}" if ms and before and drafts is not None else "-",

@@ -29,8 +29,9 @@ LOSSLESS = {"lossless": {"draft_tokens": 8, "min_context_tokens": 2000}, "select
 PIECEWISE = {"mode": 3, "cudagraph_mode": "FULL_AND_PIECEWISE"}
 
 
-def lossless(**arguments: Any) -> dict[str, Any]:
-    return {"additional_config": {"sparse_attention": LOSSLESS}} | arguments
+def lossless(**settings: Any) -> dict[str, Any]:
+    chosen = LOSSLESS | {"lossless": LOSSLESS["lossless"] | settings}
+    return {"additional_config": {"sparse_attention": chosen}}
 
 
 def go_on(llm: Any, prompts: list[list[int]], **sampling: Any) -> list[Any]:
@@ -88,13 +89,14 @@ CASES = {
     "three at once": {"max_num_seqs": 3},
     "blocks are scarce": {"num_gpu_blocks_override": 700},
     "fp8": {"kv_cache_dtype": "fp8"},
+    "as long as pays": lossless(draft_length="adaptive"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_tokens_are_those_of_dense_decoding(case, prompts, questions, dense, tokenizer):
     arguments = CASES[case]
-    with engine(**lossless(**arguments)) as llm:
+    with engine(**lossless() | arguments) as llm:
         found = go_on(llm, prompts)
         drafted, accepted = (counted(llm, f"spec_decode_num_{name}_tokens") for name in ("draft", "accepted"))
         pool = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
@@ -110,7 +112,8 @@ def test_tokens_are_those_of_dense_decoding(case, prompts, questions, dense, tok
     print(f"{case}: {accepted / drafted:.3f} of {drafted} drafts accepted, leads where answers part {leads}")
     assert all(abs(lead) < 1.01 * TIES[dtype] for lead in leads), leads
     assert len(leads) <= len(prompts) // PARTED[dtype], leads
-    assert drafted > 2000
+    # On a model this small drafts may cost more than they bring.
+    assert drafted > (2000 if case != "as long as pays" else 0)
     # Requests that are not drafted for are asked to verify their newest token, which is seldom right.
     assert 0.5 < accepted / drafted <= 1
     answers = [tokenizer.decode(done.token_ids, skip_special_tokens=True) for done in found[: len(questions)]]

@@ -714,6 +714,8 @@ def lossless_settings(**changes) -> LosslessSettings:
         "model": "llama-3.1-8b",
         "backend": "unique",
         "draft_tokens": 3,
+        "draft_length": "fixed",
+        "min_context_tokens": 0,
         "budget_tokens": 1024,
         "acceptance": (0.9, None),
         "grid": parse_grid(["32K=1,8"]),
@@ -770,15 +772,19 @@ def test_lossless_mode_is_compared_with_dense_decoding_of_the_same_batch():
         [
             about | times | {"draft_tokens": None, "acceptance": None, "ms_per_token": 10.0},
             about | times | {"draft_tokens": 8, "acceptance": 0.9, "ms_per_token": 4.0},
-            about | times | {"draft_tokens": 8, "acceptance": None, "ms_per_token": 5.0},
+            about | times | {"draft_tokens": 8, "acceptance": None, "ms_per_token": 5.0, "draft_length": "adaptive"},
             about | {"draft_tokens": 8, "acceptance": 0.95, "skipped": "no room"},
         ]
     )
     cells = [list(column.cells) for column in lines.columns]
     assert cells[-1] == ["-", "2.50", "2.00", "-"]
+    assert cells[2] == ["-", "8", "up to 8", "8"]
     assert cells[3] == ["-", "0.9", "model", "0.95"]
     assert json.loads(lossless_settings().additional_config)["sparse_attention"]["lossless"]["draft_tokens"] == 3
     assert lossless_settings(draft_tokens=None).additional_config is None
+    adaptive = lossless_settings(draft_length="adaptive", min_context_tokens=8192)
+    assert '"draft_length": "adaptive", "min_context_tokens": 8192' in adaptive.additional_config
+    assert adaptive.room > lossless_settings().room
 
 
 @pytest.mark.parametrize(
