@@ -542,9 +542,9 @@ def test_a_budget_beyond_the_room_for_pages_reads_what_there_is_room_for() -> No
 COVERED = {
     "quarters": Case((3000, 517, 1, 4096, 700), k=1024, kind="quarters", format="int4"),
     "sketch": Case((3000, 517, 4096), k=1024, kind="sketch", format="int2"),
-    "softcap, heads of 96": Case((3000, 517), head_size=96, k=1024, kind="quarters", format="int4", softcap=20.0),
+    "softcap, heads of 96": Case((3000, 517, 1200), head_size=96, k=1024, kind="quarters", format="int4", softcap=20.0),
     "two query tokens": Case((3000, 517, 4096), queries=2, k=1024, kind="quarters", format="int4"),
-    "group of 32, pages of 16": Case((3000, 900), group=32, page_size=16, k=512, kind="quarters", format="int4"),
+    "group of 32, pages of 16": Case((3000, 900, 1500), group=32, page_size=16, k=512, kind="quarters", format="int4"),
 }
 
 
