@@ -38,11 +38,14 @@ def prompts(tmp_path) -> Path:
 def evaluations(monkeypatch) -> list[list[str]]:
     """Commands that were run, each of which wrote what `KEPT` says."""
     commands: list[list[str]] = []
+    run = subprocess.run
 
-    def evaluate(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def evaluate(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        if "--label" not in command:
+            return run(command, **options)  # what the commit is
         commands.append(command)
-        options = dict(pairwise(command))
-        label, path = options["--label"], Path(options["--output"])
+        given = dict(pairwise(command))
+        label, path = given["--label"], Path(given["--output"])
         share = {"dense": 1.0, "art": 0.9}.get(label) or int(label.split("-")[1]) / 8192
         rows = [{"settings": {"label": label, "decode_from": "prompt"}}, *(result(label, i, share) for i in range(3))]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -92,6 +95,11 @@ def test_what_reads_least_of_what_keeps_the_target_is_chosen(run, evaluations, t
     assert [cells[1] for cells in found.values()] == ["3.1%", "12.5%", "50.0%"]
     assert [name for name, cells in found.items() if cells[3] == "chosen"] == [chosen]
     assert (tmp_path / "out" / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    _, *lines = map(json.loads, (tmp_path / "out" / "frontier.jsonl").read_text().splitlines())
+    assert [line["setting"] for line in lines] == ["unique-4096", "unique-256", "unique-1024"]
+    assert [line["agreement"]["value"] for line in lines] == [1.0, 0.5, 0.75]
+    assert [line["overlap"]["value"] for line in lines] == pytest.approx([1.0, 0.75, 0.875])
+    assert lines[1]["kv_read_share"] == pytest.approx(1 / 32)
     preset = tmp_path / "out" / "sparse.yaml"
     tokens = int(chosen.split("-")[1])
     assert resolve({"config": str(preset)}, "unique").selection.budget_tokens == tokens

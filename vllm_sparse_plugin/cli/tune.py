@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,6 +15,7 @@ import yaml
 from rich.console import Console
 
 from vllm_sparse_plugin.cli.arguments import complete_backend, find_preset, parse_additional_config, read_prompts
+from vllm_sparse_plugin.cli.provenance import describe_run, open_output
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -90,7 +91,8 @@ def tune(
     """Find the settings that read least of the KV cache and keep a chosen quality on your prompts.
 
     Each setting decodes the same tokens as dense attention, in an engine of its own, and is compared with it at every
-    token. Prints all of them, draws them, and writes a preset with those that were chosen, to be given as
+    token. Prints all of them by one measure, draws them, writes them by every measure (`frontier.jsonl`), and writes a
+    preset with those that were chosen, to be given as
     `--additional-config '{"sparse_attention": {"config": "PATH"}}'`. Exit code 1 if none keeps the target, 2 for bad
     input, 3 if an engine fails.
     """
@@ -106,7 +108,7 @@ def tune(
     except OSError as error:
         raise ConfigurationError(f"output: got {str(folder)!r} ({error.strerror}), allowed: a folder") from None
     from vllm_sparse_plugin.eval.results import read_results
-    from vllm_sparse_plugin.eval.tuning import choose, frontier_table, judge, plot_frontier
+    from vllm_sparse_plugin.eval.tuning import MEASURES, choose, estimate_kept, frontier_table, judge, plot_frontier
 
     console = Console()
     shared = ["--in-process", "--model", model, "--completions", str(prompts), "--scored-tokens", str(scored_tokens)]
@@ -117,6 +119,12 @@ def tune(
             _evaluate([*shared, "--engine-args", engine_args, *setting.options()], setting.name, path)
         results[setting.name] = read_results(path)
     candidates = [judge(each.name, measure, results[_DENSE], results[each.name]) for each in settings]
+    with open_output(folder / "frontier.jsonl", "output") as file:
+        file.write(json.dumps(describe_run(Path(model)) | {"scored_tokens": scored_tokens}) + "\n")
+        for setting, candidate in zip(settings, candidates, strict=True):
+            found = {each: asdict(estimate_kept(each, results[_DENSE], results[setting.name])) for each in MEASURES}
+            row = {"setting": setting.name, "section": setting.section, "kv_read_share": candidate.kv_read_share}
+            file.write(json.dumps(row | found) + "\n")
     chosen = choose(candidates, target)
     console.print(frontier_table(candidates, measure, chosen))
     plot_frontier(candidates, measure, target, folder / "frontier.png")

@@ -55,10 +55,15 @@ def judge(name: str, measure: str, dense: ResultFile, sparse: ResultFile) -> Can
         sparse: results of the settings, of the same prompts.
     """
     results = [sparse.results[item] for item in dense.results]
-    kept = [MEASURES[measure](dense.results[result.id], result) for result in results]
     shares = [1.0 if result.kv_read_share is None else result.kv_read_share for result in results]
     seconds = [result.seconds for result in results]
-    return Candidate(name, estimate_mean(kept), sum(shares) / len(shares), sum(seconds) / len(seconds))
+    kept = estimate_kept(measure, dense, sparse)
+    return Candidate(name, kept, sum(shares) / len(shares), sum(seconds) / len(seconds))
+
+
+def estimate_kept(measure: str, dense: ResultFile, sparse: ResultFile) -> Estimate:
+    """Return what settings keep of dense attention by one of `MEASURES`; arguments are those of `judge`."""
+    return estimate_mean([MEASURES[measure](dense.results[item], sparse.results[item]) for item in dense.results])
 
 
 def choose(candidates: Sequence[Candidate], target: float) -> Candidate | None:
