@@ -1,4 +1,4 @@
-"""Coverage asked against coverage got, on a CPU.
+"""Coverage asked against coverage got.
 
 python -m research.coverage run --output needle-8m.jsonl
 python -m research.coverage run --model models/witness-6m --output witness-6m.jsonl
@@ -15,7 +15,7 @@ import typer
 
 from bench.common.console import open_console
 from bench.common.models import NEEDLE_8M, load_tokenizer
-from bench.common.options import Commit, Output, Seed, StageContexts, chosen_contexts, make_app
+from bench.common.options import Commit, Output, Seed, StageContexts, chosen_contexts, make_app, usable_device
 from bench.common.results import ResultFile
 from research.coverage.measure import Reached, measure
 from research.coverage.report import PAGE, render
@@ -31,7 +31,7 @@ TEXT_TOKENS = 16
 QUESTIONS = 1
 """Of a document."""
 
-app = make_app("Coverage asked against coverage got, on a CPU.")
+app = make_app("Coverage asked against coverage got.")
 
 
 def _layers(model: CapturingModel, document: Document) -> Iterator[tuple[str, list[LayerInputs]]]:
@@ -55,11 +55,12 @@ def run(
     contexts: StageContexts = None,
     count: Annotated[int, typer.Option("--documents", min=1, help="Of each task and context.")] = 4,
     seed: Seed = 0,
+    device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
     commit: Commit = None,
 ) -> None:
     """Measure the newest tokens of documents, and questions after them."""
     console = open_console()
-    model, tokenizer = CapturingModel(folder, "cpu"), load_tokenizer(folder)
+    model, tokenizer = CapturingModel(folder, usable_device(device)), load_tokenizer(folder)
     with ResultFile(output, describe_run(folder, commit)) as file:
         for context in chosen_contexts(contexts) or CONTEXTS:
             for task in TASKS:

@@ -123,7 +123,7 @@ def measure(layer: LayerInputs) -> dict[tuple[str, float], Reached]:
             note("as read", target, _as_read(row, logits, target))
             note("true", target, row.reach(true, true_tail, target))
         for budget in FIXED:
-            note("fixed", budget, torch.full((len(ranked),), min(budget // size, pages)))
+            note("fixed", budget, torch.full((len(ranked),), min(budget // size, pages), device=ranked.device))
     return {key: Reached(*(torch.stack(parts) for parts in zip(*rows, strict=True))) for key, rows in found.items()}
 
 
