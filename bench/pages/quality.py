@@ -131,11 +131,21 @@ def accuracy_gpu() -> Block:
 
 
 def lossless() -> Block:
-    """How many drafts of lossless mode are right, and whether its tokens are those of dense decoding."""
+    """How many drafts of lossless mode are right on a CPU, and whether its tokens are those of dense decoding."""
     files = (("needle-8m", "needle_8m_more"), ("needle-8m", "needle_8m"), ("witness-6m", "witness_6m"))
-    paths = [_CPU / "lossless" / f"{name}.jsonl" for _, name in files]
+    return _lossless([(model, _CPU / "lossless" / f"{name}.jsonl") for model, name in files])
+
+
+def lossless_answers_gpu() -> Block:
+    """The same on a GPU."""
+    files = (("needle-8m", "needle_8m"), ("witness-6m", "witness_6m"))
+    return _lossless([(model, RESULTS / "h200" / "lossless" / f"{name}.jsonl") for model, name in files])
+
+
+def _lossless(files: Sequence[tuple[str, Path]]) -> Block:
+    """Of the result files of models."""
     lines, rows = [], []
-    for (model, _), path in zip(files, paths, strict=True):
+    for model, path in files:
         found = [row for row in read_run(path).rows if row["draft_tokens"] is not None]
         rows += found
         keys = ("budget_tokens", "draft_tokens", "context_tokens")
@@ -153,7 +163,7 @@ def lossless() -> Block:
             f"Of {answers:,} answers {len(leads)} part from those of dense decoding, each at a tie: there the token of "
             f"dense\ndecoding is ahead by at most {max(leads):.3f} in log probability."
         )
-    return Block(f"{table(headings, lines)}\n\n{verdict}", paths)
+    return Block(f"{table(headings, lines)}\n\n{verdict}", [path for _, path in files])
 
 
 def _kinds(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:

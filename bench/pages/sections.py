@@ -42,6 +42,7 @@ SECTIONS: dict[str, Section] = {
     "served": Section(quality.served),
     "next-tokens": Section(quality.next_tokens),
     "lossless": Section(quality.lossless),
+    "lossless-answers-gpu": Section(quality.lossless_answers_gpu),
     "mixes": Section(quality.mixes),
     "stopped-answers": Section(quality.stopped_answers),
     "calibrated": Section(quality.calibrated),
