@@ -119,7 +119,7 @@ def draw_weights(model: torch.nn.Module) -> None:
             drawn = 0.5 + uniform
         else:
             # Where the head shares the embedding, a large one would repeat the last token whatever attention does.
-            gain = _GAIN / 16 if "embed" in name and "out" not in name else _GAIN
+            gain = _GAIN / 16 if "embed" in name else _GAIN
             drawn = torch.randn(weight.shape, generator=generator) * gain * weight.shape[-1] ** -0.5
         weight.data.copy_(drawn)
 

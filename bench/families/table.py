@@ -115,7 +115,12 @@ _FAMILIES = (
         "GPTNeoXConfig",
         "GPTNeoXForCausalLM",
         "as many KV heads as query heads",
-        {"head_dim": None, "num_key_value_heads": None},
+        # With drawn weights and a quarter of each head rotated, it repeats a few tokens.
+        {
+            "head_dim": None,
+            "num_key_value_heads": None,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75},
+        },
     ),
     Family("OLMo 2", "Olmo2Config", "Olmo2ForCausalLM", "norms behind the layers", {"head_dim": None}),
     Family(
