@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -271,6 +271,20 @@ def next_tokens() -> Block:
     ]
     headings = ["decode steps", "same most likely token (95 %)", "overlap, at least (95 %)", "nats lost a token (95 %)"]
     return Block(table(headings, rows), _NEXT_TOKEN_FILES)
+
+
+def tuned() -> Block:
+    """What `vllm-sparse tune` finds on source code: every setting by every measure."""
+    path = _CPU / "tune" / "needle-8m.jsonl"
+    rows = []
+    for row in read_run(path).rows:
+        cells = (_shown(row[measure]) for measure in ("agreement", "overlap", "likelihood"))
+        rows.append([row["setting"], f"{row['kv_read_share']:.1%}", *cells])
+    return Block(table(["settings", "KV read", "agreement (95 %)", "overlap, at least", "likelihood"], rows), [path])
+
+
+def _shown(found: Mapping[str, float]) -> str:
+    return f"{found['value']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
 
 
 def mixes() -> Block:

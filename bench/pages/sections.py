@@ -41,6 +41,7 @@ SECTIONS: dict[str, Section] = {
     "formats": Section(quality.formats),
     "served": Section(quality.served),
     "next-tokens": Section(quality.next_tokens),
+    "tuned": Section(quality.tuned),
     "lossless": Section(quality.lossless),
     "lossless-answers-gpu": Section(quality.lossless_answers_gpu),
     "mixes": Section(quality.mixes),

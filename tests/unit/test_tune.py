@@ -13,7 +13,7 @@ import yaml
 from vllm_sparse_plugin.cli import main, tune
 from vllm_sparse_plugin.config import KEY, resolve
 
-KEPT = {"dense": 4, "unique-256": 2, "unique-1024": 3, "unique-4096": 4, "art": 4}
+KEPT = {"dense": 4, "unique-256": 2, "unique-1024": 3, "unique-4096": 4, "unique-8192": 4, "art": 4}
 """Of four positions of a prompt, those whose most likely token is that of dense attention."""
 
 
@@ -123,9 +123,15 @@ def test_nothing_is_written_where_nothing_keeps_the_target(run, evaluations, tmp
     code, out, _ = run("--budget", "256")
     assert code == 1
     assert out.splitlines()[-1] == (
-        "None keeps 0.99 of dense attention's agreement: serve this model with dense attention."
+        "None that leaves anything out keeps 0.99 of dense attention's agreement: serve dense, or ask for less."
     )
     assert not (tmp_path / "out" / "sparse.yaml").exists()
+
+
+def test_what_reads_everything_is_not_chosen(run, evaluations):
+    code, out, _ = run("--budget", "1024", "--budget", "8192")
+    assert code == 1
+    assert rows(out)["unique-8192"][:2] == ["1.000 [0.439, 1.000]", "100.0%"]
 
 
 def test_a_backend_without_a_budget_is_a_preset_without_settings(run, evaluations, tmp_path):

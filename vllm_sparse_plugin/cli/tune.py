@@ -129,7 +129,9 @@ def tune(
     console.print(frontier_table(candidates, measure, chosen))
     plot_frontier(candidates, measure, target, folder / "frontier.png")
     if chosen is None:
-        console.print(f"None keeps {target:g} of dense attention's {measure}: serve this model with dense attention.")
+        console.print(
+            f"None that leaves anything out keeps {target:g} of dense attention's {measure}: serve dense, or ask for less."
+        )
         raise typer.Exit(1)
     setting = next(each for each in settings if each.name == chosen.name)
     preset = folder / "sparse.yaml"

@@ -43,6 +43,8 @@ class Candidate:
     """Mean share of the cached keys and values that decode steps read."""
     seconds: float
     """Mean time of a prompt and its scored tokens."""
+    reads_everything: bool = False
+    """Whether every decode step read its whole context, which is dense attention."""
 
 
 def judge(name: str, measure: str, dense: ResultFile, sparse: ResultFile) -> Candidate:
@@ -58,7 +60,8 @@ def judge(name: str, measure: str, dense: ResultFile, sparse: ResultFile) -> Can
     shares = [1.0 if result.kv_read_share is None else result.kv_read_share for result in results]
     seconds = [result.seconds for result in results]
     kept = estimate_kept(measure, dense, sparse)
-    return Candidate(name, kept, sum(shares) / len(shares), sum(seconds) / len(seconds))
+    whole = all(result.kv_read_share is not None and result.kv_read_share >= 1 for result in results)
+    return Candidate(name, kept, sum(shares) / len(shares), sum(seconds) / len(seconds), whole)
 
 
 def estimate_kept(measure: str, dense: ResultFile, sparse: ResultFile) -> Estimate:
@@ -67,8 +70,9 @@ def estimate_kept(measure: str, dense: ResultFile, sparse: ResultFile) -> Estima
 
 
 def choose(candidates: Sequence[Candidate], target: float) -> Candidate | None:
-    """Return the candidate that reads least of those that keep `target` on average; None if none does."""
-    enough = [candidate for candidate in candidates if candidate.quality.value >= target]
+    """Return the candidate that reads least of those that keep `target` on average; None if none does but those that
+    read everything."""
+    enough = [each for each in candidates if each.quality.value >= target and not each.reads_everything]
     return min(enough, key=lambda candidate: (candidate.kv_read_share, -candidate.quality.value), default=None)
 
 
