@@ -130,7 +130,8 @@ def tune(
     plot_frontier(candidates, measure, target, folder / "frontier.png")
     if chosen is None:
         console.print(
-            f"None that leaves anything out keeps {target:g} of dense attention's {measure}: serve dense, or ask for less."
+            f"None that leaves anything out keeps {target:g} of dense attention's {measure}: serve dense, "
+            "or ask for less."
         )
         raise typer.Exit(1)
     setting = next(each for each in settings if each.name == chosen.name)
