@@ -661,9 +661,7 @@ PROVIDERS: dict[str, Op[Any]] = {
     "coverage": Op(
         Workload.decode_inputs,
         (
-            Provider(
-                "unique, counted", imported(_SPARSE_DECODE, _COUNT_ROWS), _counted, checks.sparse_decode, traffic.sparse
-            ),
+            Provider("unique", imported(_SPARSE_DECODE, _COUNT_ROWS), _counted, checks.sparse_decode, traffic.sparse),
             Provider(
                 "unique, one for all",
                 imported(_SPARSE_DECODE),
