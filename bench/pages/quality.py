@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -278,13 +278,9 @@ def tuned() -> Block:
     path = _CPU / "tune" / "needle-8m.jsonl"
     rows = []
     for row in read_run(path).rows:
-        cells = (_shown(row[measure]) for measure in ("agreement", "overlap", "likelihood"))
+        cells = (_interval(Estimate(**row[measure])) for measure in MEASURES)
         rows.append([row["setting"], f"{row['kv_read_share']:.1%}", *cells])
     return Block(table(["settings", "KV read", "agreement (95 %)", "overlap, at least", "likelihood"], rows), [path])
-
-
-def _shown(found: Mapping[str, float]) -> str:
-    return f"{found['value']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
 
 
 def mixes() -> Block:

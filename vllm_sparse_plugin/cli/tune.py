@@ -108,7 +108,7 @@ def tune(
     except OSError as error:
         raise ConfigurationError(f"output: got {str(folder)!r} ({error.strerror}), allowed: a folder") from None
     from vllm_sparse_plugin.eval.results import read_results
-    from vllm_sparse_plugin.eval.tuning import MEASURES, choose, estimate_kept, frontier_table, judge, plot_frontier
+    from vllm_sparse_plugin.eval.tuning import choose, frontier_table, judge, plot_frontier
 
     console = Console()
     shared = ["--in-process", "--model", model, "--completions", str(prompts), "--scored-tokens", str(scored_tokens)]
@@ -122,7 +122,7 @@ def tune(
     with open_output(folder / "frontier.jsonl", "output") as file:
         file.write(json.dumps(describe_run(Path(model)) | {"scored_tokens": scored_tokens}) + "\n")
         for setting, candidate in zip(settings, candidates, strict=True):
-            found = {each: asdict(estimate_kept(each, results[_DENSE], results[setting.name])) for each in MEASURES}
+            found = {measured: asdict(kept) for measured, kept in candidate.kept.items()}
             row = {"setting": setting.name, "section": setting.section, "kv_read_share": candidate.kv_read_share}
             file.write(json.dumps(row | found) + "\n")
     chosen = choose(candidates, target)

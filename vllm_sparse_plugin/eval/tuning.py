@@ -37,14 +37,21 @@ class Candidate:
     """What some settings keep of dense attention, and what they read."""
 
     name: str
-    quality: Estimate
-    """Over prompts; see `MEASURES`."""
+    measure: str
+    """One of `MEASURES`, by which candidates are chosen."""
+    kept: Mapping[str, Estimate]
+    """Over prompts, by each of `MEASURES`."""
     kv_read_share: float
     """Mean share of the cached keys and values that decode steps read."""
     seconds: float
     """Mean time of a prompt and its scored tokens."""
     reads_everything: bool = False
     """Whether every decode step read its whole context, which is dense attention."""
+
+    @property
+    def quality(self) -> Estimate:
+        """What is kept by the measure that counts."""
+        return self.kept[self.measure]
 
 
 def judge(name: str, measure: str, dense: ResultFile, sparse: ResultFile) -> Candidate:
@@ -59,14 +66,12 @@ def judge(name: str, measure: str, dense: ResultFile, sparse: ResultFile) -> Can
     results = [sparse.results[item] for item in dense.results]
     shares = [1.0 if result.kv_read_share is None else result.kv_read_share for result in results]
     seconds = [result.seconds for result in results]
-    kept = estimate_kept(measure, dense, sparse)
+    kept = {
+        name: estimate_mean([keeps(dense.results[result.id], result) for result in results])
+        for name, keeps in MEASURES.items()
+    }
     whole = all(result.kv_read_share is not None and result.kv_read_share >= 1 for result in results)
-    return Candidate(name, kept, sum(shares) / len(shares), sum(seconds) / len(seconds), whole)
-
-
-def estimate_kept(measure: str, dense: ResultFile, sparse: ResultFile) -> Estimate:
-    """Return what settings keep of dense attention by one of `MEASURES`; arguments are those of `judge`."""
-    return estimate_mean([MEASURES[measure](dense.results[item], sparse.results[item]) for item in dense.results])
+    return Candidate(name, measure, kept, sum(shares) / len(shares), sum(seconds) / len(seconds), whole)
 
 
 def choose(candidates: Sequence[Candidate], target: float) -> Candidate | None:
