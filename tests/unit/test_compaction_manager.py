@@ -212,6 +212,18 @@ def test_a_resumed_request_does_not_hit_what_a_longer_prompt_left_where_it_will_
     assert not pool.hashed(pool.own(resumed))
 
 
+def test_a_request_that_is_preempted_before_its_first_output_arrives_hits_nothing_when_it_resumes():
+    """With the output, the prompt has a full block more, so that its own region of a longer prompt would begin later."""
+    pool = Pool(MOVING)
+    longer, resumed = pool.request("a", WORDS[:900]), pool.request("b", WORDS[:511])
+    pool.run(longer, 3)
+    pool.run(resumed, 0)
+    pool.preempt(resumed)
+    resumed.append_output_token_ids(WORDS[511])
+    assert pool.run(resumed, 2) == 0
+    assert not pool.hashed(pool.own(resumed))
+
+
 def test_a_prefill_that_goes_on_into_the_output_frees_nothing_before_its_tokens_have_moved():
     pool = Pool(MOVING)
     request = pool.request("a", WORDS[:500])
@@ -240,6 +252,16 @@ def test_classes_of_layers_free_what_each_leaves_out_and_hit_what_all_have():
     for request in (first, again):
         pool.manager.free(request)
     assert pool.free == pool.all
+
+
+def test_a_class_that_keeps_a_whole_prompt_does_not_let_others_hit_where_they_will_write():
+    """Layers keep 651 and 150 tokens: prompts of both lengths keep everything in the first, and move in the second."""
+    pool = Pool(Retention(False, 400, None, 4, 100, pyramid=Pyramid(20.0, 2)))
+    longer, shorter = (pool.request(str(length), WORDS[:length]) for length in (580, 500))
+    assert [retention.moves(500, BLOCK) for retention in pool.retentions] == [False, True]
+    pool.run(longer, 3)
+    assert pool.run(shorter, 3) == (500 // BLOCK - 10) * BLOCK
+    assert not pool.hashed(pool.own(shorter))
 
 
 def test_a_prompt_that_keeps_everything_is_vllms_own():

@@ -93,8 +93,9 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
         if 0 in kwargs["kv_cache_group_ids"]:
             # vLLM asks for all tokens but the last, and a request with output asks for nothing
             # (`pop_blocks_for_free`). Further groups of layers are asked for no more than the first has found.
-            retention = spec.of_model[0]
-            max_length = min(max_length, retention.longest_hit(max_length + 1, spec.block_size))
+            # Classes are clipped together: one that keeps a whole prompt would let others hit where they will write.
+            longest = (retention.longest_hit(max_length + 1, spec.block_size) for retention in spec.of_model)
+            max_length = min(max_length, *longest)
         found: tuple[tuple[list[KVCacheBlock], ...], int] = super().find_longest_cache_hit(
             block_hashes, max_length, *args, **kwargs
         )
@@ -141,11 +142,13 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
         """Forgets a request that ends or is preempted, and returns its blocks."""
         running, request = self._running.pop(request_id, None), self._requests.pop(request_id, None)
-        moves = running is not None and self.kv_cache_spec.retention.moves(running.prompt_tokens, self.block_size)
-        if moves and request is not None and request.num_output_tokens:
-            # When it resumes, vLLM looks for a hit of prompt and output together, which may reach blocks that a longer
-            # prompt has hashed and that lie where this one's kept tokens will move.
-            request.skip_reading_prefix_cache = True
+        if running is not None and request is not None:
+            # The first output may still be in flight.
+            is_behind = request.num_output_tokens > 0 or request.num_computed_tokens >= running.prompt_tokens
+            if is_behind and self.kv_cache_spec.retention.moves(running.prompt_tokens, self.block_size):
+                # When it resumes, vLLM looks for a hit of prompt and output together, which may reach blocks that a
+                # longer prompt has hashed and that lie where this one's kept tokens will move.
+                request.skip_reading_prefix_cache = True
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks
 
