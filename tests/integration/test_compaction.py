@@ -161,6 +161,19 @@ def test_tokens_move_in_the_step_that_ends_the_prompt_or_in_the_next_one(model, 
         poison(harness, request, set(range(300 // BLOCK - 3, 12)))
 
 
+def test_a_request_that_begins_behind_a_hit_moves_its_own_tokens_whatever_had_its_name(model):
+    """The one before had ended its prompt in its only step, which began before the hit."""
+    harness = harness_of(model, "dense", SNAPKV)
+    first = harness.request(300)
+    harness.step([(first, 300)])
+    request = harness.request(300, first, 4)
+    request.name = first.name
+    harness.step([(request, 300 - 4 * BLOCK)])
+    kept = voted(request, request.fresh[-8:])
+    (output,) = harness.step([(request, 1)])
+    assert is_kept(harness, request, output, kept)
+
+
 @pytest.mark.parametrize("chunks", [[300], [130, 167, 3]])
 def test_h2o_keeps_what_all_queries_of_a_prompt_vote_for(model, chunks):
     harness = harness_of(model, "dense", H2O)

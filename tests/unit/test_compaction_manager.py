@@ -213,7 +213,7 @@ def test_a_resumed_request_does_not_hit_what_a_longer_prompt_left_where_it_will_
 
 
 def test_a_request_that_is_preempted_before_its_first_output_arrives_hits_nothing_when_it_resumes():
-    """With the output, the prompt has a full block more, so that its own region of a longer prompt would begin later."""
+    """With the output it has a full block more, and so it looks like a prompt whose own blocks begin later."""
     pool = Pool(MOVING)
     longer, resumed = pool.request("a", WORDS[:900]), pool.request("b", WORDS[:511])
     pool.run(longer, 3)

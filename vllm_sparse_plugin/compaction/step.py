@@ -25,6 +25,8 @@ class _Request:
     prompt_tokens: int
     computed: int = 0
     """Tokens that had been computed before its latest step."""
+    until: int = 0
+    """Tokens that its latest step had computed at its end."""
     is_whole: bool = False
     """Whether tokens of the prompt are still to be moved, in some layers at least."""
     moved: set[str] = field(default_factory=set)
@@ -155,9 +157,10 @@ class StepCompaction:
                 continue
             computed = lengths[index] - query_lens[index]
             request = self._requests.get(row.request_id)
-            if request is None or computed <= request.computed:
+            # A resumed request may begin behind the step that ended its prompt, by a hit of the prefix cache.
+            if request is None or computed < request.until:
                 request = self._requests[row.request_id] = _Request(row.prompt_tokens)
-            request.computed = computed
+            request.computed, request.until = computed, lengths[index]
             if computed < request.prompt_tokens:
                 first_token = int(common.query_start_loc_cpu[index])
                 self._observe(request, first_token, query_lens[index], common.block_table_tensor[index])
