@@ -20,7 +20,7 @@ from sparse_kernels.sparse_decode.refusals import decode_refusals
 
 from vllm_sparse_plugin import compat, connectors, request_budgets
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
-from vllm_sparse_plugin.config.requests import most_pages_on_gpu, takes_budgets
+from vllm_sparse_plugin.config.requests import most_pages_on_gpu, varies_pages
 from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.diagnostics.live import expose
 from vllm_sparse_plugin.engine_settings import settings_of
@@ -256,7 +256,7 @@ def _expect_cuda_shapes(
             group,
             head_size,
             max_pages=model.max_model_len // selector.page_size,
-            k=most_pages_on_gpu(selector) if takes_budgets(config) else selector.budget_pages,
+            k=most_pages_on_gpu(selector) if varies_pages(config) else selector.budget_pages,
             stopping=stopping,
             float8_statistics=layout is not None and layout.format == "fp8",
             sketches=layout is not None and layout.format == "int2",

@@ -163,6 +163,13 @@ def test_a_coverage_reads_what_it_needs_between_its_limits(model):
     assert "vllm_sparse_kv_read_share" not in of_request
 
 
+def test_launches_have_room_for_a_coverage_in_lossless_mode(model):
+    """Drafts are no requests with budgets, but their rows read up to the cap of the coverage."""
+    settings = {"selection": {"coverage": 0.9, "budget_tokens": 64}, "lossless": {}, "min_context_tokens": 0}
+    plan = LayerHarness(model, settings=settings, num_blocks=60).layer.impl.plan
+    assert plan.most_pages == 1024 == plan.selector.pages_read.most
+
+
 def test_an_engine_serves_every_kind_and_survives_a_bad_one():
     """A small budget on text without needles changes tokens, so that a request that got another's budget shows."""
     rng = random.Random(3)

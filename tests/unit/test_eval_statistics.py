@@ -93,3 +93,23 @@ def test_permutation_test_of_few_differences_is_exact():
 def test_graded_scores_without_a_difference():
     found = estimate_difference([0.5, 0.25], [0.5, 0.25])
     assert (found.value, found.p_value) == (0, 1)
+
+
+def test_shares_that_are_all_equal_have_an_interval_of_their_positions():
+    """Not that of as many coins as there are prompts, and not a single point."""
+    coins, shares = estimate_mean([1.0] * 32), estimate_mean([1.0] * 32, positions=128)
+    assert (coins.value, coins.high, shares.value, shares.high) == (1, 1, 1, 1)
+    assert coins.low == pytest.approx(0.8928, abs=1e-4)
+    # As of 256 answers.
+    assert shares.low == pytest.approx(256 / (256 + 1.959964**2), abs=1e-6)
+    half = estimate_mean([0.5] * 2, positions=64)
+    assert half.low < 0.3 < 0.7 < half.high
+    assert estimate_mean([1.0] * 3, positions=4).low == estimate_mean([1.0] * 3).low
+
+
+def test_shares_that_differ_are_resampled_even_where_each_is_all_or_nothing():
+    shares = [1.0] * 30 + [0.0] * 2
+    nearly = estimate_mean([*shares[:-1], 1e-9])
+    assert estimate_mean(shares, positions=128).low == pytest.approx(nearly.low, abs=1e-6)
+    assert abs(estimate_mean(shares).low - nearly.low) > 0.001
+    assert estimate_mean([0.9], positions=128).low == -math.inf

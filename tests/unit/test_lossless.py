@@ -12,6 +12,11 @@ SHORTEST = {
         {"selection": {"budget_tokens": 10000}, "routing": {"threshold": 0.5}},
         8192,
     ),
+    "the first context that a coverage does not read whole": (
+        {"selection": {"coverage": 0.9, "min_budget_tokens": 10000, "max_budget_tokens": 16384}},
+        10008,
+    ),
+    "no budget beside a coverage": ({"selection": {"coverage": 0.9, "budget_tokens": 10000}}, 8192),
 }
 
 

@@ -15,7 +15,7 @@ from vllm_sparse_plugin import compat, request_budgets
 from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.compaction.requests import BatchRows
 from vllm_sparse_plugin.config import resolve
-from vllm_sparse_plugin.config.requests import EVERY_PAGE, pages_of_request, takes_budgets
+from vllm_sparse_plugin.config.requests import EVERY_PAGE, pages_of_request, takes_budgets, varies_pages
 
 vllm_sparse_plugin.register()
 
@@ -176,6 +176,14 @@ def test_budgets_are_there_where_a_request_may_have_one(backend, settings, takes
     else:
         with pytest.raises(ValueError, match="sparse_budget_tokens: got 512"):
             pages_of_request({"sparse_budget_tokens": 512}, config, on_gpu=True)
+
+
+@pytest.mark.parametrize("beside", [{"lossless": {}}, {"compaction": {"method": "streaming_llm"}}, {}])
+def test_rows_have_room_for_a_coverage_where_requests_have_no_budgets(beside):
+    covering = resolve({"selection": {"coverage": 0.9}, **beside}, "unique")
+    assert takes_budgets(covering) == (not beside)
+    assert varies_pages(covering)
+    assert varies_pages(resolve(beside, "unique")) == (not beside)
 
 
 def test_the_runner_says_what_each_request_of_a_batch_gave():

@@ -23,7 +23,7 @@ from vllm_sparse_plugin.admission import drafts_with_attention
 from vllm_sparse_plugin.attention.metering import sampled_steps
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
-from vllm_sparse_plugin.config.requests import most_pages_on_gpu, takes_budgets
+from vllm_sparse_plugin.config.requests import most_pages_on_gpu, varies_pages
 from vllm_sparse_plugin.diagnostics.live import (
     PROMPT_READS,
     QUALITY,
@@ -58,7 +58,7 @@ class LayerPlan:
     selector: Selection | None = None
     """The policy that chooses the pages that are read; None for a layer that reads everything."""
     most_pages: int | None = None
-    """Pages of the largest budget that a request may have on a GPU; None where all have the selector's."""
+    """Pages of the largest budget that a row may have on a GPU; None where all have the selector's."""
     stop_rule: StopRule | None = None
     """When attention over the chosen pages stops; None for never."""
     routing: GroupRouting | None = None
@@ -171,7 +171,7 @@ def plan_layers(
             max_context=vllm_config.model_config.max_model_len,
             statistics=statistics if attends_whole_context(layer) else None,
             selector=sparse.selector if name in selecting or name in drafting else None,
-            most_pages=most_pages_on_gpu(sparse.selector) if sparse.selector and takes_budgets(sparse) else None,
+            most_pages=most_pages_on_gpu(sparse.selector) if sparse.selector and varies_pages(sparse) else None,
             stop_rule=sparse.stop_rule if name in selecting else None,
             routing=routing.get(name),
             counters=counters.get(name),

@@ -23,8 +23,14 @@ def takes_budgets(config: ResolvedConfig) -> bool:
     return config.lossless is None and _against_budgets(config) is None
 
 
+def varies_pages(config: ResolvedConfig) -> bool:
+    """Returns whether rows of a step may read other numbers of pages than the budget of the settings: by a budget of
+    their request, or by a coverage, which lossless mode and a compaction that slides have as well."""
+    return takes_budgets(config) or config.coverage is not None
+
+
 def most_pages_on_gpu(selection: Selection) -> int:
-    """Returns the complete pages that a request may read at most on a GPU, where all have the same launches.
+    """Returns the complete pages that a row may read at most on a GPU, where all have the same launches.
 
     A launch has room for so many whatever they read. Larger budgets take other launches, which all requests of a server
     have whose own budget is larger.

@@ -222,7 +222,7 @@ class ResolvedConfig:
             return None
         shortest = max(lossless.min_context_tokens, self.config.min_context_tokens)
         if selector is not None and self.routing is None:
-            shortest = max(shortest, (selector.budget_pages + 1) * selector.page_size)
+            shortest = max(shortest, (selector.pages_read.least + 1) * selector.page_size)
         return DraftRule(lossless.draft_tokens, shortest, lossless.draft_length == "adaptive")
 
     @property

@@ -146,7 +146,8 @@ def fidelity_table(first: ResultFile, second: ResultFile) -> Table | None:
         table.add_column(heading, justify="right")
     for context in sorted({one.context_tokens for one, _ in pairs}):
         here = [(one.predictions, other.predictions) for one, other in pairs if one.context_tokens == context]
-        shares = [estimate_mean([measure(*each) for each in here]) for measure in (agreement, overlap)]
+        least = max(min(len(one) for one, _ in here), 2)
+        shares = [estimate_mean([measure(*each) for each in here], least) for measure in (agreement, overlap)]
         positions = sum(len(one) for one, _ in here)
         table.add_row(f"{context:,}", str(len(here)), str(positions), *map(_interval, shares))
     return table if pairs else None

@@ -12,6 +12,9 @@ from scipy import stats
 _LEVEL = 0.95
 _RESAMPLES = 9999
 _SEED = 0
+_POSITIONS = 16
+"""Positions of a text that count as one independent answer where its score says nothing of how they depend on each
+other. It is a choice between the two ends: each by itself would promise too much, a whole text as one too little."""
 
 
 @dataclass(frozen=True)
@@ -36,16 +39,23 @@ class Difference:
     count: int
 
 
-def estimate_mean(scores: Sequence[float]) -> Estimate:
+def estimate_mean(scores: Sequence[float], positions: int = 1) -> Estimate:
     """Estimate a mean: Wilson's interval where all scores are 0 or 1, else a bootstrap.
 
-    One score that is neither says nothing about its spread: the interval is everything.
+    One score that is neither says nothing about its spread: the interval is everything. Nor do scores that are all
+    equal. Those that are shares of the positions of a text have Wilson's interval then, of as many answers as their
+    positions stand for (see `_POSITIONS`).
+
+    Args:
+        scores: of items that are independent of each other.
+        positions: of which each score is a share, at least; 1 for scores that are none.
     """
     count = len(scores)
     mean = sum(scores) / count
-    if _all_binary(scores):
-        interval = stats.binomtest(round(sum(scores)), count).proportion_ci(_LEVEL, method="wilson")
-        return Estimate(mean, float(interval.low), float(interval.high), count)
+    if positions > 1 and count > 1 and max(scores) == min(scores):
+        return Estimate(mean, *_wilson(mean, count * max(positions // _POSITIONS, 1)), count)
+    if positions == 1 and _all_binary(scores):
+        return Estimate(mean, *_wilson(mean, count), count)
     return Estimate(mean, *_bootstrap(scores), count)
 
 
@@ -71,6 +81,15 @@ def estimate_difference(first: Sequence[float], second: Sequence[float]) -> Diff
         rng=np.random.default_rng(_SEED),
     )
     return Difference(mean, *_bootstrap(differences), float(test.pvalue), count)
+
+
+def _wilson(share: float, count: int) -> tuple[float, float]:
+    """Wilson's interval of a share of `count` answers."""
+    squared = float(stats.norm.ppf((1 + _LEVEL) / 2)) ** 2
+    middle = (share + squared / (2 * count)) / (1 + squared / count)
+    reach = math.sqrt(squared * share * (1 - share) / count + (squared / (2 * count)) ** 2) / (1 + squared / count)
+    # Rounding must not leave the share itself out.
+    return min(max(middle - reach, 0.0), share), max(min(middle + reach, 1.0), share)
 
 
 def _all_binary(scores: Sequence[float]) -> bool:

@@ -66,8 +66,9 @@ def judge(name: str, measure: str, dense: ResultFile, sparse: ResultFile) -> Can
     results = [sparse.results[item] for item in dense.results]
     shares = [1.0 if result.kv_read_share is None else result.kv_read_share for result in results]
     seconds = [result.seconds for result in results]
+    positions = min(len(result.predictions) for result in results)
     kept = {
-        name: estimate_mean([keeps(dense.results[result.id], result) for result in results])
+        name: estimate_mean([keeps(dense.results[result.id], result) for result in results], max(positions, 2))
         for name, keeps in MEASURES.items()
     }
     whole = all(result.kv_read_share is not None and result.kv_read_share >= 1 for result in results)
