@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Set
 from typing import Any
 
@@ -27,17 +28,37 @@ def sink_array(softmax: Softmax) -> np.ndarray:
     return softmax.sink_logits.detach().float().numpy()
 
 
-def parallel_kernel(fastmath: bool | Set[str] = False) -> Callable[[Callable[..., Any]], Any]:
-    """Return the decorator of a kernel whose `numba.prange` runs on torch's threads; what it compiles is kept on disk.
+def compiled_kernel(fastmath: bool | Set[str] = False, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
+    """Return the decorator of a compiled function; what it compiles is kept on disk.
 
     Args:
         fastmath: what floating-point arithmetic may do, as Numba's option of that name.
+        parallel: whether `numba.prange` is a loop over threads.
     """
+    compiled = numba.njit(fastmath=fastmath, nogil=True, parallel=parallel, cache=True)
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        dispatcher = compiled(function)
+        _name_files_apart(dispatcher._cache._cache_file)
+        return dispatcher
+
+    return decorate
+
+
+def parallel_kernel(fastmath: bool | Set[str] = False) -> Callable[[Callable[..., Any]], Any]:
+    """Return the decorator of a compiled function whose `numba.prange` runs on torch's threads."""
     start_threads()
-    decorator: Callable[[Callable[..., Any]], Any] = numba.njit(
-        fastmath=fastmath, nogil=True, parallel=True, cache=True
-    )
-    return decorator
+    return compiled_kernel(fastmath, parallel=True)
+
+
+def _name_files_apart(files: Any) -> None:
+    """Let every process that keeps compiled code on disk write files of its own.
+
+    Numba numbers them by the index that it has read, without a lock. Of two processes that compile for other shapes at
+    once, one would overwrite what the index says is the other's, and the next process would run it.
+    """
+    stem = files._index_name.removesuffix(".nbi")
+    files._data_name = lambda _: f"{stem}.{uuid.uuid4().hex}.nbc"
 
 
 @numba.njit(nogil=True, forceinline=True)

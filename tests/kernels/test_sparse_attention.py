@@ -9,6 +9,19 @@ from support.paged import assert_as_accurate, dense_attention, make_batch
 CONTEXTS = [63, 64, 65, 1, 7, 8, 9, 500, 512, 300]
 SHAPES = [(1, 1, 64), (2, 4, 64), (1, 16, 128), (2, 3, 96), (1, 8, 256)]
 IMPLEMENTATIONS = [attend_pages, reference.attend_pages]
+PAGE_SIZES = [8, 16, 32]
+COMPILED = [
+    (1, 1, 64, 16), (2, 4, 64, 8), (1, 16, 128, 32), (2, 3, 96, 8), (2, 3, 96, 16), (2, 3, 96, 32), (1, 8, 256, 8),
+]  # fmt: skip
+"""KV heads, group size, head size and page size: each of them takes seconds to compile, so not all are."""
+ATTENDED = [
+    *(pytest.param(attend_pages, *case, id="-".join(map(str, (*case, "compiled")))) for case in COMPILED),
+    *(
+        pytest.param(reference.attend_pages, *shape, page_size, id="-".join(map(str, (*shape, page_size, "reference"))))
+        for shape in SHAPES
+        for page_size in PAGE_SIZES
+    ),
+]
 
 
 def random_pages(batch, num_kv_heads: int, k: int, seed: int = 0) -> torch.Tensor:
@@ -33,12 +46,10 @@ def visible_tokens(batch, pages: torch.Tensor, request: int) -> torch.Tensor:
     return visible
 
 
-@pytest.mark.parametrize("attend", IMPLEMENTATIONS, ids=["compiled", "reference"])
-@pytest.mark.parametrize("page_size", [8, 16, 32])
-@pytest.mark.parametrize(("num_kv_heads", "group_size", "head_size"), SHAPES)
+@pytest.mark.parametrize(("attend", "num_kv_heads", "group_size", "head_size", "page_size"), ATTENDED)
 @pytest.mark.parametrize("extras", [{}, {"sinks": True}, {"softcap": 5.0}], ids=["plain", "sinks", "softcap"])
 def test_attends_exactly_the_selection_and_the_incomplete_page(
-    attend, page_size, num_kv_heads, group_size, head_size, extras
+    attend, num_kv_heads, group_size, head_size, page_size, extras
 ):
     # A context always has something to attend: at least one selected page or an incomplete one.
     batch = make_batch(CONTEXTS, num_kv_heads, head_size, page_size=page_size)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import numba
 import numpy as np
 import torch
 
-from sparse_kernels.compiled import FASTMATH, unpack_page
+from sparse_kernels.compiled import FASTMATH, compiled_kernel, unpack_page
 from sparse_kernels.paging import PagedTensor
 
 _MEAN, _MAX = 0, 1
@@ -20,7 +19,7 @@ _LEAST_NORM = np.float32(1e-30)
 def _kernel(group_size: int, head_size: int, page_size: int, length: int, step: int) -> Any:
     """Compiles the kernel for one model's shape and packing."""
 
-    @numba.njit(fastmath=FASTMATH, nogil=True, cache=True)
+    @compiled_kernel(FASTMATH)
     def score_groups(query, keys, first_blocks, score, scores):
         num_tokens, num_kv_heads = scores.shape
         page = np.empty((page_size, head_size), np.float32)

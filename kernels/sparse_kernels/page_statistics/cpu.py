@@ -10,7 +10,7 @@ import numba
 import numpy as np
 import torch
 
-from sparse_kernels.compiled import narrow, parallel_kernel, unpack_page, widen
+from sparse_kernels.compiled import compiled_kernel, narrow, parallel_kernel, unpack_page, widen
 from sparse_kernels.page_statistics.codes import LARGEST_BF16
 from sparse_kernels.page_statistics.kinds.quarters import Sketch, signs
 from sparse_kernels.page_statistics.layout import PageStatistics
@@ -20,7 +20,7 @@ from sparse_kernels.threads import use_threads
 _LARGEST_BITS = np.uint16(0x7F7F)
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled_kernel()
 def _quantise(mean, largest, stored, start):
     """Writes the means of a page in int8 and returns the bits of their scale."""
     amplitude = np.float32(0)
@@ -104,7 +104,7 @@ def update_page_statistics(
     )
 
 
-@numba.njit(nogil=True, cache=True)
+@compiled_kernel()
 def _rotate(x, signs):
     """Rotates a float64 vector in place, as `kinds.quarters.rotate` does."""
     size = x.size & -x.size
