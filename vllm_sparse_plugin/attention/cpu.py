@@ -448,9 +448,8 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             self._update_statistics(attn_metadata.filled)
         if attn_metadata.rolling is not None:
             rolling = attn_metadata.rolling
-            if rolling.rest is not None:
-                rest = rolling.rest
-                output[rest.tokens] = dense(query[rest.tokens], rest.metadata, torch.empty_like(output[rest.tokens]))
+            if (whole := rolling.rest) is not None:
+                output[whole.tokens] = dense(query[whole.tokens], whole.metadata, torch.empty_like(query[whole.tokens]))
             output[rolling.tokens] = self._attend_rolling(query[rolling.tokens], rolling.prompts)
             return
         decode = attn_metadata.decode if self.plan.is_sparse else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import torch
 from sparse_kernels.rolling_attention import RollingWindow, Rotation
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
@@ -70,7 +71,7 @@ def rotation_of(module: nn.Module | None, longest: int) -> Rotation:
     if len(found) != 1 or not _is_one_of(found[0], _ROTARY, ROTATIONS) or len(_factors(found[0])) != 1:
         raise _refused(f"rolling with {names}", f"text, or a model with {choices(ROTATIONS)}")
     (rotary,) = found
-    table = rotary.cos_sin_cache
+    table: torch.Tensor = rotary.get_buffer("cos_sin_cache")
     if len(table) < longest:
         # vLLM reads behind the table then, whatever the attention.
         raise ConfigurationError(

@@ -69,7 +69,8 @@ def _attend(
         return torch.cat([_tokens(paged, blocks, 0, num_sinks), _tokens(paged, blocks, others, end)], dim=1)
 
     def by_head(query: torch.Tensor) -> torch.Tensor:
-        return query.unflatten(1, (cache.num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+        grouped: torch.Tensor = query.unflatten(1, (cache.num_kv_heads, -1)).permute(1, 2, 0, 3).flatten(1, 2)
+        return grouped
 
     keys = read(cache.keys).transpose(1, 2)
     to_sinks = by_head(rotation.turn_back(query, window.nearer(position))) @ keys[:, :, :num_sinks]
@@ -79,7 +80,8 @@ def _attend(
         logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
     logits = logits.unflatten(1, (-1, len(position))).masked_fill(~visible, -torch.inf)
     attended = logits.softmax(dim=-1).flatten(1, 2) @ read(cache.values)
-    return attended.unflatten(1, (-1, len(position))).permute(2, 0, 1, 3).flatten(1, 2)
+    by_token: torch.Tensor = attended.unflatten(1, (-1, len(position))).permute(2, 0, 1, 3).flatten(1, 2)
+    return by_token
 
 
 def _tokens(paged: PagedTensor, blocks: torch.Tensor, first: int, last: int) -> torch.Tensor:
