@@ -1,14 +1,18 @@
-"""Rolling positions in one attention layer, through vLLM's own metadata and KV-cache update on a CPU."""
+"""Rolling positions in a layer, through vLLM's own metadata and KV-cache update on a CPU, and in an engine."""
 
 import pytest
 import torch
+from support.engines import MODEL, Sampled, run_engine
 from support.layer import LayerHarness, Request
 from support.paged import dense_attention
 from torch import nn
+from transformers import AutoTokenizer
 from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.llama import LlamaAttention
 
+from bench.common.models import library_tokens
+from research.compaction.stream import StreamingModel, Window
 from vllm_sparse_plugin.attention.rolling import rotation_of
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -147,3 +151,37 @@ def test_positions_that_are_not_proven_to_be_plain_rotations_are_refused(case):
     module, sentence = REFUSED[case]
     with pytest.raises(ConfigurationError, match=sentence):
         rotation_of(module(), 4096)
+
+
+def distance(model: StreamingModel, prompt: list[int], drawn: Sampled, rolls: bool) -> float:
+    """Mean difference of an engine's log probabilities of what it has drawn from those of the study of such windows,
+    which attends by masks and turns queries by the model's own frequencies."""
+    window = Window("", SINKS, CACHE, rolls)
+    expected = -torch.cat(list(model.losses(prompt + drawn.tokens, window)))[len(prompt) - 1 :]
+    likely = torch.tensor([place[token] for token, place in zip(drawn.tokens, drawn.likeliest, strict=True)])
+    return (likely - expected).abs().mean().item()
+
+
+def test_an_engine_says_what_a_plain_computation_does():
+    folder = MODEL.parent / "witness-6m"  # it rests on its sinks
+    text = library_tokens(AutoTokenizer.from_pretrained(folder), 1_000_003, 1300)
+    crowd, long = [text[60 * part : 60 * part + 60] for part in range(10)], [text[600:1300], text[600:1200]]
+    with run_engine(
+        "dense", {"compaction": ROLLING}, model=str(folder), max_model_len=768, max_num_batched_tokens=256,
+        block_size=BLOCK, num_gpu_blocks_override=26, max_num_seqs=10,
+    ) as engine:  # fmt: skip
+        # Ten requests that outgrow the cache are too many for the pool: some are preempted and resumed.
+        drawn = engine.sample(crowd, 90)
+        assert engine.metric("vllm:num_preemptions_total") > 0
+        # The second prompt is the beginning of the first, and comes twice.
+        drawn += [engine.sample([prompt], 40)[0] for prompt in (*long, long[1])]
+        assert engine.metric("vllm:prefix_cache_hits_total") > 500
+        assert engine.metric("vllm_sparse_blocks_freed_sum") > 0
+        assert engine.metric("vllm:kv_cache_usage_perc") == 0
+    model, prompts = StreamingModel(folder), [*crowd, *long, long[1]]
+    rolling, text_positions = (
+        [distance(model, prompt, one, rolls) for prompt, one in zip(prompts, drawn, strict=True)]
+        for rolls in (True, False)
+    )
+    assert max(rolling) < 0.05
+    assert max(text_positions[-3:]) > 0.1
