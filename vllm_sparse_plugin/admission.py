@@ -148,6 +148,8 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             _expect_routable(expect, vllm_config, config.routing)
         if config.compaction is not None:
             _expect_compactable(expect, vllm_config)
+        if config.rolling_window is not None:
+            _expect_rolling(expect, config, on_cpu)
         if config.lossless is not None:
             _expect_verifiable(expect, vllm_config, config)
         if not refusals:
@@ -333,6 +335,18 @@ def _expect_compactable(expect: Callable[[bool, str, Any, str], None], vllm_conf
     refuse(parallel.data_parallel_size > 1, f"{parallel.data_parallel_size} data-parallel engines")
     per_kind = vllm_config.attention_config.backend_per_kind
     refuse(bool(per_kind), "a backend by kind of attention")
+
+
+def _expect_rolling(expect: Callable[[bool, str, Any, str], None], config: ResolvedConfig, on_cpu: bool) -> None:
+    def refuse(holds: bool, got: str) -> None:
+        expect(not holds, f"{KEY}.compaction.positions", f"rolling {got}", "text")
+
+    refuse(not on_cpu, "on a GPU")
+    # The window is all that a token reads, and its kernel knows nothing else.
+    policy = config.selection.name()
+    expect(policy == "dense", "selection.policy", f"{policy} with compaction.positions rolling", "dense")
+    for section in ("routing", "termination", "prefill"):
+        refuse(getattr(config.config, section) is not None, f"beside {KEY}.{section}")
 
 
 def _expect_verifiable(

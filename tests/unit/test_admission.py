@@ -279,6 +279,38 @@ def test_compaction_is_refused_where_it_is_not_proven_that_nothing_reads_what_is
     assert engine_config(folder(**model), **COMPACTING, **arguments, **without)
 
 
+ROLLING = {"method": "streaming_llm", "positions": "rolling"}
+NOT_ROLLING = {
+    "selection": ({"selection": {"policy": "unique"}}, "selection.policy: got unique with compaction.positions "
+                  "rolling"),
+    "routing": ({"routing": {"threshold": 0.5}}, "sparse_attention.compaction.positions: got rolling beside "
+                "sparse_attention.routing"),
+    "termination": ({"termination": {}}, "sparse_attention.compaction.positions: got rolling beside "
+                    "sparse_attention.termination"),
+    "prefill": ({"prefill": {"method": "blocks"}}, "sparse_attention.compaction.positions: got rolling beside "
+                "sparse_attention.prefill"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_ROLLING)
+def test_positions_roll_where_a_window_is_all_that_is_read(case, folder):
+    sections, sentence = NOT_ROLLING[case]
+    backend = {"attention_backend": "dense"}
+    given = {"additional_config": {"sparse_attention": {"compaction": ROLLING, **sections}}}
+    allowed = "dense" if case == "selection" else "text"
+    assert refusal(folder(), **backend, **given) == f"{sentence}, allowed with attention backend dense: {allowed}"
+
+
+def test_positions_roll_on_a_cpu_alone(folder, monkeypatch):
+    given = {"additional_config": {"sparse_attention": {"compaction": ROLLING}}}
+    config = engine_config(folder(head_dim=64), attention_backend="dense", **given)
+    admit(config, BACKENDS)
+    on_cuda(monkeypatch)
+    expected = "positions: got rolling on a GPU, allowed with attention backend dense: text"
+    with pytest.raises(ConfigurationError, match=expected):
+        admit(config, BACKENDS)
+
+
 def test_workers_of_tensor_parallelism_and_8_bit_caches_compact(folder, monkeypatch):
     config = engine_config(folder(head_dim=64), **COMPACTING, tensor_parallel_size=2)
     admit(config, BACKENDS)

@@ -452,6 +452,10 @@ BAD = {
         {"compaction": {"method": "streaming_llm", "budget_tokens": None}},
         "sparse_attention.compaction.budget_ratio: got none beside budget_tokens none, allowed: one of the two",
     ),
+    "positions that roll by a share of the prompt": (
+        {"compaction": {"method": "streaming_llm", "budget_ratio": 0.5, "positions": "rolling"}},
+        "sparse_attention.compaction.positions: got rolling with budget_ratio 0.5, allowed: text, or budget_tokens",
+    ),
     "compaction to half a token": (
         {"compaction": {"method": "streaming_llm", "budget_tokens": 64.5}},
         "sparse_attention.compaction.budget_tokens: got 64.5, allowed: an integer from 16 to 16777216",

@@ -239,7 +239,8 @@ def plan_compaction(
     vllm_config: VllmConfig,
     device: torch.device,
 ) -> StepCompaction | None:
-    """Returns the compaction of a group of layers; None if they keep everything.
+    """Returns what condenses the block tables of a group of layers; None if they keep everything, and where positions
+    roll: each token then finds its own window in the whole table.
 
     Args:
         layers: the layers by name.
@@ -251,7 +252,7 @@ def plan_compaction(
     Raises:
         ConfigurationError: if attention counts in other blocks than the scheduler.
     """
-    if not isinstance(spec, CompactSpec) or config.compaction is None:
+    if not isinstance(spec, CompactSpec) or config.compaction is None or config.rolling_window is not None:
         return None
     scheduled = vllm_config.cache_config.block_size
     if spec.block_size != scheduled:

@@ -19,6 +19,7 @@ from sparse_kernels.cache import KVCache
 from sparse_kernels.group_routing import route_groups
 from sparse_kernels.page_coverage import Coverage
 from sparse_kernels.page_statistics import update_page_statistics
+from sparse_kernels.rolling_attention import attend_rolling
 from sparse_kernels.sparse_attention import attend_pages
 from sparse_kernels.stopping import count_reads
 from vllm.config import VllmConfig, get_layers_from_vllm_config
@@ -106,6 +107,17 @@ class DenseTokens(NamedTuple):
     """Metadata of the batch that they form."""
 
 
+class RollingTokens(NamedTuple):
+    """The requests of a step whose newest tokens leave out something of their contexts, and see the sinks nearer."""
+
+    tokens: torch.Tensor
+    """`[num_tokens]` int64, positions in the batch."""
+    prompts: Prompts
+    """Where they are, decoding requests included."""
+    rest: DenseTokens | None
+    """The other requests; None for none."""
+
+
 @dataclass
 class SparseCPUMetadata(CPUAttentionMetadata):
     """vLLM's CPU metadata for the whole batch, and what sparse layers do instead."""
@@ -116,6 +128,8 @@ class SparseCPUMetadata(CPUAttentionMetadata):
     """Tokens that attend sparsely; None if there are none."""
     prompts: PromptTokens | None = None
     """Prompts that attend sparsely; None if there are none."""
+    rolling: RollingTokens | None = None
+    """Requests that attend with rolling positions, in all layers; None if there are none."""
     observed: list[Observed] = field(default_factory=list)
     """Tokens of prompts whose queries are kept for a vote."""
     rest: dict[tuple[bool, bool], DenseTokens | None] = field(default_factory=dict)
@@ -154,6 +168,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         self.routes = any(plan.routing is not None for plan in plans)
         self.attends_sparsely = {(plan.is_sparse, plan.prefill is not None) for plan in plans}
         self.prefill_rule, self.group_sizes = group.prefill_rule, group.group_sizes
+        self.window = self.sparse.rolling_window
         for name, layer in layers.items():
             layer.impl.isa = self.isa
             layer.impl.bind(group.plans[name])
@@ -231,24 +246,32 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 sparsely |= prefilling
             if not sparsely.any():
                 continue
-            tokens = (~sparsely)[request_of_token].nonzero().squeeze(1)
-            rest = None
-            if len(tokens):
-                subset = _subset(common, ~sparsely, query_lens, tokens)
-                rest = DenseTokens(tokens, super().build(common_prefix_len, subset, fast_build))
-            metadata.rest[decodes, prefills] = rest
+            metadata.rest[decodes, prefills] = self._rest(common_prefix_len, common, fast_build, ~sparsely)
+        if self.window is not None:
+            rolling = (query_lens > 0) & self.window.leaves_out(common.seq_lens - 1)
+            if rolling.any():
+                tokens = rolling[request_of_token].nonzero().squeeze(1)
+                prompts = _prompts_of(_subset(common, rolling, query_lens, tokens))
+                rest = self._rest(common_prefix_len, common, fast_build, ~rolling)
+                metadata.rolling = RollingTokens(tokens, prompts, rest)
         return metadata
+
+    def _rest(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, requests: torch.Tensor
+    ) -> DenseTokens | None:
+        """Makes a batch of some of the requests, `[num_reqs]` bool, that attend densely; None if without tokens."""
+        query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
+        tokens = requests[torch.repeat_interleave(query_lens)].nonzero().squeeze(1)
+        if not len(tokens):
+            return None
+        subset = _subset(common, requests, query_lens, tokens)
+        return DenseTokens(tokens, super().build(common_prefix_len, subset, fast_build))
 
     def _round(self, common: CommonAttentionMetadata) -> PromptRound:
         """Makes one round of all prompts: the reference takes one tile, or one request, after the other."""
         assert self.prefill_rule is not None
-        start = common.query_start_loc.int()
-        lengths = common.seq_lens.int()
-        prompts = Prompts(
-            start, common.block_table_tensor.int(), lengths, tuple((start[1:] - start[:-1]).tolist()),
-            tuple(lengths.tolist()),
-        )  # fmt: skip
-        most_tokens = len(lengths) * int(lengths.max())
+        prompts = _prompts_of(common)
+        most_tokens = len(prompts) * max(prompts.longest)
         (whole,) = plan_rounds(prompts, self.prefill_rule, self.group_sizes, most_tokens)
         return whole
 
@@ -292,6 +315,13 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if common.is_prefilling is not None:
             sparse &= ~common.is_prefilling
         return sparse
+
+
+def _prompts_of(common: CommonAttentionMetadata) -> Prompts:
+    """Returns where the tokens of a batch lie."""
+    start, lengths = common.query_start_loc.int(), common.seq_lens.int()
+    query_lens = tuple((start[1:] - start[:-1]).tolist())
+    return Prompts(start, common.block_table_tensor.int(), lengths, query_lens, tuple(lengths.tolist()))
 
 
 def _limits_of(pages: Sequence[PagesRead]) -> Coverage:
@@ -416,6 +446,12 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         # A layer that shares the cache of another finds the statistics there.
         if attn_metadata.filled and self.kv_sharing_target_layer_name is None:
             self._update_statistics(attn_metadata.filled)
+        if attn_metadata.rolling is not None:
+            rolling = attn_metadata.rolling
+            if (whole := rolling.rest) is not None:
+                output[whole.tokens] = dense(query[whole.tokens], whole.metadata, torch.empty_like(query[whole.tokens]))
+            output[rolling.tokens] = self._attend_rolling(query[rolling.tokens], rolling.prompts)
+            return
         decode = attn_metadata.decode if self.plan.is_sparse else None
         prompts = attn_metadata.prompts if self.plan.prefill is not None else None
         if decode is None and prompts is None:
@@ -438,6 +474,12 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             self.plan.prefill, part, batch, self.prompt_cache, self.softmax, output, PromptKernels()
         )  # fmt: skip
         return output
+
+    def _attend_rolling(self, query: torch.Tensor, prompts: Prompts) -> torch.Tensor:
+        """Attends with rolling positions; takes and returns `[num_tokens, num_heads, head_size]`."""
+        assert self.plan.rolling is not None
+        window, rotation = self.plan.rolling
+        return attend_rolling(prompts.batch(query), self.cache, self.softmax, window, rotation, torch.empty_like(query))
 
     def _decode(self, query: torch.Tensor, decode: DecodeTokens) -> torch.Tensor:
         """Routes, selects and attends; takes and returns `[num_tokens, num_heads, head_size]`."""

@@ -22,6 +22,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm_sparse_plugin.admission import drafts_with_attention
 from vllm_sparse_plugin.attention.metering import sampled_steps
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
+from vllm_sparse_plugin.attention.rolling import RollingPlan, plan_rolling
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
 from vllm_sparse_plugin.config.requests import most_pages_on_gpu, varies_pages
 from vllm_sparse_plugin.diagnostics.live import (
@@ -71,6 +72,8 @@ class LayerPlan:
     """How prompts attend; None for densely."""
     moves_tokens: bool = False
     """Whether what is kept of a prompt moves to other blocks."""
+    rolling: RollingPlan | None = None
+    """What every token reads, and how its query is turned; None where positions are those of the text."""
 
     @property
     def scores_pages(self) -> bool:
@@ -85,7 +88,8 @@ class LayerPlan:
     @property
     def needs_cache_views(self) -> bool:
         """Whether our kernels read or write this layer's cache."""
-        return self.is_sparse or self.moves_tokens or self.prefill is not None or self.statistics is not None
+        extra = self.moves_tokens or self.prefill is not None or self.rolling is not None
+        return self.is_sparse or extra or self.statistics is not None
 
     @cached_property
     def page_selection(self) -> PageSelection | None:
@@ -145,8 +149,9 @@ def plan_layers(
         device: where the layers run.
 
     Raises:
-        ConfigurationError: for routed layers with learned sink logits, which take the place of the first token, and
-            for a draft that is to be sparse and has layers that do not attend to their whole context.
+        ConfigurationError: for routed layers with learned sink logits, which take the place of the first token, for a
+            draft that is to be sparse and has layers that do not attend to their whole context, and for layers whose
+            positions cannot roll.
     """
     of_draft = {name for name in layers if is_of_draft(name, vllm_config)}
     of_model = {name: layer for name, layer in layers.items() if name not in of_draft}
@@ -162,6 +167,8 @@ def plan_layers(
         raise ConfigurationError(
             f"{KEY}.speculation.draft: got sparse with a draft whose layers attend to a window, allowed: dense"
         )
+    window = sparse.rolling_window
+    rolling = plan_rolling(layers, window, vllm_config.model_config.max_model_len) if window else {}
     plans = {}
     for name, layer in layers.items():
         plans[name] = LayerPlan(
@@ -178,6 +185,7 @@ def plan_layers(
             quality=quality.get(name),
             prefill=prefill.get(name),
             moves_tokens=sparse.moves_tokens and attends_whole_context(layer),
+            rolling=rolling.get(name),
         )
     counts = [counts for counts in (skipped, reads, densities, measured) if counts is not None]
     return LayerGroup(

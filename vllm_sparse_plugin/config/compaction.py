@@ -13,6 +13,7 @@ from vllm_sparse_plugin.policies.base import Section
 
 if TYPE_CHECKING:
     from sparse_kernels.compaction import CompactionRule
+    from sparse_kernels.rolling_attention import RollingWindow
 
 
 class Compaction(Section):
@@ -82,6 +83,10 @@ class Compaction(Section):
         """Returns which tokens of a prompt are kept, as the operation takes it; None where lengths alone say it."""
         return None
 
+    def rolling_window(self) -> RollingWindow | None:
+        """Returns what every token reads, as the operation takes it, where positions roll; else None."""
+        return None
+
 
 class StreamingLLMCompaction(Compaction):
     """StreamingLLM (arXiv 2309.17453): the first tokens and the newest ones are kept, and the window slides on while a
@@ -89,10 +94,36 @@ class StreamingLLMCompaction(Compaction):
 
     method: Literal["streaming_llm"] = "streaming_llm"
     """Name of the method."""
+    positions: Literal["text", "rolling"] = "text"
+    """Where a token sees the first tokens: `text` for where they are; `rolling` for directly before the window, as in
+    the paper, so that a model goes on behind the length that it was trained for. With `rolling` every token of a
+    context of at least `min_context_tokens`, those of prompts too, reads exactly `sink_tokens` and a window,
+    `budget_tokens` together; on a CPU, with the policy `dense`."""
+
+    @model_validator(mode="after")
+    def _one_window(self) -> Self:
+        if self.positions == "rolling" and self.budget_ratio is not None:
+            # Blocks of a prefix would hold what depends on the length of the prompt.
+            raise PydanticCustomError(
+                "sentence",
+                "positions: got rolling with budget_ratio {ratio}, allowed: text, or budget_tokens",
+                {"ratio": _shown(self.budget_ratio)},
+            )
+        return self
 
     def retention(self) -> Retention:
         """Returns what the layers keep: a window that slides."""
         return self._retention(slides=True)
+
+    def rolling_window(self) -> RollingWindow | None:
+        """Returns what every token reads, as the operation takes it, where positions roll; else None."""
+        if self.positions != "rolling":
+            return None
+        from sparse_kernels.rolling_attention import RollingWindow
+
+        assert self.budget_tokens is not None
+        whole = max(self.budget_tokens, self.min_context_tokens - 1)
+        return RollingWindow(self.sink_tokens, self.budget_tokens, whole)
 
 
 class SnapKVCompaction(Compaction):

@@ -23,6 +23,7 @@ from vllm_sparse_plugin.policies.base import Section
 
 if TYPE_CHECKING:
     from sparse_kernels.page_statistics import StatisticsLayout
+    from sparse_kernels.rolling_attention import RollingWindow
     from sparse_kernels.stopping import StopRule
 
 SOURCES = ("preset", "config", "trained")
@@ -181,6 +182,11 @@ class ResolvedConfig:
         return self.compaction is not None and not self.compaction.retention().slides
 
     @property
+    def rolling_window(self) -> RollingWindow | None:
+        """What every token reads where positions roll; None where they are those of the text."""
+        return None if self.compaction is None else self.compaction.rolling_window()
+
+    @property
     def selector(self) -> Selection | None:
         """The policy that chooses pages, all of them where dense attention may stop; None if everything is read."""
         if isinstance(self.selection, Selection):
@@ -207,7 +213,8 @@ class ResolvedConfig:
     @property
     def runs_kernels(self) -> bool:
         """Whether our kernels read or write the cache."""
-        return self.is_sparse or self.moves_tokens or self.prefill is not None
+        rolls = self.rolling_window is not None
+        return self.is_sparse or self.moves_tokens or self.prefill is not None or rolls
 
     @property
     def lossless(self) -> Lossless | None:
