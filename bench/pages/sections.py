@@ -49,6 +49,7 @@ SECTIONS: dict[str, Section] = {
     "calibrated": Section(quality.calibrated),
     "first-values": Section(quality.first_values),
     "fuzz": Section(states.fuzz),
+    "soak": Section(states.soak),
     "decode": Section(serving.decode_cpu),
     "operations": Section(serving.operations),
     "threads-cpu": Section(serving.threads_cpu),

@@ -6,6 +6,7 @@ from bench.common.pages import Block, table
 from bench.common.results import RESULTS, read_run
 
 FUZZ = RESULTS / "cpu-2core" / "fuzz" / "states.jsonl"
+SOAK = RESULTS / "cpu-2core" / "soak" / "needle-8m.jsonl"
 _COUNTED = {
     "requests": "requests",
     "chunks": "later chunks of prompts",
@@ -32,3 +33,15 @@ def fuzz() -> Block:
         faults = sum(bool(row["fault"]) for row in of)
         lines.append([name, str(len(of)), *(f"{count:,}" for count in counts), str(faults)])
     return Block(table(["policy", "seeds", "steps", *_COUNTED.values(), "faults"], lines), [FUZZ])
+
+
+def soak() -> Block:
+    """What clients got of a server, and what it held at the end."""
+    run = read_run(SOAK)
+    end = run.rows[-1]
+    lines = [[
+        str(end["clients"]), f"{end['seconds'] / 60:.0f}", f"{end['answers']:,}", f"{end['hung_up']:,}",
+        str(end["parted"]), str(len(end["faults"])), f"{end['kv_cache_usage']:.0%}",
+    ]]  # fmt: skip
+    names = ["clients", "minutes", "answers", "given up", "changed answers", "failures", "cache in use at the end"]
+    return Block(table(names, lines), [SOAK])

@@ -35,12 +35,15 @@ def compiled_kernel(fastmath: bool | Set[str] = False, parallel: bool = False) -
         fastmath: what floating-point arithmetic may do, as Numba's option of that name.
         parallel: whether `numba.prange` is a loop over threads.
     """
-    compiled = numba.njit(fastmath=fastmath, nogil=True, parallel=parallel, cache=True)
 
     def decorate(function: Callable[..., Any]) -> Any:
-        dispatcher = compiled(function)
-        _name_files_apart(dispatcher._cache._cache_file)
-        return dispatcher
+        def compiled(cache: bool) -> Any:
+            return numba.njit(fastmath=fastmath, nogil=True, parallel=parallel, cache=cache)(function)
+
+        kept = compiled(cache=True)
+        files = getattr(getattr(kept, "_cache", None), "_cache_file", None)
+        # Another version of Numba may name files otherwise: then every process compiles for itself.
+        return kept if _name_files_apart(files) else compiled(cache=False)
 
     return decorate
 
@@ -51,14 +54,18 @@ def parallel_kernel(fastmath: bool | Set[str] = False) -> Callable[[Callable[...
     return compiled_kernel(fastmath, parallel=True)
 
 
-def _name_files_apart(files: Any) -> None:
-    """Let every process that keeps compiled code on disk write files of its own.
+def _name_files_apart(files: Any) -> bool:
+    """Let every process that keeps compiled code on disk write files of its own; returns whether it will.
 
     Numba numbers them by the index that it has read, without a lock. Of two processes that compile for other shapes at
     once, one would overwrite what the index says is the other's, and the next process would run it.
     """
-    stem = files._index_name.removesuffix(".nbi")
+    index = getattr(files, "_index_name", None)
+    if index is None or not hasattr(files, "_data_name"):
+        return False
+    stem = index.removesuffix(".nbi")
     files._data_name = lambda _: f"{stem}.{uuid.uuid4().hex}.nbc"
+    return True
 
 
 @numba.njit(nogil=True, forceinline=True)

@@ -1,5 +1,7 @@
 import numba
 import numpy as np
+import pytest
+from sparse_kernels import compiled
 from sparse_kernels.compiled import parallel_kernel
 
 
@@ -36,3 +38,13 @@ def test_processes_that_compile_at_once_never_run_each_others_code(tmp_path, mon
     assert filled(later) == [2] * 3
     assert later.stats.cache_hits
     assert filled(kernel_of(1)) == [1] * 3
+
+
+@pytest.mark.parametrize("files", [None, object()])
+def test_code_is_not_kept_where_its_files_cannot_be_named_apart(files, monkeypatch, tmp_path):
+    """As with a Numba that keeps it otherwise."""
+    rename = compiled._name_files_apart
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiled, "_name_files_apart", lambda _: rename(files))
+    assert filled(kernel_of(3)) == [3] * 3
+    assert not list(tmp_path.rglob("*.nb?"))
