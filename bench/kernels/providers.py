@@ -164,11 +164,11 @@ def _counted(loaded: list[Any], inputs: DecodeInputs) -> Call:
         torch.full((rows,), MAX_K, device=device),
     )
     budgets = torch.full((rows, inputs.geometry.num_kv_heads), selection.k, dtype=torch.int32, device=device)
-    decoded, selection_of = replace(batch, budgets=budgets), replace(selection, k=MAX_K)
+    most = replace(selection, k=MAX_K)
 
     def call() -> torch.Tensor:
-        count_rows(batch, cache, selection, softmax, coverage)
-        output: torch.Tensor = sparse_decode(decoded, cache, softmax, selection_of)
+        counted = replace(count_rows(batch, cache, selection, softmax, coverage), budgets=budgets)
+        output: torch.Tensor = sparse_decode(counted, cache, softmax, most)
         return output
 
     return call

@@ -37,6 +37,9 @@ class DecodeBatch:
     budgets: torch.Tensor | None = None
     """`[num_requests]` int32, complete pages that a selection reads of each request: at least those that are always
     read, at most the selection's `k`; or `[num_tokens, num_kv_heads]`, of each row; None for `k` of all."""
+    scores: torch.Tensor | None = None
+    """`[num_tokens, num_kv_heads, at least as many pages as a context has]` bfloat16, of pages that have been scored
+    already, see `page_score.score_pages`; None where a selection scores them."""
 
     @property
     def num_tokens(self) -> int:
@@ -74,12 +77,12 @@ class DecodeBatch:
         """Returns the batch of the requests from `first` to before `last`."""
         tokens = slice(first * self.tokens_per_request, last * self.tokens_per_request)
         dense = None if self.dense_requests is None else self.dense_requests[first:last]
-        budgets = self.budgets
+        budgets, scores = self.budgets, None if self.scores is None else self.scores[tokens]
         if budgets is not None:
             budgets = budgets[tokens] if budgets.dim() == 2 else budgets[first:last]
         return DecodeBatch(
             self.query[tokens], self.block_table[first:last], self.seq_lens[first:last], dense, self.dense_tokens,
-            self.query_scale, self.max_context, budgets,
+            self.query_scale, self.max_context, budgets, scores,
         )  # fmt: skip
 
     def token_budgets(self) -> torch.Tensor | None:
@@ -114,6 +117,12 @@ class DecodeBatch:
             wanted = (self.num_tokens, num_kv_heads) if by_row else (self.num_requests,)
             if tuple(self.budgets.shape) != wanted or not self.budgets.is_contiguous():
                 raise ValueError(f"budgets: got {list(self.budgets.shape)}, allowed: {list(wanted)}, contiguous")
+        if self.scores is not None:
+            _check_tensor("scores", self.scores, (torch.bfloat16,), 3)
+            if tuple(self.scores.shape[:2]) != (self.num_tokens, num_kv_heads):
+                raise ValueError(
+                    f"scores: got {list(self.scores.shape)}, allowed: [{self.num_tokens}, {num_kv_heads}, pages]"
+                )
 
 
 @dataclass(frozen=True)

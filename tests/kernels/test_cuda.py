@@ -565,7 +565,7 @@ def test_a_coverage_is_counted_as_by_the_reference_and_read_as_a_budget_of_each_
     counters = torch.zeros(case.num_kv_heads, 4, dtype=torch.int64, device="cuda")
 
     def counted(batch: DecodeBatch, coverage: Coverage, counters: torch.Tensor | None = None) -> torch.Tensor:
-        return count_rows(batch, cache, selection, softmax, coverage, counters)  # type: ignore[arg-type]
+        return count_rows(batch, cache, selection, softmax, coverage, counters).budgets  # type: ignore
 
     counts = counted(batch, coverage, counters)
     contexts, request = inputs.context_lens(case), torch.arange(number, device="cuda").repeat_interleave(case.queries)
@@ -583,7 +583,8 @@ def test_a_coverage_is_counted_as_by_the_reference_and_read_as_a_budget_of_each_
         rows = slice(row * case.queries, (row + 1) * case.queries)
         assert torch.equal(counted(batch.requests(row, row + 1), coverage[one]), counts[rows])
     output = inputs.empty_output()
-    cuda.sparse_decode(replace(batch, budgets=counts), cache, softmax, selection, None, None, output)  # type: ignore[arg-type]
+    covered = count_rows(batch, cache, selection, softmax, coverage)  # type: ignore[arg-type]
+    cuda.sparse_decode(covered, cache, softmax, selection, None, None, output)  # type: ignore[arg-type]
     heads = output.heads.unflatten(1, (case.num_kv_heads, case.group))
     for token, head in torch.cartesian_prod(torch.arange(len(counts)), torch.arange(case.num_kv_heads)).tolist():
         alone = inputs.row(token // case.queries)

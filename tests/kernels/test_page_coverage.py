@@ -194,11 +194,13 @@ def test_rows_of_decoding_requests_are_counted_each_to_its_limits(triton, monkey
     requests = DecodeBatch(query, batch.block_table.int(), batch.context_lens.int(), dense, dense_tokens=30)
     cache = KVCache(batch.paged_keys, batch.paged_values, batch.statistics)
     counters = torch.zeros(2, 4, dtype=torch.int64)
-    found = count_rows(requests, cache, SELECTION, Softmax(0.125), coverage, counters)
+    counted_batch = count_rows(requests, cache, SELECTION, Softmax(0.125), coverage, counters)
+    found = counted_batch.budgets
     contexts = torch.tensor([299, 300, 19, 20, 204, 205, 298, 299])
     request = torch.arange(4).repeat_interleave(2)
     tokens = QueryTokens(query.unflatten(1, (2, 4)), batch.block_table[request], contexts)
     scores = score_pages(tokens.query, batch.statistics, tokens.block_table, contexts // 8, 0.0)
+    assert torch.equal(counted_batch.scores, scores)
     if triton:
         from sparse_kernels.page_coverage import triton as fast
 

@@ -562,10 +562,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             )  # fmt: skip
             if decode.coverage is not None and self.plan.page_selection is not None:
                 counters = None if self.plan.routing else self.plan.counters
-                batch = replace(
-                    batch,
-                    budgets=count_rows(batch, cache, self.plan.page_selection, self.softmax, decode.coverage, counters),
-                )
+                batch = count_rows(batch, cache, self.plan.page_selection, self.softmax, decode.coverage, counters)
             self._decode(batch, cache, DecodeOutput(output[decode.tokens], counters=self.plan.counters))
             sampled = metadata.sampled
             if sampled is not None and decode.tokens.start <= sampled.token < decode.tokens.stop:

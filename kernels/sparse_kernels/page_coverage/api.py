@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from sparse_kernels.batch import DecodeBatch, PageSelection, QueryTokens, Softmax
@@ -81,8 +83,8 @@ def count_rows(
     softmax: Softmax,
     coverage: Coverage,
     counters: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Counts the pages of decoding requests as `count_pages` does, and scores them: budgets for `sparse_decode`.
+) -> DecodeBatch:
+    """Scores the pages of decoding requests and counts them as `count_pages` does, for `sparse_decode`.
 
     On a GPU all is decided on the device, and a CUDA graph may hold the launches; a row's number depends on that row
     alone.
@@ -97,7 +99,7 @@ def count_rows(
             `stopping.count_reads` says, unless they are attended whole; None to count nothing.
 
     Returns:
-        `[num_tokens, num_kv_heads]` int32.
+        The batch with `scores`, and with the counts as `budgets`, `[num_tokens, num_kv_heads]` int32.
     """
     batch.check(cache.num_kv_heads, cache.head_size)
     statistics, num_kv_heads, queries = cache.statistics, cache.num_kv_heads, batch.tokens_per_request
@@ -109,7 +111,8 @@ def count_rows(
         width = -(-batch.block_table.shape[1] * cache.keys.pages_per_block // 8) * 8
         scores = torch.empty((batch.num_tokens, num_kv_heads, width), dtype=torch.bfloat16, device=batch.query.device)
         launch_scores(batch, statistics, cache.page_size, 0.0, scores)
-        return triton.count_rows(batch, cache, scores, selection, softmax, coverage, counters)
+        counts = triton.count_rows(batch, cache, scores, selection, softmax, coverage, counters)
+        return replace(batch, budgets=counts, scores=scores)
     from_end = torch.arange(queries - 1, -1, -1)
     contexts = (batch.seq_lens.long()[:, None] - from_end).flatten().clamp(min=0)
     request = torch.arange(batch.num_requests).repeat_interleave(queries)
@@ -123,4 +126,4 @@ def count_rows(
             whole |= batch.dense_requests[request]
         reads = count_reads(counts, contexts, cache.page_size, cache.page_size)
         counters.add_((reads * ~whole[:, None, None]).sum(dim=0))
-    return counts.int()
+    return replace(batch, budgets=counts.int(), scores=scored)

@@ -70,7 +70,7 @@ def sparse_decode(
         record_bytes = 0 if statistics is None else statistics.vectors.shape[3] * statistics.vectors.element_size()
         rows = batch.num_tokens * cache.num_kv_heads
         launch = launch_of(rows, shape, record_bytes, capability)
-    if statistics is not None and not statistics.kind.is_fused:
+    if batch.scores is not None or (statistics is not None and not statistics.kind.is_fused):
         launch = launch._replace(fused=False)
     macros = {
         "QUERY": FORMATS[batch.query.dtype],
@@ -166,7 +166,10 @@ def _requests_at_once(
 def _scores(
     batch: DecodeBatch, cache: KVCache, selection: PageSelection, skipped: torch.Tensor | None, max_pages: int
 ) -> torch.Tensor:
-    """Scores all pages in a launch of its own, which leaves out the groups that are skipped."""
+    """Returns the scores of all pages, from a launch of its own unless the batch has them; that leaves out the groups
+    that are skipped."""
+    if batch.scores is not None:
+        return batch.scores
     assert cache.statistics is not None
     shape = batch.num_tokens, cache.num_kv_heads, -(-max_pages // 8) * 8
     scores = torch.empty(shape, dtype=torch.bfloat16, device=batch.query.device)

@@ -45,7 +45,10 @@ def sparse_decode(
             return None
         if cache.statistics is None:
             return sinks_then_newest(token, int(num_pages), selection.sink_pages, k)
-        scores = score_pages(token.query, cache.statistics, token.block_table, num_pages, selection.std_weight)
+        if batch.scores is not None:
+            scores = batch.scores[index : index + 1]
+        else:
+            scores = score_pages(token.query, cache.statistics, token.block_table, num_pages, selection.std_weight)
         pages = select_pages(scores, num_pages, k, selection.sink_pages, selection.recent_pages, counts)
         if rule is None:
             return pages
