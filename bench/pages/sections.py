@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from bench.common.pages import Block
 from bench.pages import (
@@ -28,6 +29,12 @@ class Section:
     """Makes the block."""
     may_be_unused: bool = False
     """Whether it is no mistake that no page holds it."""
+    waits_for: Sequence[Path] = ()
+    """Result files of runs that are still to be made: until all of them are there, the block is empty."""
+
+    def block(self) -> Block:
+        """Makes the block, without a text while it waits."""
+        return self.make() if all(path.exists() for path in self.waits_for) else Block("")
 
 
 SECTIONS: dict[str, Section] = {

@@ -10,7 +10,7 @@ from bench.common.pages import Block, fill, footnote, link, table
 from bench.common.results import RESULTS, ROOT
 from bench.pages import __main__ as command
 from bench.pages import compaction, figures, index, kernels, prefill, training
-from bench.pages.sections import SECTIONS
+from bench.pages.sections import SECTIONS, Section
 from vllm_sparse_plugin.errors import ConfigurationError
 
 README = ROOT / "README.md"
@@ -154,6 +154,15 @@ def test_a_stale_page_is_refused_and_then_written(results, monkeypatch, capsys):
             command.main()
         assert not ended.value.code, capsys.readouterr().err
     assert "`selection.page_size`" in page.read_text()
+
+
+def test_a_block_is_empty_until_all_the_files_are_there_that_it_waits_for(tmp_path):
+    awaited = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    section = Section(lambda: Block("seen"), waits_for=awaited)
+    for path in awaited:
+        assert section.block() == Block("")
+        path.touch()
+    assert section.block() == Block("seen")
 
 
 def test_figures_are_the_same_every_time_and_a_changed_one_is_seen(tmp_path):
