@@ -58,7 +58,7 @@ def draw_prefill() -> Figure:
     """Time to first token by context, in the largest steps that were measured."""
     from matplotlib.figure import Figure
 
-    measured = read_times("first_token", "chunk_tokens", "context_tokens")
+    measured = read_times(prefill_files(), "first_token", "chunk_tokens", "context_tokens")
     largest = max(chunk for chunk, _ in measured)
     times = {context: found for (chunk, context), found in measured.items() if chunk == largest}
     figure = Figure(figsize=(7, 3.6), layout="constrained")

@@ -70,6 +70,7 @@ SECTIONS: dict[str, Section] = {
     "serve-gpu": Section(serving.serve_gpu),
     "serve-prefill": Section(serving.serve_prefill),
     "prefill-gpu": Section(prefill.prefill_gpu),
+    "zipvl-gpu": Section(prefill.zipvl_gpu, waits_for=[prefill.ZIPVL]),
     "prefill-kernels": Section(kernels.prefill_kernels),
     "kernels-gpu": Section(kernels.kernels_gpu),
     "kernels-budgets": Section(kernels.kernels_budgets),

@@ -212,7 +212,7 @@ def prefill_results(tmp_path, monkeypatch) -> list[Path]:
     skipped = row("dense", "first_token", 65536, 0.0) | {"skipped": "the time limit was reached"}
     del skipped["seconds_median"]
     dense = write_rows(
-        tmp_path / "prefill" / "dense.jsonl",
+        tmp_path / "prefill" / "chunks_8k.jsonl",
         row("dense", "first_token", 131072, 12.0),
         row("dense", "first_token", 8192, 0.25),
         skipped,
@@ -220,7 +220,7 @@ def prefill_results(tmp_path, monkeypatch) -> list[Path]:
         row("dense", "load", 32768, 50.0, **RATES | {"requests": 32}),
     )
     sparse = write_rows(
-        tmp_path / "prefill" / "unique_prefill.jsonl",
+        tmp_path / "prefill" / "chunks_8k_sparse.jsonl",
         row("unique_prefill", "first_token", 8192, 0.25),
         row("unique_prefill", "first_token", 131072, 5.0),
         row("unique_prefill", "first_token", 131072, 4.0),
@@ -256,6 +256,21 @@ def test_the_figure_of_prefill_has_a_line_for_each_engine(prefill_results):
         "unique_prefill, density 0.05": [[131072, 3]],
     }
     assert [text.get_text() for text in axes.texts] == ["1.0x", "3.0x", "4.0x"]
+
+
+def test_zipvl_stands_beside_the_dense_attention_of_its_own_file_alone(prefill_results, monkeypatch):
+    path = prefill_results[0].with_name("zipvl.jsonl")
+    monkeypatch.setattr(prefill, "ZIPVL", path)
+    times = {"flash_attn": 10.0, "zipvl": 12.5}
+    write_rows(path, *(measured_prefill(name, "first_token", 131072, seconds) for name, seconds in times.items()))
+    block = prefill.zipvl_gpu()
+    assert block.sources == [path]
+    assert block.text.splitlines()[-3:] == [
+        "| prompt | tokens of a step | FlashAttention 3, s | `zipvl`, s |",
+        "| --- | --- | --- | --- |",
+        "| 131,072 | 8,192 | 10.00 | 12.50 (0.80x) |",
+    ]
+    assert prefill.prefill_gpu().sources == prefill_results
 
 
 def test_what_was_not_measured_is_an_empty_block(tmp_path, monkeypatch):
