@@ -69,6 +69,7 @@ SECTIONS: dict[str, Section] = {
     "lossless-gpu": Section(serving.lossless_gpu),
     "serve-gpu": Section(serving.serve_gpu),
     "serve-prefill": Section(serving.serve_prefill),
+    "serve-few-clients": Section(serving.serve_few_clients, waits_for=[serving.FEW_CLIENTS]),
     "prefill-gpu": Section(prefill.prefill_gpu),
     "zipvl-gpu": Section(prefill.zipvl_gpu, waits_for=[prefill.ZIPVL]),
     "prefill-kernels": Section(kernels.prefill_kernels),

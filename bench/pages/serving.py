@@ -6,12 +6,13 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from bench.common.pages import Block, link, table
+from bench.common.pages import Block, link, table, wrap
 from bench.common.results import RESULTS, Row, read_run
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.schema import SAMPLED_STEPS
 
 H200 = RESULTS / "h200"
+FEW_CLIENTS = H200 / "serve" / "few_clients.jsonl"
 _CPU = RESULTS / "cpu-2core" / "decode" / "all.jsonl"
 _THREADS = RESULTS / "cpu-2core" / "threads"
 _WEIGHT_BYTES = 2 * (32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 4096 * 128256)
@@ -179,6 +180,24 @@ def serve_prefill() -> Block:
         rows.append([f"{tokens:,}", str(concurrency), *cells, gain])
     headings = ["prompts of", "concurrency", "first token, s", "per output token, s", "output tokens per s"]
     return Block(table(headings, rows), [path])
+
+
+def serve_few_clients() -> Block:
+    """A server under few clients, whose prompts have a beginning in common or not."""
+    found = {(row["workload"], row["concurrency"], row["variant"]): row for row in read_run(FEW_CLIENTS).rows}
+    lines = []
+    for (workload, concurrency, variant), row in sorted(found.items(), key=lambda item: item[0][:2]):
+        dense = found[workload, concurrency, "flash_attn"]["output_tokens_per_second"]
+        speed = row["output_tokens_per_second"]
+        prompts = f"{row['input_tokens']:,}, {row['prefix_tokens']:,} of them shared"
+        numbers = f"{row['ttft_ms_median']:,.0f}", f"{row['tpot_ms_median']:.2f}", f"{speed:.1f} ({speed / dense:.2f}x)"
+        lines.append([prompts, str(concurrency), f"`{variant}`", *numbers])
+    text = (
+        "One client and a few, in a run of its own. Prompts have nothing in common, or a beginning that is in the "
+        "prefix cache; then there is little to prefill:"
+    )
+    headings = ["tokens of a prompt", "concurrency", "backend", "first token, ms", "per output token, ms"]
+    return Block(f"{wrap(text, '')}\n\n{table([*headings, 'output tokens per s'], lines)}", [FEW_CLIENTS])
 
 
 def decode_cpu() -> Block:

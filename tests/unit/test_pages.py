@@ -9,7 +9,7 @@ from bench.common import pages
 from bench.common.pages import Block, fill, footnote, link, table
 from bench.common.results import RESULTS, ROOT
 from bench.pages import __main__ as command
-from bench.pages import compaction, figures, index, kernels, prefill, training
+from bench.pages import compaction, figures, index, kernels, prefill, serving, training
 from bench.pages.sections import SECTIONS, Section
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -379,3 +379,26 @@ def test_what_compaction_takes_and_gives_is_measured_or_not_yet(tmp_path, monkey
     whole, short = compaction.streams().text.splitlines()[2:]
     assert whole.endswith("| 1,024 | 1, to 4,096 | 5, to 20,480 | 9, to 36,864 | 12, to 49,152 | 16, to 65,536 |")
     assert short.endswith("| 1,024 | 1, to 4,096 | 2, to 8,192 | - | - | - |")
+
+
+def test_few_clients_are_a_line_for_each_backend_beside_dense_attention(tmp_path, monkeypatch):
+    def row(variant, concurrency, speed, prefix=0):
+        return {
+            "variant": variant, "workload": "shared_prefix" if prefix else "random", "concurrency": concurrency,
+            "input_tokens": 32768, "prefix_tokens": prefix, "ttft_ms_median": 1286.3, "tpot_ms_median": 5.964,
+            "output_tokens_per_second": speed,
+        }  # fmt: skip
+
+    path = write_rows(
+        tmp_path / "few_clients.jsonl",
+        row("flash_attn", 8, 80.0), row("flash_attn", 1, 60.0), row("flash_attn", 1, 100.0, 31744),
+        row("unique", 1, 66.0), row("unique", 1, 125.0, 31744),
+    )  # fmt: skip
+    monkeypatch.setattr(serving, "FEW_CLIENTS", path)
+    assert serving.serve_few_clients().text.splitlines()[-5:] == [
+        "| 32,768, 0 of them shared | 1 | `flash_attn` | 1,286 | 5.96 | 60.0 (1.00x) |",
+        "| 32,768, 0 of them shared | 1 | `unique` | 1,286 | 5.96 | 66.0 (1.10x) |",
+        "| 32,768, 0 of them shared | 8 | `flash_attn` | 1,286 | 5.96 | 80.0 (1.00x) |",
+        "| 32,768, 31,744 of them shared | 1 | `flash_attn` | 1,286 | 5.96 | 100.0 (1.00x) |",
+        "| 32,768, 31,744 of them shared | 1 | `unique` | 1,286 | 5.96 | 125.0 (1.25x) |",
+    ]
