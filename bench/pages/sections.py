@@ -75,6 +75,8 @@ SECTIONS: dict[str, Section] = {
     "prefill-kernels": Section(kernels.prefill_kernels),
     "kernels-gpu": Section(kernels.kernels_gpu),
     "kernels-budgets": Section(kernels.kernels_budgets),
+    "budgets-by-request": Section(kernels.budgets_by_request, waits_for=[kernels.BUDGETS]),
+    "coverage-cost": Section(kernels.coverage_cost, waits_for=[kernels.COVERAGE]),
     "kernels-groups": Section(kernels.kernels_groups),
     "routing-gpu": Section(kernels.routing_gpu),
     "stop-gpu": Section(kernels.stop_gpu),

@@ -402,3 +402,22 @@ def test_few_clients_are_a_line_for_each_backend_beside_dense_attention(tmp_path
         "| 32,768, 31,744 of them shared | 1 | `flash_attn` | 1,286 | 5.96 | 100.0 (1.00x) |",
         "| 32,768, 31,744 of them shared | 1 | `unique` | 1,286 | 5.96 | 125.0 (1.25x) |",
     ]
+
+
+def test_budgets_and_coverage_stand_beside_one_budget_for_all(tmp_path, monkeypatch):
+    def row(provider, us, case="8q1s32K g4"):
+        return {"op": "budgets", "case_name": case, "provider": provider, "warm": {"median_us": us}}
+
+    left_out = {"op": "budgets", "case_name": "32q1s512K g4", "provider": "unique", "status": "left out"}
+    path = write_rows(
+        tmp_path / "budgets.jsonl",
+        row("unique", 100.8), row("unique, room for no more", 99.5), row("unique, one for all", 100.0), left_out,
+    )  # fmt: skip
+    monkeypatch.setattr(kernels, "BUDGETS", path)
+    monkeypatch.setattr(kernels, "COVERAGE", path)
+    assert kernels.budgets_by_request().text.splitlines()[-3:] == [
+        "| requests and context | one budget, µs | by request, µs | by request, room for no more |",
+        "| --- | --- | --- | --- |",
+        "| 8q1s32K | 100.0 | 100.8 (+0.8%) | 99.5 (-0.5%) |",
+    ]
+    assert kernels.coverage_cost().text.splitlines()[-1] == "| 8q1s32K | 100.0 | 100.8 (+0.8%) |"
