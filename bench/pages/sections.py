@@ -67,6 +67,7 @@ SECTIONS: dict[str, Section] = {
     "decode-more": Section(serving.decode_more),
     "decode-stopping": Section(serving.decode_stopping),
     "lossless-gpu": Section(serving.lossless_gpu),
+    "lossless-adaptive": Section(serving.lossless_adaptive, waits_for=[serving.ADAPTIVE]),
     "serve-gpu": Section(serving.serve_gpu),
     "serve-prefill": Section(serving.serve_prefill),
     "serve-few-clients": Section(serving.serve_few_clients, waits_for=[serving.FEW_CLIENTS]),

@@ -13,6 +13,7 @@ from vllm_sparse_plugin.config.schema import SAMPLED_STEPS
 
 H200 = RESULTS / "h200"
 FEW_CLIENTS = H200 / "serve" / "few_clients.jsonl"
+ADAPTIVE = H200 / "lossless" / "adaptive.jsonl"
 _CPU = RESULTS / "cpu-2core" / "decode" / "all.jsonl"
 _THREADS = RESULTS / "cpu-2core" / "threads"
 _WEIGHT_BYTES = 2 * (32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 4096 * 128256)
@@ -133,17 +134,41 @@ def decode_stopping() -> Block:
 def lossless_gpu() -> Block:
     """Time per token of lossless mode by context, batch and the acceptance that was set, beside dense decoding."""
     path = H200 / "lossless" / "llama_8b.jsonl"
+    return Block(_lossless_table(_drafted(path)), [path])
+
+
+def lossless_adaptive() -> Block:
+    """The same where drafts are as long as pays, and what the mode takes where it does not draft."""
+    found = _drafted(ADAPTIVE)
+    longest = max(row["draft_tokens"] for row, _ in found)
+    parts = [
+        f"**Drafts as long as pays**, up to {longest} tokens, in another run (`--adaptive`). Short contexts are not "
+        "drafted for:",
+        _lossless_table(found),
+    ]
+    if times := [row["ms_per_token"] / dense for row, dense in found if row["tokens_per_step"] == 1]:
+        reach = f"{min(times):.3f} to {max(times):.3f}"
+        parts.append(f"Where nothing was drafted, a token takes {reach} times as long as with dense decoding.")
+    return Block("\n\n".join(parts), [ADAPTIVE])
+
+
+def _drafted(path: Path) -> list[tuple[Row, float]]:
+    """The rows of lossless mode in order, each with the milliseconds per token of dense decoding."""
     rows = [row for row in read_run(path).rows if "ms_per_token" in row]
     dense = {(row["context_tokens"], row["batch"]): row["ms_per_token"] for row in rows if row["draft_tokens"] is None}
+    drafted = [row for row in rows if row["draft_tokens"] is not None]
+    drafted.sort(key=lambda row: (row["context_tokens"], row["batch"], row["acceptance"] or 0))
+    return [(row, dense[row["context_tokens"], row["batch"]]) for row in drafted]
+
+
+def _lossless_table(found: list[tuple[Row, float]]) -> str:
     lines = []
-    for row in sorted(rows, key=lambda row: (row["context_tokens"], row["batch"], row["acceptance"] or 0)):
-        if row["draft_tokens"] is not None:
-            before = dense[row["context_tokens"], row["batch"]]
-            cells = f"{row['tokens_per_step']:.2f}", f"{before:.2f}", f"{row['ms_per_token']:.2f}"
-            numbers = f"{row['context_tokens']:,}", str(row["batch"]), str(row["acceptance"]), *cells
-            lines.append([*numbers, f"{before / row['ms_per_token']:.2f}"])
+    for row, before in found:
+        cells = f"{row['tokens_per_step']:.2f}", f"{before:.2f}", f"{row['ms_per_token']:.2f}"
+        numbers = f"{row['context_tokens']:,}", str(row["batch"]), str(row["acceptance"]), *cells
+        lines.append([*numbers, f"{before / row['ms_per_token']:.2f}"])
     headings = ["context", "requests", "acceptance", "tokens a step", "FlashAttention 3, ms per token"]
-    return Block(table([*headings, "lossless, ms per token", "ratio"], lines), [path])
+    return table([*headings, "lossless, ms per token", "ratio"], lines)
 
 
 def serve_gpu() -> Block:

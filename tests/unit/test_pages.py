@@ -421,3 +421,27 @@ def test_budgets_and_coverage_stand_beside_one_budget_for_all(tmp_path, monkeypa
         "| 8q1s32K | 100.0 | 100.8 (+0.8%) | 99.5 (-0.5%) |",
     ]
     assert kernels.coverage_cost().text.splitlines()[-1] == "| 8q1s32K | 100.0 | 100.8 (+0.8%) |"
+
+
+def test_adaptive_drafts_have_a_gain_and_a_time_where_nothing_is_drafted(tmp_path, monkeypatch):
+    def row(context, ms, acceptance=None, tokens=1.0):
+        drafts = 8 if acceptance else None
+        return {
+            "context_tokens": context, "batch": 1, "draft_tokens": drafts, "acceptance": acceptance,
+            "tokens_per_step": tokens, "ms_per_token": ms,
+        }  # fmt: skip
+
+    path = write_rows(
+        tmp_path / "adaptive.jsonl",
+        row(2048, 5.0), row(131072, 9.0), row(131072, 6.0, 0.97, 8.5), row(2048, 5.05, 0.9), row(2048, 4.99, 0.97),
+    )  # fmt: skip
+    monkeypatch.setattr(serving, "ADAPTIVE", path)
+    lines = serving.lossless_adaptive().text.splitlines()
+    assert lines[0].startswith("**Drafts as long as pays**, up to 8 tokens")
+    assert lines[4:] == [
+        "| 2,048 | 1 | 0.9 | 1.00 | 5.00 | 5.05 | 0.99 |",
+        "| 2,048 | 1 | 0.97 | 1.00 | 5.00 | 4.99 | 1.00 |",
+        "| 131,072 | 1 | 0.97 | 8.50 | 9.00 | 6.00 | 1.50 |",
+        "",
+        "Where nothing was drafted, a token takes 0.998 to 1.010 times as long as with dense decoding.",
+    ]
