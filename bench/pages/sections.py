@@ -61,6 +61,7 @@ SECTIONS: dict[str, Section] = {
     "operations": Section(serving.operations),
     "threads-cpu": Section(serving.threads_cpu),
     "meter": Section(serving.meter),
+    "meter-gpu": Section(serving.meter_gpu, waits_for=serving.METER),
     "decode-gpu": Section(serving.decode_gpu),
     "decode-batches": Section(serving.decode_batches),
     "decode-routed": Section(serving.decode_routed),

@@ -14,6 +14,8 @@ from vllm_sparse_plugin.config.schema import SAMPLED_STEPS
 H200 = RESULTS / "h200"
 FEW_CLIENTS = H200 / "serve" / "few_clients.jsonl"
 ADAPTIVE = H200 / "lossless" / "adaptive.jsonl"
+METER = [H200 / "meter" / f"every_{steps}.jsonl" for steps in (0, SAMPLED_STEPS)]
+"""Decode steps of which none is measured, and one in so many."""
 _CPU = RESULTS / "cpu-2core" / "decode" / "all.jsonl"
 _THREADS = RESULTS / "cpu-2core" / "threads"
 _WEIGHT_BYTES = 2 * (32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 4096 * 128256)
@@ -55,6 +57,23 @@ def meter() -> Block:
         lines.append([f"{context:,}", f"{before:.2f}", f"{measured:.2f}", f"{100 * share:.3f} %"])
     headings = ["context", "not measured, ms per token", "every step measured", "by default, one step in 1,024"]
     return Block(table(headings, lines), [without, every_step])
+
+
+def meter_gpu() -> Block:
+    """What measuring one token of one step in 1,024 adds to the time per token on a GPU."""
+    without, sampled = map(read_steps, METER)
+    lines = []
+    for (context, batch), line in without.items():
+        before, measured = line["ms_per_token"], sampled[context, batch]["ms_per_token"]
+        cells = f"{before:.3f}", f"{measured:.3f}", f"{measured / before - 1:+.2%}"
+        lines.append([f"{context:,}", str(batch), *cells])
+    tokens = min(line["new_tokens"] for line in sampled.values())
+    text = (
+        f"On a GPU, with the shape of {read_run(METER[0]).about['model']}, `sample_every` 0 and {SAMPLED_STEPS:,}. A "
+        f"time is the median of means over {tokens:,} tokens:"
+    )
+    headings = ["context", "requests", "not measured, ms per token", f"one step in {SAMPLED_STEPS:,}", "more"]
+    return Block(f"{wrap(text, '')}\n\n{table(headings, lines)}", METER)
 
 
 def decode_gpu() -> Block:

@@ -23,6 +23,7 @@ BLOCKS = {
 ABOUT = {
     "date": "2026-11-21T10:00:00+00:00",
     "command": "python -m bench.serving decode --output out.jsonl",
+    "model": "llama-3.1-8b",
     "versions": {"python": "3.12", "vllm": "0.32.0"},
     "hardware": {"gpu": "GPU X", "driver": "1.2", "processor": "CPU Y", "cores": 8},
 }
@@ -445,3 +446,16 @@ def test_adaptive_drafts_have_a_gain_and_a_time_where_nothing_is_drafted(tmp_pat
         "",
         "Where nothing was drafted, a token takes 0.998 to 1.010 times as long as with dense decoding.",
     ]
+
+
+def test_the_meter_on_a_gpu_is_a_share_of_the_time_without_it(tmp_path, monkeypatch):
+    row = {"context_tokens": 32768, "batch": 8, "new_tokens": 2048}
+    paths = [
+        write_rows(tmp_path / f"every_{steps}.jsonl", row | {"ms_per_token": ms})
+        for steps, ms in ((0, 5.0), (1024, 5.02))
+    ]
+    monkeypatch.setattr(serving, "METER", paths)
+    block = serving.meter_gpu()
+    assert block.sources == paths
+    assert "`sample_every` 0 and 1,024. A time is the median of means over 2,048 tokens" in block.text
+    assert block.text.splitlines()[-1] == "| 32,768 | 8 | 5.000 | 5.020 | +0.40% |"
