@@ -86,6 +86,7 @@ SECTIONS: dict[str, Section] = {
     "training-passes": Section(training.passes),
     "training-steps": Section(training.steps),
     "compaction-users": Section(compaction.users),
+    "compaction-soak": Section(compaction.soak, waits_for=[compaction.SOAK]),
     "compaction-time": Section(compaction.times),
     "compaction-identical": Section(compaction.identical),
     "compaction-stream": Section(compaction.streams),

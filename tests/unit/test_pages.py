@@ -362,6 +362,15 @@ def test_what_compaction_takes_and_gives_is_measured_or_not_yet(tmp_path, monkey
         "| 134,000 | 64 | 16,384 + 2,048 | `dense` | 8 | 700 | 9.2 | 3 |",
         "| all there is | 64 | 16,384 + 2,048 | `dense` | 50 | 700 | 9.2 | 3 |",
     ]
+    write_rows(
+        folder / "capacity_all_dense.jsonl",
+        load | {"variant": "dense", "cache_tokens": None, "running_most": 32, "concurrency": 32},
+        load | {"variant": "snapkv", "cache_tokens": None, "concurrency": 32, "output_tokens_per_second": 686.4},
+    )
+    assert " ".join(compaction.users().text.partition("\n\n")[2].split()) == (
+        "Where all 32 requests run at once with dense attention, too, tokens per second are as a share of those with "
+        "it: `snapkv` 0.980."
+    )
     took = {
         "variant": "snapkv", "context_tokens": 32768, "prefill_seconds": 2.5, "step_ms": 7.0, "compaction_ms": 5.0,
         "share_of_prefill": 0.002, "pause_in_steps": 0.5, "first_time": {"prefill_seconds": 4.0},
@@ -459,3 +468,16 @@ def test_the_meter_on_a_gpu_is_a_share_of_the_time_without_it(tmp_path, monkeypa
     assert block.sources == paths
     assert "`sample_every` 0 and 1,024. A time is the median of means over 2,048 tokens" in block.text
     assert block.text.splitlines()[-1] == "| 32,768 | 8 | 5.000 | 5.020 | +0.40% |"
+
+
+def test_a_soak_of_a_cache_that_shrinks_says_what_failed_and_what_is_left(tmp_path, monkeypatch):
+    end = {
+        "state": "end", "seconds": 420.0, "clients": 200, "answers": 6650, "hung_up": 3350, "faults": [],
+        "preemptions": 1234.0, "requests_running": 0.0, "kv_cache_usage": 0.0,
+    }  # fmt: skip
+    monkeypatch.setattr(compaction, "SOAK", write_rows(tmp_path / "soak.jsonl", {"state": "alone"}, end))
+    assert " ".join(compaction.soak().text.split()) == (
+        "`python -m bench.soak` asked a server for 10,000 answers, by 200 clients and within 7 minutes. 3,350 were "
+        "given up, 0 failed; requests were preempted 1,234 times. At the end 0 requests ran, and 0.0% of the cache was "
+        "in use."
+    )
