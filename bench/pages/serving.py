@@ -21,11 +21,11 @@ _THREADS = RESULTS / "cpu-2core" / "threads"
 _WEIGHT_BYTES = 2 * (32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 4096 * 128256)
 """Read for every token, of Llama-3.1-8B's shape: all matrices but the embedding."""
 
-_Steps = dict[tuple[int, int], Row]
+Steps = dict[tuple[int, int], Row]
 """Measured decode steps by context and batch."""
 
 
-def read_steps(path: Path) -> _Steps:
+def read_steps(path: Path) -> Steps:
     """The measured decode steps of a result file, by context and batch."""
     return {(row["context_tokens"], row["batch"]): row for row in read_run(path).rows if row.get("ms_per_token")}
 

@@ -9,7 +9,7 @@ from bench.common import pages
 from bench.common.pages import Block, fill, footnote, link, table
 from bench.common.results import RESULTS, ROOT
 from bench.pages import __main__ as command
-from bench.pages import compaction, figures, index, kernels, prefill, serving, training
+from bench.pages import compaction, figures, frontier, index, kernels, prefill, serving, training
 from bench.pages.sections import SECTIONS, Section
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -481,3 +481,39 @@ def test_a_soak_of_a_cache_that_shrinks_says_what_failed_and_what_is_left(tmp_pa
         "given up, 0 failed; requests were preempted 1,234 times. At the end 0 requests ran, and 0.0% of the cache was "
         "in use."
     )
+
+
+@pytest.fixture
+def frontier_results(tmp_path, monkeypatch):
+    """Decode steps of dense attention and of three budgets."""
+    monkeypatch.setattr(frontier, "FOLDER", tmp_path)
+    for name, times in (("dense", (5.5, 39.0)), ("512", (5.0, 7.0)), ("2048", (5.1, 7.5)), ("8192", (5.4, None))):
+        steps = zip((8192, 131072), (1, 6), times, strict=True)
+        columns = "context_tokens", "batch", "ms_per_token"
+        rows = (dict(zip(columns, step, strict=True)) for step in steps if step[-1])
+        write_rows(tmp_path / f"decode_{name}.jsonl", *rows)
+
+
+def test_the_frontier_has_times_and_what_is_kept_by_budget(frontier_results):
+    block = frontier.frontier()
+    names = [path.name for path in block.sources[:4]]
+    assert names == ["decode_dense.jsonl", "decode_512.jsonl", "decode_2048.jsonl", "decode_8192.jsonl"]
+    heading, _, *rows = (line.strip("| ").split(" | ") for line in block.text.splitlines() if line.startswith("|"))
+    assert heading == ["requests and context", "dense", "256", "512", "1,024", "2,048", "4,096", "8,192"]
+    cells = {row[0]: row[1:] for row in rows}
+    assert cells["1 x 8,192, ms per token"] == ["5.50", "-", "5.00", "-", "5.10", "-", "5.40"]
+    assert cells["6 x 131,072, ms per token"] == ["39.00", "-", "7.00", "-", "7.50", "-", "-"]
+    assert cells["agreement"][2].startswith("0.957 (")
+    assert cells["agreement"][-1] == "-"
+    assert cells["look-alikes"] == ["24/24", "-", "22/24", "-", "24/24", "-", "-"]
+    assert "At 6 x 131,072 tokens a budget of 2,048 takes +0.50 ms a token beside 512." in block.text
+
+
+def test_the_figure_of_the_frontier_has_a_line_for_each_context_and_measure(frontier_results):
+    pytest.importorskip("matplotlib")
+    left, right = figures.draw_frontier().axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in left.lines}
+    assert lines["6 x 128K"] == [[1, 7], [3, 7.5]]
+    assert lines["1 x 8K"] == [[1, 5], [3, 5.1], [5, 5.4]]
+    assert [line.get_xydata().tolist() for line in left.lines[1::2]] == [[[6, 5.5]], [[6, 39]]]
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["agreement", "overlap", "likelihood"]
