@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.common.pages import Block, table
+from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
 
+SOAK = RESULTS / "h200" / "compaction" / "soak_10000.jsonl"
 _NOTHING = "Nothing yet."
 _PARTS = 5
 """Of a text, whose perplexity is shown."""
@@ -44,7 +46,34 @@ def users() -> Block:
     ]  # fmt: skip
     headings = ["tokens of cache", "clients", "tokens of a request", "backend", "at once", "tokens per second",
                 "ms per token", "preemptions"]  # fmt: skip
-    return Block(table(headings, lines), paths) if paths else Block(_NOTHING)
+    return Block("\n\n".join([table(headings, lines), *_unbound(rows)]), paths) if paths else Block(_NOTHING)
+
+
+def _unbound(rows: Sequence[Row]) -> Iterator[str]:
+    """Sentences about loads all of whose requests run at once with dense attention, too."""
+    loads: dict[tuple[object, ...], dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        load = tuple(row[key] for key in ("cache_tokens", "concurrency", "input_tokens", "output_tokens"))
+        loads[load][row["variant"]] = row
+    for found in loads.values():
+        dense = found.pop("dense", None)
+        if found and dense and dense["running_most"] == dense["concurrency"]:
+            speed = "output_tokens_per_second"
+            shares = ", ".join(f"`{name}` {row[speed] / dense[speed]:.3f}" for name, row in found.items())
+            clients = f"Where all {dense['concurrency']} requests run at once with dense attention, too"
+            yield wrap(f"{clients}, tokens per second are as a share of those with it: {shares}.", "")
+
+
+def soak() -> Block:
+    """What many requests have left of a server whose cache shrinks."""
+    end = read_run(SOAK).rows[-1]
+    text = (
+        f"`python -m bench.soak` asked a server for {end['answers'] + end['hung_up']:,} answers, by {end['clients']} "
+        f"clients and within {end['seconds'] / 60:.0f} minutes. {end['hung_up']:,} were given up, {len(end['faults'])} "
+        f"failed; requests were preempted {end['preemptions']:,.0f} times. At the end {end['requests_running']:.0f} "
+        f"requests ran, and {end['kv_cache_usage']:.1%} of the cache was in use."
+    )
+    return Block(wrap(text, ""), [SOAK])
 
 
 def times() -> Block:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from bench.common.options import size_text
 from bench.common.results import ROOT
+from bench.pages import frontier
 from bench.pages.prefill import DENSE, engines, prefill_files, read_times
 from bench.pages.serving import H200, read_steps
 from bench.pages.training import FIGURE, pass_files, read_passes
 from bench.training.passes import MASKS
+from vllm_sparse_plugin.eval.tuning import MEASURES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,7 +60,7 @@ def draw_prefill() -> Figure:
     """Time to first token by context, in the largest steps that were measured."""
     from matplotlib.figure import Figure
 
-    measured = read_times("first_token", "chunk_tokens", "context_tokens")
+    measured = read_times(prefill_files(), "first_token", "chunk_tokens", "context_tokens")
     largest = max(chunk for chunk, _ in measured)
     times = {context: found for (chunk, context), found in measured.items() if chunk == largest}
     figure = Figure(figsize=(7, 3.6), layout="constrained")
@@ -82,6 +84,43 @@ def draw_prefill() -> Figure:
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, loc="upper left")
     figure.suptitle("Prefill with the shape of Llama-3.1-8B on one H200", fontsize=11)
+    return figure
+
+
+def draw_frontier() -> Figure:
+    """Time per token of the largest batch of each context, and what is kept of dense attention, by budget."""
+    from matplotlib.figure import Figure
+
+    times, kept = frontier.read_times(), frontier.read_kept()
+    largest = dict(sorted(times[None]))
+    budgets = [*sorted({*kept, *(budget for budget in times if budget)}), None]
+    figure = Figure(figsize=(8, 3.4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for context, batch in largest.items():
+        found = {
+            place: times[budget][context, batch]["ms_per_token"]
+            for place, budget in enumerate(budgets)
+            if (context, batch) in times.get(budget, {})
+        }
+        dense = found.pop(len(budgets) - 1)
+        (line,) = left.plot(list(found), list(found.values()), "o-", ms=4, label=f"{batch} x {size_text(context)}")
+        left.plot(len(budgets) - 1, dense, "s", ms=5, color=line.get_color())
+    for offset, name in zip((-0.1, 0, 0.1), MEASURES, strict=True):
+        shares = {place + offset: kept[budget][name] for place, budget in enumerate(budgets) if budget in kept}
+        values = [share.value for share in shares.values()]
+        errors = zip(*((share.value - share.low, share.high - share.value) for share in shares.values()), strict=True)
+        right.errorbar(list(shares), values, list(errors), fmt="o-", ms=4, capsize=2, label=name)
+    right.set_ylim(0.8, 1.01)  # what reads everything has nothing to estimate, and an interval beyond that
+    left.set_yscale("log", base=2)
+    left.yaxis.set_major_formatter("{x:g}")
+    left.set_ylabel("ms per token, Llama-3.1-8B's shape")
+    right.set_ylabel("kept of dense attention, needle-8m")
+    for axes, shown in ((left, budgets), (right, budgets[:-1])):
+        axes.set_xticks(range(len(shown)), [f"{budget:,}" if budget else "dense" for budget in shown])
+        axes.set_xlabel("budget, tokens")
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False)
+    figure.suptitle("What a budget costs on one H200, and what it keeps", fontsize=11)
     return figure
 
 
@@ -110,6 +149,8 @@ FIGURES: dict[Path, Callable[[], Figure]] = {FOLDER / "decode.svg": _decode}
 """What draws each figure whose results are there."""
 if prefill_files():
     FIGURES[FOLDER / "prefill.svg"] = draw_prefill
+if all(path.exists() for path in frontier.AWAITED):
+    FIGURES[frontier.FIGURE] = draw_frontier
 if pass_files():
     FIGURES[FIGURE] = draw_training
 

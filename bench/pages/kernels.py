@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from bench.common.options import size_text
-from bench.common.pages import Block, table
+from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
 
 _FOLDER = RESULTS / "h200" / "kernels"
+BUDGETS = _FOLDER / "budgets.jsonl"
+COVERAGE = _FOLDER / "coverage.jsonl"
 _RIVALS = ("FlashAttention 3", "FlashInfer")
 
 _Times = dict[tuple[str, str], dict[str, Row]]
@@ -78,6 +81,47 @@ def kernels_budgets() -> Block:
     headings = ["requests and context", "budget, tokens", "`unique`, quarters, µs"]
     headings += ["in pieces", "FlashAttention 3", "of read bandwidth"]
     return Block(table(headings, rows), paths)
+
+
+def budgets_by_request() -> Block:
+    """What it takes that each request of a batch has a budget of its own."""
+    text = (
+        "**What it takes.** Attention of a decode step where all requests have one budget, and where the same one is "
+        "said for each (`python -m bench.kernels run --only budgets`). `8q1s32K` is eight requests with contexts of "
+        "32K tokens:"
+    )
+    ways = {"unique": "by request, µs", "unique, room for no more": "by request, room for no more"}
+    return _beside_one_budget(text, BUDGETS, ways)
+
+
+def coverage_cost() -> Block:
+    """What it takes to count the pages of a coverage before they are read."""
+    text = (
+        "**What it takes.** Attention of a decode step with a budget, and with pages that are scored and counted for a "
+        "coverage before as many are read (`python -m bench.kernels run --only coverage`). `8q1s32K` is eight requests "
+        "with contexts of 32K tokens:"
+    )
+    return _beside_one_budget(text, COVERAGE, {"unique": "with a coverage, µs"})
+
+
+def _beside_one_budget(text: str, path: Path, ways: Mapping[str, str]) -> Block:
+    """A text, and attention under one budget for all beside other ways to say how much is read.
+
+    Args:
+        text: what stands above the table.
+        path: the result file.
+        ways: headings by provider.
+    """
+    rows = []
+    for (_, case), providers in _read_times(path).items():
+        us = {name: row["warm"]["median_us"] for name, row in providers.items() if "warm" in row}
+        fixed = us.get("unique, one for all")
+        if fixed and us.keys() >= ways.keys():
+            cells = (f"{us[name]:.1f} ({us[name] / fixed - 1:+.1%})" for name in ways)
+            rows.append([case.removesuffix(" g4"), f"{fixed:.1f}", *cells])
+    return Block(
+        f"{wrap(text, '')}\n\n{table(['requests and context', 'one budget, µs', *ways.values()], rows)}", [path]
+    )
 
 
 def kernels_groups() -> Block:

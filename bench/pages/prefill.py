@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.common.pages import Block, table
+from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
 
 FOLDER = RESULTS / "h200" / "prefill"
+ZIPVL = FOLDER / "zipvl.jsonl"
 DENSE = "FlashAttention 3"
 
 Times = dict[tuple[Any, ...], dict[str, Row]]
@@ -17,8 +18,8 @@ Times = dict[tuple[Any, ...], dict[str, Row]]
 
 
 def prefill_files() -> list[Path]:
-    """The result files of `bench.serving prefill`, none until it was measured."""
-    return sorted(FOLDER.glob("*.jsonl"))
+    """The result files of `bench.serving prefill` by tokens of a step, none until it was measured."""
+    return sorted(FOLDER.glob("chunks_*.jsonl"))
 
 
 def engine_name(row: Row) -> str:
@@ -37,10 +38,10 @@ def _set(config: object, name: str = "") -> Iterator[str]:
         yield f"{name} {config}"
 
 
-def read_times(measurement: str, *keys: str) -> Times:
+def read_times(paths: Sequence[Path], measurement: str, *keys: str) -> Times:
     """The rows of a kind of measurement by some of their columns; the last counts where files repeat one."""
     times: Times = {}
-    for path in prefill_files():
+    for path in paths:
         for row in read_run(path).rows:
             if row["measurement"] == measurement and "seconds_median" in row:
                 times.setdefault(tuple(row[key] for key in keys), {})[engine_name(row)] = row
@@ -55,17 +56,9 @@ def engines(*all_times: Times) -> list[str]:
 
 def prefill_gpu() -> Block:
     """Time to first token by context, then tokens per second of many prompts at once; empty until it was measured."""
-    keys = ("context_tokens", "chunk_tokens")
-    alone, hits = read_times("first_token", *keys), read_times("prefix_hit", *keys)
-    loads = read_times("load", "context_tokens", "requests", "chunk_tokens")
-    parts = []
-    if alone or hits:
-        names = engines(alone, hits)
-        rows = [_line(f"{context:,}", chunk, found, names) for (context, chunk), found in alone.items()]
-        for (context, chunk), found in hits.items():
-            cached = next(iter(found.values()))["cached_tokens"]
-            rows.append(_line(f"{context:,}, {cached:,} of them cached", chunk, found, names))
-        parts.append(table(["prompt", "tokens of a step", *(f"{name}, s" for name in names)], rows))
+    paths = prefill_files()
+    loads = read_times(paths, "load", "context_tokens", "requests", "chunk_tokens")
+    parts = [_first_tokens(paths)]
     if loads:
         names = engines(loads)
         rows = []
@@ -78,7 +71,32 @@ def prefill_gpu() -> Block:
             )
             rows.append([f"{requests} x {context:,}", f"{chunk:,}", *cells])
         parts.append(table(["prompts at once", "tokens of a step", *(f"{name}, tokens/s" for name in names)], rows))
-    return Block("\n\n".join(parts), prefill_files())
+    return Block("\n\n".join(filter(None, parts)), paths)
+
+
+def zipvl_gpu() -> Block:
+    """Time to first token with the prefill of ZipVL, and what its paper says."""
+    text = (
+        "**Time to the first token**, one prompt at a time in an engine with the shape of Llama-3.1-8B on one H200, "
+        "beside vLLM's FlashAttention 3. Its weights are drawn, and how many tokens a layer keeps depends on what it "
+        "attends to, so a trained model keeps another number and takes another time. The paper's abstract has 2.3 "
+        "times for LLaVA-Next-13B:"
+    )
+    return Block(f"{wrap(text, '')}\n\n{_first_tokens([ZIPVL])}", [ZIPVL])
+
+
+def _first_tokens(paths: Sequence[Path]) -> str:
+    """A table of times to first token by prompt and engine; empty if none was measured."""
+    keys = ("context_tokens", "chunk_tokens")
+    alone, hits = (read_times(paths, measurement, *keys) for measurement in ("first_token", "prefix_hit"))
+    if not alone and not hits:
+        return ""
+    names = engines(alone, hits)
+    rows = [_line(f"{context:,}", chunk, found, names) for (context, chunk), found in alone.items()]
+    for (context, chunk), found in hits.items():
+        cached = next(iter(found.values()))["cached_tokens"]
+        rows.append(_line(f"{context:,}, {cached:,} of them cached", chunk, found, names))
+    return table(["prompt", "tokens of a step", *(f"{name}, s" for name in names)], rows)
 
 
 def prefill_in_short() -> Block:

@@ -18,6 +18,8 @@ from vllm_sparse_plugin.eval.tuning import MEASURES
 
 _H200 = RESULTS / "h200"
 _CPU = RESULTS / "cpu-2core"
+TUNED = _CPU / "tune" / "needle-8m.jsonl"
+LOOK_ALIKES = {budget: _CPU / "served" / f"look_alikes_{budget}.jsonl" for budget in (512, 2048)}
 _HEAD_SIZE = 64
 """Of needle-8m."""
 _EVALUATED = ["right", "share (95 %)", "minus dense, paired"]
@@ -34,7 +36,8 @@ def mix_file(name: str) -> Path:
     return _CPU / "mixes" / f"{name}.jsonl"
 
 
-def _share_right(answers: list[Row], **where: Any) -> str:
+def share_right(answers: list[Row], **where: Any) -> str:
+    """How many answers of some rows are right, of those whose columns have some values."""
     correct = [answer["correct"] for answer in answers if all(answer[key] == value for key, value in where.items())]
     return f"{sum(correct)}/{len(correct)}" if correct else "-"
 
@@ -47,8 +50,8 @@ def needles() -> Block:
     contexts = sorted({answer["context_tokens"] for answer in answers})
 
     def cells(**where: Any) -> list[str]:
-        both = [_share_right(answers, backend=backend, **where) for backend in ("dense", "unique")]
-        return [*both, _share_right(control, backend="streaming_llm", **where)]
+        both = [share_right(answers, backend=backend, **where) for backend in ("dense", "unique")]
+        return [*both, share_right(control, backend="streaming_llm", **where)]
 
     rows = []
     for context in contexts:
@@ -73,7 +76,7 @@ def answers_in_short() -> Block:
     share = resolve(None, "unique").selection.kv_read_share(longest, _HEAD_SIZE)
 
     def right(backend: str) -> str:
-        return _share_right(answers, backend=backend, context_tokens=longest).replace("/", " of ")
+        return share_right(answers, backend=backend, context_tokens=longest).replace("/", " of ")
 
     default, wide = _next_tokens()
     prefill = prefill_in_short()
@@ -89,15 +92,14 @@ def answers_in_short() -> Block:
 
 def look_alikes() -> Block:
     """The task that a small budget loses."""
-    paths = [_CPU / "served" / f"look_alikes_{budget}.jsonl" for budget in (512, 2048)]
-    small, large = (read_run(path).rows for path in paths)
+    small, large = (read_run(path).rows for path in LOOK_ALIKES.values())
     rows = []
     for context in sorted({answer["context_tokens"] for answer in small}):
         here = {"context_tokens": context}
-        unique = [_share_right(answers, backend="unique", **here) for answers in (small, large)]
-        rows.append([f"{context:,}", _share_right(small, backend="dense", **here), *unique])
+        unique = [share_right(answers, backend="unique", **here) for answers in (small, large)]
+        rows.append([f"{context:,}", share_right(small, backend="dense", **here), *unique])
     headings = ["context", "dense", "`unique`, 512 tokens", "`unique`, 2048 tokens (preset `unique_wide`)"]
-    return Block(table(headings, rows), paths)
+    return Block(table(headings, rows), list(LOOK_ALIKES.values()))
 
 
 def accuracy_gpu() -> Block:
@@ -197,7 +199,8 @@ def formats() -> Block:
     return Block(table(headings, rows), list(paths.values()))
 
 
-def _interval(found: Estimate | Difference, sign: str = "") -> str:
+def interval(found: Estimate | Difference, sign: str = "") -> str:
+    """A number and its interval."""
     return f"{found.value:{sign}.3f} ({found.low:{sign}.3f} to {found.high:{sign}.3f})"
 
 
@@ -209,12 +212,12 @@ def _evaluated(paths: Sequence[Path]) -> list[list[str]]:
     for file in files:
         scores = [result.score for result in file.results.values()]
         mean = estimate_mean(scores)
-        cells = [file.label, f"{sum(scores):.0f}/{mean.count}", _interval(mean)]
+        cells = [file.label, f"{sum(scores):.0f}/{mean.count}", interval(mean)]
         if file is files[0]:
             cells.append("")
         else:
             gap = estimate_difference([dense[item].score for item in file.results], scores)
-            cells.append(_interval(gap, "+"))
+            cells.append(interval(gap, "+"))
         rows.append(cells)
     return rows
 
@@ -266,7 +269,7 @@ def _next_tokens() -> list[_NextTokens]:
 def next_tokens() -> Block:
     """What text shows and needles do not: how often the next token is dense attention's, by budget."""
     rows = [
-        [heading, _interval(found.agreement), _interval(found.overlap), _interval(found.nats_lost, "+")]
+        [heading, interval(found.agreement), interval(found.overlap), interval(found.nats_lost, "+")]
         for found, heading in zip(_next_tokens(), list(NEXT_TOKENS.values())[1:], strict=True)
     ]
     headings = ["decode steps", "same most likely token (95 %)", "overlap, at least (95 %)", "nats lost a token (95 %)"]
@@ -275,12 +278,11 @@ def next_tokens() -> Block:
 
 def tuned() -> Block:
     """What `vllm-sparse tune` finds on source code: every setting by every measure."""
-    path = _CPU / "tune" / "needle-8m.jsonl"
     rows = []
-    for row in read_run(path).rows:
-        cells = (_interval(Estimate(**row[measure])) for measure in MEASURES)
+    for row in read_run(TUNED).rows:
+        cells = (interval(Estimate(**row[measure])) for measure in MEASURES)
         rows.append([row["setting"], f"{row['kv_read_share']:.1%}", *cells])
-    return Block(table(["settings", "KV read", "agreement (95 %)", "overlap, at least", "likelihood"], rows), [path])
+    return Block(table(["settings", "KV read", "agreement (95 %)", "overlap, at least", "likelihood"], rows), [TUNED])
 
 
 def mixes() -> Block:

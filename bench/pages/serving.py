@@ -6,22 +6,26 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from bench.common.pages import Block, link, table
+from bench.common.pages import Block, link, table, wrap
 from bench.common.results import RESULTS, Row, read_run
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.schema import SAMPLED_STEPS
 
 H200 = RESULTS / "h200"
+FEW_CLIENTS = H200 / "serve" / "few_clients.jsonl"
+ADAPTIVE = H200 / "lossless" / "adaptive.jsonl"
+METER = [H200 / "meter" / f"every_{steps}.jsonl" for steps in (0, SAMPLED_STEPS)]
+"""Decode steps of which none is measured, and one in so many."""
 _CPU = RESULTS / "cpu-2core" / "decode" / "all.jsonl"
 _THREADS = RESULTS / "cpu-2core" / "threads"
 _WEIGHT_BYTES = 2 * (32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 4096 * 128256)
 """Read for every token, of Llama-3.1-8B's shape: all matrices but the embedding."""
 
-_Steps = dict[tuple[int, int], Row]
+Steps = dict[tuple[int, int], Row]
 """Measured decode steps by context and batch."""
 
 
-def read_steps(path: Path) -> _Steps:
+def read_steps(path: Path) -> Steps:
     """The measured decode steps of a result file, by context and batch."""
     return {(row["context_tokens"], row["batch"]): row for row in read_run(path).rows if row.get("ms_per_token")}
 
@@ -53,6 +57,23 @@ def meter() -> Block:
         lines.append([f"{context:,}", f"{before:.2f}", f"{measured:.2f}", f"{100 * share:.3f} %"])
     headings = ["context", "not measured, ms per token", "every step measured", "by default, one step in 1,024"]
     return Block(table(headings, lines), [without, every_step])
+
+
+def meter_gpu() -> Block:
+    """What measuring one token of one step in 1,024 adds to the time per token on a GPU."""
+    without, sampled = map(read_steps, METER)
+    lines = []
+    for (context, batch), line in without.items():
+        before, measured = line["ms_per_token"], sampled[context, batch]["ms_per_token"]
+        cells = f"{before:.3f}", f"{measured:.3f}", f"{measured / before - 1:+.2%}"
+        lines.append([f"{context:,}", str(batch), *cells])
+    tokens = min(line["new_tokens"] for line in sampled.values())
+    text = (
+        f"On a GPU, with the shape of {read_run(METER[0]).about['model']}, `sample_every` 0 and {SAMPLED_STEPS:,}. A "
+        f"time is the median of means over {tokens:,} tokens:"
+    )
+    headings = ["context", "requests", "not measured, ms per token", f"one step in {SAMPLED_STEPS:,}", "more"]
+    return Block(f"{wrap(text, '')}\n\n{table(headings, lines)}", METER)
 
 
 def decode_gpu() -> Block:
@@ -132,17 +153,41 @@ def decode_stopping() -> Block:
 def lossless_gpu() -> Block:
     """Time per token of lossless mode by context, batch and the acceptance that was set, beside dense decoding."""
     path = H200 / "lossless" / "llama_8b.jsonl"
+    return Block(_lossless_table(_drafted(path)), [path])
+
+
+def lossless_adaptive() -> Block:
+    """The same where drafts are as long as pays, and what the mode takes where it does not draft."""
+    found = _drafted(ADAPTIVE)
+    longest = max(row["draft_tokens"] for row, _ in found)
+    parts = [
+        f"**Drafts as long as pays**, up to {longest} tokens, in another run (`--adaptive`). Short contexts are not "
+        "drafted for:",
+        _lossless_table(found),
+    ]
+    if times := [row["ms_per_token"] / dense for row, dense in found if row["tokens_per_step"] == 1]:
+        reach = f"{min(times):.3f} to {max(times):.3f}"
+        parts.append(f"Where nothing was drafted, a token takes {reach} times as long as with dense decoding.")
+    return Block("\n\n".join(parts), [ADAPTIVE])
+
+
+def _drafted(path: Path) -> list[tuple[Row, float]]:
+    """The rows of lossless mode in order, each with the milliseconds per token of dense decoding."""
     rows = [row for row in read_run(path).rows if "ms_per_token" in row]
     dense = {(row["context_tokens"], row["batch"]): row["ms_per_token"] for row in rows if row["draft_tokens"] is None}
+    drafted = [row for row in rows if row["draft_tokens"] is not None]
+    drafted.sort(key=lambda row: (row["context_tokens"], row["batch"], row["acceptance"] or 0))
+    return [(row, dense[row["context_tokens"], row["batch"]]) for row in drafted]
+
+
+def _lossless_table(found: list[tuple[Row, float]]) -> str:
     lines = []
-    for row in sorted(rows, key=lambda row: (row["context_tokens"], row["batch"], row["acceptance"] or 0)):
-        if row["draft_tokens"] is not None:
-            before = dense[row["context_tokens"], row["batch"]]
-            cells = f"{row['tokens_per_step']:.2f}", f"{before:.2f}", f"{row['ms_per_token']:.2f}"
-            numbers = f"{row['context_tokens']:,}", str(row["batch"]), str(row["acceptance"]), *cells
-            lines.append([*numbers, f"{before / row['ms_per_token']:.2f}"])
+    for row, before in found:
+        cells = f"{row['tokens_per_step']:.2f}", f"{before:.2f}", f"{row['ms_per_token']:.2f}"
+        numbers = f"{row['context_tokens']:,}", str(row["batch"]), str(row["acceptance"]), *cells
+        lines.append([*numbers, f"{before / row['ms_per_token']:.2f}"])
     headings = ["context", "requests", "acceptance", "tokens a step", "FlashAttention 3, ms per token"]
-    return Block(table([*headings, "lossless, ms per token", "ratio"], lines), [path])
+    return table([*headings, "lossless, ms per token", "ratio"], lines)
 
 
 def serve_gpu() -> Block:
@@ -179,6 +224,24 @@ def serve_prefill() -> Block:
         rows.append([f"{tokens:,}", str(concurrency), *cells, gain])
     headings = ["prompts of", "concurrency", "first token, s", "per output token, s", "output tokens per s"]
     return Block(table(headings, rows), [path])
+
+
+def serve_few_clients() -> Block:
+    """A server under few clients, whose prompts have a beginning in common or not."""
+    found = {(row["workload"], row["concurrency"], row["variant"]): row for row in read_run(FEW_CLIENTS).rows}
+    lines = []
+    for (workload, concurrency, variant), row in sorted(found.items(), key=lambda item: item[0][:2]):
+        dense = found[workload, concurrency, "flash_attn"]["output_tokens_per_second"]
+        speed = row["output_tokens_per_second"]
+        prompts = f"{row['input_tokens']:,}, {row['prefix_tokens']:,} of them shared"
+        numbers = f"{row['ttft_ms_median']:,.0f}", f"{row['tpot_ms_median']:.2f}", f"{speed:.1f} ({speed / dense:.2f}x)"
+        lines.append([prompts, str(concurrency), f"`{variant}`", *numbers])
+    text = (
+        "One client and a few, in a run of its own. Prompts have nothing in common, or a beginning that is in the "
+        "prefix cache; then there is little to prefill:"
+    )
+    headings = ["tokens of a prompt", "concurrency", "backend", "first token, ms", "per output token, ms"]
+    return Block(f"{wrap(text, '')}\n\n{table([*headings, 'output tokens per s'], lines)}", [FEW_CLIENTS])
 
 
 def decode_cpu() -> Block:

@@ -9,8 +9,8 @@ from bench.common import pages
 from bench.common.pages import Block, fill, footnote, link, table
 from bench.common.results import RESULTS, ROOT
 from bench.pages import __main__ as command
-from bench.pages import compaction, figures, index, kernels, prefill, training
-from bench.pages.sections import SECTIONS
+from bench.pages import compaction, figures, frontier, index, kernels, prefill, serving, training
+from bench.pages.sections import SECTIONS, Section
 from vllm_sparse_plugin.errors import ConfigurationError
 
 README = ROOT / "README.md"
@@ -23,6 +23,7 @@ BLOCKS = {
 ABOUT = {
     "date": "2026-11-21T10:00:00+00:00",
     "command": "python -m bench.serving decode --output out.jsonl",
+    "model": "llama-3.1-8b",
     "versions": {"python": "3.12", "vllm": "0.32.0"},
     "hardware": {"gpu": "GPU X", "driver": "1.2", "processor": "CPU Y", "cores": 8},
 }
@@ -156,6 +157,15 @@ def test_a_stale_page_is_refused_and_then_written(results, monkeypatch, capsys):
     assert "`selection.page_size`" in page.read_text()
 
 
+def test_a_block_is_empty_until_all_the_files_are_there_that_it_waits_for(tmp_path):
+    awaited = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    section = Section(lambda: Block("seen"), waits_for=awaited)
+    for path in awaited:
+        assert section.block() == Block("")
+        path.touch()
+    assert section.block() == Block("seen")
+
+
 def test_figures_are_the_same_every_time_and_a_changed_one_is_seen(tmp_path):
     pytest.importorskip("matplotlib")
     make = figures.FIGURES[figures.FOLDER / "decode.svg"]
@@ -203,7 +213,7 @@ def prefill_results(tmp_path, monkeypatch) -> list[Path]:
     skipped = row("dense", "first_token", 65536, 0.0) | {"skipped": "the time limit was reached"}
     del skipped["seconds_median"]
     dense = write_rows(
-        tmp_path / "prefill" / "dense.jsonl",
+        tmp_path / "prefill" / "chunks_8k.jsonl",
         row("dense", "first_token", 131072, 12.0),
         row("dense", "first_token", 8192, 0.25),
         skipped,
@@ -211,7 +221,7 @@ def prefill_results(tmp_path, monkeypatch) -> list[Path]:
         row("dense", "load", 32768, 50.0, **RATES | {"requests": 32}),
     )
     sparse = write_rows(
-        tmp_path / "prefill" / "unique_prefill.jsonl",
+        tmp_path / "prefill" / "chunks_8k_sparse.jsonl",
         row("unique_prefill", "first_token", 8192, 0.25),
         row("unique_prefill", "first_token", 131072, 5.0),
         row("unique_prefill", "first_token", 131072, 4.0),
@@ -247,6 +257,21 @@ def test_the_figure_of_prefill_has_a_line_for_each_engine(prefill_results):
         "unique_prefill, density 0.05": [[131072, 3]],
     }
     assert [text.get_text() for text in axes.texts] == ["1.0x", "3.0x", "4.0x"]
+
+
+def test_zipvl_stands_beside_the_dense_attention_of_its_own_file_alone(prefill_results, monkeypatch):
+    path = prefill_results[0].with_name("zipvl.jsonl")
+    monkeypatch.setattr(prefill, "ZIPVL", path)
+    times = {"flash_attn": 10.0, "zipvl": 12.5}
+    write_rows(path, *(measured_prefill(name, "first_token", 131072, seconds) for name, seconds in times.items()))
+    block = prefill.zipvl_gpu()
+    assert block.sources == [path]
+    assert block.text.splitlines()[-3:] == [
+        "| prompt | tokens of a step | FlashAttention 3, s | `zipvl`, s |",
+        "| --- | --- | --- | --- |",
+        "| 131,072 | 8,192 | 10.00 | 12.50 (0.80x) |",
+    ]
+    assert prefill.prefill_gpu().sources == prefill_results
 
 
 def test_what_was_not_measured_is_an_empty_block(tmp_path, monkeypatch):
@@ -337,6 +362,15 @@ def test_what_compaction_takes_and_gives_is_measured_or_not_yet(tmp_path, monkey
         "| 134,000 | 64 | 16,384 + 2,048 | `dense` | 8 | 700 | 9.2 | 3 |",
         "| all there is | 64 | 16,384 + 2,048 | `dense` | 50 | 700 | 9.2 | 3 |",
     ]
+    write_rows(
+        folder / "capacity_all_dense.jsonl",
+        load | {"variant": "dense", "cache_tokens": None, "running_most": 32, "concurrency": 32},
+        load | {"variant": "snapkv", "cache_tokens": None, "concurrency": 32, "output_tokens_per_second": 686.4},
+    )
+    assert " ".join(compaction.users().text.partition("\n\n")[2].split()) == (
+        "Where all 32 requests run at once with dense attention, too, tokens per second are as a share of those with "
+        "it: `snapkv` 0.980."
+    )
     took = {
         "variant": "snapkv", "context_tokens": 32768, "prefill_seconds": 2.5, "step_ms": 7.0, "compaction_ms": 5.0,
         "share_of_prefill": 0.002, "pause_in_steps": 0.5, "first_time": {"prefill_seconds": 4.0},
@@ -355,3 +389,131 @@ def test_what_compaction_takes_and_gives_is_measured_or_not_yet(tmp_path, monkey
     whole, short = compaction.streams().text.splitlines()[2:]
     assert whole.endswith("| 1,024 | 1, to 4,096 | 5, to 20,480 | 9, to 36,864 | 12, to 49,152 | 16, to 65,536 |")
     assert short.endswith("| 1,024 | 1, to 4,096 | 2, to 8,192 | - | - | - |")
+
+
+def test_few_clients_are_a_line_for_each_backend_beside_dense_attention(tmp_path, monkeypatch):
+    def row(variant, concurrency, speed, prefix=0):
+        return {
+            "variant": variant, "workload": "shared_prefix" if prefix else "random", "concurrency": concurrency,
+            "input_tokens": 32768, "prefix_tokens": prefix, "ttft_ms_median": 1286.3, "tpot_ms_median": 5.964,
+            "output_tokens_per_second": speed,
+        }  # fmt: skip
+
+    path = write_rows(
+        tmp_path / "few_clients.jsonl",
+        row("flash_attn", 8, 80.0), row("flash_attn", 1, 60.0), row("flash_attn", 1, 100.0, 31744),
+        row("unique", 1, 66.0), row("unique", 1, 125.0, 31744),
+    )  # fmt: skip
+    monkeypatch.setattr(serving, "FEW_CLIENTS", path)
+    assert serving.serve_few_clients().text.splitlines()[-5:] == [
+        "| 32,768, 0 of them shared | 1 | `flash_attn` | 1,286 | 5.96 | 60.0 (1.00x) |",
+        "| 32,768, 0 of them shared | 1 | `unique` | 1,286 | 5.96 | 66.0 (1.10x) |",
+        "| 32,768, 0 of them shared | 8 | `flash_attn` | 1,286 | 5.96 | 80.0 (1.00x) |",
+        "| 32,768, 31,744 of them shared | 1 | `flash_attn` | 1,286 | 5.96 | 100.0 (1.00x) |",
+        "| 32,768, 31,744 of them shared | 1 | `unique` | 1,286 | 5.96 | 125.0 (1.25x) |",
+    ]
+
+
+def test_budgets_and_coverage_stand_beside_one_budget_for_all(tmp_path, monkeypatch):
+    def row(provider, us, case="8q1s32K g4"):
+        return {"op": "budgets", "case_name": case, "provider": provider, "warm": {"median_us": us}}
+
+    left_out = {"op": "budgets", "case_name": "32q1s512K g4", "provider": "unique", "status": "left out"}
+    path = write_rows(
+        tmp_path / "budgets.jsonl",
+        row("unique", 100.8), row("unique, room for no more", 99.5), row("unique, one for all", 100.0), left_out,
+    )  # fmt: skip
+    monkeypatch.setattr(kernels, "BUDGETS", path)
+    monkeypatch.setattr(kernels, "COVERAGE", path)
+    assert kernels.budgets_by_request().text.splitlines()[-3:] == [
+        "| requests and context | one budget, µs | by request, µs | by request, room for no more |",
+        "| --- | --- | --- | --- |",
+        "| 8q1s32K | 100.0 | 100.8 (+0.8%) | 99.5 (-0.5%) |",
+    ]
+    assert kernels.coverage_cost().text.splitlines()[-1] == "| 8q1s32K | 100.0 | 100.8 (+0.8%) |"
+
+
+def test_adaptive_drafts_have_a_gain_and_a_time_where_nothing_is_drafted(tmp_path, monkeypatch):
+    def row(context, ms, acceptance=None, tokens=1.0):
+        drafts = 8 if acceptance else None
+        return {
+            "context_tokens": context, "batch": 1, "draft_tokens": drafts, "acceptance": acceptance,
+            "tokens_per_step": tokens, "ms_per_token": ms,
+        }  # fmt: skip
+
+    path = write_rows(
+        tmp_path / "adaptive.jsonl",
+        row(2048, 5.0), row(131072, 9.0), row(131072, 6.0, 0.97, 8.5), row(2048, 5.05, 0.9), row(2048, 4.99, 0.97),
+    )  # fmt: skip
+    monkeypatch.setattr(serving, "ADAPTIVE", path)
+    lines = serving.lossless_adaptive().text.splitlines()
+    assert lines[0].startswith("**Drafts as long as pays**, up to 8 tokens")
+    assert lines[4:] == [
+        "| 2,048 | 1 | 0.9 | 1.00 | 5.00 | 5.05 | 0.99 |",
+        "| 2,048 | 1 | 0.97 | 1.00 | 5.00 | 4.99 | 1.00 |",
+        "| 131,072 | 1 | 0.97 | 8.50 | 9.00 | 6.00 | 1.50 |",
+        "",
+        "Where nothing was drafted, a token takes 0.998 to 1.010 times as long as with dense decoding.",
+    ]
+
+
+def test_the_meter_on_a_gpu_is_a_share_of_the_time_without_it(tmp_path, monkeypatch):
+    row = {"context_tokens": 32768, "batch": 8, "new_tokens": 2048}
+    paths = [
+        write_rows(tmp_path / f"every_{steps}.jsonl", row | {"ms_per_token": ms})
+        for steps, ms in ((0, 5.0), (1024, 5.02))
+    ]
+    monkeypatch.setattr(serving, "METER", paths)
+    block = serving.meter_gpu()
+    assert block.sources == paths
+    assert "`sample_every` 0 and 1,024. A time is the median of means over 2,048 tokens" in block.text
+    assert block.text.splitlines()[-1] == "| 32,768 | 8 | 5.000 | 5.020 | +0.40% |"
+
+
+def test_a_soak_of_a_cache_that_shrinks_says_what_failed_and_what_is_left(tmp_path, monkeypatch):
+    end = {
+        "state": "end", "seconds": 420.0, "clients": 200, "answers": 6650, "hung_up": 3350, "faults": [],
+        "preemptions": 1234.0, "requests_running": 0.0, "kv_cache_usage": 0.0,
+    }  # fmt: skip
+    monkeypatch.setattr(compaction, "SOAK", write_rows(tmp_path / "soak.jsonl", {"state": "alone"}, end))
+    assert " ".join(compaction.soak().text.split()) == (
+        "`python -m bench.soak` asked a server for 10,000 answers, by 200 clients and within 7 minutes. 3,350 were "
+        "given up, 0 failed; requests were preempted 1,234 times. At the end 0 requests ran, and 0.0% of the cache was "
+        "in use."
+    )
+
+
+@pytest.fixture
+def frontier_results(tmp_path, monkeypatch):
+    """Decode steps of dense attention and of three budgets."""
+    monkeypatch.setattr(frontier, "FOLDER", tmp_path)
+    for name, times in (("dense", (5.5, 39.0)), ("512", (5.0, 7.0)), ("2048", (5.1, 7.5)), ("8192", (5.4, None))):
+        steps = zip((8192, 131072), (1, 6), times, strict=True)
+        columns = "context_tokens", "batch", "ms_per_token"
+        rows = (dict(zip(columns, step, strict=True)) for step in steps if step[-1])
+        write_rows(tmp_path / f"decode_{name}.jsonl", *rows)
+
+
+def test_the_frontier_has_times_and_what_is_kept_by_budget(frontier_results):
+    block = frontier.frontier()
+    names = [path.name for path in block.sources[:4]]
+    assert names == ["decode_dense.jsonl", "decode_512.jsonl", "decode_2048.jsonl", "decode_8192.jsonl"]
+    heading, _, *rows = (line.strip("| ").split(" | ") for line in block.text.splitlines() if line.startswith("|"))
+    assert heading == ["requests and context", "dense", "256", "512", "1,024", "2,048", "4,096", "8,192"]
+    cells = {row[0]: row[1:] for row in rows}
+    assert cells["1 x 8,192, ms per token"] == ["5.50", "-", "5.00", "-", "5.10", "-", "5.40"]
+    assert cells["6 x 131,072, ms per token"] == ["39.00", "-", "7.00", "-", "7.50", "-", "-"]
+    assert cells["agreement"][2].startswith("0.957 (")
+    assert cells["agreement"][-1] == "-"
+    assert cells["look-alikes"] == ["24/24", "-", "22/24", "-", "24/24", "-", "-"]
+    assert "At 6 x 131,072 tokens a budget of 2,048 takes +0.50 ms a token beside 512." in block.text
+
+
+def test_the_figure_of_the_frontier_has_a_line_for_each_context_and_measure(frontier_results):
+    pytest.importorskip("matplotlib")
+    left, right = figures.draw_frontier().axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in left.lines}
+    assert lines["6 x 128K"] == [[1, 7], [3, 7.5]]
+    assert lines["1 x 8K"] == [[1, 5], [3, 5.1], [5, 5.4]]
+    assert [line.get_xydata().tolist() for line in left.lines[1::2]] == [[[6, 5.5]], [[6, 39]]]
+    assert [text.get_text() for text in right.get_legend().get_texts()] == ["agreement", "overlap", "likelihood"]

@@ -1,0 +1,102 @@
+"""The frontier: time per token by budget, beside what the budget keeps of dense attention."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from bench.common.pages import Block, link, table, wrap
+from bench.common.results import RESULTS, ROOT, read_run
+from bench.pages.quality import LOOK_ALIKES, TUNED, interval, share_right
+from bench.pages.serving import H200, Steps, read_steps
+from vllm_sparse_plugin.eval.statistics import Estimate
+from vllm_sparse_plugin.eval.tuning import MEASURES
+
+FIGURE = ROOT / "docs" / "figures" / "frontier.svg"
+"""What `figures.draw_frontier` draws."""
+FOLDER = H200 / "frontier"
+_DEFAULT, _WIDE = 512, 2048
+"""The budgets of `unique` and of `unique_wide`."""
+AWAITED = [FOLDER / f"decode_{name}.jsonl" for name in ("dense", _DEFAULT, _WIDE)]
+"""Files without which there is no frontier; other budgets are shown if they were measured."""
+_NEEDLES = RESULTS / "h200" / "accuracy" / "quarters.jsonl"
+_NEEDLE_TOKENS = 16384
+"""The context of the needles."""
+_PAGE_TOKENS = 8
+"""Of the pages that their budgets count."""
+
+Budget = int | None
+"""Tokens; None for dense attention."""
+
+
+def decode_files() -> dict[Budget, Path]:
+    """The result files of decode steps by budget, dense attention first."""
+    dense = FOLDER / "decode_dense.jsonl"
+    files = {int(path.stem.removeprefix("decode_")): path for path in FOLDER.glob("decode_*.jsonl") if path != dense}
+    return {None: dense, **dict(sorted(files.items()))}
+
+
+def read_times() -> dict[Budget, Steps]:
+    """Decode steps by budget."""
+    return {budget: read_steps(path) for budget, path in decode_files().items()}
+
+
+def read_kept() -> dict[int, dict[str, Estimate]]:
+    """What `vllm-sparse tune` found to be kept of dense attention, by budget and measure."""
+    return {
+        row["section"]["selection"]["budget_tokens"]: {name: Estimate(**row[name]) for name in MEASURES}
+        for row in read_run(TUNED).rows
+    }
+
+
+def frontier() -> Block:
+    """Time per token, and what is kept of dense attention, by budget."""
+    times, kept = read_times(), read_kept()
+    budgets: list[Budget] = [None, *sorted({*kept, *(budget for budget in times if budget)})]
+
+    def line(name: str, cells: Mapping[Budget, str]) -> list[str]:
+        return [name, *(cells.get(budget, "-") for budget in budgets)]
+
+    def time_line(context: int, batch: int) -> list[str]:
+        found = {budget: steps[context, batch] for budget, steps in times.items() if (context, batch) in steps}
+        cells = {budget: f"{step['ms_per_token']:.2f}" for budget, step in found.items()}
+        return line(f"{batch} x {context:,}, ms per token", cells)
+
+    rows = [time_line(*step) for step in times[None]]
+    rows += [line(name, {budget: interval(of[name]) for budget, of in kept.items()}) for name in MEASURES]
+    rows += [line("needles", _needles()), line("look-alikes", _look_alikes())]
+    headings = ["requests and context", *("dense" if budget is None else f"{budget:,}" for budget in budgets)]
+    context, batch = max(times[None])
+    wide, narrow = (times[budget][context, batch]["ms_per_token"] for budget in (_WIDE, _DEFAULT))
+    text = (
+        "**What a budget costs.** Time per token of Llama-3.1-8B's shape on an H200 by budget in tokens, and what "
+        "needle-8m keeps: the measures of `tune` from above, over 4,000 tokens (likelihood is the loss, as a share), "
+        f"and right answers to needles and to needles that all look alike, over {_NEEDLE_TOKENS:,}:"
+    )
+    more = f"{wide - narrow:+.2f} ms a token beside {_DEFAULT:,}"
+    end = f"At {batch} x {context:,} tokens a budget of {_WIDE:,} takes {more}."
+    picture = f"!{link('Time per token, and what is kept of dense attention, by budget', FIGURE)}"
+    sources = [*decode_files().values(), TUNED, _NEEDLES, *LOOK_ALIKES.values()]
+    return Block("\n\n".join([wrap(text, ""), table(headings, rows), end, picture]), sources)
+
+
+def _needles() -> dict[Budget, str]:
+    """Right answers by budget, over all tasks."""
+    counts: dict[Budget, list[int]] = {}
+    for row in read_run(_NEEDLES).rows:
+        if row["context_tokens"] == _NEEDLE_TOKENS:
+            budget = row["budget_pages"] and row["budget_pages"] * _PAGE_TOKENS
+            count = counts.setdefault(budget, [0, 0])
+            count[0] += row["correct"]
+            count[1] += row["questions"]
+    return {budget: f"{right}/{asked}" for budget, (right, asked) in counts.items()}
+
+
+def _look_alikes() -> dict[Budget, str]:
+    """The same where all of the context is needles."""
+    answers = {budget: read_run(path).rows for budget, path in LOOK_ALIKES.items()}
+    where = {"context_tokens": _NEEDLE_TOKENS}
+    cells: dict[Budget, str] = {
+        budget: share_right(rows, backend="unique", **where) for budget, rows in answers.items()
+    }
+    return cells | {None: share_right(answers[_DEFAULT], backend="dense", **where)}
