@@ -11,8 +11,9 @@ from rich.progress import Progress
 
 from bench.common.console import open_console
 from bench.common.models import load_tokenizer
+from bench.common.results import Row
 from research.study.documents import TASKS, Document, build_documents
-from research.study.pipeline import Decoder
+from research.study.pipeline import Decoder, Prefix
 from research.study.plan import PAIRS
 from research.study.run import answer_questions, open_results
 from research.study.settings import Setting
@@ -64,22 +65,20 @@ def measure(
     file, done = open_results(output, describe_run(folder, commit))
     with file, Progress(console=open_console()) as progress:
         for context in contexts:
-            by_task = [build_documents(tokenizer, task, context, count, seed) for task in TASKS_ASKED]
+            by_task = {task: build_documents(tokenizer, task, context, count, seed) for task in TASKS_ASKED}
             # The first document of every task, then the second, and so on.
-            in_turn = [
-                (task, each) for row in zip(*by_task, strict=True) for task, each in zip(TASKS_ASKED, row, strict=True)
-            ]
+            in_turn = [(task, documents[index]) for index in range(count) for task, documents in by_task.items()]
             for task, document in progress.track(in_turn, description=str(context)):
-                lacking = {
-                    key: each for key, each in settings_of_rules().items() if (document.name, each.name) not in done
-                }
-                prefix = decoder.prefill(document.tokens) if lacking else None
-                for (rule, target), setting in lacking.items():
+                about = {"task": task, "context_tokens": context, "document": document.name}
+                prefix: Prefix | None = None
+                for (rule, target), setting in settings_of_rules().items():
+                    if (document.name, setting.name) in done:
+                        continue
                     if time.monotonic() > end:
                         return False
-                    assert prefix is not None
-                    row = {"task": task, "context_tokens": context, "document": document.name}
-                    row |= {"setting": setting.name, "rule": rule, "target": target, "asked": len(document.tails)}
+                    prefix = prefix or decoder.prefill(document.tokens)
+                    row: Row = about | {"setting": setting.name, "rule": rule, "target": target}
+                    row |= {"asked": len(document.tails)}
                     row |= answer_questions(decoder, prefix, document, setting, folder)
                     if setting.is_dense:
                         row["pages_read"] = round(complete_pages(document, setting.page_size), 2)

@@ -264,7 +264,8 @@ class Decoder:
         hidden = (position < recent) | (position >= context[:, None])
         newest = newest.masked_fill(hidden[:, None, None], -torch.inf)
         first = torch.einsum("xthgd,hsd->xthgs", query, keys[:, :sinks].float()).flatten(0, 1)
-        return (torch.cat([first, newest], dim=-1) * query.shape[-1] ** -0.5).logsumexp(dim=-1)
+        known: torch.Tensor = (torch.cat([first, newest], dim=-1) * query.shape[-1] ** -0.5).logsumexp(dim=-1)
+        return known
 
     def _scores(
         self,
@@ -275,7 +276,7 @@ class Decoder:
         complete: torch.Tensor,
         known: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`[num_rows, num_kv_heads, num_pages]` bfloat16; with `known`, the pages to read, `[num_rows, num_kv_heads]`."""
+        """`[num_rows, num_kv_heads, num_pages]` bfloat16; with `known`, how many pages to read of each row and head."""
         step = self._step
         assert step is not None
         assert step.setting.score is not None
