@@ -105,6 +105,9 @@ def answers(
     output: Output,
     folder: _Model = NEEDLE_8M,
     contexts: StageContexts = None,
+    targets: Annotated[
+        list[float] | None, typer.Option("--target", min=0.01, max=1, help="Share of a coverage, repeatable.")
+    ] = None,
     count: _Documents = 4,
     seed: Seed = 0,
     device: _Device = "cpu",
@@ -113,7 +116,8 @@ def answers(
 ) -> None:
     """Ask what the output does not hold yet; exit code 3 if time runs out, after which the same command goes on."""
     lengths = chosen_contexts(contexts) or CONTEXTS
-    if not answering.measure(output, folder, lengths, count, seed, usable_device(device), time_limit, commit):
+    shares, torch_device = targets or answering.TARGETS, usable_device(device)
+    if not answering.measure(output, folder, lengths, shares, count, seed, torch_device, time_limit, commit):
         typer.echo("time is up: run the same command again to go on", err=True)
         raise typer.Exit(3)
 

@@ -29,7 +29,7 @@ TASKS_ASKED = (*TASKS, *STRESS_TASKS)
 """Those whose needles lie in code, and the one whose documents are nothing but needles."""
 
 
-def settings_of_rules() -> dict[tuple[str, float], Setting]:
+def settings_of_rules(targets: Sequence[float] = TARGETS) -> dict[tuple[str, float], Setting]:
     """The settings by rule and target: a budget in tokens, or a share; the limits of a coverage are the default's."""
     policy = UniqueSelection()
     size = policy.page_size
@@ -37,7 +37,7 @@ def settings_of_rules() -> dict[tuple[str, float], Setting]:
     base = Setting(PAIRS, size, sink_pages=policy.sink_pages, recent_pages=policy.recent_pages)
     settings: dict[tuple[str, float], Setting] = {(DENSE, 1.0): Setting(page_size=size)}
     settings |= {(FIXED, budget): replace(base, budget_tokens=budget) for budget in BUDGETS}
-    for share in TARGETS:
+    for share in targets:
         limits = replace(base, budget_tokens=most * size, least_tokens=least * size)
         settings[COVERAGE, share] = replace(limits, coverage=share)
     return settings
@@ -53,6 +53,7 @@ def measure(
     output: Path,
     folder: Path,
     contexts: Sequence[int],
+    targets: Sequence[float],
     count: int,
     seed: int,
     device: str,
@@ -71,7 +72,7 @@ def measure(
             for task, document in progress.track(in_turn, description=str(context)):
                 about = {"task": task, "context_tokens": context, "document": document.name}
                 prefix: Prefix | None = None
-                for (rule, target), setting in settings_of_rules().items():
+                for (rule, target), setting in settings_of_rules(targets).items():
                     if (document.name, setting.name) in done:
                         continue
                     if time.monotonic() > end:

@@ -168,8 +168,8 @@ def test_answers_are_asked_under_every_setting_and_go_on_where_time_ended_them(t
     output = tmp_path / "answers_needle-8m.jsonl"
 
     def ask(keys, time_limit=1e6):
-        monkeypatch.setattr(answers, "settings_of_rules", lambda: {key: every[key] for key in keys})
-        finished = answers.measure(output, NEEDLE_8M, [4096], 1, 0, "cpu", time_limit, None)
+        monkeypatch.setattr(answers, "settings_of_rules", lambda targets: {key: every[key] for key in keys})
+        finished = answers.measure(output, NEEDLE_8M, [4096], answers.TARGETS, 1, 0, "cpu", time_limit, None)
         lines = [json.loads(line) for line in output.read_text().splitlines()]
         return finished, [line for line in lines if "setting" in line]
 
