@@ -2,6 +2,7 @@
 
 python -m research.coverage run --output needle-8m.jsonl
 python -m research.coverage run --model models/witness-6m --output witness-6m.jsonl
+python -m research.coverage answers --output answers_needle-8m.jsonl
 python -m research.coverage report
 """
 
@@ -15,8 +16,18 @@ import typer
 
 from bench.common.console import open_console
 from bench.common.models import NEEDLE_8M, load_tokenizer
-from bench.common.options import Commit, Output, Seed, StageContexts, chosen_contexts, make_app, usable_device
+from bench.common.options import (
+    Commit,
+    Output,
+    Seed,
+    StageContexts,
+    TimeLimit,
+    chosen_contexts,
+    make_app,
+    usable_device,
+)  # fmt: skip
 from bench.common.results import ResultFile
+from research.coverage import answers as answering
 from research.coverage.measure import Reached, measure
 from research.coverage.report import PAGE, render
 from research.study.documents import TEXT, Document, build_documents
@@ -32,6 +43,10 @@ QUESTIONS = 1
 """Of a document."""
 
 app = make_app("Coverage asked against coverage got.")
+
+_Model = Annotated[Path, typer.Option("--model", help="needle-8m's folder, or another of its format.")]
+_Documents = Annotated[int, typer.Option("--documents", min=1, help="Of each task and context.")]
+_Device = Annotated[str, typer.Option(help="Torch device.")]
 
 
 def _layers(model: CapturingModel, document: Document) -> Iterator[tuple[str, list[LayerInputs]]]:
@@ -51,11 +66,11 @@ def _layers(model: CapturingModel, document: Document) -> Iterator[tuple[str, li
 @app.command()
 def run(
     output: Output,
-    folder: Annotated[Path, typer.Option("--model", help="needle-8m's folder, or another of its format.")] = NEEDLE_8M,
+    folder: _Model = NEEDLE_8M,
     contexts: StageContexts = None,
-    count: Annotated[int, typer.Option("--documents", min=1, help="Of each task and context.")] = 4,
+    count: _Documents = 4,
     seed: Seed = 0,
-    device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
+    device: _Device = "cpu",
     commit: Commit = None,
 ) -> None:
     """Measure the newest tokens of documents, and questions after them."""
@@ -83,6 +98,28 @@ def _lines(layers: list[dict[tuple[str, float], Reached]]) -> Iterator[dict[str,
             "pages": [round(float(layer.pages.float().mean()), 1) for layer in of_layers],
             "below": [round(float((layer.mass < target - 0.05).float().mean()), 4) for layer in of_layers],
         }
+
+
+@app.command()
+def answers(
+    output: Output,
+    folder: _Model = NEEDLE_8M,
+    contexts: StageContexts = None,
+    targets: Annotated[
+        list[float] | None, typer.Option("--target", min=0.01, max=1, help="Share of a coverage, repeatable.")
+    ] = None,
+    count: _Documents = 4,
+    seed: Seed = 0,
+    device: _Device = "cpu",
+    time_limit: TimeLimit = 3600,
+    commit: Commit = None,
+) -> None:
+    """Ask what the output does not hold yet; exit code 3 if time runs out, after which the same command goes on."""
+    lengths = chosen_contexts(contexts) or CONTEXTS
+    shares, torch_device = targets or answering.TARGETS, usable_device(device)
+    if not answering.measure(output, folder, lengths, shares, count, seed, torch_device, time_limit, commit):
+        typer.echo("time is up: run the same command again to go on", err=True)
+        raise typer.Exit(3)
 
 
 @app.command()

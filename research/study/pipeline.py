@@ -188,8 +188,9 @@ class Decoder:
         else:
             missing = -own % page_size
             pages = torch.nn.functional.pad(own_keys, (0, 0, 0, missing)).unflatten(2, (-1, page_size))
-            scores = self._scores(layer, rows, query, pages, complete)
-            chosen = self._select(scores, complete, setting)
+            known = None if setting.coverage is None else self._known(layer, query, own_keys, complete)
+            scores, counts = self._scores(layer, rows, query, pages, complete, known)
+            chosen = self._select(scores, complete, setting, counts)
             kept = (chosen >= 0).float().sum(dim=-1).mean(dim=-1).view(tails, tokens)
             real = torch.arange(tokens, device=rows.device) < step.lengths[:, None]
             step.pages_read.append((kept * real).sum() / real.sum())
@@ -239,10 +240,43 @@ class Decoder:
         together: torch.Tensor = output.view_as(of_own).add_(of_own)
         return together.flatten(2, 3)
 
+    def _known(self, layer: int, query: torch.Tensor, own_keys: torch.Tensor, complete: torch.Tensor) -> torch.Tensor:
+        """Log of what the tokens add to the denominator that are read whatever the query: `[num_rows, heads, group]`.
+
+        Args:
+            layer: index.
+            query: `[tails, tokens, heads, group, size]`.
+            own_keys: `[tails, heads, num_own, size]`, of what follows the document's complete pages.
+            complete: `[num_rows]`, complete pages of each row's context.
+        """
+        step = self._step
+        assert step is not None
+        setting, keys = step.setting, step.prefix.keys[layer]
+        size, tails, tokens = setting.page_size, *query.shape[:2]
+        shared = step.prefix.num_tokens // size
+        sinks = setting.sink_pages * size
+        begin = max(sinks, (shared - setting.recent_pages) * size)
+        before = keys[:, begin : shared * size].float().expand(tails, -1, -1, -1)
+        newest = torch.einsum("xthgd,xhsd->xthgs", query, torch.cat([before, own_keys], dim=2)).flatten(0, 1)
+        position = begin + torch.arange(newest.shape[-1], device=query.device)
+        context = step.prefix.num_tokens + 1 + torch.arange(tokens, device=query.device).repeat(tails)
+        recent = (complete - setting.recent_pages)[:, None] * size
+        hidden = (position < recent) | (position >= context[:, None])
+        newest = newest.masked_fill(hidden[:, None, None], -torch.inf)
+        first = torch.einsum("xthgd,hsd->xthgs", query, keys[:, :sinks].float()).flatten(0, 1)
+        known: torch.Tensor = (torch.cat([first, newest], dim=-1) * query.shape[-1] ** -0.5).logsumexp(dim=-1)
+        return known
+
     def _scores(
-        self, layer: int, rows: torch.Tensor, query: torch.Tensor, pages: torch.Tensor, complete: torch.Tensor
-    ) -> torch.Tensor:
-        """`[num_rows, num_kv_heads, num_pages]` bfloat16."""
+        self,
+        layer: int,
+        rows: torch.Tensor,
+        query: torch.Tensor,
+        pages: torch.Tensor,
+        complete: torch.Tensor,
+        known: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`[num_rows, num_kv_heads, num_pages]` bfloat16; with `known`, how many pages to read of each row and head."""
         step = self._step
         assert step is not None
         assert step.setting.score is not None
@@ -252,13 +286,15 @@ class Decoder:
         tokens = query.shape[1]
         of_tail = score.score(query.transpose(1, 2).flatten(2, 3), score.summarise(pages))
         of_tail = of_tail.unflatten(2, (tokens, group)).transpose(1, 2).flatten(0, 1)
-        parts = []
+        parts, counts = [], []
         for part in self._parts(len(rows), summary[0].shape[:-1].numel() * group):
             shared = score.score(rows[part].transpose(0, 1).flatten(1, 2), summary)
             shared = shared.unflatten(1, (-1, group)).transpose(0, 1)
             together = torch.cat([shared, of_tail[part]], dim=-1)
             parts.append(setting.of_group(together, complete[part], rows.shape[-1]))
-        return torch.cat(parts)
+            if known is not None:
+                counts.append(setting.count(together, known[part], parts[-1], complete[part], rows.shape[-1]))
+        return torch.cat(parts), torch.cat(counts) if counts else None
 
     def _parts(self, rows: int, per_row: int) -> Iterator[slice]:
         """Slices of rows that have `per_row` elements each."""
@@ -292,8 +328,11 @@ class Decoder:
         return self._summaries[key]
 
     @staticmethod
-    def _select(scores: torch.Tensor, complete: torch.Tensor, setting: Setting) -> torch.Tensor:
+    def _select(
+        scores: torch.Tensor, complete: torch.Tensor, setting: Setting, counts: torch.Tensor | None = None
+    ) -> torch.Tensor:
         # On a GPU the specification itself runs: the compiled selection is what this measures beside.
         select = reference.select_pages if scores.is_cuda else select_pages
-        pages = select(scores, complete, setting.budget_pages, setting.sink_pages, setting.recent_pages)
+        most = setting.budget_pages if counts is None else int(counts.max())
+        pages = select(scores, complete, most, setting.sink_pages, setting.recent_pages, counts)
         return setting.cut(pages, scores, complete)

@@ -82,9 +82,11 @@ class _Prefills:
         return prefix
 
 
-def answer_questions(decoder: Decoder, prefix: Prefix, document: Document, setting: Setting) -> Row:
-    """Answer a document's questions; returns the columns of a result."""
-    tokenizer = load_tokenizer(NEEDLE_8M)
+def answer_questions(
+    decoder: Decoder, prefix: Prefix, document: Document, setting: Setting, folder: Path = NEEDLE_8M
+) -> Row:
+    """Answer a document's questions with the tokens of the model in `folder`; returns the columns of a result."""
+    tokenizer = load_tokenizer(folder)
     decoded = decoder.decode(prefix, [tail.tokens for tail in document.tails], setting)
     right = [tail.is_right(best, tokenizer) for tail, best in zip(document.tails, decoded.best.tolist(), strict=True)]
     return {"right": "".join("01"[each] for each in right), "pages_read": round(decoded.pages_read, 2)}

@@ -32,6 +32,11 @@ class Setting:
     """Share of the estimated softmax after which no further page is read; needs a softmax over the group."""
     stress: Stress = "none"
     """What is done to keys and queries without an effect on dense attention."""
+    coverage: float | None = None
+    """Share of the attention weight, as the score estimates it, after which each token and KV head reads no further
+    page; the budget is the most, then. Needs a score that is the product with a key, as that of `Parts` is."""
+    least_tokens: int = 128
+    """Tokens of complete pages that are read at least under a coverage."""
 
     @property
     def is_dense(self) -> bool:
@@ -53,6 +58,7 @@ class Setting:
             self.group: self.group != "max",
             f"dense{self.dense_layers}": self.dense_layers > 0,
             f"mass{self.mass:g}": self.mass < 1,
+            f"coverage{self.coverage}": self.coverage is not None,
             self.stress: self.stress != "none",
         }
         parts = [self.score.label, f"p{self.page_size}", f"b{self.budget_tokens}"]
@@ -77,3 +83,35 @@ class Setting:
         before = ordered.cumsum(dim=-1) - ordered
         keep = torch.zeros_like(always).scatter(-1, order, before < self.mass)
         return torch.where(keep | always, pages, -1)
+
+    def count(
+        self, products: torch.Tensor, known: torch.Tensor, scores: torch.Tensor, complete: torch.Tensor, head_size: int
+    ) -> torch.Tensor:
+        """Counts the best pages that reach the coverage, all rows at once, as `sparse_kernels.page_coverage` does.
+
+        Args:
+            products: `[rows, heads, group, pages]` float32, of each query with the key that stands for a page.
+            known: `[rows, heads, group]` float32, log of what the tokens add to the softmax's denominator that are read
+                whatever the query.
+            scores: `[rows, heads, pages]` bfloat16, by which pages are ranked.
+            complete: `[rows]` int64, pages of each row; later ones do not exist.
+            head_size: of the queries.
+
+        Returns:
+            `[rows, heads]` int64, those always read included; more than a row has where it has fewer than the least.
+        """
+        assert self.coverage is not None
+        page, lengths = torch.arange(scores.shape[-1], device=scores.device), complete[:, None, None]
+        always = (page < self.sink_pages) | (page >= lengths - self.recent_pages)
+        logits = products / math.sqrt(head_size) + math.log(self.page_size)
+        logits = logits.masked_fill(always.unsqueeze(2), -torch.inf)
+        total = torch.logaddexp(logits.logsumexp(dim=-1), known)
+        shares = (logits - total[..., None]).exp().mean(dim=2).double()
+        missing = self.coverage - (known - total).exp().mean(dim=2).double()
+        key = scores.float().masked_fill(always, torch.inf).masked_fill(page >= lengths, -torch.inf)
+        ranked = key.sort(dim=-1, descending=True, stable=True).indices
+        count = (shares.gather(-1, ranked).cumsum(dim=-1) < missing[..., None]).sum(dim=-1) + 1
+        if self.coverage >= 1:
+            count = torch.full_like(count, scores.shape[-1])
+        least = self.least_tokens // self.page_size
+        return count.clamp(max=max(self.budget_pages, least)).minimum(complete[:, None]).clamp(min=least)
