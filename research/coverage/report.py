@@ -13,7 +13,7 @@ from bench.common.results import RESULTS, Run, read_run
 from vllm_sparse_plugin.eval.statistics import estimate_mean
 
 ANSWER_FILES = sorted(RESULTS.glob("*/coverage/answers_*.jsonl"))
-RESULT_FILES = sorted(set((RESULTS / "cpu-2core" / "coverage").glob("*.jsonl")) - set(ANSWER_FILES))
+RESULT_FILES = sorted(set(RESULTS.glob("*/coverage/*.jsonl")) - set(ANSWER_FILES))
 PAGE = Path(__file__).parent / "README.md"
 GENERATOR = "research.coverage"
 _FIXED, _COVERAGE = "fixed", "coverage"
