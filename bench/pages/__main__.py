@@ -75,7 +75,7 @@ def find_faults(contents: Mapping[Path, str], uses: Mapping[Path, list[Path]]) -
 @app.command()
 def pages(check: Annotated[bool, typer.Option("--check", help="Only say what is out of date.")] = False) -> None:
     """Write the blocks of all pages, the index of results and the figures; exit code 2 where something is wrong."""
-    blocks = {name: cache(section.block) for name, section in SECTIONS.items()}
+    blocks = {name: cache(section.make) for name, section in SECTIONS.items()}
     texts = {page: page.read_text(encoding="utf-8") for page in find_pages()}
     contents = {page: fill(page, text, GENERATORS, blocks) for page, text in texts.items()}
     uses = find_uses(contents)

@@ -145,12 +145,10 @@ def draw_training() -> Figure:
     return figure
 
 
-FIGURES: dict[Path, Callable[[], Figure]] = {FOLDER / "decode.svg": _decode}
+FIGURES: dict[Path, Callable[[], Figure]] = {FOLDER / "decode.svg": _decode, frontier.FIGURE: draw_frontier}
 """What draws each figure whose results are there."""
 if prefill_files():
     FIGURES[FOLDER / "prefill.svg"] = draw_prefill
-if all(path.exists() for path in frontier.AWAITED):
-    FIGURES[frontier.FIGURE] = draw_frontier
 if pass_files():
     FIGURES[FIGURE] = draw_training
 

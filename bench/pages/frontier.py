@@ -17,8 +17,6 @@ FIGURE = ROOT / "docs" / "figures" / "frontier.svg"
 FOLDER = H200 / "frontier"
 _DEFAULT, _WIDE = 512, 2048
 """The budgets of `unique` and of `unique_wide`."""
-AWAITED = [FOLDER / f"decode_{name}.jsonl" for name in ("dense", _DEFAULT, _WIDE)]
-"""Files without which there is no frontier; other budgets are shown if they were measured."""
 _NEEDLES = RESULTS / "h200" / "accuracy" / "quarters.jsonl"
 _NEEDLE_TOKENS = 16384
 """The context of the needles."""

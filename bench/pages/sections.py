@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from bench.common.pages import Block
 from bench.pages import (
@@ -30,12 +29,6 @@ class Section:
     """Makes the block."""
     may_be_unused: bool = False
     """Whether it is no mistake that no page holds it."""
-    waits_for: Sequence[Path] = ()
-    """Result files of runs that are still to be made: until all of them are there, the block is empty."""
-
-    def block(self) -> Block:
-        """Makes the block, without a text while it waits."""
-        return self.make() if all(path.exists() for path in self.waits_for) else Block("")
 
 
 SECTIONS: dict[str, Section] = {
@@ -50,7 +43,7 @@ SECTIONS: dict[str, Section] = {
     "served": Section(quality.served),
     "next-tokens": Section(quality.next_tokens),
     "tuned": Section(quality.tuned),
-    "frontier": Section(frontier.frontier, waits_for=frontier.AWAITED),
+    "frontier": Section(frontier.frontier),
     "lossless": Section(quality.lossless),
     "lossless-answers-gpu": Section(quality.lossless_answers_gpu),
     "mixes": Section(quality.mixes),
@@ -63,24 +56,24 @@ SECTIONS: dict[str, Section] = {
     "operations": Section(serving.operations),
     "threads-cpu": Section(serving.threads_cpu),
     "meter": Section(serving.meter),
-    "meter-gpu": Section(serving.meter_gpu, waits_for=serving.METER),
+    "meter-gpu": Section(serving.meter_gpu),
     "decode-gpu": Section(serving.decode_gpu),
     "decode-batches": Section(serving.decode_batches),
     "decode-routed": Section(serving.decode_routed),
     "decode-more": Section(serving.decode_more),
     "decode-stopping": Section(serving.decode_stopping),
     "lossless-gpu": Section(serving.lossless_gpu),
-    "lossless-adaptive": Section(serving.lossless_adaptive, waits_for=[serving.ADAPTIVE]),
+    "lossless-adaptive": Section(serving.lossless_adaptive),
     "serve-gpu": Section(serving.serve_gpu),
     "serve-prefill": Section(serving.serve_prefill),
-    "serve-few-clients": Section(serving.serve_few_clients, waits_for=[serving.FEW_CLIENTS]),
+    "serve-few-clients": Section(serving.serve_few_clients),
     "prefill-gpu": Section(prefill.prefill_gpu),
-    "zipvl-gpu": Section(prefill.zipvl_gpu, waits_for=[prefill.ZIPVL]),
+    "zipvl-gpu": Section(prefill.zipvl_gpu),
     "prefill-kernels": Section(kernels.prefill_kernels),
     "kernels-gpu": Section(kernels.kernels_gpu),
     "kernels-budgets": Section(kernels.kernels_budgets),
-    "budgets-by-request": Section(kernels.budgets_by_request, waits_for=[kernels.BUDGETS]),
-    "coverage-cost": Section(kernels.coverage_cost, waits_for=[kernels.COVERAGE]),
+    "budgets-by-request": Section(kernels.budgets_by_request),
+    "coverage-cost": Section(kernels.coverage_cost),
     "kernels-groups": Section(kernels.kernels_groups),
     "routing-gpu": Section(kernels.routing_gpu),
     "stop-gpu": Section(kernels.stop_gpu),
@@ -88,7 +81,7 @@ SECTIONS: dict[str, Section] = {
     "training-passes": Section(training.passes),
     "training-steps": Section(training.steps),
     "compaction-users": Section(compaction.users),
-    "compaction-soak": Section(compaction.soak, waits_for=[compaction.SOAK]),
+    "compaction-soak": Section(compaction.soak),
     "compaction-time": Section(compaction.times),
     "compaction-identical": Section(compaction.identical),
     "compaction-stream": Section(compaction.streams),

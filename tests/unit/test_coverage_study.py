@@ -57,7 +57,7 @@ def test_what_a_rule_reads_has_the_weight_that_it_is_said_to_have(layer):
 
 def test_the_page_is_up_to_date_and_shows_an_interval_over_documents(tmp_path, monkeypatch):
     assert report.PAGE.read_text(encoding="utf-8") == report.render()
-    about = json.loads((RESULTS / "cpu-2core/coverage/needle-8m.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    about = json.loads((RESULTS / "h200/coverage/needle-8m.jsonl").read_text(encoding="utf-8").splitlines()[0])
     rows = [
         {"context_tokens": 4096, "document": f"d{n // 2}", "what": "text", "rule": "largest", "target": 0.9}
         | {"mass": [share, share], "pages": [10.0, 30.0], "below": [0.0, 0.5]}
@@ -189,7 +189,7 @@ def test_answers_are_asked_under_every_setting_and_go_on_where_time_ended_them(t
 
 
 def answer_file(path: Path) -> Path:
-    about = json.loads((RESULTS / "cpu-2core/coverage/needle-8m.jsonl").read_text(encoding="utf-8").splitlines()[0])
+    about = json.loads((RESULTS / "h200/coverage/needle-8m.jsonl").read_text(encoding="utf-8").splitlines()[0])
     found = {
         ("dense", 1.0): (500.0, {"kv-0": "1111", "multikey-0": "1111"}),
         ("fixed", 64): (8.0, {"kv-0": "0000", "multikey-0": "1000"}),

@@ -7,9 +7,10 @@ import pytest
 
 from vllm_sparse_plugin.diagnostics import live
 from vllm_sparse_plugin.lossless.drafter import PaceWatch
-from vllm_sparse_plugin.lossless.pace import DraftPace
+from vllm_sparse_plugin.lossless.pace import DraftPace, Load
 
 MOST = 8
+SMALL, LARGE = Load.of([4000]), Load.of([4000] * 24)
 MODELS = {
     "drafts cost what steps cost": (0.99, 1.0, 0),
     "drafts are nearly free and right": (0.99, 0.01, 8),
@@ -30,15 +31,17 @@ class Engine:
         self.pace = DraftPace(range(MOST + 1))
         self.rng = random.Random(0)
 
-    def run(self, acceptance: float, cost: float, steps: int) -> tuple[Counter[int], float]:
+    def run(
+        self, acceptance: float, cost: float, steps: int, load: Load = SMALL, dense: float = 1.0
+    ) -> tuple[Counter[int], float]:
         """Returns how often drafts of each length were made, and tokens by second."""
         lengths, tokens, seconds = Counter(), 0, 0.0
         for _ in range(steps):
-            drafts = self.pace.choose()
+            drafts = self.pace.choose(load)
             accepted = next((i for i in range(drafts) if self.rng.random() >= acceptance), drafts)
-            took = (1 + cost * drafts) * self.rng.uniform(0.9, 1.1)
+            took = (dense + cost * drafts) * self.rng.uniform(0.9, 1.1)
             self.pace.observe_drafts(drafts, accepted)
-            self.pace.observe_step(drafts, took)
+            self.pace.observe_step(drafts, took, load)
             lengths[drafts] += 1
             tokens, seconds = tokens + accepted + 1, seconds + took
         return lengths, tokens / seconds
@@ -52,7 +55,7 @@ def test_the_best_length_is_found_and_looking_for_it_costs_little(name):
     engine.run(acceptance, cost, 150)
     lengths, reached = engine.run(acceptance, cost, 3000)
     assert reached > 0.96 * rate(acceptance, cost, best)
-    assert engine.pace.gain() == pytest.approx(rate(acceptance, cost, best), rel=0.2)
+    assert engine.pace.gain(SMALL) == pytest.approx(rate(acceptance, cost, best), rel=0.2)
     # It goes on looking at the other end.
     assert lengths[MOST if best < MOST else 0] >= 3
 
@@ -60,25 +63,68 @@ def test_the_best_length_is_found_and_looking_for_it_costs_little(name):
 def test_the_length_follows_the_text():
     engine = Engine()
     engine.run(0.99, 0.05, 200)
-    assert engine.pace.best() == MOST
+    assert engine.pace.best(SMALL) == MOST
     engine.run(0.1, 0.05, 200)
-    assert engine.pace.best() <= 2
+    assert engine.pace.best(SMALL) <= 2
     engine.run(0.99, 0.05, 400)
-    assert engine.pace.best() == MOST
+    assert engine.pace.best(SMALL) == MOST
+
+
+def test_what_a_large_load_took_says_nothing_about_a_small_one():
+    engine = Engine()
+    # Dense steps of 24 long contexts are slow, so the longest drafts pay; one context alone has quick ones.
+    engine.run(0.9, 1.0, 200, LARGE, dense=5.0)
+    assert engine.pace.best(LARGE) >= 4
+    lengths, _ = engine.run(0.9, 1.0, 40, SMALL, dense=1.6)
+    assert engine.pace.best(SMALL) in (2, 3)
+    assert lengths.most_common(1)[0][0] in (2, 3)
+    assert engine.pace.best(LARGE) >= 4
+
+
+def test_a_first_step_that_was_held_up_is_forgotten():
+    engine = Engine()
+    engine.pace.observe_step(0, 100.0, SMALL)
+    engine.run(0.9, 1.0, 30)
+    assert engine.pace.best(SMALL) <= 3
+
+
+def test_a_context_that_doubles_goes_on_from_what_is_known():
+    engine = Engine()
+    engine.run(0.99, 0.01, 40)
+    lengths, _ = engine.run(0.99, 0.01, 10, Load.of([8000]))
+    assert lengths[MOST] >= 9
+
+
+def test_a_load_that_shrinks_takes_its_times_along():
+    engine = Engine()
+    engine.run(0.9, 0.5, 40, LARGE, dense=4.0)
+    before = engine.pace.gain(LARGE)
+    half = Load.of([4000] * 12)
+    assert engine.pace.gain(half) == pytest.approx(before)
+    # Its first step took half the time, so it is taken that all would.
+    engine.pace.observe_step(MOST, 4.0, half)
+    assert engine.pace.gain(half) == pytest.approx(before)
+    assert engine.pace.gain(LARGE) == pytest.approx(before)
+
+
+def test_a_load_is_a_matter_of_requests_and_tokens():
+    assert Load.of([4000] * 5) == Load.of([4100] * 7)
+    assert Load.of([4000] * 7) != Load.of([3500] * 8)
+    assert Load.of([4000]) != Load.of([8200])
 
 
 def test_a_step_that_was_held_up_changes_little():
     engine = Engine()
     engine.run(0.95, 0.02, 200)
-    before = engine.pace.gain()
-    engine.pace.observe_step(MOST, 1000.0)
-    assert engine.pace.gain() > before / 2
+    before = engine.pace.gain(SMALL)
+    engine.pace.observe_step(MOST, 1000.0, SMALL)
+    assert engine.pace.gain(SMALL) > before / 2
 
 
 def test_nothing_is_known_before_two_lengths_are():
     pace = DraftPace(range(MOST + 1))
-    pace.observe_step(MOST, 1.0)
-    assert (pace.best(), pace.gain()) == (MOST, 1.0)
+    pace.observe_step(MOST, 1.0, SMALL)
+    assert (pace.best(SMALL), pace.gain(SMALL)) == (MOST, 1.0)
 
 
 @pytest.fixture
@@ -87,37 +133,37 @@ def watch(monkeypatch):
     watch = PaceWatch(MOST)
     watch.seen = []
     monkeypatch.setattr(
-        watch.pace, "observe_step", lambda drafts, seconds: watch.seen.append(("step", drafts, seconds))
+        watch.pace, "observe_step", lambda drafts, seconds, load: watch.seen.append(("step", drafts, seconds, load))
     )
     monkeypatch.setattr(watch.pace, "observe_drafts", lambda drafts, accepted: watch.seen.append((drafts, accepted)))
-    monkeypatch.setattr(watch.pace, "choose", lambda: 4)
+    monkeypatch.setattr(watch.pace, "choose", lambda load: 4)
     return watch
 
 
 def test_a_step_of_the_same_requests_is_measured(watch):
-    assert watch.step({"a": 1, "b": 1}, [8, 8], 1.0) == [4, 4]
+    assert watch.step({"a": 1, "b": 1}, [8, 8], SMALL, 1.0) == [4, 4]
     assert watch.seen == []
-    assert watch.step({"b": 5, "a": 2}, [8, 3], 3.5) == [4, 3]
-    assert watch.seen == [(4, 1), (4, 4), ("step", 4, 2.5)]
+    assert watch.step({"b": 5, "a": 2}, [8, 3], SMALL, 3.5) == [4, 3]
+    assert watch.seen == [(4, 1), (4, 4), ("step", 4, 2.5, SMALL)]
 
 
 @pytest.mark.parametrize(
     "made", [{"a": 3}, {"a": 3, "b": 0}, {"a": 3, "b": 2, "c": 1}, {"a": 3, "c": 2}], ids=lambda made: str(made)
 )
 def test_steps_with_prompts_in_them_say_nothing_about_time(watch, made):
-    watch.step({"a": 1, "b": 1}, [8, 8], 1.0)
-    watch.step(made, [8] * len(made), 2.0)
+    watch.step({"a": 1, "b": 1}, [8, 8], SMALL, 1.0)
+    watch.step(made, [8] * len(made), SMALL, 2.0)
     assert (4, 2) in watch.seen
     assert all(len(each) == 2 for each in watch.seen)
 
 
 def test_requests_with_drafts_of_different_lengths_say_nothing_about_time(watch):
-    watch.step({"a": 1, "b": 1}, [8, 2], 1.0)
-    watch.step({"a": 3, "b": 2}, [8, 8], 2.0)
+    watch.step({"a": 1, "b": 1}, [8, 2], SMALL, 1.0)
+    watch.step({"a": 3, "b": 2}, [8, 8], SMALL, 2.0)
     assert watch.seen == [(4, 2), (2, 1)]
 
 
 def test_contexts_too_short_to_draft_for_say_nothing(watch):
-    assert watch.step({"a": 1}, [0], 1.0) == [0]
-    assert watch.step({"a": 1}, [8], 2.0) == [4]
+    assert watch.step({"a": 1}, [0], SMALL, 1.0) == [0]
+    assert watch.step({"a": 1}, [8], SMALL, 2.0) == [4]
     assert watch.seen == []

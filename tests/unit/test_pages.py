@@ -157,15 +157,6 @@ def test_a_stale_page_is_refused_and_then_written(results, monkeypatch, capsys):
     assert "`selection.page_size`" in page.read_text()
 
 
-def test_a_block_is_empty_until_all_the_files_are_there_that_it_waits_for(tmp_path):
-    awaited = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
-    section = Section(lambda: Block("seen"), waits_for=awaited)
-    for path in awaited:
-        assert section.block() == Block("")
-        path.touch()
-    assert section.block() == Block("seen")
-
-
 def test_figures_are_the_same_every_time_and_a_changed_one_is_seen(tmp_path):
     pytest.importorskip("matplotlib")
     make = figures.FIGURES[figures.FOLDER / "decode.svg"]

@@ -21,7 +21,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.diagnostics import live
 from vllm_sparse_plugin.engine_settings import settings_of
-from vllm_sparse_plugin.lossless.pace import DraftPace
+from vllm_sparse_plugin.lossless.pace import DraftPace, Load
 from vllm_sparse_plugin.names import BACKENDS
 
 
@@ -83,7 +83,7 @@ class SparseDrafter:
             made = {
                 name: len(tokens) for name, tokens in zip(runner.input_batch.req_ids, sampled_token_ids, strict=True)
             }
-            wanted = self.watch.step(made, wanted, time.perf_counter())
+            wanted = self.watch.step(made, wanted, Load.of(lengths), time.perf_counter())
         drafts: list[list[int]] = [[] for _ in wanted]
         newest = [int(token_ids_cpu[request, length - 1]) for request, length in enumerate(lengths)]
         for index in range(max(wanted, default=0)):
@@ -149,12 +149,13 @@ class PaceWatch:
         self._drafts: dict[str, int] = {}
         self._began = 0.0
 
-    def step(self, made: Mapping[str, int], allowed: Sequence[int], now: float) -> list[int]:
+    def step(self, made: Mapping[str, int], allowed: Sequence[int], load: Load, now: float) -> list[int]:
         """Takes what a step has made; returns how many tokens to draft for each of its requests.
 
         Args:
             made: tokens that the step has made of each request; 0 for one whose prompt is not finished.
             allowed: how many may be drafted for each.
+            load: of the next step.
             now: time in seconds.
         """
         for name, drafts in self._drafts.items():
@@ -163,13 +164,13 @@ class PaceWatch:
         lengths = set(self._drafts.values())
         # Other steps have computed prompts, or waited for requests.
         if len(lengths) == 1 and self._drafts.keys() == made.keys() and all(made.values()):
-            self.pace.observe_step(lengths.pop(), now - self._began)
-            live.record_gain(self.pace.gain())
+            self.pace.observe_step(lengths.pop(), now - self._began, load)
+            live.record_gain(self.pace.gain(load))
         if not any(allowed):
             # Contexts that are too short say nothing about others.
             self._drafts = {}
             return list(allowed)
-        most = self.pace.choose()
+        most = self.pace.choose(load)
         wanted = [min(most, each) for each in allowed]
         self._drafts, self._began = dict(zip(made, wanted, strict=True)), now
         return wanted

@@ -13,7 +13,7 @@ from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.config import DraftRule
 from vllm_sparse_plugin.diagnostics import live
 from vllm_sparse_plugin.engine_settings import settings_of
-from vllm_sparse_plugin.lossless.pace import DraftPace
+from vllm_sparse_plugin.lossless.pace import DraftPace, Load
 from vllm_sparse_plugin.names import BACKENDS
 
 _HOLD = 2
@@ -57,7 +57,8 @@ class StepLengths:
             self._held = _HOLD
             return 0
         if self._held == _HOLD:
-            self._chosen, self._held = self.pace.choose(), 0
+            load = Load.of(request.num_tokens for request in self.scheduler.running)
+            self._chosen, self._held = self.pace.choose(load), 0
         self._held += 1
         return self._chosen
 
@@ -78,6 +79,7 @@ class StepLengths:
         verified = {len(drafts.get(name, ())) for name in made}
         same = verified == {scheduled.num_spec_tokens_to_schedule} and self._requests == made.keys()
         if same and drafted_for and all(made.values()):
-            self.pace.observe_step(verified.pop(), now - self._began)
-            live.record_gain(self.pace.gain())
+            load = Load.of(self.scheduler.requests[name].num_tokens for name in made)
+            self.pace.observe_step(verified.pop(), now - self._began, load)
+            live.record_gain(self.pace.gain(load))
         self._requests, self._began = set(made), now
