@@ -196,24 +196,121 @@ def test_results_are_finite(lengths, heads, kind, temperature, equal):
         assert result.isfinite().all()
 
 
-@pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
-@pytest.mark.parametrize(
-    ("kind", "record_format", "group", "temperature"),
-    [("mean_and_spread", "int8", 3, 0.5), ("quarters", "int4", 2, 0.5), ("quarters", "int4", 2, None)],
-)
-def test_kernels_are_as_accurate_as_the_reference(device, kind, record_format, group, temperature):
+def assert_kernels_are_accurate(device, inputs, packing, mask, kind) -> list[torch.Tensor]:
+    """Holds the kernels to the reference in float32 and returns their results."""
     from sparse_kernels.masked_attention import triton
 
-    packing, mask = Packing((46, 5)), PageMask(PageSelection(3, 1, 1, 0.7), 8, temperature)
-    inputs = draw(51, heads=1, group=group)
+    record_format = KINDS[kind].formats[0]
     exact, single = (
         results(reference.masked_attention, [x.to(dtype) for x in inputs], packing, mask, kind, record_format)
         for dtype in (torch.float64, torch.float32)
     )
     on_device = [x.float().to(device) for x in inputs]
-    got = results(triton.masked_attention, on_device, packing, mask, kind, record_format)
+    got = [x.cpu() for x in results(triton.masked_attention, on_device, packing, mask, kind, record_format)]
     for actual, wanted, low in zip(got, exact, single, strict=True):
-        assert_as_accurate(actual.cpu(), wanted, low)
+        assert_as_accurate(actual, wanted, low)
+    return got
+
+
+@pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
+@pytest.mark.parametrize(
+    ("kind", "group", "temperature"),
+    [("mean_and_spread", 3, 0.5), ("quarters", 2, 0.5), ("mean_and_spread", 3, None), ("quarters", 2, None)],
+)
+def test_kernels_are_as_accurate_as_the_reference(device, kind, group, temperature):
+    mask = PageMask(PageSelection(3, 1, 1, 0.7), 8, temperature)
+    assert_kernels_are_accurate(device, draw(51, heads=1, group=group), Packing((46, 5)), mask, kind)
+
+
+CASES = {
+    "a context that is attended whole": ((38,), PageMask(PageSelection(3, 1, 1, 0.7), 4, dense_tokens=21), 2, 2, 16),
+    "no page but those of the scores": ((33,), PageMask(PageSelection(4, 0, 0, 0.7), 2), 1, 1, 16),
+    "many heads of a size that is padded": ((23, 1, 7), PageMask(PageSelection(3, 1, 1, 0.7), 4), 1, 16, 24),
+    "larger pages": ((67,), PageMask(PageSelection(3, 1, 1, 0.7), 16), 1, 4, 16),
+    "sequences without a complete page": ((3, 7), PageMask(PageSelection(3, 1, 1, 0.7), 8), 1, 2, 16),
+}
+"""Lengths of sequences, the mask, KV heads, query heads of a group, and the head size."""
+
+
+@pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_of_the_hard_mask_in_many_parts(device, name, monkeypatch):
+    from sparse_kernels.masked_attention import lists, scores
+
+    # Scores are those of a piece at a time; every page has several parts, and one head's pages are in memory at a time.
+    monkeypatch.setattr(scores, "_BYTES_AT_ONCE", 1)
+    for module in (scores, lists):
+        monkeypatch.setattr(module, "PIECE", 32)
+    monkeypatch.setattr(lists, "_READERS", 4)
+    monkeypatch.setattr(lists, "_JOINED_BYTES", 1)
+    lengths, mask, heads, group, size = CASES[name]
+    inputs = draw(sum(lengths), heads, group, size=size)
+    assert_kernels_are_accurate(device, inputs, Packing(lengths), mask, "mean_and_spread")
+
+
+@pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
+@pytest.mark.parametrize("name", CASES)
+def test_kernels_of_the_soft_mask_in_many_parts(device, name, monkeypatch):
+    from sparse_kernels.masked_attention import scores, triton
+
+    # A part is a piece, a piece has several tiles, and a tile has the fewest rows and keys that a product can have.
+    monkeypatch.setattr(scores, "_BYTES_AT_ONCE", 1)
+    for module in (scores, triton):
+        monkeypatch.setattr(module, "PIECE", 32)
+    for launch in ("_FORWARD", "_QUERY_GRADIENT", "_KEY_GRADIENT", "_SCORED_QUERIES", "_SCORED_RECORDS"):
+        monkeypatch.setattr(triton, launch, triton._Launch(rows=32, columns=16, num_warps=4, num_stages=1))
+    lengths, mask, heads, group, size = CASES[name]
+    inputs, mask = draw(sum(lengths), heads, group, size=size), replace(mask, temperature=0.5)
+    assert_kernels_are_accurate(device, inputs, Packing(lengths), mask, "mean_and_spread")
+
+
+@NO_TRITON
+def test_more_pairs_than_are_numbered_are_refused():
+    from sparse_kernels.masked_attention import lists, scores
+
+    tokens = 1 << 27
+    query, key = (torch.empty(tokens, heads, 16, device="meta") for heads in (2, 1))
+    call = scores.Call(Packing((tokens,)), PageMask(PageSelection(16, 1, 1, 1.0), 8), 1.0, 1, 2, 1, 16)
+    with pytest.raises(ValueError, match=r"got 134217728 tokens that read up to 17 pages.*fewer than 2\^31"):
+        lists.listed_attention(query, key, key, (key, None, None), call)
+
+
+@pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
+@pytest.mark.parametrize("temperature", [None, 0.5])
+def test_kernels_read_the_first_of_equal_pages(device, temperature):
+    query, key, value = draw(36, heads=1, group=2)
+    # Equal keys and heads: gradients go to the first of equal vectors, of the first of equal heads. Scores are exact.
+    inputs = [query[:, :1].round().expand(-1, 2, -1), torch.ones_like(key), value]
+    mask = PageMask(PageSelection(4, 1, 1, 0.7), 4, temperature)
+    assert_kernels_are_accurate(device, inputs, Packing((36,)), mask, "quarters")
+
+
+@pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
+def test_a_page_that_nobody_reads_has_no_gradient(device):
+    query, key, value = draw(24, heads=1, group=2)
+    # Pages of one token: the fourth scores less than any other, and is not read as the newest either.
+    query[..., 0], key[..., 0] = 8.0, 1.0
+    key[3, :, 0] = -8.0
+    mask = PageMask(PageSelection(2, 1, 0, 0.0), 1)
+    *_, of_key, of_value = assert_kernels_are_accurate(
+        device, [query, key, value], Packing((24,)), mask, "mean_and_spread"
+    )
+    unread = (of_value == 0).all(dim=(1, 2))
+    assert unread[3]
+    assert not unread[0]
+    assert (of_key[unread] == 0).all()
+
+
+@pytest.mark.parametrize("device", [ON_CPU])
+@pytest.mark.parametrize("temperature", [None, 0.5])
+def test_kernels_read_nothing_that_they_did_not_write(device, temperature):
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN and the largest integers
+    try:
+        mask = PageMask(PageSelection(3, 1, 1, 0.7), 4, temperature, dense_tokens=15)
+        inputs = draw(29, heads=2, group=3, size=24)
+        assert_kernels_are_accurate(device, inputs, Packing((24, 5)), mask, "quarters")
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu
@@ -225,6 +322,8 @@ def test_kernels_keep_to_the_reference_in_bfloat16(kind, temperature):
     inputs = [x.bfloat16().cuda() for x in draw(packing.num_tokens, heads=2, group=4, size=128)]
     record_format = KINDS[kind].formats[0]
     got = results(masked_attention, inputs, packing, mask, kind, record_format)
+    again = results(masked_attention, inputs, packing, mask, kind, record_format)
+    assert all(torch.equal(*pair) for pair in zip(got, again, strict=True))
     wanted = results(reference.masked_attention, inputs, packing, mask, kind, record_format)
     for actual, low in zip(got, wanted, strict=True):
         error = (actual.double() - low.double()).norm() / low.double().norm()

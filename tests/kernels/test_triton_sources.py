@@ -14,8 +14,21 @@ BLOCKS = ["_summarise", "_block_logits", "_measure", "_choose", "_group_queries"
 """Kernels of block-sparse prefill."""
 COVERAGE = ("_page_logits", "_add_up", "_weigh", "_count")
 PREFILL = ("_probe_sums", "_join_sums", "_column_sums", "_attend_kept")
-MASKED = ("_page_scores", "_thresholds", "_forward", "_query_gradient", "_key_gradient")
-"""Kernels of attention under a page mask."""
+OF_SCORES = ("scores._page_scores", "scores._row_products")
+MASKED = {
+    "0.5": [
+        *OF_SCORES,
+        *(
+            f"masked.{x}"
+            for x in ("_soften", "_forward", "_query_gradient", "_key_gradient", "_scored_queries", "_scored_records")
+        ),
+    ],
+    "None": [
+        *OF_SCORES,
+        *(f"lists.{x}" for x in ("_list_pages", "_page_outputs", "_page_gradients", "_join_parts", "_join_pages")),
+    ],
+}
+"""Kernels of attention under a page mask of a temperature."""
 LEAST_SHARED_BYTES = 99 * 1024
 """Shared memory of a block on the smallest GPUs that are served."""
 CODE = """
@@ -152,19 +165,22 @@ OF_TRAINING = (
     CODE.partition("write._write_cache, scores")[0]
     + """
 from sparse_kernels.batch import PageSelection
-from sparse_kernels.masked_attention import PageMask, Packing, page_records, triton as masked
+from sparse_kernels.masked_attention import PageMask, Packing, lists, page_records, scores, triton as masked
 
-for name in sys.argv[3:]:
-    setattr(masked, name, Compile(getattr(masked, name)))
+for module, name in (place.split(".") for place in sys.argv[4:]):
+    setattr(globals()[module], name, Compile(getattr(globals()[module], name)))
 kind, packing = KINDS[sys.argv[2]], Packing((40, 30))
 query = torch.zeros(70, 8, 64).bfloat16().requires_grad_()
 key, value = (torch.zeros(70, 2, 64).bfloat16().requires_grad_() for _ in range(2))
 records = page_records(key, packing, 8, kind, kind.formats[0])
-mask = PageMask(PageSelection(3, 1, 1, 1.0), 8, temperature=0.5)
+mask = PageMask(PageSelection(3, 1, 1, 1.0), 8, temperature=float(sys.argv[3]) if sys.argv[3] != "None" else None)
 masked.masked_attention(query, key, value, records, packing, mask, 0.125).sum().backward()
 """
 )
 
 
-def test_kernels_of_training_compile() -> None:
-    assert compiled(OF_TRAINING, "90", "quarters", *MASKED) == len(MASKED)
+@pytest.mark.parametrize(("temperature", "twice"), [("0.5", 2), ("None", 1)])
+def test_kernels_of_training_compile(temperature: str, twice: int) -> None:
+    # Scores are computed and softened in both passes; pages' outputs and gradients are joined by one kernel.
+    names = MASKED[temperature]
+    assert compiled(OF_TRAINING, "90", "quarters", temperature, *names) == len(names) + twice

@@ -24,7 +24,7 @@ class Sequence(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """Pieces of sequences, for kernels that work on one each: `[num_tiles]` int32, the longest contexts first."""
+    """Pieces of sequences, for kernels that work on one each: `[num_tiles]` int32, in the order of their tokens."""
 
     start: torch.Tensor
     """The piece's first position in its sequence."""
@@ -62,6 +62,10 @@ class Packing:
         """Returns the tokens of each complete page: `[num_pages, page_size]` int64."""
         return _page_tokens(self, page_size, device)
 
+    def page_starts(self, page_size: int, device: torch.device) -> torch.Tensor:
+        """Returns the first token of each page, incomplete ones included, and after them `num_tokens`: int32."""
+        return _page_starts(self, page_size, device)
+
     def tiles(self, tokens: int, page_size: int, device: torch.device) -> Tiles:
         """Returns the sequences in pieces of `tokens` tokens."""
         return _tiles(self, tokens, page_size, device)
@@ -76,12 +80,16 @@ def _page_tokens(packing: Packing, page_size: int, device: torch.device) -> torc
     return (torch.cat(firsts)[:, None] + torch.arange(page_size)).to(device)
 
 
+@lru_cache(maxsize=8)
+def _page_starts(packing: Packing, page_size: int, device: torch.device) -> torch.Tensor:
+    starts = [torch.arange(begin, begin + length, page_size) for begin, length, _, _ in packing.sequences(page_size)]
+    return torch.cat([*starts, torch.tensor([packing.num_tokens])]).to(device, torch.int32)
+
+
 @lru_cache(maxsize=16)
 def _tiles(packing: Packing, tokens: int, page_size: int, device: torch.device) -> Tiles:
     parts = []
     for begin, length, first_page, _ in packing.sequences(page_size):
         start = torch.arange(0, length, tokens)
         parts.append(torch.stack([start, *(torch.full_like(start, x) for x in (begin, length, first_page))]))
-    tiles = torch.cat(parts, dim=1)
-    order = tiles[0].argsort(descending=True, stable=True)
-    return Tiles(*tiles[:, order].to(device, torch.int32).unbind())
+    return Tiles(*torch.cat(parts, dim=1).to(device, torch.int32).unbind())

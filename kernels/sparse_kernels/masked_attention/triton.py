@@ -1,353 +1,241 @@
-"""Attention under a page mask on a GPU, forward and backward in the manner of FlashAttention.
+"""Attention under a page mask on a GPU, forward and backward: the soft mask, in the manner of FlashAttention.
 
-A row of a tile is a query head of a token; the heads of a group lie side by side, since they share a mask. Kernels that
-attend compute the scores of a tile's pages anew, by one small product more for each tile of keys, and compare them with
-a threshold kept for each token and KV head. The thresholds are found before, some tokens at a time: only their scores
-are ever in memory, and never more than `_SCORES_AT_ONCE` of them.
+A row of a tile is a query head of a token; the heads of a group lie side by side, since they share a mask. Some tokens
+at a time, the pages' scores are computed once and become log m in place, which the kernels that attend read: a number
+for a token, KV head and page beside a group's heads and a page's keys. Beside it there is, in the backward pass, which
+head and vector has each score, and nothing else of that size.
+
+In the backward pass the kernel of the queries writes what the scores' gradients are over log m, so that these go on to
+the head and vector that won, in two kernels of their own. Gradients of keys, values and records are added up in
+float32, part of the tokens after part and in each by one program, so that results do not depend on the launch.
+
+The hard mask reads few pages and has kernels of its own (`lists.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from sparse_kernels.masked_attention.lists import listed_attention
 from sparse_kernels.masked_attention.packing import Packing, Tiles
 from sparse_kernels.masked_attention.records import PageRecords
 from sparse_kernels.masked_attention.rule import PageMask
-
-_LOG2E = tl.constexpr(1.4426950408889634)
-_NOTHING = tl.constexpr(-1e30)
-"""Less than any logit, and finite, so that a tile without anything to read makes no NaN."""
-_SCORES_AT_ONCE = 1 << 26
-"""Scores of pages that are in memory while thresholds are found, 256 MiB."""
-
-
-@triton.jit
-def _rows(pointer, token, group_head, exists, heads_stride, HEAD, GROUP, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr):
-    """Loads the rows of a tile: `[ROWS, DIMS]`, zero where there is none."""
-    dim = tl.arange(0, DIMS)
-    place = token.to(tl.int64) * heads_stride + (HEAD * GROUP + group_head) * HEAD_SIZE
-    return tl.load(
-        pointer + place[:, None] + dim[None, :], mask=exists[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0
-    )
-
-
-@triton.jit
-def _of_heads(pointer, token, exists, head, HEADS, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr):
-    """Loads keys, values or records of a KV head: `[len(token), DIMS]`, zero where there are none."""
-    dim = tl.arange(0, DIMS)
-    place = (token.to(tl.int64) * HEADS + head) * HEAD_SIZE
-    return tl.load(
-        pointer + place[:, None] + dim[None, :], mask=exists[:, None] & (dim < HEAD_SIZE)[None, :], other=0.0
-    )
+from sparse_kernels.masked_attention.scores import (
+    LOG2E,
+    NOTHING,
+    PIECE,
+    PIECES,
+    Call,
+    Part,
+    Records,
+    norms,
+    of_heads,
+    row_products,
+    rows,
+    scores_in_parts,
+    tile_of,
+    tile_rows,
+)
 
 
-@triton.jit
-def _norms(query, std_weight):
-    query = query.to(tl.float32)
-    return tl.sqrt_rn(tl.sum(query * query, axis=1)) * std_weight
+class _Launch(NamedTuple):
+    """How a kernel is launched."""
+
+    rows: int
+    """Query heads of tokens that a program works on at a time."""
+    columns: int
+    """Keys, or vectors of pages, that it works on at a time."""
+    num_warps: int
+    num_stages: int
+    """At least 2 for gradients of queries: log m of a tile must be loaded before any thread writes over it."""
 
 
-@triton.jit
-def _tile_rows(
-    query_ptr,
-    start,
-    begin,
-    length,
-    head,
-    std_weight,
-    HEADS,
-    GROUP,
-    PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    DIMS: tl.constexpr,
-):
-    """Returns of each row of a tile its position, its head in the group, whether it exists, its query and the norm."""
-    row = tl.arange(0, TOKENS * PADDED)
-    position, group_head = start + row // PADDED, row % PADDED
-    exists = (position < length) & (group_head < GROUP)
-    query = _rows(query_ptr, begin + position, group_head, exists, HEADS * GROUP * HEAD_SIZE, head, GROUP,
-                  HEAD_SIZE, DIMS)  # fmt: skip
-    return position, group_head, exists, query, _norms(query, std_weight)
+_FORWARD = _Launch(rows=128, columns=64, num_warps=8, num_stages=3)
+_QUERY_GRADIENT = _Launch(rows=128, columns=64, num_warps=8, num_stages=2)
+_KEY_GRADIENT = _Launch(rows=64, columns=128, num_warps=8, num_stages=2)
+_SCORED_QUERIES = _Launch(rows=128, columns=64, num_warps=8, num_stages=2)
+_SCORED_RECORDS = _Launch(rows=64, columns=128, num_warps=8, num_stages=2)
+_MUCH_SHARED_MEMORY = 160 << 10
+"""Bytes that a multiprocessor must have for these; on GPUs with less, tiles are half as long both ways."""
 
 
 @triton.jit
-def _bounds(threshold_ptr, last_tie_ptr, begin, token, length, head, HEADS):
-    """Returns the threshold of each token of a tile, and the last page that is read among those that equal it."""
-    of_token = (begin + token).to(tl.int64) * HEADS + head
-    threshold = tl.load(threshold_ptr + of_token, mask=token < length, other=0.0)
-    return threshold, tl.load(last_tie_ptr + of_token, mask=token < length, other=0)
+def _repeated(x, FIRST: tl.constexpr, SECOND: tl.constexpr):
+    """Repeats each number along both axes, so often."""
+    x = tl.broadcast_to(x[:, None, :, None], (x.shape[0], FIRST, x.shape[1], SECOND))
+    return tl.reshape(x, (x.shape[0] * FIRST, x.shape[2] * SECOND))
 
 
 @triton.jit
-def _row_scores(
-    query,
-    norm,
-    page,
-    exists,
-    head,
-    HEADS,
-    stored_ptr,
-    scales_ptr,
-    spread_ptr,
-    VECTORS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    DIMS: tl.constexpr,
-):
-    """Scores pages for each row: the scores and the vectors that won, `[ROWS, PAGES]`."""
-    best = tl.full((query.shape[0], page.shape[0]), float("-inf"), tl.float32)
-    which = tl.zeros((query.shape[0], page.shape[0]), tl.int32)
-    for v in tl.static_range(VECTORS):
-        index = (page.to(tl.int64) * HEADS + head) * VECTORS + v
-        dim = tl.arange(0, DIMS)
-        x = tl.load(
-            stored_ptr + index[:, None] * HEAD_SIZE + dim[None, :],
-            mask=exists[:, None] & (dim < HEAD_SIZE)[None, :],
-            other=0.0,
-        )
-        score = tl.dot(query, tl.trans(x), input_precision="ieee")
-        if scales_ptr is not None:
-            score *= tl.load(scales_ptr + index, mask=exists, other=0.0)[None, :]
-        which = tl.where(score > best, v, which)
-        best = tl.maximum(best, score)
-    if spread_ptr is not None:
-        spread = tl.load(spread_ptr + page.to(tl.int64) * HEADS + head, mask=exists, other=0.0)
-        best += norm[:, None] * spread[None, :]
-    return best, which
+def _of_pages(pointer, token, exists, page, head, first_token, width, HEADS):
+    """Loads numbers of a part's tokens and pages: `[TOKENS, PAGES]`, zero where there are none."""
+    place = ((token - first_token).to(tl.int64) * HEADS + head) * width
+    return tl.load(pointer + place[:, None] + page[None, :], mask=exists[:, None] & (page < width)[None, :], other=0)
 
 
 @triton.jit
-def _of_group(scores, group_head, TOKENS: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, HARD: tl.constexpr):
-    """Returns the largest scores of the rows of each token: `[TOKENS, PAGES]`; as they are served for the hard mask."""
-    scores = tl.where((group_head < GROUP)[:, None], scores, float("-inf"))
-    best = tl.max(tl.reshape(scores, (TOKENS, PADDED, scores.shape[1])), axis=1)
-    return best.to(tl.bfloat16).to(tl.float32) if HARD else best
+def _count(flags):
+    return tl.sum(tl.sum(flags.to(tl.int32), axis=0), axis=0)
 
 
-@triton.jit
-def _always(page, context, dense_tokens, budget, sink_pages, recent_pages, PAGE_SIZE: tl.constexpr):
-    """Returns which pages, numbered in their sequence, tokens read whatever their scores: `[TOKENS, PAGES]`."""
-    complete = context // PAGE_SIZE
-    whole = (complete <= budget) | (context <= dense_tokens)
-    return (whole[:, None] | (page < sink_pages)[None, :]) | (page[None, :] >= (complete - recent_pages)[:, None])
-
-
-@triton.jit
-def _log_mask(best, always, page, threshold, last_tie, slope, HARD: tl.constexpr):
-    """Returns log m, and what a score's gradient is of that of log m: `[TOKENS, PAGES]` both."""
-    if HARD:
-        equal = (best == threshold[:, None]) & (page[None, :] <= last_tie[:, None])
-        read = always | (best > threshold[:, None]) | equal
-        return tl.where(read, 0.0, float("-inf")), best
-    x = (best - threshold[:, None]) * slope
-    decay = tl.exp2(-tl.abs(x) * _LOG2E)
-    log_m = tl.where(always, 0.0, tl.minimum(x, 0.0) - tl.log2(1.0 + decay) / _LOG2E)
-    left = tl.where(x > 0, decay, 1.0) / (1.0 + decay)
-    return log_m, tl.where(always, 0.0, left * slope)
-
-
-@triton.jit
-def _by_row(x, TOKENS: tl.constexpr, PADDED: tl.constexpr, PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Repeats numbers of tokens and pages for query heads and keys: `[ROWS, KEYS]`."""
-    x = tl.broadcast_to(x[:, None, :, None], (TOKENS, PADDED, PAGES, PAGE_SIZE))
-    return tl.reshape(x, (TOKENS * PADDED, PAGES * PAGE_SIZE))
-
-
-@triton.jit
-def _score_gradients(
-    logit_gradient,
-    row_scores,
-    which,
-    group_head,
-    score_share,
-    TOKENS: tl.constexpr,
-    PADDED: tl.constexpr,
-    PAGES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Returns the gradients of the rows' scores `[ROWS, PAGES]`: that of log m, at the first head that has the best."""
-    of_page = tl.sum(tl.reshape(logit_gradient, (TOKENS * PADDED, PAGES, PAGE_SIZE)), axis=2)
-    of_token = tl.sum(tl.reshape(of_page, (TOKENS, PADDED, PAGES)), axis=1) * score_share
-    scores = tl.where((group_head < GROUP)[:, None], row_scores, float("-inf"))
-    scores = tl.reshape(scores, (TOKENS, PADDED, PAGES))
-    best = tl.max(scores, axis=1)
-    number = tl.arange(0, PADDED)[None, :, None]
-    winner = tl.min(tl.where(scores == best[:, None, :], number, PADDED), axis=1)
-    gradient = tl.where(number == winner[:, None, :], of_token[:, None, :], 0.0)
-    return tl.reshape(gradient, (TOKENS * PADDED, PAGES))
-
-
-@triton.jit
-def _page_scores(
-    query_ptr,
-    stored_ptr,
-    scales_ptr,
-    spread_ptr,
-    start_ptr,
-    begin_ptr,
-    length_ptr,
-    first_page_ptr,
-    scores_ptr,
-    width,
-    std_weight,
-    HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PAGES: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    VECTORS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    DIMS: tl.constexpr,
-    HARD: tl.constexpr,
-):
-    tile, head = tl.program_id(0), tl.program_id(1)
-    start, begin, length = tl.load(start_ptr + tile), tl.load(begin_ptr + tile), tl.load(length_ptr + tile)
-    first_page = tl.load(first_page_ptr + tile)
-    end = tl.minimum(start + TOKENS, length)
-    complete = end // PAGE_SIZE
-    if tl.program_id(2) * PAGES >= complete:
-        return
-    _, group_head, _, query, norm = _tile_rows(query_ptr, start, begin, length, head, std_weight, HEADS, GROUP, PADDED,
-                                               TOKENS, HEAD_SIZE, DIMS)  # fmt: skip
-    page = tl.program_id(2) * PAGES + tl.arange(0, PAGES)
-    scores, _ = _row_scores(query, norm, first_page + page, page < complete, head, HEADS, stored_ptr, scales_ptr,
-                            spread_ptr, VECTORS, HEAD_SIZE, DIMS)  # fmt: skip
-    best = _of_group(scores, group_head, TOKENS, PADDED, GROUP, HARD)
-    out = ((tile * TOKENS + tl.arange(0, TOKENS)).to(tl.int64) * HEADS + head) * width
-    tl.store(scores_ptr + out[:, None] + page[None, :], best, mask=(page < complete)[None, :])
-
-
-@triton.jit
-def _thresholds(
+@triton.jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=PIECES)
+def _soften(
     scores_ptr,
     start_ptr,
     begin_ptr,
     length_ptr,
     threshold_ptr,
-    last_tie_ptr,
+    first_token,
     width,
+    slope,
     dense_tokens,
     budget,
     sink_pages,
     recent_pages,
     HEADS: tl.constexpr,
-    TOKENS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     WIDTH: tl.constexpr,
-    HARD: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PIECE: tl.constexpr,
+    FIND: tl.constexpr,
 ):
+    """Turns a token's scores into log m to the base 2, by the threshold that is found and kept, or was."""
     row, head = tl.program_id(0), tl.program_id(1)
-    position = tl.load(start_ptr + row // TOKENS) + row % TOKENS
-    if position >= tl.load(length_ptr + row // TOKENS):
+    position = tl.load(start_ptr + row // PIECE) + row % PIECE
+    if position >= tl.load(length_ptr + row // PIECE):
         return
+    token = tl.load(begin_ptr + row // PIECE) + position
+    row_ptr = scores_ptr + ((token - first_token).to(tl.int64) * HEADS + head) * width
+    threshold_ptr += token.to(tl.int64) * HEADS + head
     complete = (position + 1) // PAGE_SIZE
-    if (complete <= budget) | (position < dense_tokens):
-        return
-    page = tl.arange(0, WIDTH)
-    candidate = (page >= sink_pages) & (page < complete - recent_pages)
-    score = tl.load(scores_ptr + (row.to(tl.int64) * HEADS + head) * width + page, mask=candidate, other=0.0)
-    # The order of these integers is that of the scores; 0 and -0 are one.
-    bits = (score + 0.0).to(tl.int32, bitcast=True)
-    key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 0x80000001
-    key = tl.where(candidate, key, 0)
-    left = budget - sink_pages - recent_pages
-    low, high = tl.full((), 0, tl.int64), tl.full((), 0x200000000, tl.int64)
-    # The largest key is looked for which `left` keys reach.
-    for _ in range(34):
-        middle = (low + high) // 2
-        enough = tl.sum((key >= middle).to(tl.int32), axis=0) >= left
-        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
-    number_above = tl.sum((key > low).to(tl.int32), axis=0)
-    equal = key == low
-    if HARD:
-        rank = tl.cumsum(equal.to(tl.int32), axis=0)
-        last_tie = tl.max(tl.where(equal & (rank <= left - number_above), page, -1), axis=0)
-        threshold = tl.max(tl.where(equal, score, float("-inf")), axis=0)
-    else:
-        last_tie = -1
-        kept = tl.max(tl.where(equal, score, float("-inf")), axis=0)
-        below = tl.max(tl.where(candidate & (key < low), score, float("-inf")), axis=0)
-        is_tied = number_above + tl.sum(equal.to(tl.int32), axis=0) > left
-        threshold = 0.5 * (kept + tl.where(is_tied, kept, below))
-    out = (tl.load(begin_ptr + row // TOKENS) + position).to(tl.int64) * HEADS + head
-    tl.store(threshold_ptr + out, threshold)
-    tl.store(last_tie_ptr + out, last_tie)
+    page = tl.arange(0, GROUPS)[:, None] + tl.arange(0, WIDTH // GROUPS)[None, :] * GROUPS
+    log_m = tl.zeros((GROUPS, WIDTH // GROUPS), tl.float32)
+    if (complete > budget) & (position >= dense_tokens):
+        candidate = (page >= sink_pages) & (page < complete - recent_pages)
+        score = tl.load(row_ptr + page, mask=candidate, other=0.0)
+        if FIND:
+            # The order of these integers is that of the scores; 0 and -0 are one.
+            bits = (score + 0.0).to(tl.int32, bitcast=True)
+            key = tl.where(candidate, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -0x80000000)
+            left = budget - sink_pages - recent_pages
+            # The largest key is looked for which `left` keys reach. There are as many rows or more, and each has a key
+            # that reaches the least of the rows' largest.
+            largest = tl.max(key, axis=1)
+            low, high = tl.maximum(tl.min(largest, axis=0), -0x7FFFFFFF), tl.max(largest, axis=0) + 1
+            while low + 1 < high:
+                middle = (low & high) + ((low ^ high) >> 1)
+                enough = _count(key >= middle) >= left
+                low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+            is_tied = _count(key >= low) > left
+            kept = tl.max(tl.max(tl.where(key == low, score, float("-inf")), axis=0), axis=0)
+            below = tl.max(tl.max(tl.where(candidate & (key < low), score, float("-inf")), axis=0), axis=0)
+            threshold = 0.5 * (kept + tl.where(is_tied, kept, below))
+            tl.store(threshold_ptr, threshold)
+        else:
+            threshold = tl.load(threshold_ptr)
+        x = (score - threshold) * slope
+        softly = tl.minimum(x, 0.0) * LOG2E - tl.log2(1.0 + tl.exp2(-tl.abs(x) * LOG2E))
+        log_m = tl.where(candidate, softly, 0.0)
+    tl.store(row_ptr + page, log_m, mask=page < width)
 
 
 @triton.jit
+def _attend(
+    query,
+    position,
+    token,
+    begin,
+    length,
+    head,
+    at,
+    end,
+    key_ptr,
+    value_ptr,
+    bias_ptr,
+    first_token,
+    width,
+    scale,
+    largest,
+    total,
+    attended,
+    HEADS: tl.constexpr,
+    PADDED: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+):
+    """Attends to keys from one place on to another, all of them before the rows, or some of them."""
+    for key_at in range(at, end, KEYS):
+        other = key_at + tl.arange(0, KEYS)
+        key = of_heads(key_ptr, begin + other, other < length, head, HEADS, HEAD_SIZE, DIMS)
+        value = of_heads(value_ptr, begin + other, other < length, head, HEADS, HEAD_SIZE, DIMS)
+        page = key_at // PAGE_SIZE + tl.arange(0, KEYS // PAGE_SIZE)
+        bias = _of_pages(bias_ptr, begin + token, token < length, page, head, first_token, width, HEADS)
+        logit = tl.dot(query, tl.trans(key), input_precision="ieee") * scale + _repeated(bias, PADDED, PAGE_SIZE)
+        if IS_CAUSAL:
+            logit = tl.where(other[None, :] <= position[:, None], logit, float("-inf"))
+        larger = tl.maximum(largest, tl.max(logit, axis=1))
+        weight = tl.exp2(logit - larger[:, None])
+        fading = tl.exp2(largest - larger)
+        total = total * fading + tl.sum(weight, axis=1)
+        attended = attended * fading[:, None]
+        attended = tl.dot(weight.to(value.dtype), value, attended, input_precision="ieee")
+        largest = larger
+    return largest, total, attended
+
+
+@triton.jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=PIECES)
 def _forward(
     query_ptr,
     key_ptr,
     value_ptr,
-    stored_ptr,
-    scales_ptr,
-    spread_ptr,
-    threshold_ptr,
-    last_tie_ptr,
+    bias_ptr,
     output_ptr,
     log_sum_ptr,
     start_ptr,
     begin_ptr,
     length_ptr,
     first_page_ptr,
+    first_token,
+    width,
     scale,
-    slope,
-    std_weight,
-    dense_tokens,
-    budget,
-    sink_pages,
-    recent_pages,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PAGES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    VECTORS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
-    HARD: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    tile, head = tl.program_id(0), tl.program_id(1)
-    start, begin, length = tl.load(start_ptr + tile), tl.load(begin_ptr + tile), tl.load(length_ptr + tile)
-    first_page = tl.load(first_page_ptr + tile)
-    end = tl.minimum(start + TOKENS, length)
-    token = start + tl.arange(0, TOKENS)
-    position, group_head, exists, query, norm = _tile_rows(query_ptr, start, begin, length, head, std_weight, HEADS,
-                                                           GROUP, PADDED, TOKENS, HEAD_SIZE, DIMS)  # fmt: skip
-    threshold, last_tie = _bounds(threshold_ptr, last_tie_ptr, begin, token, length, head, HEADS)
-    largest = tl.full((TOKENS * PADDED,), _NOTHING, tl.float32)
+    head = tl.program_id(1)
+    start, begin, length, _page = tile_of(start_ptr, begin_ptr, length_ptr, first_page_ptr, TOKENS, PIECE)
+    if start >= length:
+        return
+    position, group_head, exists, query = tile_rows(query_ptr, start, begin, length, head, HEADS, GROUP, PADDED, TOKENS,
+                                                    HEAD_SIZE, DIMS)  # fmt: skip
+    largest = tl.full((TOKENS * PADDED,), NOTHING, tl.float32)
     total = tl.zeros((TOKENS * PADDED,), tl.float32)
     attended = tl.zeros((TOKENS * PADDED, DIMS), tl.float32)
-    for at in range(0, end, PAGES * PAGE_SIZE):
-        page = at // PAGE_SIZE + tl.arange(0, PAGES)
-        scores, _ = _row_scores(query, norm, first_page + page, page < length // PAGE_SIZE, head, HEADS, stored_ptr,
-                                scales_ptr, spread_ptr, VECTORS, HEAD_SIZE, DIMS)  # fmt: skip
-        best = _of_group(scores, group_head, TOKENS, PADDED, GROUP, HARD)
-        always = _always(page, token + 1, dense_tokens, budget, sink_pages, recent_pages, PAGE_SIZE)
-        log_m, _ = _log_mask(best, always, page, threshold, last_tie, slope, HARD)
-        # What nobody in the tile reads is not loaded.
-        if tl.max(tl.max(log_m, axis=1), axis=0) > float("-inf"):
-            other = at + tl.arange(0, PAGES * PAGE_SIZE)
-            key = _of_heads(key_ptr, begin + other, other < length, head, HEADS, HEAD_SIZE, DIMS)
-            value = _of_heads(value_ptr, begin + other, other < length, head, HEADS, HEAD_SIZE, DIMS)
-            logit = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * _LOG2E)
-            logit += _by_row(log_m * _LOG2E, TOKENS, PADDED, PAGES, PAGE_SIZE)
-            logit = tl.where(other[None, :] <= position[:, None], logit, float("-inf"))
-            larger = tl.maximum(largest, tl.max(logit, axis=1))
-            weight = tl.exp2(logit - larger[:, None])
-            fading = tl.exp2(largest - larger)
-            total = total * fading + tl.sum(weight, axis=1)
-            attended = attended * fading[:, None]
-            attended += tl.dot(weight.to(value.dtype), value, input_precision="ieee")
-            largest = larger
+    token = start + tl.arange(0, TOKENS)
+    whole = (start + 1) // KEYS * KEYS
+    largest, total, attended = _attend(
+        query, position, token, begin, length, head, 0, whole, key_ptr, value_ptr, bias_ptr, first_token, width,
+        scale * LOG2E, largest, total, attended, HEADS, PADDED, KEYS, PAGE_SIZE, HEAD_SIZE, DIMS, False,
+    )  # fmt: skip
+    largest, total, attended = _attend(
+        query, position, token, begin, length, head, whole, tl.minimum(start + TOKENS, length), key_ptr, value_ptr,
+        bias_ptr, first_token, width, scale * LOG2E, largest, total, attended, HEADS, PADDED, KEYS, PAGE_SIZE,
+        HEAD_SIZE, DIMS, True,
+    )  # fmt: skip
     attended = attended / total[:, None]
     dim = tl.arange(0, DIMS)
     of_row = (begin + position).to(tl.int64) * (HEADS * GROUP) + head * GROUP + group_head
@@ -360,297 +248,423 @@ def _forward(
 
 
 @triton.jit
+def _sum_keys(
+    query,
+    gradient,
+    log_sum,
+    product,
+    position,
+    token,
+    begin,
+    length,
+    head,
+    at,
+    end,
+    key_ptr,
+    value_ptr,
+    bias_ptr,
+    first_token,
+    width,
+    scale,
+    slope,
+    result,
+    HEADS: tl.constexpr,
+    PADDED: tl.constexpr,
+    KEYS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+):
+    """Adds what keys from one place on to another give queries, all of them before the rows, or some of them.
+
+    Writes the gradients of the scores of their pages in place of log m.
+    """
+    # A product has 16 columns at least, so few pages are summed up with others that have no keys here.
+    sums: tl.constexpr = KEYS // PAGE_SIZE if KEYS // PAGE_SIZE > 16 else 16
+    of_page = (tl.arange(0, KEYS)[:, None] // PAGE_SIZE == tl.arange(0, sums)[None, :]).to(key_ptr.dtype.element_ty)
+    place = ((begin - first_token + token).to(tl.int64) * HEADS + head) * width
+    for key_at in range(at, end, KEYS):
+        other = key_at + tl.arange(0, KEYS)
+        key = of_heads(key_ptr, begin + other, other < length, head, HEADS, HEAD_SIZE, DIMS)
+        value = of_heads(value_ptr, begin + other, other < length, head, HEADS, HEAD_SIZE, DIMS)
+        page = key_at // PAGE_SIZE + tl.arange(0, KEYS // PAGE_SIZE)
+        summed = key_at // PAGE_SIZE + tl.arange(0, sums)
+        log_m = _of_pages(bias_ptr, begin + token, token < length, summed, head, first_token, width, HEADS)
+        # In this order there is always a product under way while numbers are computed.
+        logit = tl.dot(query, tl.trans(key), input_precision="ieee")
+        of_weight = tl.dot(gradient, tl.trans(value), input_precision="ieee")
+        bias = _of_pages(bias_ptr, begin + token, token < length, page, head, first_token, width, HEADS)
+        logit = logit * (scale * LOG2E) + _repeated(bias, PADDED, PAGE_SIZE)
+        weight = tl.exp2(logit - log_sum[:, None])
+        if IS_CAUSAL:
+            weight = tl.where(other[None, :] <= position[:, None], weight, 0.0)
+        of_logit = (weight * (of_weight - product[:, None])).to(key.dtype)
+        of_rows = tl.dot(of_logit, of_page, input_precision="ieee")
+        result = tl.dot(of_logit, key, result, input_precision="ieee")
+        of_log = tl.sum(tl.reshape(of_rows, (of_rows.shape[0] // PADDED, PADDED, sums)), axis=1)
+        tl.store(
+            bias_ptr + place[:, None] + summed[None, :],
+            of_log * (1.0 - tl.exp2(log_m)) * slope,
+            mask=(token < length)[:, None] & ((summed < width) & (summed < (key_at + KEYS) // PAGE_SIZE))[None, :],
+        )
+    return result
+
+
+@triton.jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=PIECES)
 def _query_gradient(
     query_ptr,
     key_ptr,
     value_ptr,
-    stored_ptr,
-    scales_ptr,
-    spread_ptr,
-    threshold_ptr,
-    last_tie_ptr,
     gradient_ptr,
     log_sum_ptr,
     product_ptr,
+    bias_ptr,
     query_gradient_ptr,
     start_ptr,
     begin_ptr,
     length_ptr,
     first_page_ptr,
+    first_token,
+    width,
     scale,
     slope,
-    std_weight,
-    dense_tokens,
-    budget,
-    sink_pages,
-    recent_pages,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PAGES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    VECTORS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
-    HARD: tl.constexpr,
-    ROOM: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PIECE: tl.constexpr,
 ):
-    tile, head = tl.program_id(0), tl.program_id(1)
-    start, begin, length = tl.load(start_ptr + tile), tl.load(begin_ptr + tile), tl.load(length_ptr + tile)
-    first_page = tl.load(first_page_ptr + tile)
-    end = tl.minimum(start + TOKENS, length)
-    token = start + tl.arange(0, TOKENS)
-    position, group_head, exists, query, norm = _tile_rows(query_ptr, start, begin, length, head, std_weight, HEADS,
-                                                           GROUP, PADDED, TOKENS, HEAD_SIZE, DIMS)  # fmt: skip
-    gradient = _rows(gradient_ptr, begin + position, group_head, exists, HEADS * GROUP * HEAD_SIZE, head, GROUP,
-                     HEAD_SIZE, DIMS)  # fmt: skip
-    threshold, last_tie = _bounds(threshold_ptr, last_tie_ptr, begin, token, length, head, HEADS)
+    """Writes the gradients of queries by the logits, and in place of log m those of the scores."""
+    head = tl.program_id(1)
+    start, begin, length, _page = tile_of(start_ptr, begin_ptr, length_ptr, first_page_ptr, TOKENS, PIECE)
+    if start >= length:
+        return
+    position, group_head, exists, query = tile_rows(query_ptr, start, begin, length, head, HEADS, GROUP, PADDED, TOKENS,
+                                                    HEAD_SIZE, DIMS)  # fmt: skip
+    gradient = rows(gradient_ptr, begin + position, group_head, exists, HEADS * GROUP * HEAD_SIZE, head, GROUP,
+                    HEAD_SIZE, DIMS)  # fmt: skip
     of_row = (begin + position).to(tl.int64) * (HEADS * GROUP) + head * GROUP + group_head
-    log_sum = tl.load(log_sum_ptr + of_row, mask=exists, other=0.0)
+    # Rows that do not exist have no weight.
+    log_sum = tl.load(log_sum_ptr + of_row, mask=exists, other=-NOTHING)
     product = tl.load(product_ptr + of_row, mask=exists, other=0.0)
+    token = start + tl.arange(0, TOKENS)
     result = tl.zeros((TOKENS * PADDED, DIMS), tl.float32)
-    for at in range(0, end, PAGES * PAGE_SIZE):
-        page = at // PAGE_SIZE + tl.arange(0, PAGES)
-        of_page = page < length // PAGE_SIZE
-        scores, which = _row_scores(query, norm, first_page + page, of_page, head, HEADS, stored_ptr, scales_ptr,
-                                    spread_ptr, VECTORS, HEAD_SIZE, DIMS)  # fmt: skip
-        best = _of_group(scores, group_head, TOKENS, PADDED, GROUP, HARD)
-        always = _always(page, token + 1, dense_tokens, budget, sink_pages, recent_pages, PAGE_SIZE)
-        log_m, share = _log_mask(best, always, page, threshold, last_tie, slope, HARD)
-        if tl.max(tl.max(log_m, axis=1), axis=0) > float("-inf"):
-            other = at + tl.arange(0, PAGES * PAGE_SIZE)
-            key = _of_heads(key_ptr, begin + other, other < length, head, HEADS, HEAD_SIZE, DIMS)
-            value = _of_heads(value_ptr, begin + other, other < length, head, HEADS, HEAD_SIZE, DIMS)
-            logit = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * _LOG2E)
-            logit += _by_row(log_m * _LOG2E, TOKENS, PADDED, PAGES, PAGE_SIZE)
-            seen = (other[None, :] <= position[:, None]) & exists[:, None]
-            weight = tl.where(seen, tl.exp2(logit - log_sum[:, None]), 0.0)
-            of_weight = tl.dot(gradient, tl.trans(value), input_precision="ieee")
-            of_logit = weight * (of_weight - product[:, None])
-            result += tl.dot(of_logit.to(key.dtype), key, input_precision="ieee") * scale
-            if not HARD:
-                of_score = _score_gradients(of_logit, scores, which, group_head, share, TOKENS, PADDED, PAGES,
-                                            PAGE_SIZE, GROUP)  # fmt: skip
-                dim = tl.arange(0, DIMS)
-                # A product sums over 16 numbers at least, so few pages take part with zeros between them.
-                wide = at // PAGE_SIZE + tl.arange(0, PAGES * ROOM) // ROOM
-                exists_wide = wide < length // PAGE_SIZE
-                is_first = (tl.arange(0, ROOM) == 0)[None, None, :]
-                for v in tl.static_range(VECTORS):
-                    index = ((first_page + wide).to(tl.int64) * HEADS + head) * VECTORS + v
-                    x = tl.load(
-                        stored_ptr + index[:, None] * HEAD_SIZE + dim[None, :],
-                        mask=exists_wide[:, None] & (dim < HEAD_SIZE)[None, :],
-                        other=0.0,
-                    )
-                    of_product = tl.where(which == v, of_score, 0.0)
-                    of_product = tl.where(is_first, of_product[:, :, None], 0.0)
-                    of_product = tl.reshape(of_product, (TOKENS * PADDED, PAGES * ROOM))
-                    if scales_ptr is not None:
-                        of_product *= tl.load(scales_ptr + index, mask=exists_wide, other=0.0)[None, :]
-                    result += tl.dot(of_product.to(x.dtype), x, input_precision="ieee")
+    whole = (start + 1) // KEYS * KEYS
+    result = _sum_keys(
+        query, gradient, log_sum, product, position, token, begin, length, head, 0, whole, key_ptr, value_ptr, bias_ptr,
+        first_token, width, scale, slope, result, HEADS, PADDED, KEYS, PAGE_SIZE, HEAD_SIZE, DIMS, False,
+    )  # fmt: skip
+    result = _sum_keys(
+        query, gradient, log_sum, product, position, token, begin, length, head, whole,
+        tl.minimum(start + TOKENS, length), key_ptr, value_ptr, bias_ptr, first_token, width, scale, slope, result,
+        HEADS, PADDED, KEYS, PAGE_SIZE, HEAD_SIZE, DIMS, True,
+    )  # fmt: skip
     dim = tl.arange(0, DIMS)
     tl.store(
         query_gradient_ptr + of_row[:, None] * HEAD_SIZE + dim[None, :],
-        result.to(query_gradient_ptr.dtype.element_ty),
+        (result * scale).to(query_gradient_ptr.dtype.element_ty),
         mask=exists[:, None] & (dim < HEAD_SIZE)[None, :],
     )
 
 
 @triton.jit
+def _sum_readers(
+    key,
+    value,
+    other,
+    page,
+    begin,
+    head,
+    at,
+    end,
+    query_ptr,
+    gradient_ptr,
+    log_sum_ptr,
+    product_ptr,
+    bias_ptr,
+    first_token,
+    width,
+    scale,
+    of_key,
+    of_value,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+):
+    """Adds what positions from one on to another give keys and values, all of them after the keys, or some."""
+    for start in range(at, end, TOKENS):
+        position, group_head, exists, query = tile_rows(query_ptr, start, begin, end, head, HEADS, GROUP, PADDED,
+                                                        TOKENS, HEAD_SIZE, DIMS)  # fmt: skip
+        gradient = rows(gradient_ptr, begin + position, group_head, exists, HEADS * GROUP * HEAD_SIZE, head, GROUP,
+                        HEAD_SIZE, DIMS)  # fmt: skip
+        of_row = (begin + position).to(tl.int64) * (HEADS * GROUP) + head * GROUP + group_head
+        token = start + tl.arange(0, TOKENS)
+        # In this order there is a product under way while numbers are computed, and registers are free for both.
+        logit = tl.dot(key, tl.trans(query), input_precision="ieee")
+        of_weight = tl.dot(value, tl.trans(gradient), input_precision="ieee")
+        bias = _of_pages(bias_ptr, begin + token, token < end, page, head, first_token, width, HEADS)
+        logit = logit * (scale * LOG2E) + _repeated(tl.trans(bias), PAGE_SIZE, PADDED)
+        # Rows that do not exist have no weight.
+        log_sum = tl.load(log_sum_ptr + of_row, mask=exists, other=-NOTHING)
+        weight = tl.exp2(logit - log_sum[None, :])
+        if IS_CAUSAL:
+            weight = tl.where(other[:, None] <= position[None, :], weight, 0.0)
+        of_value = tl.dot(weight.to(gradient.dtype), gradient, of_value, input_precision="ieee")
+        product = tl.load(product_ptr + of_row, mask=exists, other=0.0)
+        of_logit = (weight * (of_weight - product[None, :])).to(query.dtype)
+        of_key = tl.dot(of_logit, query, of_key, input_precision="ieee")
+    return of_key, of_value
+
+
+@triton.jit(do_not_specialize=["first_token", "last_token"])
 def _key_gradient(
     query_ptr,
     key_ptr,
     value_ptr,
-    stored_ptr,
-    scales_ptr,
-    spread_ptr,
-    threshold_ptr,
-    last_tie_ptr,
     gradient_ptr,
     log_sum_ptr,
     product_ptr,
+    bias_ptr,
     key_gradient_ptr,
     value_gradient_ptr,
+    start_ptr,
+    begin_ptr,
+    length_ptr,
+    first_page_ptr,
+    first_token,
+    last_token,
+    width,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    """Adds a part of the tokens' to the gradients of keys and values."""
+    tile, head = tl.program_id(0), tl.program_id(1)
+    at, begin, length = tl.load(start_ptr + tile), tl.load(begin_ptr + tile), tl.load(length_ptr + tile)
+    start, end = tl.maximum(at, first_token - begin), tl.minimum(length, last_token - begin)
+    if start >= end:
+        return
+    page = at // PAGE_SIZE + tl.arange(0, KEYS // PAGE_SIZE)
+    other = at + tl.arange(0, KEYS)
+    key = of_heads(key_ptr, begin + other, other < length, head, HEADS, HEAD_SIZE, DIMS)
+    value = of_heads(value_ptr, begin + other, other < length, head, HEADS, HEAD_SIZE, DIMS)
+    of_key = tl.zeros((KEYS, DIMS), tl.float32)
+    of_value = tl.zeros((KEYS, DIMS), tl.float32)
+    middle = tl.minimum(start + tl.cdiv(tl.maximum(at + KEYS - 1 - start, 0), TOKENS) * TOKENS, end)
+    of_key, of_value = _sum_readers(
+        key, value, other, page, begin, head, start, middle, query_ptr, gradient_ptr, log_sum_ptr, product_ptr,
+        bias_ptr, first_token, width, scale, of_key, of_value, HEADS, GROUP, PAGE_SIZE, HEAD_SIZE, DIMS, PADDED, TOKENS,
+        True,
+    )  # fmt: skip
+    of_key, of_value = _sum_readers(
+        key, value, other, page, begin, head, middle, end, query_ptr, gradient_ptr, log_sum_ptr, product_ptr, bias_ptr,
+        first_token, width, scale, of_key, of_value, HEADS, GROUP, PAGE_SIZE, HEAD_SIZE, DIMS, PADDED, TOKENS, False,
+    )  # fmt: skip
+    dim = tl.arange(0, DIMS)
+    place = ((begin + other).to(tl.int64) * HEADS + head)[:, None] * HEAD_SIZE + dim[None, :]
+    mask = (other < length)[:, None] & (dim < HEAD_SIZE)[None, :]
+    of_key = of_key * scale + tl.load(key_gradient_ptr + place, mask=mask, other=0.0)
+    tl.store(key_gradient_ptr + place, of_key, mask=mask)
+    of_value += tl.load(value_gradient_ptr + place, mask=mask, other=0.0)
+    tl.store(value_gradient_ptr + place, of_value, mask=mask)
+
+
+@triton.jit
+def _of_products(of_score, winner, PADDED: tl.constexpr, VECTORS: tl.constexpr):
+    """Returns the gradients of rows' products with vectors: `[ROWS, PAGES * VECTORS]`, the score's where it is from."""
+    number = tl.arange(0, PADDED)[:, None] * VECTORS + tl.arange(0, VECTORS)[None, :]
+    is_winner = winner[:, None, :, None] == number[None, :, None, :]
+    return tl.reshape(
+        tl.where(is_winner, of_score[:, None, :, None], 0.0), (of_score.shape[0] * PADDED, of_score.shape[1] * VECTORS)
+    )
+
+
+@triton.jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=PIECES)
+def _scored_queries(
+    stored_ptr,
+    scales_ptr,
+    of_scores_ptr,
+    winners_ptr,
+    query_gradient_ptr,
+    start_ptr,
+    begin_ptr,
+    length_ptr,
+    first_page_ptr,
+    first_token,
+    width,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    DIMS: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    VECTORS: tl.constexpr,
+    PAGES: tl.constexpr,
+    PIECE: tl.constexpr,
+):
+    """Adds what scores give to the gradients of queries."""
+    head = tl.program_id(1)
+    start, begin, length, first_page = tile_of(start_ptr, begin_ptr, length_ptr, first_page_ptr, TOKENS, PIECE)
+    complete = tl.minimum(start + TOKENS, length) // PAGE_SIZE
+    if (start >= length) | (complete == 0):
+        return
+    token = start + tl.arange(0, TOKENS)
+    dim, column = tl.arange(0, DIMS), tl.arange(0, PAGES * VECTORS)
+    result = tl.zeros((TOKENS * PADDED, DIMS), tl.float32)
+    for at in range(0, complete, PAGES):
+        page = at + tl.arange(0, PAGES)
+        of_score = _of_pages(of_scores_ptr, begin + token, token < length, page, head, first_token, width, HEADS)
+        winner = _of_pages(winners_ptr, begin + token, token < length, page, head, first_token, width, HEADS)
+        of_page = at + column // VECTORS
+        index = ((first_page + of_page).to(tl.int64) * HEADS + head) * VECTORS + column % VECTORS
+        x = tl.load(
+            stored_ptr + index[:, None] * HEAD_SIZE + dim[None, :],
+            mask=(of_page < complete)[:, None] & (dim < HEAD_SIZE)[None, :],
+            other=0.0,
+        )
+        of_product = _of_products(of_score, winner, PADDED, VECTORS)
+        if scales_ptr is not None:
+            of_product *= tl.load(scales_ptr + index, mask=of_page < complete, other=0.0)[None, :]
+        result = tl.dot(of_product.to(x.dtype), x, result, input_precision="ieee")
+    row = tl.arange(0, TOKENS * PADDED)
+    position, group_head = start + row // PADDED, row % PADDED
+    of_row = (begin + position).to(tl.int64) * (HEADS * GROUP) + head * GROUP + group_head
+    place = of_row[:, None] * HEAD_SIZE + dim[None, :]
+    mask = ((position < length) & (group_head < GROUP))[:, None] & (dim < HEAD_SIZE)[None, :]
+    result += tl.load(query_gradient_ptr + place, mask=mask, other=0.0).to(tl.float32)
+    tl.store(query_gradient_ptr + place, result.to(query_gradient_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["first_token", "last_token"])
+def _scored_records(
+    query_ptr,
+    of_scores_ptr,
+    winners_ptr,
     vectors_gradient_ptr,
     spread_gradient_ptr,
     start_ptr,
     begin_ptr,
     length_ptr,
     first_page_ptr,
-    scale,
-    slope,
+    first_token,
+    last_token,
+    width,
     std_weight,
-    dense_tokens,
-    budget,
-    sink_pages,
-    recent_pages,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
-    PAGES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    VECTORS: tl.constexpr,
     HEAD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
-    HARD: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    VECTORS: tl.constexpr,
+    PAGES: tl.constexpr,
 ):
+    """Adds what the scores of a part of the tokens give to the gradients of vectors and deviations."""
     tile, head = tl.program_id(0), tl.program_id(1)
     at, begin, length = tl.load(start_ptr + tile), tl.load(begin_ptr + tile), tl.load(length_ptr + tile)
-    first_page = tl.load(first_page_ptr + tile)
+    first, end = tl.maximum(at, first_token - begin), tl.minimum(length, last_token - begin)
+    if first >= end:
+        return
     page = at // PAGE_SIZE + tl.arange(0, PAGES)
-    of_page = page < length // PAGE_SIZE
-    other = at + tl.arange(0, PAGES * PAGE_SIZE)
-    key = _of_heads(key_ptr, begin + other, other < length, head, HEADS, HEAD_SIZE, DIMS)
-    value = _of_heads(value_ptr, begin + other, other < length, head, HEADS, HEAD_SIZE, DIMS)
-    of_key = tl.zeros((PAGES * PAGE_SIZE, DIMS), tl.float32)
-    of_value = tl.zeros((PAGES * PAGE_SIZE, DIMS), tl.float32)
-    of_spread = tl.zeros((PAGES,), tl.float32)
-    of_vectors = ()
-    if not HARD:
-        for _ in tl.static_range(VECTORS):
-            of_vectors = of_vectors + (tl.zeros((PAGES, DIMS), tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
-    for start in range(at // TOKENS * TOKENS, length, TOKENS):
+    of_vectors = tl.zeros((PAGES * VECTORS, DIMS), tl.float32)
+    of_spread = tl.zeros((PAGES * VECTORS,), tl.float32)
+    for start in range(first, end, TOKENS):
+        _position, _head, _exists, query = tile_rows(query_ptr, start, begin, end, head, HEADS, GROUP, PADDED, TOKENS,
+                                                     HEAD_SIZE, DIMS)  # fmt: skip
         token = start + tl.arange(0, TOKENS)
-        position, group_head, exists, query, norm = _tile_rows(query_ptr, start, begin, length, head, std_weight, HEADS,
-                                                               GROUP, PADDED, TOKENS, HEAD_SIZE, DIMS)  # fmt: skip
-        threshold, last_tie = _bounds(threshold_ptr, last_tie_ptr, begin, token, length, head, HEADS)
-        scores, which = _row_scores(query, norm, first_page + page, of_page, head, HEADS, stored_ptr, scales_ptr,
-                                    spread_ptr, VECTORS, HEAD_SIZE, DIMS)  # fmt: skip
-        best = _of_group(scores, group_head, TOKENS, PADDED, GROUP, HARD)
-        always = _always(page, token + 1, dense_tokens, budget, sink_pages, recent_pages, PAGE_SIZE)
-        log_m, share = _log_mask(best, always, page, threshold, last_tie, slope, HARD)
-        if tl.max(tl.max(log_m, axis=1), axis=0) > float("-inf"):
-            gradient = _rows(gradient_ptr, begin + position, group_head, exists, HEADS * GROUP * HEAD_SIZE, head,
-                             GROUP, HEAD_SIZE, DIMS)  # fmt: skip
-            of_row = (begin + position).to(tl.int64) * (HEADS * GROUP) + head * GROUP + group_head
-            log_sum = tl.load(log_sum_ptr + of_row, mask=exists, other=0.0)
-            product = tl.load(product_ptr + of_row, mask=exists, other=0.0)
-            logit = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * _LOG2E)
-            logit += _by_row(log_m * _LOG2E, TOKENS, PADDED, PAGES, PAGE_SIZE)
-            seen = (other[None, :] <= position[:, None]) & exists[:, None]
-            weight = tl.where(seen, tl.exp2(logit - log_sum[:, None]), 0.0)
-            of_value += tl.dot(tl.trans(weight.to(gradient.dtype)), gradient, input_precision="ieee")
-            of_weight = tl.dot(gradient, tl.trans(value), input_precision="ieee")
-            of_logit = weight * (of_weight - product[:, None])
-            of_key += tl.dot(tl.trans(of_logit.to(query.dtype)), query, input_precision="ieee")
-            if not HARD:
-                of_score = _score_gradients(of_logit, scores, which, group_head, share, TOKENS, PADDED, PAGES,
-                                            PAGE_SIZE, GROUP)  # fmt: skip
-                of_spread += tl.sum(of_score * norm[:, None], axis=0)
-                added = ()
-                for v in tl.static_range(VECTORS):
-                    of_product = tl.trans(tl.where(which == v, of_score, 0.0).to(query.dtype))
-                    x = of_vectors[v] + tl.dot(of_product, query, input_precision="ieee")
-                    added = added + (x,)  # type: ignore[assignment]  # noqa: RUF005 - Triton's tuples only add
-                of_vectors = added
-    dim = tl.arange(0, DIMS)
-    place = ((begin + other).to(tl.int64) * HEADS + head)[:, None] * HEAD_SIZE + dim[None, :]
-    mask = (other < length)[:, None] & (dim < HEAD_SIZE)[None, :]
-    tl.store(key_gradient_ptr + place, (of_key * scale).to(key_gradient_ptr.dtype.element_ty), mask=mask)
-    tl.store(value_gradient_ptr + place, of_value.to(value_gradient_ptr.dtype.element_ty), mask=mask)
-    if not HARD:
-        of_head = (first_page + page).to(tl.int64) * HEADS + head
-        mask = of_page[:, None] & (dim < HEAD_SIZE)[None, :]
-        for v in tl.static_range(VECTORS):
-            place = (of_head * VECTORS + v)[:, None] * HEAD_SIZE + dim[None, :]
-            tl.store(vectors_gradient_ptr + place, of_vectors[v], mask=mask)
+        of_score = _of_pages(of_scores_ptr, begin + token, token < end, page, head, first_token, width, HEADS)
+        winner = _of_pages(winners_ptr, begin + token, token < end, page, head, first_token, width, HEADS)
+        of_product = tl.trans(_of_products(of_score, winner, PADDED, VECTORS))
+        of_vectors = tl.dot(of_product.to(query.dtype), query, of_vectors, input_precision="ieee")
         if spread_gradient_ptr is not None:
-            tl.store(spread_gradient_ptr + of_head, of_spread, mask=of_page)
+            of_spread += tl.sum(of_product * norms(query, std_weight)[None, :], axis=1)
+    dim, column = tl.arange(0, DIMS), tl.arange(0, PAGES * VECTORS)
+    first_page = tl.load(first_page_ptr + tile)
+    of_page = at // PAGE_SIZE + column // VECTORS
+    index = ((first_page + of_page).to(tl.int64) * HEADS + head) * VECTORS + column % VECTORS
+    place = index[:, None] * HEAD_SIZE + dim[None, :]
+    mask = (of_page < length // PAGE_SIZE)[:, None] & (dim < HEAD_SIZE)[None, :]
+    of_vectors += tl.load(vectors_gradient_ptr + place, mask=mask, other=0.0)
+    tl.store(vectors_gradient_ptr + place, of_vectors, mask=mask)
+    if spread_gradient_ptr is not None:
+        place, mask = (first_page + page).to(tl.int64) * HEADS + head, page < length // PAGE_SIZE
+        of_pages = tl.sum(tl.reshape(of_spread, (PAGES, VECTORS)), axis=1)
+        of_pages += tl.load(spread_gradient_ptr + place, mask=mask, other=0.0)
+        tl.store(spread_gradient_ptr + place, of_pages, mask=mask)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """What the kernels of one call share."""
+def _shape(call: Call, launch: _Launch, device: torch.device) -> tuple[dict[str, int], int]:
+    """Returns what a kernel is compiled for and how it is launched, and its columns."""
+    shape = call.heads()
+    smaller = max(shape["DIMS"] // 128, 1)
+    gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    if gpu is not None and gpu.shared_memory_per_multiprocessor < _MUCH_SHARED_MEMORY:
+        smaller *= 2
+    shape |= {
+        "PADDED": call.padded_group, "TOKENS": min(call.tokens(launch.rows // smaller), PIECE),
+        "num_warps": launch.num_warps, "num_stages": launch.num_stages,
+    }  # fmt: skip
+    return shape, launch.columns // smaller
 
-    packing: Packing
-    mask: PageMask
-    scale: float
-    num_kv_heads: int
-    group_size: int
-    vectors: int
-    head_size: int
 
-    @property
-    def padded_group(self) -> int:
-        """Rows of a token."""
-        return int(triton.next_power_of_2(self.group_size))
+def _of_keys(call: Call, launch: _Launch, device: torch.device) -> dict[str, int]:
+    """Returns what a kernel that attends is compiled for, and how it is launched."""
+    shape, columns = _shape(call, launch, device)
+    return shape | {"KEYS": max(columns, call.mask.page_size)}
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of a tile."""
-        return max(64 // self.padded_group, 1)
 
-    @property
-    def keys(self) -> int:
-        """Keys that a tile meets at a time."""
-        return max(64 if self.head_size <= 128 else 32, self.mask.page_size)
+def _of_vectors(call: Call, launch: _Launch, device: torch.device) -> dict[str, int]:
+    """Returns what a kernel of the scores' gradients is compiled for, and how it is launched."""
+    shape, columns = _shape(call, launch, device)
+    return shape | {"VECTORS": call.vectors, "PAGES": max(columns // call.vectors, 1)}
 
-    @property
-    def room(self) -> int:
-        """Numbers of a product that sums over pages for each of them."""
-        return max(16 * self.mask.page_size // self.keys, 1)
 
-    def shape(self) -> dict[str, Any]:
-        """Returns what the kernels are compiled for."""
-        return {
-            "HEADS": self.num_kv_heads,
-            "GROUP": self.group_size,
-            "PADDED": self.padded_group,
-            "TOKENS": self.tokens,
-            "PAGES": self.keys // self.mask.page_size,
-            "PAGE_SIZE": self.mask.page_size,
-            "VECTORS": self.vectors,
-            "HEAD_SIZE": self.head_size,
-            "DIMS": max(triton.next_power_of_2(self.head_size), 16),
-            "HARD": self.mask.is_hard,
-        }
+def _soft_parts(
+    call: Call, query: torch.Tensor, records: Records, threshold: torch.Tensor, is_found: bool
+) -> Iterator[Part]:
+    """Yields log m to the base 2 for some tokens at a time, the last ones first.
 
-    def numbers(self) -> tuple[float | int, ...]:
-        """Returns the numbers that the kernels which attend end with."""
-        selection = self.mask.selection
-        slope = self.scale / self.mask.temperature if self.mask.temperature else 0.0
-        return (
-            self.scale, slope, selection.std_weight, self.mask.dense_tokens, selection.k, selection.sink_pages,
-            selection.recent_pages,
+    Finds tau of each token and KV head for it, or, where it was found, says where log m comes from.
+    """
+    selection = call.mask.selection
+    chosen = triton.next_power_of_2(selection.k - selection.sink_pages - selection.recent_pages)
+    for part in scores_in_parts(call, query, records, torch.float32, with_winners=is_found):
+        width = part.scores.shape[2]
+        padded = triton.next_power_of_2(width)
+        _soften[(len(part.pieces.start) * PIECE, call.num_kv_heads)](
+            part.scores, *part.pieces[:3], threshold, part.first_token, width, _slope(call), call.mask.dense_tokens,
+            selection.k, selection.sink_pages, selection.recent_pages, HEADS=call.num_kv_heads,
+            PAGE_SIZE=call.mask.page_size, WIDTH=padded, GROUPS=min(chosen, padded), PIECE=PIECE, FIND=not is_found,
+            num_warps=min(max(padded // 1024, 1), 16),
         )  # fmt: skip
-
-    def tiles(self, tokens: int, device: torch.device) -> Tiles:
-        """Returns the sequences in pieces of so many tokens."""
-        return self.packing.tiles(tokens, self.mask.page_size, device)
+        yield part
 
 
-def _find_thresholds(
-    call: _Call, query: torch.Tensor, records: tuple[torch.Tensor | None, ...]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns tau of each token and KV head (with the hard mask S_(K)), and the last page among its equals."""
-    selection, page_size = call.mask.selection, call.mask.page_size
-    threshold = query.new_zeros((query.shape[0], call.num_kv_heads), dtype=torch.float32)
-    last_tie = torch.zeros_like(threshold, dtype=torch.int32)
-    width = max(call.packing.lengths) // page_size
-    if width <= selection.k:
-        return threshold, last_tie
-    tiles, pages = call.tiles(call.tokens, query.device), 64
-    at_once = max(_SCORES_AT_ONCE // (call.tokens * call.num_kv_heads * width), 1)
-    shape = call.shape() | {"PAGES": pages}
-    common = {name: shape[name] for name in ("HEADS", "TOKENS", "PAGE_SIZE", "HARD")}
-    for first in range(0, len(tiles.start), at_once):
-        start, begin, length, first_page = (part[first : first + at_once] for part in tiles)
-        scores = query.new_empty((len(start) * call.tokens, call.num_kv_heads, width), dtype=torch.float32)
-        _page_scores[(len(start), call.num_kv_heads, triton.cdiv(width, pages))](
-            query, *records, start, begin, length, first_page, scores, width, selection.std_weight, **shape
-        )
-        _thresholds[(len(scores), call.num_kv_heads)](
-            scores, start, begin, length, threshold, last_tie, width, call.mask.dense_tokens, selection.k,
-            selection.sink_pages, selection.recent_pages, **common, WIDTH=triton.next_power_of_2(width),
-            num_warps=4 if width <= 2048 else 16,
-        )  # fmt: skip
-    return threshold, last_tie
+def _slope(call: Call) -> float:
+    """Returns the factor of scores in the mask."""
+    assert call.mask.temperature is not None
+    return call.scale / call.mask.temperature
 
 
-class _MaskedAttention(torch.autograd.Function):
+class _SoftAttention(torch.autograd.Function):
     """The kernels as torch differentiates them."""
 
     @staticmethod
@@ -663,41 +677,63 @@ class _MaskedAttention(torch.autograd.Function):
         spread: torch.Tensor | None,
         stored: torch.Tensor,
         scales: torch.Tensor | None,
-        call: _Call,
+        call: Call,
     ) -> torch.Tensor:
-        records = (stored.to(query.dtype).contiguous(), scales, spread)
-        threshold, last_tie = _find_thresholds(call, query, records)
+        records = (stored, scales, spread)
+        threshold = query.new_empty((query.shape[0], call.num_kv_heads), dtype=torch.float32)
         output = torch.empty_like(query)
         log_sum = query.new_empty(query.shape[:2], dtype=torch.float32)
-        tiles = call.tiles(call.tokens, query.device)
-        _forward[(len(tiles.start), call.num_kv_heads)](
-            query, key, value, *records, threshold, last_tie, output, log_sum, *tiles, *call.numbers(), **call.shape(),
-            num_warps=4, num_stages=2,
-        )  # fmt: skip
-        ctx.save_for_backward(query, key, value, *records, threshold, last_tie, output, log_sum)
+        shape = _of_keys(call, _FORWARD, query.device)
+        for bias, _, pieces, first_token in _soft_parts(call, query, records, threshold, is_found=False):
+            _forward[_grid(call, pieces, shape)](
+                query, key, value, bias, output, log_sum, *pieces, first_token, bias.shape[2], call.scale, **shape,
+                PIECE=PIECE,
+            )  # fmt: skip
+        ctx.save_for_backward(query, key, value, *records, threshold, output, log_sum)
         ctx.call = call
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        query, key, value, stored, scales, spread, threshold, last_tie, output, log_sum = ctx.saved_tensors
-        call: _Call = ctx.call
+        query, key, value, stored, scales, spread, threshold, output, log_sum = ctx.saved_tensors
+        call: Call = ctx.call
         gradient = gradients[0].contiguous()
-        product = (gradient.float() * output.float()).sum(dim=-1)
-        inputs = (query, key, value, stored, scales, spread, threshold, last_tie, gradient, log_sum, product)
-        of_query, of_key, of_value = (torch.empty_like(x) for x in (query, key, value))
-        of_vectors = torch.zeros_like(stored, dtype=torch.float32)
+        inputs = (query, key, value, gradient, log_sum, row_products(gradient, output))
+        of_query = torch.empty_like(query)
+        of_key, of_value, of_vectors = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value, stored))
         of_spread = None if spread is None else torch.zeros_like(spread)
-        tiles = call.tiles(call.tokens, query.device)
-        _query_gradient[(len(tiles.start), call.num_kv_heads)](
-            *inputs, of_query, *tiles, *call.numbers(), **call.shape(), ROOM=call.room, num_warps=4, num_stages=1
+        of_queries, of_keys = (_of_keys(call, launch, query.device) for launch in (_QUERY_GRADIENT, _KEY_GRADIENT))
+        of_scored_queries, of_records = (
+            _of_vectors(call, launch, query.device) for launch in (_SCORED_QUERIES, _SCORED_RECORDS)
         )
-        tiles = call.tiles(call.keys, query.device)
-        _key_gradient[(len(tiles.start), call.num_kv_heads)](
-            *inputs, of_key, of_value, of_vectors, of_spread, *tiles, *call.numbers(), **call.shape(),
-            num_warps=4, num_stages=1,
-        )  # fmt: skip
-        return of_query, of_key, of_value, of_vectors, of_spread, None, None, None
+        key_tiles = call.tiles(of_keys["KEYS"], query.device)
+        page_tiles = call.tiles(of_records["PAGES"] * call.mask.page_size, query.device)
+        last_token = query.shape[0]
+        for bias, winners, pieces, first_token in _soft_parts(
+            call, query, (stored, scales, spread), threshold, is_found=True
+        ):
+            width = bias.shape[2]
+            _key_gradient[(len(key_tiles.start), call.num_kv_heads)](
+                *inputs, bias, of_key, of_value, *key_tiles, first_token, last_token, width, call.scale, **of_keys
+            )
+            _query_gradient[_grid(call, pieces, of_queries)](
+                *inputs, bias, of_query, *pieces, first_token, width, call.scale, _slope(call), **of_queries,
+                PIECE=PIECE,
+            )  # fmt: skip
+            _scored_queries[_grid(call, pieces, of_scored_queries)](
+                stored, scales, bias, winners, of_query, *pieces, first_token, width, **of_scored_queries, PIECE=PIECE
+            )
+            _scored_records[(len(page_tiles.start), call.num_kv_heads)](
+                query, bias, winners, of_vectors, of_spread, *page_tiles, first_token, last_token, width,
+                call.mask.selection.std_weight, **of_records,
+            )  # fmt: skip
+            last_token = first_token
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), of_vectors, of_spread, None, None, None
+
+
+def _grid(call: Call, pieces: Tiles, shape: dict[str, int]) -> tuple[int, int]:
+    """Returns the programs of a kernel that works on tiles of pieces."""
+    return len(pieces.start) * (PIECE // shape["TOKENS"]), call.num_kv_heads
 
 
 def masked_attention(
@@ -711,10 +747,15 @@ def masked_attention(
 ) -> torch.Tensor:
     """See `api.masked_attention`."""
     num_kv_heads, head_size = key.shape[1:]
-    group_size, vectors = query.shape[1] // num_kv_heads, records.vectors.shape[2]
-    call = _Call(packing, mask, scale, num_kv_heads, group_size, vectors, head_size)
-    output: torch.Tensor = _MaskedAttention.apply(
-        query.contiguous(), key.contiguous(), value.contiguous(), records.vectors,
-        None if records.spread is None else records.spread.contiguous(), records.stored, records.scales, call,
-    )  # fmt: skip
+    call = Call(packing, mask, scale, num_kv_heads, query.shape[1] // num_kv_heads, records.vectors.shape[2], head_size)
+    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    stored = records.stored.to(query.dtype).contiguous()
+    spread = None if records.spread is None else records.spread.contiguous()
+    if mask.is_hard:
+        # Nothing about a page that is read or not reaches its score.
+        served = (stored, records.scales, None if spread is None else spread.detach())
+        return listed_attention(query, key, value, served, call)
+    output: torch.Tensor = _SoftAttention.apply(
+        query, key, value, records.vectors, spread, stored, records.scales, call
+    )
     return output
