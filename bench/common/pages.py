@@ -73,7 +73,7 @@ def footnote(name: str, sources: Sequence[Path]) -> str:
     """When and where the numbers of some result files were measured, and a footnote with the rest."""
     runs = [(path, run) for path in sources for run in read_runs(path)]
     days, machines = ({getattr(run, what): None for _, run in runs} for what in ("day", "machine"))
-    origin = f"Measured {' and '.join(sorted(days))} on {' and '.join(machines)}.[^{name}]"
+    origin = f"Measured {_listed(sorted(days))} on {' and '.join(machines)}.[^{name}]"
     circumstances: dict[str, dict[Path, list[Run]]] = {}
     for path, run in runs:
         circumstances.setdefault(f"{run.hardware}; {run.versions}", {}).setdefault(path, []).append(run)
@@ -88,6 +88,10 @@ def footnote(name: str, sources: Sequence[Path]) -> str:
         sentences.append(f"Commands and commits are in the index of results under {entries}.")
     note = f"[^{name}]: {' '.join(sentences)}"
     return f"{wrap(origin, '')}\n\n{wrap(note, '    ')}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    return " and ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
 
 
 def _source(path: Path, runs: Sequence[Run]) -> str:

@@ -67,11 +67,11 @@ def frontier() -> Block:
     context, batch = max(times[None])
     wide, narrow = (times[budget][context, batch]["ms_per_token"] for budget in (_WIDE, _DEFAULT))
     text = (
-        "**What a budget costs.** Time per token of Llama-3.1-8B's shape on an H200 by budget in tokens, and what "
-        "needle-8m keeps: the measures of `tune` from above, over 4,000 tokens (likelihood is the loss, as a share), "
-        f"and right answers to needles and to needles that all look alike, over {_NEEDLE_TOKENS:,}:"
+        "**What a budget costs.** The columns are budgets in tokens. Times are those of a model with the shape of "
+        "Llama-3.1-8B on an H200. The rows below them are of needle-8m: what it keeps by the measures of `tune`, over "
+        f"4,000 tokens, and its right answers to needles and to needles that all look alike, over {_NEEDLE_TOKENS:,}:"
     )
-    more = f"{wide - narrow:+.2f} ms a token beside {_DEFAULT:,}"
+    more = f"{abs(wide - narrow):.2f} ms a token {'more' if wide >= narrow else 'less'} than one of {_DEFAULT:,}"
     end = f"At {batch} x {context:,} tokens a budget of {_WIDE:,} takes {more}."
     picture = f"!{link('Time per token, and what is kept of dense attention, by budget', FIGURE)}"
     sources = [*decode_files().values(), TUNED, _NEEDLES, *LOOK_ALIKES.values()]

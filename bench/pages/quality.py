@@ -80,14 +80,15 @@ def answers_in_short() -> Block:
 
     default, wide = _next_tokens()
     prefill = prefill_in_short()
-    return Block(
-        f"{prefill.text}\nOf needle questions over {longest:,} tokens `unique` answers {right('unique')} and reads "
-        f"{share:.1%} of the KV cache;\ndense attention answers {right('dense')}, and the newest 512 tokens alone are "
-        f"enough for {right('streaming_llm')}.\nOver ordinary text of 4,096 tokens its most likely next token is dense "
-        f"attention's at {default.agreement.value:.1%} of\nthe positions with the default budget of 512 tokens "
-        f"({default.nats_lost.value:+.3f} nats a token), and at {wide.agreement.value:.1%} with 2,048.",
-        [*prefill.sources, path, control_path, *_NEXT_TOKEN_FILES],
+    text = (
+        f"{prefill.text} The small model needle-8m answers {right('unique')} needle questions over {longest:,} tokens "
+        f"with `unique`, which reads {share:.1%} of the KV cache. It answers {right('dense')} with dense attention, "
+        f"and {right('streaming_llm')} with the newest 512 tokens alone. Over ordinary text of 4,096 tokens it expects "
+        f"the same next token as with dense attention at {default.agreement.value:.1%} of the positions with the "
+        f"default budget of 512 tokens ({default.nats_lost.value:+.3f} nats a token), and at "
+        f"{wide.agreement.value:.1%} with 2,048."
     )
+    return Block(wrap(text, ""), [*prefill.sources, path, control_path, *_NEXT_TOKEN_FILES])
 
 
 def look_alikes() -> Block:

@@ -359,8 +359,8 @@ def test_what_compaction_takes_and_gives_is_measured_or_not_yet(tmp_path, monkey
         load | {"variant": "snapkv", "cache_tokens": None, "concurrency": 32, "output_tokens_per_second": 686.4},
     )
     assert " ".join(compaction.users().text.partition("\n\n")[2].split()) == (
-        "Where all 32 requests run at once with dense attention, too, tokens per second are as a share of those with "
-        "it: `snapkv` 0.980."
+        "Where dense attention runs all 32 requests at once, too, tokens per second are 0.980 times as many with "
+        "`snapkv`."
     )
     took = {
         "variant": "snapkv", "context_tokens": 32768, "prefill_seconds": 2.5, "step_ms": 7.0, "compaction_ms": 5.0,
@@ -497,7 +497,7 @@ def test_the_frontier_has_times_and_what_is_kept_by_budget(frontier_results):
     assert cells["agreement"][2].startswith("0.957 (")
     assert cells["agreement"][-1] == "-"
     assert cells["look-alikes"] == ["24/24", "-", "22/24", "-", "24/24", "-", "-"]
-    assert "At 6 x 131,072 tokens a budget of 2,048 takes +0.50 ms a token beside 512." in block.text
+    assert "At 6 x 131,072 tokens a budget of 2,048 takes 0.50 ms a token more than one of 512." in block.text
 
 
 def test_the_figure_of_the_frontier_has_a_line_for_each_context_and_measure(frontier_results):

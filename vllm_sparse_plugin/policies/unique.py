@@ -20,7 +20,7 @@ class UniqueSelection(ScoredSelection):
     statistics_kind = "mean_and_spread"
     departure = (
         "By default it scores the means of a page's quarters in place of the paper's mean and standard deviation, and "
-        "always reads the newest complete page; the preset unique_paper does what was published."
+        "always reads the newest complete page; the preset unique_paper does neither."
     )
     statistics: Literal["auto", "quarters", "sketch", "int8", "fp8", "bf16"] = "auto"  # type: ignore[assignment]
     """What is kept of a page's keys. The paper's mean and standard deviation, the mean in `int8` or `fp8` with one
