@@ -106,8 +106,8 @@ def prefill_in_short() -> Block:
     dense, sparse = (rows[name] for name in ("flash_attn", "unique_prefill"))
     seconds = [row["seconds_median"] for row in (dense, sparse)]
     text = (
-        f"In the shape of Llama-3.1-8B the first token after {sparse['context_tokens']:,} others takes {seconds[0]:.1f} s, and "
-        f"{seconds[1]:.1f} s with `unique_prefill` ({seconds[0] / seconds[1]:.1f}x)."
+        f"In the shape of Llama-3.1-8B the first token after {sparse['context_tokens']:,} others takes "
+        f"{seconds[0]:.1f} s, and {seconds[1]:.1f} s with `unique_prefill` ({seconds[0] / seconds[1]:.1f}x)."
     )
     return Block(text, [path])
 
