@@ -18,7 +18,7 @@ from vllm_sparse_plugin.eval.tuning import MEASURES
 
 _H200 = RESULTS / "h200"
 _CPU = RESULTS / "cpu-2core"
-TUNED = _CPU / "tune" / "needle-8m.jsonl"
+TUNED, TUNED_WITNESS = (_CPU / "tune" / f"{model}.jsonl" for model in ("needle-8m", "witness-6m"))
 LOOK_ALIKES = {budget: _CPU / "served" / f"look_alikes_{budget}.jsonl" for budget in (512, 2048)}
 _HEAD_SIZE = 64
 """Of needle-8m."""
@@ -279,11 +279,13 @@ def next_tokens() -> Block:
 
 def tuned() -> Block:
     """What `vllm-sparse tune` finds on source code: every setting by every measure."""
-    rows = []
-    for row in read_run(TUNED).rows:
-        cells = (interval(Estimate(**row[measure])) for measure in MEASURES)
-        rows.append([row["setting"], f"{row['kv_read_share']:.1%}", *cells])
-    return Block(table(["settings", "KV read", "agreement (95 %)", "overlap, at least", "likelihood"], rows), [TUNED])
+    rows, files = [], [TUNED, TUNED_WITNESS]
+    for run in map(read_run, files):
+        for row in run.rows:
+            cells = (interval(Estimate(**row[measure])) for measure in MEASURES)
+            rows.append([run.about["model"], row["setting"], f"{row['kv_read_share']:.1%}", *cells])
+    headings = ["model", "settings", "KV read", "agreement (95 %)", "overlap, at least", "likelihood"]
+    return Block(table(headings, rows), files)
 
 
 def mixes() -> Block:

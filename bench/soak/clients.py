@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 import time
@@ -109,11 +110,12 @@ class Tally:
         return self.most is not None and self.answers + self.hung_up >= self.most
 
     def as_row(self) -> dict[str, Any]:
-        """Returns the columns of a row."""
+        """Returns the columns of a row; no largest gap where a server did not say how likely it found a token."""
         with self.lock:
+            gap = round(self.largest_gap, 4) if math.isfinite(self.largest_gap) else None
             return {
-                "answers": self.answers, "hung_up": self.hung_up, "parted": self.parted,
-                "largest_gap": round(self.largest_gap, 4), "faults": list(self.faults),
+                "answers": self.answers, "hung_up": self.hung_up, "parted": self.parted, "largest_gap": gap,
+                "faults": list(self.faults),
             }  # fmt: skip
 
 

@@ -208,7 +208,7 @@ def assert_kernels_are_accurate(device, inputs, packing, mask, kind) -> list[tor
     on_device = [x.float().to(device) for x in inputs]
     got = [x.cpu() for x in results(triton.masked_attention, on_device, packing, mask, kind, record_format)]
     for actual, wanted, low in zip(got, exact, single, strict=True):
-        # A weight is 2 to the power of a logit, plus log m, less a log-sum, each rounded; softmax rounds the logit alone.
+        # A weight is 2 to the power of a logit plus log m less a log-sum, each rounded; softmax rounds the logit alone.
         assert_as_accurate(actual, wanted, low, roundings=3)
     return got
 

@@ -22,6 +22,9 @@ def test_answers_part_where_two_tokens_are_about_as_likely_or_are_wrong():
         tally.add(ALONE, answer(*tokens), LOGPROB_TOLERANCE)
     assert (tally.answers, tally.parted) == (3, 2)
     assert tally.faults == ["an answer parts where the tokens' log probabilities differ by 2.9"]
+    assert tally.as_row()["largest_gap"] == 2.9
+    tally.add(ALONE, answer(5, 4, 7), math.inf)
+    assert tally.as_row()["largest_gap"] is None
 
 
 def test_clients_stop_after_enough_requests():

@@ -10,7 +10,7 @@ from bench.common.pages import Block, fill, footnote, link, table
 from bench.common.results import RESULTS, ROOT
 from bench.pages import __main__ as command
 from bench.pages import compaction, figures, frontier, index, kernels, prefill, serving, training
-from bench.pages.sections import SECTIONS, Section
+from bench.pages.sections import SECTIONS
 from vllm_sparse_plugin.errors import ConfigurationError
 
 README = ROOT / "README.md"

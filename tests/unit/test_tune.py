@@ -47,7 +47,9 @@ def evaluations(monkeypatch) -> list[list[str]]:
         given = dict(pairwise(command))
         label, path = given["--label"], Path(given["--output"])
         share = {"dense": 1.0, "art": 0.9}.get(label) or int(label.split("-")[1]) / 8192
-        rows = [{"settings": {"label": label, "decode_from": "prompt"}}, *(result(label, i, share) for i in range(3))]
+        asked = len(Path(given["--completions"]).read_text().splitlines())
+        found = (result(label, i, share) for i in range(asked))
+        rows = [{"settings": {"label": label, "decode_from": "prompt"}}, *found]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         return subprocess.CompletedProcess(command, 0, "", "")
 
@@ -105,6 +107,18 @@ def test_what_reads_least_of_what_keeps_the_target_is_chosen(run, evaluations, t
     assert resolve({"config": str(preset)}, "unique").selection.budget_tokens == tokens
     assert str(preset) in out.splitlines()[-1]
     assert out.splitlines()[-1].startswith("vllm serve a-model --attention-backend unique --additional-config ")
+
+
+def test_the_interval_of_one_prompt_is_unknown(run, evaluations, prompts, tmp_path):
+    prompts.write_text(json.dumps({"prompt": "text"}))
+    run(*BUDGETS, "--measure", "likelihood")
+
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    lines = (tmp_path / "out" / "frontier.jsonl").read_text().splitlines()
+    _, *found = (json.loads(line, parse_constant=refuse) for line in lines)
+    assert [(line["likelihood"]["low"], line["likelihood"]["count"]) for line in found][1] == (None, 1)
 
 
 def test_every_engine_decodes_the_same_tokens_under_its_own_settings(run, evaluations):

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 import yaml
@@ -18,6 +19,9 @@ from vllm_sparse_plugin.cli.arguments import complete_backend, find_preset, pars
 from vllm_sparse_plugin.cli.provenance import describe_run, open_output
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from vllm_sparse_plugin.eval.statistics import Estimate
 
 BUDGETS = (256, 512, 1024, 2048, 4096)
 _DENSE = "dense"
@@ -77,6 +81,11 @@ class Setting:
         return f"# For {model}, written by vllm-sparse tune: {about}.\n{yaml.safe_dump(self.section, sort_keys=False)}"
 
 
+def _as_row(kept: Estimate) -> dict[str, float | None]:
+    """Returns an estimate for a line of JSON, which has no infinite numbers: the interval of one prompt is unknown."""
+    return {name: number if math.isfinite(number) else None for name, number in asdict(kept).items()}
+
+
 def tune(
     model: Model,
     prompts: Prompts,
@@ -122,7 +131,7 @@ def tune(
     with open_output(folder / "frontier.jsonl", "output") as file:
         file.write(json.dumps(describe_run(Path(model)) | {"scored_tokens": scored_tokens}) + "\n")
         for setting, candidate in zip(settings, candidates, strict=True):
-            found = {measured: asdict(kept) for measured, kept in candidate.kept.items()}
+            found = {measured: _as_row(kept) for measured, kept in candidate.kept.items()}
             row = {"setting": setting.name, "section": setting.section, "kv_read_share": candidate.kv_read_share}
             file.write(json.dumps(row | found) + "\n")
     chosen = choose(candidates, target)

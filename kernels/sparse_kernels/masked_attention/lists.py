@@ -32,6 +32,7 @@ from sparse_kernels.masked_attention.scores import (
     Call,
     Records,
     columns,
+    count_true,
     of_heads,
     row_products,
     rows,
@@ -55,11 +56,6 @@ _READERS = 256
 """Of the readers of a page, those that one program works on."""
 _JOINED_BYTES = 1 << 30
 """Memory of what pages give their readers, unless one head takes more."""
-
-
-@triton.jit
-def _count(flags):
-    return tl.sum(tl.sum(flags.to(tl.int32), axis=0), axis=0)
 
 
 @triton.jit
@@ -116,13 +112,13 @@ def _list_pages(
         low, high = tl.maximum(tl.min(largest, axis=0), 1), tl.max(largest, axis=0) + 1
         while high - low > 1:
             middle = (low + high) // 2
-            enough = _count(key >= middle) >= left
+            enough = count_true(key >= middle) >= left
             low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
         equal = key == low
-        left -= _count(key > low)
+        left -= count_true(key > low)
         kept = (key > low) | (equal & (_numbered(equal) <= left))
         read = read & (kept | (page < sink_pages) | (page >= complete - recent_pages))
-    place, count = _numbered(read) - 1, _count(read)
+    place, count = _numbered(read) - 1, count_true(read)
     first = head * (num_tokens + 1)
     of_list = head.to(tl.int64) * num_tokens + token
     out = lists_ptr + of_list * list_width

@@ -66,6 +66,12 @@ def tile_of(start_ptr, begin_ptr, length_ptr, first_page_ptr, TOKENS: tl.constex
 
 
 @triton.jit
+def count_true(flags):
+    """Returns how many of `[rows, columns]` are true."""
+    return tl.sum(tl.sum(flags.to(tl.int32), axis=0), axis=0)
+
+
+@triton.jit
 def norms(query, std_weight):
     """Returns the norms of rows times lambda."""
     query = query.to(tl.float32)

@@ -33,6 +33,7 @@ from sparse_kernels.masked_attention.scores import (
     Call,
     Part,
     Records,
+    count_true,
     norms,
     of_heads,
     row_products,
@@ -76,11 +77,6 @@ def _of_pages(pointer, token, exists, page, head, first_token, width, HEADS):
     """Loads numbers of a part's tokens and pages: `[TOKENS, PAGES]`, zero where there are none."""
     place = ((token - first_token).to(tl.int64) * HEADS + head) * width
     return tl.load(pointer + place[:, None] + page[None, :], mask=exists[:, None] & (page < width)[None, :], other=0)
-
-
-@triton.jit
-def _count(flags):
-    return tl.sum(tl.sum(flags.to(tl.int32), axis=0), axis=0)
 
 
 @triton.jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=PIECES)
@@ -129,9 +125,9 @@ def _soften(
             low, high = tl.maximum(tl.min(largest, axis=0), -0x7FFFFFFF), tl.max(largest, axis=0) + 1
             while low + 1 < high:
                 middle = (low & high) + ((low ^ high) >> 1)
-                enough = _count(key >= middle) >= left
+                enough = count_true(key >= middle) >= left
                 low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
-            is_tied = _count(key >= low) > left
+            is_tied = count_true(key >= low) > left
             kept = tl.max(tl.max(tl.where(key == low, score, float("-inf")), axis=0), axis=0)
             below = tl.max(tl.max(tl.where(candidate & (key < low), score, float("-inf")), axis=0), axis=0)
             threshold = 0.5 * (kept + tl.where(is_tied, kept, below))
