@@ -25,7 +25,9 @@ def item(task: str, number: int) -> Item:
 @pytest.fixture
 def needles(monkeypatch, capsys, tmp_path):
     """Runs the command on three questions; returns exit code, output, errors and the process ids of the servers."""
-    previous = signal.getsignal(signal.SIGTERM)
+    previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    # Jobs in the background of a shell ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def call(*arguments: str, answers: dict[str, dict[str, str]], **settings: object) -> SimpleNamespace:
         described = {"answers": answers, "pids": str(tmp_path), **settings}
@@ -45,7 +47,8 @@ def needles(monkeypatch, capsys, tmp_path):
         return SimpleNamespace(code=ended.value.code or 0, out=out, err=err, pids=pids)
 
     yield call
-    signal.signal(signal.SIGTERM, previous)
+    for number, handler in previous.items():
+        signal.signal(number, handler)
 
 
 def is_running(pid: int) -> bool:
