@@ -135,6 +135,16 @@ def test_times_that_a_load_begins_with_are_those_of_one_that_has_some():
     assert engine.pace.gain(Load.of([8000])) == pytest.approx(engine.pace.gain(SMALL))
 
 
+def test_a_load_that_nobody_timed_takes_the_times_of_one_that_came_after_it():
+    engine = Engine()
+    later = Load.of([8000])
+    for _ in range(100):
+        engine.pace.choose(later)
+    engine.run(0.99, 0.01, 40)
+    assert {engine.pace.choose(later) for _ in range(10)} == {MOST}
+    assert engine.pace.gain(later) == pytest.approx(engine.pace.gain(SMALL))
+
+
 def test_a_load_is_a_matter_of_requests_and_tokens():
     assert Load.of([4000] * 5) == Load.of([4100] * 7)
     assert Load.of([4000] * 7) != Load.of([3500] * 8)

@@ -140,12 +140,14 @@ class DraftPace:
         return self._tokens()[best] * times.seconds(0, self.most) / times.seconds(best, self.most)
 
     def _at(self, load: Load) -> _Times:
-        """Returns the times of a load; a new one begins with those of a load that is near."""
-        if load not in self._times:
-            near = (times for other, times in self._times.items() if load.is_near(other))
-            known = max(near, key=lambda times: times.looks, default=_Times(self.most))
-            self._times[load] = replace(known, ends=dict(known.ends), is_guess=True)
-        return self._times[load]
+        """Returns the times of a load; one that has none of its own takes those of a load that is near."""
+        times = self._times.get(load)
+        if times is None or len(times.ends) < 2:
+            near = (times for other, times in self._times.items() if other != load and load.is_near(other))
+            known = max(near, key=lambda times: (len(times.ends), times.looks), default=_Times(self.most))
+            if times is None or len(known.ends) == 2:
+                times = self._times[load] = replace(known, ends=dict(known.ends), is_guess=True)
+        return times
 
     def _tokens(self) -> list[float]:
         """Returns E(k) for each k."""
