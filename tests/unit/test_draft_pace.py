@@ -107,6 +107,44 @@ def test_a_load_that_shrinks_takes_its_times_along():
     assert engine.pace.gain(LARGE) == pytest.approx(before)
 
 
+def test_a_load_whose_first_step_was_held_up_is_not_taken_to_be_as_slow():
+    engine = Engine()
+    engine.run(0.99, 0.1, 200, LARGE)
+    half = Load.of([4000] * 12)
+    engine.pace.observe_step(engine.pace.choose(half), 100.0, half)
+    # Drafts that were right do not pay any longer. A step without drafts is believed to take three times as long.
+    engine.run(0.1, 0.6, 300, half)
+    assert engine.pace.best(half) == 0
+
+
+def test_steps_that_nobody_timed_are_no_looks():
+    engine = Engine()
+    for _ in range(41):
+        # Prompts are computed in all of them.
+        engine.pace.choose(SMALL)
+    engine.pace.observe_step(0, 100.0, SMALL)
+    engine.run(0.1, 0.6, 30)
+    assert engine.pace.best(SMALL) == 0
+
+
+def test_times_that_a_load_begins_with_are_those_of_one_that_has_some():
+    engine = Engine()
+    engine.run(0.99, 0.01, 40)
+    for _ in range(100):
+        engine.pace.choose(Load.of([16000]))
+    assert engine.pace.gain(Load.of([8000])) == pytest.approx(engine.pace.gain(SMALL))
+
+
+def test_a_load_that_nobody_timed_takes_the_times_of_one_that_came_after_it():
+    engine = Engine()
+    later = Load.of([8000])
+    for _ in range(100):
+        engine.pace.choose(later)
+    engine.run(0.99, 0.01, 40)
+    assert {engine.pace.choose(later) for _ in range(10)} == {MOST}
+    assert engine.pace.gain(later) == pytest.approx(engine.pace.gain(SMALL))
+
+
 def test_a_load_is_a_matter_of_requests_and_tokens():
     assert Load.of([4000] * 5) == Load.of([4100] * 7)
     assert Load.of([4000] * 7) != Load.of([3500] * 8)

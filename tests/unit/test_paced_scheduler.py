@@ -9,7 +9,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.core.kv_cache_utils import KVCacheConfig
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 import vllm_sparse_plugin
@@ -58,10 +58,13 @@ class Engine:
         sampling = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
         self.scheduler.add_request(Request(name, list(range(context)), sampling, None))
 
-    def run(self, steps):
-        """Return the lengths of the drafts that were scheduled, and tokens by second."""
+    def run(self, steps, leaves=None):
+        """Return the lengths of the drafts that were scheduled, and tokens by second.
+
+        `leaves` is a request that ends while the last of the steps is under way.
+        """
         lengths, tokens, begin = [], 0, self.now
-        for _ in range(steps):
+        for step in range(steps):
             output = self.scheduler.schedule()
             drafted = output.scheduled_spec_decode_tokens
             length = output.num_spec_tokens_to_schedule
@@ -77,6 +80,8 @@ class Engine:
                 tokens += count
             names = list(output.num_scheduled_tokens)
             places = {name: place for place, name in enumerate(names)}
+            if step == steps - 1 and leaves is not None:
+                self.scheduler.finish_requests(leaves, RequestStatus.FINISHED_ABORTED)
             self.scheduler.update_from_output(output, ModelRunnerOutput(names, places, made))
         return lengths, tokens / (self.now - begin)
 
@@ -102,6 +107,17 @@ def test_nothing_is_drafted_while_all_contexts_are_short(scheduler, monkeypatch)
     lengths, _ = engine.run(15)
     assert set(lengths) == {0}
     engine.ask("long", 300)
+    lengths, _ = engine.run(40)
+    assert lengths.count(DRAFTS) > 30
+
+
+@pytest.mark.parametrize("steps", range(20, 24))
+def test_a_request_may_end_while_a_step_with_it_is_under_way(scheduler, monkeypatch, steps):
+    engine = Engine(scheduler, 0.05, True, monkeypatch)
+    engine.ask("a", 500)
+    engine.ask("b", 300)
+    engine.run(steps, leaves="a")
+    assert list(scheduler.requests) == ["b"]
     lengths, _ = engine.run(40)
     assert lengths.count(DRAFTS) > 30
 

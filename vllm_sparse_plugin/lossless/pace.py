@@ -14,7 +14,7 @@ _NEW = 0.3
 _OUTLIER = 3.0
 """A step that takes so many times what was expected was held up by something else, and counts as so many."""
 _FIRST_LOOKS = 6
-"""Choices at the start of each load that go without drafts and to the longest by turns."""
+"""Steps that are timed at the start of each load, without drafts and with the longest by turns."""
 _LOOK_SHARE = 0.01
 """Most of the time that may be lost by looking at other lengths."""
 _LOOK_EVERY = 16
@@ -49,6 +49,8 @@ class _Times:
     looked_at: int
     """The end that was looked at last."""
     choices: int = 0
+    looks: int = 0
+    """Steps without drafts or with the longest that were timed."""
     next_look: int = _FIRST_LOOKS
     ends: dict[int, float] = field(default_factory=dict)
     """Seconds of a step without drafts, and of one with the longest."""
@@ -58,13 +60,15 @@ class _Times:
     def observe(self, drafts: int, seconds: float, most: int) -> None:
         if self.is_guess and len(self.ends) == 2:
             # All steps of this load are taken to be slower or faster by as much as its first one.
-            ratio = seconds / self.seconds(drafts, most)
+            # Loads that are near differ by no more than an outlier does, and the other end may not be seen for long.
+            ratio = min(max(seconds / self.seconds(drafts, most), 1 / _OUTLIER), _OUTLIER)
             self.ends = {length: ratio * before for length, before in self.ends.items()}
         self.is_guess = False
         if drafts not in (0, most):
             return
+        self.looks += 1
         before = self.ends.get(drafts, seconds)
-        if self.choices <= _FIRST_LOOKS:
+        if self.looks <= _FIRST_LOOKS:
             # Nothing tells yet what is usual, and steps are held up more often than they hurry.
             self.ends[drafts] = min(before, seconds)
         else:
@@ -109,7 +113,7 @@ class DraftPace:
         """Returns how many tokens to draft in the next step."""
         times = self._at(load)
         times.choices += 1
-        if times.choices <= _FIRST_LOOKS or len(times.ends) < 2:
+        if times.looks < _FIRST_LOOKS or len(times.ends) < 2:
             return self.most * (times.choices % 2)
         best = self.best(load)
         look = self.most - times.looked_at if best not in (0, self.most) else self.most - best
@@ -136,12 +140,14 @@ class DraftPace:
         return self._tokens()[best] * times.seconds(0, self.most) / times.seconds(best, self.most)
 
     def _at(self, load: Load) -> _Times:
-        """Returns the times of a load; a new one begins with those of a load that is near."""
-        if load not in self._times:
-            near = (times for other, times in self._times.items() if load.is_near(other))
-            known = max(near, key=lambda times: times.choices, default=_Times(self.most))
-            self._times[load] = replace(known, ends=dict(known.ends), is_guess=True)
-        return self._times[load]
+        """Returns the times of a load; one that has none of its own takes those of a load that is near."""
+        times = self._times.get(load)
+        if times is None or len(times.ends) < 2:
+            near = (times for other, times in self._times.items() if other != load and load.is_near(other))
+            known = max(near, key=lambda times: (len(times.ends), times.looks), default=_Times(self.most))
+            if times is None or len(known.ends) == 2:
+                times = self._times[load] = replace(known, ends=dict(known.ends), is_guess=True)
+        return times
 
     def _tokens(self) -> list[float]:
         """Returns E(k) for each k."""

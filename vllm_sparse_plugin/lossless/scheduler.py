@@ -78,6 +78,8 @@ class StepLengths:
                 self.pace.observe_drafts(len(drafts[name]), made[name] - 1)
         verified = {len(drafts.get(name, ())) for name in made}
         same = verified == {scheduled.num_spec_tokens_to_schedule} and self._requests == made.keys()
+        # A request that ended while the step was under way is unknown, and so is what the step had to do.
+        same = same and made.keys() <= self.scheduler.requests.keys()
         if same and drafted_for and all(made.values()):
             load = Load.of(self.scheduler.requests[name].num_tokens for name in made)
             self.pace.observe_step(verified.pop(), now - self._began, load)
