@@ -8,7 +8,7 @@ from sparse_kernels.page_statistics import StatisticsLayout
 
 from bench.common.pages import Block, table, wrap
 from bench.pages.quality import MIXES, mix_file
-from vllm_sparse_plugin.config import describe_fields, preset_names, resolve
+from vllm_sparse_plugin.config import ResolvedConfig, describe_fields, preset_names, resolve
 from vllm_sparse_plugin.eval.results import read_results
 
 _CONTEXT = 16384
@@ -26,6 +26,13 @@ def configuration() -> Block:
 
 def _value(default: object) -> str:
     return default if isinstance(default, str) else json.dumps(default, default=str)
+
+
+def _read(resolved: ResolvedConfig, share: float) -> str:
+    """What decode steps read of the cache, or of what is kept in it."""
+    if resolved.lossless is not None:
+        return f"all, drafts {share:.1%}"
+    return "all that is kept" if share == 1 and resolved.config.compaction is not None else f"{share:.1%}"
 
 
 def presets() -> Block:
@@ -49,7 +56,7 @@ def presets() -> Block:
                 "yes" if resolved.routing is not None else "no",
                 "yes" if resolved.config.termination is not None else "no",
                 "yes" if resolved.config.prefill is not None else "no",
-                "depends on the text" if by_data else f"{'all, drafts ' * (resolved.lossless is not None)}{share:.1%}",
+                "depends on the text" if by_data else _read(resolved, share),
                 right,
             ]
         )
