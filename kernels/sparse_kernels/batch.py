@@ -119,9 +119,10 @@ class DecodeBatch:
                 raise ValueError(f"budgets: got {list(self.budgets.shape)}, allowed: {list(wanted)}, contiguous")
         if self.scores is not None:
             _check_tensor("scores", self.scores, (torch.bfloat16,), 3)
-            if tuple(self.scores.shape[:2]) != (self.num_tokens, num_kv_heads):
+            if tuple(self.scores.shape[:2]) != (self.num_tokens, num_kv_heads) or not self.scores.is_contiguous():
                 raise ValueError(
-                    f"scores: got {list(self.scores.shape)}, allowed: [{self.num_tokens}, {num_kv_heads}, pages]"
+                    f"scores: got {list(self.scores.shape)}, allowed: [{self.num_tokens}, {num_kv_heads}, pages], "
+                    "contiguous"
                 )
 
 

@@ -62,8 +62,9 @@ def test_scores_that_a_batch_has_are_those_that_select():
     worst = select_pages(-scores, batch.num_pages, 8, 1, 1)
     expected = attend_pages(batch.tokens(grouped), batch.cache, worst, SOFTMAX)
     torch.testing.assert_close(decode(batch, query, scores=-scores), expected, atol=1e-2, rtol=1e-2)
-    with pytest.raises(ValueError, match="scores: got"):
-        decode(batch, query, scores=scores[:2])
+    for wrong in (scores[:2], scores[:, :, 1:]):
+        with pytest.raises(ValueError, match="scores: got"):
+            decode(batch, query, scores=wrong)
 
 
 @pytest.mark.parametrize("statistics", [True, False])
