@@ -34,6 +34,7 @@ from sparse_kernels.masked_attention.scores import (
     columns,
     count_true,
     of_heads,
+    reached_by,
     row_products,
     rows,
     scores_in_parts,
@@ -106,14 +107,7 @@ def _list_pages(
         bits = (score.to(tl.float32) + 0.0).to(tl.int32, bitcast=True) >> 16
         key = tl.where(candidate, tl.where(bits < 0, bits ^ 0x7FFF, bits) + 0x8001, 0)
         left = budget - sink_pages - recent_pages
-        # The largest key is looked for which `left` keys reach. There are as many rows or more, and each has a key that
-        # reaches the least of the rows' largest.
-        largest = tl.max(key, axis=1)
-        low, high = tl.maximum(tl.min(largest, axis=0), 1), tl.max(largest, axis=0) + 1
-        while high - low > 1:
-            middle = (low + high) // 2
-            enough = count_true(key >= middle) >= left
-            low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+        low = reached_by(key, left, 1)
         equal = key == low
         left -= count_true(key > low)
         kept = (key > low) | (equal & (_numbered(equal) <= left))
@@ -440,18 +434,14 @@ def _list_all(call: Call, query: torch.Tensor, records: Records) -> tuple[torch.
         the order of the text, and beyond the pages plus `num_tokens`. And how many pages they have:
         `[num_kv_heads, num_tokens]` int32.
     """
-    selection, page_size, num_tokens = call.mask.selection, call.mask.page_size, query.shape[0]
+    selection, num_tokens = call.mask.selection, query.shape[0]
     lists = query.new_empty((call.num_kv_heads, num_tokens, _width(call)), dtype=torch.int32)
     counts = query.new_empty((call.num_kv_heads, num_tokens), dtype=torch.int32)
-    chosen = triton.next_power_of_2(selection.k - selection.sink_pages - selection.recent_pages)
     for scores, _, (start, begin, length, _), first_token in scores_in_parts(call, query, records, torch.bfloat16):
         width = scores.shape[2]
-        padded = triton.next_power_of_2(width)
         _list_pages[(len(start) * PIECE, call.num_kv_heads)](
             scores, start, begin, length, lists, counts, first_token, num_tokens, width, lists.shape[2],
-            call.mask.dense_tokens, selection.k, selection.sink_pages, selection.recent_pages, HEADS=call.num_kv_heads,
-            PAGE_SIZE=page_size, WIDTH=padded, GROUPS=min(chosen, padded), PIECE=PIECE,
-            num_warps=min(max(padded // 1024, 1), 16),
+            call.mask.dense_tokens, selection.k, selection.sink_pages, selection.recent_pages, **call.of_pages(width),
         )  # fmt: skip
     return lists, counts
 

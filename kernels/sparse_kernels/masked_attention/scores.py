@@ -72,6 +72,20 @@ def count_true(flags):
 
 
 @triton.jit
+def reached_by(key, number, least):
+    """Returns the largest of `[rows, columns]` keys that so many of them reach, no more than there are rows; at least
+    `least`."""
+    # Each row has a key that reaches the least of the rows' largest.
+    largest = tl.max(key, axis=1)
+    low, high = tl.maximum(tl.min(largest, axis=0), least), tl.max(largest, axis=0) + 1
+    while low + 1 < high:
+        middle = (low & high) + ((low ^ high) >> 1)
+        enough = count_true(key >= middle) >= number
+        low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+    return low
+
+
+@triton.jit
 def norms(query, std_weight):
     """Returns the norms of rows times lambda."""
     query = query.to(tl.float32)
@@ -262,6 +276,19 @@ class Call:
             "PAGE_SIZE": self.mask.page_size,
             "HEAD_SIZE": self.head_size,
             "DIMS": max(triton.next_power_of_2(self.head_size), 16),
+        }
+
+    def of_pages(self, width: int) -> dict[str, int]:
+        """Returns what a kernel that chooses among a token's scores of so many pages is compiled for, and its warps."""
+        selection, padded = self.mask.selection, int(triton.next_power_of_2(width))
+        chosen = triton.next_power_of_2(selection.k - selection.sink_pages - selection.recent_pages)
+        return {
+            "HEADS": self.num_kv_heads,
+            "PAGE_SIZE": self.mask.page_size,
+            "WIDTH": padded,
+            "GROUPS": min(chosen, padded),
+            "PIECE": PIECE,
+            "num_warps": min(max(padded // 1024, 1), 16),
         }
 
     def tiles(self, tokens: int, device: torch.device) -> Tiles:

@@ -36,6 +36,7 @@ from sparse_kernels.masked_attention.scores import (
     count_true,
     norms,
     of_heads,
+    reached_by,
     row_products,
     rows,
     scores_in_parts,
@@ -119,14 +120,7 @@ def _soften(
             bits = (score + 0.0).to(tl.int32, bitcast=True)
             key = tl.where(candidate, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -0x80000000)
             left = budget - sink_pages - recent_pages
-            # The largest key is looked for which `left` keys reach. There are as many rows or more, and each has a key
-            # that reaches the least of the rows' largest.
-            largest = tl.max(key, axis=1)
-            low, high = tl.maximum(tl.min(largest, axis=0), -0x7FFFFFFF), tl.max(largest, axis=0) + 1
-            while low + 1 < high:
-                middle = (low & high) + ((low ^ high) >> 1)
-                enough = count_true(key >= middle) >= left
-                low, high = tl.where(enough, middle, low), tl.where(enough, high, middle)
+            low = reached_by(key, left, -0x7FFFFFFF)
             is_tied = count_true(key >= low) > left
             kept = tl.max(tl.max(tl.where(key == low, score, float("-inf")), axis=0), axis=0)
             below = tl.max(tl.max(tl.where(candidate & (key < low), score, float("-inf")), axis=0), axis=0)
@@ -641,15 +635,11 @@ def _soft_parts(
     Finds tau of each token and KV head for it, or, where it was found, says where log m comes from.
     """
     selection = call.mask.selection
-    chosen = triton.next_power_of_2(selection.k - selection.sink_pages - selection.recent_pages)
     for part in scores_in_parts(call, query, records, torch.float32, with_winners=is_found):
         width = part.scores.shape[2]
-        padded = triton.next_power_of_2(width)
         _soften[(len(part.pieces.start) * PIECE, call.num_kv_heads)](
             part.scores, *part.pieces[:3], threshold, part.first_token, width, _slope(call), call.mask.dense_tokens,
-            selection.k, selection.sink_pages, selection.recent_pages, HEADS=call.num_kv_heads,
-            PAGE_SIZE=call.mask.page_size, WIDTH=padded, GROUPS=min(chosen, padded), PIECE=PIECE, FIND=not is_found,
-            num_warps=min(max(padded // 1024, 1), 16),
+            selection.k, selection.sink_pages, selection.recent_pages, **call.of_pages(width), FIND=not is_found,
         )  # fmt: skip
         yield part
 
