@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from sparse_kernels.page_coverage.reference import count_best
 
 from research.study.scores import Newest, PageScore
 
@@ -104,14 +105,7 @@ class Setting:
         page, lengths = torch.arange(scores.shape[-1], device=scores.device), complete[:, None, None]
         always = (page < self.sink_pages) | (page >= lengths - self.recent_pages)
         logits = products / math.sqrt(head_size) + math.log(self.page_size)
-        logits = logits.masked_fill(always.unsqueeze(2), -torch.inf)
-        total = torch.logaddexp(logits.logsumexp(dim=-1), known)
-        shares = (logits - total[..., None]).exp().mean(dim=2).double()
-        missing = self.coverage - (known - total).exp().mean(dim=2).double()
         key = scores.float().masked_fill(always, torch.inf).masked_fill(page >= lengths, -torch.inf)
-        ranked = key.sort(dim=-1, descending=True, stable=True).indices
-        count = (shares.gather(-1, ranked).cumsum(dim=-1) < missing[..., None]).sum(dim=-1) + 1
-        if self.coverage >= 1:
-            count = torch.full_like(count, scores.shape[-1])
+        count = count_best(logits, known, always, key, self.coverage)
         least = self.least_tokens // self.page_size
         return count.clamp(max=max(self.budget_pages, least)).minimum(complete[:, None]).clamp(min=least)

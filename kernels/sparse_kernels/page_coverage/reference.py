@@ -32,6 +32,30 @@ def known_logits(
     return logits_and_values(token, cache, pages, softmax)[0].logsumexp(dim=-1), always
 
 
+def count_best(
+    logits: torch.Tensor, known: torch.Tensor, always: torch.Tensor, key: torch.Tensor, share: float
+) -> torch.Tensor:
+    """Counts the best pages whose estimated share of the attention reaches a target, those always read included.
+
+    Args:
+        logits: `[..., num_kv_heads, group_size, num_pages]` float32, log of what each page adds to the denominator.
+        known: `[..., num_kv_heads, group_size]` float32, log of what is added by the tokens that are always read.
+        always: bool, which pages those are; it broadcasts to `key`.
+        key: `[..., num_kv_heads, num_pages]` float32, by which pages are ranked, those always read first.
+        share: the target; 1 and more is everything.
+
+    Returns:
+        `[..., num_kv_heads]` int64.
+    """
+    logits = logits.masked_fill(always.unsqueeze(-2), -torch.inf)
+    total = torch.logaddexp(logits.logsumexp(dim=-1), known)
+    shares = (logits - total[..., None]).exp().mean(dim=-2).double()
+    missing = share - (known - total).exp().mean(dim=-1).double()
+    ranked = key.sort(dim=-1, descending=True, stable=True).indices
+    count = (shares.gather(-1, ranked).cumsum(dim=-1) < missing[..., None]).sum(dim=-1) + 1
+    return torch.full_like(count, key.shape[-1]) if share >= 1 else count
+
+
 def count_pages(
     tokens: QueryTokens,
     cache: KVCache,
@@ -52,17 +76,9 @@ def count_pages(
         blocks = token.block_table[0, : -(-num_pages // cache.statistics.pages_per_block)].long()
         keys, _ = cache.statistics.summaries(blocks)
         logits = page_logits(token.query[0], keys[:, :num_pages], cache.page_size, softmax)
-        logits = logits.masked_fill(always, -torch.inf)
-        total = torch.logaddexp(logits.logsumexp(dim=-1), known)
-        shares = (logits - total[..., None]).exp().mean(dim=1).double()
-        missing = float(coverage.share[index]) - (known - total).exp().mean(dim=1).double()
         # Those always read come first. A NaN ranks like -inf, as for `select_pages`.
         key = scores[index, :, :num_pages].float()
         key = key.masked_fill(key.isnan(), -torch.inf).masked_fill(always, torch.inf)
-        ranked = key.sort(dim=-1, descending=True, stable=True).indices
-        reached = shares.gather(-1, ranked).cumsum(dim=-1)
-        count = (reached < missing[:, None]).sum(dim=-1) + 1
-        if coverage.share[index] >= 1:
-            count = torch.full_like(count, num_pages)
+        count = count_best(logits, known, always, key, float(coverage.share[index]))
         counts[index] = count.clamp(least, min(int(coverage.most[index]), num_pages))
     return counts
