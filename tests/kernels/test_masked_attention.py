@@ -227,6 +227,7 @@ CASES = {
     "a context that is attended whole": ((38,), PageMask(PageSelection(3, 1, 1, 0.7), 4, dense_tokens=21), 2, 2, 16),
     "no page but those of the scores": ((33,), PageMask(PageSelection(4, 0, 0, 0.7), 2), 1, 1, 16),
     "many heads of a size that is padded": ((23, 1, 7), PageMask(PageSelection(3, 1, 1, 0.7), 4), 1, 16, 24),
+    "several pages by their scores": ((45,), PageMask(PageSelection(6, 1, 1, 0.7), 4), 1, 2, 16),
     "larger pages": ((67,), PageMask(PageSelection(3, 1, 1, 0.7), 16), 1, 4, 16),
     "sequences without a complete page": ((3, 7), PageMask(PageSelection(3, 1, 1, 0.7), 8), 1, 2, 16),
 }
