@@ -1,5 +1,6 @@
 """The CUDA kernels against the torch references, on a GPU."""
 
+import math
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -545,6 +546,8 @@ COVERED = {
     "softcap, heads of 96": Case((3000, 517, 1200), head_size=96, k=1024, kind="quarters", format="int4", softcap=20.0),
     "two query tokens": Case((3000, 517, 4096), queries=2, k=1024, kind="quarters", format="int4"),
     "group of 32, pages of 16": Case((3000, 900, 1500), group=32, page_size=16, k=512, kind="quarters", format="int4"),
+    "group of 7, a long context": Case((70000, 517, 33003), group=7, k=1024, kind="quarters", format="int4"),
+    "group of 1, heads of 256": Case((9000, 300, 20000), head_size=256, group=1, k=512, kind="quarters", format="int4"),
 }
 
 
@@ -597,6 +600,43 @@ def test_a_coverage_is_counted_as_by_the_reference_and_read_as_a_budget_of_each_
         coverage.share.copy_(shares.clone())
         graph.replay()
         assert torch.equal(again, counted(batch, coverage))
+
+
+def test_a_batch_whose_coverage_needs_much_memory_is_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparse_kernels.page_coverage import Coverage, count_rows, cuda
+
+    case = COVERED["two query tokens"]
+    batch, cache, softmax, selection, _, _ = Inputs(case).decode_arguments(case)
+    number = len(case.contexts)
+    limits = (torch.full((number,), x, device="cuda") for x in (0.9, 4, 1024))
+    arguments = batch, cache, selection, softmax, Coverage(*limits)
+    whole = count_rows(*arguments)  # type: ignore[arg-type]
+    monkeypatch.setattr(cuda, "_SCRATCH_BYTES", 1)
+    parts = count_rows(*arguments)  # type: ignore[arg-type]
+    assert torch.equal(whole.budgets, parts.budgets)  # type: ignore[arg-type]
+    pages = batch.num_pages(case.page_size)
+    for token, count in enumerate(pages.tolist()):
+        assert torch.equal(whole.scores[token, :, :count], parts.scores[token, :, :count])  # type: ignore[index]
+
+
+@pytest.mark.parametrize("pages", [100, 2048, 2049, 5000])
+def test_equal_scores_go_to_the_lowest_page_and_masses_decide_how_many(pages: int) -> None:
+    """All keys are zero, so all pages weigh the same: a share is a number of pages."""
+    from sparse_kernels.page_coverage import Coverage, count_rows
+
+    case = Case((8 * pages,), k=1024, kind="quarters", format="int4")
+    inputs = Inputs(case)
+    batch, cache, softmax, selection, _, _ = inputs.decode_arguments(case)
+    assert isinstance(cache, KVCache)
+    cache.keys.view.zero_()
+    assert cache.statistics is not None
+    cache.statistics.vectors.zero_()
+    cache.statistics.scales.zero_()  # type: ignore[union-attr]
+    for share in (0.25, 0.5, 0.75):
+        limits = Coverage(*(torch.full((1,), x, device="cuda") for x in (share, 4, 1 << 40)))
+        counts = count_rows(batch, cache, selection, softmax, limits).budgets  # type: ignore[arg-type]
+        assert counts is not None
+        assert (counts - math.ceil(pages * share)).abs().max() <= 1
 
 
 @pytest.mark.parametrize("segment", [None, 2048])

@@ -20,7 +20,7 @@ BF16, FP16, FP8, INT8 = FORMATS.values()
 SKETCH, QUARTERS = CODE_FORMATS.values()
 SHAPE = {"GROUP": 4, "HEAD_SIZE": 128, "PAGES_PER_BLOCK": 8}
 LAUNCH = {"WARPS": 8, "BLOCKS_PER_SM": 2}
-SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": INT8, "CHUNK": 1024, "PIPELINED": 0}
+SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": INT8, "CHUNK": 1024, "PIPELINED": 0, "BY_HEAD": 0}
 ATTEND = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "OUTPUT": BF16, "PAGE_SIZE": 8, "CLUSTER": 1}
 DECODE = {**ATTEND, "RECORD": INT8, "FUSED": 0, "LISTED": 0, "STOP_TILES": 0}
 SPLIT = {
@@ -39,6 +39,8 @@ ROUTE = {"QUERY": BF16, "KV": BF16, "GROUP": 4, "HEAD_SIZE": 128, "WARPS": 4, "C
 MERGE = {"GROUP": 4, "HEAD_SIZE": 128, "OUTPUT": BF16, "SPLITS": 64, "PARTS": 4}
 TOPK = {"WARPS": 32, "PER_THREAD": 64, "CANDIDATES": 0, "PAGES_PER_BLOCK": 0}
 LIST = {"CLUSTER": 1, "WARPS": 32}
+BY_HEAD = SCORE | {"BY_HEAD": 1}
+COUNT = {"QUERY": BF16, "KV": BF16, "GROUP": 4, "HEAD_SIZE": 128, "WARPS": 16}
 SELECTED = SPLIT | {"SELECTED": 1, "LEAST_TOKENS": 128, "PAGE_SIZE": 8}
 ONE_BLOCK_PER_SM = {"BLOCKS_PER_SM": 1}
 
@@ -49,6 +51,14 @@ CASES = {
     "score sketches": ("page_score/score.cu", SCORE | {"RECORD": SKETCH}),
     "score quarters": ("page_score/score.cu", SCORE | {"RECORD": QUARTERS}),
     "score groups of 16, blocks of a page": ("page_score/score.cu", SCORE | {"GROUP": 16, "PAGES_PER_BLOCK": 1}),
+    "score quarters by head": ("page_score/score.cu", BY_HEAD | {"RECORD": QUARTERS, "PIPELINED": 1}),
+    "score sketches by head, groups of 7": ("page_score/score.cu", BY_HEAD | {"RECORD": SKETCH, "GROUP": 7}),
+    "count": ("page_coverage/count.cu", COUNT),
+    "count for a group of 71, heads of 80": ("page_coverage/count.cu", COUNT | {"GROUP": 71, "HEAD_SIZE": 80}),
+    "count for heads of 256, fp16": (
+        "page_coverage/count.cu",
+        COUNT | {"GROUP": 1, "HEAD_SIZE": 256, "QUERY": FP16, "KV": FP16},
+    ),
     "top-k": ("page_topk/topk.cu", TOPK),
     "top-k of candidates": ("page_topk/topk.cu", TOPK | {"CANDIDATES": 1, "PAGES_PER_BLOCK": 8, "PER_THREAD": 4}),
     "list": ("page_topk/list.cu", LIST),
@@ -194,6 +204,7 @@ KERNEL_STRUCTS = {
     "MergeParams": ("split_attention/merge.cu", CASES["merge"]),
     "AttendParams": ("sparse_attention/attend.cu", CASES["attend"]),
     "RouteParams": ("group_routing/route.cu", CASES["route"]),
+    "CountParams": ("page_coverage/count.cu", CASES["count"]),
     "ScoreParams": ("page_score/score.cu", CASES["score int8"]),
     "TopkParams": ("page_topk/topk.cu", CASES["top-k"]),
     "ListParams": ("page_topk/list.cu", CASES["list"]),

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -14,21 +13,13 @@ from sparse_kernels.page_topk import select_pages
 from sparse_kernels.stopping import count_reads
 from support.paged import PagedBatch, make_batch
 
-pytestmark = pytest.mark.usefixtures("interpreted")
-
 CONTEXTS = [1000, 8, 7, 505, 64, 72, 999]
 BOTH = pytest.mark.parametrize("kind", ["quarters", "sketch"])
 SELECTION = PageSelection(4, 1, 1)
 
 
-def ways_to_count() -> list[Callable[..., torch.Tensor]]:
-    """The compiled kernel, the reference and, where it is installed, Triton's in its interpreter."""
-    ways = [count_pages, reference.count_pages]
-    if find_spec("triton") is not None:
-        from sparse_kernels.page_coverage import triton
-
-        ways.append(triton.count_pages)
-    return ways
+WAYS_TO_COUNT: tuple[Callable[..., torch.Tensor], ...] = (count_pages, reference.count_pages)
+"""The compiled kernel and the reference."""
 
 
 def batch_of(kind: str, page_size: int = 8, head_size: int = 64) -> PagedBatch:
@@ -91,7 +82,7 @@ def test_the_fewest_best_pages_whose_estimated_share_reaches_the_target(kind, so
         if context // page_size > 3
     }
     ways = set()
-    for implementation in ways_to_count():
+    for implementation in WAYS_TO_COUNT:
         for share in (0.2, 0.6, 0.9, 0.99):
             counts = implementation(tokens, cache, scores, SELECTION, softmax, coverage_of(share))
             for index, context in enumerate(CONTEXTS):
@@ -110,31 +101,26 @@ def test_the_fewest_best_pages_whose_estimated_share_reaches_the_target(kind, so
 
 
 @BOTH
-@pytest.mark.parametrize("way", [0, 2])
-def test_a_fast_count_is_that_of_the_reference_and_of_its_row_alone(kind, way):
-    ways = ways_to_count()
-    if way >= len(ways):
-        pytest.skip("Triton is not installed")
-    count = ways[way]
+def test_a_fast_count_is_that_of_the_reference_and_of_its_row_alone(kind):
     tokens, cache, scores = arguments(batch_of(kind), scale=2.0)
     coverage = coverage_of(0.9)
     # Each row has limits of its own.
     coverage.share[:] = torch.linspace(0.5, 0.99, len(CONTEXTS))
     coverage.most[3] = 20
-    counts = count(tokens, cache, scores, SELECTION, Softmax(0.125), coverage)
+    counts = count_pages(tokens, cache, scores, SELECTION, Softmax(0.125), coverage)
     expected = reference.count_pages(tokens, cache, scores, SELECTION, Softmax(0.125), coverage)
     assert (counts - expected).abs().max() <= 1
     assert len(counts.unique()) > 3
     for index in range(len(CONTEXTS)):
         one = slice(index, index + 1)
-        alone = count(tokens[one], cache, scores[one], SELECTION, Softmax(0.125), coverage[one])
+        alone = count_pages(tokens[one], cache, scores[one], SELECTION, Softmax(0.125), coverage[one])
         assert torch.equal(alone, counts[one])
 
 
 @BOTH
 def test_a_floor_a_cap_and_everything(kind):
     tokens, cache, scores = arguments(batch_of(kind))
-    for count in ways_to_count():
+    for count in WAYS_TO_COUNT:
         capped = count(tokens, cache, scores, SELECTION, Softmax(0.125), coverage_of(0.999, 5, 9))
         assert capped[0].tolist() == [9, 9]
         assert capped.min() == 5
@@ -160,7 +146,7 @@ def test_equal_scores_go_to_the_lowest_page_and_masses_decide_how_many():
     scores = score_pages(tokens.query, batch.statistics, batch.block_table, batch.num_pages, 0.0)
     for share in (0.25, 0.5, 0.75):
         coverage = Coverage(torch.tensor([share]), torch.tensor([3]), torch.tensor([100]))
-        for count in ways_to_count():
+        for count in WAYS_TO_COUNT:
             found = int(count(tokens, cache, scores, SELECTION, Softmax(1.0), coverage))
             assert abs(found - math.ceil(100 * share)) <= 1
 
@@ -182,8 +168,7 @@ def test_bad_arguments_are_refused():
         count_pages(tokens, plain, scores, SELECTION, Softmax(1.0), coverage_of(0.9))
 
 
-@pytest.mark.parametrize("triton", [False, True])
-def test_rows_of_decoding_requests_are_counted_each_to_its_limits(triton, monkeypatch):
+def test_rows_of_decoding_requests_are_counted_each_to_its_limits():
     """Two query tokens each. One request is attended whole, one fits what it reads at least, one has a fixed number."""
     batch = make_batch([300, 20, 205, 299], 2, 64, statistics="int4", kind="quarters")
     query = torch.randn(8, 8, 64, generator=torch.Generator().manual_seed(2)).mul(2).bfloat16()
@@ -201,18 +186,6 @@ def test_rows_of_decoding_requests_are_counted_each_to_its_limits(triton, monkey
     tokens = QueryTokens(query.unflatten(1, (2, 4)), batch.block_table[request], contexts)
     scores = score_pages(tokens.query, batch.statistics, tokens.block_table, contexts // 8, 0.0)
     assert torch.equal(counted_batch.scores, scores)
-    if triton:
-        from sparse_kernels.page_coverage import triton as fast
-
-        expected, counted = found, counters
-        counters = torch.zeros_like(counted)
-        found = fast.count_rows(requests, cache, scores, SELECTION, Softmax(0.125), coverage, counters)
-        assert torch.equal(found, expected)
-        assert torch.equal(counters, counted)
-        # One request at a time.
-        monkeypatch.setattr(fast, "_SCRATCH_BYTES", 1)
-        found = fast.count_rows(requests, cache, scores, SELECTION, Softmax(0.125), coverage)
-        assert torch.equal(found, expected)
     each = count_pages(tokens, cache, scores, SELECTION, Softmax(0.125), coverage[request])
     assert torch.equal(found.long(), each)
     assert found.dtype == torch.int32

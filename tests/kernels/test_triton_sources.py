@@ -12,7 +12,6 @@ pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is n
 
 BLOCKS = ["_summarise", "_block_logits", "_measure", "_choose", "_group_queries", "_ungroup_with_sinks"]
 """Kernels of block-sparse prefill."""
-COVERAGE = ("_page_logits", "_add_up", "_weigh", "_count")
 PREFILL = ("_probe_sums", "_join_sums", "_column_sums", "_attend_kept")
 OF_SCORES = ("scores._page_scores", "scores._row_products")
 MASKED = {
@@ -54,10 +53,9 @@ class Driver:
 
 triton.runtime.driver.set_active(Driver())
 
-from sparse_kernels.batch import DecodeBatch, PageSelection, PrefillBatch, Prompts, Softmax
+from sparse_kernels.batch import DecodeBatch, PrefillBatch, Prompts, Softmax
 from sparse_kernels.block_prefill import BlockRule, plan_tiles, triton as blocks
 from sparse_kernels.cache import KVCache
-from sparse_kernels.page_coverage import Coverage, triton as coverage
 from sparse_kernels.page_score import triton as scores
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from sparse_kernels.page_statistics import triton as write
@@ -89,23 +87,6 @@ for kind in KINDS.values():
     table, lengths = torch.zeros(3, 4).int(), torch.zeros(3).int()
     batch = DecodeBatch(query, table, lengths)
     scores.launch_scores(batch, views, 8, 1.0, torch.zeros(3, 8, 32).bfloat16())
-
-for name in ("_page_logits", "_add_up", "_weigh", "_count"):
-    setattr(coverage, name, Compile(getattr(coverage, name)))
-for kind in (KINDS["quarters"], KINDS["sketch"]):
-    for head_size in (64, 128):
-        layout = StatisticsLayout(8, head_size, kind.formats[0], kind=kind)
-        cache = torch.zeros(4, 8, 64 + layout.rows(64), 2 * head_size).bfloat16()
-        cache = KVCache.from_rows(cache[:, :, :64], 8, layout.views(cache[:, :, 64:], 64))
-        batch = DecodeBatch(
-            torch.zeros(3, 32, head_size).bfloat16(), torch.zeros(3, 4).int(), torch.zeros(3).int(),
-            torch.zeros(3).bool(),
-        )
-        limits = Coverage(torch.zeros(3), torch.zeros(3).long(), torch.zeros(3).long())
-        coverage.count_rows(
-            batch, cache, torch.zeros(3, 8, 32).bfloat16(), PageSelection(4, 1, 1),
-            Softmax(0.1, 20.0 * (head_size > 64)), limits, torch.zeros(8, 4).long() if head_size > 64 else None,
-        )
 
 for name in sys.argv[2].split():
     setattr(blocks, name, Compile(getattr(blocks, name)))
@@ -157,8 +138,7 @@ def compiled(code: str, *arguments: str) -> int:
 def test_compiles(architecture: str) -> None:
     of_decode = len(KINDS) + sum(not kind.is_fused for kind in KINDS.values())
     of_prefill = 3 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
-    of_coverage = 4 * len(COVERAGE)
-    assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == of_decode + of_coverage + of_prefill
+    assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == of_decode + of_prefill
 
 
 OF_TRAINING = (

@@ -21,7 +21,6 @@ def interpret_kernels() -> None:
     try:
         import sparse_kernels.block_prefill.triton
         import sparse_kernels.masked_attention.triton
-        import sparse_kernels.page_coverage.triton
         import sparse_kernels.page_score.triton
         import sparse_kernels.page_statistics.triton
         import sparse_kernels.token_prefill.triton  # noqa: F401

@@ -3,8 +3,6 @@
 #pragma once
 #include "params.cuh"
 
-#define INFINITY_F __int_as_float(0x7f800000)
-
 // Eight elements of a token's value. `interleave` pairs those of two tokens in the format of the matrix instructions.
 template <int KV>
 struct ValueType {

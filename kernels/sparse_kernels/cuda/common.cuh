@@ -18,6 +18,8 @@ typedef unsigned long long u64;
 #define QUARTERS 5
 #define FP32 6
 
+#define INFINITY_F __int_as_float(0x7f800000)
+
 constexpr int WARP = 32;
 constexpr u32 FULL = 0xffffffffu;
 

@@ -248,7 +248,19 @@ class ScoreParams(ctypes.Structure):
 
     _fields_: ClassVar[_Fields] = [
         ("query", QueryParams), ("statistics", StatisticsParams), ("contexts", ContextParams), ("skipped", _Pointer),
-        ("scores", _Pointer), ("scores_stride", _Long), ("page_size", _Int),
+        ("scores", _Pointer), ("by_head", _Pointer), ("scores_stride", _Long), ("heads_stride", _Long),
+        ("page_size", _Int),
+    ]  # fmt: skip
+
+
+class CountParams(ctypes.Structure):
+    """What `count_pages` is told."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("query", QueryParams), ("cache", CacheParams), ("contexts", ContextParams), ("softmax", SoftmaxParams),
+        ("scores", _Pointer), ("by_head", _Pointer), ("masses", _Pointer), ("share", _Pointer), ("least", _Pointer),
+        ("most", _Pointer), ("counts", _Pointer), ("counters", _Pointer), ("scores_stride", _Long), ("width", _Int),
+        ("sink_pages", _Int), ("recent_pages", _Int), ("page_size", _Int), ("pages_per_block", _Int),
     ]  # fmt: skip
 
 

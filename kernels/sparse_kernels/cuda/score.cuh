@@ -314,9 +314,10 @@ struct ScoreBatch {
         for (int u = 0; u < SCORE_TILES; u++) load_scalars(u, head, blocks, base, last, lane);
     }
 
-    // Returns the score, in bfloat16, of page base + `place(lane)`. Calls `after(u)` once tile u has been scored.
-    template <typename After>
-    DEVICE u16 score(const Query& query, int lane, After after) {
+    // Returns the score, in bfloat16, of page base + `place(lane)`. Calls `of_heads(tile of pages, tile of heads, scores)`
+    // with what lane (g, t) has of head g of a tile and pages 2t and 2t+1, and `after(u)` once tile u has been scored.
+    template <typename After, typename OfHeads>
+    DEVICE u16 score(const Query& query, int lane, After after, OfHeads of_heads) {
         int g = lane / 4;
         u32 best[SCORE_TILES];
 #pragma unroll
@@ -335,6 +336,7 @@ struct ScoreBatch {
                         scores[i] = fmaf(dots[tile][i], unit, query.spread[tile] * sigma);
                     }
                 }
+                of_heads(u, tile, scores);
                 u32 both = pack_bf16(scores[0], scores[1]);
                 best[u] = tile ? max_or_nan_bf16(best[u], both) : both;
             }
@@ -362,13 +364,20 @@ struct ScoreBatch {
     }
 };
 
-// Scores pages [first, last) of a row, the warps of a block together, and hands each to `emit(page, bf16 bits)`.
+// For scores of which nobody asks what single heads have.
+struct NotByHead {
+    DEVICE void operator()(int, int, const float (&)[2]) const {}
+};
+
+// Scores pages [first, last) of a row, the warps of a block together, and hands each to `emit(page, bf16 bits)`, and what
+// head h has of pages `page` and `page + 1` to `of_head(page, h, scores)`: also for spare heads, and pages behind the last.
 // `first` is a multiple of eight. PIPELINED, for few warps with many registers, keeps one batch in flight while the one
 // before is scored, and the block ids of the one after. A batch of wide records takes half of the registers, so there the
 // next tile is asked for as soon as one has been scored.
-template <bool PIPELINED, int PAGES_PER_BLOCK, int RECORD, int GROUP, int HEAD_SIZE, typename Emit>
+template <bool PIPELINED, int PAGES_PER_BLOCK, int RECORD, int GROUP, int HEAD_SIZE, typename Emit,
+          typename OfHead = NotByHead>
 DEVICE void score_range(const ScoreQuery<RECORD, GROUP, HEAD_SIZE>& query, const Statistics& head, const int* table,
-                        int first, int last, int warp, int warps, int lane, Emit emit) {
+                        int first, int last, int warp, int warps, int lane, Emit emit, OfHead of_head = {}) {
     using Batch = ScoreBatch<PAGES_PER_BLOCK, RECORD, GROUP, HEAD_SIZE>;
     using Blocks = typename Batch::Blocks;
     constexpr int STEP = 8 * SCORE_TILES;
@@ -382,7 +391,9 @@ DEVICE void score_range(const ScoreQuery<RECORD, GROUP, HEAD_SIZE>& query, const
         if (base + stride < last) blocks = Blocks(table, base + stride, last, lane);
     };
     auto score = [&](auto after) {
-        u16 bits = batch.score(query, lane, after);
+        u16 bits = batch.score(query, lane, after, [&](int u, int tile, const float(&scores)[2]) {
+            of_head(base + 8 * u + lane % 4 * 2, 8 * tile + lane / 4, scores);
+        });
         int page = base + Batch::place(lane);
         if (page < last) emit(page, bits);
     };

@@ -66,9 +66,9 @@ def count_pages(
     implementation = reference.count_pages
     keys = cache.keys.view
     if keys.is_cuda and tokens.query.dtype.itemsize == keys.dtype.itemsize == 2:
-        from sparse_kernels.page_coverage import triton
+        from sparse_kernels.page_coverage import cuda
 
-        implementation = triton.count_pages
+        implementation = cuda.count_pages
     if keys.device.type == "cpu" and tokens.query.dtype == keys.dtype == torch.bfloat16:
         from sparse_kernels.page_coverage import cpu
 
@@ -105,14 +105,9 @@ def count_rows(
     statistics, num_kv_heads, queries = cache.statistics, cache.num_kv_heads, batch.tokens_per_request
     assert statistics is not None
     if batch.query.is_cuda:
-        from sparse_kernels.page_coverage import triton
-        from sparse_kernels.page_score.cuda import launch_scores
+        from sparse_kernels.page_coverage import cuda
 
-        width = -(-batch.block_table.shape[1] * cache.keys.pages_per_block // 8) * 8
-        scores = torch.empty((batch.num_tokens, num_kv_heads, width), dtype=torch.bfloat16, device=batch.query.device)
-        launch_scores(batch, statistics, cache.page_size, 0.0, scores)
-        counts = triton.count_rows(batch, cache, scores, selection, softmax, coverage, counters)
-        return replace(batch, budgets=counts, scores=scores)
+        return cuda.count_rows(batch, cache, selection, softmax, coverage, counters)
     from_end = torch.arange(queries - 1, -1, -1)
     contexts = (batch.seq_lens.long()[:, None] - from_end).flatten().clamp(min=0)
     request = torch.arange(batch.num_requests).repeat_interleave(queries)

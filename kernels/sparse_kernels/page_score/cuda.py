@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from sparse_kernels.batch import DecodeBatch
-from sparse_kernels.cuda.head_parts import queries_in_parts
+from sparse_kernels.cuda.head_parts import parts_of, queries_in_parts
 from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, kernel
 from sparse_kernels.cuda.params import ContextParams, QueryParams, ScoreParams, StatisticsParams, pointer
 from sparse_kernels.page_statistics import PageStatistics
@@ -49,6 +49,7 @@ def launch_scores(
     scores: torch.Tensor,
     skipped: torch.Tensor | None = None,
     launch: Launch | None = None,
+    by_head: torch.Tensor | None = None,
 ) -> None:
     """Scores every complete page of each token's context, but nothing for the groups that are skipped.
 
@@ -60,6 +61,9 @@ def launch_scores(
         scores: `[num_tokens, num_kv_heads, >= pages]` bfloat16 to write to; beyond a row's pages nothing is written.
         skipped: `[num_tokens, num_kv_heads]` uint8, 1 where scores are not needed; none are written there.
         launch: how to launch; by default as `launch_of` says.
+        by_head: `[num_tokens, num_kv_heads, group_size, pages]` float32, contiguous, as many pages as `scores` and an
+            even number, to write to what single query heads have, without a spread; None if nobody asks. For kinds
+            that are fused.
     """
     if not statistics.kind.is_fused:
         from sparse_kernels.page_score import triton
@@ -67,13 +71,15 @@ def launch_scores(
         triton.launch_scores(batch, statistics, page_size, std_weight, scores, skipped)
         return
     launch = launch or launch_of(statistics)
-    first, *others = queries_in_parts(batch, statistics.vectors.shape[1])
-    _launch(first, statistics, page_size, std_weight, scores, skipped, launch)
-    for other in others:
-        # A page's score is the largest of all heads', or NaN, and rounding does not change an order.
-        of_part = torch.empty_like(scores)
-        _launch(other, statistics, page_size, std_weight, of_part, skipped, launch)
-        torch.maximum(scores, of_part, out=scores)
+    num_kv_heads = statistics.vectors.shape[1]
+    heads = parts_of(batch.group_size(num_kv_heads))
+    for part, queries in zip(heads, queries_in_parts(batch, num_kv_heads), strict=True):
+        of_part = torch.empty_like(scores) if part.start else scores
+        of_heads = None if by_head is None else by_head[:, :, part]
+        _launch(queries, statistics, page_size, std_weight, of_part, skipped, launch, of_heads)
+        if part.start:
+            # A page's score is the largest of all heads', or NaN, and rounding does not change an order.
+            torch.maximum(scores, of_part, out=scores)
 
 
 def _launch(
@@ -84,6 +90,7 @@ def _launch(
     scores: torch.Tensor,
     skipped: torch.Tensor | None,
     launch: Launch,
+    by_head: torch.Tensor | None,
 ) -> None:
     _, num_kv_heads, pages_per_block, _ = statistics.vectors.shape
     macros = {
@@ -96,6 +103,7 @@ def _launch(
         "WARPS": launch.warps,
         "BLOCKS_PER_SM": launch.blocks_per_sm,
         "PIPELINED": int(launch.pipelined),
+        "BY_HEAD": int(by_head is not None),
     }
     params = ScoreParams(
         QueryParams.of(batch.query),
@@ -103,7 +111,9 @@ def _launch(
         ContextParams.of(batch),
         pointer(skipped),
         pointer(scores),
+        pointer(by_head),
         scores.stride(1),
+        0 if by_head is None else by_head.stride(1),
         page_size,
     )
     chunks = -(-batch.block_table.shape[1] * pages_per_block // launch.chunk)

@@ -4,6 +4,7 @@
 constexpr int QUERY = SK_QUERY, RECORD = SK_RECORD, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE;
 constexpr int PAGES_PER_BLOCK = SK_PAGES_PER_BLOCK, CHUNK = SK_CHUNK;
 constexpr int WARPS = SK_WARPS, BLOCKS_PER_SM = SK_BLOCKS_PER_SM;
+constexpr bool BY_HEAD = SK_BY_HEAD;
 
 using Score = ScoreQuery<RECORD, GROUP, HEAD_SIZE>;
 
@@ -13,7 +14,9 @@ struct ScoreParams {
     ContextParams contexts;
     const u8* skipped;  // [rows], 1 for a row that needs no scores; null for none.
     u16* scores;
-    i64 scores_stride;  // From one row of scores to the next, in elements.
+    float* by_head;     // [rows, heads of a group, scores_stride]: what single heads have, if BY_HEAD.
+    i64 scores_stride;  // From one row of scores to the next, in elements; even if BY_HEAD.
+    i64 heads_stride;   // From one row of `by_head` to the next, in elements.
     int page_size;      // 0: the lengths of contexts are complete pages, not tokens.
 };
 
@@ -40,6 +43,15 @@ page_score(const __grid_constant__ ScoreParams p) {
     score.load(shared, lane);
     Statistics statistics(p.statistics, head);
     u16* out = p.scores + row * p.scores_stride;
-    score_range<SK_PIPELINED, PAGES_PER_BLOCK>(score, statistics, at.table, first, last, warp, WARPS,
-                                               lane, [&](int page, u16 bits) { out[page] = bits; });
+    auto emit = [&](int page, u16 bits) { out[page] = bits; };
+    if constexpr (BY_HEAD) {
+        float* heads = p.by_head + row * p.heads_stride;
+        // A row has an even number of places, so the page behind an odd last one has one.
+        auto of_head = [&](int page, int h, const float(&scores)[2]) {
+            if (h < GROUP && page < last) *(float2*)(heads + h * p.scores_stride + page) = {scores[0], scores[1]};
+        };
+        score_range<SK_PIPELINED, PAGES_PER_BLOCK>(score, statistics, at.table, first, last, warp, WARPS, lane, emit, of_head);
+    } else {
+        score_range<SK_PIPELINED, PAGES_PER_BLOCK>(score, statistics, at.table, first, last, warp, WARPS, lane, emit);
+    }
 }

@@ -1,0 +1,112 @@
+"""Counts the pages of a coverage on CUDA.
+
+The launch that scores leaves what every query head has of every page; another adds it up and counts, a block to each
+row (`count.cu`). No length is read on the host, sums are taken in one order whatever the batch, and rows that have
+nothing to count leave at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from sparse_kernels.batch import DecodeBatch, PageSelection, QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.cuda.launch import FORMATS, kernel
+from sparse_kernels.cuda.params import (
+    CacheParams,
+    ContextParams,
+    CountParams,
+    QueryParams,
+    SoftmaxParams,
+    batch_of,
+    pointer,
+)
+from sparse_kernels.page_coverage.rule import Coverage
+from sparse_kernels.page_score.cuda import launch_scores
+
+_SOURCE = Path(__file__).with_name("count.cu")
+_WARPS = 16
+"""Of a block. It is one number for all batches, since sums follow it."""
+_SCRATCH_BYTES = 1 << 28
+"""Memory, at most, for what the heads have of a batch's pages; a batch that needs more is counted in parts."""
+
+
+def count_rows(
+    batch: DecodeBatch,
+    cache: KVCache,
+    selection: PageSelection,
+    softmax: Softmax,
+    coverage: Coverage,
+    counters: torch.Tensor | None = None,
+) -> DecodeBatch:
+    """See `api.count_rows`."""
+    shape = batch.num_tokens, cache.num_kv_heads, _width(batch, cache)
+    scores = torch.empty(shape, dtype=torch.bfloat16, device=batch.query.device)
+    counts = _count(batch, cache, scores, True, selection, softmax, coverage, counters)
+    return replace(batch, budgets=counts, scores=scores)
+
+
+def count_pages(
+    tokens: QueryTokens,
+    cache: KVCache,
+    scores: torch.Tensor,
+    selection: PageSelection,
+    softmax: Softmax,
+    coverage: Coverage,
+) -> torch.Tensor:
+    """See `api.count_pages`."""
+    batch = batch_of(tokens)
+    width = _width(batch, cache)
+    if scores.shape[2] != width or not scores.is_contiguous():
+        scores = torch.nn.functional.pad(scores, (0, width - scores.shape[2])).contiguous()
+    return _count(batch, cache, scores, False, selection, softmax, coverage, None).long()
+
+
+def _width(batch: DecodeBatch, cache: KVCache) -> int:
+    """Returns the pages of a row of scores: what a block table has room for, in runs of eight."""
+    return -(-batch.block_table.shape[1] * cache.keys.pages_per_block // 8) * 8
+
+
+def _count(
+    batch: DecodeBatch,
+    cache: KVCache,
+    scores: torch.Tensor,
+    writes_scores: bool,
+    selection: PageSelection,
+    softmax: Softmax,
+    coverage: Coverage,
+    counters: torch.Tensor | None,
+) -> torch.Tensor:
+    """Counts pages for rows `[num_tokens, num_kv_heads]`, and writes their scores unless those are given."""
+    queries, num_kv_heads, width = batch.tokens_per_request, cache.num_kv_heads, scores.shape[2]
+    group_size, device = batch.group_size(num_kv_heads), scores.device
+    counts = torch.empty((batch.num_tokens, num_kv_heads), dtype=torch.int32, device=device)
+    macros = {
+        "QUERY": FORMATS[batch.query.dtype],
+        "KV": FORMATS[cache.keys.view.dtype],
+        "GROUP": group_size,
+        "HEAD_SIZE": batch.head_size,
+        "WARPS": _WARPS,
+    }
+    compiled = kernel(_SOURCE, device, macros, 32 * _WARPS, "count_pages")
+    assert cache.statistics is not None
+    at_once = max(1, _SCRATCH_BYTES // (4 * width * (group_size + 1) * num_kv_heads * queries))
+    for first in range(0, batch.num_requests, at_once):
+        part, limits = batch.requests(first, first + at_once), coverage[first : first + at_once]
+        rows = slice(first * queries, first * queries + part.num_tokens)
+        of_part = scores[rows]
+        written = of_part if writes_scores else torch.empty_like(of_part)
+        by_head = torch.empty((*of_part.shape[:2], group_size, width), dtype=torch.float32, device=device)
+        masses = torch.empty(of_part.shape, dtype=torch.int32, device=device)
+        launch_scores(part, cache.statistics, cache.page_size, 0.0, written, by_head=by_head)
+        params = CountParams(
+            QueryParams.of(part.query), CacheParams.of(cache), ContextParams.of(part), SoftmaxParams.of(softmax),
+            pointer(of_part), pointer(by_head), pointer(masses), pointer(limits.share), pointer(limits.least),
+            pointer(limits.most), pointer(counts[rows]), pointer(counters), width, width, selection.sink_pages,
+            selection.recent_pages, cache.page_size, cache.keys.pages_per_block,
+        )  # fmt: skip
+        compiled.launch((num_kv_heads, part.num_tokens, 1), params)
+    return counts
