@@ -1,7 +1,7 @@
 // One block selects exactly the k largest bfloat16 scores of a row. Ties go to the lowest page.
 //
-// A floor that at least k scores reach is found from a sample: the largest of each thread's scores. Little more than k
-// scores reach it, and they are ranked by comparing each with each. Where many more do (large k, equal scores), two rounds
+// A floor that at least k scores reach is found from samples: the largest of each thread's scores, or of a quarter of them.
+// Little more than k scores reach it, and they are ranked by comparing each with each. Where many more do (large k, equal scores), two rounds
 // of 8-bit radix over all scores go first.
 #pragma once
 #include "common.cuh"
@@ -144,6 +144,8 @@ struct Select {
     // Up to four threads keep so many reads of candidates in flight. They may read SPARE candidates behind the last one,
     // which are zero.
     static constexpr int LOADS = 4, SPARE = 16 * LOADS;
+    // Of the keys of a thread, which come in pairs.
+    static constexpr int SAMPLES = 4;
 
     struct Shared {
         // A candidate is a key, then the page counted from the end: it is unique, and larger is better.
@@ -224,18 +226,28 @@ struct Select {
     }
 
 private:
-    // Returns a key that at least k keys reach, and not many more. Every warp finds, among the largest keys of its threads,
-    // the one that as many threads reach as are its share of k. The least of these is the floor.
+    // Returns a key that at least k keys reach, and not many more. Every warp finds, among samples of its keys, the one that
+    // as many reach as are its share of k. The least of these is the floor. A sample is the largest key of a thread, or of a
+    // quarter of its keys where a share is so large that few threads would be left below it.
     template <typename Keys>
     DEVICE u32 find_floor(const Keys& keys) {
         // The number of active warps is a power of two, which saves a division.
         int log = 31 - __clz(min(WARPS, keys.padded / (Keys::RUN * WARP))), active = 1 << log, share = (k + active - 1) >> log;
-        if (log < 0 || share > WARP) return KEY_ABSENT + 1;
-        u32 pair = KEY_ABSENT;
+        if (log < 0 || share > SAMPLES * WARP) return KEY_ABSENT + 1;
+        u32 samples[SAMPLES / 2] = {KEY_ABSENT, KEY_ABSENT};
         keys.for_each_run([&](const auto& pairs, int) {
 #pragma unroll
-            for (int j = 0; j < Keys::RUN / 2; j++) pair = __vmaxu2(pair, pairs[j]);
+            for (int j = 0; j < Keys::RUN / 2; j++) samples[j % 2] = __vmaxu2(samples[j % 2], pairs[j]);
         });
+        u32 floor = share <= WARP / SAMPLES ? floor_of_threads(__vmaxu2(samples[0], samples[1]), share)
+                                            : floor_of_quarters(samples, share);
+        if (floor != KEY_ALWAYS + 1 && warp < active) shared.floors[warp] = floor;
+        __syncthreads();
+        return max(__reduce_min_sync(FULL, shared.floors[lane]), KEY_ABSENT + 1);
+    }
+
+    // Returns the warp's `share`-th largest of the threads' largest keys to the lane that has it, KEY_ALWAYS + 1 to others.
+    DEVICE u32 floor_of_threads(u32 pair, int share) {
         u32 best = max(pair & 0xffff, pair >> 16) << 5 | (u32)lane;
         u32* largest = shared.largest[warp];
         largest[lane] = best;
@@ -243,9 +255,20 @@ private:
         LargerCount larger;
 #pragma unroll
         for (int i = 0; i < WARP; i += 4) larger.add(*(const uint4*)(largest + i), best);
-        if (larger.count() == share - 1 && warp < active) shared.floors[warp] = best >> 5;
-        __syncthreads();
-        return max(__reduce_min_sync(FULL, shared.floors[lane]), KEY_ABSENT + 1);
+        return larger.count() == share - 1 ? best >> 5 : KEY_ALWAYS + 1;
+    }
+
+    // Returns the warp's `share`-th largest sample, bisected for, to all of its lanes.
+    DEVICE u32 floor_of_quarters(const u32 (&samples)[SAMPLES / 2], int share) {
+        u32 floor = 0;
+#pragma unroll 1
+        for (u32 bit = 0x8000; bit; bit >>= 1) {
+            u32 tried = floor | bit, reach = 0;
+#pragma unroll
+            for (int j = 0; j < SAMPLES; j++) reach += (j % 2 ? samples[j / 2] >> 16 : samples[j / 2] & 0xffff) >= tried;
+            if (__reduce_add_sync(FULL, reach) >= (u32)share) floor = tried;
+        }
+        return floor;
     }
 
     // Lists exactly the k best, in two rounds over the bytes of all keys.
