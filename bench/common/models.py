@@ -56,7 +56,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     },
 }
 """Configurations of models whose weights do not matter for time."""
-SHAPES["llama-3.1-8b-512k"] = SHAPES["llama-3.1-8b"] | {"max_position_embeddings": 524288}
+for _name, _tokens in (("512k", 1 << 19), ("1m", 1 << 20)):
+    SHAPES[f"llama-3.1-8b-{_name}"] = SHAPES["llama-3.1-8b"] | {"max_position_embeddings": _tokens}
 
 
 @dataclass(frozen=True)

@@ -549,7 +549,7 @@ SERVING = {
     ),
     "no model": (
         ["--model", "missing"],
-        "model: got 'missing', allowed: needle-8m, llama-3.1-8b, llama-3.1-8b-512k or ",
+        "model: got 'missing', allowed: needle-8m, llama-3.1-8b, llama-3.1-8b-512k, llama-3.1-8b-1m or ",
     ),
 }
 DECODE = SERVING | {
