@@ -15,6 +15,7 @@ BLOCKS = ["_summarise", "_block_logits", "_measure", "_choose", "_group_queries"
 COVERAGE = ("_page_logits", "_add_up", "_weigh", "_count")
 PREFILL = ("_probe_sums", "_join_sums", "_column_sums", "_attend_kept")
 OF_SCORES = ("scores._page_scores", "scores._row_products")
+COMPACTION = ("_rank_tokens", "_list_tokens", "_copy_out", "_probe_sums", "_join_sums", "_column_sums")
 MASKED = {
     "0.5": [
         *OF_SCORES,
@@ -57,6 +58,7 @@ triton.runtime.driver.set_active(Driver())
 from sparse_kernels.batch import DecodeBatch, PageSelection, PrefillBatch, Prompts, Softmax
 from sparse_kernels.block_prefill import BlockRule, plan_tiles, triton as blocks
 from sparse_kernels.cache import KVCache
+from sparse_kernels.compaction import CompactionRule, triton as compaction
 from sparse_kernels.page_coverage import Coverage, triton as coverage
 from sparse_kernels.page_score import triton as scores
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
@@ -133,6 +135,15 @@ for head_size in (64, 128, 256):
     )
     softmax = Softmax(0.1, 20.0, torch.zeros(32))
     prefill.token_prefill(batch, cache, softmax, TokenRule(), torch.zeros_like(batch.query), None, None, None)
+
+for name in ("_rank_tokens", "_list_tokens", "_copy_out"):
+    setattr(compaction, name, Compile(getattr(compaction, name)))
+compaction.write_cache = lambda *given: None
+for dtype in (torch.bfloat16, torch.uint8):
+    kept = compaction.choose_tokens(torch.zeros(8, 300), 128, 256, 280, CompactionRule())
+    cache = KVCache.from_rows(torch.zeros(4, 8, 64, 256).to(dtype), 8)
+    compaction.move_tokens(kept, torch.zeros(5).int(), 2, cache)
+    prefill.attention_sums(batch, cache, Softmax(0.1), torch.zeros(2, 32).int())
 """
 
 
@@ -158,7 +169,8 @@ def test_compiles(architecture: str) -> None:
     of_decode = len(KINDS) + sum(not kind.is_fused for kind in KINDS.values())
     of_prefill = 3 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
     of_coverage = 4 * len(COVERAGE)
-    assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == of_decode + of_coverage + of_prefill
+    expected = of_decode + of_coverage + of_prefill + 2 * len(COMPACTION)
+    assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == expected
 
 
 OF_TRAINING = (
