@@ -71,6 +71,23 @@ class KVCache:
         statistics = None if self.statistics is None else self.statistics.by_head
         return replace(self, keys=self.keys.by_head, values=self.values.by_head, statistics=statistics)
 
+    @property
+    def rows(self) -> torch.Tensor:
+        """The token rows that `from_rows` has made the cache of: `[num_blocks, num_kv_heads, block_size,
+        2 * head_size]`, a view.
+
+        Raises:
+            ValueError: if the cache does not store one row per token, its key and then its value.
+        """
+        keys, values = self.keys.view, self.values.view
+        block, head, group, _, token, element = keys.stride() if keys.dim() == 6 else (0,) * 6
+        beside = keys.data_ptr() + self.head_size * keys.itemsize == values.data_ptr()
+        in_order = self.keys.token_dims == (0,) and keys.shape[3] == 1 and group == self.page_size * token
+        if not beside or not in_order or element != 1 or keys.stride() != values.stride():
+            raise ValueError("keys and values: got packed blocks, allowed: one row per token, its key and its value")
+        shape = len(keys), self.num_kv_heads, self.page_size * self.keys.pages_per_block, 2 * self.head_size
+        return keys.as_strided(shape, (block, head, token, 1))
+
     def scaled_by_keys(self, factor: float) -> float:
         """Returns `factor` times `key_scale`: the factor of logits of queries with the keys as they are stored."""
         return factor if self.key_scale is None else factor * float(self.key_scale)

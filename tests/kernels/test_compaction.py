@@ -12,13 +12,14 @@ from sparse_kernels.compaction import (
     PromptBlocks,
     add_votes,
     compact_prompt,
+    reference,
     voting_rows,
 )
 from sparse_kernels.compaction.api import choose_tokens
-from sparse_kernels.page_statistics import update_page_statistics
+from sparse_kernels.page_statistics import KINDS, StatisticsLayout, update_page_statistics
 from sparse_kernels.token_prefill import TokenRule, token_prefill
 from support.llama import GROUP, KV_HEADS, save_llama
-from support.paged import make_batch
+from support.paged import garbage, make_batch
 from support.snapkv import kept_tokens, zipvl_votes
 
 from vllm_sparse_plugin.diagnostics.forward import CapturingModel
@@ -167,6 +168,114 @@ def test_triton_votes_choose_the_tokens_of_the_paper(monkeypatch, softcap):
     kept = compact_prompt(window, PromptBlocks(paged.block_table[0], 335, 7), paged.cache, softmax, RULE)
     expected = kept_tokens(query[-9:-1], paged.keys[0], 3 * BLOCK + 15, softmax, RULE, BLOCK, last_query=333)
     assert [set(of_head.tolist()) | set(range(320, 335)) for of_head in kept] == expected
+
+
+SPECIAL = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 3.4e38, 1.0, 1.0 + 2**-23, 1e-42, 0.0, -0.0])
+"""Votes that a sort may order in ways of its own."""
+
+
+def votes_of_all_kinds(width: int) -> torch.Tensor:
+    """Votes of which few, many or all are equal, or are no numbers; each KV head has another kind."""
+    draw = torch.Generator().manual_seed(width)
+
+    def some(of: torch.Tensor) -> torch.Tensor:
+        return of[torch.randint(len(of), (width,), generator=draw)]
+
+    return torch.stack(
+        [
+            torch.rand(width, generator=draw),
+            1e-42 * torch.randn(width, generator=draw),
+            torch.randint(-(1 << 31), 1 << 31, (width,), generator=draw).int().view(torch.float32),
+            some(torch.arange(3.0)),
+            torch.full((width,), 0.25),
+            some(SPECIAL),
+            some(SPECIAL[2:4]),
+            some(SPECIAL[8:]),
+            some(torch.tensor([torch.nan] * 9 + [1.0])),
+        ]
+    )
+
+
+def check_choice(candidates: int, kept: int, first_of_window: int, rule: CompactionRule, device: str) -> None:
+    from sparse_kernels.compaction import triton
+
+    # The prompt goes on behind its full blocks.
+    votes = votes_of_all_kinds(max(candidates, first_of_window) + 7)
+    expected = reference.choose_tokens(votes, kept, candidates, first_of_window, rule)
+    found = triton.choose_tokens(votes.to(device), kept, candidates, first_of_window, rule)
+    assert found.dtype == torch.int64
+    assert torch.equal(found.cpu(), expected)
+
+
+CHOICES = [
+    (1, 1, 0, CompactionRule(sink_tokens=0, pool_tokens=1)),
+    (255, 254, 240, CompactionRule(sink_tokens=0, pool_tokens=5)),
+    (256, 64, 300, CompactionRule(sink_tokens=4, pool_tokens=9)),
+    (257, 257, 257, CompactionRule(sink_tokens=4, pool_tokens=5)),
+    (513, 100, 490, CompactionRule(sink_tokens=4, pool_tokens=1)),
+]
+"""Candidates, how many are kept, and the first token of the window: around 256, which a program counts at a time."""
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(map(str, choice[:3])))
+def test_tokens_are_those_of_a_stable_sort(choice, monkeypatch):
+    from sparse_kernels.compaction import triton
+
+    monkeypatch.setattr(triton, "_COUNTED_AT_ONCE", 256)
+    monkeypatch.setattr(triton, "_RANKED_AT_ONCE", 256)
+    check_choice(*choice, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+@pytest.mark.parametrize("candidates", [1, 40, 1023, 1024, 1025, 8191, 8192, 8193, 32768, 131071])
+def test_tokens_on_a_gpu_are_those_of_a_stable_sort(candidates):
+    for kept in {1, -(-candidates // 4), max(candidates - 1, 1), candidates}:
+        for first_of_window, sinks, pool in ((max(candidates - 20, 0), 4, 5), (candidates + 20, 0, 1), (0, 4, 9)):
+            rule = CompactionRule(sink_tokens=sinks, pool_tokens=pool)
+            check_choice(candidates, kept, first_of_window, rule, "cuda")
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("head_size", [16, 80])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kind", [None, "quarters", "bounds"])
+def test_triton_moves_what_torch_does(dtype, kind, head_size):
+    from sparse_kernels.compaction import triton
+
+    block, draw = 64 if dtype.itemsize == 2 else 256, torch.Generator().manual_seed(3)
+    layout = kind and StatisticsLayout(8, head_size, KINDS[kind].formats[0], dtype.itemsize, KINDS[kind])
+    rows = block + (layout.rows(block) if layout else 0)
+    # Any bits, those of NaN among them, but finite keys: statistics of others are the kernel's affair.
+    memory = garbage(9, 3, rows, head_size * dtype.itemsize, generator=draw).view(torch.uint8)
+    keys = torch.randn(9, 3, block, head_size, generator=draw).to(dtype)
+    memory[:, :, :block].view(dtype)[..., :head_size] = keys
+    table = torch.randperm(9, generator=draw)[:8]
+    # Sources lie among the targets, too.
+    drawn = torch.rand(3, 7 * block, generator=draw).argsort(dim=1)[:, : 3 * block]
+    kept, found = drawn.sort(dim=1).values, []
+    for implementation in (reference, triton):
+        mine = memory.clone().view(dtype)
+        views = layout and layout.views(mine[:, :, block:], block)
+        implementation.move_tokens(kept, table, 4, KVCache.from_rows(mine[:, :, :block], 8, views))
+        found.append(mine.view(torch.uint8))
+    assert torch.equal(*found)
+    for head in range(3):
+        moved = found[0][table[4:7], head, :block].flatten(0, 1)
+        assert torch.equal(moved, memory[table[kept[head] // block], head, kept[head] % block])
+
+
+def test_rows_of_a_cache_are_those_that_it_was_made_of():
+    memory = torch.randn(5, 3, 40, 2 * 16)
+    rows = memory[1:, :, :32]
+    cache = KVCache.from_rows(rows, 8)
+    assert cache.rows.data_ptr() == rows.data_ptr()
+    assert torch.equal(cache.rows, rows)
+    apart = replace(cache, values=KVCache.from_rows(rows.clone(), 8).values)
+    for packed in (apart, replace(cache, keys=cache.values, values=cache.keys)):
+        with pytest.raises(ValueError, match="keys and values: got packed blocks, allowed: one row per token"):
+            _ = packed.rows
 
 
 def accumulated(

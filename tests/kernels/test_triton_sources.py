@@ -14,6 +14,7 @@ BLOCKS = ["_summarise", "_block_logits", "_measure", "_choose", "_group_queries"
 """Kernels of block-sparse prefill."""
 PREFILL = ("_probe_sums", "_join_sums", "_column_sums", "_attend_kept")
 OF_SCORES = ("scores._page_scores", "scores._row_products")
+COMPACTION = ("_rank_tokens", "_list_tokens", "_copy_out", "_probe_sums", "_join_sums", "_column_sums")
 MASKED = {
     "0.5": [
         *OF_SCORES,
@@ -56,6 +57,7 @@ triton.runtime.driver.set_active(Driver())
 from sparse_kernels.batch import DecodeBatch, PrefillBatch, Prompts, Softmax
 from sparse_kernels.block_prefill import BlockRule, plan_tiles, triton as blocks
 from sparse_kernels.cache import KVCache
+from sparse_kernels.compaction import CompactionRule, triton as compaction
 from sparse_kernels.page_score import triton as scores
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from sparse_kernels.page_statistics import triton as write
@@ -114,6 +116,15 @@ for head_size in (64, 128, 256):
     )
     softmax = Softmax(0.1, 20.0, torch.zeros(32))
     prefill.token_prefill(batch, cache, softmax, TokenRule(), torch.zeros_like(batch.query), None, None, None)
+
+for name in ("_rank_tokens", "_list_tokens", "_copy_out"):
+    setattr(compaction, name, Compile(getattr(compaction, name)))
+compaction.write_cache = lambda *given: None
+for dtype in (torch.bfloat16, torch.uint8):
+    kept = compaction.choose_tokens(torch.zeros(8, 300), 128, 256, 280, CompactionRule())
+    cache = KVCache.from_rows(torch.zeros(4, 8, 64, 256).to(dtype), 8)
+    compaction.move_tokens(kept, torch.zeros(5).int(), 2, cache)
+    prefill.attention_sums(batch, cache, Softmax(0.1), torch.zeros(2, 32).int())
 """
 
 
@@ -138,7 +149,8 @@ def compiled(code: str, *arguments: str) -> int:
 def test_compiles(architecture: str) -> None:
     of_decode = len(KINDS) + sum(not kind.is_fused for kind in KINDS.values())
     of_prefill = 3 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
-    assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == of_decode + of_prefill
+    expected = of_decode + of_prefill + 2 * len(COMPACTION)
+    assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == expected
 
 
 OF_TRAINING = (

@@ -326,6 +326,27 @@ def test_kernel_agrees_with_the_reference(case, device):
     check(Shape(), case.launches(8, 64), device)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of the interpreter's NumPy
+@pytest.mark.parametrize("device", ["reference", ON_CPU, ON_GPU])
+@pytest.mark.parametrize("dtype", [FLOAT8, torch.bfloat16, torch.float16])
+def test_what_has_the_dtype_of_the_cache_keeps_its_bits(dtype, device):
+    shape = Shape(cache_dtype=dtype, dtype=dtype, block_size=256, statistics="bf16")
+    stored = garbage(8, 2 * shape.num_kv_heads, shape.head_size, generator=torch.Generator().manual_seed(2))
+    stored = stored.view(dtype)[..., : shape.head_size]
+    key, value = stored.tensor_split(2, dim=1)
+    slots = torch.arange(256, 264)
+    if device == "reference":
+        memory = Memory.dirty(shape)
+        write_cache(key, value, memory.cache, memory.views, slots, shape.page_size)
+    else:
+        memory = Memory.dirty(shape).to(device)
+        kernel(
+            key.to(device), value.to(device), memory.cache, memory.views, slots.to(device), shape.page_size, None, None
+        )
+    found = memory.to("cpu").cache[1, :, :8].transpose(0, 1).contiguous()
+    assert torch.equal(found.view(torch.uint8), torch.cat([key, value], dim=-1).view(torch.uint8))
+
+
 @on_devices
 def test_of_equal_representatives_the_oldest_are_kept(device):
     # One-hot keys agree equally with their mean in any arithmetic: only the order says which two of eight are kept.

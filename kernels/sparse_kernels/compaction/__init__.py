@@ -1,12 +1,12 @@
 """Moves the tokens of a prompt that matter into a few of its blocks, so that the others can be given back."""
 
 from sparse_kernels.compaction.api import (
-    CompactionRule,
     ObservationWindow,
     PromptBlocks,
     add_votes,
     compact_prompt,
     voting_rows,
 )
+from sparse_kernels.compaction.rule import CompactionRule
 
 __all__ = ["CompactionRule", "ObservationWindow", "PromptBlocks", "add_votes", "compact_prompt", "voting_rows"]

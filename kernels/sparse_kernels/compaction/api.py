@@ -1,7 +1,7 @@
 """Entry point of the compaction of a prompt.
 
-The attention that tokens are chosen by is that of `token_prefill`, Triton on a GPU and torch elsewhere; choosing and
-moving are torch everywhere. The host waits for nothing.
+The attention that tokens are chosen by is that of `token_prefill`. All of it is Triton on a GPU and torch elsewhere,
+and the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -12,43 +12,12 @@ import torch
 
 from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.page_statistics import update_page_statistics
+from sparse_kernels.compaction import reference
+from sparse_kernels.compaction.rule import CompactionRule
 from sparse_kernels.token_prefill import TokenRule, attention_sums, draw_probes, rows_that_see
 
 _QUERIES_AT_ONCE = {"cuda": 1024, "cpu": 128}
 """Queries whose attention is added up by one call, by kind of device."""
-
-
-@dataclass(frozen=True)
-class CompactionRule:
-    """Which tokens of a prompt are kept (SnapKV, arXiv 2404.14469; H2O, arXiv 2306.14048; ZipVL, arXiv 2410.08584)."""
-
-    window_tokens: int = 32
-    """Newest tokens of the prompt, which vote and are kept."""
-    pool_tokens: int = 5
-    """A token counts the largest vote among so many around it, an odd number."""
-    sink_tokens: int = 4
-    """First tokens, which are kept always."""
-    recent_share: float = 0.0
-    """Share of the tokens that are kept for the newest, where those are more than the window."""
-    every_query: bool = False
-    """Whether queries all over the prompt vote, by `add_votes` as they are computed, and not the newest alone."""
-    probes: TokenRule | None = None
-    """Draws those of them that vote, see `voting_rows`; None for all."""
-
-    def check(self) -> None:
-        """Raises ValueError unless the rule can be followed."""
-        if self.pool_tokens < 1 or self.pool_tokens % 2 == 0:
-            raise ValueError(f"pool_tokens: got {self.pool_tokens}, allowed: an odd number, at least 1")
-        for name in ("window_tokens", "sink_tokens"):
-            if getattr(self, name) < 0:
-                raise ValueError(f"{name}: got {getattr(self, name)}, allowed: at least 0")
-        if not 0 <= self.recent_share <= 1:
-            raise ValueError(f"recent_share: got {self.recent_share}, allowed: 0 to 1")
-        if self.probes is not None:
-            self.probes.check()
-            if not self.every_query:
-                raise ValueError("probes: got some, allowed without every_query: None")
 
 
 @dataclass(frozen=True)
@@ -90,7 +59,8 @@ def compact_prompt(
     2. *Choice*: as many tokens as the blocks hold, out of those of all full blocks: the first `sink_tokens`, those
        of the window, and the others by their votes, the lowest of equal ones.
     3. *Move*: in the order of the text, to `[first_block, P // block_size)`. The tokens of an incomplete last block
-       stay, and are kept on top. The statistics of the blocks' pages are computed anew.
+       stay, and are kept on top. The statistics of the blocks' pages are computed anew, on a GPU by the kernel that
+       writes the cache.
 
     Args:
         window: the queries that vote.
@@ -104,7 +74,8 @@ def compact_prompt(
         `[num_kv_heads, kept]` int64, the positions that were moved, ascending.
 
     Raises:
-        ValueError: if the shapes disagree, or there is nothing to move or nowhere to move it.
+        ValueError: if the shapes disagree, there is nothing to move or nowhere to move it, or a cache on a GPU does not
+            store one row per token.
     """
     rule.check()
     cache.check()
@@ -114,20 +85,16 @@ def compact_prompt(
         raise ValueError(f"first_block: got {prompt.first_block}, allowed: 1 to {last_block - 1}, before the last")
     if softmax.sink_logits is not None:
         raise ValueError("sink_logits: got some, allowed: None")
-    votes = torch.zeros(cache.num_kv_heads, prompt.num_tokens, device=prompt.block_table.device)
-    if earlier is not None:
-        if earlier.shape != votes.shape:
-            raise ValueError(f"earlier: got {list(earlier.shape)}, allowed: {list(votes.shape)}")
-        votes += earlier
+    shape = cache.num_kv_heads, prompt.num_tokens
+    if earlier is None:
+        votes = torch.zeros(shape, device=prompt.block_table.device)
+    elif earlier.shape == shape:
+        votes = earlier.clone()
+    else:
+        raise ValueError(f"earlier: got {list(earlier.shape)}, allowed: {list(shape)}")
     add_votes(votes, window, prompt.block_table, cache, softmax)
     kept = choose_tokens(votes, prompt.num_tokens, last_block * block_size, prompt.first_block * block_size, rule)
-    _move(kept, prompt, cache, block_size)
-    if cache.statistics is not None:
-        blocks = prompt.block_table[prompt.first_block : last_block].long()
-        pages = torch.arange(cache.keys.pages_per_block, device=blocks.device)
-        update_page_statistics(
-            cache.keys, cache.statistics, blocks.repeat_interleave(len(pages)), pages.repeat(len(blocks))
-        )
+    _move(kept, prompt, cache)
     return kept
 
 
@@ -181,24 +148,20 @@ def add_votes(
         raise ValueError(f"votes: got {list(votes.shape)}, allowed: at least {least}")
     if len(window.query) == 0:
         return
-    # A KV head is a request of its own, in a cache of one head: its query heads vote together.
-    head = torch.arange(heads, dtype=torch.int32, device=device)
-    table = block_table.int() * heads + head[:, None]
-    begin = window.first_position
+    begin, table = window.first_position, block_table.int()[None]
     for query in window.query.split(_QUERIES_AT_ONCE[device.type]):
         count, seen = len(query), begin + len(query)
-        grouped = query.unflatten(1, (heads, -1)).transpose(0, 1).flatten(0, 1)
-        starts = torch.arange(0, (heads + 1) * count, count, dtype=torch.int32, device=device)
-        lengths = torch.full((heads,), seen, dtype=torch.int32, device=device)
-        batch = PrefillBatch(grouped, starts, table, lengths, count, seen, window.query_scale)
+        starts = torch.arange(0, count + 1, count, dtype=torch.int32, device=device)
+        lengths = torch.full((1,), seen, dtype=torch.int32, device=device)
+        batch = PrefillBatch(query, starts, table, lengths, count, seen, window.query_scale)
         if voting is None:
             # Few numbers of rows, for each of which Triton compiles kernels.
-            rows = torch.full((heads, 1 << (count - 1).bit_length()), -1, dtype=torch.int32, device=device)
-            rows[:, :count] = torch.arange(begin, seen, dtype=torch.int32, device=device)
-            votes[:, :seen] += attention_sums(batch, cache.by_head, softmax, rows)
+            rows = torch.arange(begin, seen, dtype=torch.int32, device=device)
+            rows = torch.nn.functional.pad(rows, (0, (1 << (count - 1).bit_length()) - count), value=-1)
+            votes[:, :seen] += attention_sums(batch, cache, softmax, rows[None])[0]
         else:
             here = torch.where((voting >= begin) & (voting < seen), voting, -1)
-            sums = attention_sums(batch, cache.by_head, softmax, here.expand(heads, -1).contiguous())
+            sums = attention_sums(batch, cache, softmax, here[None])[0]
             votes[:, :seen] += sums.sum(dim=0) / rows_that_see(voting[None], seen).clamp(min=1)
         begin = seen
 
@@ -221,25 +184,17 @@ def choose_tokens(
     kept = candidates - before
     recent = min(int(rule.recent_share * kept), kept - rule.sink_tokens)
     first_of_window = max(num_tokens - max(rule.window_tokens, recent), 0)
-    score = torch.full((len(votes), candidates), torch.inf, device=votes.device)
-    voted = votes[:, :first_of_window]
-    if first_of_window:
-        reach = rule.pool_tokens // 2
-        voted = torch.nn.functional.max_pool1d(voted[:, None], rule.pool_tokens, stride=1, padding=reach)[:, 0]
-    end = min(first_of_window, candidates)
-    score[:, :end] = voted[:, :end]
-    score[:, : rule.sink_tokens] = torch.inf
-    # Stable: of equal scores the lowest token comes first.
-    order = score.sort(dim=-1, descending=True, stable=True).indices
-    return order[:, :kept].sort(dim=-1).values
+    if not votes.is_cuda:
+        return reference.choose_tokens(votes, kept, candidates, first_of_window, rule)
+    from sparse_kernels.compaction import triton
+
+    return triton.choose_tokens(votes, kept, candidates, first_of_window, rule)
 
 
-def _move(kept: torch.Tensor, prompt: PromptBlocks, cache: KVCache, block_size: int) -> None:
-    """Copies the kept tokens out, and then to their places, which may lie among them."""
-    table = prompt.block_table.long()
-    head = torch.arange(len(kept), device=kept.device)[:, None]
-    target = prompt.first_block * block_size + torch.arange(kept.shape[1], device=kept.device)[None]
-    sources = table[kept // block_size], head, kept % block_size
-    targets = table[target // block_size], head, target % block_size
-    for paged in (cache.keys, cache.values):
-        paged.scatter_tokens(*targets, paged.gather_tokens(*sources))
+def _move(kept: torch.Tensor, prompt: PromptBlocks, cache: KVCache) -> None:
+    """Moves the kept tokens to their places, and computes the statistics of the pages there."""
+    if not kept.is_cuda:
+        return reference.move_tokens(kept, prompt.block_table, prompt.first_block, cache)
+    from sparse_kernels.compaction import triton
+
+    return triton.move_tokens(kept, prompt.block_table, prompt.first_block, cache)

@@ -65,8 +65,9 @@ def write_cache(
     graph may hold it; there, and only there, statistics of keys that are not finite are finite words all the same.
 
     Args:
-        key: `[at least num_slots, num_kv_heads, head_size]`, bfloat16, float16 or float32; heads and tokens may lie
-            apart. Rows beyond `num_slots` are padding.
+        key: `[at least num_slots, num_kv_heads, head_size]`, bfloat16, float16 or float32, or float8_e4m3fn for a
+            cache of it, which is stored as it is, like the value; heads and tokens may lie apart. Rows beyond
+            `num_slots` are padding.
         value: like `key`.
         cache: the token rows of the blocks, `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, bfloat16,
             float16 or float8_e4m3fn; a row is a key followed by a value.
@@ -82,7 +83,7 @@ def write_cache(
         ValueError: if shapes, dtypes or strides are other than these.
     """
     _check_write(key, value, cache, statistics, slot_mapping, page_size)
-    if cache.dtype != _FLOAT8:
+    if cache.dtype != _FLOAT8 or key.dtype == _FLOAT8:
         key_scale = value_scale = None
     elif key_scale is None or value_scale is None or {key_scale.dtype, value_scale.dtype} != {torch.float32}:
         raise ValueError("key_scale and value_scale: allowed for a float8 cache: two float32 tensors of one element")
@@ -105,10 +106,12 @@ def _check_write(
     page_size: int,
 ) -> None:
     _, num_kv_heads, block_size, width = cache.shape
-    if key.dtype not in _INPUT_DTYPES or value.dtype not in _INPUT_DTYPES or cache.dtype not in _CACHE_DTYPES:
+    stored = key.dtype == value.dtype == cache.dtype
+    given = key.dtype in _INPUT_DTYPES and value.dtype in _INPUT_DTYPES
+    if not (stored or given) or cache.dtype not in _CACHE_DTYPES:
         raise ValueError(
             f"key, value and cache: got {key.dtype}, {value.dtype} and {cache.dtype}, allowed: bfloat16, float16 or "
-            "float32 in bfloat16, float16 or float8_e4m3fn"
+            "float32 in bfloat16, float16 or float8_e4m3fn, or all float8_e4m3fn"
         )
     if slot_mapping.dtype != torch.int64 or slot_mapping.dim() != 1 or not slot_mapping.is_contiguous():
         raise ValueError(

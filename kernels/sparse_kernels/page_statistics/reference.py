@@ -95,7 +95,8 @@ def write_cache(
     block_size, head_size = cache.shape[2], key.shape[2]
     token = (slot_mapping >= 0).nonzero().squeeze(1)
     slot = slot_mapping[token]
-    parts = as_stored(key[token], cache.dtype, key_scale), as_stored(value[token], cache.dtype, value_scale)
+    key, value = (_bits(part)[token].view(part.dtype) for part in (key, value))
+    parts = as_stored(key, cache.dtype, key_scale), as_stored(value, cache.dtype, value_scale)
     _bits(cache)[slot // block_size, :, slot % block_size] = _bits(torch.cat(parts, dim=-1))
     if statistics is not None:
         last = slot[slot % page_size == page_size - 1]

@@ -38,7 +38,9 @@ _PAGE_ELEMENTS_PER_WARP = 2048
 
 @triton.jit
 def _as_stored(x, scale, dtype: tl.constexpr):
-    x = x.to(tl.float32)
+    # What has the cache's dtype already keeps its bits, those of a NaN, too.
+    if scale is not None or x.dtype != dtype:
+        x = x.to(tl.float32)
     if scale is not None:
         # This is what vLLM's `reshape_and_cache_flash` does: the division is exact and saturates, and a NaN stays.
         x = tl.clamp(tl.div_rn(x, scale), -_LARGEST_E4M3, _LARGEST_E4M3, propagate_nan=tl.PropagateNan.ALL)

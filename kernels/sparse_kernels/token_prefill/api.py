@@ -87,7 +87,7 @@ def token_prefill(
 
 
 def attention_sums(batch: PrefillBatch, cache: KVCache, softmax: Softmax, rows: torch.Tensor) -> torch.Tensor:
-    """Adds up the attention of some rows of each request on each token (ZipVL, Eq. A and 6).
+    """Adds up the attention of some rows of each request on each token (ZipVL, Eq. A and 6), for each KV head.
 
     Args:
         batch: the requests.
@@ -97,8 +97,8 @@ def attention_sums(batch: PrefillBatch, cache: KVCache, softmax: Softmax, rows: 
             none.
 
     Returns:
-        `[num_requests, max_seq_tokens]` float32, summed over rows and query heads; of each request as many as its
-        context has.
+        `[num_requests, num_kv_heads, max_seq_tokens]` float32, summed over rows and the query heads of each KV head;
+        of each request as many as its context has.
 
     Raises:
         ValueError: if the shapes disagree.
@@ -106,7 +106,7 @@ def attention_sums(batch: PrefillBatch, cache: KVCache, softmax: Softmax, rows: 
     batch.check(cache.num_kv_heads, cache.head_size)
     softmax.check(batch.query.shape[1])
     if not batch.query.is_cuda:
-        return reference.column_sums(batch, cache, softmax, rows)
+        return reference.column_sums(batch, cache, softmax, rows, by_head=True)
     from sparse_kernels.token_prefill import triton
 
     return triton.attention_sums(batch, cache, softmax, rows)

@@ -36,7 +36,9 @@ def token_prefill(
     return kept
 
 
-def column_sums(batch: PrefillBatch, cache: KVCache, softmax: Softmax, probes: torch.Tensor) -> torch.Tensor:
+def column_sums(
+    batch: PrefillBatch, cache: KVCache, softmax: Softmax, probes: torch.Tensor, by_head: bool = False
+) -> torch.Tensor:
     """Adds up the attention of the probe rows on each token (ZipVL, Eq. A and 6).
 
     Args:
@@ -44,11 +46,14 @@ def column_sums(batch: PrefillBatch, cache: KVCache, softmax: Softmax, probes: t
         cache: their keys and values.
         softmax: how logits become weights.
         probes: `[num_requests, num_probes]` int32, positions of the probe rows; -1 for none.
+        by_head: whether each KV head has sums of its own.
 
     Returns:
-        `[num_requests, max_seq_tokens]` float32, a_j; 0 beyond a context.
+        `[num_requests, max_seq_tokens]` float32, a_j; 0 beyond a context. By head
+        `[num_requests, num_kv_heads, max_seq_tokens]`.
     """
-    sums = torch.zeros(batch.num_requests, batch.max_seq_tokens, device=batch.query.device)
+    sets = cache.num_kv_heads if by_head else 1
+    sums = torch.zeros(batch.num_requests, sets, batch.max_seq_tokens, device=batch.query.device)
     for request in range(batch.num_requests):
         length, end = int(batch.seq_lens[request]), int(batch.query_start[request + 1])
         rows = probes[request][probes[request] >= 0].long()
@@ -62,8 +67,8 @@ def column_sums(batch: PrefillBatch, cache: KVCache, softmax: Softmax, probes: t
                 head * query.shape[1] // cache.num_kv_heads, (head + 1) * query.shape[1] // cache.num_kv_heads
             )
             weights = _weights(query[:, of_head], keys, rows, every, cache, softmax, of_head)
-            sums[request, :length] += weights.sum(dim=(0, 1))
-    return sums
+            sums[request, head if by_head else 0, :length] += weights.sum(dim=(0, 1))
+    return sums if by_head else sums[:, 0]
 
 
 def attend_kept(batch: PrefillBatch, cache: KVCache, softmax: Softmax, kept: KeptTokens, output: torch.Tensor) -> None:

@@ -1,8 +1,8 @@
 """Prefills sparsely on a GPU: Triton for the attention of the probe rows and of T, torch for what lies between.
 
 The attention of the probe rows takes two passes. The first gives the sums of their softmax, by parts of the context
-that are put together in order; the second adds up the weights on each token, one program for some tokens and all heads.
-So every number is a sum in an order that follows from the request alone.
+that are put together in order; the second adds up the weights on each token, one program for some tokens and all heads
+that have sums together. So every number is a sum in an order that follows from the request alone.
 """
 
 from __future__ import annotations
@@ -168,12 +168,12 @@ def _join_sums(
 @triton.jit
 def _column_sums(
     query_ptr, keys_ptr, probes_ptr, starts_ptr, lengths_ptr, table_ptr, query_scale_ptr, key_scale_ptr, whole_ptr,
-    sums_ptr, query_strides, key_strides, table_stride, sums_stride, scale, num_kv_heads,
+    sums_ptr, query_strides, key_strides, table_stride, sums_strides, scale, num_kv_heads, heads_together,
     GROUP: tl.constexpr, PROBES: tl.constexpr, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the weights of all probe rows and heads on some tokens."""
+    """Adds up the weights of all probe rows on some tokens, of KV heads whose sums are one."""
     request = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths_ptr + request)
     end = tl.load(starts_ptr + request + 1)
@@ -185,7 +185,8 @@ def _column_sums(
     table = table_ptr + request * table_stride
     # Weights are added up element by element, and rows once in the end: a sum over rows crosses the warps.
     sums = tl.zeros((ROWS, KEYS), tl.float32)
-    for kv in range(num_kv_heads):
+    together = tl.program_id(2)
+    for kv in range(together * heads_together, (together + 1) * heads_together):
         kv_head = tl.full((), kv, tl.int64)
         keys = _context_keys(
             keys_ptr, key_strides, table, column, length, kv_head, dim, HEAD_SIZE, BLOCK_TOKENS
@@ -200,7 +201,8 @@ def _column_sums(
             whole = tl.load(whole_ptr + place, mask=exists, other=0.0)
             logits = _logits(query.to(DTYPE), keys, factor, SOFTCAP)
             sums += tl.where(column[None, :] <= position[:, None], tl.exp2(logits - whole[:, None]), 0.0)
-    tl.store(sums_ptr + request * sums_stride + column, tl.sum(sums, axis=0), mask=column < length)
+    place = sums_ptr + request * sums_strides[0] + together * sums_strides[1] + column
+    tl.store(place, tl.sum(sums, axis=0), mask=column < length)
 
 
 @triton.jit
@@ -269,7 +271,7 @@ def _arithmetic(query: torch.Tensor) -> tl.dtype:
 def launch_sums(
     batch: PrefillBatch, cache: KVCache, softmax: Softmax, probes: torch.Tensor, scratch: Scratch
 ) -> torch.Tensor:
-    """Adds up the attention of the probe rows on each token.
+    """Adds up the attention of the probe rows on each token, of all heads together.
 
     Args:
         batch: the requests that prefill.
@@ -281,6 +283,25 @@ def launch_sums(
     Returns:
         `[num_requests, max_seq_tokens]` float32, a_j; beyond a context and for requests without query tokens nothing
         is written.
+    """
+    sums = scratch.sums[: batch.num_requests, : batch.max_seq_tokens]
+    _launch_sums(batch, cache, softmax, probes, scratch, sums[:, None])
+    return sums
+
+
+def _launch_sums(
+    batch: PrefillBatch, cache: KVCache, softmax: Softmax, probes: torch.Tensor, scratch: Scratch, sums: torch.Tensor
+) -> None:
+    """Adds up the attention of the probe rows on each token.
+
+    Args:
+        batch: the requests that prefill.
+        cache: their keys and values.
+        softmax: how logits become weights.
+        probes: what `draw_probes` returns.
+        scratch: has room for these requests.
+        sums: where to write, `[num_requests, sets, max_seq_tokens]` float32, one set for all KV heads or one for each;
+            beyond a context and for requests without query tokens nothing is written.
     """
     num_requests, num_probes = probes.shape
     num_heads, head_size, num_kv_heads = batch.query.shape[1], cache.head_size, cache.num_kv_heads
@@ -315,11 +336,10 @@ def launch_sums(
         scratch.partial, softmax.sink_logits, batch.query_start, batch.seq_lens, scratch.whole, splits,
         PROBES=num_probes, PADDED=triton.next_power_of_2(num_probes), SPLIT=SPLIT_TOKENS,
     )  # fmt: skip
-    sums = scratch.sums[:num_requests, : batch.max_seq_tokens]
-    _column_sums[(triton.cdiv(batch.max_seq_tokens, columns), num_requests)](
-        *inputs, scratch.whole, sums, *strides, sums.stride(0), *numbers, **shape
+    sets = sums.shape[1]
+    _column_sums[(triton.cdiv(batch.max_seq_tokens, columns), num_requests, sets)](
+        *inputs, scratch.whole, sums, *strides, sums.stride()[:2], *numbers, num_kv_heads // sets, **shape
     )
-    return sums
 
 
 def attention_sums(batch: PrefillBatch, cache: KVCache, softmax: Softmax, rows: torch.Tensor) -> torch.Tensor:
@@ -328,11 +348,11 @@ def attention_sums(batch: PrefillBatch, cache: KVCache, softmax: Softmax, rows: 
     sizes = PrefillSizes(0, batch.num_requests, batch.max_seq_tokens, num_heads, head_size)
     rule = TokenRule(recent_probes=rows.shape[1], random_probes=0)
     scratch = Scratch.make(sizes, rule, batch.query.dtype, batch.query.dtype, batch.query.device)
-    parts = []
+    sums = torch.empty(batch.num_requests, cache.num_kv_heads, batch.max_seq_tokens, device=batch.query.device)
     for first in range(0, batch.num_requests, len(scratch.sums)):
         last = min(first + len(scratch.sums), batch.num_requests)
-        parts.append(launch_sums(batch.requests(first, last), cache, softmax, rows[first:last], scratch).clone())
-    return torch.cat(parts)
+        _launch_sums(batch.requests(first, last), cache, softmax, rows[first:last], scratch, sums[first:last])
+    return sums
 
 
 def attend_kept(kept: KeptAttention) -> None:

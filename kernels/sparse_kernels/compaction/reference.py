@@ -1,0 +1,63 @@
+"""Chooses and moves tokens in torch; this is the specification, and what runs on a CPU."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_kernels.cache import KVCache
+from sparse_kernels.compaction.rule import CompactionRule
+from sparse_kernels.page_statistics import update_page_statistics
+
+
+def choose_tokens(
+    votes: torch.Tensor, kept: int, candidates: int, first_of_window: int, rule: CompactionRule
+) -> torch.Tensor:
+    """Chooses the tokens of the highest scores, of equal ones the lowest; NaN is the highest of all.
+
+    Args:
+        votes: `[num_kv_heads, num_tokens]` float32.
+        kept: how many tokens are chosen, 1 to `candidates`.
+        candidates: out of how many of the first tokens.
+        first_of_window: the first of the newest tokens, which are kept like the sinks. Others score the largest vote
+            among their neighbours that are not in the window.
+        rule: the sinks, and which tokens are neighbours.
+
+    Returns:
+        `[num_kv_heads, kept]` int64, ascending.
+    """
+    score = torch.full((len(votes), candidates), torch.inf, device=votes.device)
+    voted = votes[:, :first_of_window]
+    if first_of_window:
+        reach = rule.pool_tokens // 2
+        voted = torch.nn.functional.max_pool1d(voted[:, None], rule.pool_tokens, stride=1, padding=reach)[:, 0]
+    end = min(first_of_window, candidates)
+    score[:, :end] = voted[:, :end]
+    score[:, : rule.sink_tokens] = torch.inf
+    # Stable: of equal scores the lowest token comes first.
+    order = score.sort(dim=-1, descending=True, stable=True).indices
+    return order[:, :kept].sort(dim=-1).values
+
+
+def move_tokens(kept: torch.Tensor, block_table: torch.Tensor, first_block: int, cache: KVCache) -> None:
+    """Copies the kept tokens out, and then to their places, which may lie among them.
+
+    Args:
+        kept: `[num_kv_heads, num_kept]` int64, positions, ascending; whole blocks of them.
+        block_table: `[max_blocks]` integer, physical block ids.
+        first_block: the first of the blocks that they move into.
+        cache: keys, values and statistics; those of the blocks' pages are computed anew.
+    """
+    block_size = cache.page_size * cache.keys.pages_per_block
+    table = block_table.long()
+    head = torch.arange(len(kept), device=kept.device)[:, None]
+    target = first_block * block_size + torch.arange(kept.shape[1], device=kept.device)[None]
+    sources = table[kept // block_size], head, kept % block_size
+    targets = table[target // block_size], head, target % block_size
+    for paged in (cache.keys, cache.values):
+        paged.scatter_tokens(*targets, paged.gather_tokens(*sources))
+    if cache.statistics is not None:
+        blocks = table[first_block : first_block + kept.shape[1] // block_size]
+        pages = torch.arange(cache.keys.pages_per_block, device=blocks.device)
+        update_page_statistics(
+            cache.keys, cache.statistics, blocks.repeat_interleave(len(pages)), pages.repeat(len(blocks))
+        )

@@ -1,0 +1,39 @@
+"""Says which tokens of a prompt are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sparse_kernels.token_prefill import TokenRule
+
+
+@dataclass(frozen=True)
+class CompactionRule:
+    """Which tokens of a prompt are kept (SnapKV, arXiv 2404.14469; H2O, arXiv 2306.14048; ZipVL, arXiv 2410.08584)."""
+
+    window_tokens: int = 32
+    """Newest tokens of the prompt, which vote and are kept."""
+    pool_tokens: int = 5
+    """A token counts the largest vote among so many around it, an odd number."""
+    sink_tokens: int = 4
+    """First tokens, which are kept always."""
+    recent_share: float = 0.0
+    """Share of the tokens that are kept for the newest, where those are more than the window."""
+    every_query: bool = False
+    """Whether queries all over the prompt vote, by `add_votes` as they are computed, and not the newest alone."""
+    probes: TokenRule | None = None
+    """Draws those of them that vote, see `voting_rows`; None for all."""
+
+    def check(self) -> None:
+        """Raises ValueError unless the rule can be followed."""
+        if self.pool_tokens < 1 or self.pool_tokens % 2 == 0:
+            raise ValueError(f"pool_tokens: got {self.pool_tokens}, allowed: an odd number, at least 1")
+        for name in ("window_tokens", "sink_tokens"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name}: got {getattr(self, name)}, allowed: at least 0")
+        if not 0 <= self.recent_share <= 1:
+            raise ValueError(f"recent_share: got {self.recent_share}, allowed: 0 to 1")
+        if self.probes is not None:
+            self.probes.check()
+            if not self.every_query:
+                raise ValueError("probes: got some, allowed without every_query: None")
