@@ -3,7 +3,7 @@
 python -m research.training run --arm soft-hard --work WORK --output needle-8m_soft-hard.jsonl
 python -m research.training report
 
-Arms that share a machine can share their rows: `python -m research.training rows --output ROWS`, then `run --data ROWS`.
+Arms can share rows: `python -m research.training rows --output ROWS`, then `run --data ROWS`.
 """
 
 from __future__ import annotations

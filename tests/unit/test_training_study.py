@@ -49,7 +49,7 @@ def test_prompts_end_before_the_question_and_rows_are_kept(tmp_path):
     made = [build_row(RowOrder(library_text(0, 40_000), 2048, 2, is_text, "3")) for is_text in (False, True)]
     for begin, prompt in zip((0, 1024), made[0].prompts, strict=True):
         document = made[0].tokens[begin : begin + 1024]
-        assert 0 < prompt
+        assert prompt > 0
         assert not any(form in tokenizer.decode(document[:prompt]) for form in ("has the value:", "Answer:"))
     assert all(1024 - 768 < prompt <= 1024 - 256 for prompt in made[1].prompts)
     write_rows(made, tmp_path / "rows")
