@@ -27,7 +27,7 @@ def draw_rows(vocabulary: int, tokens: int, count: int) -> list[Row]:
     """Returns rows of one document each, whose tokens are drawn, and one more, which is not trained on."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(vocabulary, (count + 1, tokens), generator=generator).tolist()
-    return [Row(row, [False] + [True] * (tokens - 1), Packing((tokens,))) for row in drawn]
+    return [Row(row, [False] + [True] * (tokens - 1), Packing((tokens,)), (0,)) for row in drawn]
 
 
 def loader_of(model: Model, device: str, layers: int | None) -> Callable[[Path, HasName, torch.dtype], Any]:

@@ -7,6 +7,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from sparse_kernels.masked_attention import Packing
 
 from research.witness.data import ANSWER, BOS, build_document, collect_text, cut, encode, installed_text
@@ -18,8 +19,12 @@ TEXT_SHARE = 0.25
 """Of the rows: text without needles."""
 LEARNED_SHARE = 1 / 64
 """Of the tokens that are no answer: those that are learned, so that answers weigh about as much as text."""
-MOST_QUESTIONS = 12
+MOST_QUESTIONS = 24
 """About one document."""
+BEFORE_ANSWERS = range(64, 320)
+"""Tokens before the first answer that do not belong to the prompt: its question, and text before that."""
+AFTER_TEXT = range(256, 768)
+"""Tokens of a text that come after what is its prompt."""
 _PIECES = (1, 2, 4)
 _TRIES = 20
 
@@ -47,12 +52,14 @@ def build_row(order: RowOrder) -> Row:
         RuntimeError: if the text is too short for them.
     """
     rng = random.Random(order.seed)
-    length, tokens, learned = order.tokens // order.pieces, [], []
+    length, tokens, learned, prompts = order.tokens // order.pieces, [], [], []
     for _ in range(order.pieces):
         own, is_answer = _text(rng, order.text, length) if order.is_text else _document(rng, order.text, length)
         tokens += own
         learned += [i > 0 and (answer or rng.random() < LEARNED_SHARE) for i, answer in enumerate(is_answer)]
-    return Row(tokens, learned, Packing((length,) * order.pieces))
+        last = length - rng.choice(AFTER_TEXT) if order.is_text else is_answer.index(True) - rng.choice(BEFORE_ANSWERS)
+        prompts.append(max(last, 0))
+    return Row(tokens, learned, Packing((length,) * order.pieces), tuple(prompts))
 
 
 def _text(rng: random.Random, text: str, length: int) -> tuple[list[int], list[bool]]:
@@ -90,6 +97,28 @@ def build_rows(files: list[str], tokens: int, count: int, seed: int, workers: Ex
         for index in range(count)
     ]  # fmt: skip
     return list(workers.map(build_row, orders))
+
+
+def write_rows(rows: list[Row], path: Path) -> None:
+    """Keeps rows of one length in a file, for arms that are trained on the same."""
+    kept = {
+        "tokens": torch.tensor([row.tokens for row in rows], dtype=torch.int16),
+        "learned": torch.tensor([row.learned for row in rows]),
+        "lengths": [row.packing.lengths for row in rows],
+        "prompts": [row.prompts for row in rows],
+    }
+    part = path.with_suffix(".part")
+    torch.save(kept, part)
+    part.replace(path)
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Returns the rows of a file of `write_rows`."""
+    kept = torch.load(path)
+    return [
+        Row(tokens.tolist(), learned.tolist(), Packing(lengths), prompts)
+        for tokens, learned, lengths, prompts in zip(*kept.values(), strict=True)
+    ]
 
 
 def training_text(limit: int, seed: int, roots: list[Path] | None = None) -> list[str]:

@@ -82,7 +82,7 @@ def train(recipe: Recipe, model: Path, output: Path, rows: Sequence[Row], device
     Trainer(run, rows, load_tokenizer(model), device).train(lambda row: console.print(row))
 
 
-def settings() -> list[Setting]:
+def settings(budgets: Sequence[int] = BUDGETS) -> list[Setting]:
     """Returns what answers are decoded with: everything, and what the preset reads at each budget."""
     selection = resolve(None, PRESET).selection
     assert isinstance(selection, UniqueSelection)
@@ -90,12 +90,18 @@ def settings() -> list[Setting]:
     score = Mean("bf16", selection.lambda_)
     return [
         Setting(),
-        *(Setting(score, selection.page_size, budget, recent_pages=selection.recent_pages) for budget in BUDGETS),
+        *(Setting(score, selection.page_size, budget, recent_pages=selection.recent_pages) for budget in budgets),
     ]
 
 
 def measure(
-    output: Path, about: Mapping[str, Any], model: Path, documents: Sequence[Document], device: str, time_limit: float
+    output: Path,
+    about: Mapping[str, Any],
+    model: Path,
+    documents: Sequence[Document],
+    device: str,
+    time_limit: float,
+    budgets: Sequence[int] = BUDGETS,
 ) -> bool:
     """Asks a model about documents and reads their newest text, as far as the output does not have it.
 
@@ -106,6 +112,7 @@ def measure(
         documents: with their questions.
         device: torch's name.
         time_limit: seconds after which nothing is begun.
+        budgets: that it decodes with besides all, in tokens.
 
     Returns:
         Whether the time was enough.
@@ -117,7 +124,7 @@ def measure(
         for document in progress.track(documents, description=about.get("arm", "")):
             lacking = [
                 (name, setting, read)
-                for setting in settings()
+                for setting in settings(budgets)
                 for name, read in ((document.name, answer_questions), (f"{TEXT}-{document.name}", read_text))
                 if (name, setting.name) not in done
             ]

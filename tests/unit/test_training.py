@@ -97,6 +97,7 @@ def test_steps_are_soft_and_ever_harder_and_then_hard():
         ({"steps": 0}, "settings.steps: got 0, allowed: an integer from 1 to 10000000"),
         ({"stps": 1}, "settings.stps: got unknown key, allowed: steps, hard_steps, "),
         ({"steps": 5, "hard_steps": 6}, "settings.hard_steps: got 6, allowed: up to the 5 steps"),
+        ({"straight_through": True}, "settings.straight_through: got true, allowed: with dense_prompts"),
         ({"gradient_checkpointing": 1}, "settings.gradient_checkpointing: got 1, allowed: true or false"),
     ],
 )
@@ -181,6 +182,60 @@ def test_a_mask_knows_what_it_leaves_whole():
     assert replace(mask, dense_tokens=200).reads_all(200)
 
 
+@pytest.mark.parametrize("temperature", [None, 0.5])
+def test_prompts_attend_densely_and_what_follows_under_the_mask(model, monkeypatch, temperature):
+    """Held to a mask that leaves contexts whole up to the end of the prompt, one sequence at a time."""
+    monkeypatch.setattr("vllm_sparse_plugin.training.attention._LOGITS_AT_ONCE", 17 * 4 * 90)
+    attention = PackedAttention(ServedSelection.of(CONFIG), "tiny")
+    loaded, mask = load_model(model, attention, torch.float32).eval(), ServedSelection.of(CONFIG).mask(temperature)
+    lengths, prompts = (90, 77), (50, 0)
+    tokens = torch.randint(2, 97, (sum(lengths),), generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(sum(lengths), 97, generator=torch.Generator().manual_seed(2))
+
+    def pass_of(part, weight, packing, mask, prompts=None):
+        positions = torch.cat([torch.arange(length) for length in packing.lengths])[None]
+        loaded.zero_grad()
+        with attention.using(packing, mask, prompts):
+            logits = loaded(part[None], position_ids=positions).logits[0]
+            (logits * weight).sum().backward()
+        return logits.detach(), [parameter.grad.clone() for parameter in loaded.parameters()]
+
+    got, gradients = pass_of(tokens, weight, Packing(lengths), mask, prompts)
+    alone = [
+        pass_of(part, own, Packing((length,)), replace(mask, dense_tokens=prompt))
+        for part, own, length, prompt in zip(
+            tokens.split(lengths), weight.split(lengths), lengths, prompts, strict=True
+        )
+    ]
+    torch.testing.assert_close(got, torch.cat([logits for logits, _ in alone]), rtol=1e-4, atol=1e-4)
+    for gradient, *parts in zip(gradients, *(each for _, each in alone), strict=True):
+        torch.testing.assert_close(gradient, sum(parts), rtol=1e-3, atol=1e-3 * float(gradient.abs().max()))
+    whole, _ = pass_of(tokens, weight, Packing(lengths), None)
+    torch.testing.assert_close(got[:50], whole[:50], rtol=1e-4, atol=1e-4)
+    assert (got[50:90] - whole[50:90]).abs().max() > 0.1
+
+
+def test_straight_through_says_what_is_served_with_the_gradients_of_the_soft_mask():
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, heads, 90, 32, generator=generator).requires_grad_() for heads in (4, 2, 2)]
+    soft = ServedSelection.of(CONFIG).mask(0.5)
+    attention = PackedAttention(ServedSelection.of(CONFIG), "tiny")
+
+    def pass_of(mask, is_exact):
+        with attention.using(Packing((90,)), mask, (40,), is_exact):
+            output, _ = attention._attend(SimpleNamespace(layer_idx=1), *inputs, None)
+            return output.detach(), torch.autograd.grad(output.square().sum() if mask.is_hard else output.sum(), inputs)
+
+    served, _ = pass_of(replace(soft, temperature=None), False)
+    softly, wanted = pass_of(soft, False)
+    got, gradients = pass_of(soft, True)
+    # The difference to the soft one is added, which rounds once more.
+    torch.testing.assert_close(got, served, rtol=1e-6, atol=1e-6)
+    assert (got - softly).abs().max() > 0.1
+    for gradient, expected in zip(gradients, wanted, strict=True):
+        assert torch.equal(gradient, expected)
+
+
 def test_the_loss_is_that_of_the_learned_tokens():
     logits, other = (torch.randn(9, 5, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     tokens, learned = torch.arange(9) % 5, torch.arange(9) % 3 == 1
@@ -190,6 +245,7 @@ def test_the_loss_is_that_of_the_learned_tokens():
     torch.testing.assert_close(loss.text, -sum(logs[i - 1, tokens[i]] for i in places))
     expected = sum((wanted[i - 1].exp() * (wanted[i - 1] - logs[i - 1])).sum() for i in places)
     torch.testing.assert_close(loss.divergence, expected)
+    torch.testing.assert_close(loss.drift, (wanted.exp() * (wanted - logs)).sum())
     assert row_loss(logits, tokens, learned, None).divergence == 0
 
 
@@ -246,3 +302,23 @@ def test_whole_weights_learn_a_text(model, tmp_path):
     # The teacher is the model before training: what diverges at first is only what the mask leaves out.
     divergences = [row["divergence"] for row in trainer.log if "divergence" in row]
     assert divergences[0] < 0.9 * max(divergences)
+
+
+@pytest.mark.parametrize("budget", [24, 512])
+def test_a_model_is_held_to_the_dense_one_and_differs_from_it_by_the_mask_alone(model, tmp_path, budget):
+    config = resolve({"selection": SELECTION | {"budget_tokens": budget}, "min_context_tokens": 0}, "unique")
+    settings = TrainingSettings(
+        steps=8, hard_steps=8, sequence_tokens=64, rows_per_step=1, learning_rate=1e-2, warmup_steps=0, lora_rank=0,
+        distillation=1.0, retention=1.0, dense_prompts=True, measure_every=8, save_every=8,
+    )  # fmt: skip
+    run = Run(model, tmp_path / "out", ServedSelection.of(config), section_of(config), settings)
+    row = next(each for each in rows() if each.packing.lengths == (64,))
+    row = row._replace(prompts=(20,), learned=[position > 20 for position in range(64)])
+    trainer = Trainer(run, [row], TOKENIZER, "cpu")
+    first, *_, last = [trainer.step() for _ in range(8)]
+    if budget == 512:
+        assert first["divergence"] == first["drift"] == 0
+        return
+    # The prompt is read densely and cannot differ at first; drift is a mean over its tokens, too.
+    assert 0 < first["drift"] < first["divergence"]
+    assert last["divergence"] < 0.7 * first["divergence"]

@@ -11,7 +11,7 @@ from support.llama import save_llama
 from bench.common.models import NEEDLE_8M, load_tokenizer
 from research.study.documents import Document, Tail
 from research.training import report
-from research.training.data import RowOrder, build_row
+from research.training.data import RowOrder, build_row, read_rows, write_rows
 from research.training.measure import ARMS, DENSE, SOFT_HARD, Recipe, measure, settings
 from research.witness.data import EOS, TOGETHER, build_document, encode
 from vllm_sparse_plugin.needles import library_text
@@ -31,7 +31,7 @@ def test_a_row_is_documents_whose_answers_are_learned():
     assert not row.learned[1024]
     for begin in (0, 1024):
         document = row.tokens[begin : begin + 1024]
-        (asked,) = {tokenizer.decode(document).rfind(form) for form in ("has the value:", "Answer:")} - {-1}
+        asked = max(tokenizer.decode(document).rfind(form) for form in ("has the value:", "Answer:"))
         answer = tokenizer.decode(document)[asked:].split(":")[1].split("<|eos|>")[0].strip()
         # The answer stands in the document and is learned to its end.
         assert all(value in tokenizer.decode(document)[:asked] for value in answer.split(", "))
@@ -42,6 +42,18 @@ def test_a_row_is_documents_whose_answers_are_learned():
     assert EOS not in text.tokens
     assert 10 < sum(text.learned) < 80
     assert build_row(RowOrder(library_text(0, 40_000), 2048, 2, False, "3")) == row
+
+
+def test_prompts_end_before_the_question_and_rows_are_kept(tmp_path):
+    tokenizer = load_tokenizer(NEEDLE_8M)
+    made = [build_row(RowOrder(library_text(0, 40_000), 2048, 2, is_text, "3")) for is_text in (False, True)]
+    for begin, prompt in zip((0, 1024), made[0].prompts, strict=True):
+        document = made[0].tokens[begin : begin + 1024]
+        assert prompt > 0
+        assert not any(form in tokenizer.decode(document[:prompt]) for form in ("has the value:", "Answer:"))
+    assert all(1024 - 768 < prompt <= 1024 - 256 for prompt in made[1].prompts)
+    write_rows(made, tmp_path / "rows")
+    assert read_rows(tmp_path / "rows") == made
 
 
 def test_three_needles_are_asked_for_at_once():

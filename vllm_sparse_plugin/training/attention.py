@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from sparse_kernels.batch import PageSelection
-from sparse_kernels.masked_attention import TRAINABLE, Packing, PageMask, masked_attention, page_records
+from sparse_kernels.masked_attention import TRAINABLE, Packing, PageMask, PageRecords, masked_attention, page_records
+from sparse_kernels.masked_attention.reference import newest_attention
 from sparse_kernels.page_statistics import StatisticsLayout
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -19,6 +21,8 @@ from vllm_sparse_plugin.policies import UniqueSelection
 
 _CACHE_ITEMSIZE = 2
 """Models are trained for a KV cache of 16 bits."""
+_LOGITS_AT_ONCE = 1 << 27
+"""Of the tokens after a prompt, of all heads: 512 MB in float32, of which a pass needs a few times as much."""
 
 
 @dataclass(frozen=True)
@@ -84,16 +88,32 @@ class PackedAttention:
         self._model_name = model_name
         self._packing = Packing((1,))
         self._mask: PageMask | None = None
+        self._prompts: tuple[int, ...] | None = None
+        self._is_exact = False
 
     @contextmanager
-    def using(self, packing: Packing, mask: PageMask | None) -> Iterator[None]:
-        """Attend within the sequences of a row, under a mask or, without one, densely; backward passes belong in it."""
-        before = self._packing, self._mask
-        self._packing, self._mask = packing, mask
+    def using(
+        self,
+        packing: Packing,
+        mask: PageMask | None,
+        prompts: tuple[int, ...] | None = None,
+        is_exact: bool = False,
+    ) -> Iterator[None]:
+        """Attend within the sequences of a row; backward passes belong in it.
+
+        Args:
+            packing: the sequences.
+            mask: None for dense attention.
+            prompts: first tokens of each sequence that attend densely whatever the mask, as a prompt is prefilled.
+            is_exact: whether what comes after prompts attends under the hard mask, and only its gradients are those
+                of the soft one.
+        """
+        before = self._packing, self._mask, self._prompts, self._is_exact
+        self._packing, self._mask, self._prompts, self._is_exact = packing, mask, prompts, is_exact
         try:
             yield
         finally:
-            self._packing, self._mask = before
+            self._packing, self._mask, self._prompts, self._is_exact = before
 
     def _attend(
         self,
@@ -121,7 +141,43 @@ class PackedAttention:
             return _attend_densely(query, key, value, self._packing, scale)[None], None
         layout = self._served.layout(key.shape[2])
         records = page_records(key, self._packing, self._mask.page_size, layout.kind, layout.format)
-        return masked_attention(query, key, value, records, self._packing, self._mask, scale)[None], None
+        if self._prompts is None:
+            return masked_attention(query, key, value, records, self._packing, self._mask, scale)[None], None
+        outputs = []
+        sequences = self._packing.sequences(self._mask.page_size)
+        for (begin, length, first_page, num_pages), prompt in zip(sequences, self._prompts, strict=True):
+            tokens, pages = slice(begin, begin + length), slice(first_page, first_page + num_pages)
+            own = PageRecords(
+                records.vectors[pages], None if records.spread is None else records.spread[pages],
+                records.stored[pages], None if records.scales is None else records.scales[pages],
+            )  # fmt: skip
+            outputs += self._attend_after(prompt, query[tokens], key[tokens], value[tokens], own, scale)
+        return torch.cat(outputs)[None], None
+
+    def _attend_after(
+        self,
+        prompt: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        records: PageRecords,
+        scale: float,
+    ) -> Iterator[torch.Tensor]:
+        """Yields the attention of a sequence in parts: densely that of its prompt, then that of what is decoded."""
+        assert self._mask is not None
+        length, num_heads, _ = query.shape
+        if prompt:
+            own = (x[:prompt] for x in (query, key, value))
+            yield _attend_densely(*own, Packing((prompt,)), scale)
+        size = max(_LOGITS_AT_ONCE // (num_heads * length), 1)
+        for begin in range(prompt, length, size):
+            end = min(begin + size, length)
+            pages = end // self._mask.page_size
+            spread = None if records.spread is None else records.spread[:pages]
+            yield checkpoint(
+                _attend_decoded, query[begin:end], key[:end], value[:end], records.vectors[:pages], spread, self._mask,
+                scale, self._is_exact, use_reentrant=False,
+            )  # fmt: skip
 
 
 def _attend_densely(
@@ -134,3 +190,24 @@ def _attend_densely(
         for queries, keys, values in parts
     ]
     return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+def _attend_decoded(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    vectors: torch.Tensor,
+    spread: torch.Tensor | None,
+    mask: PageMask,
+    scale: float,
+    is_exact: bool,
+) -> torch.Tensor:
+    """See `newest_attention`; exact, the values are those of the hard mask and the gradients those of the given one."""
+    # Scores are compared as serving computes them, of which autocast would keep 16 bits.
+    with torch.autocast(query.device.type, enabled=False):
+        attended = newest_attention(query, key, value, vectors, spread, mask, scale)
+        if not is_exact or mask.is_hard:
+            return attended
+        with torch.no_grad():
+            served = newest_attention(query, key, value, vectors, spread, replace(mask, temperature=None), scale)
+        return attended + (served - attended).detach()

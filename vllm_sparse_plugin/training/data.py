@@ -28,6 +28,8 @@ class Row(NamedTuple):
     learned: list[bool]
     """For each token, whether it is predicted from those before it: not the first of a document, nor a prompt."""
     packing: Packing
+    prompts: tuple[int, ...]
+    """Tokens at the beginning of each document that a server would prefill."""
 
 
 def read_documents(path: Path, tokenizer: Any) -> list[Document]:
@@ -89,4 +91,6 @@ def _row(documents: Sequence[Document]) -> Row:
     for document in documents:
         tokens += document.tokens
         learned += [position >= max(document.prompt_tokens, 1) for position in range(len(document.tokens))]
-    return Row(tokens, learned, Packing(tuple(len(document.tokens) for document in documents)))
+    lengths = tuple(len(document.tokens) for document in documents)
+    prompts = tuple(min(document.prompt_tokens, len(document.tokens)) for document in documents)
+    return Row(tokens, learned, Packing(lengths), prompts)

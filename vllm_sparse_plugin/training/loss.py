@@ -13,12 +13,15 @@ _TOKENS_AT_ONCE = 2048
 
 
 class Loss(NamedTuple):
-    """Sums over the tokens of a row that are learned, float32."""
+    """Sums over tokens of a row, float32."""
 
     text: torch.Tensor
-    """Negative log-probabilities, in nats."""
+    """Negative log-probabilities of the tokens that are learned, in nats."""
     divergence: torch.Tensor
-    """Kullback-Leibler divergences from the dense model to this one, in nats; 0 without a dense model."""
+    """Kullback-Leibler divergences from the dense model to this one where tokens are learned, in nats; 0 without a
+    dense model."""
+    drift: torch.Tensor
+    """The same after every token, whether the next one is learned or not."""
 
 
 def row_loss(logits: torch.Tensor, tokens: torch.Tensor, learned: torch.Tensor, dense: torch.Tensor | None) -> Loss:
@@ -32,22 +35,19 @@ def row_loss(logits: torch.Tensor, tokens: torch.Tensor, learned: torch.Tensor, 
     """
     # The last token is followed by none. Logits are split, not cut, so that their gradient is put together once.
     targets, where = functional.pad(tokens[1:], (0, 1)), functional.pad(learned[1:], (0, 1))
-    text = divergence = logits.new_zeros((), dtype=torch.float32)
+    sums = logits.new_zeros(len(Loss._fields), dtype=torch.float32)
     parts = [x.split(_TOKENS_AT_ONCE) for x in (logits, targets, where)]
     others = [None] * len(parts[0]) if dense is None else dense.split(_TOKENS_AT_ONCE)
     for part in zip(*parts, others, strict=True):
-        sums = checkpoint(_sums, *part, use_reentrant=False)
-        text, divergence = text + sums[0], divergence + sums[1]
-    return Loss(text, divergence)
+        sums = sums + checkpoint(_sums, *part, use_reentrant=False)
+    return Loss(*sums.unbind())
 
 
-def _sums(
-    logits: torch.Tensor, targets: torch.Tensor, where: torch.Tensor, dense: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _sums(logits: torch.Tensor, targets: torch.Tensor, where: torch.Tensor, dense: torch.Tensor | None) -> torch.Tensor:
     logs = logits.float().log_softmax(dim=-1)
     text = (functional.nll_loss(logs, targets, reduction="none") * where).sum()
     if dense is None:
-        return text, torch.zeros_like(text)
+        return torch.stack([text, torch.zeros_like(text), torch.zeros_like(text)])
     wanted = dense.float().log_softmax(dim=-1)
     divergence = functional.kl_div(logs, wanted, reduction="none", log_target=True).sum(dim=-1)
-    return text, (divergence * where).sum()
+    return torch.stack([text, (divergence * where).sum(), divergence.sum()])

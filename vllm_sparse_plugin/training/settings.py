@@ -50,6 +50,13 @@ class TrainingSettings(Section):
     distillation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
     """Share of the loss that is the divergence from the dense model before training; the rest is the loss of the
     text."""
+    retention: Annotated[float, Field(ge=0.0, le=1e3)] = 0.0
+    """Weight of that divergence's mean over all tokens of a row, prompts included, which is added to the loss."""
+    dense_prompts: Annotated[bool, "true or false"] = False
+    """Whether prompts attend densely, as they are prefilled, and only what follows them under the mask."""
+    straight_through: Annotated[bool, "true or false"] = False
+    """Whether what follows dense prompts attends under the hard mask in the soft steps, too, whose gradients are those
+    of the soft mask."""
     gradient_checkpointing: Annotated[bool, "true or false"] = True
     """Whether activations are computed again in the backward pass, not kept."""
     measure_every: Annotated[int, Field(ge=1, le=10**7)] = 25
@@ -68,6 +75,17 @@ class TrainingSettings(Section):
                 {"got": self.hard_steps, "steps": self.steps},
             )
         return self
+
+    @model_validator(mode="after")
+    def _straight_through_is_after_prompts(self) -> Self:
+        if self.straight_through and not self.dense_prompts:
+            raise PydanticCustomError("sentence", "straight_through: got true, allowed: with dense_prompts")
+        return self
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether the loss compares with the dense model before training."""
+        return bool(self.distillation or self.retention)
 
 
 class Step(NamedTuple):

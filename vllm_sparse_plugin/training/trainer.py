@@ -20,7 +20,7 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.training.attention import PackedAttention, ServedSelection
 from vllm_sparse_plugin.training.curves import draw_curves
 from vllm_sparse_plugin.training.data import Row
-from vllm_sparse_plugin.training.loss import row_loss
+from vllm_sparse_plugin.training.loss import Loss, row_loss
 from vllm_sparse_plugin.training.model import HasName, load_model, with_updates, write_model
 from vllm_sparse_plugin.training.settings import Step, TrainingSettings, step_at
 
@@ -100,7 +100,7 @@ class Trainer:
         )
         self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
         self._teacher: Any = None
-        if settings.distillation and all_weights:
+        if settings.needs_teacher and all_weights:
             half = torch.float32 if on_cpu else torch.bfloat16
             self._teacher = load(run.model, self._attention, half).to(self._accelerator.device).eval()
         self.steps = 0
@@ -148,19 +148,21 @@ class Trainer:
         rows, own = self._rows_of(self.steps)
         # Every device adds its part to the mean over the tokens of all of them, and gradients are averaged.
         share = self.num_processes / sum(sum(row.learned) for row in rows)
+        share_of_all = self.num_processes / sum(len(row.tokens) for row in rows)
         mask = served.mask(now.temperature, now.budget_tokens)
         self._model.train()
-        text = divergence = 0.0
+        means = torch.zeros(3, device=self._accelerator.device)
         for number, row in enumerate(own, start=1):
             last = number == len(own)
             with nullcontext() if last else self._accelerator.no_sync(self._model):
                 tokens, learned = self._tensors(row)
-                dense = self._dense_logits(row, tokens) if settings.distillation else None
-                with self._attention.using(row.packing, mask):
-                    loss = row_loss(self._logits(row, tokens), tokens, learned, dense)
+                dense = self._dense_logits(row, tokens) if settings.needs_teacher else None
+                with self._attention.using(row.packing, mask, self._prompts(row), settings.straight_through):
+                    sums = row_loss(self._logits(row, tokens), tokens, learned, dense)
+                    loss = Loss(sums.text * share, sums.divergence * share, sums.drift * share_of_all)
                     weighted = (1 - settings.distillation) * loss.text + settings.distillation * loss.divergence
-                    self._accelerator.backward(weighted * share)
-            text, divergence = text + loss.text.item() * share, divergence + loss.divergence.item() * share
+                    self._accelerator.backward(weighted + settings.retention * loss.drift)
+            means += torch.stack(loss).detach()
         for group in self._optimizer.param_groups:
             group["lr"] = now.rate
         norm = float(self._accelerator.clip_grad_norm_(self._model.parameters(), settings.gradient_clip))
@@ -169,18 +171,16 @@ class Trainer:
         self._optimizer.zero_grad()
         self.steps += 1
         tokens_per_second = sum(len(row.tokens) for row in rows) / (time.monotonic() - begin)
-        return self._row_of(now, text, divergence, norm, tokens_per_second)
+        return self._row_of(now, means, norm, tokens_per_second)
 
-    def _row_of(
-        self, now: Step, text: float, divergence: float, norm: float, tokens_per_second: float
-    ) -> dict[str, Any]:
+    def _row_of(self, now: Step, means: torch.Tensor, norm: float, tokens_per_second: float) -> dict[str, Any]:
         device = self._accelerator.device
-        sums = torch.tensor([text, divergence], device=device)
-        text, divergence = self._accelerator.reduce(sums, reduction="mean").tolist()
+        loss = Loss(*self._accelerator.reduce(means, reduction="mean").tolist())
+        compared = {"divergence": round(loss.divergence, 5), "drift": round(loss.drift, 7)}
         return {
             "step": self.steps,
-            "loss": round(text, 5),
-            **({"divergence": round(divergence, 5)} if self._run.settings.distillation else {}),
+            "loss": round(loss.text, 5),
+            **(compared if self._run.settings.needs_teacher else {}),
             "gradient_norm": round(norm, 4),
             "skipped": not math.isfinite(norm),
             "learning_rate": now.rate,
@@ -202,7 +202,7 @@ class Trainer:
         logits = []
         with torch.no_grad():
             for mask in (None, self._run.served.mask(None)):
-                with self._attention.using(row.packing, mask):
+                with self._attention.using(row.packing, mask, self._prompts(row)):
                     logits.append(self._logits(row, tokens))
             losses = [row_loss(each, tokens, learned, None).text.item() / int(learned.sum()) for each in logits]
         best = [each[:-1].argmax(dim=-1)[learned[1:]] for each in logits]
@@ -220,6 +220,10 @@ class Trainer:
                 return self._logits(row, tokens, self._teacher)
             with self._accelerator.unwrap_model(self._model).disable_adapter():
                 return self._logits(row, tokens)
+
+    def _prompts(self, row: Row) -> tuple[int, ...] | None:
+        """The tokens of each document that attend densely, None where all attend under the mask."""
+        return row.prompts if self._run.settings.dense_prompts else None
 
     def _logits(self, row: Row, tokens: torch.Tensor, model: Any = None) -> torch.Tensor:
         positions = torch.cat([torch.arange(length, device=tokens.device) for length in row.packing.lengths])

@@ -55,14 +55,14 @@ def _first_largest(x: torch.Tensor, dim: int) -> torch.Tensor:
     return x.gather(dim, index.clamp(max=x.shape[dim] - 1)).squeeze(dim)
 
 
-def always_read(num_tokens: int, num_pages: int, mask: PageMask, device: torch.device) -> torch.Tensor:
-    """Returns which pages a token reads whatever their scores: `[num_tokens, num_pages]` bool.
+def always_read(num_tokens: int, num_pages: int, mask: PageMask, device: torch.device, first: int = 0) -> torch.Tensor:
+    """Returns which pages a token reads whatever their scores: `[num_tokens - first, num_pages]` bool.
 
     The first and the newest complete pages, what is not complete before the token, and everything where the context is
     short enough to be read whole.
     """
     selection = mask.selection
-    context = torch.arange(1, num_tokens + 1, device=device)[:, None]
+    context = torch.arange(first + 1, num_tokens + 1, device=device)[:, None]
     complete, page = context // mask.page_size, torch.arange(num_pages, device=device)
     whole = (complete <= selection.k) | (context <= mask.dense_tokens)
     return whole | (page < selection.sink_pages) | (page >= complete - selection.recent_pages)
@@ -117,19 +117,48 @@ def masked_attention(
     scale: float,
 ) -> torch.Tensor:
     """See `api.masked_attention`."""
-    heads, dtype, outputs = key.shape[1], query.dtype, []
-    query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
+    outputs = []
     for begin, length, first_page, num_pages in packing.sequences(mask.page_size):
         tokens, pages = slice(begin, begin + length), slice(first_page, first_page + num_pages)
-        grouped = query[tokens].unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
-        keys, values = key[tokens].transpose(0, 1)[:, None], value[tokens].transpose(0, 1)[:, None]
-        logits = grouped @ keys.transpose(-1, -2) * scale
         spread = None if records.spread is None else records.spread[pages]
-        scores = page_scores(grouped, records.vectors[pages], spread, mask.selection.std_weight)
-        always = always_read(length, num_pages, mask, query.device)
-        by_page = log_mask(scores, always, mask, scale).to(logits.dtype)
-        by_token = functional.pad(by_page.repeat_interleave(mask.page_size, dim=-1), (0, length % mask.page_size))
-        position = torch.arange(length, device=query.device)
-        logits = (logits + by_token[:, None]).masked_fill(position > position[:, None], -torch.inf)
-        outputs.append((logits.softmax(dim=-1) @ values).permute(2, 0, 1, 3).flatten(1, 2))
-    return torch.cat(outputs).to(dtype)
+        outputs.append(
+            newest_attention(query[tokens], key[tokens], value[tokens], records.vectors[pages], spread, mask, scale)
+        )
+    return torch.cat(outputs)
+
+
+def newest_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    vectors: torch.Tensor,
+    spread: torch.Tensor | None,
+    mask: PageMask,
+    scale: float,
+) -> torch.Tensor:
+    """Computes the attention of the newest tokens of one sequence under a page mask.
+
+    Args:
+        query: `[num_newest, num_query_heads, head_size]`, of the last tokens.
+        key: `[num_tokens, num_kv_heads, head_size]`, of all.
+        value: as `key`.
+        vectors: of the complete pages, `[num_tokens // page_size, num_kv_heads, vectors, head_size]`.
+        spread: `[num_tokens // page_size, num_kv_heads]` or None.
+        mask: which pages, and how softly.
+        scale: s, the factor of logits.
+
+    Returns:
+        Like `query`.
+    """
+    (length, heads, _), first, dtype = key.shape, len(key) - len(query), query.dtype
+    query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
+    grouped = query.unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
+    keys, values = key.transpose(0, 1)[:, None], value.transpose(0, 1)[:, None]
+    logits = grouped @ keys.transpose(-1, -2) * scale
+    scores = page_scores(grouped, vectors, spread, mask.selection.std_weight)
+    always = always_read(length, len(vectors), mask, query.device, first)
+    by_page = log_mask(scores, always, mask, scale).to(logits.dtype)
+    by_token = functional.pad(by_page.repeat_interleave(mask.page_size, dim=-1), (0, length % mask.page_size))
+    position = torch.arange(length, device=query.device)
+    logits = (logits + by_token[:, None]).masked_fill(position > position[first:, None], -torch.inf)
+    return (logits.softmax(dim=-1) @ values).permute(2, 0, 1, 3).flatten(1, 2).to(dtype)
