@@ -61,6 +61,8 @@ from sparse_kernels.page_coverage import Coverage, triton as coverage
 from sparse_kernels.page_score import triton as scores
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from sparse_kernels.page_statistics import triton as write
+from sparse_kernels.batch import QueryTokens
+from sparse_kernels.row_attention import triton as rows_of
 from sparse_kernels.token_prefill import TokenRule, triton as prefill
 
 
@@ -106,6 +108,14 @@ for kind in (KINDS["quarters"], KINDS["sketch"]):
             batch, cache, torch.zeros(3, 8, 32).bfloat16(), PageSelection(4, 1, 1),
             Softmax(0.1, 20.0 * (head_size > 64)), limits, torch.zeros(8, 4).long() if head_size > 64 else None,
         )
+
+rows_of._attend_piece = Compile(rows_of._attend_piece)
+for head_size, group, page in ((64, 4, 8), (128, 16, 32), (256, 8, 8), (96, 1, 16)):
+    cache = KVCache.from_rows(torch.zeros(4, 2, 64, 2 * head_size).bfloat16(), page)
+    query = torch.zeros(1, 2, group, head_size).bfloat16()
+    token = QueryTokens(query, torch.zeros(1, 4).long(), torch.zeros(1).long())
+    read = torch.zeros(1, 2, 4 * 64 // page, dtype=torch.bool)
+    rows_of.attend_row(token, cache, read, Softmax(0.1, 20.0 * (head_size > 64), torch.zeros(2 * group)))
 
 for name in sys.argv[2].split():
     setattr(blocks, name, Compile(getattr(blocks, name)))
@@ -157,8 +167,8 @@ def compiled(code: str, *arguments: str) -> int:
 def test_compiles(architecture: str) -> None:
     of_decode = len(KINDS) + sum(not kind.is_fused for kind in KINDS.values())
     of_prefill = 3 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
-    of_coverage = 4 * len(COVERAGE)
-    assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == of_decode + of_coverage + of_prefill
+    of_coverage, of_rows = 4 * len(COVERAGE), 4
+    assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == of_decode + of_coverage + of_rows + of_prefill
 
 
 OF_TRAINING = (

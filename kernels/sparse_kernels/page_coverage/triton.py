@@ -340,6 +340,62 @@ def count_rows(
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def row_page_logits(token: QueryTokens, cache: KVCache, num_pages: int, softmax: Softmax) -> torch.Tensor:
+    """See `api.row_page_logits`; the query has 16 bits."""
+    device = token.query.device
+    # Nothing is covered: the limits that let a row of any length be counted.
+    nothing = torch.zeros(1, device=device)
+    limits = token.context_lens, nothing, nothing, nothing + 1
+    # Triton compiles a kernel for multiples of 16 and one for other numbers: contexts of all lengths have the first.
+    width = triton.cdiv(num_pages, 16) * 16
+    table = token.block_table.contiguous()
+    logits = _launch_page_logits(token.query, table, 0, limits, cache, softmax, width, tokens_per_request=1)
+    return logits[..., :num_pages] + math.log(cache.page_size)
+
+
+def _launch_page_logits(
+    query: torch.Tensor,
+    table: torch.Tensor,
+    table_stride: int,
+    limits: tuple[torch.Tensor, ...],
+    cache: KVCache,
+    softmax: Softmax,
+    width: int,
+    tokens_per_request: int,
+) -> torch.Tensor:
+    """Returns the logits of the pages that are to be counted, the page's tokens not yet among them.
+
+    Args:
+        query: `[num_tokens, num_kv_heads, group_size, head_size]`.
+        table: block tables of the requests.
+        table_stride: elements from one of them to the next.
+        limits: contexts, and the three of a coverage, of each request.
+        cache: statistics.
+        softmax: how products become logits.
+        width: pages that there is room for.
+        tokens_per_request: query tokens of each.
+
+    Returns:
+        `[num_tokens * num_kv_heads, group_size, width]` float32; nothing is written for other pages.
+    """
+    statistics, (num_tokens, num_kv_heads, group_size, head_size) = cache.statistics, query.shape
+    assert statistics is not None
+    assert statistics.scales is not None
+    codes = statistics.kind.codes
+    assert codes is not None
+    rows = num_tokens * num_kv_heads
+    logits = torch.empty((rows, group_size, width), dtype=torch.float32, device=query.device)
+    _page_logits[(rows, triton.cdiv(width, _PAGES.value))](
+        query.float().contiguous(), statistics.vectors, statistics.scales, table, *limits, logits,
+        statistics.vectors.stride(), statistics.scales.stride(), table_stride, width, float(softmax.scale),
+        float(softmax.softcap), num_kv_heads, tokens_per_request, cache.page_size,
+        FEATURES=statistics.kind.triton_features, VECTORS=statistics.kind.vectors, BITS=codes.bits,
+        DROPPED=codes.dropped, GROUP=group_size, HEAD_SIZE=head_size, DIMS=triton.next_power_of_2(head_size),
+        PAGES_PER_BLOCK=cache.keys.pages_per_block, HAS_SOFTCAP=softmax.softcap > 0,
+    )  # fmt: skip
+    return logits
+
+
 def _count_part(
     batch: DecodeBatch,
     cache: KVCache,
@@ -349,15 +405,10 @@ def _count_part(
     coverage: Coverage,
     counters: torch.Tensor | None,
 ) -> torch.Tensor:
-    statistics, keys, num_kv_heads = cache.statistics, cache.keys.view, cache.num_kv_heads
-    assert statistics is not None
-    assert statistics.scales is not None
-    codes = statistics.kind.codes
-    assert codes is not None
+    keys, num_kv_heads = cache.keys.view, cache.num_kv_heads
     rows, group_size, head_size = batch.num_tokens * num_kv_heads, batch.group_size(num_kv_heads), batch.head_size
     width, device = batch.block_table.shape[1] * cache.keys.pages_per_block, scores.device
     query = batch.query.unflatten(1, (num_kv_heads, group_size)).float().contiguous()
-    logits = torch.empty((rows, group_size, width), dtype=torch.float32, device=device)
     sums = torch.empty((rows, group_size), dtype=torch.float32, device=device)
     known = torch.empty(rows, dtype=torch.float32, device=device)
     masses = torch.empty((rows, width), dtype=torch.float32, device=device)
@@ -372,13 +423,9 @@ def _count_part(
         "PAGES_PER_BLOCK": cache.keys.pages_per_block,
         "HAS_SOFTCAP": softmax.softcap > 0,
     }
-    _page_logits[(rows, triton.cdiv(width, _PAGES.value))](
-        query, statistics.vectors, statistics.scales, batch.block_table, *limits, logits,
-        statistics.vectors.stride(), statistics.scales.stride(), batch.block_table.stride(0), width,
-        float(softmax.scale), float(softmax.softcap), *place,
-        FEATURES=statistics.kind.triton_features, VECTORS=statistics.kind.vectors, BITS=codes.bits,
-        DROPPED=codes.dropped, **shape,
-    )  # fmt: skip
+    logits = _launch_page_logits(
+        query, batch.block_table, batch.block_table.stride(0), limits, cache, softmax, width, batch.tokens_per_request
+    )
     _add_up[(rows,)](
         query, keys, batch.block_table, *limits, logits, sums, known,
         (keys.stride(0), keys.stride(1), keys.stride(-2)), batch.block_table.stride(0), width,
