@@ -166,8 +166,6 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         field, got = f"{KEY}.selection.coverage", config.coverage
         eight_bits = cache.cache_dtype in EIGHT_BIT_CACHES
         expect(not eight_bits, field, f"{got} with a KV cache of 8 bits", "null with it")
-        sampled = config.config.diagnostics.sample_every
-        expect(on_cpu or not sampled, field, f"{got} with diagnostics.sample_every on a GPU", "null with it")
         expect(config.stop_rule is None, field, f"{got} with termination", "null with it")
     # With it vLLM no longer says of a request's last token whether it is part of the prompt.
     expect(not cache.kv_sharing_fast_prefill, "kv_sharing_fast_prefill", "true", "false")

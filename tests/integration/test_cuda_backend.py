@@ -14,6 +14,7 @@ from sparse_kernels.compaction import CompactionRule
 from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.page_coverage import count_rows
 from sparse_kernels.token_prefill import KeptAttention, TokenRule
+from support.logs import said
 from support.paged import dense_attention
 from support.snapkv import kept_tokens
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -34,6 +35,7 @@ from vllm_sparse_plugin.compaction.requests import BatchRows
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import ResolvedConfig, Retention, resolve
 from vllm_sparse_plugin.config.requests import EVERY_PAGE
+from vllm_sparse_plugin.diagnostics import sampling
 from vllm_sparse_plugin.diagnostics.live import LayerQuality
 from vllm_sparse_plugin.diagnostics.sampling import Sample, StepSampler
 from vllm_sparse_plugin.policies import EveryPage
@@ -413,8 +415,9 @@ def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
         recorded.clear()
         output, _, metadata = run(layer, builder, common)
         assert metadata.sampled.token == index
-        ((token, longest, _, pages, softmax, selection, masses),) = recorded
+        ((token, longest, _, pages, softmax, selection, masses, left_out),) = recorded
         assert masses is None
+        assert not left_out.any()
         assert token.context_lens.tolist() == [context]
         assert longest == context + 2
         assert softmax == Softmax(SCALE)
@@ -432,6 +435,114 @@ def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
         again, _, _ = run(layer, builder, common)
         assert recorded == []
         assert torch.equal(again, output)
+
+
+def metered(layer, builder, number: int = 0) -> torch.Tensor:
+    """Has a step measure the sampled token of that number; returns what the layer counts."""
+    counts = torch.zeros(HEADS, 5, dtype=torch.int64)
+    layer.bind(replace(layer.plan, quality=LayerQuality(counts, 0, 1)))
+    builder.selector, builder.dense_tokens = layer.plan.selector, layer.plan.dense_tokens
+    builder.meter.sampler.sample = Sample(number, 0)
+    return counts
+
+
+def test_under_a_coverage_a_sampled_token_is_measured_by_what_it_read(layer, builder, monkeypatch):
+    """Whether the server says the coverage or the request; budgets beside it are what they say."""
+    recorded = []
+    monkeypatch.setattr(LayerQuality, "record", lambda self, *arguments: recorded.append(arguments))
+    settings = {"selection": {"coverage": 0.6, "min_budget_tokens": 32, "max_budget_tokens": 512}}
+    config = resolve(BUDGET | settings, "unique")
+    layer.bind(replace(plan_of(config), most_pages=1024))
+    builder.budgets = StepBudgets(
+        config, asking(None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_coverage": 0.9}), 16,
+        torch.device("cpu"),
+    )  # fmt: skip
+    found = {}
+    # Those of the third request attend to everything; the last fits what is read at least.
+    lengths = [900, 700, 800, 600, 33]
+    for number in range(6):
+        metered(layer, builder, number)
+        recorded.clear()
+        output, _, metadata = run(layer, builder, common_metadata([2] * 5, lengths, [False] * 5))
+        ((token, _, cache, pages, softmax, _, _, left_out),) = recorded
+        index, context = metadata.sampled.token, int(token.context_lens)
+        assert not left_out.any()
+        assert context == lengths[index // 2] - 1 + index % 2
+        found[index] = (pages >= 0).sum(dim=-1)[0].tolist()
+        rows = (part.gather_blocks(token.block_table[0])[:, :context] for part in (cache.keys, cache.values))
+        keys, values = (part.transpose(0, 1) for part in rows)
+        # What is said to have been read gives the output that attention gave.
+        visible = torch.zeros(HEADS, context, dtype=torch.bool)
+        visible[:, context // 8 * 8 :] = True
+        for head in range(HEADS):
+            for page in pages[0, head][pages[0, head] >= 0].tolist():
+                visible[head, page * 8 : page * 8 + 8] = True
+        exact = dense_attention(token.query[0], keys, values, softmax.scale, visible)
+        torch.testing.assert_close(output[index].double(), exact, atol=2e-2, rtol=2e-2)
+    assert sorted(found) == [0, 1, 2, 3, 6, 7]
+    assert found[2] == found[3] == [16, 16]
+    assert 4 < min(found[0] + found[1]) < min(found[6] + found[7]) < 64
+
+
+def test_a_group_that_is_skipped_is_not_measured(layer, builder):
+    common = common_metadata([1], [300], [False])
+    first = GroupRouting(torch.tensor([[-2.0, 0, 0, 0], [2.0, 0, 0, 0]]))
+    layer.bind(replace(layer.plan, routing=first))
+    counts = metered(layer, builder)
+    run(layer, builder, common)
+    assert counts[:, 4].tolist() == [0, 1]
+    assert counts[0].eq(0).all()
+
+
+def test_a_context_that_bounds_took_for_a_longer_one_is_not_measured(layer, builder):
+    """With asynchronous speculation the host knows bounds alone: what attends whole leaves nothing out."""
+    for length, measured in ((300, 0), (301, 1)):
+        common = common_metadata([1], [length], [False])
+        common = common.replace(seq_lens_cpu_upper_bound=torch.tensor([304]))
+        layer.bind(replace(layer.plan, dense_tokens=300))
+        counts = metered(layer, builder)
+        _, _, metadata = run(layer, builder, common)
+        assert metadata.sampled is not None
+        assert counts[:, 4].tolist() == [measured] * HEADS
+
+
+@pytest.mark.parametrize("where", ["record", "masses_of"])
+def test_what_fails_while_measuring_leaves_the_step_as_it_is(layer, builder, monkeypatch, where):
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no such luck")
+
+    monkeypatch.setattr(sampling, "_reported", set())
+    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.diagnostics.sampling", "warning")
+    common = common_metadata([4, 1, 70], [300, 500, 200], [False, False, True])
+    plain, _, _ = run(layer, builder, common)
+    counts = metered(layer, builder)
+    monkeypatch.setattr(*((LayerQuality, where) if where == "record" else (Meter, where)), fail)
+    for _ in range(2):
+        output, _, _ = run(layer, builder, common)
+        assert torch.equal(output, plain)
+    assert counts.eq(0).all()
+    (line,) = warnings
+    assert line.endswith("a token cannot be measured (RuntimeError: no such luck)")
+
+
+@pytest.mark.parametrize("layer", ["unique", "quest", "streaming_llm"], indirect=True)
+def test_measuring_is_warmed_up_and_leaves_no_trace(layer, monkeypatch):
+    monkeypatch.setattr(sampling, "_reported", set())
+    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.diagnostics.sampling", "warning")
+    measured = []
+    record = LayerQuality.record
+    monkeypatch.setattr(
+        LayerQuality, "record", lambda self, *given: measured.append(record(self, *given)) or self.counts[0, 4].item()
+    )
+    counts = torch.zeros(HEADS, 5, dtype=torch.int64)
+    layer.bind(replace(layer.plan, quality=LayerQuality(counts, 3, 8)))
+    layer.num_queries_per_kv = GROUP
+    rows = BLOCK + (layer.plan.statistics.rows(BLOCK) if layer.plan.statistics else 0)
+    layer.warm_up_meter(SCALES, SimpleNamespace(num_states=rows, dtype=torch.bfloat16), 1000, torch.device("cpu"))
+    assert warnings == []
+    assert len(measured) == 1
+    assert counts.eq(0).all()
+    assert layer._bound_cache is None
 
 
 @pytest.mark.parametrize("layer", ["unique", "quest", "streaming_llm", "dense", "art"], indirect=True)

@@ -357,7 +357,7 @@ def test_sampled_steps_measure_what_was_read(model, backend, monkeypatch):
     assert len(recorded) == 2
     for (quality, arguments), index, step in zip(recorded, (2, 0), (1, 3), strict=True):
         assert quality.counts is harness.builder.counts[-1].of_layers[0]
-        token, longest, _, pages, softmax, selection, _ = arguments
+        token, longest, _, pages, softmax, selection, *_ = arguments
         assert longest == int(token.context_lens)
         assert selection == harness.selection.page_selection()
         query, table, context = token.query, token.block_table[0], int(token.context_lens)
@@ -391,6 +391,66 @@ def test_a_step_measures_some_layers_and_bits_stay(model, monkeypatch):
     assert measured == [[0, 0], [1, 1], [0, 0]]
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
+
+
+def measured_of(harness: LayerHarness, sample: Sample, batch: list[tuple[Request, int]]) -> list[list[int]]:
+    """What one measured step counts: for each KV head whether it is measured, then its parts of one."""
+    counts = harness.layer.impl.plan.quality.counts.zero_()
+    harness.builder.meter.sampler.sample = sample
+    harness.step(batch)
+    harness.builder.meter.sampler.sample = None
+    return counts.tolist()
+
+
+def test_skipped_groups_and_tokens_that_leave_nothing_out_are_not_measured(model):
+    routing = {"threshold": [[-2.0, 2.0]] * 8, "dense_layers": 0}
+    harness = LayerHarness(model, settings=SAMPLED | {"routing": routing})
+    short, long = harness.request(60), harness.request(300)
+    harness.step([(short, 60), (long, 300)])
+    for number in range(4):
+        skipped, read = measured_of(harness, Sample(number, 0), [(short, 1), (long, 1)])
+        assert skipped == [0] * 5
+        # The short context fits the budget: all of it is read, and it is not the one that is measured.
+        assert read[4] == 1
+        assert read[0] < 1 << 30
+    assert measured_of(harness, Sample(0, 0), [(short, 1)]) == [[0] * 5] * 2
+
+
+def test_under_a_coverage_what_is_measured_was_read(model):
+    """What the estimate says of it reaches the share that the request asks for."""
+    masses = {}
+    for share in (0.5, 0.9):
+        harness = LayerHarness(model, settings=SAMPLED, seed=4)
+        request = harness.request(700)
+        request.arguments = {"sparse_coverage": share}
+        harness.step([(request, 700)])
+        for head in measured_of(harness, Sample(0, 0), [(request, 1)]):
+            assert head[4] == 1
+            masses.setdefault(share, []).append(head[3] / (1 << 30))
+        assert all(share - 1e-5 <= mass < share + 0.1 for mass in masses[share])
+
+
+def test_chunks_of_a_prompt_are_not_measured(model):
+    harness = LayerHarness(model, settings=SAMPLED)
+    request = harness.request(300)
+    harness.step([(request, 299)])
+    # The last token of a prompt is one token, and attends to everything.
+    assert measured_of(harness, Sample(0, 0), [(request, 1)]) == [[0] * 5] * 2
+    assert [head[4] for head in measured_of(harness, Sample(0, 0), [(request, 1)])] == [1, 1]
+
+
+def test_under_compaction_what_is_measured_is_what_the_cache_keeps(model, monkeypatch):
+    recorded = []
+    monkeypatch.setattr(LayerQuality, "record", lambda self, *arguments: recorded.append(arguments))
+    compaction = {"method": "snapkv", "budget_tokens": 256}
+    harness = LayerHarness(model, settings=SAMPLED | {"compaction": compaction})
+    request = harness.request(600)
+    harness.step([(request, 600)])
+    measured_of(harness, Sample(0, 0), [(request, 1)])
+    ((token, longest, *_),) = recorded
+    # Whole blocks are left out of the table; what follows the prompt stays.
+    assert longest == int(token.context_lens) < 600
+    assert int(token.context_lens) % harness.block_size == 601 % harness.block_size
 
 
 def test_a_log_has_what_each_request_reads_and_the_mass_of_sampled_tokens(model, monkeypatch):

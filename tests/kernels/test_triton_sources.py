@@ -61,6 +61,8 @@ from sparse_kernels.compaction import CompactionRule, triton as compaction
 from sparse_kernels.page_score import triton as scores
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from sparse_kernels.page_statistics import triton as write
+from sparse_kernels.batch import QueryTokens
+from sparse_kernels.row_attention import triton as rows_of
 from sparse_kernels.token_prefill import TokenRule, triton as prefill
 
 
@@ -89,6 +91,14 @@ for kind in KINDS.values():
     table, lengths = torch.zeros(3, 4).int(), torch.zeros(3).int()
     batch = DecodeBatch(query, table, lengths)
     scores.launch_scores(batch, views, 8, 1.0, torch.zeros(3, 8, 32).bfloat16())
+
+rows_of._attend_piece = Compile(rows_of._attend_piece)
+for head_size, group, page in ((64, 4, 8), (128, 16, 32), (256, 8, 8), (96, 1, 16)):
+    cache = KVCache.from_rows(torch.zeros(4, 2, 64, 2 * head_size).bfloat16(), page)
+    query = torch.zeros(1, 2, group, head_size).bfloat16()
+    token = QueryTokens(query, torch.zeros(1, 4).long(), torch.zeros(1).long())
+    read = torch.zeros(1, 2, 4 * 64 // page, dtype=torch.bool)
+    rows_of.attend_row(token, cache, read, Softmax(0.1, 20.0 * (head_size > 64), torch.zeros(2 * group)))
 
 for name in sys.argv[2].split():
     setattr(blocks, name, Compile(getattr(blocks, name)))
@@ -149,7 +159,8 @@ def compiled(code: str, *arguments: str) -> int:
 def test_compiles(architecture: str) -> None:
     of_decode = len(KINDS) + sum(not kind.is_fused for kind in KINDS.values())
     of_prefill = 3 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
-    expected = of_decode + of_prefill + 2 * len(COMPACTION)
+    of_rows = 4
+    expected = of_decode + of_rows + of_prefill + 2 * len(COMPACTION)
     assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == expected
 
 

@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+from sparse_kernels.batch import QueryTokens
+from sparse_kernels.cache import KVCache
 
 from vllm_sparse_plugin.diagnostics import live
 from vllm_sparse_plugin.diagnostics.forward import LayerInputs, PagedLayer
-from vllm_sparse_plugin.diagnostics.quality import Context, Quality
+from vllm_sparse_plugin.diagnostics.quality import Quality
 from vllm_sparse_plugin.policies import UniqueSelection
 
 
@@ -34,18 +35,18 @@ def decode(
     """Decodes greedily, every step measured, with one engine."""
     from vllm import LLM, SamplingParams
 
-    measure, measured, policy = live.measure, [], UniqueSelection(**selection)
+    measure, measured, policy = live.measure_cached, [], UniqueSelection(**selection)
 
-    def kept(query: torch.Tensor, context: Context, context_lens: torch.Tensor, *others: Any) -> Quality:
-        keys, values = torch.cat([*context.keys], dim=1), torch.cat([*context.values], dim=1)
-        quality = measure(query, Context([keys], [values], context.summaries), context_lens, *others)
+    def kept(token: QueryTokens, longest: int, cache: KVCache, *others: Any) -> Quality:
+        quality = measure(token, longest, cache, *others)
         # A block may have room for more tokens.
-        length, softmax = int(context_lens), others[2]
-        seen = LayerInputs(*(part.bfloat16() for part in (query, keys[:, :length], values[:, :length])), softmax.scale)
+        length, softmax = int(token.context_lens), others[1]
+        rows = (part.gather_blocks(token.block_table[0])[:, :length] for part in (cache.keys, cache.values))
+        seen = LayerInputs(*(part.bfloat16() for part in (token.query, *rows)), softmax.scale)
         measured.append(Measured(length, quality, PagedLayer(seen, policy).quality()))
         return quality
 
-    live.measure = kept
+    live.measure_cached = kept
     llm = LLM(
         str(model), attention_backend="unique", max_model_len=4096, enforce_eager=True,
         additional_config={

@@ -813,7 +813,7 @@ def test_dense_attention_has_no_limits_of_our_kernels(folder, monkeypatch):
     admit(config, BACKENDS)
 
 
-def test_a_coverage_needs_a_cache_of_16_bits_and_on_a_gpu_nothing_that_is_sampled(folder, monkeypatch):
+def test_a_coverage_needs_a_cache_of_16_bits(folder, monkeypatch):
     field = "sparse_attention.selection.coverage: got 0.9"
     plain = engine_config(folder(head_dim=64), additional_config=settings(coverage=0.9))
     both = {"sparse_attention": {**settings(coverage=0.9)["sparse_attention"], "diagnostics": {"sample_every": 100}}}
@@ -821,9 +821,7 @@ def test_a_coverage_needs_a_cache_of_16_bits_and_on_a_gpu_nothing_that_is_sample
     admit(sampled, BACKENDS)
     on_cuda(monkeypatch)
     admit(plain, BACKENDS)
-    with pytest.raises(ConfigurationError) as caught:
-        admit(sampled, BACKENDS)
-    assert str(caught.value) == f"{field} with diagnostics.sample_every on a GPU, {UNIQUE}null with it"
+    admit(sampled, BACKENDS)
     plain.cache_config.cache_dtype = "fp8"
     with pytest.raises(ConfigurationError) as caught:
         admit(plain, BACKENDS)

@@ -10,7 +10,9 @@ import torch
 from prometheus_client import CollectorRegistry, generate_latest
 from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
+from sparse_kernels.page_coverage import api as page_coverage
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout, update_page_statistics
+from sparse_kernels.row_attention import api as row_attention
 
 from vllm_sparse_plugin.cli import main
 from vllm_sparse_plugin.diagnostics import live
@@ -196,7 +198,8 @@ def test_what_is_recorded_reaches_the_registry_of_the_process_that_serves_metric
 def test_a_context_is_measured_piece_by_piece(monkeypatch):
     whole, pieces = Meter(), Meter()
     quality = whole.record(seed=3)
-    monkeypatch.setattr(live, "_PIECE_TOKENS", 16)
+    monkeypatch.setattr(row_attention, "_PIECE_TOKENS", 16)
+    monkeypatch.setattr(page_coverage, "_PIECE_PAGES", 2)
     assert pieces.record(seed=3).mass.equal(quality.mass)
     torch.testing.assert_close(pieces.counts.of_layers[0], whole.counts.of_layers[0], rtol=0, atol=1 << 10)
 

@@ -11,7 +11,7 @@ from sparse_kernels.paging import PagedTensor
 from support.logs import said
 from vllm.ray.ray_env import get_env_vars_to_copy
 
-from vllm_sparse_plugin.diagnostics import live
+from vllm_sparse_plugin.diagnostics import live, sampling
 
 
 @pytest.fixture(autouse=True)
@@ -20,9 +20,9 @@ def warnings(monkeypatch) -> list[str]:
     for name in (live._VLLM_FOLDER, live._OUR_FOLDER, live._COPIED_TO_RAY):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    monkeypatch.setattr(live, "_reported", set())
+    monkeypatch.setattr(sampling, "_reported", set())
     monkeypatch.setattr(live, "REGISTRY", CollectorRegistry())
-    return said(monkeypatch, "vllm.vllm_sparse_plugin.diagnostics.live", "warning")
+    return said(monkeypatch, "vllm.vllm_sparse_plugin.diagnostics.sampling", "warning")
 
 
 def count_for_a_while() -> None:
@@ -86,11 +86,11 @@ def test_a_token_that_does_not_fit_the_memory_is_not_measured(warnings, monkeypa
     def too_large(*_: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
-    monkeypatch.setattr(live, "measure", too_large)
+    monkeypatch.setattr(live, "measure_cached", too_large)
     rows = PagedTensor.from_rows(torch.zeros(4, 1, 16, 8), 8)
     token = QueryTokens(torch.zeros(1, 1, 1, 8), torch.arange(4)[None], torch.tensor([40]))
     quality, page = live.LayerQuality(torch.zeros(1, 5, dtype=torch.int64), 0, 1), torch.zeros(1, 1, 1)
-    with live.dropping(live.UNMEASURED):
+    with sampling.dropping(sampling.UNMEASURED):
         quality.record(token, 40, KVCache(rows, rows), page, Softmax(1.0), PageSelection(1))
     assert quality.counts.eq(0).all()
     (line,) = warnings

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from support.logs import said
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.worker import gpu_model_runner
@@ -179,3 +180,17 @@ def test_samplers_go_with_their_runners():
     # Layers without a runner have samplers of their own.
     assert sampling.of_runner(None, shared) is shared
     assert len(sampling._samplers) == known - 1
+
+
+def test_a_sampler_that_fails_leaves_the_step_in_its_graph(runners, monkeypatch):
+    def fail(*arguments: object) -> bool:
+        raise RuntimeError("no lengths")
+
+    monkeypatch.setattr(sampling, "_reported", set())
+    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.diagnostics.sampling", "warning")
+    for runner in runners:
+        runner.initialize_kv_cache()
+    monkeypatch.setattr(StepSampler, "begin", fail)
+    assert all(runner.replays(SPARSE) for runner in runners for _ in range(4))
+    (line,) = warnings
+    assert line.endswith("a token cannot be measured (RuntimeError: no lengths)")

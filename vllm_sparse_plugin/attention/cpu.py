@@ -42,8 +42,7 @@ from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.compaction.step import Observed
 from vllm_sparse_plugin.config.requests import EVERY_PAGE, pages_of_request
-from vllm_sparse_plugin.diagnostics import live
-from vllm_sparse_plugin.diagnostics.sampling import Sample
+from vllm_sparse_plugin.diagnostics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.policies.dense import EveryPage, every_page
 from vllm_sparse_plugin.policies.scored import ScoredSelection
@@ -229,12 +228,10 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             context_lens = (common.seq_lens[request] - from_end).long()
             block_table = common.block_table_tensor[request].long()
             own = None if limits is None else limits[request]
-            sample = self.meter.sample
-            masses = None
-            if sample is not None:
-                sample = sample._replace(token=sample.token % len(tokens))
-                masses = self.meter.masses_of(common, int(request[sample.token]))
-            metadata.decode = DecodeTokens(tokens, block_table, context_lens, own, sample, masses)
+            metadata.decode = DecodeTokens(tokens, block_table, context_lens, own)
+            if self.meter.sample is not None:
+                with dropping(UNMEASURED):
+                    self._sample(self.meter.sample, metadata.decode, common, request)
         if prefilling.any():
             tokens = prefilling[request_of_token].nonzero().squeeze(1)
             metadata.prompts = PromptTokens(tokens, self._round(_subset(common, prefilling, query_lens, tokens)))
@@ -255,6 +252,26 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 rest = self._rest(common_prefix_len, common, fast_build, ~rolling)
                 metadata.rolling = RollingTokens(tokens, prompts, rest)
         return metadata
+
+    def _sample(
+        self, sample: Sample, decode: DecodeTokens, common: CommonAttentionMetadata, request: torch.Tensor
+    ) -> None:
+        """Notes the token that a sample is of: one that leaves something out, if there is any.
+
+        Args:
+            sample: what is measured of the step.
+            decode: the tokens that attend sparsely.
+            common: the step.
+            request: `[num_tokens]` int64, the request of each of them.
+        """
+        assert self.sparse.selector is not None
+        least = self.sparse.selector.pages_read.least if decode.limits is None else decode.limits.least
+        # Where groups are routed, tokens within their budget are here too.
+        candidates = (decode.context_lens // self.page_size > least).nonzero().squeeze(1).tolist()
+        if candidates:
+            token = candidates[sample.token % len(candidates)]
+            decode.masses = self.meter.masses_of(common, int(request[token]))
+            decode.sampled = sample._replace(token=token)
 
     def _rest(
         self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, requests: torch.Tensor
@@ -485,14 +502,13 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         """Routes, selects and attends; takes and returns `[num_tokens, num_heads, head_size]`."""
         grouped = query.unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
         tokens = QueryTokens(grouped, decode.block_table, decode.context_lens)
-        if decode.sampled is not None:
-            one = slice(decode.sampled.token, decode.sampled.token + 1)
-            with live.dropping(live.UNMEASURED):
-                self._measure(tokens[one], None if decode.limits is None else decode.limits[one], decode)
         routing = self.plan.routing
-        if routing is None:
+        skipped = None if routing is None else route_groups(tokens, self.cache.keys, routing)
+        if decode.sampled is not None:
+            with dropping(UNMEASURED):
+                self._measure(tokens, decode, skipped)
+        if routing is None or skipped is None:
             return self._attend(tokens, self.cache, self.all_heads, decode.limits)
-        skipped = route_groups(tokens, self.cache.keys, routing)
         if routing.counts is not None:
             asked = torch.full((self.num_kv_heads,), len(query))
             routing.counts.add_(torch.stack([skipped.sum(dim=0), asked], dim=1))
@@ -538,13 +554,16 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             return plan.selector.select(tokens.query, cache.statistics, tokens.block_table, num_pages, budgets), None
         return select_until_stable(plan.selector, plan.stop_rule, tokens, cache, self.softmax)
 
-    def _measure(self, token: QueryTokens, limits: Coverage | None, decode: DecodeTokens) -> None:
-        """Measures one token's selection, of all its groups, if the sample is of this layer."""
-        plan = self.plan
-        if plan.quality is None or plan.selector is None or decode.sampled is None:
+    def _measure(self, tokens: QueryTokens, decode: DecodeTokens, skipped: torch.Tensor | None) -> None:
+        """Measures the selection of one of the tokens, of the groups that are not skipped, if the sample is of this
+        layer; `skipped` is `[num_tokens, num_kv_heads]` bool."""
+        plan, sample = self.plan, decode.sampled
+        if plan.quality is None or plan.selector is None or sample is None or not plan.quality.measures(sample):
             return
-        if not plan.quality.measures(decode.sampled):
-            return
-        pages, _ = self._pages(token, self.cache, limits)
-        selection, longest = plan.selector.page_selection(), int(token.context_lens)
-        plan.quality.record(token, longest, self.cache, pages, self.softmax, selection, decode.masses)
+        one = slice(sample.token, sample.token + 1)
+        token = tokens[one]
+        pages, _ = self._pages(token, self.cache, None if decode.limits is None else decode.limits[one])
+        plan.quality.record(
+            token, int(token.context_lens), self.cache, pages, self.softmax, plan.selector.page_selection(),
+            decode.masses, None if skipped is None else skipped[one],
+        )  # fmt: skip

@@ -23,9 +23,11 @@ from sparse_kernels.batch import DecodeBatch, DecodeOutput, Prompts, QueryTokens
 from sparse_kernels.block_prefill import VarlenAttention, VirtualSequences, scratch_bytes
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import ObservationWindow
+from sparse_kernels.group_routing import route_groups
 from sparse_kernels.limits import HEAD_SIZES
 from sparse_kernels.page_coverage import Coverage, count_rows
 from sparse_kernels.page_statistics import write_cache
+from sparse_kernels.page_topk import best_first, select_pages
 from sparse_kernels.sparse_decode import sparse_decode
 from sparse_kernels.split_attention import pieces_of, rows_at_once, split_attention, splits_for, stop_scratch
 from sparse_kernels.token_prefill import KeptAttention
@@ -60,9 +62,9 @@ from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.compaction.step import Observed
 from vllm_sparse_plugin.config import BlockPrefill
 from vllm_sparse_plugin.config.requests import EVERY_PAGE
-from vllm_sparse_plugin.diagnostics import live
-from vllm_sparse_plugin.diagnostics.sampling import Sample
+from vllm_sparse_plugin.diagnostics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.policies.base import PagesRead
+from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -159,7 +161,7 @@ class SampledToken(NamedTuple):
     longest: int
     """Its context, at most."""
     pages: int
-    """Complete pages that it reads."""
+    """Complete pages that it reads; under a coverage at most."""
     sample: Sample
     """In which layers."""
     masses: torch.Tensor | None = None
@@ -220,6 +222,9 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             layer.impl.bind(group.plans[name])
             layer.impl.splits = splits_for(max_tokens, layer.num_heads, layer.head_size)
             layer.impl.scratch = scratch
+        metered = {(layer.num_heads, layer.head_size): layer for layer in layers.values() if layer.impl.plan.quality}
+        for layer in metered.values():
+            layer.impl.warm_up_meter(layer, kv_cache_spec, vllm_config.model_config.max_model_len, device)
         self.any_dense_layer = not all(plan.is_sparse for plan in group.plans.values())
         self.any_sparse_layer = any(plan.is_sparse for plan in group.plans.values())
         self.prefill_rule, self.group_sizes = group.prefill_rule, group.group_sizes
@@ -290,7 +295,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         if num_decodes:
             whole_requests = self._write_dense_requests(common, num_decodes, own)
             if self.meter.sample is not None:
-                metadata.sampled = self._sampled(self.meter.sample, common, runs, own, whole_requests)
+                with dropping(UNMEASURED):
+                    metadata.sampled = self._sampled(self.meter.sample, common, runs, own, whole_requests)
             dense, budgets = self.dense_requests.tensor, self.budgets.pages
             for run in runs:
                 those = slice(run.first_request, run.first_request + run.num_requests)
@@ -390,12 +396,14 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                 if request >= len(bound) or whole_requests[request]:
                     continue
                 said = own[request] if request < len(own) else None
-                pages = self.selector.budget_pages if said is None else said.most
+                reads = self.selector.pages_read if said is None else said
                 for position in range(per_request):
                     index = run.first_token + place * per_request + position
                     longest = int(bound[request]) - (per_request - 1 - position)
-                    if longest > self.dense_tokens and longest // self.selector.page_size > pages:
-                        tokens.append((request, SampledToken(index, longest, pages, sample)))
+                    num_pages = longest // self.selector.page_size
+                    if longest > self.dense_tokens and num_pages > reads.least:
+                        most = min(reads.most, num_pages)
+                        tokens.append((request, SampledToken(index, longest, most, sample)))
         if not tokens:
             return None
         request, sampled = tokens[sample.token % len(tokens)]
@@ -566,7 +574,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             self._decode(batch, cache, DecodeOutput(output[decode.tokens], counters=self.plan.counters))
             sampled = metadata.sampled
             if sampled is not None and decode.tokens.start <= sampled.token < decode.tokens.stop:
-                with live.dropping(live.UNMEASURED):
+                with dropping(UNMEASURED):
                     self._measure(batch, cache, sampled.token - decode.tokens.start, sampled)
 
     def _voting(self, layer: Any, window: ObservationWindow) -> tuple[ObservationWindow, KVCache]:
@@ -671,6 +679,38 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
                 batch, cache, self.softmax, selection, routing=plan.routing, rule=plan.stop_rule, output=output
             )
 
+    def warm_up_meter(self, layer: Any, spec: AttentionSpec, longest: int, device: torch.device) -> None:
+        """Compiles what measuring needs, on a cache of its own, so that no step waits for it.
+
+        Args:
+            layer: vLLM's.
+            spec: the layer's specification.
+            longest: tokens of the longest context that the engine serves.
+            device: where the layer runs.
+        """
+        with dropping(UNMEASURED):
+            plan = self.plan
+            assert plan.selector is not None
+            assert plan.quality is not None
+            rows = 1, self.num_kv_heads, spec.num_states, 2 * self.head_size
+            self.bind_cache(torch.zeros(rows, dtype=spec.dtype, device=device))
+            # Every block of the table is the only one there is.
+            blocks = -(-longest // plan.block_size)
+            table = torch.zeros(1, blocks, dtype=torch.int32, device=device)
+            lengths = torch.full((1,), plan.block_size, dtype=torch.int32, device=device)
+            heads = self.num_kv_heads * self.num_queries_per_kv
+            itemsize = self.cache.keys.view.dtype.itemsize
+            query = torch.zeros(
+                1, heads, self.head_size, dtype=torch.bfloat16 if itemsize == 1 else spec.dtype, device=device
+            )
+            batch = DecodeBatch(query, table, lengths)
+            most = min(plan.selector.budget_pages, longest // plan.page_size)
+            sampled = SampledToken(0, plan.block_size, most, Sample(plan.quality.place, plan.quality.place))
+            self._measure(batch, self._scaled(self.cache, layer), 0, sampled)
+            # Nobody asked for this token.
+            plan.quality.counts.zero_()
+        self._bound_cache = None
+
     def _measure(self, batch: DecodeBatch, cache: KVCache, index: int, sampled: SampledToken) -> None:
         """Measures the selection of one token of a batch, if the sample is of this layer.
 
@@ -684,27 +724,39 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             return
         request, position = divmod(index, batch.tokens_per_request)
         this = slice(request, request + 1)
-        grouped = batch.query[index : index + 1].to(torch.bfloat16).unflatten(1, (cache.num_kv_heads, -1))
-        blocks = -(-sampled.longest // plan.block_size)
-        table = batch.block_table[this, :blocks].long()
         context_lens = (batch.seq_lens[this] - (batch.tokens_per_request - 1 - position)).long()
-        token, softmax = QueryTokens(grouped, table, context_lens), self.softmax
-        selector = plan.selector.model_copy(update={"budget_tokens": sampled.pages * plan.page_size})
-        if plan.stop_rule is None:
-            pages = selector.select(grouped, cache.statistics, table, token.num_pages(plan.page_size))
-        else:
-            scale = softmax.scale if batch.query_scale is None else softmax.scale * float(batch.query_scale)
-            scaled = replace(softmax, scale=scale)
-            pages, _ = select_until_stable(selector, plan.stop_rule, token, cache, scaled)
-        query = batch.query[index : index + 1].float().unflatten(1, (cache.num_kv_heads, -1))
+        query = batch.query[index : index + 1].unflatten(1, (cache.num_kv_heads, -1))
+        # The whole row of the table: kernels that choose pages are compiled for its width.
+        token, softmax = QueryTokens(query, batch.block_table[this].long(), context_lens), self.softmax
+        pages = self._pages_read(token, batch, cache, index, sampled)
+        # The host knows bounds of lengths: a context may be as short as those that are attended whole.
+        left_out = (context_lens <= plan.dense_tokens)[:, None]
+        if plan.routing is not None:
+            left_out = left_out | route_groups(token, cache.keys, plan.routing)
         if batch.query_scale is not None:
-            query = query * batch.query_scale
-        plan.quality.record(
-            replace(token, query=query),
-            sampled.longest,
-            cache,
-            pages,
-            softmax,
-            selector.page_selection(),
-            sampled.masses,
-        )
+            token = replace(token, query=query.float() * batch.query_scale)
+        selection = plan.selector.page_selection()
+        plan.quality.record(token, sampled.longest, cache, pages, softmax, selection, sampled.masses, left_out)
+
+    def _pages_read(
+        self, token: QueryTokens, batch: DecodeBatch, cache: KVCache, index: int, sampled: SampledToken
+    ) -> torch.Tensor:
+        """Returns the complete pages that one token of a batch reads: `[1, num_kv_heads, k]`, -1 for none."""
+        selector, num_pages = self.plan.selector, token.num_pages(self.plan.page_size)
+        assert selector is not None
+        if batch.scores is not None and batch.budgets is not None:
+            # A coverage has decided: of each KV head the best pages, so many.
+            assert isinstance(selector, ScoredSelection)
+            scores = batch.scores[index : index + 1]
+            always = selector.sink_pages, selector.recent_pages
+            pages = select_pages(scores, num_pages, sampled.pages, *always)
+            slot = torch.arange(pages.shape[2], device=pages.device)
+            ranked = best_first(pages, scores, num_pages, *always)
+            return torch.where(slot < batch.budgets[index][:, None], ranked, -1)
+        selector = selector.model_copy(update={"budget_tokens": sampled.pages * self.plan.page_size})
+        query = token.query if token.query.dtype.itemsize > 1 else token.query.to(torch.bfloat16)
+        if self.plan.stop_rule is None:
+            return selector.select(query, cache.statistics, token.block_table, num_pages)
+        scale = self.softmax.scale if batch.query_scale is None else self.softmax.scale * float(batch.query_scale)
+        scaled = replace(self.softmax, scale=scale)
+        return select_until_stable(selector, self.plan.stop_rule, replace(token, query=query), cache, scaled)[0]

@@ -12,14 +12,13 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import multiprocessing
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
@@ -34,10 +33,9 @@ from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.block_prefill import SHARE_UNITS
 from sparse_kernels.cache import KVCache
 
-from vllm_sparse_plugin.diagnostics.quality import Context, measure
-from vllm_sparse_plugin.diagnostics.sampling import Sample
+from vllm_sparse_plugin.diagnostics.quality import measure_cached
+from vllm_sparse_plugin.diagnostics.sampling import Sample, dropping
 
-_logger = logging.getLogger(f"vllm.{__name__}")
 _VLLM_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _OUR_FOLDER = "SPARSE_PLUGIN_METRICS_DIR"
 _COPIED_TO_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
@@ -97,10 +95,6 @@ PROMPT_READS = (
     Ratio("vllm_sparse_prefill_mass", _MASS_TEXT, 2, 3, SHARE_UNITS),
 )
 """Summaries of `PrefillPlan.counters`."""
-_PIECE_TOKENS = 16_384
-"""Tokens of a context that are measured at once."""
-UNMEASURED = "a token cannot be measured"
-"""What the log says where measuring fails."""
 COUNTED_STEPS = 16
 """Steps between two copies of what kernels count."""
 
@@ -174,6 +168,7 @@ class LayerQuality:
         softmax: Softmax,
         selection: PageSelection,
         masses: torch.Tensor | None = None,
+        left_out: torch.Tensor | None = None,
     ) -> None:
         """Compares one token's selection with dense attention and adds the result to the counts.
 
@@ -185,42 +180,23 @@ class LayerQuality:
             softmax: how logits become weights.
             selection: says which pages are read whatever the query.
             masses: see `RequestLog.masses`; None where nobody asks for them.
+            left_out: bool that broadcasts to `[1, num_kv_heads]`, heads that read no selection and count for nothing;
+                None for none.
         """
-        query = token.query.float()
         if cache.key_scale is not None:
-            query = query * cache.key_scale
-        context = _context(token, longest, cache)
-        quality = measure(query, context, token.context_lens, pages, cache.page_size, softmax, selection)
+            token = replace(token, query=token.query.float() * cache.key_scale)
+        quality = measure_cached(token, longest, cache, pages, softmax, selection)
         estimated = quality.mass if quality.estimated_mass is None else quality.estimated_mass
         parts = torch.stack([quality.mass[0], quality.recall[0], quality.cosine[0], estimated[0]], dim=1)
         # A model whose numbers overflow must not spoil what was measured before.
-        finite = parts.isfinite().all(dim=1, keepdim=True)
-        counted = torch.cat([torch.where(finite, parts * _UNITS, 0).long(), finite.long()], dim=1)
-        self.counts += counted
+        counts = parts.isfinite().all(dim=1)
+        if left_out is not None:
+            counts = counts & ~left_out[0]
+        self.counts += torch.cat(
+            [torch.where(counts[:, None], parts * _UNITS, 0).long(), counts[:, None].long()], dim=1
+        )
         if masses is not None and quality.estimated_mass is not None:
-            masses += torch.stack([(estimated[0] * finite[:, 0]).nansum(), finite.sum()])
-
-
-def _context(token: QueryTokens, longest: int, cache: KVCache) -> Context:
-    """Returns what a token attends to, piece by piece, so that no copy of a long context takes much memory."""
-    block_tokens = cache.keys.pages_per_block * cache.page_size
-    table = token.block_table[0, : -(-longest // block_tokens)].long()
-    pieces = table.split(max(_PIECE_TOKENS // block_tokens, 1))
-
-    def values() -> Iterator[torch.Tensor]:
-        start = 0
-        for blocks in pieces:
-            found = cache.values.gather_blocks(blocks).float()
-            position = torch.arange(start, start + found.shape[1], device=found.device)
-            # What lies beyond the context is stale memory and may be NaN, which a weight of 0 would not hide.
-            yield found.masked_fill_((position >= token.context_lens)[:, None], 0.0)
-            start += found.shape[1]
-
-    statistics = cache.statistics
-    summaries = None
-    if statistics is not None and statistics.kind.codes is not None:
-        summaries = (statistics.summaries(blocks)[0] for blocks in pieces)
-    return Context((cache.keys.gather_blocks(blocks) for blocks in pieces), values(), summaries)
+            masses += torch.stack([torch.where(counts, estimated[0], 0).sum(), counts.sum()])
 
 
 class DeviceCounts:
@@ -258,6 +234,10 @@ class DeviceCounts:
         self._steps += 1
         if self._steps % COUNTED_STEPS:
             return
+        with dropping("what was counted is not published"):
+            self._publish()
+
+    def _publish(self) -> None:
         if self._event is None or self._event.query():
             new = self._copied - self._known
             self._known.copy_(self._copied)
@@ -384,23 +364,3 @@ def _add(metric: str, text: str, amount: float, count: float, labels: Sequence[s
             key = mmap_key(metric, metric + suffix, ["layer", "kv_head"], list(labels), text)
             value, _ = file.read_value(key)
             file.write_value(key, value + added, time.time())
-
-
-@contextmanager
-def dropping(what: str) -> Iterator[None]:
-    """Drops what fails within, since metrics never end an engine: a long context may not fit the memory that vLLM
-    leaves. The log says once that this cannot be done."""
-    try:
-        yield
-    except Exception as error:
-        _say_once(what, error)
-
-
-_reported: set[str] = set()
-
-
-def _say_once(what: str, error: Exception) -> None:
-    if what not in _reported:
-        _reported.add(what)
-        reason = f"{type(error).__name__}: {error}"
-        _logger.warning("vllm_sparse_ metrics of process %d: %s (%s)", os.getpid(), what, reason)

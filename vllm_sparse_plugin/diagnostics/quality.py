@@ -1,4 +1,4 @@
-"""Measures what a selection of pages gets of dense attention, in torch."""
+"""Measures what a selection of pages gets of dense attention."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from sparse_kernels.batch import PageSelection, Softmax
-from sparse_kernels.page_coverage import page_logits
+from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.page_coverage import page_logits, row_page_logits
+from sparse_kernels.row_attention import RowAttention, attend, attend_row, masked_logits
 
 
 class Quality(NamedTuple):
@@ -37,6 +39,42 @@ class Context(NamedTuple):
     complete page, and maybe of more; None for statistics whose vectors are no keys."""
 
 
+class _Reading(NamedTuple):
+    """Which pages of their contexts query tokens read."""
+
+    page: torch.Tensor
+    """`[num_pages]`, their numbers."""
+    complete_pages: torch.Tensor
+    """`[num_queries, 1, 1]`, how many there are in each context."""
+    chosen: torch.Tensor
+    """`[num_queries, num_kv_heads, num_pages]` bool, complete pages that are read."""
+
+    @classmethod
+    def of(cls, pages: torch.Tensor, context_lens: torch.Tensor, page_size: int, num_pages: int) -> _Reading:
+        """Takes pages and contexts as `measure` does, and pages of the longest context at least."""
+        page = torch.arange(num_pages, device=pages.device)
+        complete_pages = (context_lens // page_size)[:, None, None]
+        # What is no page goes to a place behind all of them.
+        chosen = torch.zeros(*pages.shape[:2], num_pages + 1, dtype=torch.bool, device=pages.device)
+        chosen = chosen.scatter(2, torch.where(pages < 0, num_pages, pages).long(), True)[..., :num_pages]
+        return cls(page, complete_pages, chosen & (page < complete_pages))
+
+    @property
+    def complete(self) -> torch.Tensor:
+        """`[num_queries, 1, num_pages]` bool."""
+        return self.page < self.complete_pages
+
+    @property
+    def incomplete(self) -> torch.Tensor:
+        """The page behind the complete ones, of the same shape."""
+        return self.page == self.complete_pages
+
+    @property
+    def read(self) -> torch.Tensor:
+        """`[num_queries, num_kv_heads, num_pages]` bool."""
+        return self.chosen | self.incomplete
+
+
 def measure(
     query: torch.Tensor,
     context: Context,
@@ -60,100 +98,97 @@ def measure(
         softmax: how logits become weights; sink logits take part in the outputs, not in the shares.
         selection: which pages are read whatever the query, whose weight the estimate knows; not without summaries.
     """
-    logits = torch.cat([torch.einsum("qhgd,hnd->qhgn", query.float(), keys.float()) for keys in context.keys], dim=-1)
-    logits = logits * softmax.scale
-    if softmax.softcap:
-        logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
-    heads, tokens = query.shape[1], logits.shape[-1]
-    token = torch.arange(tokens, device=logits.device)
-    logits = logits.masked_fill(token >= context_lens[:, None, None, None], -torch.inf)
-    sink = None if softmax.sink_logits is None else softmax.sink_logits.float().view(heads, -1, 1)
+    logits = masked_logits(query, context.keys, context_lens, softmax)
+    reading = _Reading.of(pages, context_lens, page_size, -(-logits.shape[-1] // page_size))
+    attention = attend(logits, context.values, reading.read, page_size, softmax)
+    if context.summaries is None or selection is None:
+        return _compare(attention, reading)
+    # One query head after the other: to the estimate they all belong to one group.
+    rows = query.movedim(1, 0).flatten(1, 2)
+    estimates = torch.cat([page_logits(rows, piece, page_size, softmax) for piece in context.summaries], dim=-1)
+    return _compare(attention, reading, estimates.unflatten(1, query.shape[0:3:2]).movedim(0, 1), selection)
 
-    weights = _softmax(logits, sink)
-    by_page = torch.nn.functional.pad(weights, (0, -tokens % page_size)).unflatten(-1, (-1, page_size)).sum(dim=-1)
-    mass = (by_page / by_page.sum(dim=-1, keepdim=True)).mean(dim=2)
 
-    count = mass.shape[-1]
-    page = torch.arange(count, device=logits.device)
-    complete_pages = (context_lens // page_size)[:, None, None]
-    complete = page < complete_pages
-    chosen = torch.zeros(*mass.shape[:2], count + 1, dtype=torch.bool, device=logits.device)
-    chosen = chosen.scatter(2, torch.where(pages < 0, count, pages).long(), True)[..., :count] & complete
-    read = chosen | (page == complete_pages)
+def measure_cached(
+    token: QueryTokens, longest: int, cache: KVCache, pages: torch.Tensor, softmax: Softmax, selection: PageSelection
+) -> Quality:
+    """Compares what one query token reads of a cache with dense attention, as `measure` does. On a GPU a cache of 16
+    bits is read where it lies, in a few launches; others are copied in pieces. Neither waits for the device.
+
+    Args:
+        token: the query token; its query has the dtype of the cache, or float32 and the scale of the keys.
+        longest: its context at most, which the host knows.
+        cache: what it attends to.
+        pages: `[1, num_kv_heads, k]` integer, the complete pages it reads, -1 for none.
+        softmax: how logits become weights.
+        selection: says which pages are read whatever the query.
+    """
+    pages_per_block = cache.keys.pages_per_block
+    num_pages = -(-longest // (pages_per_block * cache.page_size)) * pages_per_block
+    reading = _Reading.of(pages, token.context_lens, cache.page_size, num_pages)
+    attention = attend_row(token, cache, reading.read, softmax)
+    estimates = row_page_logits(token, cache, num_pages, softmax)
+    return _compare(attention, reading, None if estimates is None else estimates[None], selection)
+
+
+def _compare(
+    attention: RowAttention,
+    reading: _Reading,
+    estimates: torch.Tensor | None = None,
+    selection: PageSelection | None = None,
+) -> Quality:
+    """Says how good reading some pages is.
+
+    Args:
+        attention: what comes of it, and of reading everything.
+        reading: which pages.
+        estimates: `[num_queries, num_kv_heads, group_size, num_pages or fewer]` float32, see `page_logits`; any number
+            beyond the complete pages. None without.
+        selection: which pages are read whatever the query; not without estimates.
+    """
+    mass = attention.page_sums.softmax(dim=-1).mean(dim=2)
+    chosen, complete = reading.chosen, reading.complete
     # The oracle takes as many complete pages as were chosen; of equal ones it takes the lower.
-    rank = mass.masked_fill(~complete, -1.0).argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-    oracle = rank < chosen.sum(dim=-1, keepdim=True)
-
-    sparse = logits.masked_fill(~_by_token(read, page_size, tokens)[:, :, None], -torch.inf)
-    sparse_output, dense_output = _outputs(torch.stack([_softmax(sparse, sink), weights]), context.values)
+    best = mass.masked_fill(~complete, -1.0).sort(dim=-1, descending=True, stable=True).indices
+    oracle = torch.zeros_like(chosen).scatter(2, best, reading.page < chosen.sum(dim=-1, keepdim=True))
     estimated_mass = None
-    if context.summaries is not None and selection is not None:
-        # One query head after the other: to the estimate they all belong to one group.
-        rows = query.movedim(1, 0).flatten(1, 2)
-        estimates = [page_logits(rows, piece, page_size, softmax) for piece in context.summaries]
-        by_query = torch.cat(estimates, dim=-1)[..., :count].unflatten(1, query.shape[0:3:2]).movedim(0, 1)
-        recent = (page >= complete_pages - selection.recent_pages) & (page <= complete_pages)
-        known = (page < selection.sink_pages) | recent
-        estimated_mass = _estimated_mass(logits, by_query, known, complete, chosen, page_size)
+    if estimates is not None and selection is not None:
+        estimated_mass = _estimated_mass(attention.page_sums, estimates, reading, selection)
     return Quality(
-        (mass * read).sum(dim=-1),
-        (mass * (oracle | (page == complete_pages))).sum(dim=-1),
+        (mass * reading.read).sum(dim=-1),
+        (mass * (oracle | reading.incomplete)).sum(dim=-1),
         (oracle & chosen).sum(dim=-1) / oracle.sum(dim=-1).clamp(min=1),
-        torch.nn.functional.cosine_similarity(sparse_output, dense_output, dim=-1).mean(dim=2),
+        torch.nn.functional.cosine_similarity(attention.sparse, attention.dense, dim=-1).mean(dim=2),
         estimated_mass,
     )
 
 
-def _by_token(pages: torch.Tensor, page_size: int, tokens: int) -> torch.Tensor:
-    """Returns of each token what the last dimension says of its page."""
-    return pages.repeat_interleave(page_size, dim=-1)[..., :tokens]
-
-
-def _outputs(weights: torch.Tensor, values: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns the outputs `[n, num_queries, num_kv_heads, group_size, head_size]` of n sets of weights."""
-    outputs, start = torch.zeros((), device=weights.device), 0
-    for piece in values:
-        end = start + piece.shape[1]
-        outputs = outputs + torch.einsum("nqhgt,htd->nqhgd", weights[..., start:end], piece.float())
-        start = end
-    return outputs
-
-
 def _estimated_mass(
-    logits: torch.Tensor,
-    estimates: torch.Tensor,
-    known: torch.Tensor,
-    complete: torch.Tensor,
-    chosen: torch.Tensor,
-    page_size: int,
+    page_sums: torch.Tensor, estimates: torch.Tensor, reading: _Reading, selection: PageSelection
 ) -> torch.Tensor:
     """Returns the estimated share of what is read.
 
         m_p = e^(l_p)        Z = sum over tokens i of known pages of e^(l_i) + sum over other pages p of m_p
         (Z - sum over unread p of m_p) / Z, the mean over the heads of the group
 
+    Known pages are those that are read whatever the query, and the incomplete one.
+
     Args:
-        logits: l_i, `[num_queries, num_kv_heads, group_size, num_tokens]` float32, -inf beyond a context.
-        estimates: l_p, `[num_queries, num_kv_heads, group_size, num_pages]` float32, see `page_logits`.
-        known: `[num_queries, 1, num_pages or more]` bool, pages that are read whatever the query; the incomplete one.
-        complete: `[num_queries, 1, num_pages or more]` bool.
-        chosen: `[num_queries, num_kv_heads, num_pages or more]` bool, complete pages that are read.
-        page_size: tokens per page.
+        page_sums: log of the sums of e^(l_i), see `RowAttention`.
+        estimates: l_p, see `_compare`.
+        reading: which pages are read.
+        selection: says which are known.
 
     Returns:
         `[num_queries, num_kv_heads]` float32.
     """
-    count = estimates.shape[-1]
-    estimated = (complete & ~known)[..., :count]
-    estimates = estimates.masked_fill(~estimated[:, :, None], -torch.inf)
-    of_known = logits.masked_fill(~_by_token(known, page_size, logits.shape[-1])[:, :, None], -torch.inf)
+    page, complete_pages = reading.page, reading.complete_pages
+    recent = (page >= complete_pages - selection.recent_pages) & (page <= complete_pages)
+    known = (page < selection.sink_pages) | recent
+    count = min(estimates.shape[-1], len(page))
+    estimated = (reading.complete & ~known)[..., :count]
+    estimates = estimates[..., :count].masked_fill(~estimated[:, :, None], -torch.inf)
+    of_known = page_sums.masked_fill(~known[:, :, None], -torch.inf)
     total = torch.logaddexp(of_known.logsumexp(dim=-1), estimates.logsumexp(dim=-1))
     shares = (estimates - total[..., None]).exp()
-    return 1 - (shares * ~chosen[:, :, None, :count]).sum(dim=-1).mean(dim=2)
-
-
-def _softmax(logits: torch.Tensor, sink: torch.Tensor | None) -> torch.Tensor:
-    """Takes the softmax over the last dimension, with a learned sink logit in the denominator."""
-    if sink is None:
-        return logits.softmax(dim=-1)
-    return torch.cat([logits, sink.expand(*logits.shape[:-1], 1)], dim=-1).softmax(dim=-1)[..., :-1]
+    return 1 - (shares * ~reading.chosen[:, :, None, :count]).sum(dim=-1).mean(dim=2)

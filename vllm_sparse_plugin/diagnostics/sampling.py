@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+_logger = logging.getLogger(f"vllm.{__name__}")
+UNMEASURED = "a token cannot be measured"
+"""What the log says where measuring fails."""
 Lengths = Callable[[], Iterable[tuple[int, int]]]
 """Gives query tokens and context, those tokens included, of each request of a step."""
 
@@ -68,4 +74,27 @@ def of_runner(runner: Any, sampler: StepSampler) -> StepSampler:
 def begin_step(runner: Any, lengths: Lengths | None) -> bool:
     """Tells the sampler of a model runner of its next step; see `StepSampler.begin`."""
     sampler = _samplers.get(runner)
-    return sampler is not None and sampler.begin(lengths)
+    # What fails here fails on every worker: it is the same numbers that all of them read.
+    with dropping(UNMEASURED):
+        return sampler is not None and sampler.begin(lengths)
+    return False
+
+
+@contextmanager
+def dropping(what: str) -> Iterator[None]:
+    """Drops what fails within, since metrics never end an engine: a long context may not fit the memory that vLLM
+    leaves. The log says once that this cannot be done."""
+    try:
+        yield
+    except Exception as error:
+        _say_once(what, error)
+
+
+_reported: set[str] = set()
+
+
+def _say_once(what: str, error: Exception) -> None:
+    if what not in _reported:
+        _reported.add(what)
+        reason = f"{type(error).__name__}: {error}"
+        _logger.warning("vllm_sparse_ metrics of process %d: %s (%s)", os.getpid(), what, reason)

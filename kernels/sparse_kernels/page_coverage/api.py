@@ -9,9 +9,13 @@ import torch
 from sparse_kernels.batch import DecodeBatch, PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.page_coverage import reference
+from sparse_kernels.page_coverage.estimate import page_logits
 from sparse_kernels.page_coverage.rule import Coverage
 from sparse_kernels.page_score import score_pages
 from sparse_kernels.stopping import count_reads
+
+_PIECE_PAGES = 2048
+"""Pages of a context whose records torch copies at once, so that no copy of a long context takes much memory."""
 
 
 def count_pages(
@@ -122,3 +126,31 @@ def count_rows(
         reads = count_reads(counts, contexts, cache.page_size, cache.page_size)
         counters.add_((reads * ~whole[:, None, None]).sum(dim=0))
     return replace(batch, budgets=counts.int(), scores=scored)
+
+
+def row_page_logits(token: QueryTokens, cache: KVCache, num_pages: int, softmax: Softmax) -> torch.Tensor | None:
+    """Estimates what the pages of one context add to its softmax's denominator, see `page_logits`.
+
+    Args:
+        token: the query token; its query has the dtype of the cache, or float32.
+        cache: the statistics.
+        num_pages: pages of whole blocks, at least as many as the context fills.
+        softmax: how logits become weights.
+
+    Returns:
+        `[num_kv_heads, group_size, num_pages]` float32, undefined beyond the complete pages of the context; None for
+        statistics whose vectors are no keys.
+    """
+    statistics = cache.statistics
+    if statistics is None or statistics.kind.codes is None:
+        return None
+    if token.query.is_cuda and token.query.dtype.itemsize == 2:
+        from sparse_kernels.page_coverage import cuda
+
+        return cuda.row_page_logits(token, cache, num_pages, softmax)
+    blocks = token.block_table[0, : num_pages // statistics.pages_per_block].long()
+    pieces = blocks.split(max(_PIECE_PAGES // statistics.pages_per_block, 1))
+    estimates = [
+        page_logits(token.query[0], statistics.summaries(piece)[0], cache.page_size, softmax) for piece in pieces
+    ]
+    return torch.cat(estimates, dim=-1)

@@ -7,6 +7,7 @@ nothing to count leave at once.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -63,6 +64,20 @@ def count_pages(
     if scores.shape[2] != width or not scores.is_contiguous():
         scores = torch.nn.functional.pad(scores, (0, width - scores.shape[2])).contiguous()
     return _count(batch, cache, scores, False, selection, softmax, coverage, None).long()
+
+
+def row_page_logits(token: QueryTokens, cache: KVCache, num_pages: int, softmax: Softmax) -> torch.Tensor:
+    """See `api.row_page_logits`; the query has 16 bits."""
+    batch, num_kv_heads = batch_of(token), cache.num_kv_heads
+    shape, device = (num_kv_heads, _width(batch, cache)), token.query.device
+    scores = torch.empty((1, *shape), dtype=torch.bfloat16, device=device)
+    by_head = torch.empty((1, num_kv_heads, batch.group_size(num_kv_heads), shape[1]), device=device)
+    assert cache.statistics is not None
+    launch_scores(batch, cache.statistics, cache.page_size, 0.0, scores, by_head=by_head)
+    logits = by_head[0, ..., :num_pages] * softmax.scale
+    if softmax.softcap:
+        logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
+    return logits + math.log(cache.page_size)
 
 
 def _width(batch: DecodeBatch, cache: KVCache) -> int:
