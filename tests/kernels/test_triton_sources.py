@@ -54,14 +54,13 @@ class Driver:
 
 triton.runtime.driver.set_active(Driver())
 
-from sparse_kernels.batch import DecodeBatch, PrefillBatch, Prompts, Softmax
+from sparse_kernels.batch import DecodeBatch, PrefillBatch, Prompts, QueryTokens, Softmax
 from sparse_kernels.block_prefill import BlockRule, plan_tiles, triton as blocks
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import CompactionRule, triton as compaction
 from sparse_kernels.page_score import triton as scores
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from sparse_kernels.page_statistics import triton as write
-from sparse_kernels.batch import QueryTokens
 from sparse_kernels.row_attention import triton as rows_of
 from sparse_kernels.token_prefill import TokenRule, triton as prefill
 
