@@ -40,7 +40,7 @@ MERGE = {"GROUP": 4, "HEAD_SIZE": 128, "OUTPUT": BF16, "SPLITS": 64, "PARTS": 4}
 TOPK = {"WARPS": 32, "PER_THREAD": 64, "CANDIDATES": 0, "PAGES_PER_BLOCK": 0}
 LIST = {"CLUSTER": 1, "WARPS": 32}
 BY_HEAD = SCORE | {"BY_HEAD": 1}
-COUNT = {"QUERY": BF16, "KV": BF16, "GROUP": 4, "HEAD_SIZE": 128, "WARPS": 16}
+COUNT = {"QUERY": BF16, "KV": BF16, "GROUP": 4, "HEAD_SIZE": 128, "WARPS": 16, "CLUSTER": 1}
 SELECTED = SPLIT | {"SELECTED": 1, "LEAST_TOKENS": 128, "PAGE_SIZE": 8}
 ONE_BLOCK_PER_SM = {"BLOCKS_PER_SM": 1}
 
@@ -120,6 +120,7 @@ CASES = {
 }
 HOPPER = {
     **{f"list cluster of {size}": ("page_topk/list.cu", LIST | {"CLUSTER": size}) for size in (2, 4, 8)},
+    **{f"count cluster of {size}": ("page_coverage/count.cu", COUNT | {"CLUSTER": size}) for size in (2, 8)},
     "decode a list": ("sparse_decode/decode.cu", DECODE | ONE_BLOCK_PER_SM | {"LISTED": 1, "CLUSTER": 8, "WARPS": 16}),
     "decode a list until it stops": ("sparse_decode/decode.cu", DECODE | {"LISTED": 1, "CLUSTER": 4, "STOP_TILES": 64}),
     "attend cluster": ("sparse_attention/attend.cu", ATTEND | {"CLUSTER": 8}),
@@ -232,7 +233,7 @@ def test_the_host_fills_shared_structs_as_the_device_reads_them(tmp_path: Path) 
     assertions = "".join(map(layout_assertions, SHARED_STRUCTS))
     compile_with(
         tmp_path / "structs.cu",
-        f'#include "params.cuh"\n#include "{ROOT}/split_attention/pieces.cuh"\n{assertions}',
+        f'#include "weights.cuh"\n#include "{ROOT}/split_attention/pieces.cuh"\n{assertions}',
         {},
     )
 

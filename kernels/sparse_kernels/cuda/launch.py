@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from sparse_kernels.limits import CLUSTER_CAPABILITY
+
 _HEADERS = Path(__file__).parent
 
 FORMATS: dict[torch.dtype, int] = {
@@ -141,6 +143,24 @@ def _overlap() -> list[Any]:
     attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
     attribute.value.programmaticStreamSerializationAllowed = 1
     return [attribute]
+
+
+def cluster_of(rows: int, width: int, least: int, device: torch.device) -> int:
+    """Returns how many blocks share a row: about one wave of blocks, each with enough to read.
+
+    Args:
+        rows: of the launch.
+        width: pages of a row.
+        least: pages that a block of a cluster has, at least.
+        device: where they run; 1 before there were clusters.
+    """
+    if torch.cuda.get_device_capability(device) < CLUSTER_CAPABILITY:
+        return 1
+    blocks = torch.cuda.get_device_properties(device).multi_processor_count
+    cluster = 1
+    while cluster < 8 and 2 * cluster * rows <= blocks and 2 * cluster * least <= width:
+        cluster *= 2
+    return cluster
 
 
 def kernel(source: Path, device: torch.device, macros: dict[str, int], threads: int, name: str | None = None) -> Kernel:

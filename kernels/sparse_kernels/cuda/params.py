@@ -6,6 +6,7 @@ A test holds their sizes and offsets to the device's.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -243,13 +244,40 @@ class RouteParams(ctypes.Structure):
     ]  # fmt: skip
 
 
+class HeadParams(ctypes.Structure):
+    """What a launch of scores leaves of single query heads, all of a group or a part of it."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("logits", _Pointer), ("sums", _Pointer), ("row_stride", _Long), ("group", _Int), ("sink_pages", _Int),
+        ("recent_pages", _Int), ("scale", _Float), ("softcap", _Float),
+    ]  # fmt: skip
+
+    @classmethod
+    def of(
+        cls, logits: torch.Tensor, sums: torch.Tensor, part: slice, softmax: Softmax, selection: PageSelection
+    ) -> HeadParams:
+        """Fills in where the heads of a part lie.
+
+        Args:
+            logits: `[num_tokens, num_kv_heads, group_size, pages]` float32, contiguous.
+            sums: `[num_tokens, num_kv_heads, group_size, chunks, 2]` float32, contiguous.
+            part: of the group.
+            softmax: how products become logits.
+            selection: says which pages are in no sum, because they are always read.
+        """
+        scale = softmax.scale if softmax.softcap else softmax.scale * math.log2(math.e)
+        return cls(
+            pointer(logits[:, :, part]), pointer(sums[:, :, part]), logits.stride(1), logits.shape[2],
+            selection.sink_pages, selection.recent_pages, scale, softmax.softcap,
+        )  # fmt: skip
+
+
 class ScoreParams(ctypes.Structure):
     """What `page_score` is told."""
 
     _fields_: ClassVar[_Fields] = [
         ("query", QueryParams), ("statistics", StatisticsParams), ("contexts", ContextParams), ("skipped", _Pointer),
-        ("scores", _Pointer), ("by_head", _Pointer), ("scores_stride", _Long), ("heads_stride", _Long),
-        ("page_size", _Int),
+        ("scores", _Pointer), ("scores_stride", _Long), ("heads", HeadParams), ("page_size", _Int),
     ]  # fmt: skip
 
 
@@ -258,9 +286,9 @@ class CountParams(ctypes.Structure):
 
     _fields_: ClassVar[_Fields] = [
         ("query", QueryParams), ("cache", CacheParams), ("contexts", ContextParams), ("softmax", SoftmaxParams),
-        ("scores", _Pointer), ("by_head", _Pointer), ("masses", _Pointer), ("share", _Pointer), ("least", _Pointer),
-        ("most", _Pointer), ("counts", _Pointer), ("counters", _Pointer), ("scores_stride", _Long), ("width", _Int),
-        ("sink_pages", _Int), ("recent_pages", _Int), ("page_size", _Int), ("pages_per_block", _Int),
+        ("heads", HeadParams), ("scores", _Pointer), ("masses", _Pointer), ("share", _Pointer), ("least", _Pointer),
+        ("most", _Pointer), ("counts", _Pointer), ("counters", _Pointer), ("scores_stride", _Long),
+        ("sums_of_head", _Int), ("chunk", _Int), ("page_size", _Int), ("pages_per_block", _Int),
     ]  # fmt: skip
 
 

@@ -315,7 +315,8 @@ struct ScoreBatch {
     }
 
     // Returns the score, in bfloat16, of page base + `place(lane)`. Calls `of_heads(tile of pages, tile of heads, scores)`
-    // with what lane (g, t) has of head g of a tile and pages 2t and 2t+1, and `after(u)` once tile u has been scored.
+    // with what lane (g, t) has of head g of the latter and pages 2t and 2t+1 of the former, and `after(u)` once tile u has
+    // been scored.
     template <typename After, typename OfHeads>
     DEVICE u16 score(const Query& query, int lane, After after, OfHeads of_heads) {
         int g = lane / 4;
@@ -370,7 +371,8 @@ struct NotByHead {
 };
 
 // Scores pages [first, last) of a row, the warps of a block together, and hands each to `emit(page, bf16 bits)`, and what
-// head h has of pages `page` and `page + 1` to `of_head(page, h, scores)`: also for spare heads, and pages behind the last.
+// the lane's head of a tile has of pages `page` and `page + 1` to `of_head(page, tile, scores)`: also for spare heads, and
+// pages behind the last.
 // `first` is a multiple of eight. PIPELINED, for few warps with many registers, keeps one batch in flight while the one
 // before is scored, and the block ids of the one after. A batch of wide records takes half of the registers, so there the
 // next tile is asked for as soon as one has been scored.
@@ -392,7 +394,7 @@ DEVICE void score_range(const ScoreQuery<RECORD, GROUP, HEAD_SIZE>& query, const
     };
     auto score = [&](auto after) {
         u16 bits = batch.score(query, lane, after, [&](int u, int tile, const float(&scores)[2]) {
-            of_head(base + 8 * u + lane % 4 * 2, 8 * tile + lane / 4, scores);
+            of_head(base + 8 * u + lane % 4 * 2, tile, scores);
         });
         int page = base + Batch::place(lane);
         if (page < last) emit(page, bits);

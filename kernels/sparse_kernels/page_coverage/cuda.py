@@ -1,8 +1,8 @@
 """Counts the pages of a coverage on CUDA.
 
-The launch that scores leaves what every query head has of every page; another adds it up and counts, a block to each
-row (`count.cu`). No length is read on the host, sums are taken in one order whatever the batch, and rows that have
-nothing to count leave at once.
+The launch that scores leaves what every query head has of every page, and sums of that; another counts, by a cluster
+of blocks to each row (`count.cu`). No length is read on the host, what is added up does not follow from the batch, and
+rows that have nothing to count leave at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 from sparse_kernels.batch import DecodeBatch, PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.cuda.launch import FORMATS, kernel
+from sparse_kernels.cuda.launch import FORMATS, cluster_of, kernel
 from sparse_kernels.cuda.params import (
     CacheParams,
     ContextParams,
@@ -26,11 +26,13 @@ from sparse_kernels.cuda.params import (
     pointer,
 )
 from sparse_kernels.page_coverage.rule import Coverage
-from sparse_kernels.page_score.cuda import launch_scores
+from sparse_kernels.page_score.cuda import HeadWeights, launch_of, launch_scores
 
 _SOURCE = Path(__file__).with_name("count.cu")
 _WARPS = 16
-"""Of a block. It is one number for all batches, since sums follow it."""
+"""Of a block. It is one number for all batches, since the sums of the known tokens follow it."""
+_LEAST_PAGES = 2048
+"""Of a row, at least, to each block of a cluster: each thread of the block has a run of them."""
 _SCRATCH_BYTES = 1 << 28
 """Memory, at most, for what the heads have of a batch's pages; a batch that needs more is counted in parts."""
 
@@ -99,29 +101,32 @@ def _count(
     queries, num_kv_heads, width = batch.tokens_per_request, cache.num_kv_heads, scores.shape[2]
     group_size, device = batch.group_size(num_kv_heads), scores.device
     counts = torch.empty((batch.num_tokens, num_kv_heads), dtype=torch.int32, device=device)
+    at_once = max(1, _SCRATCH_BYTES // (4 * width * (group_size + 1) * num_kv_heads * queries))
     macros = {
         "QUERY": FORMATS[batch.query.dtype],
         "KV": FORMATS[cache.keys.view.dtype],
         "GROUP": group_size,
         "HEAD_SIZE": batch.head_size,
         "WARPS": _WARPS,
+        "CLUSTER": cluster_of(min(at_once, batch.num_requests) * queries * num_kv_heads, width, _LEAST_PAGES, device),
     }
     compiled = kernel(_SOURCE, device, macros, 32 * _WARPS, "count_pages")
-    assert cache.statistics is not None
-    at_once = max(1, _SCRATCH_BYTES // (4 * width * (group_size + 1) * num_kv_heads * queries))
+    statistics = cache.statistics
+    assert statistics is not None
+    chunk = launch_of(statistics).chunk
     for first in range(0, batch.num_requests, at_once):
         part, limits = batch.requests(first, first + at_once), coverage[first : first + at_once]
         rows = slice(first * queries, first * queries + part.num_tokens)
         of_part = scores[rows]
         written = of_part if writes_scores else torch.empty_like(of_part)
-        by_head = torch.empty((*of_part.shape[:2], group_size, width), dtype=torch.float32, device=device)
+        heads = HeadWeights.empty(part, statistics, width, softmax, selection)
         masses = torch.empty(of_part.shape, dtype=torch.int32, device=device)
-        launch_scores(part, cache.statistics, cache.page_size, 0.0, written, by_head=by_head)
+        launch_scores(part, statistics, cache.page_size, 0.0, written, heads=heads)
         params = CountParams(
             QueryParams.of(part.query), CacheParams.of(cache), ContextParams.of(part), SoftmaxParams.of(softmax),
-            pointer(of_part), pointer(by_head), pointer(masses), pointer(limits.share), pointer(limits.least),
-            pointer(limits.most), pointer(counts[rows]), pointer(counters), width, width, selection.sink_pages,
-            selection.recent_pages, cache.page_size, cache.keys.pages_per_block,
+            heads.params(), pointer(of_part), pointer(masses), pointer(limits.share), pointer(limits.least),
+            pointer(limits.most), pointer(counts[rows]), pointer(counters), width, heads.sums.shape[3], chunk,
+            cache.page_size, cache.keys.pages_per_block,
         )  # fmt: skip
-        compiled.launch((num_kv_heads, part.num_tokens, 1), params)
+        compiled.launch((macros["CLUSTER"], num_kv_heads, part.num_tokens), params)
     return counts

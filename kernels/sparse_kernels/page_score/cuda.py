@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 import torch
 
-from sparse_kernels.batch import DecodeBatch
+from sparse_kernels.batch import DecodeBatch, PageSelection, Softmax
 from sparse_kernels.cuda.head_parts import parts_of, queries_in_parts
 from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, kernel
-from sparse_kernels.cuda.params import ContextParams, QueryParams, ScoreParams, StatisticsParams, pointer
+from sparse_kernels.cuda.params import ContextParams, HeadParams, QueryParams, ScoreParams, StatisticsParams, pointer
 from sparse_kernels.page_statistics import PageStatistics
 
 _SOURCE = Path(__file__).with_name("score.cu")
@@ -26,6 +26,38 @@ class Launch(NamedTuple):
     warps: int
     blocks_per_sm: int
     pipelined: bool
+
+
+class HeadWeights(NamedTuple):
+    """What single query heads have of each page, for a launch of scores to write to."""
+
+    logits: torch.Tensor
+    """`[num_tokens, num_kv_heads, group_size, pages]` float32, contiguous, an even number of pages: those of the best
+    summary key of each page, times log2(e)."""
+    sums: torch.Tensor
+    """`[num_tokens, num_kv_heads, group_size, chunks, 2]` float32: of a chunk of pages the largest logit, and the sum
+    of 2^(logit - largest). Behind the chunks of a row nothing is written."""
+    softmax: Softmax
+    """How products become logits."""
+    selection: PageSelection
+    """Says which pages are in no sum, because they are always read."""
+
+    @classmethod
+    def empty(
+        cls, batch: DecodeBatch, statistics: PageStatistics, pages: int, softmax: Softmax, selection: PageSelection
+    ) -> HeadWeights:
+        """Returns room for a batch's, each row of `pages` pages."""
+        num_kv_heads, device = statistics.vectors.shape[1], batch.query.device
+        shape = batch.num_tokens, num_kv_heads, batch.group_size(num_kv_heads)
+        chunks = -(-pages // launch_of(statistics).chunk)
+        return cls(
+            torch.empty((*shape, pages), device=device), torch.empty((*shape, chunks, 2), device=device), softmax,
+            selection,
+        )  # fmt: skip
+
+    def params(self, part: slice = slice(None)) -> HeadParams:
+        """Returns them, or those of a part of each group, as the kernels take them."""
+        return HeadParams.of(self.logits, self.sums, part, self.softmax, self.selection)
 
 
 def launch_of(statistics: PageStatistics) -> Launch:
@@ -49,7 +81,7 @@ def launch_scores(
     scores: torch.Tensor,
     skipped: torch.Tensor | None = None,
     launch: Launch | None = None,
-    by_head: torch.Tensor | None = None,
+    heads: HeadWeights | None = None,
 ) -> None:
     """Scores every complete page of each token's context, but nothing for the groups that are skipped.
 
@@ -61,9 +93,8 @@ def launch_scores(
         scores: `[num_tokens, num_kv_heads, >= pages]` bfloat16 to write to; beyond a row's pages nothing is written.
         skipped: `[num_tokens, num_kv_heads]` uint8, 1 where scores are not needed; none are written there.
         launch: how to launch; by default as `launch_of` says.
-        by_head: `[num_tokens, num_kv_heads, group_size, pages]` float32, contiguous, as many pages as `scores` and an
-            even number, to write to what single query heads have, without a spread; None if nobody asks. For kinds
-            that are fused.
+        heads: what single query heads have, to write to, as many pages as `scores`; None if nobody asks. For kinds that
+            are fused and have no spread, and with the default launch.
     """
     if not statistics.kind.is_fused:
         from sparse_kernels.page_score import triton
@@ -72,10 +103,10 @@ def launch_scores(
         return
     launch = launch or launch_of(statistics)
     num_kv_heads = statistics.vectors.shape[1]
-    heads = parts_of(batch.group_size(num_kv_heads))
-    for part, queries in zip(heads, queries_in_parts(batch, num_kv_heads), strict=True):
+    parts = parts_of(batch.group_size(num_kv_heads))
+    for part, queries in zip(parts, queries_in_parts(batch, num_kv_heads), strict=True):
         of_part = torch.empty_like(scores) if part.start else scores
-        of_heads = None if by_head is None else by_head[:, :, part]
+        of_heads = None if heads is None else heads.params(part)
         _launch(queries, statistics, page_size, std_weight, of_part, skipped, launch, of_heads)
         if part.start:
             # A page's score is the largest of all heads', or NaN, and rounding does not change an order.
@@ -90,7 +121,7 @@ def _launch(
     scores: torch.Tensor,
     skipped: torch.Tensor | None,
     launch: Launch,
-    by_head: torch.Tensor | None,
+    heads: HeadParams | None,
 ) -> None:
     _, num_kv_heads, pages_per_block, _ = statistics.vectors.shape
     macros = {
@@ -103,7 +134,7 @@ def _launch(
         "WARPS": launch.warps,
         "BLOCKS_PER_SM": launch.blocks_per_sm,
         "PIPELINED": int(launch.pipelined),
-        "BY_HEAD": int(by_head is not None),
+        "BY_HEAD": int(heads is not None),
     }
     params = ScoreParams(
         QueryParams.of(batch.query),
@@ -111,9 +142,8 @@ def _launch(
         ContextParams.of(batch),
         pointer(skipped),
         pointer(scores),
-        pointer(by_head),
         scores.stride(1),
-        0 if by_head is None else by_head.stride(1),
+        heads or HeadParams(),
         page_size,
     )
     chunks = -(-batch.block_table.shape[1] * pages_per_block // launch.chunk)

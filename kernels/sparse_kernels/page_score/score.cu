@@ -1,9 +1,11 @@
 // One block scores a chunk of pages of one query token and KV head.
 #include "score.cuh"
+#include "weights.cuh"
 
 constexpr int QUERY = SK_QUERY, RECORD = SK_RECORD, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE;
 constexpr int PAGES_PER_BLOCK = SK_PAGES_PER_BLOCK, CHUNK = SK_CHUNK;
 constexpr int WARPS = SK_WARPS, BLOCKS_PER_SM = SK_BLOCKS_PER_SM;
+// What single query heads have of each page is asked for.
 constexpr bool BY_HEAD = SK_BY_HEAD;
 
 using Score = ScoreQuery<RECORD, GROUP, HEAD_SIZE>;
@@ -14,9 +16,8 @@ struct ScoreParams {
     ContextParams contexts;
     const u8* skipped;  // [rows], 1 for a row that needs no scores; null for none.
     u16* scores;
-    float* by_head;     // [rows, heads of a group, scores_stride]: what single heads have, if BY_HEAD.
     i64 scores_stride;  // From one row of scores to the next, in elements; even if BY_HEAD.
-    i64 heads_stride;   // From one row of `by_head` to the next, in elements.
+    HeadParams heads;
     int page_size;      // 0: the lengths of contexts are complete pages, not tokens.
 };
 
@@ -45,12 +46,35 @@ page_score(const __grid_constant__ ScoreParams p) {
     u16* out = p.scores + row * p.scores_stride;
     auto emit = [&](int page, u16 bits) { out[page] = bits; };
     if constexpr (BY_HEAD) {
-        float* heads = p.by_head + row * p.heads_stride;
-        // A row has an even number of places, so the page behind an odd last one has one.
-        auto of_head = [&](int page, int h, const float(&scores)[2]) {
-            if (h < GROUP && page < last) *(float2*)(heads + h * p.scores_stride + page) = {scores[0], scores[1]};
+        __shared__ float2 sums[WARPS][Score::ROWS];
+        HeadLogits logits(p.heads);
+        Sum of_lane[Score::TILES];
+        float* out_heads = p.heads.logits + row * p.heads.row_stride;
+        int newest = count - p.heads.recent_pages;
+        auto of_head = [&](int page, int tile, const float(&scores)[2]) {
+            int h = 8 * tile + lane / 4;
+            float x[2] = {logits(scores[0]), logits(scores[1])};
+            // A row has an even number of places, so the page behind an odd last one has one.
+            if (h < GROUP && page < last) *(float2*)(out_heads + h * p.scores_stride + page) = {x[0], x[1]};
+#pragma unroll
+            for (int i = 0; i < 2; i++)
+                if (page + i < p.heads.sink_pages || page + i >= min(last, newest)) x[i] = -INFINITY_F;
+            of_lane[tile].add(x);
         };
         score_range<SK_PIPELINED, PAGES_PER_BLOCK>(score, statistics, at.table, first, last, warp, WARPS, lane, emit, of_head);
+#pragma unroll
+        for (int tile = 0; tile < Score::TILES; tile++) {
+            // Four lanes have pages of the same head.
+            of_lane[tile].merge<4>();
+            if (lane % 4 == 0) sums[warp][8 * tile + lane / 4] = of_lane[tile].pair();
+        }
+        __syncthreads();
+        if (threadIdx.x < GROUP) {
+            Sum sum;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) sum.add(Sum(sums[w][threadIdx.x]));
+            p.heads.sums[(row * p.heads.group + threadIdx.x) * gridDim.x + blockIdx.x] = sum.pair();
+        }
     } else {
         score_range<SK_PIPELINED, PAGES_PER_BLOCK>(score, statistics, at.table, first, last, warp, WARPS, lane, emit);
     }

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 
 from sparse_kernels.batch import DecodeBatch, PageSelection
-from sparse_kernels.cuda.launch import kernel
+from sparse_kernels.cuda.launch import cluster_of, kernel
 from sparse_kernels.cuda.params import ContextParams, ListParams, SelectionParams, TopkParams, pointer
-from sparse_kernels.limits import CLUSTER_CAPABILITY, MAX_K, MAX_PAGES
+from sparse_kernels.limits import MAX_K, MAX_PAGES
 
 _SOURCE = Path(__file__).with_name("topk.cu")
 _LIST = Path(__file__).with_name("list.cu")
@@ -147,7 +147,7 @@ def _list(
     cluster: int | None = None,
 ) -> torch.Tensor:
     num_tokens, num_kv_heads, width = scores.shape
-    cluster = cluster or _cluster_of(num_tokens * num_kv_heads, width, scores.device)
+    cluster = cluster or cluster_of(num_tokens * num_kv_heads, width, _LEAST_LISTED, scores.device)
     pages = torch.empty((num_tokens, num_kv_heads, selection.k), dtype=torch.int32, device=scores.device)
     macros = {"CLUSTER": cluster, "WARPS": _LIST_WARPS}
     compiled = kernel(_LIST, scores.device, macros, 32 * _LIST_WARPS, "list_pages")
@@ -156,14 +156,3 @@ def _list(
     )  # fmt: skip
     compiled.launch((cluster, num_kv_heads, num_tokens), params)
     return pages
-
-
-def _cluster_of(rows: int, width: int, device: torch.device) -> int:
-    """Returns how many blocks share a row: about one wave of blocks, each with enough to read."""
-    if torch.cuda.get_device_capability(device) < CLUSTER_CAPABILITY:
-        return 1
-    blocks = torch.cuda.get_device_properties(device).multi_processor_count
-    cluster = 1
-    while cluster < 8 and 2 * cluster * rows <= blocks and 2 * cluster * _LEAST_LISTED <= width:
-        cluster *= 2
-    return cluster
