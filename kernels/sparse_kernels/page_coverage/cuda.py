@@ -70,16 +70,13 @@ def count_pages(
 
 def row_page_logits(token: QueryTokens, cache: KVCache, num_pages: int, softmax: Softmax) -> torch.Tensor:
     """See `api.row_page_logits`; the query has 16 bits."""
-    batch, num_kv_heads = batch_of(token), cache.num_kv_heads
-    shape, device = (num_kv_heads, _width(batch, cache)), token.query.device
-    scores = torch.empty((1, *shape), dtype=torch.bfloat16, device=device)
-    by_head = torch.empty((1, num_kv_heads, batch.group_size(num_kv_heads), shape[1]), device=device)
-    assert cache.statistics is not None
-    launch_scores(batch, cache.statistics, cache.page_size, 0.0, scores, by_head=by_head)
-    logits = by_head[0, ..., :num_pages] * softmax.scale
-    if softmax.softcap:
-        logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
-    return logits + math.log(cache.page_size)
+    batch, statistics = batch_of(token), cache.statistics
+    assert statistics is not None
+    width = _width(batch, cache)
+    scores = torch.empty((1, cache.num_kv_heads, width), dtype=torch.bfloat16, device=token.query.device)
+    heads = HeadWeights.empty(batch, statistics, width, softmax, PageSelection(1))
+    launch_scores(batch, statistics, cache.page_size, 0.0, scores, heads=heads)
+    return heads.logits[0, ..., :num_pages] * math.log(2) + math.log(cache.page_size)
 
 
 def _width(batch: DecodeBatch, cache: KVCache) -> int:
