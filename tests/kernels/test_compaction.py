@@ -209,8 +209,8 @@ def check_choice(candidates: int, kept: int, first_of_window: int, rule: Compact
 
 CHOICES = [
     (1, 1, 0, CompactionRule(sink_tokens=0, pool_tokens=1)),
-    (255, 254, 240, CompactionRule(sink_tokens=0, pool_tokens=5)),
-    (256, 64, 300, CompactionRule(sink_tokens=4, pool_tokens=9)),
+    (255, 100, 240, CompactionRule(sink_tokens=0, pool_tokens=9)),
+    (256, 255, 300, CompactionRule(sink_tokens=4, pool_tokens=5)),
     (257, 257, 257, CompactionRule(sink_tokens=4, pool_tokens=5)),
     (513, 100, 490, CompactionRule(sink_tokens=4, pool_tokens=1)),
 ]
