@@ -9,8 +9,14 @@ from typing import Any
 
 import torch
 from sparse_kernels.batch import PageSelection
-from sparse_kernels.masked_attention import TRAINABLE, Packing, PageMask, PageRecords, masked_attention, page_records
-from sparse_kernels.masked_attention.reference import newest_attention
+from sparse_kernels.masked_attention import (
+    TRAINABLE,
+    Packing,
+    PageMask,
+    masked_attention,
+    newest_attention,
+    page_records,
+)
 from sparse_kernels.page_statistics import StatisticsLayout
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -143,15 +149,12 @@ class PackedAttention:
         records = page_records(key, self._packing, self._mask.page_size, layout.kind, layout.format)
         if self._prompts is None:
             return masked_attention(query, key, value, records, self._packing, self._mask, scale)[None], None
-        outputs = []
+        outputs: list[torch.Tensor] = []
         sequences = self._packing.sequences(self._mask.page_size)
         for (begin, length, first_page, num_pages), prompt in zip(sequences, self._prompts, strict=True):
             tokens, pages = slice(begin, begin + length), slice(first_page, first_page + num_pages)
-            own = PageRecords(
-                records.vectors[pages], None if records.spread is None else records.spread[pages],
-                records.stored[pages], None if records.scales is None else records.scales[pages],
-            )  # fmt: skip
-            outputs += self._attend_after(prompt, query[tokens], key[tokens], value[tokens], own, scale)
+            vectors, spread = records.vectors[pages], None if records.spread is None else records.spread[pages]
+            outputs += self._attend_after(prompt, query[tokens], key[tokens], value[tokens], vectors, spread, scale)
         return torch.cat(outputs)[None], None
 
     def _attend_after(
@@ -160,23 +163,22 @@ class PackedAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        records: PageRecords,
+        vectors: torch.Tensor,
+        spread: torch.Tensor | None,
         scale: float,
     ) -> Iterator[torch.Tensor]:
         """Yields the attention of a sequence in parts: densely that of its prompt, then that of what is decoded."""
         assert self._mask is not None
         length, num_heads, _ = query.shape
         if prompt:
-            own = (x[:prompt] for x in (query, key, value))
-            yield _attend_densely(*own, Packing((prompt,)), scale)
+            yield _attend_densely(query[:prompt], key[:prompt], value[:prompt], Packing((prompt,)), scale)
         size = max(_LOGITS_AT_ONCE // (num_heads * length), 1)
         for begin in range(prompt, length, size):
             end = min(begin + size, length)
             pages = end // self._mask.page_size
-            spread = None if records.spread is None else records.spread[:pages]
             yield checkpoint(
-                _attend_decoded, query[begin:end], key[:end], value[:end], records.vectors[:pages], spread, self._mask,
-                scale, self._is_exact, use_reentrant=False,
+                _attend_decoded, query[begin:end], key[:end], value[:end], vectors[:pages],
+                None if spread is None else spread[:pages], self._mask, scale, self._is_exact, use_reentrant=False,
             )  # fmt: skip
 
 

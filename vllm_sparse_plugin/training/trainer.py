@@ -175,11 +175,11 @@ class Trainer:
 
     def _row_of(self, now: Step, means: torch.Tensor, norm: float, tokens_per_second: float) -> dict[str, Any]:
         device = self._accelerator.device
-        loss = Loss(*self._accelerator.reduce(means, reduction="mean").tolist())
-        compared = {"divergence": round(loss.divergence, 5), "drift": round(loss.drift, 7)}
+        text, divergence, drift = self._accelerator.reduce(means, reduction="mean").tolist()
+        compared = {"divergence": round(divergence, 5), "drift": round(drift, 7)}
         return {
             "step": self.steps,
-            "loss": round(loss.text, 5),
+            "loss": round(text, 5),
             **(compared if self._run.settings.needs_teacher else {}),
             "gradient_norm": round(norm, 4),
             "skipped": not math.isfinite(norm),

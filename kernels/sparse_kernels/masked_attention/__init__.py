@@ -1,8 +1,8 @@
 """Causal attention of training under a page mask: the pages that serving would read, softly or exactly."""
 
-from sparse_kernels.masked_attention.api import masked_attention
+from sparse_kernels.masked_attention.api import masked_attention, newest_attention
 from sparse_kernels.masked_attention.packing import Packing
 from sparse_kernels.masked_attention.records import TRAINABLE, PageRecords, page_records
 from sparse_kernels.masked_attention.rule import PageMask
 
-__all__ = ["TRAINABLE", "Packing", "PageMask", "PageRecords", "masked_attention", "page_records"]
+__all__ = ["TRAINABLE", "Packing", "PageMask", "PageRecords", "masked_attention", "newest_attention", "page_records"]

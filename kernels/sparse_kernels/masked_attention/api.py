@@ -1,4 +1,4 @@
-"""Entry point of attention under a page mask."""
+"""Entry points of attention under a page mask."""
 
 from __future__ import annotations
 
@@ -63,3 +63,35 @@ def masked_attention(
 
         return triton.masked_attention(query, key, value, records, packing, mask, scale)
     return reference.masked_attention(query, key, value, records, packing, mask, scale)
+
+
+def newest_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    vectors: torch.Tensor,
+    spread: torch.Tensor | None,
+    mask: PageMask,
+    scale: float,
+) -> torch.Tensor:
+    """Computes the attention of the newest tokens of one sequence under a page mask, as `masked_attention` has it.
+
+    It runs in torch on every device, and computes whole matrices of their logits.
+
+    Args:
+        query: `[num_newest, num_query_heads, head_size]`, of the last tokens.
+        key: `[num_tokens, num_kv_heads, head_size]`, of all.
+        value: as `key`.
+        vectors: of the complete pages, `[num_tokens // page_size, num_kv_heads, vectors, head_size]`.
+        spread: `[num_tokens // page_size, num_kv_heads]` or None.
+        mask: which pages, and how softly.
+        scale: s, the factor of logits.
+
+    Returns:
+        Like `query`.
+
+    Raises:
+        ValueError: if the mask makes no sense.
+    """
+    mask.check()
+    return reference.newest_attention(query, key, value, vectors, spread, mask, scale)

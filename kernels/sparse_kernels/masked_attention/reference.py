@@ -136,20 +136,7 @@ def newest_attention(
     mask: PageMask,
     scale: float,
 ) -> torch.Tensor:
-    """Computes the attention of the newest tokens of one sequence under a page mask.
-
-    Args:
-        query: `[num_newest, num_query_heads, head_size]`, of the last tokens.
-        key: `[num_tokens, num_kv_heads, head_size]`, of all.
-        value: as `key`.
-        vectors: of the complete pages, `[num_tokens // page_size, num_kv_heads, vectors, head_size]`.
-        spread: `[num_tokens // page_size, num_kv_heads]` or None.
-        mask: which pages, and how softly.
-        scale: s, the factor of logits.
-
-    Returns:
-        Like `query`.
-    """
+    """See `api.newest_attention`."""
     (length, heads, _), first, dtype = key.shape, len(key) - len(query), query.dtype
     query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
     grouped = query.unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
@@ -161,4 +148,5 @@ def newest_attention(
     by_token = functional.pad(by_page.repeat_interleave(mask.page_size, dim=-1), (0, length % mask.page_size))
     position = torch.arange(length, device=query.device)
     logits = (logits + by_token[:, None]).masked_fill(position > position[first:, None], -torch.inf)
-    return (logits.softmax(dim=-1) @ values).permute(2, 0, 1, 3).flatten(1, 2).to(dtype)
+    output: torch.Tensor = (logits.softmax(dim=-1) @ values).permute(2, 0, 1, 3).flatten(1, 2)
+    return output.to(dtype)
