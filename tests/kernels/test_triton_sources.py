@@ -61,6 +61,7 @@ from sparse_kernels.page_coverage import Coverage, triton as coverage
 from sparse_kernels.page_score import triton as scores
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from sparse_kernels.page_statistics import triton as write
+from sparse_kernels.rolling_attention import RollingWindow, Rotation, triton as rolling
 from sparse_kernels.token_prefill import TokenRule, triton as prefill
 
 
@@ -133,6 +134,18 @@ for head_size in (64, 128, 256):
     )
     softmax = Softmax(0.1, 20.0, torch.zeros(32))
     prefill.token_prefill(batch, cache, softmax, TokenRule(), torch.zeros_like(batch.query), None, None, None)
+
+rolling._attend = Compile(rolling._attend)
+for head_size in (64, 96, 128, 256):
+    for queries, softcap in ((1, 0.0), (500, 20.0)):
+        cache = KVCache.from_rows(torch.zeros(4, 8, 64, 2 * head_size).bfloat16(), 16)
+        query = torch.zeros(20, 48, head_size).bfloat16()[:, :32]
+        starts, lengths = torch.zeros(3).int(), torch.zeros(2).int()
+        rolling.attend_rolling(
+            PrefillBatch(query, starts, torch.zeros(2, 4).int(), lengths, queries, 256), cache, Softmax(0.1, softcap),
+            RollingWindow(4, 48, 48), Rotation(torch.zeros(256, 64).bfloat16(), interleaved=queries > 1),
+            torch.zeros_like(query),
+        )
 """
 
 
@@ -157,8 +170,8 @@ def compiled(code: str, *arguments: str) -> int:
 def test_compiles(architecture: str) -> None:
     of_decode = len(KINDS) + sum(not kind.is_fused for kind in KINDS.values())
     of_prefill = 3 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
-    of_coverage = 4 * len(COVERAGE)
-    assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == of_decode + of_coverage + of_prefill
+    of_coverage, rolling = 4 * len(COVERAGE), 8
+    assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == of_decode + of_coverage + of_prefill + rolling
 
 
 OF_TRAINING = (
