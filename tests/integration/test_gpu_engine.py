@@ -280,13 +280,13 @@ def test_compacted_prompts_of_an_fp8_cache_find_needles(questions):
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_positions_roll_as_in_a_plain_computation(eager: bool) -> None:
-    """What is held to it on a CPU is so in `test_rolling.py`: prompts of several chunks, and here graphs that decode."""
+    """As on a CPU (`test_rolling.py`): prompts of several chunks, and here graphs that decode."""
     from vllm import SamplingParams
 
     folder = MODEL.parent / "witness-6m"  # it rests on its sinks
     text = library_tokens(AutoTokenizer.from_pretrained(folder), 1_000_003, 1300)
     # Within the cache, growing beyond it, and long; the last one is the beginning of one before it.
-    prompts = [text[:40], text[60:140], text[:700], text[300:1000], text[600:1300], text[600:1200]]
+    prompts = [text[:40], text[60:140], text[:700], text[600:1300], text[600:1200]]
     greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=1)
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     with engine(
