@@ -149,7 +149,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         if config.compaction is not None:
             _expect_compactable(expect, vllm_config)
         if config.rolling_window is not None:
-            _expect_rolling(expect, config, on_cpu)
+            _expect_rolling(expect, config, cache.cache_dtype)
         if config.lossless is not None:
             _expect_verifiable(expect, vllm_config, config)
         if not refusals:
@@ -335,11 +335,11 @@ def _expect_compactable(expect: Callable[[bool, str, Any, str], None], vllm_conf
     refuse(bool(per_kind), "a backend by kind of attention")
 
 
-def _expect_rolling(expect: Callable[[bool, str, Any, str], None], config: ResolvedConfig, on_cpu: bool) -> None:
+def _expect_rolling(expect: Callable[[bool, str, Any, str], None], config: ResolvedConfig, cache_dtype: str) -> None:
     def refuse(holds: bool, got: str) -> None:
         expect(not holds, f"{KEY}.compaction.positions", f"rolling {got}", "text")
 
-    refuse(not on_cpu, "on a GPU")
+    refuse(cache_dtype in EIGHT_BIT_CACHES, "with a KV cache of 8 bits")
     # The window is all that a token reads, and its kernel knows nothing else.
     policy = config.selection.name()
     expect(policy == "dense", "selection.policy", f"{policy} with compaction.positions rolling", "dense")

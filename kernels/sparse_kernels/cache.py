@@ -98,3 +98,9 @@ class KVCache:
             raise ValueError(
                 f"values: got pages of {self.values.page_size} tokens, allowed: the keys' {self.keys.page_size}"
             )
+
+    def check_rows(self) -> None:
+        """Raises ValueError unless each token has one contiguous row of keys, and one of values at equal distances."""
+        keys, values = self.keys.view, self.values.view
+        if self.keys.token_dims != (0,) or keys.stride(-1) != 1 or keys.stride() != values.stride():
+            raise ValueError("keys and values: got packed blocks, allowed on a GPU: one contiguous row per token")

@@ -13,6 +13,7 @@ from sparse_kernels.block_prefill import COUNTERS, BlockRule, VirtualSequences, 
 from sparse_kernels.compaction import CompactionRule
 from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.page_coverage import count_rows
+from sparse_kernels.rolling_attention import RollingWindow, Rotation
 from sparse_kernels.token_prefill import KeptAttention, TokenRule
 from support.logs import said
 from support.paged import dense_attention
@@ -31,6 +32,7 @@ from vllm_sparse_plugin.attention.engine_config import ModelSize
 from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
+from vllm_sparse_plugin.attention.rolling import RollingPlan
 from vllm_sparse_plugin.compaction.requests import BatchRows
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import ResolvedConfig, Retention, resolve
@@ -94,6 +96,7 @@ def builder(monkeypatch):
     made.any_dense_layer = False
     made.any_sparse_layer = True
     made.answers_sparsely = True
+    made.rolls = False
     made.meter = object.__new__(Meter)
     made.meter.sampler, made.meter._log = StepSampler(0), None
     made.counts = []
@@ -869,3 +872,69 @@ def test_what_a_prompt_votes_for_moves(builder, layer, every_query):
         visible[head, sorted(kept[head])] = True
     exact = dense_attention(query[300].unflatten(0, (HEADS, GROUP)), key, value, SCALE, visible)
     assert (outputs[-1][0].double() - exact).abs().max() < 2e-2
+
+
+ANGLES = torch.arange(1000)[:, None] * 0.9 ** torch.arange(SIZE // 2)
+WINDOW = RollingWindow(sink_tokens=4, cache_tokens=104, whole_tokens=104)
+
+
+def rolls(layer, builder, window: RollingWindow = WINDOW) -> None:
+    """Has builder and layer attend with rolling positions."""
+    compaction = {"method": "streaming_llm", "budget_tokens": window.cache_tokens, "positions": "rolling"}
+    plan = RollingPlan(window, Rotation(torch.cat([ANGLES.cos(), ANGLES.sin()], dim=1)))
+    layer.bind(plan_of(resolve({"min_context_tokens": 0, "compaction": compaction}, "dense"), rolling=plan))
+    builder.rolls, builder.any_sparse_layer, builder.any_dense_layer = True, False, True
+
+
+@pytest.fixture
+def in_triton(interpreted):
+    """Has layers attend with rolling positions in Triton's interpreter, within its context."""
+    from sparse_kernels.rolling_attention import triton
+
+    return mock.patch.object(cuda, "attend_rolling", triton.attend_rolling)
+
+
+def test_decoding_requests_and_prompts_see_their_sinks_directly_before_their_windows(layer, builder, in_triton):
+    common = common_metadata([1, 1, 70, 30], [90, 500, 300, 90], [False, False, True, True])
+    rolls(layer, builder, RollingWindow(4, 1000, 1000))
+    with in_triton:
+        output, dense, _ = run(layer, builder, common)
+    torch.testing.assert_close(output, dense, atol=2e-2, rtol=2e-2)
+    rolls(layer, builder)
+    with in_triton:
+        output, dense, metadata = run(layer, builder, common)
+    assert (metadata.decode, metadata.prefill) == ([], None)
+    fits = torch.tensor([True] + [False] * 71 + [True] * 30)
+    close = [torch.allclose(mine, whole, atol=2e-2, rtol=2e-2) for mine, whole in zip(output, dense, strict=True)]
+    assert close == fits.tolist()
+    expected, _, _ = run(layer, builder, common)
+    torch.testing.assert_close(output, expected, atol=2e-2, rtol=2e-2)
+    # Sinks that are seen where they are would be seen otherwise.
+    window, rotation = layer.plan.rolling
+    nowhere = replace(rotation, table=rotation.table[:1].expand_as(rotation.table))
+    layer.bind(replace(layer.plan, rolling=RollingPlan(window, nowhere)))
+    parted = (run(layer, builder, common)[0] - expected).abs().amax(dim=(1, 2)) > 2e-2
+    assert not parted[fits].any()
+    assert parted[~fits].float().mean() > 0.9
+
+
+@pytest.mark.parametrize("start", [[0, 1, 2, 2, 2], [0, 1, 2, 4, 4]])
+def test_a_graph_of_rolling_requests_is_padded_and_needs_no_plan_of_flash_attention(
+    layer, builder, in_triton, monkeypatch, start
+):
+    starts, lengths = torch.tensor(start, dtype=torch.int32), torch.tensor([300, 500, 0, 0], dtype=torch.int32)
+    common = common_metadata([1, 1, 1, 1], [300, 500, 1, 1], [False] * 4)
+    padded = common.replace(query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=lengths)
+    rolls(layer, builder)
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "build", None)
+    expected, _, _ = run(layer, builder, padded)
+    with in_triton:
+        output, _, metadata = run(layer, builder, padded)
+    torch.testing.assert_close(output[:2], expected[:2], atol=2e-2, rtol=2e-2)
+    assert output[2 : start[-1]].eq(0).all()
+    assert output[start[-1] :].isnan().all()
+    # They are vLLM's own buffers, so that a graph finds the numbers of later steps.
+    assert metadata.query_start_loc is starts
+    assert metadata.seq_lens is lengths
+    assert metadata.block_table is padded.block_table_tensor
+    assert metadata.num_decode_tokens == 0

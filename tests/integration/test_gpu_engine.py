@@ -4,9 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from support.engines import Sampled
 from support.gpu_engines import MODEL, engine
+from support.rolling import CACHE, ROLLING, distance
 from transformers import AutoTokenizer
 
+from bench.common.models import library_tokens
+from research.compaction.stream import StreamingModel
 from vllm_sparse_plugin.diagnostics.live import count_totals
 from vllm_sparse_plugin.needles import Question, build_questions, is_correct
 
@@ -272,3 +276,39 @@ def test_compacted_prompts_of_an_fp8_cache_find_needles(questions):
     with engine(attention_backend="snapkv", kv_cache_dtype="fp8", additional_config={"sparse_attention": WIDE}) as llm:
         assert share_correct(questions, ask(llm, questions)) >= 0.4
         assert blocks_in_use(llm) == 0
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_positions_roll_as_in_a_plain_computation(eager: bool) -> None:
+    """As on a CPU (`test_rolling.py`): prompts of several chunks, and here graphs that decode."""
+    from vllm import SamplingParams
+
+    folder = MODEL.parent / "witness-6m"  # it rests on its sinks
+    text = library_tokens(AutoTokenizer.from_pretrained(folder), 1_000_003, 1300)
+    # Within the cache, growing beyond it, and long; the last one is the beginning of one before it.
+    prompts = [text[:40], text[60:140], text[:700], text[600:1300], text[600:1200]]
+    greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=1)
+    inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
+    with engine(
+        folder, attention_backend="dense", max_model_len=768, max_num_batched_tokens=256, enforce_eager=eager,
+        additional_config={"sparse_attention": {"compaction": ROLLING}},
+    ) as llm:  # fmt: skip
+        done = [llm.generate(part, greedy, use_tqdm=False) for part in (inputs[:-1], inputs[-1:])]
+        assert blocks_in_use(llm) == 0
+    drawn = [
+        Sampled(
+            list(answer.outputs[0].token_ids),
+            [{token: each.logprob for token, each in place.items()} for place in answer.outputs[0].logprobs],
+        )
+        for answers in done
+        for answer in answers
+    ]
+    model = StreamingModel(folder)
+    rolling, text_positions = (
+        [distance(model, prompt, one, rolls) for prompt, one in zip(prompts, drawn, strict=True)]
+        for rolls in (True, False)
+    )
+    assert len(prompts[0]) + 60 < CACHE
+    assert max(rolling) < 0.05
+    # Short contexts say the same either way.
+    assert sum(text_positions[2:]) > 2 * sum(rolling[2:])

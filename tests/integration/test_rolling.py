@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from support.engines import MODEL, Sampled, run_engine
+from support.engines import MODEL, run_engine
 from support.layer import LayerHarness, Request
 from support.paged import dense_attention
+from support.rolling import CACHE, ROLLING, SINKS, distance
 from torch import nn
 from transformers import AutoTokenizer
 from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
@@ -12,17 +13,13 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.llama import LlamaAttention
 
 from bench.common.models import library_tokens
-from research.compaction.stream import StreamingModel, Window
+from research.compaction.stream import StreamingModel
 from vllm_sparse_plugin.attention.rolling import rotation_of
 from vllm_sparse_plugin.errors import ConfigurationError
 
-BLOCK, SINKS, CACHE, MAX_POSITIONS = 32, 8, 104, 1 << 18
+BLOCK, MAX_POSITIONS = 32, 1 << 18
 TOLERANCE = 2e-2
 """vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
-ROLLING = {
-    "method": "streaming_llm", "budget_tokens": CACHE, "sink_tokens": SINKS, "min_context_tokens": 0,
-    "positions": "rolling",
-}  # fmt: skip
 ROPES = {
     "plain": {"rope_type": "default"},
     "part": {"rope_type": "default", "partial_rotary_factor": 0.5},
@@ -151,15 +148,6 @@ def test_positions_that_are_not_proven_to_be_plain_rotations_are_refused(case):
     module, sentence = REFUSED[case]
     with pytest.raises(ConfigurationError, match=sentence):
         rotation_of(module(), 4096)
-
-
-def distance(model: StreamingModel, prompt: list[int], drawn: Sampled, rolls: bool) -> float:
-    """Mean difference of an engine's log probabilities of what it has drawn from those of the study of such windows,
-    which attends by masks and turns queries by the model's own frequencies."""
-    window = Window("", SINKS, CACHE, rolls)
-    expected = -torch.cat(list(model.losses(prompt + drawn.tokens, window)))[len(prompt) - 1 :]
-    likely = torch.tensor([place[token] for token, place in zip(drawn.tokens, drawn.likeliest, strict=True)])
-    return (likely - expected).abs().mean().item()
 
 
 def test_an_engine_says_what_a_plain_computation_does():

@@ -1,4 +1,5 @@
-"""Sparse prefill of kept tokens on a GPU against the torch reference, with both of its attention kernels."""
+"""Triton's attention on a GPU against the torch references: sparse prefill of kept tokens with both of its attention
+kernels, and rolling positions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -7,6 +8,8 @@ import pytest
 import torch
 from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.cache import KVCache
+from sparse_kernels.rolling_attention import RollingWindow, Rotation, attend_rolling
+from sparse_kernels.rolling_attention.reference import attend_rolling as reference_rolling
 from sparse_kernels.token_prefill import KeptAttention, TokenRule, draw_probes, reference, token_prefill
 from sparse_kernels.token_prefill.tokens import choose_tokens
 from support.prefill import Prefill, make_prefill
@@ -189,3 +192,77 @@ def test_the_host_does_not_wait() -> None:
         token_prefill(*arguments)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+WINDOW = RollingWindow(sink_tokens=4, cache_tokens=516, whole_tokens=516)
+EDGES = tuple((length, 1) for edge in (1, 4, 64, 512, 516, 576, 1024) for length in (edge - 1, edge, edge + 1))
+ROLLING = {
+    "prompts": (Case(((3000, 3000), (517, 200))), WINDOW),
+    "ragged, padded": (Case(((3000, 700), (0, 0), (517, 517), (1, 1), (130, 1), (2049, 1024)), padding=7), WINDOW),
+    "requests that decode": (Case(EDGES), WINDOW),
+    "many requests": (Case(tuple((100 + 9 * request, 1) for request in range(200))), WINDOW),
+    "multi-head, heads of 64": (Case(((2000, 1501), (129, 129)), group=1, head_size=64), WINDOW),
+    "group of 16": (Case(((2000, 1501), (700, 1)), num_kv_heads=1, group=16), WINDOW),
+    "group of 3, heads of 96": (Case(((1500, 800),), group=3, head_size=96), WINDOW),
+    "heads of 256": (Case(((1500, 800), (700, 1)), group=2, head_size=256), WINDOW),
+    "softcap": (Case(((2000, 1501), (700, 1)), softcap=20.0), WINDOW),
+    "many sinks, longer contexts whole": (Case(((2000, 1501), (700, 1))), RollingWindow(100, 516, 900)),
+    "no sinks": (Case(((2000, 1501), (700, 1))), RollingWindow(0, 516, 516)),
+}
+
+
+def rotation(head_size: int, interleaved: bool = False) -> Rotation:
+    """Of positions up to that of the longest context."""
+    frequencies = 10_000.0 ** -(torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
+    angles = torch.arange(4096, dtype=torch.float64)[:, None] * frequencies
+    return Rotation(torch.cat([angles.cos(), angles.sin()], dim=1).bfloat16().cuda(), interleaved)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("case", "window"), ROLLING.values(), ids=ROLLING)
+def test_rolling_positions_are_those_of_the_reference(case: Case, window: RollingWindow, interleaved: bool) -> None:
+    prefill, softmax = inputs(case)
+    made = rotation(case.head_size, interleaved)
+    output, expected = prefill.output(), prefill.output()
+    attend_rolling(prefill.batch, prefill.cache, softmax, window, made, output)
+    reference_rolling(prefill.batch, prefill.cache, softmax, window, made, expected)
+    tokens = prefill.chunks[-1].stop
+    assert output[tokens:].isnan().all()
+    checked(output[:tokens].float() - expected[:tokens].float(), expected[:tokens], eight_bits=False)
+
+
+def test_a_graph_holds_the_launch_of_rolling_positions() -> None:
+    """What a step is captured with says nothing of the lengths, tables and queries that it is replayed with."""
+    prefill, softmax = inputs(Case(((3000, 1), (2000, 1), (700, 1), (517, 1))))
+    batch, made = replace(prefill.batch, max_query_tokens=1), rotation(128)
+    arguments = prefill.cache, softmax, WINDOW, made
+
+    def buffers() -> list[torch.Tensor]:
+        return [batch.query, batch.query_start, batch.block_table, batch.seq_lens]
+
+    # Of two requests, the others pad the batch.
+    later = [one.clone() for one in buffers()]
+    later[0] = later[0].flip(0)
+    later[1].copy_(torch.tensor([0, 1, 2, 2, 2]))
+    later[2] = later[2].flip(0)
+    later[3].copy_(torch.tensor([517, 700, 0, 0]))
+    output = prefill.output()
+    attend_rolling(batch, *arguments, output)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        attend_rolling(batch, *arguments, output)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend_rolling(batch, *arguments, output)
+    for buffer, numbers in zip(buffers(), later, strict=True):
+        buffer.copy_(numbers)
+    expected = prefill.output()
+    attend_rolling(batch, *arguments, expected)
+    output.fill_(torch.nan)
+    graph.replay()
+    assert torch.equal(output[:2], expected[:2])
+    assert output[:2].isfinite().all()
+    assert output[2:].isnan().all()

@@ -1,11 +1,13 @@
 """Attention with rolling positions beside StreamingLLM as the paper has it: keys turned to their places in a cache."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 from sparse_kernels.batch import Softmax
+from sparse_kernels.cache import KVCache
 from sparse_kernels.rolling_attention import RollingWindow, Rotation, attend_rolling
 from support.paged import assert_as_accurate, dense_attention
 from support.prefill import Prefill, make_prefill
@@ -72,6 +74,28 @@ def run(
     return attend_rolling(prefill.batch, prefill.cache, softmax, window, made or rotation(), prefill.output())
 
 
+def triton_run(
+    prefill: Prefill, window: RollingWindow = WINDOW, made: Rotation | None = None, softmax: Softmax = SOFTMAX
+) -> torch.Tensor:
+    from sparse_kernels.rolling_attention import triton
+
+    output = prefill.output()
+    triton.attend_rolling(prefill.batch, prefill.cache, softmax, window, made or rotation(), output)
+    return output
+
+
+Run = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(params=["reference", "triton"])
+def attend(request: pytest.FixtureRequest) -> Run:
+    """Runs the operation in torch, or in Triton's interpreter."""
+    if request.param == "reference":
+        return run
+    request.getfixturevalue("interpreted")
+    return triton_run
+
+
 @pytest.mark.parametrize(
     ("window", "made", "softmax"),
     [
@@ -85,23 +109,23 @@ def run(
         pytest.param(RollingWindow(0, 48, 48), rotation(), SOFTMAX, id="no sinks"),
     ],
 )
-def test_outputs_are_those_of_a_cache_whose_keys_are_turned_to_their_places(window, made, softmax):
+def test_outputs_are_those_of_a_cache_whose_keys_are_turned_to_their_places(attend, window, made, softmax):
     prefill = make_prefill(RAGGED, block_size=BLOCK, dtype=torch.float32)
     exact, low = (as_the_paper(prefill, window, made, softmax, dtype) for dtype in (torch.float64, torch.float32))
-    actual = run(prefill, window, made, softmax)
+    actual = attend(prefill, window, made, softmax)
     assert_as_accurate(actual, exact, low)
     # At the positions of the text the sinks would get other weights.
     nowhere = torch.tensor([1.0, 0.0]).repeat_interleave(made.rotary_size // 2).expand_as(made.table)
-    parted = (run(prefill, window, replace(made, table=nowhere), softmax) - actual).abs().amax(dim=(1, 2)) > 1e-3
+    parted = (attend(prefill, window, replace(made, table=nowhere), softmax) - actual).abs().amax(dim=(1, 2)) > 1e-3
     positions = torch.cat([torch.arange(length - new, length) for length, new in RAGGED])
     rolling = positions >= window.whole_tokens
     assert not parted[~rolling].any()
     assert not rolling.any() or (parted[rolling].float().mean() > 0.9) == (window.sink_tokens > 0)
 
 
-def test_a_token_has_the_same_output_however_its_prompt_is_cut():
+def test_a_token_has_the_same_output_however_its_prompt_is_cut(attend):
     whole = make_prefill([(300, 300)], block_size=BLOCK)
-    expected = run(whole)
+    expected = attend(whole)
     begin = 0
     for new in (1, 40, 7, 130, 1, 1, 120):
         end = begin + new
@@ -109,22 +133,102 @@ def test_a_token_has_the_same_output_however_its_prompt_is_cut():
             whole.batch, query=whole.batch.query[begin:end], query_start=torch.tensor([0, new], dtype=torch.int32),
             seq_lens=torch.tensor([end], dtype=torch.int32),
         )  # fmt: skip
-        chunk = run(replace(whole, batch=part))
+        chunk = attend(replace(whole, batch=part))
         assert (chunk.float() - expected[begin:end].float()).abs().max() < 2e-2
         begin = end
     assert begin == 300
 
 
-def test_what_no_token_reads_may_be_anything():
+def test_what_no_token_reads_may_be_anything(attend):
     prefill = make_prefill([(300, 20)], block_size=BLOCK)
-    before = run(prefill)
+    before = attend(prefill)
     # The window of the oldest query, at 280, begins at 237.
     for block in range(1, 237 // BLOCK):
         for paged in (prefill.cache.keys, prefill.cache.values):
             paged.view[prefill.batch.block_table[0, block]] = torch.nan
-    after = run(prefill)
+    # Columns behind the context name one of them.
+    prefill.batch.block_table[0, -(-300 // BLOCK) :] = prefill.batch.block_table[0, 1]
+    after = attend(prefill)
     assert after.isfinite().all()
     assert torch.equal(before, after)
+
+
+def test_requests_without_a_context_become_zero_and_tokens_without_a_request_stay(attend):
+    prefill = make_prefill([(0, 0), (60, 3), (0, 2), (0, 0)], block_size=BLOCK, padding=4)
+    output = attend(prefill)
+    assert output[:3].isfinite().all()
+    assert output[:3].any(dim=2).all()
+    assert not output[3:5].any()
+    assert output[5:].isnan().all()
+
+
+LENGTHS = [length for edge in (1, 4, 32, 44, 48, 64, 96, 112, 128) for length in (edge - 1, edge, edge + 1)]
+"""Contexts that end around the edges of sinks, windows, blocks and tiles of keys."""
+TRITON_CASES = {
+    "requests that decode": {"requests": [(length, 1) for length in LENGTHS[1:]]},
+    "chunks at edges": {"requests": [(length, min(length, 5)) for length in LENGTHS]},
+    "tiles of several tokens": {"requests": [(150, 150), (33, 33)], "num_kv_heads": 1, "group": 1},
+    "more requests than are looked up at once": {
+        "requests": [(5 + request % 9, 1) for request in range(130)], "num_kv_heads": 1, "group": 1,
+    },
+    "group of 3, heads of 96": {"requests": [(150, 40), (49, 1)], "group": 3, "head_size": 96},
+    "group of 8, heads of 64": {"requests": [(150, 9), (49, 1)], "group": 8, "head_size": 64},
+    "group of 16, heads of 128": {"requests": [(150, 5), (49, 1)], "num_kv_heads": 1, "group": 16, "head_size": 128},
+    "a group larger than a tile": {"requests": [(150, 2), (49, 1)], "num_kv_heads": 1, "group": 72},
+    "heads of 256": {"requests": [(150, 9)], "num_kv_heads": 1, "group": 2, "head_size": 256},
+    "float16": {"requests": RAGGED, "dtype": torch.float16},
+}  # fmt: skip
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("case", "bound"), [("requests that decode", 6), *((case, 1) for case in TRITON_CASES)])
+def test_triton_equals_the_reference(case, bound):
+    given = TRITON_CASES[case]
+    prefill = make_prefill(**given, block_size=BLOCK)
+    longest = max(new for _, new in given["requests"])
+    # Tiles have as many rows as the host says that requests may need.
+    prefill = replace(prefill, batch=replace(prefill.batch, max_query_tokens=bound * longest))
+    if prefill.batch.query.dtype == torch.float16:
+        halves = (
+            replace(paged, view=paged.view.nan_to_num(0, 0, 0).clamp(-400, 400).half())
+            for paged in (prefill.cache.keys, prefill.cache.values)
+        )
+        prefill = replace(prefill, cache=KVCache(*halves))
+    head_size = prefill.cache.head_size
+    softmax, made = Softmax(head_size**-0.5), rotation(head_size)
+    expected, actual = (attend(prefill, made=made, softmax=softmax).float() for attend in (run, triton_run))
+    # Weights and outputs are rounded to 8 bits of mantissa each.
+    error = (actual - expected).norm(dim=-1)
+    assert (error <= 2**-7 * expected.norm(dim=-1)).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_turning_a_query_takes_no_bits_off_it():
+    """Logits of tens would be off by some hundredths, and weights by as many percent."""
+    prefill = make_prefill([(150, 9), (90, 1)], block_size=BLOCK, head_size=64)
+    window, softmax = RollingWindow(24, 48, 48), Softmax(0.5)
+    expected, actual = (attend(prefill, window, rotation(64), softmax).float() for attend in (run, triton_run))
+    error = (actual - expected).norm(dim=-1)
+    assert (error <= 2**-7 * expected.norm(dim=-1)).all()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_a_part_of_a_batch_leaves_the_other_requests_alone():
+    prefill = make_prefill(RAGGED, block_size=BLOCK)
+    whole = triton_run(prefill)
+    output = triton_run(replace(prefill, batch=prefill.batch.requests(3, 6)))
+    tokens = slice(prefill.chunks[3].start, prefill.chunks[5].stop)
+    assert torch.equal(output[tokens], whole[tokens])
+    assert output[: tokens.start].isnan().all()
+    assert output[tokens.stop :].isnan().all()
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_packed_blocks_are_refused():
+    prefill = make_prefill([(60, 3)], block_size=BLOCK)
+    keys, values = (replace(one, token_dims=(1,)) for one in (prefill.cache.keys, prefill.cache.values))
+    with pytest.raises(ValueError, match=r"^keys and values: got packed blocks"):
+        triton_run(replace(prefill, cache=KVCache(keys, values)))
 
 
 @pytest.mark.parametrize(
@@ -144,6 +248,6 @@ def test_what_no_token_reads_may_be_anything():
     ],
 )
 def test_what_cannot_be_attended_to_is_refused(window, made, softmax, sentence):
-    prefill = make_prefill([(300, 20)], block_size=BLOCK)
+    prefill = make_prefill([(300, 20)], block_size=BLOCK).alone(0)
     with pytest.raises(ValueError, match=f"^{sentence}$"):
         run(prefill, window, made, softmax)

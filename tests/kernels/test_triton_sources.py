@@ -62,6 +62,7 @@ from sparse_kernels.page_score import triton as scores
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from sparse_kernels.page_statistics import triton as write
 from sparse_kernels.row_attention import triton as rows_of
+from sparse_kernels.rolling_attention import RollingWindow, Rotation, triton as rolling
 from sparse_kernels.token_prefill import TokenRule, triton as prefill
 
 
@@ -134,6 +135,17 @@ for dtype in (torch.bfloat16, torch.uint8):
     cache = KVCache.from_rows(torch.zeros(4, 8, 64, 256).to(dtype), 8)
     compaction.move_tokens(kept, torch.zeros(5).int(), 2, cache)
     prefill.attention_sums(batch, cache, Softmax(0.1), torch.zeros(2, 32).int())
+rolling._attend = Compile(rolling._attend)
+for head_size in (64, 96, 128, 256):
+    for queries, softcap in ((1, 0.0), (500, 20.0)):
+        cache = KVCache.from_rows(torch.zeros(4, 8, 64, 2 * head_size).bfloat16(), 16)
+        query = torch.zeros(20, 48, head_size).bfloat16()[:, :32]
+        starts, lengths = torch.zeros(3).int(), torch.zeros(2).int()
+        rolling.attend_rolling(
+            PrefillBatch(query, starts, torch.zeros(2, 4).int(), lengths, queries, 256), cache, Softmax(0.1, softcap),
+            RollingWindow(4, 48, 48), Rotation(torch.zeros(256, 64).bfloat16(), interleaved=queries > 1),
+            torch.zeros_like(query),
+        )
 """
 
 
@@ -158,8 +170,8 @@ def compiled(code: str, *arguments: str) -> int:
 def test_compiles(architecture: str) -> None:
     of_decode = len(KINDS) + sum(not kind.is_fused for kind in KINDS.values())
     of_prefill = 3 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
-    of_rows = 4
-    expected = of_decode + of_rows + of_prefill + 2 * len(COMPACTION)
+    of_rows, of_rolling = 4, 8
+    expected = of_decode + of_rows + of_prefill + of_rolling + 2 * len(COMPACTION)
     assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == expected
 
 

@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from support.engines import MODEL as MODEL
@@ -12,7 +13,7 @@ GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
 
 
 @contextmanager
-def engine(**arguments: Any) -> Iterator[Any]:
+def engine(model: Path = MODEL, **arguments: Any) -> Iterator[Any]:
     """An `LLM` in this process, freed afterwards."""
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -24,7 +25,7 @@ def engine(**arguments: Any) -> Iterator[Any]:
         "kv_cache_memory_bytes": 2 << 30,
         "compilation_config": GRAPHS, "seed": 0, "disable_log_stats": False,
     }  # fmt: skip
-    llm = LLM(str(MODEL), **(defaults | arguments))
+    llm = LLM(str(model), **(defaults | arguments))
     try:
         yield llm
     finally:

@@ -301,12 +301,14 @@ def test_positions_roll_where_a_window_is_all_that_is_read(case, folder):
     assert refusal(folder(), **backend, **given) == f"{sentence}, allowed with attention backend dense: {allowed}"
 
 
-def test_positions_roll_on_a_cpu_alone(folder, monkeypatch):
+def test_positions_roll_on_both_platforms_in_a_cache_of_16_bits(folder, monkeypatch):
     given = {"additional_config": {"sparse_attention": {"compaction": ROLLING}}}
     config = engine_config(folder(head_dim=64), attention_backend="dense", **given)
     admit(config, BACKENDS)
     on_cuda(monkeypatch)
-    expected = "positions: got rolling on a GPU, allowed with attention backend dense: text"
+    admit(config, BACKENDS)
+    config.cache_config.cache_dtype = "fp8"
+    expected = "positions: got rolling with a KV cache of 8 bits, allowed with attention backend dense: text"
     with pytest.raises(ConfigurationError, match=expected):
         admit(config, BACKENDS)
 

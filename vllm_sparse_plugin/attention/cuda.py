@@ -4,8 +4,8 @@ Short prompts, sliding-window layers, leading dense layers and, unless it is spa
 on the token rows of the cache; sparse prefill runs it on blocks that the tiles of long prompts choose, or on the tokens
 that a layer keeps of them. Decoding tokens
 run one fused kernel, which attends short contexts whole, or, where they are routed or may stop but select no pages, one
-that splits long contexts. What a step does is decided by the shape of its batch alone, so a batch of decoding requests
-is one full CUDA graph.
+that splits long contexts. Where positions roll, all tokens run one kernel. What a step does is decided by the shape of
+its batch alone, so a batch of decoding requests is one full CUDA graph.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sparse_kernels.batch import DecodeBatch, DecodeOutput, Prompts, QueryTokens
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, PrefillBatch, Prompts, QueryTokens
 from sparse_kernels.block_prefill import VarlenAttention, VirtualSequences, scratch_bytes
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import ObservationWindow
@@ -28,6 +28,7 @@ from sparse_kernels.limits import HEAD_SIZES
 from sparse_kernels.page_coverage import Coverage, count_rows
 from sparse_kernels.page_statistics import write_cache
 from sparse_kernels.page_topk import best_first, select_pages
+from sparse_kernels.rolling_attention import attend_rolling
 from sparse_kernels.sparse_decode import sparse_decode
 from sparse_kernels.split_attention import pieces_of, rows_at_once, split_attention, splits_for, stop_scratch
 from sparse_kernels.token_prefill import KeptAttention
@@ -208,6 +209,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         self.selector, self.dense_tokens = sparse.selector, sparse.config.min_context_tokens - 1
         # Lossless mode goes without sparse prefill, so a step that answers leaves nothing out.
         self.answers_sparsely = sparse.lossless is None
+        self.rolls = sparse.rolling_window is not None
         self.compaction = plan_compaction(layers, sparse, kv_cache_spec, vllm_config, device)
         # Captured graphs read these tensors.
         max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
@@ -277,7 +279,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)
         whole = None
-        if self.any_dense_layer or not num_decodes:
+        # Where positions roll, no layer runs FlashAttention.
+        if not self.rolls and (self.any_dense_layer or not num_decodes):
             whole = super().build(common_prefix_len, common, fast_build)
             metadata = SparseCUDAMetadata(**{item.name: getattr(whole, item.name) for item in fields(whole)})
         else:
@@ -518,6 +521,9 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
                 layer, query[first:], new_keys, new_values, self.token_rows, metadata, output[first:], *output_scales
             )
 
+        if self.plan.rolling is not None:
+            self._attend_rolling(layer, query, attn_metadata, output)
+            return
         rounds = attn_metadata.rounds if self.plan.prefill is not None else []
         if not self.plan.is_sparse and not rounds:
             dense(attn_metadata, 0)
@@ -531,6 +537,18 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             self._prefill(layer, query[first:], rounds, output[first:])
         elif attn_metadata.prefill is not None:
             dense(attn_metadata.prefill, first)
+
+    def _attend_rolling(
+        self, layer: Any, query: torch.Tensor, metadata: SparseCUDAMetadata, output: torch.Tensor
+    ) -> None:
+        """Attends with rolling positions; the tensors of the metadata are buffers of vLLM's, which graphs may read."""
+        assert self.plan.rolling is not None
+        window, rotation = self.plan.rolling
+        batch = PrefillBatch(
+            query, metadata.query_start_loc, metadata.block_table, metadata.seq_lens, metadata.max_query_len,
+            metadata.max_seq_len,
+        )  # fmt: skip
+        attend_rolling(batch, self._scaled(self.cache, layer), self.softmax, window, rotation, output)
 
     def _reserve(self, layer: Any, query: torch.Tensor) -> None:
         """Takes the memory of sparse prefill, or of compaction, for a moment: vLLM's profile of its memory then leaves

@@ -98,7 +98,7 @@ class StreamingLLMCompaction(Compaction):
     """Where a token sees the first tokens: `text` for where they are; `rolling` for directly before the window, as in
     the paper, so that a model goes on behind the length that it was trained for. With `rolling` every token of a
     context of at least `min_context_tokens`, those of prompts too, reads exactly `sink_tokens` and a window,
-    `budget_tokens` together; on a CPU, with the policy `dense`."""
+    `budget_tokens` together; with the policy `dense` and a cache of 16 bits."""
 
     @model_validator(mode="after")
     def _one_window(self) -> Self:

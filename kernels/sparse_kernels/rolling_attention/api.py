@@ -31,21 +31,23 @@ def attend_rolling(
     attends to all of it with delta = 0. Every query token has a window of its own, so it makes no difference how a
     prompt is cut into chunks. Memory that no query token of the batch reads may hold anything.
 
+    On a GPU it is one launch, whose shape follows from what the host knows, so that a graph may hold it.
+
     Args:
         batch: the queries, turned to their positions in the text; their keys and values are in the cache already.
             Decoding requests are prompts of one token.
         cache: keys, turned to their positions in the text, and values, of 16 or 32 bits.
         softmax: how logits become weights, without learned sink logits.
         window: what is read.
-        rotation: the model's, with rows for every delta.
-        output: `[num_tokens, num_query_heads, head_size]`, where to write; tokens that belong to no request are left
-            as they are.
+        rotation: the model's, with rows for every delta of a context of `max_seq_tokens`.
+        output: `[num_tokens, num_query_heads, head_size]`, where to write, contiguous in its last dimension; tokens
+            that belong to no request are left as they are, and those of a request without a context become zero.
 
     Returns:
-        `output`; all arithmetic in float32.
+        `output`; arithmetic in float32, but that a GPU rounds the weights to the queries' dtype.
 
     Raises:
-        ValueError: if shapes disagree, or a delta has no row.
+        ValueError: if shapes disagree, a delta may have no row, or, on a GPU, the cache is packed.
     """
     batch.check(cache.num_kv_heads, cache.head_size)
     cache.check()
@@ -56,10 +58,15 @@ def attend_rolling(
         raise ValueError("sink_logits: got some, allowed: None")
     if not 0 < rotation.rotary_size <= cache.head_size:
         raise ValueError(f"rotation: got {rotation.rotary_size} elements, allowed: 2 to {cache.head_size}")
-    farthest = int(window.nearer(batch.seq_lens.max() - 1))
+    farthest = int(window.nearer(torch.tensor(batch.max_seq_tokens - 1)))
     if farthest >= len(rotation.table):
         raise ValueError(f"rotation: got {len(rotation.table)} positions, allowed: at least {farthest + 1}")
     if output.shape != batch.query.shape:
         raise ValueError(f"output: got {list(output.shape)}, allowed: {list(batch.query.shape)}")
-    reference.attend_rolling(batch, cache, softmax, window, rotation, output)
+    if batch.query.is_cuda:
+        from sparse_kernels.rolling_attention import triton
+
+        triton.attend_rolling(batch, cache, softmax, window, rotation, output)
+    else:
+        reference.attend_rolling(batch, cache, softmax, window, rotation, output)
     return output

@@ -50,8 +50,8 @@ class Rotation:
     """The rotations of a model's rotary positions."""
 
     table: torch.Tensor
-    """`[num_positions, 2 * n]` floating point: cosines of the n angles of each position, then their sines, both times
-    any one positive factor."""
+    """`[num_positions, 2 * n]` floating point, the last dimension contiguous: cosines of the n angles of each position,
+    then their sines, both times any one positive factor."""
     interleaved: bool = False
     """Whether neighbouring elements of a head are turned together; else element i and element i + n."""
 

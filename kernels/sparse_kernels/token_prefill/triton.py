@@ -20,8 +20,7 @@ from sparse_kernels.token_prefill.probes import draw_probes
 from sparse_kernels.token_prefill.rule import TokenRule
 from sparse_kernels.token_prefill.scratch import SPLIT_TOKENS, PrefillSizes, Scratch
 from sparse_kernels.token_prefill.tokens import KeptAttention, KeptTokens, choose_tokens, kept_queries
-
-_LOG2E = tl.constexpr(1.4426950408889634)
+from sparse_kernels.triton import LOG2E, arithmetic, to_base_2
 
 
 class _Tile(NamedTuple):
@@ -40,11 +39,7 @@ def _tile(head_size: int) -> _Tile:
 @triton.jit
 def _logits(query, keys, factor, SOFTCAP: tl.constexpr):
     """Products of queries with keys `[DIMS, keys]`, as logits to the base 2."""
-    logits = tl.dot(query, keys, input_precision="ieee") * factor
-    if SOFTCAP > 0:
-        # tanh by an exponential: Triton's own lives in libdevice, which its interpreter does not have.
-        logits = (1 - 2 / (tl.exp2(logits * (2 * _LOG2E / SOFTCAP)) + 1)) * SOFTCAP
-    return logits * _LOG2E
+    return to_base_2(tl.dot(query, keys, input_precision="ieee") * factor, SOFTCAP)
 
 
 @triton.jit
@@ -154,7 +149,7 @@ def _join_sums(
     largest = tl.full((PADDED,), float("-inf"), tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     if sinks_ptr is not None:
-        largest = tl.zeros((PADDED,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+        largest = tl.zeros((PADDED,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         total += 1.0
     for split in range((length + SPLIT - 1) // SPLIT):
         part = tl.load(partial_ptr + (row * splits + split) * PROBES + probe, mask=exists, other=float("-inf"))
@@ -236,7 +231,7 @@ def _attend_kept(
     largest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     if sinks_ptr is not None:
-        largest = tl.zeros((ROWS,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * _LOG2E
+        largest = tl.zeros((ROWS,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         total += 1.0
     sums = tl.zeros((ROWS, DIMS), tl.float32)
     # Every query sees the first key, so no row is without a largest logit after the first round.
@@ -258,14 +253,6 @@ def _attend_kept(
     if value_scale_ptr is not None:
         sums *= tl.load(value_scale_ptr)
     tl.store(output_ptr + token[:, None] * HEAD_SIZE + dim[None, :], sums.to(output_ptr.dtype.element_ty), mask=mask)
-
-
-_DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-
-
-def _arithmetic(query: torch.Tensor) -> tl.dtype:
-    """Returns what the matrix units multiply: 8-bit floats are exact in 16 bits."""
-    return _DTYPES.get(query.dtype, tl.bfloat16)
 
 
 def launch_sums(
@@ -324,7 +311,7 @@ def _launch_sums(
         "ROWS": rows,
         "KEYS": columns,
         "SOFTCAP": float(softmax.softcap),
-        "DTYPE": _arithmetic(batch.query),
+        "DTYPE": arithmetic(batch.query),
         "num_warps": 4,
         "num_stages": 2,
     }
@@ -365,7 +352,7 @@ def attend_kept(kept: KeptAttention) -> None:
         kept.value_scale, kept.softmax.sink_logits, kept.output, keys.stride(0), keys.stride(2), kept.rows.stride(0),
         float(kept.softmax.scale),
         GROUP=num_heads // keys.shape[2], HEAD_SIZE=head_size, DIMS=triton.next_power_of_2(head_size),
-        ROWS=rows, KEYS=columns, SOFTCAP=float(kept.softmax.softcap), DTYPE=_arithmetic(kept.query),
+        ROWS=rows, KEYS=columns, SOFTCAP=float(kept.softmax.softcap), DTYPE=arithmetic(kept.query),
         num_warps=4, num_stages=2,
     )  # fmt: skip
 
@@ -380,9 +367,8 @@ def token_rows(cache: KVCache) -> tuple[torch.Tensor, torch.Tensor, int]:
     Raises:
         ValueError: if the cache does not store one contiguous row per token, at equal distances.
     """
+    cache.check_rows()
     keys, values = cache.keys.view, cache.values.view
-    if cache.keys.token_dims != (0,) or keys.stride(-1) != 1 or keys.stride() != values.stride():
-        raise ValueError("keys and values: got packed blocks, allowed on a GPU: one contiguous row per token")
     block, head, token = keys.stride(0), keys.stride(1), keys.stride(-2)
     if block % token:
         raise ValueError(f"keys: got blocks of {block} elements, allowed: a multiple of a token's {token}")
