@@ -442,7 +442,7 @@ def test_chunks_of_a_prompt_are_not_measured(model):
 def test_under_compaction_what_is_measured_is_what_the_cache_keeps(model, monkeypatch):
     recorded = []
     monkeypatch.setattr(LayerQuality, "record", lambda self, *arguments: recorded.append(arguments))
-    compaction = {"method": "snapkv", "budget_tokens": 256}
+    compaction = {"method": "snapkv", "budget_tokens": 256, "min_context_tokens": 0}
     harness = LayerHarness(model, settings=SAMPLED | {"compaction": compaction})
     request = harness.request(600)
     harness.step([(request, 600)])
