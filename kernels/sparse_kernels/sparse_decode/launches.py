@@ -69,9 +69,9 @@ _STOPPING_LAUNCHES = (
 _MANY_PAGES = 1 << 15
 _WIDE_RECORD_BYTES = 256
 _MANY_ROWS = 224
-# With wide records, more rows than the first number and at most the second take half as many warps with twice the
-# registers: as many loads are on their way, and more cache is left.
-_FEWER_WARPS = (32, 66)
+# With wide records, more rows than the first number take half as many warps with twice the registers: as many loads are on
+# their way, and more cache is left. More rows than the second take half as many warps, and two blocks find room.
+_FEWER_WARPS = (32, 56)
 
 
 def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: tuple[int, int]) -> Launch:
@@ -98,8 +98,8 @@ def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: 
     if wide:
         launch = launch._replace(cluster=8 if shape.stopping else launch.cluster, warps=8, blocks_per_sm=1)
     fewest, most = _FEWER_WARPS
-    if not shape.stopping and record_bytes >= _WIDE_RECORD_BYTES and fewest < num_rows <= most:
-        launch = launch._replace(warps=8)
+    if not shape.stopping and record_bytes >= _WIDE_RECORD_BYTES and num_rows > fewest:
+        launch = launch._replace(warps=8, blocks_per_sm=1 if wide or num_rows <= most else 2)
     crowded = num_rows > _MANY_ROWS and record_bytes >= _WIDE_RECORD_BYTES
     if record_bytes and shape.max_pages >= (_MANY_PAGES // 2 if crowded else _MANY_PAGES + 1):
         launch = launch._replace(fused=False)
