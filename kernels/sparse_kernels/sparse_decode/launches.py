@@ -69,8 +69,8 @@ _STOPPING_LAUNCHES = (
 _MANY_PAGES = 1 << 15
 _WIDE_RECORD_BYTES = 256
 _MANY_ROWS = 224
-# With wide records, more rows than the first number take half as many warps with twice the registers: as many loads are on
-# their way, and more cache is left. More rows than the second take half as many warps, and two blocks find room.
+# With wide records, more rows than the first number take half as many warps with twice the registers: as many loads are
+# on their way, and more cache is left. More rows than the second take half as many warps, and two blocks find room.
 _FEWER_WARPS = (32, 56)
 
 
