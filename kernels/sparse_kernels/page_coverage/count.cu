@@ -27,13 +27,14 @@ struct CountParams {
     SoftmaxParams softmax;
     HeadParams heads;
     const u16* scores;  // [rows, scores_stride], which orders pages.
-    u32* masses;        // [rows, scores_stride], for the blocks' own use.
+    u32* masses;        // [rows, scores_stride], for the blocks' own use where a share of a row is not kept.
     const float* share; // Of each request: the target, and how many pages it reads at least and at most.
     const i64* least;
     const i64* most;
     int* counts;        // [rows]
     u64* counters;      // Per KV head: rows, blocks, tokens read and tokens of contexts, see `stopping`; null for none.
     i64 scores_stride;  // A multiple of RUN.
+    int kept_pages;     // Pages of a row that a block keeps in shared memory, a multiple of eight; 0 if they do not fit.
     int sums_of_head;   // Of each head there are so many, of which those that the row's pages fill are written.
     int chunk;          // Pages of such a sum.
     int page_size;
@@ -53,9 +54,7 @@ struct Shared {
 struct Pages {
     u32 keys[RUN], masses[RUN];
 
-    DEVICE Pages(const u16* scores, const u32* of_pages) {
-        uint2 pairs = *(const uint2*)scores;
-        uint4 four = *(const uint4*)of_pages;
+    DEVICE Pages(uint2 pairs, uint4 four) {
 #pragma unroll
         for (int i = 0; i < RUN; i++) {
             u32 pair = ordered_pair(word(pairs, i / 2));
@@ -70,6 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #endif
 count_pages(const __grid_constant__ CountParams p) {
     __shared__ Shared shared;
+    extern __shared__ __align__(16) u8 kept[];
     depend_on_previous();
     release_next();
     int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP, rank = Peers::rank();
@@ -164,8 +164,16 @@ count_pages(const __grid_constant__ CountParams p) {
     // Each block of the cluster has a share of the row, and each thread its pages of that.
     int block_share = ceil_div(ceil_div(last, CLUSTER), RUN) * RUN;
     int begin = min(rank * block_share, last), end = min(begin + block_share, last);
+    // Where it fits, a block keeps its share: it is read many times.
     u32* masses = p.masses + row * p.scores_stride;
     const u16* scores = p.scores + row * p.scores_stride;
+    u32* kept_masses = (u32*)kept;
+    u16* kept_scores = (u16*)(kept_masses + p.kept_pages);
+    auto read = [&](int page) {
+        int i = page - begin;
+        return p.kept_pages ? Pages(*(const uint2*)(kept_scores + i), *(const uint4*)(kept_masses + i))
+                            : Pages(*(const uint2*)(scores + page), *(const uint4*)(masses + page));
+    };
     const float* of_heads = p.heads.logits + row * p.heads.row_stride;
     auto chosen = [&](int page) { return page >= first && page < last; };
 #pragma unroll 2
@@ -181,7 +189,13 @@ count_pages(const __grid_constant__ CountParams p) {
         u32 rounded[RUN];
 #pragma unroll
         for (int i = 0; i < RUN; i++) rounded[i] = chosen(page + i) ? __float2uint_rn(mass[i]) : 0;
-        *(uint4*)(masses + page) = {rounded[0], rounded[1], rounded[2], rounded[3]};
+        uint4 four = {rounded[0], rounded[1], rounded[2], rounded[3]};
+        if (p.kept_pages) {
+            *(uint4*)(kept_masses + page - begin) = four;
+            *(uint2*)(kept_scores + page - begin) = *(const uint2*)(scores + page);
+        } else {
+            *(uint4*)(masses + page) = four;
+        }
     }
     Peers::wait();
 
@@ -214,7 +228,7 @@ count_pages(const __grid_constant__ CountParams p) {
         u32 reached[TRIED] = {0, 0, 0};
 #pragma unroll 4
         for (int page = begin + RUN * thread; page < end; page += RUN * THREADS) {
-            Pages pages(scores + page, masses + page);
+            Pages pages = read(page);
 #pragma unroll
             for (int i = 0; i < RUN; i++)
 #pragma unroll
@@ -231,7 +245,7 @@ count_pages(const __grid_constant__ CountParams p) {
     u32 parts[TRIED + 1] = {0, 0, 0, 0}, reached = 0;
 #pragma unroll 4
     for (int page = begin + RUN * thread; page < end; page += RUN * THREADS) {
-        Pages pages(scores + page, masses + page);
+        Pages pages = read(page);
 #pragma unroll
         for (int i = 0; i < RUN; i++) {
             bool above = chosen(page + i) && pages.keys[i] > threshold, tie = chosen(page + i) && pages.keys[i] == threshold;
@@ -249,7 +263,7 @@ count_pages(const __grid_constant__ CountParams p) {
         u32 equal[RUN] = {0, 0, 0, 0}, sum = 0;
         bool ties[RUN] = {false, false, false, false};
         if (page < end) {
-            Pages pages(scores + page, masses + page);
+            Pages pages = read(page);
 #pragma unroll
             for (int i = 0; i < RUN; i++) {
                 ties[i] = chosen(page + i) && pages.keys[i] == threshold;

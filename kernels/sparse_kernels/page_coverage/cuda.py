@@ -25,6 +25,7 @@ from sparse_kernels.cuda.params import (
     batch_of,
     pointer,
 )
+from sparse_kernels.limits import CLUSTER_CAPABILITY
 from sparse_kernels.page_coverage.rule import Coverage
 from sparse_kernels.page_score.cuda import HeadWeights, launch_of, launch_scores
 
@@ -33,6 +34,10 @@ _WARPS = 16
 """Of a block. It is one number for all batches, since the sums of the known tokens follow it."""
 _LEAST_PAGES = 2048
 """Of a row, at least, to each block of a cluster: each thread of the block has a run of them."""
+_MOST_KEPT_PAGES = 1 << 14
+"""Pages of a row that a block keeps in shared memory, at most: two blocks find room in a multiprocessor of Hopper."""
+_KEPT_BYTES = 6
+"""Of a page: its mass and its score."""
 _SCRATCH_BYTES = 1 << 28
 """Memory, at most, for what the heads have of a batch's pages; a batch that needs more is counted in parts."""
 
@@ -99,15 +104,20 @@ def _count(
     group_size, device = batch.group_size(num_kv_heads), scores.device
     counts = torch.empty((batch.num_tokens, num_kv_heads), dtype=torch.int32, device=device)
     at_once = max(1, _SCRATCH_BYTES // (4 * width * (group_size + 1) * num_kv_heads * queries))
+    cluster = cluster_of(min(at_once, batch.num_requests) * queries * num_kv_heads, width, _LEAST_PAGES, device)
+    kept_pages = -(-width // (8 * cluster)) * 8
+    if kept_pages > _MOST_KEPT_PAGES or torch.cuda.get_device_capability(device) < CLUSTER_CAPABILITY:
+        kept_pages = 0
     macros = {
         "QUERY": FORMATS[batch.query.dtype],
         "KV": FORMATS[cache.keys.view.dtype],
         "GROUP": group_size,
         "HEAD_SIZE": batch.head_size,
         "WARPS": _WARPS,
-        "CLUSTER": cluster_of(min(at_once, batch.num_requests) * queries * num_kv_heads, width, _LEAST_PAGES, device),
+        "CLUSTER": cluster,
     }
     compiled = kernel(_SOURCE, device, macros, 32 * _WARPS, "count_pages")
+    compiled.reserve_shared(_KEPT_BYTES * kept_pages)
     statistics = cache.statistics
     assert statistics is not None
     chunk = launch_of(statistics).chunk
@@ -117,13 +127,13 @@ def _count(
         of_part = scores[rows]
         written = of_part if writes_scores else torch.empty_like(of_part)
         heads = HeadWeights.empty(part, statistics, width, softmax, selection)
-        masses = torch.empty(of_part.shape, dtype=torch.int32, device=device)
+        masses = None if kept_pages else torch.empty(of_part.shape, dtype=torch.int32, device=device)
         launch_scores(part, statistics, cache.page_size, 0.0, written, heads=heads)
         params = CountParams(
             QueryParams.of(part.query), CacheParams.of(cache), ContextParams.of(part), SoftmaxParams.of(softmax),
             heads.params(), pointer(of_part), pointer(masses), pointer(limits.share), pointer(limits.least),
-            pointer(limits.most), pointer(counts[rows]), pointer(counters), width, heads.sums.shape[3], chunk,
-            cache.page_size, cache.keys.pages_per_block,
+            pointer(limits.most), pointer(counts[rows]), pointer(counters), width, kept_pages, heads.sums.shape[3],
+            chunk, cache.page_size, cache.keys.pages_per_block,
         )  # fmt: skip
-        compiled.launch((macros["CLUSTER"], num_kv_heads, part.num_tokens), params)
+        compiled.launch((cluster, num_kv_heads, part.num_tokens), params, _KEPT_BYTES * kept_pages)
     return counts
