@@ -639,6 +639,30 @@ def test_equal_scores_go_to_the_lowest_page_and_masses_decide_how_many(pages: in
         assert (counts - math.ceil(pages * share)).abs().max() <= 1
 
 
+@pytest.mark.parametrize("case", COVERED.values(), ids=COVERED)
+def test_estimates_of_a_row_are_those_of_its_records(case: Case) -> None:
+    from sparse_kernels.page_coverage import page_logits, row_page_logits
+
+    inputs = Inputs(case)
+    _, cache, softmax, _, _, _ = inputs.decode_arguments(case)
+    assert isinstance(cache, KVCache)
+    assert isinstance(softmax, Softmax)
+    assert cache.statistics is not None
+    query = inputs.query[: case.queries].unflatten(1, (case.num_kv_heads, case.group))[-1:]
+    token = QueryTokens(query, inputs.block_table[:1].long(), torch.tensor([case.contexts[0]], device="cuda"))
+    pages, room = case.contexts[0] // case.page_size, inputs.block_table.shape[1] * case.block_size // case.page_size
+    found = row_page_logits(token, cache, room, softmax)
+    assert found is not None
+    records = cache.statistics.summaries(inputs.block_table[0].long())[0]
+    expected = page_logits(query[0], records, case.page_size, softmax)
+    # A query is rounded to 16 bits of its largest number, after a rotation for sketches.
+    unit = float(query.float().norm(dim=-1).max()) / 32512
+    allowed = softmax.scale * unit * float(records.abs().sum(dim=-1).max()) + 1e-5 * float(
+        expected[..., :pages].abs().max()
+    )
+    assert (found - expected)[..., :pages].abs().max() <= allowed
+
+
 @pytest.mark.parametrize("segment", [None, 2048])
 @pytest.mark.parametrize("pages", [5000, 70000])
 @pytest.mark.parametrize("always", [(0, 0), (3, 2)])
