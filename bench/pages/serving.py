@@ -93,6 +93,7 @@ def decode_more() -> Block:
     for title, dense, sparse in (
         ("bf16 cache:", "flash_attn", "unique_int8"),
         ("fp8 cache:", "flash_attn_fp8_cache", "unique_fp8_cache"),
+        ("fp8 cache, a million tokens:", "flash_attn_1m", "unique_1m"),
     ):
         paths = [H200 / "decode" / f"{name}.jsonl" for name in (dense, sparse)]
         parts += [title, table(headings, _pair_rows(*paths))]
