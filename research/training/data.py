@@ -63,10 +63,12 @@ def build_row(order: RowOrder) -> Row:
 
 
 def _text(rng: random.Random, text: str, length: int) -> tuple[list[int], list[bool]]:
-    tokens = [BOS, *encode(cut(text, rng.randrange(len(text)), length))][:length]
-    if len(tokens) < length:
-        raise RuntimeError(f"a stretch of text has {len(tokens)} tokens, and not {length}")
-    return tokens, [False] * length
+    for _ in range(_TRIES):
+        tokens = [BOS, *encode(cut(text, rng.randrange(len(text)), length))][:length]
+        # Rulers and indentation have many characters to a token.
+        if len(tokens) == length:
+            return tokens, [False] * length
+    raise RuntimeError(f"a stretch of text has {len(tokens)} tokens, and not {length}")
 
 
 def _document(rng: random.Random, text: str, length: int) -> tuple[list[int], list[bool]]:

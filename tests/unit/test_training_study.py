@@ -44,6 +44,15 @@ def test_a_row_is_documents_whose_answers_are_learned():
     assert build_row(RowOrder(library_text(0, 40_000), 2048, 2, False, "3")) == row
 
 
+def test_a_stretch_of_few_tokens_is_drawn_again():
+    """Half of this text is one long ruler, of which a tokenizer makes few tokens."""
+    text = "=" * 40_000 + library_text(0, 40_000)
+    rows = [build_row(RowOrder(text, 1024, 1, True, str(seed))) for seed in range(8)]
+    assert {len(row.tokens) for row in rows} == {1024}
+    with pytest.raises(RuntimeError, match="a stretch of text has"):
+        build_row(RowOrder("=" * 40_000, 1024, 1, True, "0"))
+
+
 def test_prompts_end_before_the_question_and_rows_are_kept(tmp_path):
     tokenizer = load_tokenizer(NEEDLE_8M)
     made = [build_row(RowOrder(library_text(0, 40_000), 2048, 2, is_text, "3")) for is_text in (False, True)]
