@@ -285,8 +285,8 @@ class CountParams(ctypes.Structure):
     """What `count_pages` is told."""
 
     _fields_: ClassVar[_Fields] = [
-        ("query", QueryParams), ("cache", CacheParams), ("contexts", ContextParams), ("softmax", SoftmaxParams),
-        ("heads", HeadParams), ("scores", _Pointer), ("masses", _Pointer), ("share", _Pointer), ("least", _Pointer),
+        ("query", QueryParams), ("cache", CacheParams), ("contexts", ContextParams), ("heads", HeadParams),
+        ("scores", _Pointer), ("masses", _Pointer), ("share", _Pointer), ("least", _Pointer),
         ("most", _Pointer), ("counts", _Pointer), ("counters", _Pointer), ("scores_stride", _Long),
         ("kept_pages", _Int), ("sums_of_head", _Int), ("chunk", _Int), ("page_size", _Int), ("pages_per_block", _Int),
     ]  # fmt: skip

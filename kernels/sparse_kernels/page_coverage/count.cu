@@ -24,7 +24,6 @@ struct CountParams {
     QueryParams query;
     CacheParams cache;
     ContextParams contexts;
-    SoftmaxParams softmax;
     HeadParams heads;
     const u16* scores;  // [rows, scores_stride], which orders pages.
     u32* masses;        // [rows, scores_stride], for the blocks' own use where a share of a row is not kept.

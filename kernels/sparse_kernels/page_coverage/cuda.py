@@ -21,7 +21,6 @@ from sparse_kernels.cuda.params import (
     ContextParams,
     CountParams,
     QueryParams,
-    SoftmaxParams,
     batch_of,
     pointer,
 )
@@ -130,8 +129,8 @@ def _count(
         masses = None if kept_pages else torch.empty(of_part.shape, dtype=torch.int32, device=device)
         launch_scores(part, statistics, cache.page_size, 0.0, written, heads=heads)
         params = CountParams(
-            QueryParams.of(part.query), CacheParams.of(cache), ContextParams.of(part), SoftmaxParams.of(softmax),
-            heads.params(), pointer(of_part), pointer(masses), pointer(limits.share), pointer(limits.least),
+            QueryParams.of(part.query), CacheParams.of(cache), ContextParams.of(part), heads.params(),
+            pointer(of_part), pointer(masses), pointer(limits.share), pointer(limits.least),
             pointer(limits.most), pointer(counts[rows]), pointer(counters), width, kept_pages, heads.sums.shape[3],
             chunk, cache.page_size, cache.keys.pages_per_block,
         )  # fmt: skip
