@@ -59,9 +59,8 @@ class CacheParams(ctypes.Structure):
         Raises:
             ValueError: if the cache does not store one contiguous row per token.
         """
+        cache.check_rows()
         view, item = cache.keys.view, cache.keys.view.element_size()
-        if cache.keys.token_dims != (0,) or view.stride(-1) != 1 or view.stride() != cache.values.view.stride():
-            raise ValueError("keys and values: got packed blocks, allowed on CUDA: one contiguous row per token")
         strides = (view.stride(dim) * item for dim in (0, 1, -2))
         return cls(
             pointer(view), pointer(cache.values.view), pointer(cache.key_scale), pointer(cache.value_scale), *strides
