@@ -13,6 +13,7 @@ from sparse_kernels.masked_attention import (
     TRAINABLE,
     Packing,
     PageMask,
+    PageRecords,
     masked_attention,
     newest_attention,
     page_records,
@@ -153,8 +154,7 @@ class PackedAttention:
         sequences = self._packing.sequences(self._mask.page_size)
         for (begin, length, first_page, num_pages), prompt in zip(sequences, self._prompts, strict=True):
             tokens, pages = slice(begin, begin + length), slice(first_page, first_page + num_pages)
-            vectors, spread = records.vectors[pages], None if records.spread is None else records.spread[pages]
-            outputs += self._attend_after(prompt, query[tokens], key[tokens], value[tokens], vectors, spread, scale)
+            outputs += self._attend_after(prompt, query[tokens], key[tokens], value[tokens], records[pages], scale)
         return torch.cat(outputs)[None], None
 
     def _attend_after(
@@ -163,8 +163,7 @@ class PackedAttention:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        vectors: torch.Tensor,
-        spread: torch.Tensor | None,
+        records: PageRecords,
         scale: float,
     ) -> Iterator[torch.Tensor]:
         """Yields the attention of a sequence in parts: densely that of its prompt, then that of what is decoded."""
@@ -177,8 +176,8 @@ class PackedAttention:
             end = min(begin + size, length)
             pages = end // self._mask.page_size
             yield checkpoint(
-                _attend_decoded, query[begin:end], key[:end], value[:end], vectors[:pages],
-                None if spread is None else spread[:pages], self._mask, scale, self._is_exact, use_reentrant=False,
+                _attend_decoded, query[begin:end], key[:end], value[:end], records[:pages],
+                self._mask, scale, self._is_exact, use_reentrant=False,
             )  # fmt: skip
 
 
@@ -198,8 +197,7 @@ def _attend_decoded(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    vectors: torch.Tensor,
-    spread: torch.Tensor | None,
+    records: PageRecords,
     mask: PageMask,
     scale: float,
     is_exact: bool,
@@ -207,9 +205,9 @@ def _attend_decoded(
     """See `newest_attention`; exact, the values are those of the hard mask and the gradients those of the given one."""
     # Scores are compared as serving computes them, of which autocast would keep 16 bits.
     with torch.autocast(query.device.type, enabled=False):
-        attended = newest_attention(query, key, value, vectors, spread, mask, scale)
+        attended = newest_attention(query, key, value, records, mask, scale)
         if not is_exact or mask.is_hard:
             return attended
         with torch.no_grad():
-            served = newest_attention(query, key, value, vectors, spread, replace(mask, temperature=None), scale)
+            served = newest_attention(query, key, value, records, replace(mask, temperature=None), scale)
         return attended + (served - attended).detach()

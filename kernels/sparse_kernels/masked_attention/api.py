@@ -69,8 +69,7 @@ def newest_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    vectors: torch.Tensor,
-    spread: torch.Tensor | None,
+    records: PageRecords,
     mask: PageMask,
     scale: float,
 ) -> torch.Tensor:
@@ -82,8 +81,7 @@ def newest_attention(
         query: `[num_newest, num_query_heads, head_size]`, of the last tokens.
         key: `[num_tokens, num_kv_heads, head_size]`, of all.
         value: as `key`.
-        vectors: of the complete pages, `[num_tokens // page_size, num_kv_heads, vectors, head_size]`.
-        spread: `[num_tokens // page_size, num_kv_heads]` or None.
+        records: of the sequence's complete pages.
         mask: which pages, and how softly.
         scale: s, the factor of logits.
 
@@ -94,4 +92,4 @@ def newest_attention(
         ValueError: if the mask makes no sense.
     """
     mask.check()
-    return reference.newest_attention(query, key, value, vectors, spread, mask, scale)
+    return reference.newest_attention(query, key, value, records, mask, scale)

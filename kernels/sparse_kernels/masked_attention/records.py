@@ -32,6 +32,10 @@ class PageRecords:
     scales: torch.Tensor | None
     """`[num_pages, num_kv_heads, vectors]` float32; None where there are none."""
 
+    def __getitem__(self, pages: slice) -> PageRecords:
+        spread, scales = (None if part is None else part[pages] for part in (self.spread, self.scales))
+        return PageRecords(self.vectors[pages], spread, self.stored[pages], scales)
+
 
 class _Rounded(torch.autograd.Function):
     """Takes the value of one tensor and gives the gradient to another."""

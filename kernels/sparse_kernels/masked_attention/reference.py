@@ -120,10 +120,7 @@ def masked_attention(
     outputs = []
     for begin, length, first_page, num_pages in packing.sequences(mask.page_size):
         tokens, pages = slice(begin, begin + length), slice(first_page, first_page + num_pages)
-        spread = None if records.spread is None else records.spread[pages]
-        outputs.append(
-            newest_attention(query[tokens], key[tokens], value[tokens], records.vectors[pages], spread, mask, scale)
-        )
+        outputs.append(newest_attention(query[tokens], key[tokens], value[tokens], records[pages], mask, scale))
     return torch.cat(outputs)
 
 
@@ -131,8 +128,7 @@ def newest_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    vectors: torch.Tensor,
-    spread: torch.Tensor | None,
+    records: PageRecords,
     mask: PageMask,
     scale: float,
 ) -> torch.Tensor:
@@ -142,8 +138,8 @@ def newest_attention(
     grouped = query.unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
     keys, values = key.transpose(0, 1)[:, None], value.transpose(0, 1)[:, None]
     logits = grouped @ keys.transpose(-1, -2) * scale
-    scores = page_scores(grouped, vectors, spread, mask.selection.std_weight)
-    always = always_read(length, len(vectors), mask, query.device, first)
+    scores = page_scores(grouped, records.vectors, records.spread, mask.selection.std_weight)
+    always = always_read(length, len(records.vectors), mask, query.device, first)
     by_page = log_mask(scores, always, mask, scale).to(logits.dtype)
     by_token = functional.pad(by_page.repeat_interleave(mask.page_size, dim=-1), (0, length % mask.page_size))
     position = torch.arange(length, device=query.device)
