@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -59,7 +59,7 @@ class Geometry:
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """A decode step: one new token for each of `batch` requests."""
+    """A decode step: one new token, or as many as are said, for each of `batch` requests."""
 
     batch: int
     context: int
@@ -67,11 +67,13 @@ class DecodeCase:
     """Query heads of a KV head."""
     format: RecordFormat = DEFAULT_FORMAT
     """How the statistics of pages are stored: `int4` are quarters, `int2` sketches, the others means."""
+    tokens: int = 1
+    """Query tokens of each request: the newest of its context."""
 
     @property
     def name(self) -> str:
         """In the grammar of vLLM's attention benchmarks: requests, query tokens, context."""
-        text = f"{self.batch}q1s{size_text(self.context)} g{self.group}"
+        text = f"{self.batch}q{self.tokens}s{size_text(self.context)} g{self.group}"
         return text if self.format == DEFAULT_FORMAT else f"{text} {self.format}"
 
     def lengths(self, geometry: Geometry) -> list[int]:
@@ -141,14 +143,18 @@ CacheCase = DecodeCase | PrefillCase
 """A case with a cache."""
 Case = CacheCase | TopKCase
 
-DECODE_OPS = ("decode", "route", "route_unique", "score", "attend", "stop", "write", "pieces", "budgets", "coverage")
+DECODE_OPS = (
+    "decode", "route", "route_unique", "score", "attend", "stop", "write", "pieces", "budgets", "coverage", "verify",
+)  # fmt: skip
 OPS = (
     "decode", "route", "route_unique", "topk", "score", "attend", "stop", "write", "pieces", "budgets", "coverage",
-    "prefill",
+    "verify", "prefill",
 )  # fmt: skip
 """Most telling first: a run that is cut short has these."""
-_OF_ONE_GROUP = ("route", "route_unique", "topk", "write", "pieces", "budgets", "coverage", "prefill")
+_OF_ONE_GROUP = ("route", "route_unique", "topk", "write", "pieces", "budgets", "coverage", "verify", "prefill")
 """Measured with the first group size alone."""
+_VERIFIED_TOKENS = (9, 5, 3)
+"""Query tokens of steps that verify drafts: one more than there are drafts."""
 SKIPPED = 0.6
 """Share of the KV groups that are made to be skipped where groups are routed."""
 
@@ -185,7 +191,11 @@ class Grid:
                 elif op == "prefill":
                     plan += [(op, PrefillCase(*each, group)) for each in product(self.prompts, self.chunks)]
                 else:
-                    plan += [(op, case) for case in self._decode_cases(group, first_format)]
+                    cases, counts = (
+                        self._decode_cases(group, first_format),
+                        _VERIFIED_TOKENS if op == "verify" else (1,),
+                    )
+                    plan += [(op, replace(case, tokens=tokens)) for tokens in counts for case in cases]
         for other in self.formats[1:]:
             if "decode" in self.ops and other == self.formats[1]:
                 plan += [("decode", case) for case in self._decode_cases(first_group, other)]

@@ -208,18 +208,22 @@ def _attend(inputs: DecodeInputs, rows: list[int], pages: torch.Tensor) -> torch
 
 
 def _dense(inputs: DecodeInputs, calls: Calls, lengths: list[int], skipped: torch.Tensor | None = None) -> None:
-    rows = sorted({0, inputs.case.batch - 1})
-    expected = torch.stack([_dense_row(inputs, row, lengths[row]) for row in rows])
+    # Of a request with several query tokens the first sees the least.
+    tokens = inputs.case.tokens
+    rows = sorted({0, tokens - 1, inputs.case.batch * tokens - 1})
+    expected = torch.stack(
+        [_dense_row(inputs, row, lengths[row // tokens] - (tokens - 1 - row % tokens)) for row in rows]
+    )
     for name, call in calls.items():
         _require_routed(call(), rows, expected, skipped, name)
 
 
-def _dense_row(inputs: DecodeInputs, request: int, length: int) -> torch.Tensor:
+def _dense_row(inputs: DecodeInputs, token: int, length: int) -> torch.Tensor:
     """`[num_query_heads, head_size]` float32, head by head: a context of 512K tokens takes gigabytes in float32."""
     geometry = inputs.geometry
-    blocks = inputs.block_table[request, : -(-length // geometry.block_size)].long()
+    blocks = inputs.block_table[token // inputs.case.tokens, : -(-length // geometry.block_size)].long()
     outputs = []
-    for head, query in enumerate(inputs.grouped_query[request].float()):
+    for head, query in enumerate(inputs.grouped_query[token].float()):
         tokens = inputs.token_rows[:, head].index_select(0, blocks).flatten(0, 1)[:length].float()
         keys, values = tokens.split(geometry.head_size, dim=-1)
         outputs.append((query @ keys.T * geometry.scale).softmax(dim=-1) @ values)

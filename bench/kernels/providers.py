@@ -127,6 +127,13 @@ def _split(loaded: list[Any], inputs: DecodeInputs, skipped_groups: int | None) 
     return lambda: split_attention(batch, cache, softmax, routing=routing)
 
 
+def _together(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """Dense attention with several query tokens of each request at once."""
+    (multi_token_decode,) = loaded
+    batch, cache, softmax = inputs.batch, inputs.cache, inputs.softmax
+    return lambda: multi_token_decode(batch, cache, softmax)
+
+
 def _fused(loaded: list[Any], inputs: DecodeInputs, skipped_groups: int | None = None) -> Call:
     sparse_decode = loaded[0]
     geometry = inputs.geometry
@@ -260,10 +267,10 @@ def _flash_attention(loaded: list[Any], inputs: DecodeInputs, lengths: Sequence[
     geometry, case, query = inputs.geometry, inputs.case, inputs.query
     keys, values = _attention_caches(inputs)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=query.device)
-    starts = torch.arange(case.batch + 1, dtype=torch.int32, device=query.device)
+    starts = case.tokens * torch.arange(case.batch + 1, dtype=torch.int32, device=query.device)
     schedule = get_scheduler_metadata(
         batch_size=case.batch,
-        max_seqlen_q=1,
+        max_seqlen_q=case.tokens,
         max_seqlen_k=max(lengths),
         num_heads_q=query.shape[1],
         num_heads_kv=geometry.num_kv_heads,
@@ -286,7 +293,7 @@ def _flash_attention(loaded: list[Any], inputs: DecodeInputs, lengths: Sequence[
             v=values,
             out=out,
             cu_seqlens_q=starts,
-            max_seqlen_q=1,
+            max_seqlen_q=case.tokens,
             seqused_k=seq_lens,
             max_seqlen_k=max(lengths),
             softmax_scale=geometry.scale,
@@ -669,6 +676,19 @@ PROVIDERS: dict[str, Op[Any]] = {
                 checks.sparse_decode,
                 traffic.sparse,
             ),
+        ),
+    ),
+    "verify": Op(
+        Workload.verify_inputs,
+        (
+            Provider(
+                "unique",
+                imported("sparse_kernels.multi_token_decode:multi_token_decode"),
+                _together,
+                checks.dense,
+                traffic.dense,
+            ),
+            _DENSE_FLASH_ATTENTION,
         ),
     ),
     "prefill": Op(Workload.prefill_inputs, _PREFILL),

@@ -16,7 +16,7 @@ def _token_bytes(geometry: Geometry) -> int:
 
 
 def _query_bytes(case: DecodeCase, geometry: Geometry) -> int:
-    return case.batch * geometry.num_kv_heads * case.group * geometry.head_size * _BF16
+    return case.batch * case.tokens * geometry.num_kv_heads * case.group * geometry.head_size * _BF16
 
 
 def _record_bytes(case: DecodeCase | PrefillCase, geometry: Geometry) -> int:

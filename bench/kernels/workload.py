@@ -43,7 +43,7 @@ class DecodeInputs:
     seq_lens: torch.Tensor
     """`[batch]` int32, the new token included."""
     query: torch.Tensor
-    """`[batch, num_query_heads, head_size]` bfloat16."""
+    """`[batch * tokens, num_query_heads, head_size]` bfloat16, those of a request one after the other."""
     new_keys: torch.Tensor
     """`[batch, num_kv_heads, head_size]`: what the cache holds at the new token's slot already, so that writing it
     again and again leaves the cache as it is."""
@@ -60,7 +60,7 @@ class DecodeInputs:
 
     @property
     def batch(self) -> DecodeBatch:
-        """The requests that decode, one query token each."""
+        """The requests that decode."""
         return DecodeBatch(self.query, self.block_table, self.seq_lens)
 
     @property
@@ -80,7 +80,7 @@ class DecodeInputs:
 
     @property
     def grouped_query(self) -> torch.Tensor:
-        """`[batch, num_kv_heads, group, head_size]`."""
+        """`[batch * tokens, num_kv_heads, group, head_size]`."""
         return self.query.view(len(self.query), self.geometry.num_kv_heads, self.case.group, -1)
 
     @property
@@ -214,6 +214,12 @@ class Workload:
         recent = torch.arange(self.geometry.num_kv_heads, device=self.device) % 4 != 3
         query = torch.where(recent[:, None, None], _RECENT_LENGTH * inputs.new_keys[:, :, None], inputs.grouped_query)
         return replace(inputs, query=query.flatten(1, 2).to(inputs.query.dtype))
+
+    def verify_inputs(self, case: DecodeCase) -> DecodeInputs:
+        """A step that verifies drafts: several query tokens of each request, the newest of its context."""
+        heads, size = self.geometry.num_kv_heads * (case.group + 2), self.geometry.head_size
+        projected = self._normal(case.batch * case.tokens, heads, size)
+        return replace(self.decode_inputs(case), query=projected[:, : self.geometry.num_kv_heads * case.group])
 
     def prefill_inputs(self, case: PrefillCase) -> PrefillInputs:
         """Inputs of a step of a prompt; its blocks are scattered over the whole cache."""

@@ -20,6 +20,33 @@ def to_base_2(logits, SOFTCAP: tl.constexpr):
     return logits * LOG2E
 
 
+@triton.jit
+def rows_at(strides, table_ptr, column, exists, kv_head, BLOCK_TOKENS: tl.constexpr):
+    """Where the keys or values of some tokens of a context begin, counted in elements."""
+    block = tl.load(table_ptr + column // BLOCK_TOKENS, mask=exists, other=0).to(tl.int64)
+    return block * strides[0] + kv_head * strides[1] + column % BLOCK_TOKENS * strides[2]
+
+
+@triton.jit
+def read_rows(rows_ptr, place, exists, dim, HEAD_SIZE: tl.constexpr, DTYPE: tl.constexpr):
+    """Keys or values `[KEYS, DIMS]`."""
+    mask = exists[:, None] & (dim < HEAD_SIZE)[None, :]
+    return tl.load(rows_ptr + place[:, None] + dim[None, :], mask=mask, other=0.0).to(DTYPE)
+
+
+@triton.jit
+def add_tokens(largest, total, sums, logits, values, DTYPE: tl.constexpr):
+    """Adds tokens to the softmax of each row."""
+    peak = tl.maximum(largest, tl.max(logits, axis=1))
+    # A row that has seen nothing yet has a peak of -inf, from which nothing can be subtracted.
+    base = tl.where(peak == float("-inf"), 0.0, peak)
+    weights = tl.exp2(logits - base[:, None])
+    shrunk = tl.exp2(largest - base)
+    total = total * shrunk + tl.sum(weights, axis=1)
+    sums = sums * shrunk[:, None] + tl.dot(weights.to(DTYPE), values, input_precision="ieee")
+    return peak, total, sums
+
+
 def arithmetic(query: torch.Tensor) -> tl.dtype:
     """Returns what the matrix units multiply: queries of 8 bits are exact in 16 bits."""
     return _DTYPES.get(query.dtype, tl.bfloat16)

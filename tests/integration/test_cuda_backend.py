@@ -198,14 +198,43 @@ def test_a_mixed_batch_decodes_sparsely_and_prefills_densely(layer, builder):
 def test_in_lossless_mode_drafting_steps_select_and_steps_that_answer_attend_densely(builder, layer):
     builder.answers_sparsely = False
     builder.reads = reads = CountedSteps()
-    output, dense, metadata = run(layer, builder, common_metadata([3, 3], [300, 500], [False, False]))
-    assert (metadata.num_decode_tokens, metadata.prefill.num_actual_tokens, reads.steps) == (0, 6, 0)
+    output, dense, metadata = run(layer, builder, common_metadata([3, 2], [300, 500], [False, False]))
+    assert (metadata.num_decode_tokens, metadata.prefill.num_actual_tokens, reads.steps) == (0, 5, 0)
+    assert metadata.verified is None
     assert torch.equal(output, dense)
     output, dense, metadata = run(layer, builder, common_metadata([1, 1], [300, 500], [False, False]), drafts=True)
     assert [(part.tokens, part.seq_lens.tolist()) for part in metadata.decode] == [(slice(0, 2), [300, 500])]
     assert (metadata.prefill, reads.steps) == (None, 1)
     assert output.isfinite().all()
     assert not any(torch.allclose(*rows, atol=2e-2, rtol=2e-2) for rows in zip(output, dense, strict=True))
+
+
+@pytest.mark.parametrize("has_dense_layers", [False, True])
+def test_a_step_that_verifies_as_many_drafts_of_every_request_attends_at_once(
+    builder, layer, monkeypatch, has_dense_layers
+):
+    builder.answers_sparsely, builder.any_dense_layer = False, has_dense_layers
+    common = common_metadata([3, 3], [300, 500], [False, False])
+    kernel = mock.Mock(side_effect=cuda.multi_token_decode)
+    monkeypatch.setattr(cuda, "multi_token_decode", kernel)
+    output, dense, metadata = run(layer, builder, common)
+    assert kernel.call_count == 1
+    assert (metadata.decode, metadata.prefill) == ([], None)
+    torch.testing.assert_close(output, dense, atol=1e-2, rtol=1e-2)
+    # Nothing may be copied that a graph would read again.
+    assert metadata.verified.seq_lens.data_ptr() == common.seq_lens.data_ptr()
+    assert metadata.verified.block_table.data_ptr() == common.block_table_tensor.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("queries", "drafting"), [([1, 1], False), ([5, 5], False), ([3, 3, 2], False), ([3, 3], True)]
+)
+def test_other_steps_do_not_verify(builder, queries, drafting):
+    """One token decodes, five are more than there are drafts and one, and drafting steps choose pages."""
+    builder.answers_sparsely = False
+    common = common_metadata(queries, [300] * len(queries), [False] * len(queries))
+    built = builder.build_for_drafting(common, 0) if drafting else builder.build(0, common)
+    assert built.verified is None
 
 
 class CountedSteps:

@@ -58,6 +58,7 @@ from sparse_kernels.batch import DecodeBatch, PrefillBatch, Prompts, QueryTokens
 from sparse_kernels.block_prefill import BlockRule, plan_tiles, triton as blocks
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import CompactionRule, triton as compaction
+from sparse_kernels.multi_token_decode import triton as several
 from sparse_kernels.page_score import triton as scores
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout
 from sparse_kernels.page_statistics import triton as write
@@ -99,6 +100,16 @@ for head_size, group, page in ((64, 4, 8), (128, 16, 32), (256, 8, 8), (96, 1, 1
     token = QueryTokens(query, torch.zeros(1, 4).long(), torch.zeros(1).long())
     read = torch.zeros(1, 2, 4 * 64 // page, dtype=torch.bool)
     rows_of.attend_row(token, cache, read, Softmax(0.1, 20.0 * (head_size > 64), torch.zeros(2 * group)))
+
+several._attend_piece, several._add_pieces = Compile(several._attend_piece), Compile(several._add_pieces)
+for head_size, group, dtype, block in ((64, 4, torch.bfloat16, 48), (128, 8, torch.float16, 64)):
+    one = torch.ones(1) if dtype.itemsize == 1 else None
+    cache = KVCache.from_rows(torch.zeros(4, 2, block, 2 * head_size).to(dtype), 8, None, one, one)
+    query, table = torch.zeros(27, 2 * group, head_size).to(dtype), torch.zeros(3, 300).int()
+    several.multi_token_decode(
+        DecodeBatch(query, table, torch.zeros(3).int(), query_scale=one), cache,
+        Softmax(0.1, 20.0 * (head_size > 64), torch.zeros(2 * group)), torch.zeros(query.shape).bfloat16(),
+    )
 
 for name in sys.argv[2].split():
     setattr(blocks, name, Compile(getattr(blocks, name)))
@@ -170,8 +181,8 @@ def compiled(code: str, *arguments: str) -> int:
 def test_compiles(architecture: str) -> None:
     of_decode = len(KINDS) + sum(not kind.is_fused for kind in KINDS.values())
     of_prefill = 3 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
-    of_rows, of_rolling = 4, 8
-    expected = of_decode + of_rows + of_prefill + of_rolling + 2 * len(COMPACTION)
+    of_rows, of_several, of_rolling = 4, 4, 8
+    expected = of_decode + of_rows + of_several + of_prefill + of_rolling + 2 * len(COMPACTION)
     assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == expected
 
 

@@ -22,6 +22,7 @@ def interpret_kernels() -> None:
         import sparse_kernels.block_prefill.triton
         import sparse_kernels.compaction.triton
         import sparse_kernels.masked_attention.triton
+        import sparse_kernels.multi_token_decode.triton
         import sparse_kernels.page_score.triton
         import sparse_kernels.page_statistics.triton
         import sparse_kernels.rolling_attention.triton

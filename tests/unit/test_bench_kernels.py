@@ -112,6 +112,7 @@ def test_one_request_of_eight_completes_a_page():
 
 def test_names_follow_the_grammar_of_vllm():
     assert DecodeCase(8, 32768, 4).name == "8q1s32K g4"
+    assert DecodeCase(8, 32768, 4, tokens=9).name == "8q9s32K g4"
     assert DecodeCase(8, 32768, 4, "fp8").name == "8q1s32K g4 fp8"
     assert PrefillCase(131072, 8192, 4).name == "1q8Ks128K g4"
 
@@ -388,7 +389,7 @@ def test_a_measured_case_has_times_share_and_speed_ups(workload):
     assert rows[0] == {
         "op": "score",
         "provider": "ours",
-        "case": {"batch": 1, "context": 512, "group": 2, "format": "int4"},
+        "case": {"batch": 1, "context": 512, "group": 2, "format": "int4", "tokens": 1},
         "case_name": "1q1s512 g2",
         "bytes": 10_000_000,
         "status": "measured",
@@ -481,13 +482,14 @@ def test_everything_that_is_ours_runs_on_a_cpu(workload):
         for name, op in PROVIDERS.items()
     }
     others = {"topk": TopKCase(8, 256), "prefill": PrefillCase(768, 128, 2)}
+    others["verify"] = DecodeCase(2, 768, 2, tokens=5)
     plan = [(name, others.get(name, DecodeCase(2, 768, 2))) for name in PROVIDERS]
     rows = run(ours, plan, workload)
     for row in rows:
         (each,) = [each for each in ours[row["op"]].providers if each.name == row["provider"]]
         assert row["status"] == ("measured" if loads(each) else "unavailable"), row
-    measured = ("topk", "score", "attend", "route", "route_unique", "stop")
-    assert [row["status"] for row in rows if row["op"] in measured] == ["measured"] * 13
+    measured = ("topk", "score", "attend", "route", "route_unique", "stop", "verify")
+    assert [row["status"] for row in rows if row["op"] in measured] == ["measured"] * 14
 
 
 @pytest.mark.parametrize("op", ["route", "route_unique"])

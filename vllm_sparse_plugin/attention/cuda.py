@@ -4,8 +4,9 @@ Short prompts, sliding-window layers, leading dense layers and, unless it is spa
 on the token rows of the cache; sparse prefill runs it on blocks that the tiles of long prompts choose, or on the tokens
 that a layer keeps of them. Decoding tokens
 run one fused kernel, which attends short contexts whole, or, where they are routed or may stop but select no pages, one
-that splits long contexts. Where positions roll, all tokens run one kernel. What a step does is decided by the shape of
-its batch alone, so a batch of decoding requests is one full CUDA graph.
+that splits long contexts. Steps that verify drafts attend densely, with all tokens of a request at once. Where
+positions roll, all tokens run one kernel. What a step does is decided by the shape of its batch alone, so a batch of
+decoding requests is one full CUDA graph.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import ObservationWindow
 from sparse_kernels.group_routing import route_groups
 from sparse_kernels.limits import HEAD_SIZES
+from sparse_kernels.multi_token_decode import multi_token_decode
 from sparse_kernels.page_coverage import Coverage, count_rows
 from sparse_kernels.page_statistics import write_cache
 from sparse_kernels.page_topk import best_first, select_pages
@@ -186,6 +188,8 @@ class SparseCUDAMetadata(FlashAttentionMetadata):
     """Tokens of prompts whose queries are kept for a vote."""
     sampled: SampledToken | None = None
     """The decoding token whose selection is measured, if one's is."""
+    verified: DecodeRequests | None = None
+    """All requests of a step that does nothing but verify drafts: they attend densely."""
 
 
 class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -278,9 +282,9 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         runs, prompts = self._split(common) if selects else ([], None)
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)
-        whole = None
-        # Where positions roll, no layer runs FlashAttention.
-        if not self.rolls and (self.any_dense_layer or not num_decodes):
+        whole, verifies = None, not selects and self._verifies(common)
+        # Where positions roll, and where drafts are verified, no layer runs FlashAttention.
+        if not self.rolls and not verifies and (self.any_dense_layer or not num_decodes):
             whole = super().build(common_prefix_len, common, fast_build)
             metadata = SparseCUDAMetadata(**{item.name: getattr(whole, item.name) for item in fields(whole)})
         else:
@@ -310,7 +314,11 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                         None if budgets is None else budgets.tensor[those], self.budgets.coverage_of(those),
                     )
                 )  # fmt: skip
-        if num_decodes < common.num_reqs:
+        if verifies:
+            every = slice(0, common.num_actual_tokens)
+            nobody = self.dense_requests.tensor[: common.num_reqs]
+            metadata.verified = DecodeRequests(every, common.block_table_tensor, common.seq_lens, nobody)
+        elif num_decodes < common.num_reqs:
             if num_decodes:
                 # The schedule that FlashAttention plans ahead lies in one buffer, which the whole batch's may hold.
                 prefills = _without_first(common, num_decodes, num_decode_tokens)
@@ -364,6 +372,13 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             return [DecodeRun(0, num_reqs, 0, num_tokens)]
         start = common.query_start_loc_cpu
         return decode_runs((start[1:] - start[:-1]).tolist(), longest)
+
+    def _verifies(self, common: CommonAttentionMetadata) -> bool:
+        """Whether a step that attends densely has as many tokens of every request: the newest one and its drafts."""
+        assert self.reorder_batch_threshold is not None
+        per_request = common.max_query_len
+        is_uniform = common.num_actual_tokens == per_request * common.num_reqs
+        return is_uniform and 1 < per_request <= self.reorder_batch_threshold
 
     def _write_dense_requests(
         self, common: CommonAttentionMetadata, num_decodes: int, own: Sequence[PagesRead | None]
@@ -524,6 +539,13 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         if self.plan.rolling is not None:
             self._attend_rolling(layer, query, attn_metadata, output)
             return
+        verified = attn_metadata.verified
+        if verified is not None:
+            heads = DecodeOutput(output[verified.tokens])
+            multi_token_decode(
+                self._batch_of(layer, query, verified), self._scaled(self.cache, layer), self.softmax, heads
+            )
+            return
         rounds = attn_metadata.rounds if self.plan.prefill is not None else []
         if not self.plan.is_sparse and not rounds:
             dense(attn_metadata, 0)
@@ -582,10 +604,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         """Attends with the decoding tokens of a step."""
         cache = self._scaled(self.cache, layer)
         for decode in metadata.decode:
-            batch = DecodeBatch(
-                query[decode.tokens], decode.block_table, decode.seq_lens, decode.dense, self.plan.dense_tokens,
-                self._query_scale(query, layer), self.plan.max_context, decode.budgets,
-            )  # fmt: skip
+            batch = self._batch_of(layer, query, decode)
             if decode.coverage is not None and self.plan.page_selection is not None:
                 counters = None if self.plan.routing else self.plan.counters
                 batch = count_rows(batch, cache, self.plan.page_selection, self.softmax, decode.coverage, counters)
@@ -594,6 +613,13 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             if sampled is not None and decode.tokens.start <= sampled.token < decode.tokens.stop:
                 with dropping(UNMEASURED):
                     self._measure(batch, cache, sampled.token - decode.tokens.start, sampled)
+
+    def _batch_of(self, layer: Any, query: torch.Tensor, requests: DecodeRequests) -> DecodeBatch:
+        """Returns the requests with a layer's queries."""
+        return DecodeBatch(
+            query[requests.tokens], requests.block_table, requests.seq_lens, requests.dense, self.plan.dense_tokens,
+            self._query_scale(query, layer), self.plan.max_context, requests.budgets,
+        )  # fmt: skip
 
     def _voting(self, layer: Any, window: ObservationWindow) -> tuple[ObservationWindow, KVCache]:
         scaled = replace(window, query_scale=self._query_scale(window.query, layer))

@@ -14,7 +14,7 @@ import triton.language as tl
 from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.rolling_attention.rule import RollingWindow, Rotation
-from sparse_kernels.triton import arithmetic, to_base_2
+from sparse_kernels.triton import add_tokens, arithmetic, read_rows, rows_at, to_base_2
 
 _MOST_ROWS = 64
 """Rows of a program where prompts have many; a matrix unit multiplies at least 16."""
@@ -64,33 +64,6 @@ def _turned_back(
     return turned / tl.sqrt(cos * cos + sin * sin)
 
 
-@triton.jit
-def _rows_at(strides, table_ptr, column, exists, kv_head, BLOCK_TOKENS: tl.constexpr):
-    """Where the keys or values of some tokens of a context begin, counted in elements."""
-    block = tl.load(table_ptr + column // BLOCK_TOKENS, mask=exists, other=0).to(tl.int64)
-    return block * strides[0] + kv_head * strides[1] + column % BLOCK_TOKENS * strides[2]
-
-
-@triton.jit
-def _read(rows_ptr, place, exists, dim, HEAD_SIZE: tl.constexpr, DTYPE: tl.constexpr):
-    """Keys or values `[KEYS, DIMS]`."""
-    mask = exists[:, None] & (dim < HEAD_SIZE)[None, :]
-    return tl.load(rows_ptr + place[:, None] + dim[None, :], mask=mask, other=0.0).to(DTYPE)
-
-
-@triton.jit
-def _add(largest, total, sums, logits, values, DTYPE: tl.constexpr):
-    """Adds tokens to the softmax of each row."""
-    peak = tl.maximum(largest, tl.max(logits, axis=1))
-    # A row that has seen nothing yet has a peak of -inf, from which nothing can be subtracted.
-    base = tl.where(peak == float("-inf"), 0.0, peak)
-    weights = tl.exp2(logits - base[:, None])
-    shrunk = tl.exp2(largest - base)
-    total = total * shrunk + tl.sum(weights, axis=1)
-    sums = sums * shrunk[:, None] + tl.dot(weights.to(DTYPE), values, input_precision="ieee")
-    return peak, total, sums
-
-
 # Steps differ in their number of requests, and none waits for a compilation.
 @triton.jit(do_not_specialize=["num_requests"])
 def _attend(
@@ -135,14 +108,14 @@ def _attend(
     for other in range(begin // KEYS * KEYS, end, KEYS):
         column = other + tl.arange(0, KEYS)
         is_read = (column >= begin) & (column < end)
-        place = _rows_at(key_strides, table, column, is_read, kv_head, BLOCK_TOKENS)
-        keys = tl.trans(_read(keys_ptr, place, is_read, dim, HEAD_SIZE, DTYPE))
+        place = rows_at(key_strides, table, column, is_read, kv_head, BLOCK_TOKENS)
+        keys = tl.trans(read_rows(keys_ptr, place, is_read, dim, HEAD_SIZE, DTYPE))
         logits = to_base_2(tl.dot(query, keys, input_precision="ieee") * scale, SOFTCAP)
         oldest_seen = tl.where(leaves_out, position + 1 - newest_tokens, 0)
         seen = (column[None, :] <= position[:, None]) & (column[None, :] >= oldest_seen[:, None])
         logits = tl.where(is_read[None, :] & seen, logits, float("-inf"))
-        values = _read(values_ptr, place, is_read, dim, HEAD_SIZE, DTYPE)
-        largest, total, sums = _add(largest, total, sums, logits, values, DTYPE)
+        values = read_rows(values_ptr, place, is_read, dim, HEAD_SIZE, DTYPE)
+        largest, total, sums = add_tokens(largest, total, sums, logits, values, DTYPE)
 
     # The queries as they are need no more room from here on.
     nearer = tl.where(leaves_out, position - (cache_tokens - 1), 0).to(tl.int64)
@@ -155,13 +128,13 @@ def _attend(
     for other in range(0, tl.minimum(sink_tokens, end), _SINKS):
         column = other + tl.arange(0, _SINKS)
         is_read = column < tl.minimum(sink_tokens, end)
-        place = _rows_at(key_strides, table, column, is_read, kv_head, BLOCK_TOKENS)
-        keys = tl.trans(_read(keys_ptr, place, is_read, dim, HEAD_SIZE, DTYPE))
+        place = rows_at(key_strides, table, column, is_read, kv_head, BLOCK_TOKENS)
+        keys = tl.trans(read_rows(keys_ptr, place, is_read, dim, HEAD_SIZE, DTYPE))
         products = tl.dot(rounded, keys, input_precision="ieee") + tl.dot(rest, keys, input_precision="ieee")
         logits = to_base_2(products * scale, SOFTCAP)
         logits = tl.where(is_read[None, :] & (column[None, :] <= position[:, None]), logits, float("-inf"))
-        values = _read(values_ptr, place, is_read, dim, HEAD_SIZE, DTYPE)
-        largest, total, sums = _add(largest, total, sums, logits, values, DTYPE)
+        values = read_rows(values_ptr, place, is_read, dim, HEAD_SIZE, DTYPE)
+        largest, total, sums = add_tokens(largest, total, sums, logits, values, DTYPE)
 
     # A request without a context has seen nothing.
     sums = sums / tl.where(total > 0, total, 1.0)[:, None]

@@ -1,0 +1,46 @@
+"""Entry point of the multi-token-decode operation."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, Softmax
+from sparse_kernels.cache import KVCache
+from sparse_kernels.split_attention import split_attention
+
+
+def multi_token_decode(
+    batch: DecodeBatch, cache: KVCache, softmax: Softmax, output: DecodeOutput | None = None
+) -> torch.Tensor:
+    """Computes dense attention of the newest tokens of each request: the last attends to all,
+    each one before it to one token less.
+
+    That is what verifies drafts. Keys and values are read once for all query tokens of a request and all query heads of
+    a KV head, so it takes about as long as one token a request does, until there are more rows than the matrix units
+    take at a time. No length is read by the host, and launches captured in a CUDA graph serve every later batch of
+    their size. How a context is cut follows from its length and from the number of requests.
+
+    Args:
+        batch: the requests; what it says of budgets, scores and dense requests is of no account.
+        cache: their keys and values, one contiguous row per token on a GPU.
+        softmax: how logits become weights.
+        output: where to write; a new tensor of the query's dtype (bfloat16 for a float8 query) if left out.
+
+    Returns:
+        The output's heads, `[num_tokens, num_query_heads, head_size]`; zero for query tokens without a context.
+        Arithmetic is in float32, but that a GPU rounds the weights of each piece of a context to the queries' dtype.
+
+    Raises:
+        ValueError: if the shapes disagree, or, on a GPU, the cache is packed.
+    """
+    if not batch.query.is_cuda:
+        return split_attention(batch, cache, softmax, output=output)
+    from sparse_kernels.multi_token_decode import triton
+
+    batch.check(cache.num_kv_heads, cache.head_size)
+    cache.check()
+    softmax.check(batch.query.shape[1])
+    output = DecodeOutput.like(batch.query) if output is None else output
+    output.check(batch, cache.num_kv_heads)
+    triton.multi_token_decode(batch, cache, softmax, output.heads)
+    return output.heads
