@@ -206,3 +206,11 @@ def test_a_graph_serves_other_lengths():
         )
         error = (output.double().cpu() - expected).norm(dim=-1)
         assert (error <= 2**-7 * expected.norm(dim=-1)).all()
+
+
+@pytest.mark.parametrize("contexts", [4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 264, 384, 512, 768])
+def test_programs_fill_whole_waves(contexts):
+    from sparse_kernels.multi_token_decode import triton
+
+    programs, at_once = contexts * triton._pieces(contexts, 132), 264
+    assert programs / (-(-programs // at_once) * at_once) >= 0.94

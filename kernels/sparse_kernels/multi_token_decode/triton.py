@@ -15,8 +15,12 @@ from sparse_kernels.cache import KVCache
 from sparse_kernels.limits import shared_bytes_of
 from sparse_kernels.triton import LOG2E, add_tokens, arithmetic, read_rows, rows_at, to_base_2
 
-_PROGRAMS = 1536
-"""Programs that fill a GPU a few times over, so that the last ones to end keep few others waiting."""
+_PER_MULTIPROCESSOR = 2
+"""Programs that a multiprocessor runs at once."""
+_WAVES = range(2, 8)
+"""How often programs fill a GPU: more than once, so that the longest of several contexts is spread over it, too."""
+_FULL = 0.94
+"""Part of all waves that is not idle, where the first number of waves that leaves so little idle is taken."""
 _MAX_PIECES = 64
 _LEAST_TOKENS = 512
 """Tokens of a piece, at least, where contexts are long."""
@@ -130,8 +134,8 @@ def multi_token_decode(batch: DecodeBatch, cache: KVCache, softmax: Softmax, out
     rows = 64 if tokens * group <= 64 else 128
     tiles = triton.cdiv(tokens * group, rows)
     longest = batch.max_context or batch.block_table.shape[1] * block_tokens
-    wanted = triton.cdiv(_PROGRAMS, batch.num_requests * heads * tiles)
-    pieces = max(min(wanted, _MAX_PIECES, triton.cdiv(longest, _LEAST_TOKENS)), 1)
+    wanted = _pieces(batch.num_requests * heads * tiles, _multiprocessors(keys.device))
+    pieces = max(min(wanted, triton.cdiv(longest, _LEAST_TOKENS)), 1)
     shape = batch.num_requests, heads, pieces, tokens * group
     sums = torch.empty((*shape, head_size), dtype=torch.float32, device=output.device)
     totals = torch.empty((*shape, 2), dtype=torch.float32, device=output.device)
@@ -148,6 +152,19 @@ def multi_token_decode(batch: DecodeBatch, cache: KVCache, softmax: Softmax, out
         sums, totals, softmax.sink_logits, cache.value_scale, output, output.stride()[:2], tokens, pieces, GROUP=group,
         HEAD_SIZE=head_size, DIMS=dims, AT_ONCE=_PIECES_AT_ONCE, num_warps=4,
     )  # fmt: skip
+
+
+def _pieces(contexts: int, multiprocessors: int) -> int:
+    """Returns how many pieces so many contexts are cut into each: few, since their sums pass through memory, but so
+    that programs fill whole waves."""
+    at_once = multiprocessors * _PER_MULTIPROCESSOR
+    counts = [max(min(waves * at_once // contexts, _MAX_PIECES), 1) for waves in _WAVES]
+    filled = {count: contexts * count / (triton.cdiv(contexts * count, at_once) * at_once) for count in counts}
+    return next((count for count in counts if filled[count] >= _FULL), max(counts, key=filled.__getitem__))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
 
 
 def _stages(device: torch.device) -> int:
