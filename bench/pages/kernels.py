@@ -104,6 +104,23 @@ def coverage_cost() -> Block:
     return _beside_one_budget(text, COVERAGE, {"unique": "with a coverage, µs"})
 
 
+def verification() -> Block:
+    """Dense attention with several query tokens of each request at once, beside FlashAttention's; empty until it was
+    measured."""
+    path = _FOLDER / "verify.jsonl"
+    if not path.exists():
+        return Block("")
+    rival, rows = _RIVALS[0], []
+    for (_, case), providers in _read_times(path).items():
+        us = {name: row["cold"]["median_us"] for name, row in providers.items() if "cold" in row}
+        if us.keys() >= {"unique", rival}:
+            ours, share = us["unique"], providers["unique"]["share_of_read_bandwidth"]["cold"]
+            beside = f"{us[rival]:.0f} ({us[rival] / ours:.2f}x)"
+            rows.append([case.removesuffix(" g4"), f"{ours:.0f}", beside, f"{share:.0%}"])
+    headings = ["requests, tokens of each and context", "ours, µs", f"{rival}", "ours, of read bandwidth"]
+    return Block(table(headings, rows), [path])
+
+
 def _beside_one_budget(text: str, path: Path, ways: Mapping[str, str]) -> Block:
     """A text, and attention under one budget for all beside other ways to say how much is read.
 

@@ -64,6 +64,7 @@ SECTIONS: dict[str, Section] = {
     "decode-stopping": Section(serving.decode_stopping),
     "lossless-gpu": Section(serving.lossless_gpu),
     "lossless-adaptive": Section(serving.lossless_adaptive),
+    "verification": Section(kernels.verification),
     "serve-gpu": Section(serving.serve_gpu),
     "serve-prefill": Section(serving.serve_prefill),
     "serve-few-clients": Section(serving.serve_few_clients),
