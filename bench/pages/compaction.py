@@ -39,14 +39,25 @@ def users() -> Block:
         [
             "all there is" if row["cache_tokens"] is None else f"{row['cache_tokens']:,}",
             f"{row['concurrency']}", f"{row['input_tokens']:,} + {row['output_tokens']:,}", f"`{row['variant']}`",
-            f"{row['running_most']}", f"{row['output_tokens_per_second']:,.0f}", f"{row['tpot_ms_median']:.1f}",
-            f"{row['preemptions']}",
+            _measured(row), _at_once(row), f"{row['output_tokens_per_second']:,.0f}",
+            f"{row['tpot_ms_median']:.1f}" if "tpot_ms_median" in row else "-", f"{row['preemptions']}",
         ]
         for row in rows
     ]  # fmt: skip
-    headings = ["tokens of cache", "clients", "tokens of a request", "backend", "at once", "tokens per second",
-                "ms per token", "preemptions"]  # fmt: skip
+    headings = ["tokens of cache", "clients", "tokens of a request", "backend", "measured", "at once",
+                "tokens per second", "ms per token", "preemptions"]  # fmt: skip
     return Block("\n\n".join([table(headings, lines), *_unbound(rows)]), paths) if paths else Block(_NOTHING)
+
+
+def _measured(row: Row) -> str:
+    """What a row is of: all requests from the first to the last, or some time of a server that is asked without end."""
+    seconds, lead = row.get("window_seconds"), row.get("lead_seconds")
+    return "all requests" if seconds is None else f"{seconds:.0f} s, after {lead:.0f} s"
+
+
+def _at_once(row: Row) -> str:
+    most, mean = row["running_most"], row.get("running_mean")
+    return f"{most}" if mean is None else f"{most} ({mean:.1f} on average)"
 
 
 def _unbound(rows: Sequence[Row]) -> Iterator[str]:
@@ -54,6 +65,7 @@ def _unbound(rows: Sequence[Row]) -> Iterator[str]:
     loads: dict[tuple[object, ...], dict[str, Row]] = defaultdict(dict)
     for row in rows:
         load = tuple(row[key] for key in ("cache_tokens", "concurrency", "input_tokens", "output_tokens"))
+        load += ("window_seconds" in row,)
         loads[load][row["variant"]] = row
     for found in loads.values():
         dense = found.pop("dense", None)

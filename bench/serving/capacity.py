@@ -2,13 +2,18 @@
 
     python -m bench.serving capacity --output capacity.jsonl
     python -m bench.serving capacity --output try.jsonl --model needle-8m --input-tokens 1500 --output-tokens 64 \
-        --concurrency 8 --cache-tokens 4096
+        --concurrency 8 --cache-tokens 4096 --lead 10 --window 20
+
+A run of all requests takes a long time where few fit the cache. With `--window` the clients ask without end, and what
+is measured is the server between the end of the lead and that of the window. The first answers begin together, so the
+lead lets them do so, and a window should be several answers long.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -30,6 +35,7 @@ from bench.serving.serve import (
     server_settings,
     table,
 )
+from bench.serving.window import Window, measure_window
 from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -62,7 +68,11 @@ def capacity(
     concurrency: Annotated[list[str] | None, typer.Option(help="Clients, repeatable; 32 and 256.")] = None,
     input_tokens: Annotated[int, typer.Option(min=64, help="Tokens of a prompt.")] = 16384,
     output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of an answer.")] = 2048,
-    waves: Annotated[int, typer.Option(min=1, help="Requests per client, at least 4 in all.")] = 1,
+    waves: Annotated[int, typer.Option(min=1, help="Requests per client, at least 4 in all; without a window.")] = 1,
+    window: Annotated[
+        float | None, typer.Option(min=1, help="Seconds of a server at work that are measured, in place of whole runs.")
+    ] = None,
+    lead: Annotated[float, typer.Option(min=0, help="Seconds that clients ask before the window.")] = 30,
     additional_config: AdditionalConfig = None,
     server_argument: ServerArgument = None,
     start_seconds: StartSeconds = 300,
@@ -73,6 +83,7 @@ def capacity(
     end, console, failed = time.monotonic() + time_limit, open_console(), []
     variants = parse_variants(variant or VARIANTS)
     caches = [parse_cache(text) for text in split_values(cache_tokens or _CACHES)]
+    apply = None if window is None else partial(measure_window, Window(lead, window))
     clients = parse_sizes("concurrency", concurrency or ["32,256"])
     asked = [ClientRow(context=input_tokens, requests=each) for each in clients]
     loads = make_loads([RANDOM], asked, output_tokens, waves)
@@ -98,7 +109,7 @@ def capacity(
                         # On a CPU it would count instead.
                         environment["VLLM_CPU_KVCACHE_SPACE"] = None
                     limited = replace(server, arguments=arguments, environment=environment)
-                    if not measure_loads(each, limited, opened, loads, end, console, write):
+                    if not measure_loads(each, limited, opened, loads, end, console, write, apply):
                         failed.append(each.name)
     rows = read_run(output).rows
     for tokens in caches:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from openai import OpenAI
 from rich.console import Console
 from rich.table import Table
 
@@ -34,6 +35,7 @@ from bench.common.results import ResultFile, Row, read_run
 from bench.common.worker import EXTENSION
 from bench.serving.variants import DECODE_GRAPHS
 from bench.serving.watch import watch
+from bench.soak.clients import metrics_text
 from vllm_sparse_plugin.cli.provenance import describe_gpu, describe_run
 from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -97,6 +99,11 @@ class Load:
         lengths += ["--prefix-repetition-output-len", str(self.output_tokens), "--prefix-repetition-num-prefixes", "1"]
         # The warm-up asks the first request, which brings the prefix into the cache.
         return [*arguments, "--dataset-name", "prefix_repetition", *lengths, "--num-warmups", "1"]
+
+
+Apply = Callable[[Load, OpenAI, Model, float], Row]
+"""Applies a load to the server of a client until a time of `time.monotonic`, and returns the columns that it measured.
+Raises ChildProcessError if that fails."""
 
 
 def parse_result(result: dict[str, Any]) -> dict[str, Any]:
@@ -263,10 +270,12 @@ def measure_loads(
     end: float,
     console: Console,
     write: Callable[[Row], None],
+    apply: Apply | None = None,
 ) -> bool:
-    """Start a server, apply every load, stop it; False where that fails, and the standard error says why."""
+    """Start a server, apply every load, stop it; False where that fails, and the standard error says why. Loads are
+    applied by `vllm bench serve`, unless it is said how."""
     try:
-        _measure(variant, settings, model, loads, end, console, write)
+        _measure(variant, settings, model, loads, end, console, write, apply or _apply)
     except (ServerError, WrongBackendError) as error:
         print(f"error: {error}", file=sys.stderr)
         return False
@@ -281,6 +290,7 @@ def _measure(
     end: float,
     console: Console,
     write: Callable[[Row], None],
+    apply: Apply,
 ) -> None:
     settings = replace(settings, start_seconds=max(min(settings.start_seconds, end - time.monotonic()), 1))
     with run_server(variant.name.replace(":", "-"), settings, console) as client:
@@ -297,9 +307,8 @@ def _measure(
         prompt = rng.choices(range(3, model.vocabulary), k=loads[0].input_tokens)
         client.completions.create(model=model.folder.name, prompt=prompt, max_tokens=8)
         for load in loads:
-            status = console.status(f"{variant.name}: {load.workload}, concurrency {load.concurrency}")
-            with status, watch(lambda: client._client.get(f"{url}/metrics").text) as watched:
-                columns = _apply(load, url, model, end)
+            with console.status(f"{variant.name}: {load.workload}, concurrency {load.concurrency}"):
+                columns = apply(load, client, model, end)
             write(
                 {
                     "variant": variant.name,
@@ -314,13 +323,18 @@ def _measure(
                     "concurrency": load.concurrency,
                     "requests": load.requests,
                     **columns,
-                    **watched.columns(),
                 }
             )
 
 
-def _apply(load: Load, url: str, model: Model, end: float) -> dict[str, Any]:
+def _apply(load: Load, client: OpenAI, model: Model, end: float) -> Row:
     """Run `vllm bench serve` and return what it measured; raise ChildProcessError if it fails."""
+    with watch(lambda: metrics_text(client)) as watched:
+        columns = _run_bench(load, str(client.base_url).removesuffix("/v1/"), model, end)
+    return columns | watched.columns()
+
+
+def _run_bench(load: Load, url: str, model: Model, end: float) -> Row:
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
         log, result = Path(folder) / "log", Path(folder) / "result.json"
         arguments = ["bench", "serve", "--base-url", url, "--model", model.folder.name]
@@ -347,6 +361,6 @@ def table(rows: list[dict[str, Any]]) -> Table:
         lines.add_column(heading, justify="right")
     keys = ("ttft_ms_median", "ttft_ms_p99", "tpot_ms_median", "tpot_ms_p99", "itl_ms_p99", "output_tokens_per_second")
     for row in sorted(rows, key=lambda row: (row["workload"], row["concurrency"])):
-        cells = (f"{row[key]:.2f}" for key in keys)
+        cells = (f"{row[key]:.2f}" if key in row else "-" for key in keys)
         lines.add_row(row["workload"], str(row["concurrency"]), row["variant"], *cells, str(row["running_most"]))
     return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,61 +17,89 @@ _SECONDS = 0.5
 """Between two looks."""
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 _USAGE, _PREEMPTIONS = "vllm:kv_cache_usage_perc", "vllm:num_preemptions_total"
+_TOKENS, _COMPLETED = "vllm:generation_tokens_total", "vllm:request_success_total"
 
 
 @dataclass
 class Watched:
     """What was seen of a server, look by look."""
 
-    running: list[float] = field(default_factory=list)
-    """Requests that run, where others wait: the cache is then what limits them, or the most that may run."""
-    most_running: float = 0.0
-    usage: float = 0.0
-    """The fullest cache, as a share."""
-    preemptions: list[float] = field(default_factory=list)
+    looks: list[dict[str, float]] = field(default_factory=list)
+    """The metrics at each look."""
+    times: list[float] = field(default_factory=list)
+    """When that was, in seconds."""
 
     def add(self, metrics: dict[str, float]) -> None:
         """Count a look at `/metrics`."""
-        running = metrics.get(_RUNNING, 0.0)
-        if metrics.get(_WAITING, 0.0):
-            self.running.append(running)
-        self.most_running = max(self.most_running, running)
-        self.usage = max(self.usage, metrics.get(_USAGE, 0.0))
-        self.preemptions.append(metrics.get(_PREEMPTIONS, 0.0))
+        self.times.append(time.monotonic())
+        self.looks.append(metrics)
+
+    def _seen(self, name: str) -> list[float]:
+        return [metrics.get(name, 0.0) for metrics in self.looks]
+
+    def _grown(self, name: str) -> int:
+        """How much a counter grew from the first look to the last."""
+        seen = self._seen(name)
+        return int(seen[-1] - seen[0]) if seen else 0
 
     def columns(self) -> Row:
         """The columns of a row."""
-        mean = sum(self.running) / len(self.running) if self.running else None
+        running, waiting = self._seen(_RUNNING), self._seen(_WAITING)
+        # The cache is then what limits them, or the most that may run.
+        limited = [number for number, others in zip(running, waiting, strict=True) if others]
         return {
-            "running_most": int(self.most_running),
-            "running_mean_while_others_wait": None if mean is None else round(mean, 1),
-            "kv_cache_usage_most": round(self.usage, 4),
-            "preemptions": int(self.preemptions[-1] - self.preemptions[0]) if self.preemptions else 0,
+            "running_most": int(max(running, default=0)),
+            "running_mean_while_others_wait": round(sum(limited) / len(limited), 1) if limited else None,
+            "kv_cache_usage_most": round(max(self._seen(_USAGE), default=0), 4),
+            "preemptions": self._grown(_PREEMPTIONS),
+        }
+
+    def window_columns(self) -> Row:
+        """The columns of a row about what was done between the first look and the last.
+
+        Raises:
+            ChildProcessError: if there is no time between them.
+        """
+        seconds = self.times[-1] - self.times[0] if self.times else 0.0
+        if not seconds:
+            raise ChildProcessError("the server's metrics could not be read twice")
+        running, tokens = self._seen(_RUNNING), self._grown(_TOKENS)
+        return {
+            "window_seconds": round(seconds, 1),
+            "completed": self._grown(_COMPLETED),
+            "output_tokens_total": tokens,
+            "output_tokens_per_second": round(tokens / seconds, 2),
+            "running_mean": round(sum(running) / len(running), 1),
+            **self.columns(),
         }
 
 
 @contextmanager
 def watch(read: Callable[[], str]) -> Iterator[Watched]:
-    """Look at a server again and again.
+    """Look at a server first, last, and again and again between.
 
     Args:
         read: returns the text of its `/metrics`.
     """
     watched, done = Watched(), threading.Event()
 
-    def look() -> None:
-        while True:
-            try:
-                watched.add(read_metrics(read()))
-            except HTTPError:
-                return  # who applies the load says what is wrong
-            if done.wait(_SECONDS):
-                return
+    def look() -> bool:
+        try:
+            watched.add(read_metrics(read()))
+        except HTTPError:
+            return False  # who applies the load says what is wrong
+        return True
 
-    thread = threading.Thread(target=look, daemon=True)
+    def look_again() -> None:
+        while not done.wait(_SECONDS) and look():
+            pass
+
+    look()
+    thread = threading.Thread(target=look_again, daemon=True)
     thread.start()
     try:
         yield watched
     finally:
         done.set()
         thread.join()
+        look()

@@ -25,14 +25,12 @@ from bench.common.models import NEEDLE_8M
 from bench.common.options import Commit, Output, make_app, parse_sizes
 from bench.common.results import ResultFile, Row
 from bench.families.engines import LOGPROB_TOLERANCE, Continuation, logprob_error
-from bench.soak.clients import Asker, Tally, run_client
+from bench.soak.clients import Asker, Tally, run_client, wait_until_quiet
 from vllm_sparse_plugin.cli.arguments import run_app
 from vllm_sparse_plugin.cli.provenance import describe_gpu, describe_run
 from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server, unwind_on_termination
 
 _ROW_SECONDS = 60.0
-_QUIET_SECONDS = 60.0
-"""How long a server may take to notice that nobody waits any more."""
 
 app = make_app("A server under clients that come and go.")
 
@@ -156,9 +154,7 @@ def soak(
             thread.join(_ROW_SECONDS)
             if thread.is_alive():
                 report("asking")
-    quiet = time.monotonic() + _QUIET_SECONDS
-    while is_busy(asker.metrics()) and time.monotonic() < quiet:
-        time.sleep(1)
+    wait_until_quiet(asker.metrics)
     last = report("end")
     faults = list(last["faults"])
     if last["requests_running"] or last["kv_cache_usage"]:
@@ -166,12 +162,6 @@ def soak(
     if not last["answers"] or not last["hung_up"]:
         faults.append("too little was asked to say anything")
     return faults
-
-
-def is_busy(metrics: Mapping[str, float]) -> bool:
-    """Whether a server computes for somebody, or keeps blocks for somebody."""
-    names = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
-    return any(metrics[name] for name in names)
 
 
 def main() -> None:

@@ -6,10 +6,11 @@ import math
 import random
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
 from openai import OpenAI
 
 from bench.families.engines import Continuation
@@ -17,6 +18,9 @@ from bench.families.engines import Continuation
 HANGS_UP = 1 / 3
 """Share of the requests that are given up."""
 _LIKELIEST = 5
+_METRICS_SECONDS = 60.0
+_QUIET_SECONDS = 60.0
+"""How long a server may take to notice that nobody waits any more."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +49,20 @@ class Asker:
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the server by name, summed over labels."""
-        url = str(self.client.base_url).removesuffix("v1/") + "metrics"
-        return read_metrics(self.client._client.get(url).text)
+        return read_metrics(metrics_text(self.client))
 
     def _arguments(self, **more: Any) -> dict[str, Any]:
         return {
             "model": self.model, "max_tokens": self.answer_tokens, "temperature": 0, "logprobs": _LIKELIEST,
             "extra_body": {"ignore_eos": True, "return_tokens_as_token_ids": True, **more},
         }  # fmt: skip
+
+
+def metrics_text(client: OpenAI) -> str:
+    """What the `/metrics` of a client's server serves; raises httpx's HTTPError."""
+    url = str(client.base_url).removesuffix("v1/") + "metrics"
+    # Clients of openai bring one of two versions of httpx; a proxy of the environment must not see local requests.
+    return httpx.get(url, timeout=_METRICS_SECONDS, trust_env=False).text
 
 
 def read_metrics(text: str) -> dict[str, float]:
@@ -63,6 +73,23 @@ def read_metrics(text: str) -> dict[str, float]:
             name = line.partition("{")[0].split()[0]
             found[name] = found.get(name, 0.0) + float(line.split()[-1])
     return found
+
+
+def is_busy(metrics: Mapping[str, float]) -> bool:
+    """Whether a server computes for somebody, or keeps blocks for somebody."""
+    names = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+    return any(metrics[name] for name in names)
+
+
+def wait_until_quiet(read: Callable[[], Mapping[str, float]]) -> None:
+    """Waits until a server has noticed that nobody waits for it any more, or for a minute.
+
+    Args:
+        read: returns the server's metrics.
+    """
+    end = time.monotonic() + _QUIET_SECONDS
+    while is_busy(read()) and time.monotonic() < end:
+        time.sleep(1)
 
 
 def _token(text: str) -> int:

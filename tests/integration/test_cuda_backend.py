@@ -967,3 +967,64 @@ def test_a_graph_of_rolling_requests_is_padded_and_needs_no_plan_of_flash_attent
     assert metadata.seq_lens is lengths
     assert metadata.block_table is padded.block_table_tensor
     assert metadata.num_decode_tokens == 0
+
+
+@pytest.mark.parametrize("compacts", [True, False])
+def test_a_builder_warms_compaction_up_in_one_layer_of_each_shape(monkeypatch, compacts):
+    """A first prompt would wait for kernels to be compiled."""
+    step = object() if compacts else None
+    warmed = []
+
+    def layer_of(heads: int) -> SimpleNamespace:
+        impl = SimpleNamespace(
+            bind=lambda plan: None, plan=plan, warm_up_compaction=lambda *given: warmed.append(given)
+        )
+        backend = SimpleNamespace(config=lambda: resolve(None, "dense"), statistics_layout=lambda spec: None)
+        return SimpleNamespace(num_heads=heads, head_size=SIZE, num_kv_heads=HEADS, impl=impl, attn_backend=backend)
+
+    def init(self, spec, names, vllm_config, device):
+        self.vllm_config, self.device, self.block_size, self.max_cudagraph_size = vllm_config, device, BLOCK, 0
+
+    plan = plan_of(resolve(None, "dense"))
+    layers = {"a": layer_of(4), "b": layer_of(8), "c": layer_of(4)}
+    group = SimpleNamespace(
+        plans=dict.fromkeys(layers, plan), counts=[], reads=None, prefill_rule=None, group_sizes=set()
+    )
+    monkeypatch.setattr(FlashAttentionMetadataBuilder, "__init__", init)
+    monkeypatch.setattr(
+        SparseCUDAMetadataBuilder, "_init_reorder_batch_threshold",
+        lambda self, number, **_: setattr(self, "reorder_batch_threshold", number),
+    )  # fmt: skip
+    monkeypatch.setattr(cuda, "get_layers_from_vllm_config", lambda *_: layers)
+    monkeypatch.setattr(cuda, "Meter", mock.Mock())
+    monkeypatch.setattr(cuda, "plan_compaction", lambda *_: step)
+    monkeypatch.setattr(cuda, "plan_layers", lambda *_: group)
+    model, spec, device = SimpleNamespace(max_model_len=1000), object(), torch.device("cpu")
+    SparseCUDAMetadataBuilder(
+        spec,
+        list(layers),
+        SimpleNamespace(model_config=model, scheduler_config=SimpleNamespace(max_num_seqs=16)),
+        device,
+    )
+    expected = [(layers[name], spec, model, step, device) for name in ("c", "b")]
+    assert warmed == (expected if compacts else [])
+
+
+def test_a_warm_up_that_fails_is_said_and_leaves_no_cache_bound(layer, monkeypatch):
+    monkeypatch.setattr(sampling, "_reported", set())
+    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.diagnostics.sampling", "warning")
+    compaction = compaction_of(runner_of({}), layer, slides=False)
+
+    def fail(*arguments: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(layer, "compact", fail, raising=False)
+    rows = BLOCK + layer.plan.statistics.rows(BLOCK)
+    module = SimpleNamespace(**vars(SCALES), query_quant=None)
+    spec = SimpleNamespace(num_states=rows, dtype=torch.bfloat16)
+    model = SimpleNamespace(dtype=torch.bfloat16, max_model_len=1000)
+    layer.warm_up_compaction(module, spec, model, compaction, torch.device("cpu"))
+    (line,) = warnings
+    assert line.startswith("vllm_sparse_ compaction of process ")
+    assert line.endswith("its kernels are compiled when a prompt needs them (OutOfMemoryError: CUDA out of memory)")
+    assert layer._bound_cache is None

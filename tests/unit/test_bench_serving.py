@@ -1,13 +1,18 @@
+import asyncio
 import json
+import math
 import statistics
 import subprocess
 import sys
-from contextlib import contextmanager
+import threading
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from openai import OpenAI
 
 from bench.common.engine import Variant, WrongBackendError, force_routing
 from bench.common.models import NEEDLE_8M, SHAPES, open_model
@@ -28,6 +33,7 @@ from bench.serving.prefill import Measurement, PrefillSettings, fresh_prompts, m
 from bench.serving.prefill import table as prefill_table
 from bench.serving.serve import Load, fit, make_loads, parse_result
 from bench.serving.watch import Watched, watch
+from bench.serving.window import Window, measure_window
 from bench.soak.clients import read_metrics
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -279,12 +285,105 @@ def test_a_watch_counts_who_runs_while_others_wait():
         )
         with watch(lambda text=text: text) as seen:
             pass
-        assert seen.most_running == running
+        assert seen.columns()["running_most"] == running
         watched.add(read_metrics(text))
     assert watched.columns() == {
         "running_most": 9, "running_mean_while_others_wait": 3.0, "kv_cache_usage_most": 0.9, "preemptions": 3,
     }  # fmt: skip
     assert Watched().columns()["running_mean_while_others_wait"] is None
+
+
+class AskedServer(ThreadingHTTPServer):
+    """Streams tokens to whoever asks, without end, and counts them."""
+
+    def __init__(self, status: int = 200):
+        self.status, self.prompts, self.tokens, self.open, self.lock = status, [], 0, 0, threading.Lock()
+        self.flowing = threading.Event()
+        super().__init__(("127.0.0.1", 0), self.Handler)
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            of = self.server
+            with of.lock:
+                values = {
+                    "num_requests_running": of.open,
+                    "num_requests_waiting": 2,
+                    "generation_tokens_total": of.tokens,
+                }
+            values |= {"kv_cache_usage_perc": 0.0} | ({} if of.open else {"num_requests_waiting": 0})
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write("".join(f"vllm:{name} {value}\n" for name, value in values.items()).encode())
+
+        def do_POST(self) -> None:
+            of = self.server
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with of.lock:
+                of.prompts.append(body["prompt"])
+                of.open += 1
+            self.send_response(of.status)
+            self.end_headers()
+            with suppress(OSError):
+                while of.status == 200:
+                    self.wfile.write(b"data: a token\n\n")
+                    with of.lock:
+                        of.tokens += 1
+                        if of.open == 3 and of.tokens > 100:
+                            of.flowing.set()
+            with of.lock:
+                of.open -= 1
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+
+@pytest.fixture
+def asked_server(request):
+    server = AskedServer(getattr(request, "param", 200))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def measured_window(server: AskedServer, monkeypatch, end: float = math.inf) -> dict:
+    """The row of a window that ends when tokens have come for all three clients."""
+    waited = []
+
+    async def wait(seconds: float) -> None:
+        waited.append(seconds)
+        while not server.flowing.is_set():
+            await asyncio.to_thread(server.flowing.wait, 0.1)
+        server.flowing.clear()
+
+    monkeypatch.setattr("bench.serving.window.asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": wait}))
+    client = OpenAI(base_url=f"http://127.0.0.1:{server.server_port}/v1", api_key="none")
+    model = SimpleNamespace(folder=Path("needle"), vocabulary=50)
+    row = measure_window(Window(1, 2), Load("random", 20, 8, 3, 3, 1), client, model, end)
+    assert waited == [1, 2]
+    return row
+
+
+def test_a_window_counts_what_a_server_does_while_clients_ask_and_they_hang_up_behind_it(asked_server, monkeypatch):
+    row = measured_window(asked_server, monkeypatch)
+    assert (row["lead_seconds"], row["requests"], row["running_most"]) == (1, None, 3)
+    assert 0 < row["output_tokens_total"] < asked_server.tokens
+    assert row["output_tokens_per_second"] > 0
+    assert row["running_mean_while_others_wait"] == row["running_mean"]
+    # The server was quiet before the row came, and each prompt was new.
+    assert asked_server.open == 0
+    assert len({tuple(prompt) for prompt in asked_server.prompts}) == len(asked_server.prompts) == 3
+    assert {len(prompt) for prompt in asked_server.prompts} == {20}
+
+
+@pytest.mark.parametrize("asked_server", [400], indirect=True)
+def test_a_window_needs_answers_and_time(asked_server, monkeypatch):
+    with pytest.raises(ChildProcessError, match=r"a client failed: .*400"):
+        measured_window(asked_server, monkeypatch)
+    with pytest.raises(ChildProcessError, match="the window would not be over by the deadline"):
+        measured_window(asked_server, monkeypatch, end=0)
 
 
 def decode_rows() -> list[dict]:

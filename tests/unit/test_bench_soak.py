@@ -3,8 +3,7 @@
 import math
 
 from bench.families.engines import LOGPROB_TOLERANCE, Continuation
-from bench.soak.__main__ import is_busy
-from bench.soak.clients import Tally, gap_at_first_difference, read_metrics, run_client
+from bench.soak.clients import Tally, gap_at_first_difference, is_busy, read_metrics, run_client
 
 ALONE = Continuation([5, 6, 7], [{5: -0.1, 9: -3.0}, {6: -0.7, 8: -0.72}, {7: -0.2, 1: -2.0}])
 

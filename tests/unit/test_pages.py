@@ -349,10 +349,26 @@ def test_what_compaction_takes_and_gives_is_measured_or_not_yet(tmp_path, monkey
         load | {"variant": "dense", "cache_tokens": None, "running_most": 50},
         load | {"variant": "dense", "cache_tokens": 134000},
     )
+    del load["tpot_ms_median"]
+    timed = load | {
+        "window_seconds": 59.6,
+        "lead_seconds": 30.0,
+        "running_mean": 6.94,
+        "output_tokens_per_second": 512.0,
+    }
+    write_rows(
+        folder / "capacity_window.jsonl",
+        timed | {"variant": "dense", "cache_tokens": 134000},
+        # A window is not held to whole runs.
+        timed | {"variant": "snapkv", "cache_tokens": None, "concurrency": 32},
+    )
     assert compaction.users().text.splitlines()[2:] == [
-        "| 134,000 | 64 | 16,384 + 2,048 | `dense` | 8 | 700 | 9.2 | 3 |",
-        "| all there is | 64 | 16,384 + 2,048 | `dense` | 50 | 700 | 9.2 | 3 |",
+        "| 134,000 | 64 | 16,384 + 2,048 | `dense` | all requests | 8 | 700 | 9.2 | 3 |",
+        "| 134,000 | 64 | 16,384 + 2,048 | `dense` | 60 s, after 30 s | 8 (6.9 on average) | 512 | - | 3 |",
+        "| all there is | 32 | 16,384 + 2,048 | `snapkv` | 60 s, after 30 s | 8 (6.9 on average) | 512 | - | 3 |",
+        "| all there is | 64 | 16,384 + 2,048 | `dense` | all requests | 50 | 700 | 9.2 | 3 |",
     ]
+    load["tpot_ms_median"] = 9.25
     write_rows(
         folder / "capacity_all_dense.jsonl",
         load | {"variant": "dense", "cache_tokens": None, "running_most": 32, "concurrency": 32},

@@ -12,7 +12,8 @@ decoding requests is one full CUDA graph.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -34,7 +35,7 @@ from sparse_kernels.rolling_attention import attend_rolling
 from sparse_kernels.sparse_decode import sparse_decode
 from sparse_kernels.split_attention import pieces_of, rows_at_once, split_attention, splits_for, stop_scratch
 from sparse_kernels.token_prefill import KeptAttention
-from vllm.config import VllmConfig, get_current_vllm_config_or_none, get_layers_from_vllm_config
+from vllm.config import ModelConfig, VllmConfig, get_current_vllm_config_or_none, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata, MultipleOf
 from vllm.v1.attention.backends import fa_utils
@@ -62,7 +63,7 @@ from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.compaction import requests
-from vllm_sparse_plugin.compaction.step import Observed
+from vllm_sparse_plugin.compaction.step import Observed, StepCompaction
 from vllm_sparse_plugin.config import BlockPrefill
 from vllm_sparse_plugin.config.requests import EVERY_PAGE
 from vllm_sparse_plugin.diagnostics.sampling import UNMEASURED, Sample, dropping
@@ -82,6 +83,10 @@ _TOKEN_SCRATCH = 300 * 2**20
 _WINDOW_SCRATCH = 256 * 2**20
 """Bytes of the queries that all layers keep of prompts until their tokens are chosen: eight megabytes a prompt in a
 model of 32 layers with 32 heads of 128 and windows of 32 tokens."""
+
+
+_COLD = "its kernels are compiled when a prompt needs them"
+"""What the log says where the warm-up of compaction fails."""
 
 
 class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
@@ -231,6 +236,9 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         metered = {(layer.num_heads, layer.head_size): layer for layer in layers.values() if layer.impl.plan.quality}
         for layer in metered.values():
             layer.impl.warm_up_meter(layer, kv_cache_spec, vllm_config.model_config.max_model_len, device)
+        if self.compaction is not None:
+            for layer in {(layer.num_heads, layer.head_size): layer for layer in layers.values()}.values():
+                layer.impl.warm_up_compaction(layer, kv_cache_spec, vllm_config.model_config, self.compaction, device)
         self.any_dense_layer = not all(plan.is_sparse for plan in group.plans.values())
         self.any_sparse_layer = any(plan.is_sparse for plan in group.plans.values())
         self.prefill_rule, self.group_sizes = group.prefill_rule, group.group_sizes
@@ -732,28 +740,60 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             longest: tokens of the longest context that the engine serves.
             device: where the layer runs.
         """
-        with dropping(UNMEASURED):
+        with dropping(UNMEASURED), self._on_own_cache(spec, longest, device) as table:
             plan = self.plan
             assert plan.selector is not None
             assert plan.quality is not None
-            rows = 1, self.num_kv_heads, spec.num_states, 2 * self.head_size
-            self.bind_cache(torch.zeros(rows, dtype=spec.dtype, device=device))
-            # Every block of the table is the only one there is.
-            blocks = -(-longest // plan.block_size)
-            table = torch.zeros(1, blocks, dtype=torch.int32, device=device)
             lengths = torch.full((1,), plan.block_size, dtype=torch.int32, device=device)
             heads = self.num_kv_heads * self.num_queries_per_kv
             itemsize = self.cache.keys.view.dtype.itemsize
             query = torch.zeros(
                 1, heads, self.head_size, dtype=torch.bfloat16 if itemsize == 1 else spec.dtype, device=device
             )
-            batch = DecodeBatch(query, table, lengths)
+            batch = DecodeBatch(query, table[None], lengths)
             most = min(plan.selector.budget_pages, longest // plan.page_size)
             sampled = SampledToken(0, plan.block_size, most, Sample(plan.quality.place, plan.quality.place))
             self._measure(batch, self._scaled(self.cache, layer), 0, sampled)
             # Nobody asked for this token.
             plan.quality.counts.zero_()
-        self._bound_cache = None
+
+    def warm_up_compaction(
+        self, layer: Any, spec: AttentionSpec, model: ModelConfig, compaction: StepCompaction, device: torch.device
+    ) -> None:
+        """Compiles what the compaction of a prompt launches, on a cache of its own, so that no prompt waits for it.
+
+        Args:
+            layer: vLLM's.
+            spec: the layer's specification.
+            model: says what dtype queries have, and how long contexts are.
+            compaction: of the layers that share the metadata builder.
+            device: where the layer runs.
+        """
+        with dropping(_COLD, "compaction"), self._on_own_cache(spec, model.max_model_len, device) as table:
+            dtype = model.dtype if layer.query_quant is None else torch.float8_e4m3fn
+            for tokens, observed in compaction.rehearse(table):
+                query = torch.zeros(tokens, layer.num_heads, self.head_size, dtype=dtype, device=device)
+                self.observe(layer, query, observed)
+                self.compact_ended(layer, observed)
+
+    @contextmanager
+    def _on_own_cache(self, spec: AttentionSpec, longest: int, device: torch.device) -> Iterator[torch.Tensor]:
+        """Binds a cache of one block, for what an engine compiles when it starts.
+
+        Args:
+            spec: the layer's specification.
+            longest: tokens of a context, at most.
+            device: where the layer runs.
+
+        Yields:
+            `[max_blocks]` int32, the block table of a context: every block is the only one there is.
+        """
+        rows = 1, self.num_kv_heads, spec.num_states, 2 * self.head_size
+        self.bind_cache(torch.zeros(rows, dtype=spec.dtype, device=device))
+        try:
+            yield torch.zeros(-(-longest // self.plan.block_size), dtype=torch.int32, device=device)
+        finally:
+            self._bound_cache = None
 
     def _measure(self, batch: DecodeBatch, cache: KVCache, index: int, sampled: SampledToken) -> None:
         """Measures the selection of one token of a batch, if the sample is of this layer.

@@ -6,12 +6,13 @@ positions of tokens, and so their slots, stay what they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks, voting_rows
+from sparse_kernels.compaction import ROWS_AT_ONCE, CompactionRule, ObservationWindow, PromptBlocks, voting_rows
+from sparse_kernels.page_statistics import FEW_SLOTS
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.compaction.requests import BatchRows
@@ -188,6 +189,34 @@ class StepCompaction:
         if self.rule.probes is not None and request.voting is None:
             request.voting = voting_rows(request.prompt_tokens, self.rule.probes, block_table.device)
         self.observed.append(Observed(request, tokens, position, self.rule, table, ends))
+
+    def rehearse(self, block_table: torch.Tensor) -> Iterator[tuple[int, list[Observed]]]:
+        """Yields steps of nobody that end prompts, which together launch every kernel that a prompt's compaction may.
+
+        Triton compiles kernels by the number of rows that vote, and by whether few or many tokens move.
+
+        Args:
+            block_table: `[max_blocks]` int32, room for the longest prompt.
+
+        Yields:
+            The query tokens of a step, all of one prompt, and which of them vote.
+        """
+        size = self.block_size
+        lengths = range(size, len(block_table) * size + 1, size)
+        compacted = [length for length in lengths if self.rule and self.retention.moves(length, size)]
+        if not compacted:
+            return
+
+        def launches_more(length: int) -> tuple[bool, bool]:
+            return length >= ROWS_AT_ONCE[-1], self.retention.kept_blocks(length, size) * size > FEW_SLOTS
+
+        for prompt_tokens in {compacted[0], max(compacted, key=launches_more)}:
+            for rows in ROWS_AT_ONCE:
+                query_len = min(rows, prompt_tokens)
+                self.observed = []
+                self._observe(_Request(prompt_tokens, prompt_tokens - query_len), 0, query_len, block_table)
+                yield query_len, self.observed
+        self.observed = []
 
     def _blocks(self, request: _Request, block_table: torch.Tensor) -> PromptBlocks:
         """Returns where a prompt lies, and where what is kept of it goes."""

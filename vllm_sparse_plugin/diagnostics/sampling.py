@@ -81,20 +81,25 @@ def begin_step(runner: Any, lengths: Lengths | None) -> bool:
 
 
 @contextmanager
-def dropping(what: str) -> Iterator[None]:
-    """Drops what fails within, since metrics never end an engine: a long context may not fit the memory that vLLM
-    leaves. The log says once that this cannot be done."""
+def dropping(what: str, part: str = "metrics") -> Iterator[None]:
+    """Drops what fails within, since metrics and warm-ups never end an engine: a long context may not fit the memory
+    that vLLM leaves.
+
+    Args:
+        what: what the log then says, once.
+        part: what of us it says it of.
+    """
     try:
         yield
     except Exception as error:
-        _say_once(what, error)
+        _say_once(part, what, error)
 
 
 _reported: set[str] = set()
 
 
-def _say_once(what: str, error: Exception) -> None:
+def _say_once(part: str, what: str, error: Exception) -> None:
     if what not in _reported:
         _reported.add(what)
         reason = f"{type(error).__name__}: {error}"
-        _logger.warning("vllm_sparse_ metrics of process %d: %s (%s)", os.getpid(), what, reason)
+        _logger.warning("vllm_sparse_ %s of process %d: %s (%s)", part, os.getpid(), what, reason)

@@ -1,6 +1,7 @@
 """Moves the tokens of a prompt that matter into a few of its blocks, so that the others can be given back."""
 
 from sparse_kernels.compaction.api import (
+    ROWS_AT_ONCE,
     ObservationWindow,
     PromptBlocks,
     add_votes,
@@ -9,4 +10,12 @@ from sparse_kernels.compaction.api import (
 )
 from sparse_kernels.compaction.rule import CompactionRule
 
-__all__ = ["CompactionRule", "ObservationWindow", "PromptBlocks", "add_votes", "compact_prompt", "voting_rows"]
+__all__ = [
+    "ROWS_AT_ONCE",
+    "CompactionRule",
+    "ObservationWindow",
+    "PromptBlocks",
+    "add_votes",
+    "compact_prompt",
+    "voting_rows",
+]

@@ -16,7 +16,10 @@ from sparse_kernels.compaction import reference
 from sparse_kernels.compaction.rule import CompactionRule
 from sparse_kernels.token_prefill import TokenRule, attention_sums, draw_probes, rows_that_see
 
-_QUERIES_AT_ONCE = {"cuda": 1024, "cpu": 128}
+ROWS_AT_ONCE = (32, 128, 512, 1024)
+"""Numbers of rows whose attention one call adds up: the smallest that has room for its queries. Triton compiles kernels
+for each of them."""
+_QUERIES_AT_ONCE = {"cuda": ROWS_AT_ONCE[-1], "cpu": 128}
 """Queries whose attention is added up by one call, by kind of device."""
 
 
@@ -155,9 +158,9 @@ def add_votes(
         lengths = torch.full((1,), seen, dtype=torch.int32, device=device)
         batch = PrefillBatch(query, starts, table, lengths, count, seen, window.query_scale)
         if voting is None:
-            # Few numbers of rows, for each of which Triton compiles kernels.
+            padded = next(number for number in ROWS_AT_ONCE if number >= count)
             rows = torch.arange(begin, seen, dtype=torch.int32, device=device)
-            rows = torch.nn.functional.pad(rows, (0, (1 << (count - 1).bit_length()) - count), value=-1)
+            rows = torch.nn.functional.pad(rows, (0, padded - count), value=-1)
             votes[:, :seen] += attention_sums(batch, cache, softmax, rows[None])[0]
         else:
             here = torch.where((voting >= begin) & (voting < seen), voting, -1)

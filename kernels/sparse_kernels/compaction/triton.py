@@ -2,6 +2,9 @@
 
 Nothing is sorted. Scores become whole numbers of the same order, of which one program per KV head finds the number that
 as many reach as are kept, two bits at a time; then it lists the tokens above it, and the first ones at it.
+
+Kernels are compiled alike for prompts of all lengths and for all rows of a block table, so that an engine can do it
+when it starts.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ def _rank_of(votes):
     return tl.where(votes != votes, 0xFFFFFFFF, ordered).to(tl.uint32)
 
 
-@triton.jit(do_not_specialize=["first_of_window", "sinks"])
+@triton.jit(do_not_specialize=["votes_stride", "first_of_window", "sinks"])
 def _rank_tokens(
     votes_ptr, ranks_ptr, votes_stride, candidates, first_of_window, sinks, REACH: tl.constexpr, TOKENS: tl.constexpr
 ):
@@ -114,7 +117,7 @@ def choose_tokens(
     return chosen
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["table_ptr"])
 def _copy_out(
     rows_ptr, kept_ptr, table_ptr, copies_ptr, row_strides, kept,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, BLOCK_TOKENS: tl.constexpr, TOKENS: tl.constexpr,

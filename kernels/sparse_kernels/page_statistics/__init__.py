@@ -4,9 +4,10 @@ from sparse_kernels.formats import STATISTICS_FORMATS, StatisticsFormat
 from sparse_kernels.page_statistics.api import update_page_statistics, write_cache
 from sparse_kernels.page_statistics.kinds import KINDS, StatisticsKind
 from sparse_kernels.page_statistics.kinds.base import RecordFormat
-from sparse_kernels.page_statistics.layout import PageStatistics, StatisticsLayout
+from sparse_kernels.page_statistics.layout import FEW_SLOTS, PageStatistics, StatisticsLayout
 
 __all__ = [
+    "FEW_SLOTS",
     "KINDS",
     "STATISTICS_FORMATS",
     "PageStatistics",

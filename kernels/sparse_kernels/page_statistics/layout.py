@@ -24,6 +24,9 @@ _VECTOR_DTYPE: dict[RecordFormat, torch.dtype] = {
 _SCALAR_DTYPE = torch.bfloat16
 LARGEST: dict[torch.dtype, float] = {torch.int8: 126.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
 """Largest magnitude of an 8-bit element, which a vector's scale maps its largest element to."""
+FEW_SLOTS = 512
+"""Most slots of a cache write that is cut into small programs on a GPU. Triton compiles a kernel for those, and another
+for more."""
 
 
 def _rows_of(table: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from sparse_kernels.page_statistics.layout import LARGEST, PageStatistics
+from sparse_kernels.page_statistics.layout import FEW_SLOTS, LARGEST, PageStatistics
 
 # Adding and subtracting 1.5 * 2**23 rounds a small float32 to the nearest integer, ties to even. Triton's own
 # rounding lives in libdevice, which its interpreter does not have.
@@ -30,7 +30,7 @@ class _Launch(NamedTuple):
 
 # A decode step has about as many tokens as the device has multiprocessors, and many small programs spread over more of
 # them; a prefill fills the device anyway and needs fewer programs.
-_LAUNCHES = (_Launch(512, 128), _Launch(float("inf"), 1024))
+_LAUNCHES = (_Launch(FEW_SLOTS, 128), _Launch(float("inf"), 1024))
 # A warp takes this many elements of a page's keys, 64 for each thread: the page stays in registers between its mean and
 # its deviations. With pages of 8 tokens a thread then copies 8 elements, 16 bytes, of a token's key.
 _PAGE_ELEMENTS_PER_WARP = 2048

@@ -22,6 +22,9 @@ from sparse_kernels.token_prefill.scratch import SPLIT_TOKENS, PrefillSizes, Scr
 from sparse_kernels.token_prefill.tokens import KeptAttention, KeptTokens, choose_tokens, kept_queries
 from sparse_kernels.triton import LOG2E, arithmetic, to_base_2
 
+_ALIGNED = 16
+"""Triton compiles kernels anew for strides that this divides."""
+
 
 class _Tile(NamedTuple):
     """What a program works on at a time."""
@@ -87,7 +90,7 @@ def _context_keys(
     return tl.load(place[None, :] + dim[:, None], mask=exists[None, :] & (dim < HEAD_SIZE)[:, None], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr"])
 def _probe_sums(
     query_ptr, keys_ptr, probes_ptr, starts_ptr, lengths_ptr, table_ptr, query_scale_ptr, key_scale_ptr, partial_ptr,
     query_strides, key_strides, table_stride, scale, num_kv_heads,
@@ -132,7 +135,7 @@ def _probe_sums(
     tl.store(partial_ptr + place, _log_sum(largest, total), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _join_sums(
     partial_ptr, sinks_ptr, starts_ptr, lengths_ptr, whole_ptr, splits,
     PROBES: tl.constexpr, PADDED: tl.constexpr, SPLIT: tl.constexpr,
@@ -160,7 +163,7 @@ def _join_sums(
     tl.store(whole_ptr + row * PROBES + probe, _log_sum(largest, total), mask=exists)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr"])
 def _column_sums(
     query_ptr, keys_ptr, probes_ptr, starts_ptr, lengths_ptr, table_ptr, query_scale_ptr, key_scale_ptr, whole_ptr,
     sums_ptr, query_strides, key_strides, table_stride, sums_strides, scale, num_kv_heads, heads_together,
@@ -335,7 +338,9 @@ def attention_sums(batch: PrefillBatch, cache: KVCache, softmax: Softmax, rows: 
     sizes = PrefillSizes(0, batch.num_requests, batch.max_seq_tokens, num_heads, head_size)
     rule = TokenRule(recent_probes=rows.shape[1], random_probes=0)
     scratch = Scratch.make(sizes, rule, batch.query.dtype, batch.query.dtype, batch.query.device)
-    sums = torch.empty(batch.num_requests, cache.num_kv_heads, batch.max_seq_tokens, device=batch.query.device)
+    width = triton.cdiv(batch.max_seq_tokens, _ALIGNED) * _ALIGNED
+    sums = torch.empty(batch.num_requests, cache.num_kv_heads, width, device=batch.query.device)
+    sums = sums[:, :, : batch.max_seq_tokens]
     for first in range(0, batch.num_requests, len(scratch.sums)):
         last = min(first + len(scratch.sums), batch.num_requests)
         _launch_sums(batch.requests(first, last), cache, softmax, rows[first:last], scratch, sums[first:last])

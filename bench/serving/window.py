@@ -1,0 +1,76 @@
+"""A server at work, measured for some time: clients ask again and again, and hang up when the time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import NamedTuple
+
+from httpx import AsyncClient, Limits
+from openai import OpenAI
+
+from bench.common.models import Model
+from bench.common.results import Row
+from bench.serving.serve import Load
+from bench.serving.watch import Watched, watch
+from bench.soak.clients import metrics_text, read_metrics, wait_until_quiet
+
+
+class Window(NamedTuple):
+    """When a server is measured whose clients all start at once."""
+
+    lead_seconds: float
+    """How long they have asked before."""
+    seconds: float
+
+
+def measure_window(window: Window, load: Load, client: OpenAI, model: Model, end: float) -> Row:
+    """Apply a load without end, and measure what the server does in a window: tokens and requests by its own counters.
+
+    Args:
+        window: what is measured.
+        load: prompts and answers, and how many clients ask; `requests` is without effect.
+        client: of the server.
+        model: that it serves.
+        end: time of `time.monotonic` when the window must be over.
+
+    Raises:
+        ChildProcessError: if a request fails, or there is no time for the window.
+    """
+    if time.monotonic() + window.lead_seconds + window.seconds > end:
+        raise ChildProcessError("the window would not be over by the deadline")
+    try:
+        watched = asyncio.run(_watch_clients(window, load, client, model))
+    except ExceptionGroup as group:
+        raise ChildProcessError(f"a client failed: {group.exceptions[0]!r}") from group
+    wait_until_quiet(lambda: read_metrics(metrics_text(client)))
+    return {"requests": None, "lead_seconds": window.lead_seconds, **watched.window_columns()}
+
+
+async def _watch_clients(window: Window, load: Load, client: OpenAI, model: Model) -> Watched:
+    # A proxy of the environment must not see local requests.
+    http = AsyncClient(base_url=str(client.base_url), timeout=None, limits=Limits(), trust_env=False)
+    async with http, asyncio.TaskGroup() as group:
+        asking = [group.create_task(_ask(http, load, model, f"{load.seed} {n}")) for n in range(load.concurrency)]
+        await asyncio.sleep(window.lead_seconds)
+        with watch(lambda: metrics_text(client)) as watched:
+            await asyncio.sleep(window.seconds)
+        for task in asking:
+            task.cancel()
+    return watched
+
+
+async def _ask(http: AsyncClient, load: Load, model: Model, seed: str) -> None:
+    """Asks one prompt after the other, each of its own, and reads the answers as they are streamed."""
+    rng = random.Random(seed)
+    tokens = range(3, model.vocabulary)
+    while True:
+        body = {
+            "model": model.folder.name, "prompt": rng.choices(tokens, k=load.input_tokens), "stream": True,
+            "max_tokens": load.output_tokens, "temperature": 0, "ignore_eos": True,
+        }  # fmt: skip
+        async with http.stream("POST", "completions", json=body) as reply:
+            reply.raise_for_status()
+            async for _ in reply.aiter_raw():
+                pass
