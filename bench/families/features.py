@@ -37,6 +37,7 @@ _SCHEMA = {
     "additionalProperties": False,
 }
 _RANK = 4
+_HYBRIDS = "qwen3_next", "lfm2"
 _TEXT = " ".join(map(str, range(200)))
 """A text of more tokens than the budget."""
 
@@ -138,24 +139,33 @@ def write_adapter(folder: Path, model: Path, scale: float = 1.0) -> None:
     (folder / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
 
 
-def prefix_caching_of_a_hybrid() -> Faults:
+def prefix_caching_of_hybrids() -> Faults:
     """A cached prefix brings state and statistics along: the second time the same is decoded as the first time, and as
-    with dense attention where every page is read."""
-    with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
-        FAMILIES["qwen3_next"].write(Path(folder))
-        dense, _ = _twice(Path(folder), {})
-        whole, _ = _twice(Path(folder), WAYS["every page"].arguments)
-        with watch() as referee:
-            sparse, hits = _twice(Path(folder), _UNIQUE)
+    with dense attention where every page is read. One of the models has experts, the other has none."""
+    for key in _HYBRIDS:
+        with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
+            FAMILIES[key].write(Path(folder))
+            for fault in _prefix_caching(Path(folder)):
+                yield f"{key}: {fault}"
+
+
+def _prefix_caching(folder: Path) -> Faults:
+    from vllm.platforms import current_platform
+
+    dense, _ = _twice(folder, {})
+    whole, _ = _twice(folder, WAYS["every page"].arguments)
+    with watch() as referee:
+        sparse, hits = _twice(folder, _UNIQUE)
     yield from referee.faults
-    pairs = {
-        "from dense attention's": (dense[0], whole[0]),
-        "from dense attention's behind a cached prefix": (dense[1], whole[1]),
-        "between the first and the second time": (sparse[0], sparse[1]),
-    }
-    for what, (before, after) in pairs.items():
-        if (error := logprob_error(before, after)) > LOGPROB_TOLERANCE:
-            yield f"log probabilities differ by {error:.3g} {what}"
+    error, allowed = max(map(logprob_error, dense, whole)), LOGPROB_TOLERANCE
+    if error > allowed and not current_platform.is_cpu():
+        # With experts, of whom others may be chosen, vLLM's own two backends are further apart than else.
+        other, _ = _twice(folder, {"attention_backend": "TRITON_ATTN"})
+        allowed = max(allowed, 2 * max(map(logprob_error, dense, other)))
+    if error > allowed:
+        yield f"log probabilities differ by {error:.3g} from dense attention's"
+    if (error := logprob_error(*sparse)) > LOGPROB_TOLERANCE:
+        yield f"log probabilities differ by {error:.3g} between the first and the second time"
     if not hits:
         yield "no prefix was cached"
 
@@ -185,7 +195,7 @@ _TRIALS: Mapping[str, _Feature] = {
     LORA: _Feature(lora),
     STRUCTURED: _Feature(structured_output),
     PROMPT_LOGPROBS: _Feature(prompt_logprobs),
-    PREFIX_OF_HYBRID: _Feature(prefix_caching_of_a_hybrid),
+    PREFIX_OF_HYBRID: _Feature(prefix_caching_of_hybrids),
     **{
         name: _Feature(partial(speculation.faults_of, name), partial(speculation.speculate_densely, name))
         for name in speculation.SPECULATORS

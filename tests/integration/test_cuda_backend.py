@@ -95,7 +95,7 @@ def builder(monkeypatch):
     made.reorder_batch_threshold = 4
     made.any_dense_layer = False
     made.any_sparse_layer = True
-    made.answers_sparsely = True
+    made.answers_sparsely, made.verifies_at_once = True, False
     made.rolls = False
     made.meter = object.__new__(Meter)
     made.meter.sampler, made.meter._log = StepSampler(0), None
@@ -213,7 +213,7 @@ def test_in_lossless_mode_drafting_steps_select_and_steps_that_answer_attend_den
 def test_a_step_that_verifies_as_many_drafts_of_every_request_attends_at_once(
     builder, layer, monkeypatch, has_dense_layers
 ):
-    builder.answers_sparsely, builder.any_dense_layer = False, has_dense_layers
+    builder.answers_sparsely, builder.verifies_at_once, builder.any_dense_layer = False, True, has_dense_layers
     common = common_metadata([3, 3], [300, 500], [False, False])
     kernel = mock.Mock(side_effect=cuda.multi_token_decode)
     monkeypatch.setattr(cuda, "multi_token_decode", kernel)
@@ -231,10 +231,18 @@ def test_a_step_that_verifies_as_many_drafts_of_every_request_attends_at_once(
 )
 def test_other_steps_do_not_verify(builder, queries, drafting):
     """One token decodes, five are more than there are drafts and one, and drafting steps choose pages."""
-    builder.answers_sparsely = False
+    builder.answers_sparsely, builder.verifies_at_once = False, True
     common = common_metadata(queries, [300] * len(queries), [False] * len(queries))
     built = builder.build_for_drafting(common, 0) if drafting else builder.build(0, common)
     assert built.verified is None
+
+
+def test_tokens_over_a_cache_of_8_bits_are_verified_by_the_kernel_that_they_would_run_alone(builder, layer):
+    """It rounds weights to 8 bits, which would make other tokens the likeliest."""
+    builder.answers_sparsely, builder.verifies_at_once = False, False
+    output, dense, metadata = run(layer, builder, common_metadata([3, 3], [300, 500], [False, False]))
+    assert (metadata.verified, metadata.prefill.num_actual_tokens) == (None, 6)
+    assert torch.equal(output, dense)
 
 
 class CountedSteps:

@@ -102,8 +102,8 @@ def test_drafts_as_long_as_pays_leave_the_tokens_as_they_are(lossless, texts):
         )
         leads = engine.leads_where_parted([texts[2]], [tokens], [lossless[0][1][2]])
     assert all(abs(lead) < TIE for lead in leads), leads
-    # Both are tried at the start: steps with drafts, and without.
-    assert 4 <= drafts < steps
+    # Both are tried at the start, three steps with drafts and three without; what comes then depends on their times.
+    assert 3 <= drafts < steps
 
 
 def test_sampled_tokens_have_the_distribution_that_the_model_gives_them(lossless):

@@ -103,12 +103,11 @@ for head_size, group, page in ((64, 4, 8), (128, 16, 32), (256, 8, 8), (96, 1, 1
 
 several._attend_piece, several._add_pieces = Compile(several._attend_piece), Compile(several._add_pieces)
 for head_size, group, dtype, block in ((64, 4, torch.bfloat16, 48), (128, 8, torch.float16, 64)):
-    one = torch.ones(1) if dtype.itemsize == 1 else None
-    cache = KVCache.from_rows(torch.zeros(4, 2, block, 2 * head_size).to(dtype), 8, None, one, one)
+    cache = KVCache.from_rows(torch.zeros(4, 2, block, 2 * head_size).to(dtype), 8)
     query, table = torch.zeros(27, 2 * group, head_size).to(dtype), torch.zeros(3, 300).int()
     several.multi_token_decode(
-        DecodeBatch(query, table, torch.zeros(3).int(), query_scale=one), cache,
-        Softmax(0.1, 20.0 * (head_size > 64), torch.zeros(2 * group)), torch.zeros(query.shape).bfloat16(),
+        DecodeBatch(query, table, torch.zeros(3).int()), cache,
+        Softmax(0.1, 20.0 * (head_size > 64), torch.zeros(2 * group)), torch.zeros_like(query),
     )
 
 for name in sys.argv[2].split():

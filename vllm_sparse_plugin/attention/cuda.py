@@ -218,6 +218,9 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         self.selector, self.dense_tokens = sparse.selector, sparse.config.min_context_tokens - 1
         # Lossless mode goes without sparse prefill, so a step that answers leaves nothing out.
         self.answers_sparsely = sparse.lossless is None
+        # FlashAttention rounds weights to 8 bits over a cache of 8 bits. A token that is verified has to be what it is
+        # alone, so all tokens run that kernel there.
+        self.verifies_at_once = not self.answers_sparsely and kv_cache_spec.dtype.itemsize > 1
         self.rolls = sparse.rolling_window is not None
         self.compaction = plan_compaction(layers, sparse, kv_cache_spec, vllm_config, device)
         # Captured graphs read these tensors.
@@ -290,7 +293,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         runs, prompts = self._split(common) if selects else ([], None)
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)
-        whole, verifies = None, not selects and self._verifies(common)
+        whole, verifies = None, not selects and self.verifies_at_once and self._verifies(common)
         # Where positions roll, and where drafts are verified, no layer runs FlashAttention.
         if not self.rolls and not verifies and (self.any_dense_layer or not num_decodes):
             whole = super().build(common_prefix_len, common, fast_build)

@@ -22,16 +22,16 @@ def multi_token_decode(
 
     Args:
         batch: the requests; what it says of budgets, scores and dense requests is of no account.
-        cache: their keys and values, one contiguous row per token on a GPU.
+        cache: their keys and values; on a GPU of 16 bits, one contiguous row per token.
         softmax: how logits become weights.
-        output: where to write; a new tensor of the query's dtype (bfloat16 for a float8 query) if left out.
+        output: where to write; a new tensor of the query's dtype if left out.
 
     Returns:
         The output's heads, `[num_tokens, num_query_heads, head_size]`; zero for query tokens without a context.
         Arithmetic is in float32, but that a GPU rounds the weights of each piece of a context to the queries' dtype.
 
     Raises:
-        ValueError: if the shapes disagree, or, on a GPU, the cache is packed.
+        ValueError: if the shapes disagree, or, on a GPU, the cache is packed or of 8 bits.
     """
     if not batch.query.is_cuda:
         return split_attention(batch, cache, softmax, output=output)
@@ -39,6 +39,8 @@ def multi_token_decode(
 
     batch.check(cache.num_kv_heads, cache.head_size)
     cache.check()
+    if cache.key_scale is not None or batch.query_scale is not None:
+        raise ValueError("cache: got 8 bits, allowed on a GPU: 16")
     softmax.check(batch.query.shape[1])
     output = DecodeOutput.like(batch.query) if output is None else output
     output.check(batch, cache.num_kv_heads)

@@ -30,8 +30,8 @@ _PIECES_AT_ONCE = 16
 # Batches differ in their numbers, and none waits for a compilation.
 @triton.jit(do_not_specialize=["query_tokens", "pieces", "tiles"])
 def _attend_piece(
-    query_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, sums_ptr, totals_ptr, query_scale_ptr, key_scale_ptr,
-    query_strides, key_strides, table_stride, query_tokens, pieces, tiles, scale,
+    query_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, sums_ptr, totals_ptr, query_strides,
+    key_strides, table_stride, query_tokens, pieces, tiles, scale,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -57,10 +57,6 @@ def _attend_piece(
         token = request * query_tokens + row // GROUP
         query_place = token * query_strides[0] + (kv_head * GROUP + row % GROUP) * query_strides[1]
         query = tl.load(query_ptr + query_place[:, None] + dim[None, :], mask=real, other=0.0).to(DTYPE)
-        if query_scale_ptr is not None:
-            scale *= tl.load(query_scale_ptr)
-        if key_scale_ptr is not None:
-            scale *= tl.load(key_scale_ptr)
         table = table_ptr + request * table_stride
         # The block of the next step is looked up ahead: addresses of what is read wait for it.
         block = tl.load(table + begin // BLOCK_TOKENS)
@@ -88,7 +84,7 @@ def _attend_piece(
 
 @triton.jit(do_not_specialize=["query_tokens", "pieces"])
 def _add_pieces(
-    sums_ptr, totals_ptr, sinks_ptr, value_scale_ptr, output_ptr, output_strides, query_tokens, pieces,
+    sums_ptr, totals_ptr, sinks_ptr, output_ptr, output_strides, query_tokens, pieces,
     GROUP: tl.constexpr, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Adds the pieces of one query head of one token."""
@@ -118,8 +114,6 @@ def _add_pieces(
         largest = peak
     # A request without a context has seen nothing.
     sums = sums / tl.where(total > 0, total, 1.0)
-    if value_scale_ptr is not None:
-        sums *= tl.load(value_scale_ptr)
     place = output_ptr + token * output_strides[0] + head * output_strides[1] + dim
     tl.store(place, sums.to(output_ptr.dtype.element_ty), mask=dim < HEAD_SIZE)
 
@@ -141,15 +135,14 @@ def multi_token_decode(batch: DecodeBatch, cache: KVCache, softmax: Softmax, out
     totals = torch.empty((*shape, 2), dtype=torch.float32, device=output.device)
     dims = triton.next_power_of_2(head_size)
     _attend_piece[(pieces * tiles, heads, batch.num_requests)](
-        batch.query, keys, cache.values.view, batch.block_table, batch.seq_lens, sums, totals, batch.query_scale,
-        cache.key_scale, batch.query.stride()[:2], (keys.stride(0), keys.stride(1), keys.stride(-2)),
-        batch.block_table.stride(0), tokens, pieces, tiles, float(softmax.scale), GROUP=group, HEAD_SIZE=head_size,
-        DIMS=dims, BLOCK_TOKENS=block_tokens, ROWS=rows, KEYS=64 if head_size <= 128 else 32,
-        SOFTCAP=float(softmax.softcap), DTYPE=arithmetic(batch.query), num_warps=rows // 16,
-        num_stages=_stages(keys.device),
+        batch.query, keys, cache.values.view, batch.block_table, batch.seq_lens, sums, totals, batch.query.stride()[:2],
+        (keys.stride(0), keys.stride(1), keys.stride(-2)), batch.block_table.stride(0), tokens, pieces, tiles,
+        float(softmax.scale), GROUP=group, HEAD_SIZE=head_size, DIMS=dims, BLOCK_TOKENS=block_tokens, ROWS=rows,
+        KEYS=64 if head_size <= 128 else 32, SOFTCAP=float(softmax.softcap), DTYPE=arithmetic(batch.query),
+        num_warps=rows // 16, num_stages=_stages(keys.device),
     )  # fmt: skip
     _add_pieces[(batch.num_tokens, batch.query.shape[1])](
-        sums, totals, softmax.sink_logits, cache.value_scale, output, output.stride()[:2], tokens, pieces, GROUP=group,
+        sums, totals, softmax.sink_logits, output, output.stride()[:2], tokens, pieces, GROUP=group,
         HEAD_SIZE=head_size, DIMS=dims, AT_ONCE=_PIECES_AT_ONCE, num_warps=4,
     )  # fmt: skip
 
