@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,11 +15,14 @@ from research.study.data import Cell, compare
 from research.study.documents import TEXT
 from research.training.measure import ARMS, BEFORE, DENSE, SOFT, SOFT_HARD, settings
 from vllm_sparse_plugin.eval.statistics import estimate_difference
+from vllm_sparse_plugin.training.settings import TrainingSettings
 
 RESULT_FILES = sorted((RESULTS / "h200" / "training").glob("*.jsonl"))
 PAGE = Path(__file__).parent / "README.md"
 GENERATOR = "research.training"
 NAMES = {BEFORE: "before", DENSE: "no mask", SOFT: "soft mask", SOFT_HARD: "soft, then hard"}
+HARD = "hard mask"
+"""Name of an arm whose steps are all hard."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,18 @@ class Trained:
 
     @property
     def name(self) -> str:
-        """In tables: how it was trained, and for which budget."""
-        about = self.run.about
-        budget = f", {about['budget_tokens']} tokens" if about["arm"] in (SOFT, SOFT_HARD) else ""
-        return NAMES[about["arm"]] + budget
+        """How it was trained, and for which budget; other settings can differ where names are the same."""
+        about, settings = self.run.about, self.settings
+        if about["arm"] not in (SOFT, SOFT_HARD):
+            return NAMES[about["arm"]]
+        mask = HARD if settings["hard_steps"] == settings["steps"] else NAMES[about["arm"]]
+        return f"{mask}, {about['budget_tokens']} tokens"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Of its training, with the defaults of those that its file does not know."""
+        chosen: dict[str, Any] = self.run.about.get("training", {})
+        return {name: field.default for name, field in TrainingSettings.model_fields.items()} | chosen
 
     @property
     def place(self) -> tuple[int, int]:
@@ -57,8 +69,18 @@ def read_trained(file: Path) -> Trained:
     return Trained(file, run, cells)
 
 
-def _answers(trained: Trained, dense: Cell) -> list[list[str]]:
-    accuracies, shares = [trained.name, "right"], ["", "of dense before"]
+def labels(files: Sequence[Trained]) -> list[str]:
+    """Returns what files are called in tables: their names, and where those are the same the settings that differ."""
+    found = []
+    for file in files:
+        named_alike = [each.settings for each in files if each.name == file.name]
+        differing = [name for name in file.settings if any(each[name] != file.settings[name] for each in named_alike)]
+        found.append(", ".join([file.name, *(f"`{name}` {json.dumps(file.settings[name])}" for name in differing)]))
+    return found
+
+
+def _answers(label: str, trained: Trained, dense: Cell) -> list[list[str]]:
+    accuracies, shares = [label, "right"], ["", "of dense before"]
     for setting in settings():
         cell = trained.cells[setting.name]
         low, high = cell.interval
@@ -69,8 +91,8 @@ def _answers(trained: Trained, dense: Cell) -> list[list[str]]:
     return [accuracies, shares]
 
 
-def _text(trained: Trained, dense: Cell) -> list[str]:
-    cells = [trained.name]
+def _text(label: str, trained: Trained, dense: Cell) -> list[str]:
+    cells = [label]
     for setting in settings():
         losses = trained.cells[setting.name].loss
         names = sorted(dense.loss)
@@ -86,9 +108,10 @@ def _tables(files: Sequence[Trained]) -> str:
     ordered = sorted(files, key=lambda each: each.place)
     (before,) = (each for each in files if each.run.about["arm"] == BEFORE)
     dense = before.cells[settings()[0].name]
+    named = list(zip(labels(ordered), ordered, strict=True))
     columns = ["dense" if setting.is_dense else f"{setting.budget_tokens} tokens" for setting in settings()]
-    answers = table(["trained with", "", *columns], [row for each in ordered for row in _answers(each, dense)])
-    text = table(["trained with", *columns], [_text(each, dense) for each in ordered])
+    answers = table(["trained with", "", *columns], [row for each in named for row in _answers(*each, dense)])
+    text = table(["trained with", *columns], [_text(*each, dense) for each in named])
     parts = [
         f"## {model}", f"Right answers to {dense.answers} questions, with intervals of 95 %:", answers,
         "Perplexity of text, and how far it is from dense attention before training:", text,

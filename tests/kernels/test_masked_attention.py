@@ -13,9 +13,12 @@ from sparse_kernels.masked_attention import (
     Packing,
     PageMask,
     PageRecords,
+    dense_shares,
     masked_attention,
+    newest_attention,
     page_records,
     reference,
+    selection_loss,
 )
 from sparse_kernels.page_score import reference as served_scores
 from sparse_kernels.page_statistics import KINDS
@@ -110,6 +113,84 @@ def test_gradients_are_those_of_differences(kind, mask, monkeypatch):
     attend(*inputs)
     calls = len(constants)
     assert torch.autograd.gradcheck(attend, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("kind", TRAINABLE)
+@pytest.mark.parametrize(("dense_tokens", "recent_pages"), [(0, 1), (0, 0), (33, 1), (60, 0)])
+def test_pages_that_are_gathered_are_those_of_the_reference(kind, dense_tokens, recent_pages):
+    """Some contexts are read whole, some end with an incomplete page and some with none, and some scores are equal."""
+    mask = PageMask(PageSelection(4, 1, recent_pages, 0.7), 4, None, dense_tokens)
+    query, key, value = draw(47, heads=2, group=2)
+    key[8:28] = key[8:12].repeat(5, 1, 1)
+    records = page_records(key, Packing((47,)), 4, KINDS[kind], None)
+    results = []
+    for attend in (newest_attention, reference.newest_attention):
+        leaves = [x.clone().requires_grad_() for x in (query[-33:], key, value)]
+        output = attend(*leaves, records, mask, 0.4)
+        weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+        results.append([output.detach(), *torch.autograd.grad((output * weights).sum(), leaves)])
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", TRAINABLE)
+def test_the_selection_loss_is_the_divergence_from_what_each_token_reads_densely(kind):
+    """Held to a loop over tokens and heads; the first tokens read everything and have no page to choose."""
+    query, key, _ = draw(26, heads=2, group=3)
+    records = page_records(key, Packing((26,)), SOFT.page_size, KINDS[kind], None)
+    newest, scale, total = 17, 0.3, 0.0
+    for position in range(26 - newest, 26):
+        complete = (position + 1) // 4
+        pages = list(range(1, complete - 1)) if complete > SOFT.selection.k else []
+        for head in range(2):
+            group = query[position, 3 * head : 3 * head + 3]
+            dense = torch.stack([(q @ key[: position + 1, head].T * scale).softmax(0) for q in group]).mean(0)
+            scores = []
+            for page in pages:
+                each = (group @ records.vectors[page, head].T).amax(dim=1)
+                if records.spread is not None:
+                    each = each + SOFT.selection.std_weight * group.norm(dim=1) * records.spread[page, head]
+                scores.append(each.max() * scale)
+            read = [dense[4 * page : 4 * page + 4].sum() for page in pages]
+            for part, score in zip(read, scores, strict=True):
+                likely = score - torch.stack(scores).logsumexp(0)
+                total += part * ((part / sum(read)).log() - likely)
+    shares = dense_shares(query[-newest:], key, SOFT.page_size, scale)
+    got = selection_loss(query[-newest:], 26, records, shares, SOFT, scale)
+    torch.testing.assert_close(got, torch.as_tensor(total), rtol=1e-12, atol=1e-12)
+
+
+def test_the_selection_loss_brings_up_the_page_that_dense_attention_reads():
+    """The hard mask gives a page that it leaves out no gradient; the loss alone brings it into the selection."""
+    mask = replace(SOFT, temperature=None, selection=PageSelection(3, 1, 1, 1.0))
+    query, key, value = draw(40, heads=1, group=1)
+    query = query[-1:]
+    # Nothing looks like the query but one key of page 5; the deviation of pages 3 and 7 is large, so they are read.
+    along = query[0] / query[0].norm()
+    key -= (key * along).sum(dim=-1, keepdim=True) * along
+    key[20] += 3 * along
+    for begin in (12, 28):
+        key[begin : begin + 4] *= 4
+    leaves = [query.clone().requires_grad_(), key.clone().requires_grad_()]
+
+    def records() -> PageRecords:
+        return page_records(leaves[1], Packing((40,)), mask.page_size, KINDS["mean_and_spread"], None)
+
+    def rank() -> int:
+        grouped, found = leaves[0][None].transpose(1, 2), records()
+        scores = reference.page_scores(grouped, found.vectors, found.spread, mask.selection.std_weight)[0, 0]
+        return int((scores[1:9] > scores[5]).sum())
+
+    before = rank()
+    masked = newest_attention(leaves[0], leaves[1], value, records(), mask, 1.0)
+    (hidden,) = torch.autograd.grad(masked.square().sum(), leaves[1])
+    assert hidden[20:24].abs().max() == 0
+    shares = dense_shares(query, key, mask.page_size, 1.0)
+    for _ in range(40):
+        loss = selection_loss(leaves[0], 40, records(), shares, mask, 1.0)
+        for leaf, gradient in zip(leaves, torch.autograd.grad(loss, leaves), strict=True):
+            leaf.data -= 0.05 * gradient
+    assert (before, rank()) == (2, 0)
 
 
 @pytest.mark.parametrize("kind", TRAINABLE)

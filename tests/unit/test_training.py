@@ -98,6 +98,7 @@ def test_steps_are_soft_and_ever_harder_and_then_hard():
         ({"stps": 1}, "settings.stps: got unknown key, allowed: steps, hard_steps, "),
         ({"steps": 5, "hard_steps": 6}, "settings.hard_steps: got 6, allowed: up to the 5 steps"),
         ({"straight_through": True}, "settings.straight_through: got true, allowed: with dense_prompts"),
+        ({"selection_loss": 0.5}, "settings.selection_loss: got 0.5, allowed: with dense_prompts"),
         ({"gradient_checkpointing": 1}, "settings.gradient_checkpointing: got 1, allowed: true or false"),
     ],
 )
@@ -234,6 +235,58 @@ def test_straight_through_says_what_is_served_with_the_gradients_of_the_soft_mas
     assert (got - softly).abs().max() > 0.1
     for gradient, expected in zip(gradients, wanted, strict=True):
         assert torch.equal(gradient, expected)
+
+
+def test_scores_learn_from_what_is_decoded_and_the_same_where_activations_are_computed_again(model, monkeypatch):
+    """In parts and packed, held to one sequence at a time, whole; prompts give no loss."""
+    attention, mask = PackedAttention(ServedSelection.of(CONFIG), "tiny"), ServedSelection.of(CONFIG).mask(None)
+    loaded = load_model(model, attention, torch.float32)
+    tokens = torch.randint(2, 97, (160,), generator=torch.Generator().manual_seed(1))
+
+    def loss_of(part, lengths, prompts):
+        positions = torch.cat([torch.arange(length) for length in lengths])[None]
+        loaded.zero_grad()
+        shares = {}
+        with torch.no_grad(), attention.using(Packing(lengths), None, prompts, shares=shares):
+            loaded(part[None], position_ids=positions)
+        with attention.using(Packing(lengths), mask, prompts, shares=shares):
+            loaded(part[None], position_ids=positions)
+            loss = attention.selection_loss(part.device)
+            loss.backward()
+        return loss.detach(), {name: weight.grad for name, weight in loaded.named_parameters()}
+
+    alone = [loss_of(*each) for each in ((tokens[:90], (90,), (50,)), (tokens[90:], (70,), (0,)))]
+    monkeypatch.setattr("vllm_sparse_plugin.training.attention._LOGITS_AT_ONCE", 17 * 4 * 90)
+    packed = loss_of(tokens, (90, 70), (50, 0))
+    loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    loaded.train()
+    for loss, gradients in (packed, loss_of(tokens, (90, 70), (50, 0))):
+        torch.testing.assert_close(loss, alone[0][0] + alone[1][0], rtol=1e-5, atol=0)
+        for name, gradient in gradients.items():
+            parts = [each[name] for _, each in alone if each[name] is not None]
+            # Values and what follows the last layer's attention are not in it.
+            assert (gradient is None) == (not parts), name
+            if parts:
+                torch.testing.assert_close(gradient, sum(parts), rtol=1e-3, atol=1e-4 * float(sum(parts).abs().max()))
+    assert packed[1]["model.layers.0.self_attn.k_proj.weight"].abs().max() > 0
+    assert loss_of(tokens[:90], (90,), (89,))[0] > 0
+    assert attention.selection_loss(tokens.device) == 0
+
+
+def test_a_selection_loss_brings_scores_nearer_to_dense_attention(model, tmp_path):
+    settings = TrainingSettings(
+        steps=8, hard_steps=8, sequence_tokens=64, rows_per_step=1, learning_rate=3e-3, warmup_steps=0, lora_rank=0,
+        distillation=1.0, dense_prompts=True, selection_loss=1.0, measure_every=8, save_every=8,
+    )  # fmt: skip
+    row = next(each for each in rows() if each.packing.lengths == (64,))._replace(prompts=(20,))
+    losses = {}
+    for weight in (0.0, 1.0):
+        run = run_of(model, tmp_path / str(weight), settings.model_copy(update={"selection_loss": weight}))
+        trainer = Trainer(run, [row], TOKENIZER, "cpu")
+        steps = [trainer.step() for _ in range(8)]
+        losses[weight] = [step.get("selection_loss") for step in steps]
+    assert losses[0.0] == [None] * 8
+    assert 0 < losses[1.0][-1] < 0.9 * losses[1.0][0]
 
 
 def test_the_loss_is_that_of_the_learned_tokens():

@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -111,6 +112,24 @@ def test_a_measurement_goes_on_where_it_was(model, tmp_path):
     # What reads less of a model of drawn weights says something else.
     assert len(set(losses)) == len(losses)
     assert [by[names[0], setting.name]["pages_read"] for setting in settings()] == [0, 64, 32, 16, 8]
+
+
+def test_labels_say_what_differs_between_arms_of_one_name():
+    def trained(arm: str, **training: float) -> report.Trained:
+        about = {"arm": arm, "budget_tokens": 64} | ({"training": training} if training else {})
+        return report.Trained(Path(), SimpleNamespace(about=about), {})
+
+    files = [
+        trained("before"),
+        trained("soft-hard", steps=300, hard_steps=60, learning_rate=3e-4),
+        trained("soft-hard", steps=300, hard_steps=300, learning_rate=3e-4),
+        trained("soft-hard", steps=300, hard_steps=300, learning_rate=3e-4, selection_loss=0.5),
+    ]
+    assert report.labels(files[:3]) == ["before", "soft, then hard, 64 tokens", "hard mask, 64 tokens"]
+    # A file that is older than a setting was trained with its default.
+    assert report.labels(files)[2:] == [
+        "hard mask, 64 tokens, `selection_loss` 0.0", "hard mask, 64 tokens, `selection_loss` 0.5"
+    ]  # fmt: skip
 
 
 def test_the_page_is_up_to_date_and_compares_with_dense_attention_before(tmp_path, monkeypatch):

@@ -14,10 +14,13 @@ from sparse_kernels.masked_attention import (
     Packing,
     PageMask,
     PageRecords,
+    dense_shares,
     masked_attention,
     newest_attention,
     page_records,
+    selection_loss,
 )
+from sparse_kernels.masked_attention.packing import Sequence
 from sparse_kernels.page_statistics import StatisticsLayout
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
@@ -77,6 +80,10 @@ class ServedSelection:
         return PageMask(served, self.selection.page_size, temperature, max(self.min_context_tokens - 1, 0))
 
 
+Shares = dict[int, list[torch.Tensor]]
+"""What dense attention reads of each page, by layer and for each part of what is decoded: see `dense_shares`."""
+
+
 class PackedAttention:
     """What the layers of a model attend with, while a packing is set."""
 
@@ -97,6 +104,8 @@ class PackedAttention:
         self._mask: PageMask | None = None
         self._prompts: tuple[int, ...] | None = None
         self._is_exact = False
+        self._shares: Shares | None = None
+        self._selection_losses: dict[int, torch.Tensor] = {}
 
     @contextmanager
     def using(
@@ -105,6 +114,7 @@ class PackedAttention:
         mask: PageMask | None,
         prompts: tuple[int, ...] | None = None,
         is_exact: bool = False,
+        shares: Shares | None = None,
     ) -> Iterator[None]:
         """Attend within the sequences of a row; backward passes belong in it.
 
@@ -114,13 +124,23 @@ class PackedAttention:
             prompts: first tokens of each sequence that attend densely whatever the mask, as a prompt is prefilled.
             is_exact: whether what comes after prompts attends under the hard mask, and only its gradients are those
                 of the soft one.
+            shares: dense, what the tokens after prompts read is put there; with a mask it is what scores learn from.
         """
-        before = self._packing, self._mask, self._prompts, self._is_exact
+        before = self._packing, self._mask, self._prompts, self._is_exact, self._shares, self._selection_losses
         self._packing, self._mask, self._prompts, self._is_exact = packing, mask, prompts, is_exact
+        self._shares, self._selection_losses = shares, {}
         try:
             yield
         finally:
-            self._packing, self._mask, self._prompts, self._is_exact = before
+            self._packing, self._mask, self._prompts, self._is_exact, self._shares, self._selection_losses = before
+
+    def selection_loss(self, device: torch.device) -> torch.Tensor:
+        """Returns the sum over tokens of the mean over layers and KV heads, in nats; 0 where no scores learn.
+
+        To be asked between a forward pass and its backward pass, which may attend again.
+        """
+        losses = list(self._selection_losses.values())
+        return torch.stack(losses).mean() if losses else torch.zeros((), device=device)
 
     def _attend(
         self,
@@ -140,45 +160,53 @@ class PackedAttention:
         # Rows come one at a time: from [1, heads, tokens, size] to [tokens, heads, size].
         # Under autocast positions leave queries and keys in float32 beside values of 16 bits, as which all are served.
         query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
-        if (
-            self._mask is None
-            or module.layer_idx < self._served.first_dense_layers
-            or self._mask.reads_all(max(self._packing.lengths))
-        ):
+        is_sparse = module.layer_idx >= self._served.first_dense_layers
+        if self._mask is None and self._shares is not None and is_sparse:
+            self._shares[module.layer_idx] = self._dense_shares(query, key, scale)
+        if self._mask is None or not is_sparse or self._mask.reads_all(max(self._packing.lengths)):
             return _attend_densely(query, key, value, self._packing, scale)[None], None
         layout = self._served.layout(key.shape[2])
         records = page_records(key, self._packing, self._mask.page_size, layout.kind, layout.format)
         if self._prompts is None:
             return masked_attention(query, key, value, records, self._packing, self._mask, scale)[None], None
         outputs: list[torch.Tensor] = []
-        sequences = self._packing.sequences(self._mask.page_size)
-        for (begin, length, first_page, num_pages), prompt in zip(sequences, self._prompts, strict=True):
-            tokens, pages = slice(begin, begin + length), slice(first_page, first_page + num_pages)
-            outputs += self._attend_after(prompt, query[tokens], key[tokens], value[tokens], records[pages], scale)
+        losses: list[torch.Tensor] = []
+        shares = None if self._shares is None else iter(self._shares[module.layer_idx])
+        for sequence, prompt, parts in self._decoded(query.shape[1]):
+            own, pages = slice(sequence.begin, sequence.begin + prompt), sequence.first_page
+            if prompt:
+                outputs.append(_attend_densely(query[own], key[own], value[own], Packing((prompt,)), scale))
+            for begin, end in parts:
+                so_far = slice(sequence.begin, end)
+                attended, loss = checkpoint(
+                    _attend_decoded, query[begin:end], key[so_far], value[so_far],
+                    records[pages : pages + (end - sequence.begin) // self._mask.page_size],
+                    None if shares is None else next(shares), self._mask, scale, self._is_exact, use_reentrant=False,
+                )  # fmt: skip
+                outputs.append(attended)
+                losses.append(loss)
+        if shares is not None and losses:
+            # Activations that are computed again put the same in its place.
+            self._selection_losses[module.layer_idx] = torch.stack(losses).sum() / key.shape[1]
         return torch.cat(outputs)[None], None
 
-    def _attend_after(
-        self,
-        prompt: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        records: PageRecords,
-        scale: float,
-    ) -> Iterator[torch.Tensor]:
-        """Yields the attention of a sequence in parts: densely that of its prompt, then that of what is decoded."""
-        assert self._mask is not None
-        length, num_heads, _ = query.shape
-        if prompt:
-            yield _attend_densely(query[:prompt], key[:prompt], value[:prompt], Packing((prompt,)), scale)
-        size = max(_LOGITS_AT_ONCE // (num_heads * length), 1)
-        for begin in range(prompt, length, size):
-            end = min(begin + size, length)
-            pages = end // self._mask.page_size
-            yield checkpoint(
-                _attend_decoded, query[begin:end], key[:end], value[:end], records[:pages],
-                self._mask, scale, self._is_exact, use_reentrant=False,
-            )  # fmt: skip
+    def _decoded(self, num_heads: int) -> Iterator[tuple[Sequence, int, list[tuple[int, int]]]]:
+        """Yields each sequence, the tokens of its prompt, and the beginnings and ends of parts of what follows it."""
+        page_size = self._served.selection.page_size
+        for sequence, prompt in zip(self._packing.sequences(page_size), self._prompts or (), strict=True):
+            end, size = sequence.begin + sequence.length, max(_LOGITS_AT_ONCE // (num_heads * sequence.length), 1)
+            begins = range(sequence.begin + prompt, end, size)
+            yield sequence, prompt, [(begin, min(begin + size, end)) for begin in begins]
+
+    def _dense_shares(self, query: torch.Tensor, key: torch.Tensor, scale: float) -> list[torch.Tensor]:
+        """Returns what each part that is decoded reads of each page."""
+        page_size = self._served.selection.page_size
+        with torch.autocast(query.device.type, enabled=False):
+            return [
+                dense_shares(query[begin:end], key[sequence.begin : end], page_size, scale)
+                for sequence, _, parts in self._decoded(query.shape[1])
+                for begin, end in parts
+            ]
 
 
 def _attend_densely(
@@ -198,16 +226,23 @@ def _attend_decoded(
     key: torch.Tensor,
     value: torch.Tensor,
     records: PageRecords,
+    shares: torch.Tensor | None,
     mask: PageMask,
     scale: float,
     is_exact: bool,
-) -> torch.Tensor:
-    """See `newest_attention`; exact, the values are those of the hard mask and the gradients those of the given one."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns `newest_attention`, and `selection_loss` or, without shares, 0.
+
+    Exact, the attention's values are those of the hard mask and its gradients those of the given one.
+    """
     # Scores are compared as serving computes them, of which autocast would keep 16 bits.
     with torch.autocast(query.device.type, enabled=False):
+        loss = torch.zeros((), device=query.device)
+        if shares is not None:
+            loss = selection_loss(query, len(key), records, shares, mask, scale)
         attended = newest_attention(query, key, value, records, mask, scale)
         if not is_exact or mask.is_hard:
-            return attended
+            return attended, loss
         with torch.no_grad():
             served = newest_attention(query, key, value, records, replace(mask, temperature=None), scale)
-        return attended + (served - attended).detach()
+        return attended + (served - attended).detach(), loss

@@ -57,6 +57,9 @@ class TrainingSettings(Section):
     straight_through: Annotated[bool, "true or false"] = False
     """Whether what follows dense prompts attends under the hard mask in the soft steps, too, whose gradients are those
     of the soft mask."""
+    selection_loss: Annotated[float, Field(ge=0.0, le=1e3)] = 0.0
+    """Weight of the divergence of the pages' scores from what the dense model before training reads of each page, the
+    mean over what follows dense prompts, layers and KV heads, which is added to the loss."""
     gradient_checkpointing: Annotated[bool, "true or false"] = True
     """Whether activations are computed again in the backward pass, not kept."""
     measure_every: Annotated[int, Field(ge=1, le=10**7)] = 25
@@ -77,15 +80,19 @@ class TrainingSettings(Section):
         return self
 
     @model_validator(mode="after")
-    def _straight_through_is_after_prompts(self) -> Self:
+    def _some_settings_are_about_what_follows_prompts(self) -> Self:
         if self.straight_through and not self.dense_prompts:
             raise PydanticCustomError("sentence", "straight_through: got true, allowed: with dense_prompts")
+        if self.selection_loss and not self.dense_prompts:
+            raise PydanticCustomError(
+                "sentence", "selection_loss: got {got}, allowed: with dense_prompts", {"got": self.selection_loss}
+            )
         return self
 
     @property
     def needs_teacher(self) -> bool:
         """Whether the loss compares with the dense model before training."""
-        return bool(self.distillation or self.retention)
+        return bool(self.distillation or self.retention or self.selection_loss)
 
 
 class Step(NamedTuple):

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.training.attention import PackedAttention, ServedSelection
+from vllm_sparse_plugin.training.attention import PackedAttention, ServedSelection, Shares
 from vllm_sparse_plugin.training.curves import draw_curves
 from vllm_sparse_plugin.training.data import Row
 from vllm_sparse_plugin.training.loss import Loss, row_loss
@@ -149,20 +149,24 @@ class Trainer:
         # Every device adds its part to the mean over the tokens of all of them, and gradients are averaged.
         share = self.num_processes / sum(sum(row.learned) for row in rows)
         share_of_all = self.num_processes / sum(len(row.tokens) for row in rows)
+        share_of_decoded = self.num_processes / max(sum(len(row.tokens) - sum(row.prompts) for row in rows), 1)
         mask = served.mask(now.temperature, now.budget_tokens)
         self._model.train()
-        means = torch.zeros(3, device=self._accelerator.device)
+        means = torch.zeros(4, device=self._accelerator.device)
         for number, row in enumerate(own, start=1):
             last = number == len(own)
             with nullcontext() if last else self._accelerator.no_sync(self._model):
                 tokens, learned = self._tensors(row)
-                dense = self._dense_logits(row, tokens) if settings.needs_teacher else None
-                with self._attention.using(row.packing, mask, self._prompts(row), settings.straight_through):
+                shares: Shares | None = {} if settings.selection_loss else None
+                dense = self._dense_logits(row, tokens, shares) if settings.needs_teacher else None
+                with self._attention.using(row.packing, mask, self._prompts(row), settings.straight_through, shares):
                     sums = row_loss(self._logits(row, tokens), tokens, learned, dense)
+                    selection = self._attention.selection_loss(tokens.device) * share_of_decoded
                     loss = Loss(sums.text * share, sums.divergence * share, sums.drift * share_of_all)
                     weighted = (1 - settings.distillation) * loss.text + settings.distillation * loss.divergence
-                    self._accelerator.backward(weighted + settings.retention * loss.drift)
-            means += torch.stack(loss).detach()
+                    others = settings.retention * loss.drift + settings.selection_loss * selection
+                    self._accelerator.backward(weighted + others)
+            means += torch.stack([*loss, selection]).detach()
         for group in self._optimizer.param_groups:
             group["lr"] = now.rate
         norm = float(self._accelerator.clip_grad_norm_(self._model.parameters(), settings.gradient_clip))
@@ -175,12 +179,13 @@ class Trainer:
 
     def _row_of(self, now: Step, means: torch.Tensor, norm: float, tokens_per_second: float) -> dict[str, Any]:
         device = self._accelerator.device
-        text, divergence, drift = self._accelerator.reduce(means, reduction="mean").tolist()
+        text, divergence, drift, selection = self._accelerator.reduce(means, reduction="mean").tolist()
         compared = {"divergence": round(divergence, 5), "drift": round(drift, 7)}
         return {
             "step": self.steps,
             "loss": round(text, 5),
             **(compared if self._run.settings.needs_teacher else {}),
+            **({"selection_loss": round(selection, 5)} if self._run.settings.selection_loss else {}),
             "gradient_norm": round(norm, 4),
             "skipped": not math.isfinite(norm),
             "learning_rate": now.rate,
@@ -213,9 +218,9 @@ class Trainer:
             "agreement": round((best[0] == best[1]).float().mean().item(), 5),
         }
 
-    def _dense_logits(self, row: Row, tokens: torch.Tensor) -> torch.Tensor:
-        """What the dense model said before training, without gradient."""
-        with torch.no_grad(), self._attention.using(row.packing, None):
+    def _dense_logits(self, row: Row, tokens: torch.Tensor, shares: Shares | None) -> torch.Tensor:
+        """What the dense model said before training, without gradient; what it reads of pages is put into `shares`."""
+        with torch.no_grad(), self._attention.using(row.packing, None, self._prompts(row), shares=shares):
             if self._teacher is not None:
                 return self._logits(row, tokens, self._teacher)
             with self._accelerator.unwrap_model(self._model).disable_adapter():

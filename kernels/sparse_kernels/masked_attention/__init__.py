@@ -1,8 +1,11 @@
 """Causal attention of training under a page mask: the pages that serving would read, softly or exactly."""
 
-from sparse_kernels.masked_attention.api import masked_attention, newest_attention
+from sparse_kernels.masked_attention.api import dense_shares, masked_attention, newest_attention, selection_loss
 from sparse_kernels.masked_attention.packing import Packing
 from sparse_kernels.masked_attention.records import TRAINABLE, PageRecords, page_records
 from sparse_kernels.masked_attention.rule import PageMask
 
-__all__ = ["TRAINABLE", "Packing", "PageMask", "PageRecords", "masked_attention", "newest_attention", "page_records"]
+__all__ = [
+    "TRAINABLE", "Packing", "PageMask", "PageRecords", "dense_shares", "masked_attention", "newest_attention",
+    "page_records", "selection_loss",
+]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sparse_kernels.masked_attention import reference
+from sparse_kernels.masked_attention import gathered, reference
 from sparse_kernels.masked_attention.packing import Packing
 from sparse_kernels.masked_attention.records import PageRecords
 from sparse_kernels.masked_attention.rule import PageMask
@@ -75,7 +75,8 @@ def newest_attention(
 ) -> torch.Tensor:
     """Computes the attention of the newest tokens of one sequence under a page mask, as `masked_attention` has it.
 
-    It runs in torch on every device, and computes whole matrices of their logits.
+    It runs in torch on every device. Under the soft mask it computes whole matrices of their logits, under the hard one
+    those of the pages that are read.
 
     Args:
         query: `[num_newest, num_query_heads, head_size]`, of the last tokens.
@@ -92,4 +93,52 @@ def newest_attention(
         ValueError: if the mask makes no sense.
     """
     mask.check()
-    return reference.newest_attention(query, key, value, records, mask, scale)
+    attend = gathered.newest_attention if mask.is_hard else reference.newest_attention
+    return attend(query, key, value, records, mask, scale)
+
+
+def dense_shares(query: torch.Tensor, key: torch.Tensor, page_size: int, scale: float) -> torch.Tensor:
+    """Computes how much of dense attention goes to each complete page, for the newest tokens of one sequence.
+
+    It runs in torch on every device, computes whole matrices of the tokens' logits, and has no gradient.
+
+    Args:
+        query: `[num_newest, num_query_heads, head_size]`, of the last tokens.
+        key: `[num_tokens, num_kv_heads, head_size]`, of all.
+        page_size: tokens of a page.
+        scale: the factor of logits.
+
+    Returns:
+        `[num_kv_heads, num_newest, num_pages]`, the mean over the group's query heads: float64 for float64 queries,
+        float32 for others.
+    """
+    return reference.dense_shares(query, key, page_size, scale)
+
+
+def selection_loss(
+    query: torch.Tensor, num_tokens: int, records: PageRecords, shares: torch.Tensor, mask: PageMask, scale: float
+) -> torch.Tensor:
+    """Computes how far the pages' scores are from what dense attention reads, for the newest tokens of one sequence.
+
+        sum over tokens and KV heads of  sum_p a_p ( log(a_p / sum_p a_p) - log softmax_p( s S_p ) )
+
+    a_p is the share of page p. p goes over the pages that scores decide about: what is always read has no term. This is
+    the divergence of the scores' softmax from dense attention, by how much of it goes to those pages. A hard mask gives
+    a page that is not read no gradient; this gives it one. Gradients reach queries, vectors and deviations.
+
+    Args:
+        query: `[num_newest, num_query_heads, head_size]`, of the last tokens.
+        num_tokens: of the sequence.
+        records: of the sequence's complete pages.
+        shares: `dense_shares` of the same tokens and pages.
+        mask: which pages are always read; its temperature does not matter.
+        scale: s, the factor of logits.
+
+    Returns:
+        A sum in nats, float64 for float64 queries, float32 for others.
+
+    Raises:
+        ValueError: if the mask makes no sense.
+    """
+    mask.check()
+    return reference.selection_loss(query, num_tokens, records, shares, mask, scale)

@@ -12,6 +12,9 @@ from sparse_kernels.masked_attention.packing import Packing
 from sparse_kernels.masked_attention.records import PageRecords
 from sparse_kernels.masked_attention.rule import PageMask
 
+_TINY = 1e-30
+"""What a sum of no attention is divided by."""
+
 
 def stop_gradient(x: torch.Tensor) -> torch.Tensor:
     """Returns the tensor as a constant: sg in the paper."""
@@ -133,10 +136,8 @@ def newest_attention(
     scale: float,
 ) -> torch.Tensor:
     """See `api.newest_attention`."""
-    (length, heads, _), first, dtype = key.shape, len(key) - len(query), query.dtype
-    query, key, value = (x if x.dtype == torch.float64 else x.float() for x in (query, key, value))
-    grouped = query.unflatten(1, (heads, -1)).permute(1, 2, 0, 3)
-    keys, values = key.transpose(0, 1)[:, None], value.transpose(0, 1)[:, None]
+    length, first, dtype = len(key), len(key) - len(query), query.dtype
+    grouped, keys, values = by_head(query, key, value)
     logits = grouped @ keys.transpose(-1, -2) * scale
     scores = page_scores(grouped, records.vectors, records.spread, mask.selection.std_weight)
     always = always_read(length, len(records.vectors), mask, query.device, first)
@@ -146,3 +147,38 @@ def newest_attention(
     logits = (logits + by_token[:, None]).masked_fill(position > position[first:, None], -torch.inf)
     output: torch.Tensor = (logits.softmax(dim=-1) @ values).permute(2, 0, 1, 3).flatten(1, 2)
     return output.to(dtype)
+
+
+@torch.no_grad()
+def dense_shares(query: torch.Tensor, key: torch.Tensor, page_size: int, scale: float) -> torch.Tensor:
+    """See `api.dense_shares`."""
+    length, first = len(key), len(key) - len(query)
+    grouped, keys = by_head(query, key)
+    position = torch.arange(length, device=query.device)
+    logits = grouped @ keys.transpose(-1, -2) * scale
+    weights = logits.masked_fill(position > position[first:, None], -torch.inf).softmax(dim=-1).mean(dim=1)
+    pages = length // page_size
+    shares: torch.Tensor = weights[..., : pages * page_size].unflatten(-1, (pages, page_size)).sum(dim=-1)
+    return shares
+
+
+def selection_loss(
+    query: torch.Tensor, num_tokens: int, records: PageRecords, shares: torch.Tensor, mask: PageMask, scale: float
+) -> torch.Tensor:
+    """See `api.selection_loss`."""
+    grouped = by_head(query, records.vectors)[0]
+    always = always_read(num_tokens, len(records.vectors), mask, query.device, num_tokens - len(query))
+    scores = page_scores(grouped, records.vectors, records.spread, mask.selection.std_weight) * scale
+    # A token that reads everything has no page to choose; its row must not be a softmax of nothing.
+    likely = scores.masked_fill(always & ~always.all(dim=1, keepdim=True), -torch.inf).log_softmax(dim=-1)
+    shares = shares.masked_fill(always, 0.0)
+    wanted = torch.xlogy(shares, shares / shares.sum(dim=-1, keepdim=True).clamp(min=_TINY))
+    loss: torch.Tensor = (wanted - shares * likely.masked_fill(always, 0.0)).sum()
+    return loss
+
+
+def by_head(query: torch.Tensor, *others: torch.Tensor) -> list[torch.Tensor]:
+    """Returns queries as `[num_kv_heads, group_size, num_tokens, head_size]`, keys and values with a group of one."""
+    query, *rest = (x if x.dtype == torch.float64 else x.float() for x in (query, *others))
+    grouped = query.unflatten(1, (rest[0].shape[1], -1)).permute(1, 2, 0, 3)
+    return [grouped, *(x.transpose(0, 1)[:, None] for x in rest)]

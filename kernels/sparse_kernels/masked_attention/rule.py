@@ -25,9 +25,14 @@ class PageMask:
         """Whether a page is read or not, with nothing between."""
         return self.temperature is None
 
+    @property
+    def whole_tokens(self) -> int:
+        """Tokens of the longest context that is attended whole."""
+        return max(self.dense_tokens, (self.selection.k + 1) * self.page_size - 1)
+
     def reads_all(self, context_tokens: int) -> bool:
         """Returns whether contexts of up to so many tokens are attended whole."""
-        return context_tokens <= max(self.dense_tokens, (self.selection.k + 1) * self.page_size - 1)
+        return context_tokens <= self.whole_tokens
 
     def check(self) -> None:
         """Raises ValueError unless the numbers make sense, and a page is left that scores decide about."""
