@@ -17,9 +17,10 @@ TASKS = ("mixed", "multikey", "kv", "multiquery")
 """Questions about one needle or one pair, in turns or alone, and about three needles at once."""
 TEXT_SHARE = 0.25
 """Of the rows: text without needles."""
-LEARNED_SHARE = 1 / 64
-"""Of the tokens that are no answer: those that are learned, so that answers weigh about as much as text."""
-MOST_QUESTIONS = 24
+LEARNED_SHARE = 1 / 4
+"""Of the tokens behind a prompt that are no answer: those that are learned, so that answers weigh about as much as
+text. What is in a prompt attends densely, and has nothing to learn."""
+MOST_QUESTIONS = 48
 """About one document."""
 BEFORE_ANSWERS = range(64, 320)
 """Tokens before the first answer that do not belong to the prompt: its question, and text before that."""
@@ -56,9 +57,9 @@ def build_row(order: RowOrder) -> Row:
     for _ in range(order.pieces):
         own, is_answer = _text(rng, order.text, length) if order.is_text else _document(rng, order.text, length)
         tokens += own
-        learned += [i > 0 and (answer or rng.random() < LEARNED_SHARE) for i, answer in enumerate(is_answer)]
         last = length - rng.choice(AFTER_TEXT) if order.is_text else is_answer.index(True) - rng.choice(BEFORE_ANSWERS)
         prompts.append(max(last, 0))
+        learned += [answer or (i > prompts[-1] and rng.random() < LEARNED_SHARE) for i, answer in enumerate(is_answer)]
     return Row(tokens, learned, Packing((length,) * order.pieces), tuple(prompts))
 
 

@@ -39,9 +39,11 @@ def test_a_row_is_documents_whose_answers_are_learned():
         learned = row.learned[begin : begin + 1024]
         assert all(learned[-len(encode(f" {answer}")) - 1 :])
         assert 10 < sum(learned) < 600
+        assert not any(learned[: row.prompts[begin // 1024]])
     text = build_row(RowOrder(library_text(0, 40_000), 2048, 1, True, "4"))
     assert EOS not in text.tokens
-    assert 10 < sum(text.learned) < 80
+    assert 30 < sum(text.learned) < 230
+    assert not any(text.learned[: text.prompts[0]])
     assert build_row(RowOrder(library_text(0, 40_000), 2048, 2, False, "3")) == row
 
 
