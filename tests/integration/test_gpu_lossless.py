@@ -17,10 +17,10 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
 
-TIES = {"auto": 2**-4, "fp8": 2**-2}
-"""Leads of the likeliest token that rounding may turn, by type of the cache: one step of bfloat16 between 8 and 16,
-where the model's likeliest logits lie; and four where keys and values are rounded to 8 bits, since tokens that are
-computed together round otherwise than one alone."""
+TIES = {"auto": 2**-3, "fp8": 2**-2}
+"""Leads of the likeliest token that rounding may turn, by type of the cache: one step of bfloat16 of each of two logits
+between 8 and 16, where the model's likeliest logits lie; and two of each where keys and values are rounded to 8 bits,
+since tokens that are computed together round otherwise than one alone."""
 PARTED = {"auto": 4, "fp8": 2}
 """One in so many answers may part at such a lead."""
 LONGEST = 16_384
