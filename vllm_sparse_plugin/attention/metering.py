@@ -12,7 +12,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.config import ResolvedConfig
-from vllm_sparse_plugin.config.schema import SAMPLED_STEPS
+from vllm_sparse_plugin.config.schema import SAMPLED_STEPS, SAMPLED_STEPS_ON_GPU
 from vllm_sparse_plugin.diagnostics import request_log, sampling
 from vllm_sparse_plugin.diagnostics.live import LogOfStep
 from vllm_sparse_plugin.diagnostics.sampling import Sample, StepSampler
@@ -26,9 +26,12 @@ def sampled_steps(sparse: ResolvedConfig) -> int:
     if sparse.selector is None or sparse.lossless is not None:
         return 0
     every = sparse.config.diagnostics.sample_every
-    if every is None:
-        return SAMPLED_STEPS if current_platform.is_cpu() else 0
-    return every
+    if every is not None:
+        return every
+    if current_platform.is_cpu():
+        return SAMPLED_STEPS
+    # Looking for the stop again takes torch a launch or more to each block of a context, and waits for the device.
+    return SAMPLED_STEPS_ON_GPU if sparse.stop_rule is None else 0
 
 
 class Meter:

@@ -38,6 +38,8 @@ AnyCompaction = Annotated[reduce(or_, COMPACTIONS), Field(discriminator="method"
 
 SAMPLED_STEPS = 1024
 """One in so many steps is measured on a CPU where the settings say nothing."""
+SAMPLED_STEPS_ON_GPU = 4096
+"""The same on a GPU, where a measured step leaves its full CUDA graph."""
 
 
 class Diagnostics(Section):
@@ -46,8 +48,8 @@ class Diagnostics(Section):
     sample_every: Annotated[int | None, Field(ge=0, le=1 << 30)] = None
     """One in so many steps that decode sparsely has one of its tokens attend to everything as well, in a few layers by
     turns; how the selection compares is added to the `vllm_sparse_` metrics at `/metrics`, by layer and KV head. 0 for
-    none; null for 1,024 on a CPU and none on a GPU, where such a step runs outside its full CUDA graph and takes about
-    ten times as long: 4096 costs a quarter of a percent. Where nothing is selected, and in lossless mode, whose answers
+    none; null for 1,024 on a CPU and 4,096 on a GPU, where such a step runs outside its full CUDA graph, but none there
+    where attention may stop. Where nothing is selected, and in lossless mode, whose answers
     come of dense attention, nothing is measured."""
     log_requests: bool = False
     """One line in the log of the first worker for each request that ends: the share of their contexts that its decoding
