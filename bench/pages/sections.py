@@ -62,7 +62,6 @@ SECTIONS: dict[str, Section] = {
     "decode-routed": Section(serving.decode_routed),
     "decode-more": Section(serving.decode_more),
     "decode-stopping": Section(serving.decode_stopping),
-    "lossless-gpu": Section(serving.lossless_gpu),
     "lossless-adaptive": Section(serving.lossless_adaptive),
     "verification": Section(kernels.verification),
     "serve-gpu": Section(serving.serve_gpu),

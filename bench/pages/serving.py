@@ -13,7 +13,7 @@ from vllm_sparse_plugin.config.schema import SAMPLED_STEPS
 
 H200 = RESULTS / "h200"
 FEW_CLIENTS = H200 / "serve" / "few_clients.jsonl"
-ADAPTIVE = H200 / "lossless" / "adaptive.jsonl"
+ADAPTIVE = tuple(H200 / "lossless" / f"{name}.jsonl" for name in ("short", "adaptive"))
 METER = [H200 / "meter" / f"every_{steps}.jsonl" for steps in (0, SAMPLED_STEPS)]
 """Decode steps of which none is measured, and one in so many."""
 _CPU = RESULTS / "cpu-2core" / "decode" / "all.jsonl"
@@ -151,25 +151,15 @@ def decode_stopping() -> Block:
     return Block(table([*headings, stop], rows), list(paths.values()))
 
 
-def lossless_gpu() -> Block:
-    """Time per token of lossless mode by context, batch and the acceptance that was set, beside dense decoding."""
-    path = H200 / "lossless" / "llama_8b.jsonl"
-    return Block(_lossless_table(_drafted(path)), [path])
-
-
 def lossless_adaptive() -> Block:
-    """The same where drafts are as long as pays, and what the mode takes where it does not draft."""
-    found = _drafted(ADAPTIVE)
-    longest = max(row["draft_tokens"] for row, _ in found)
-    parts = [
-        f"**Drafts as long as pays**, up to {longest} tokens, in another run (`--adaptive`). Short contexts are not "
-        "drafted for:",
-        _lossless_table(found),
-    ]
+    """Time per token of lossless mode with drafts as long as pays, by context, batch and the acceptance that was set,
+    beside dense decoding; and what the mode takes where it does not draft."""
+    found = [each for path in ADAPTIVE for each in _drafted(path)]
+    parts = [_lossless_table(found)]
     if times := [row["ms_per_token"] / dense for row, dense in found if row["tokens_per_step"] == 1]:
         reach = f"{min(times):.3f} to {max(times):.3f}"
         parts.append(f"Where nothing was drafted, a token takes {reach} times as long as with dense decoding.")
-    return Block("\n\n".join(parts), [ADAPTIVE])
+    return Block("\n\n".join(parts), list(ADAPTIVE))
 
 
 def _drafted(path: Path) -> list[tuple[Row, float]]:

@@ -23,6 +23,8 @@ GENERATOR = "research.training"
 NAMES = {BEFORE: "before", DENSE: "no mask", SOFT: "soft mask", SOFT_HARD: "soft, then hard"}
 HARD = "hard mask"
 """Name of an arm whose steps are all hard."""
+_UNMEASURED = "-"
+"""In place of what was not asked for."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,11 @@ def labels(files: Sequence[Trained]) -> list[str]:
 def _answers(label: str, trained: Trained, dense: Cell) -> list[list[str]]:
     accuracies, shares = [label, "right"], ["", "of dense before"]
     for setting in settings():
-        cell = trained.cells[setting.name]
+        cell = trained.cells.get(setting.name)
+        if cell is None:
+            accuracies.append(_UNMEASURED)
+            shares.append(_UNMEASURED)
+            continue
         low, high = cell.interval
         accuracies.append(f"{cell.accuracy:.3f} ({low:.3f}-{high:.3f})")
         found = compare(cell, dense)
@@ -94,6 +100,9 @@ def _answers(label: str, trained: Trained, dense: Cell) -> list[list[str]]:
 def _text(label: str, trained: Trained, dense: Cell) -> list[str]:
     cells = [label]
     for setting in settings():
+        if setting.name not in trained.cells:
+            cells.append(_UNMEASURED)
+            continue
         losses = trained.cells[setting.name].loss
         names = sorted(dense.loss)
         mean, before = (sum(each[name] for name in names) / len(names) for each in (losses, dense.loss))
