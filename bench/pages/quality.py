@@ -20,6 +20,8 @@ _H200 = RESULTS / "h200"
 _CPU = RESULTS / "cpu-2core"
 TUNED, TUNED_WITNESS = (_CPU / "tune" / f"{model}.jsonl" for model in ("needle-8m", "witness-6m"))
 LOOK_ALIKES = {budget: _CPU / "served" / f"look_alikes_{budget}.jsonl" for budget in (512, 2048)}
+NEWER = "vllm-0.33"
+"""In the name of a study that was made with the newer of two versions."""
 _HEAD_SIZE = 64
 """Of needle-8m."""
 _EVALUATED = ["right", "share (95 %)", "minus dense, paired"]
@@ -89,6 +91,19 @@ def answers_in_short() -> Block:
         f"{wide.agreement.value:.1%} with 2,048."
     )
     return Block(wrap(text, ""), [*prefill.sources, path, control_path, *_NEXT_TOKEN_FILES])
+
+
+def versions_gpu() -> Block:
+    """Needles answered on a GPU under each version of vLLM."""
+    paths = [
+        [_H200 / study / f"{name}.jsonl" for name in ("dense", "512")] for study in ("needles", f"needles-{NEWER}")
+    ]
+    rows = []
+    for files in paths:
+        runs = [read_run(path) for path in files]
+        right = (f"{sum(row['score'] == 1 for row in run.rows)}/{len(run.rows)}" for run in runs)
+        rows.append([str(runs[0].about["versions"]["vllm"]), *right])
+    return Block(table(["vLLM", "dense", "`unique`, 512 tokens"], rows), [path for files in paths for path in files])
 
 
 def look_alikes() -> Block:

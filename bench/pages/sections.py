@@ -39,6 +39,7 @@ SECTIONS: dict[str, Section] = {
     "readme-answers": Section(quality.answers_in_short),
     "look-alikes": Section(quality.look_alikes),
     "accuracy-gpu": Section(quality.accuracy_gpu),
+    "versions-gpu": Section(quality.versions_gpu),
     "formats": Section(quality.formats),
     "served": Section(quality.served),
     "next-tokens": Section(quality.next_tokens),
