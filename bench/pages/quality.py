@@ -20,7 +20,7 @@ _H200 = RESULTS / "h200"
 _CPU = RESULTS / "cpu-2core"
 TUNED, TUNED_WITNESS = (_CPU / "tune" / f"{model}.jsonl" for model in ("needle-8m", "witness-6m"))
 LOOK_ALIKES = {budget: _CPU / "served" / f"look_alikes_{budget}.jsonl" for budget in (512, 2048)}
-NEWER = "vllm-0.33"
+NEWER = "newer-vllm"
 """In the name of a study that was made with the newer of two versions."""
 _HEAD_SIZE = 64
 """Of needle-8m."""
