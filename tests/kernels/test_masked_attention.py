@@ -14,6 +14,7 @@ from sparse_kernels.masked_attention import (
     PageMask,
     PageRecords,
     dense_shares,
+    gathered,
     masked_attention,
     newest_attention,
     page_records,
@@ -124,13 +125,27 @@ def test_pages_that_are_gathered_are_those_of_the_reference(kind, dense_tokens, 
     key[8:28] = key[8:12].repeat(5, 1, 1)
     records = page_records(key, Packing((47,)), 4, KINDS[kind], None)
     results = []
-    for attend in (newest_attention, reference.newest_attention):
+    for attend in (gathered.newest_attention, reference.newest_attention):
         leaves = [x.clone().requires_grad_() for x in (query[-33:], key, value)]
         output = attend(*leaves, records, mask, 0.4)
         weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
         results.append([output.detach(), *torch.autograd.grad((output * weights).sum(), leaves)])
     for got, wanted in zip(*results, strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "temperature", "gathers"), [(639, None, False), (640, None, True), (640, 0.5, False)]
+)
+def test_pages_are_gathered_where_that_takes_less_memory_than_all_logits(monkeypatch, tokens, temperature, gathers):
+    """Five pages of four tokens, keys and values of 32 elements, for two query heads to a KV head."""
+    found = []
+    for module in (gathered, reference):
+        monkeypatch.setattr(module, "newest_attention", lambda *_, module=module: found.append(module))
+    query, key, value = torch.zeros(1, 4, 32), torch.zeros(tokens, 2, 32), torch.zeros(tokens, 2, 32)
+    records = page_records(key, Packing((tokens,)), 4, KINDS["mean_and_spread"], None)
+    newest_attention(query, key, value, records, PageMask(PageSelection(4, 1, 1, 0.7), 4, temperature), 0.4)
+    assert found == [gathered if gathers else reference]
 
 
 @pytest.mark.parametrize("kind", TRAINABLE)

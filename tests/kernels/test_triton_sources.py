@@ -102,7 +102,8 @@ for head_size, group, page in ((64, 4, 8), (128, 16, 32), (256, 8, 8), (96, 1, 1
     rows_of.attend_row(token, cache, read, Softmax(0.1, 20.0 * (head_size > 64), torch.zeros(2 * group)))
 
 several._attend_piece, several._add_pieces = Compile(several._attend_piece), Compile(several._add_pieces)
-for head_size, group, dtype, block in ((64, 4, torch.bfloat16, 48), (128, 8, torch.float16, 64)):
+shapes = (64, 4, torch.bfloat16, 48), (128, 8, torch.float16, 64), (256, 8, torch.bfloat16, 64)
+for head_size, group, dtype, block in shapes:
     cache = KVCache.from_rows(torch.zeros(4, 2, block, 2 * head_size).to(dtype), 8)
     query, table = torch.zeros(27, 2 * group, head_size).to(dtype), torch.zeros(3, 300).int()
     several.multi_token_decode(
@@ -180,7 +181,7 @@ def compiled(code: str, *arguments: str) -> int:
 def test_compiles(architecture: str) -> None:
     of_decode = len(KINDS) + sum(not kind.is_fused for kind in KINDS.values())
     of_prefill = 3 * len(PREFILL) + (len(KINDS) + 2) * len(BLOCKS)
-    of_rows, of_several, of_rolling = 4, 4, 8
+    of_rows, of_several, of_rolling = 4, 6, 8
     expected = of_decode + of_rows + of_several + of_prefill + of_rolling + 2 * len(COMPACTION)
     assert compiled(CODE, architecture, " ".join(BLOCKS), *PREFILL) == expected
 

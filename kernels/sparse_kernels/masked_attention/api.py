@@ -76,7 +76,7 @@ def newest_attention(
     """Computes the attention of the newest tokens of one sequence under a page mask, as `masked_attention` has it.
 
     It runs in torch on every device. Under the soft mask it computes whole matrices of their logits, under the hard one
-    those of the pages that are read.
+    those of the pages that are read, where these take less memory.
 
     Args:
         query: `[num_newest, num_query_heads, head_size]`, of the last tokens.
@@ -93,7 +93,10 @@ def newest_attention(
         ValueError: if the mask makes no sense.
     """
     mask.check()
-    attend = gathered.newest_attention if mask.is_hard else reference.newest_attention
+    read_tokens, group = (mask.selection.k + 1) * mask.page_size, query.shape[1] // key.shape[1]
+    # Keys and values that are gathered for every token must not take more memory than all logits do.
+    gathers = mask.is_hard and 2 * query.shape[2] * read_tokens <= group * len(key)
+    attend = gathered.newest_attention if gathers else reference.newest_attention
     return attend(query, key, value, records, mask, scale)
 
 

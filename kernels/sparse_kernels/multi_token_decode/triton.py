@@ -124,8 +124,9 @@ def multi_token_decode(batch: DecodeBatch, cache: KVCache, softmax: Softmax, out
     keys, head_size, heads = cache.keys.view, cache.head_size, cache.num_kv_heads
     tokens, group = batch.tokens_per_request, batch.group_size(cache.num_kv_heads)
     block_tokens = cache.page_size * cache.keys.pages_per_block
-    # A warp group multiplies 64 rows at least.
-    rows = 64 if tokens * group <= 64 else 128
+    stages = _stages(keys.device)
+    # A warp group multiplies 64 rows at least. Small multiprocessors have no room for more of wide heads.
+    rows = 64 if tokens * group <= 64 or (head_size > 128 and stages == 2) else 128
     tiles = triton.cdiv(tokens * group, rows)
     longest = batch.max_context or batch.block_table.shape[1] * block_tokens
     wanted = _pieces(batch.num_requests * heads * tiles, _multiprocessors(keys.device))
@@ -139,7 +140,7 @@ def multi_token_decode(batch: DecodeBatch, cache: KVCache, softmax: Softmax, out
         (keys.stride(0), keys.stride(1), keys.stride(-2)), batch.block_table.stride(0), tokens, pieces, tiles,
         float(softmax.scale), GROUP=group, HEAD_SIZE=head_size, DIMS=dims, BLOCK_TOKENS=block_tokens, ROWS=rows,
         KEYS=64 if head_size <= 128 else 32, SOFTCAP=float(softmax.softcap), DTYPE=arithmetic(batch.query),
-        num_warps=rows // 16, num_stages=_stages(keys.device),
+        num_warps=rows // 16, num_stages=stages,
     )  # fmt: skip
     _add_pieces[(batch.num_tokens, batch.query.shape[1])](
         sums, totals, softmax.sink_logits, output, output.stride()[:2], tokens, pieces, GROUP=group,
