@@ -60,7 +60,7 @@ def rows(
 def run(
     output: Output,
     work: Annotated[Path, typer.Option(help="Folder of the trained model; a run that was killed goes on there.")],
-    arm: Annotated[str, typer.Option(help="before, dense, soft or soft-hard.")] = "before",
+    arm: Annotated[str, typer.Option(help="before, dense, soft, hard or soft-hard.")] = "before",
     folder: Annotated[Path, typer.Option("--model", help="needle-8m's folder, or another of its format.")] = NEEDLE_8M,
     context: Context = "16K",
     budget_tokens: Annotated[int, typer.Option(help="Budget that the model is trained for.")] = 64,

@@ -20,8 +20,8 @@ TEXT_SHARE = 0.25
 LEARNED_SHARE = 1 / 4
 """Of the tokens behind a prompt that are no answer: those that are learned, so that answers weigh about as much as
 text. What is in a prompt attends densely, and has nothing to learn."""
-MOST_QUESTIONS = 48
-"""About one document."""
+MOST_QUESTIONS = 64
+"""About one document, if it has as many needles."""
 BEFORE_ANSWERS = range(64, 320)
 """Tokens before the first answer that do not belong to the prompt: its question, and text before that."""
 AFTER_TEXT = range(256, 768)
@@ -75,7 +75,7 @@ def _text(rng: random.Random, text: str, length: int) -> tuple[list[int], list[b
 def _document(rng: random.Random, text: str, length: int) -> tuple[list[int], list[bool]]:
     for _ in range(_TRIES):
         part = cut(text, rng.randrange(len(text)), length)
-        document = build_document(rng, part, length, rng.choice(TASKS), rng.randint(4, MOST_QUESTIONS))
+        document = build_document(rng, part, length, rng.choice(TASKS), MOST_QUESTIONS)
         if document is not None:
             return document.tokens, [kind == ANSWER for kind in document.kinds]
     raise RuntimeError(f"no document of {length} tokens could be written")

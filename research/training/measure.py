@@ -28,10 +28,14 @@ PRESET = "unique_paper"
 BUDGETS = (512, 256, 128, 64)
 FIRST_BUDGET_TOKENS = 512
 """Of the mask's first step."""
-BEFORE, DENSE, SOFT, SOFT_HARD = "before", "dense", "soft", "soft-hard"
-ARMS = (BEFORE, DENSE, SOFT, SOFT_HARD)
-"""The model as it is, trained without a mask, with the soft mask alone, and with the hard mask in the last steps."""
-_HARD_SHARE = 0.2
+BEFORE, DENSE, SOFT, HARD, SOFT_HARD = "before", "dense", "soft", "hard", "soft-hard"
+ARMS = (BEFORE, DENSE, SOFT, HARD, SOFT_HARD)
+"""The model as it is, trained without a mask, with the soft mask alone, with the hard mask alone, and with the hard mask
+in the last steps."""
+_HARD_SHARES = {HARD: 1.0, SOFT_HARD: 0.2}
+"""Of the steps, how many have the hard mask."""
+_OF_THE_HARD_MASK = {"dense_prompts": True, "distillation": 1.0, "retention": 4.0, "selection_loss": 4.0}
+"""Settings of the arm whose steps are all hard: it learns from the dense model."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,9 @@ class Recipe:
             "lora_rank": 0, "rows_per_step": 4, "learning_rate": 3e-4, "gradient_checkpointing": False,
             "first_budget_tokens": max(FIRST_BUDGET_TOKENS, self.budget_tokens), "save_every": self.steps,
         }  # fmt: skip
-        hard_steps = round(self.steps * _HARD_SHARE) if self.arm == SOFT_HARD else 0
+        if self.arm == HARD:
+            chosen |= _OF_THE_HARD_MASK
+        hard_steps = round(self.steps * _HARD_SHARES.get(self.arm, 0.0))
         own = {"steps": self.steps, "hard_steps": hard_steps, "sequence_tokens": self.context_tokens, "seed": seed}
         return TrainingSettings(**(chosen | own | dict(self.others)))
 

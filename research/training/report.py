@@ -13,16 +13,14 @@ from bench.common.pages import Block, fill, footnote, table
 from bench.common.results import RESULTS, Run, read_run
 from research.study.data import Cell, compare
 from research.study.documents import TEXT
-from research.training.measure import ARMS, BEFORE, DENSE, SOFT, SOFT_HARD, settings
+from research.training.measure import ARMS, BEFORE, DENSE, HARD, SOFT, SOFT_HARD, settings
 from vllm_sparse_plugin.eval.statistics import estimate_difference
 from vllm_sparse_plugin.training.settings import TrainingSettings
 
 RESULT_FILES = sorted((RESULTS / "h200" / "training").glob("*.jsonl"))
 PAGE = Path(__file__).parent / "README.md"
 GENERATOR = "research.training"
-NAMES = {BEFORE: "before", DENSE: "no mask", SOFT: "soft mask", SOFT_HARD: "soft, then hard"}
-HARD = "hard mask"
-"""Name of an arm whose steps are all hard."""
+NAMES = {BEFORE: "before", DENSE: "no mask", SOFT: "soft mask", HARD: "hard mask", SOFT_HARD: "soft, then hard"}
 _UNMEASURED = "-"
 """In place of what was not asked for."""
 
@@ -40,10 +38,10 @@ class Trained:
     def name(self) -> str:
         """How it was trained, and for which budget; other settings can differ where names are the same."""
         about, settings = self.run.about, self.settings
-        if about["arm"] not in (SOFT, SOFT_HARD):
+        if about["arm"] in (BEFORE, DENSE):
             return NAMES[about["arm"]]
-        mask = HARD if settings["hard_steps"] == settings["steps"] else NAMES[about["arm"]]
-        return f"{mask}, {about['budget_tokens']} tokens"
+        arm = HARD if settings["hard_steps"] == settings["steps"] else about["arm"]
+        return f"{NAMES[arm]}, {about['budget_tokens']} tokens"
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from bench.common.models import NEEDLE_8M, load_tokenizer
 from research.study.documents import Document, Tail
 from research.training import report
 from research.training.data import RowOrder, build_row, read_rows, write_rows
-from research.training.measure import ARMS, DENSE, SOFT_HARD, Recipe, measure, settings
+from research.training.measure import ARMS, DENSE, HARD, SOFT_HARD, Recipe, measure, settings
 from research.witness.data import EOS, TOGETHER, build_document, encode
 from vllm_sparse_plugin.needles import library_text
 from vllm_sparse_plugin.training.attention import ServedSelection
@@ -79,11 +79,12 @@ def test_three_needles_are_asked_for_at_once():
         assert f"The special magic number for {key} is: {value}." in text
 
 
-def test_the_control_is_trained_without_a_mask_and_the_tail_of_one_arm_is_hard():
+def test_the_control_is_trained_without_a_mask_and_steps_are_hard_in_two_arms():
     recipes = {arm: Recipe(arm, 64, 50, 4096, {"rows_per_step": 2}) for arm in ARMS}
     assert {arm: recipe.settings(0).hard_steps for arm, recipe in recipes.items()} == dict.fromkeys(ARMS, 0) | {
-        SOFT_HARD: 10
-    }
+        HARD: 50, SOFT_HARD: 10
+    }  # fmt: skip
+    assert {arm for arm, recipe in recipes.items() if recipe.settings(0).dense_prompts} == {HARD}
     assert all(recipe.settings(0).rows_per_step == 2 for recipe in recipes.values())
     masks = {arm: ServedSelection.of(recipe.config()).mask(1.0) for arm, recipe in recipes.items()}
     assert {arm for arm, mask in masks.items() if mask.reads_all(4096)} == {DENSE}
@@ -125,7 +126,7 @@ def test_labels_say_what_differs_between_arms_of_one_name():
         trained("before"),
         trained("soft-hard", steps=300, hard_steps=60, learning_rate=3e-4),
         trained("soft-hard", steps=300, hard_steps=300, learning_rate=3e-4),
-        trained("soft-hard", steps=300, hard_steps=300, learning_rate=3e-4, selection_loss=0.5),
+        trained("hard", steps=300, hard_steps=300, learning_rate=3e-4, selection_loss=0.5),
     ]
     assert report.labels(files[:3]) == ["before", "soft, then hard, 64 tokens", "hard mask, 64 tokens"]
     # A file that is older than a setting was trained with its default.
