@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -25,7 +26,7 @@ from bench.common.models import NEEDLE_8M
 from bench.common.options import Commit, Output, make_app, parse_sizes
 from bench.common.results import ResultFile, Row
 from bench.families.engines import LOGPROB_TOLERANCE, Continuation, logprob_error
-from bench.soak.clients import Asker, Tally, run_client, wait_until_quiet
+from bench.soak.clients import Asker, Tally, gap_at_first_difference, run_client, wait_until_quiet
 from vllm_sparse_plugin.cli.arguments import run_app
 from vllm_sparse_plugin.cli.provenance import describe_gpu, describe_run
 from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server, unwind_on_termination
@@ -81,7 +82,7 @@ def run(
     try:
         with ResultFile(output, describe_run(model, commit)) as file:
             with run_server(DENSE, settings(dense), console) as client:
-                drift = measure_drift(Asker(client, model.name, answer_tokens), texts)
+                drift = measure_drift(Asker(client, model.name, answer_tokens), texts, clients)
             allowed = math.inf if may_part else max(drift, LOGPROB_TOLERANCE)
             with run_server(chosen.name.replace(":", "-"), settings(chosen), console) as client:
                 asker = Asker(client, model.name, answer_tokens)
@@ -98,11 +99,17 @@ def run(
         raise typer.Exit(3)
 
 
-def measure_drift(asker: Asker, texts: Sequence[str]) -> float:
-    """The largest change of a log probability between a cold and a warm prefix cache."""
+def measure_drift(asker: Asker, texts: Sequence[str], clients: int) -> float:
+    """Returns what rounding does to a server: the largest change of a log probability between a cold and a warm prefix
+    cache, or how much likelier a token was than the one that took its place among so many requests at once."""
     cold = [asker.ask(text) for text in texts]
     warm = [asker.ask(text) for text in texts]
-    return max(logprob_error(first, second) for first, second in zip(cold, warm, strict=True))
+    drifts = [logprob_error(first, second) for first, second in zip(cold, warm, strict=True)]
+    with ThreadPoolExecutor(clients) as pool:
+        numbers = [client % len(texts) for client in range(clients)]
+        together = pool.map(lambda number: asker.ask(texts[number]), numbers)
+        gaps = [gap_at_first_difference(warm[number], found) for number, found in zip(numbers, together, strict=True)]
+    return max(drifts + [gap for gap in gaps if gap is not None and math.isfinite(gap)])
 
 
 class Limits(NamedTuple):

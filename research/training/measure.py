@@ -30,11 +30,14 @@ FIRST_BUDGET_TOKENS = 512
 """Of the mask's first step."""
 BEFORE, DENSE, SOFT, HARD, SOFT_HARD = "before", "dense", "soft", "hard", "soft-hard"
 ARMS = (BEFORE, DENSE, SOFT, HARD, SOFT_HARD)
-"""The model as it is, trained without a mask, with the soft mask alone, with the hard mask alone, and with the hard mask
-in the last steps."""
+"""The model as it is, trained without a mask, with the soft mask alone, with the hard mask alone, and with the hard
+mask in the last steps."""
 _HARD_SHARES = {HARD: 1.0, SOFT_HARD: 0.2}
 """Of the steps, how many have the hard mask."""
-_OF_THE_HARD_MASK = {"dense_prompts": True, "distillation": 1.0, "retention": 4.0, "selection_loss": 4.0}
+_OF_THE_HARD_MASK = {
+    "dense_prompts": True, "distillation": 1.0, "retention": 4.0, "selection_loss": 4.0, "learning_rate": 1.5e-3,
+    "rows_per_step": 2, "warmup_steps": 20,
+}  # fmt: skip
 """Settings of the arm whose steps are all hard: it learns from the dense model."""
 
 

@@ -1,8 +1,10 @@
 """What a soak says of answers and of a server that is done."""
 
 import math
+from types import SimpleNamespace
 
 from bench.families.engines import LOGPROB_TOLERANCE, Continuation
+from bench.soak.__main__ import measure_drift
 from bench.soak.clients import Tally, gap_at_first_difference, is_busy, read_metrics, run_client
 
 ALONE = Continuation([5, 6, 7], [{5: -0.1, 9: -3.0}, {6: -0.7, 8: -0.72}, {7: -0.2, 1: -2.0}])
@@ -24,6 +26,17 @@ def test_answers_part_where_two_tokens_are_about_as_likely_or_are_wrong():
     assert tally.as_row()["largest_gap"] == 2.9
     tally.add(ALONE, answer(5, 4, 7), math.inf)
     assert tally.as_row()["largest_gap"] is None
+
+
+def test_what_dense_attention_parts_by_among_others_is_drift():
+    def drift(*others: Continuation) -> float:
+        answers = iter([ALONE, ALONE, *others])
+        return measure_drift(SimpleNamespace(ask=lambda text: next(answers)), ["prompt"], len(others))
+
+    assert drift(ALONE) == 0.0
+    assert math.isclose(drift(ALONE, answer(5, 8, 1)), 0.02)
+    # A token that was not among the likely ones is no rounding.
+    assert drift(answer(5, 4, 7)) == 0.0
 
 
 def test_clients_stop_after_enough_requests():

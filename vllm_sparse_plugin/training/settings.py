@@ -13,7 +13,7 @@ from vllm_sparse_plugin.config.messages import allowed_by
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.policies.base import Section
 
-_LEAST_RATE = 0.1
+_LEAST_RATE = 0.01
 """What is left of the learning rate at the end."""
 
 
@@ -29,7 +29,7 @@ class TrainingSettings(Section):
     rows_per_step: Annotated[int, Field(ge=1, le=1 << 16)] = 8
     """Rows of an update on each device, one after the other."""
     learning_rate: Annotated[float, Field(ge=1e-8, le=1.0)] = 1e-4
-    """Rate of AdamW after the warm-up; a cosine takes it to a tenth."""
+    """Rate of AdamW after the warm-up; a cosine takes it to a hundredth."""
     warmup_steps: Annotated[int, Field(ge=0, le=10**6)] = 10
     """Steps in which the rate grows to the whole."""
     weight_decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
