@@ -51,11 +51,13 @@ def _first_largest(x: torch.Tensor, dim: int) -> torch.Tensor:
     """Returns the largest along a dimension, with the gradient to the first of equal ones."""
     if x.shape[dim] == 1:
         return x.squeeze(dim)
-    place = torch.arange(x.shape[dim], device=x.device).view([-1 if d == dim % x.dim() else 1 for d in range(x.dim())])
-    best = x.detach().amax(dim=dim, keepdim=True)
-    index = torch.where(x.detach() == best, place, x.shape[dim]).amin(dim=dim, keepdim=True)
-    # A NaN equals nothing.
-    return x.gather(dim, index.clamp(max=x.shape[dim] - 1)).squeeze(dim)
+    values, last = x.detach(), x.shape[dim] - 1
+    best = values.amax(dim=dim, keepdim=True)
+    # A NaN equals nothing, and the last one stands for it. There are few to choose among, which argmax is slow with.
+    index = torch.full_like(best, last, dtype=torch.int64)
+    for place in reversed(range(last)):
+        index = torch.where(values.narrow(dim, place, 1) == best, place, index)
+    return x.gather(dim, index).squeeze(dim)
 
 
 def always_read(num_tokens: int, num_pages: int, mask: PageMask, device: torch.device, first: int = 0) -> torch.Tensor:
