@@ -61,6 +61,7 @@ class Recipe:
         chosen: dict[str, Any] = {
             "lora_rank": 0, "rows_per_step": 4, "learning_rate": 3e-4, "gradient_checkpointing": False,
             "first_budget_tokens": max(FIRST_BUDGET_TOKENS, self.budget_tokens), "save_every": self.steps,
+            "dense_prompts": False, "distillation": 0.0, "retention": 0.0, "selection_loss": 0.0,
         }  # fmt: skip
         if self.arm == HARD:
             chosen |= _OF_THE_HARD_MASK

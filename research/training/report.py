@@ -21,6 +21,8 @@ RESULT_FILES = sorted((RESULTS / "h200" / "training").glob("*.jsonl"))
 PAGE = Path(__file__).parent / "README.md"
 GENERATOR = "research.training"
 NAMES = {BEFORE: "before", DENSE: "no mask", SOFT: "soft mask", HARD: "hard mask", SOFT_HARD: "soft, then hard"}
+_OFF = {"dense_prompts": False, "retention": 0.0, "selection_loss": 0.0, "straight_through": False}
+"""Settings that files may be older than, as those were trained."""
 _UNMEASURED = "-"
 """In place of what was not asked for."""
 
@@ -40,14 +42,14 @@ class Trained:
         about, settings = self.run.about, self.settings
         if about["arm"] in (BEFORE, DENSE):
             return NAMES[about["arm"]]
-        arm = HARD if settings["hard_steps"] == settings["steps"] else about["arm"]
+        arm = HARD if settings["steps"] and settings["hard_steps"] == settings["steps"] else about["arm"]
         return f"{NAMES[arm]}, {about['budget_tokens']} tokens"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of its training, with the defaults of those that its file does not know."""
+        """Of its training; what its file does not know had not been invented."""
         chosen: dict[str, Any] = self.run.about.get("training", {})
-        return {name: field.default for name, field in TrainingSettings.model_fields.items()} | chosen
+        return dict.fromkeys(TrainingSettings.model_fields) | _OFF | chosen
 
     @property
     def place(self) -> tuple[int, int]:

@@ -13,7 +13,7 @@ TOKENIZER = SimpleNamespace(
 )  # fmt: skip
 SETTINGS = TrainingSettings(
     steps=4, hard_steps=1, sequence_tokens=64, rows_per_step=2, learning_rate=1e-2, warmup_steps=0, lora_rank=2,
-    distillation=0.5, save_every=2, measure_every=4,
+    dense_prompts=False, distillation=0.5, retention=0.0, selection_loss=0.0, save_every=2, measure_every=4,
 )  # fmt: skip
 
 

@@ -53,6 +53,17 @@ def test_documents_are_cut_and_packed_and_nothing_is_lost():
     assert pack(documents, 10, seed=3) == packed
 
 
+def test_the_end_of_a_text_follows_what_counts_as_its_prompt():
+    documents = [Document(list(range(50)), 0), Document(list(range(100, 130)), 20), Document(list(range(200, 205)), 0)]
+    rows = pack(documents, 100, seed=0, decoded_tokens=8)
+    (row,) = rows
+    begins = [sequence.begin for sequence in row.packing.sequences(8)]
+    by_first = {row.tokens[begin]: prompt for begin, prompt in zip(begins, row.prompts, strict=True)}
+    assert by_first == {0: 42, 100: 20, 200: 3}
+    learned = {token for token, is_learned in zip(row.tokens, row.learned, strict=True) if is_learned}
+    assert learned == {*range(42, 50), *range(120, 130), 203, 204}
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -88,7 +99,7 @@ def test_steps_are_soft_and_ever_harder_and_then_hard():
     assert [step.budget_tokens for step in steps] == [256, 200, 160, 128, 104, 80, 64, 64, 64, 64]
     assert steps[0].rate == pytest.approx(settings.learning_rate / 2)
     assert all(later.rate < step.rate for step, later in itertools.pairwise(steps[1:]))
-    assert step_at(TrainingSettings(steps=1, hard_steps=1), 0, 64, 8).temperature is None
+    assert step_at(TrainingSettings(steps=3), 0, 64, 8).temperature is None
 
 
 @pytest.mark.parametrize(
@@ -97,8 +108,11 @@ def test_steps_are_soft_and_ever_harder_and_then_hard():
         ({"steps": 0}, "settings.steps: got 0, allowed: an integer from 1 to 10000000"),
         ({"stps": 1}, "settings.stps: got unknown key, allowed: steps, hard_steps, "),
         ({"steps": 5, "hard_steps": 6}, "settings.hard_steps: got 6, allowed: up to the 5 steps"),
-        ({"straight_through": True}, "settings.straight_through: got true, allowed: with dense_prompts"),
-        ({"selection_loss": 0.5}, "settings.selection_loss: got 0.5, allowed: with dense_prompts"),
+        (
+            {"straight_through": True, "dense_prompts": False, "selection_loss": 0},
+            "settings.straight_through: got true, allowed: with dense_prompts",
+        ),
+        ({"dense_prompts": False}, "settings.selection_loss: got 4.0, allowed: 0 without dense_prompts"),
         ({"gradient_checkpointing": 1}, "settings.gradient_checkpointing: got 1, allowed: true or false"),
     ],
 )

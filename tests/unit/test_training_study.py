@@ -129,7 +129,7 @@ def test_labels_say_what_differs_between_arms_of_one_name():
         trained("hard", steps=300, hard_steps=300, learning_rate=3e-4, selection_loss=0.5),
     ]
     assert report.labels(files[:3]) == ["before", "soft, then hard, 64 tokens", "hard mask, 64 tokens"]
-    # A file that is older than a setting was trained with its default.
+    # A file that is older than a setting was trained without it.
     assert report.labels(files)[2:] == [
         "hard mask, 64 tokens, `selection_loss` 0.0", "hard mask, 64 tokens, `selection_loss` 0.5"
     ]  # fmt: skip

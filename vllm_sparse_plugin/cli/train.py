@@ -54,9 +54,9 @@ def train(
 ) -> None:
     """Fine-tune a model with the pages that it will be served with.
 
-    Most steps attend under a soft mask over the pages, by the statistics that a server keeps; the last ones attend to
-    exactly the pages that a server reads. The trained model is served with what it was trained with by itself: the
-    settings are in its config.json.
+    Prompts attend densely, and what follows them to exactly the pages that a server reads, by the statistics that it
+    keeps; the model learns to say what it says when it reads everything. The trained model is served with what it was
+    trained with by itself: the settings are in its config.json.
     """
     require_extra("train", _EXTRA)
     # Imported late: bad input need not wait for it.
@@ -83,7 +83,8 @@ def train(
             f"settings.sequence_tokens: got {chosen.sequence_tokens}, allowed: the model's {limit}"
         )
     tokenizer = open_tokenizer(folder)
-    rows = pack(read_documents(data, tokenizer), chosen.sequence_tokens, chosen.seed)
+    decoded_tokens = chosen.decoded_tokens if chosen.dense_prompts else None
+    rows = pack(read_documents(data, tokenizer), chosen.sequence_tokens, chosen.seed, decoded_tokens)
     digest = hashlib.sha256(data.read_bytes()).hexdigest()[:16]
     run = Run(folder, output, served, section, chosen, describe_run(folder, packages=tuple(_EXTRA)), digest)
     console = Console()

@@ -61,7 +61,7 @@ def read_documents(path: Path, tokenizer: Any) -> list[Document]:
     return documents
 
 
-def pack(documents: Sequence[Document], row_tokens: int, seed: int) -> list[Row]:
+def pack(documents: Sequence[Document], row_tokens: int, seed: int, decoded_tokens: int | None = None) -> list[Row]:
     """Returns rows of documents in an order that is drawn; one that is longer than a row is cut.
 
     A row without a token to learn is left out.
@@ -70,6 +70,8 @@ def pack(documents: Sequence[Document], row_tokens: int, seed: int) -> list[Row]
         documents: at least one of two tokens.
         row_tokens: tokens of a row, at most.
         seed: of the order.
+        decoded_tokens: of a piece without a prompt, so many of the last tokens, or half of them if it is shorter,
+            follow what counts as its prompt; None if it has none.
     """
     order = list(documents)
     random.Random(seed).shuffle(order)
@@ -78,6 +80,9 @@ def pack(documents: Sequence[Document], row_tokens: int, seed: int) -> list[Row]
     for tokens, prompt_tokens in order:
         for begin in range(0, len(tokens), row_tokens):
             piece = Document(tokens[begin : begin + row_tokens], max(prompt_tokens - begin, 0))
+            if decoded_tokens is not None and not piece.prompt_tokens:
+                length = len(piece.tokens)
+                piece = piece._replace(prompt_tokens=length - min(decoded_tokens, length // 2))
             if len(piece.tokens) > room:
                 rows.append([])
                 room = row_tokens

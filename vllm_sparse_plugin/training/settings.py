@@ -22,8 +22,8 @@ class TrainingSettings(Section):
 
     steps: Annotated[int, Field(ge=1, le=10**7)] = 200
     """Updates of the weights."""
-    hard_steps: Annotated[int, Field(ge=0, le=10**7)] = 20
-    """Of them the last ones, which attend to exactly the pages that serving reads."""
+    hard_steps: Annotated[int | None, Field(ge=0, le=10**7)] = None
+    """Of them the last ones, which attend to exactly the pages that serving reads; None for all."""
     sequence_tokens: Annotated[int, Field(ge=16, le=1 << 24)] = 8192
     """Tokens of a row of packed documents; documents that are longer are cut."""
     rows_per_step: Annotated[int, Field(ge=1, le=1 << 16)] = 8
@@ -47,17 +47,20 @@ class TrainingSettings(Section):
     """Rank of the updates of attention and MLP; 0 trains all weights."""
     lora_alpha: Annotated[int, Field(ge=1, le=10**4)] = 32
     """Scale of those updates, over the rank."""
-    distillation: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    distillation: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
     """Share of the loss that is the divergence from the dense model before training; the rest is the loss of the
     text."""
-    retention: Annotated[float, Field(ge=0.0, le=1e3)] = 0.0
+    retention: Annotated[float, Field(ge=0.0, le=1e3)] = 4.0
     """Weight of that divergence's mean over all tokens of a row, prompts included, which is added to the loss."""
-    dense_prompts: Annotated[bool, "true or false"] = False
+    dense_prompts: Annotated[bool, "true or false"] = True
     """Whether prompts attend densely, as they are prefilled, and only what follows them under the mask."""
+    decoded_tokens: Annotated[int, Field(ge=1, le=1 << 24)] = 1024
+    """With dense prompts: of a text without a prompt, its last tokens, so many or half of them if it is shorter, follow
+    what counts as one."""
     straight_through: Annotated[bool, "true or false"] = False
     """Whether what follows dense prompts attends under the hard mask in the soft steps, too, whose gradients are those
     of the soft mask."""
-    selection_loss: Annotated[float, Field(ge=0.0, le=1e3)] = 0.0
+    selection_loss: Annotated[float, Field(ge=0.0, le=1e3)] = 4.0
     """Weight of the divergence of the pages' scores from what the dense model before training reads of each page, the
     mean over what follows dense prompts, layers and KV heads, which is added to the loss."""
     gradient_checkpointing: Annotated[bool, "true or false"] = True
@@ -71,7 +74,7 @@ class TrainingSettings(Section):
 
     @model_validator(mode="after")
     def _hard_steps_are_some_of_all(self) -> Self:
-        if self.hard_steps > self.steps:
+        if self.hard_steps is not None and self.hard_steps > self.steps:
             raise PydanticCustomError(
                 "sentence",
                 "hard_steps: got {got}, allowed: up to the {steps} steps",
@@ -85,7 +88,7 @@ class TrainingSettings(Section):
             raise PydanticCustomError("sentence", "straight_through: got true, allowed: with dense_prompts")
         if self.selection_loss and not self.dense_prompts:
             raise PydanticCustomError(
-                "sentence", "selection_loss: got {got}, allowed: with dense_prompts", {"got": self.selection_loss}
+                "sentence", "selection_loss: got {got}, allowed: 0 without dense_prompts", {"got": self.selection_loss}
             )
         return self
 
@@ -136,7 +139,7 @@ def step_at(settings: TrainingSettings, step: int, budget_tokens: int, page_size
     warm = min(1.0, (step + 1) / (settings.warmup_steps + 1))
     cosine = 0.5 * (1 + math.cos(math.pi * step / settings.steps))
     rate = settings.learning_rate * warm * (_LEAST_RATE + (1 - _LEAST_RATE) * cosine)
-    soft_steps = settings.steps - settings.hard_steps
+    soft_steps = 0 if settings.hard_steps is None else settings.steps - settings.hard_steps
     if step >= soft_steps:
         return Step(rate, None, budget_tokens)
     progress = step / max(soft_steps - 1, 1)
