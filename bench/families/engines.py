@@ -61,7 +61,8 @@ def engine(folder: Path, **arguments: Any) -> Iterator[LLM]:
         "max_num_seqs": 2, "max_num_batched_tokens": 512, "seed": 0, "enable_prefix_caching": False,
     }  # fmt: skip
     if not current_platform.is_cpu():
-        defaults |= {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.02}
+        # Of the kernels that prefill a gated delta net, Triton's need no other package.
+        defaults |= {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.02, "gdn_prefill_backend": "triton"}
     _forget_modules()
     _register_kernels_once()
     llm = None

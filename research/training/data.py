@@ -26,7 +26,8 @@ BEFORE_ANSWERS = range(64, 320)
 """Tokens before the first answer that do not belong to the prompt: its question, and text before that."""
 AFTER_TEXT = range(256, 768)
 """Tokens of a text that come after what is its prompt."""
-_PIECES = (1, 2, 4)
+_PIECES = (1, 1, 1, 2)
+"""Documents of a row, one of which is drawn."""
 _TRIES = 20
 
 

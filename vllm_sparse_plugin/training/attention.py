@@ -87,12 +87,13 @@ Shares = dict[int, list[torch.Tensor]]
 class PackedAttention:
     """What the layers of a model attend with, while a packing is set."""
 
-    def __init__(self, served: ServedSelection, model_name: str) -> None:
+    def __init__(self, served: ServedSelection, model_name: str, checkpointing: bool = True) -> None:
         """Register the function with transformers under a name of its own.
 
         Args:
             served: what serving reads.
             model_name: for the sentence that refuses a model.
+            checkpointing: whether what is decoded after prompts is computed again in the backward pass, not kept.
         """
         from transformers import AttentionInterface
 
@@ -100,6 +101,7 @@ class PackedAttention:
         AttentionInterface.register(self.name, self._attend)
         self._served = served
         self._model_name = model_name
+        self._checkpointing = checkpointing
         self._packing = Packing((1,))
         self._mask: PageMask | None = None
         self._prompts: tuple[int, ...] | None = None
@@ -178,11 +180,15 @@ class PackedAttention:
                 outputs.append(_attend_densely(query[own], key[own], value[own], Packing((prompt,)), scale))
             for begin, end in parts:
                 so_far = slice(sequence.begin, end)
-                attended, loss = checkpoint(
-                    _attend_decoded, query[begin:end], key[so_far], value[so_far],
+                part = (
+                    query[begin:end], key[so_far], value[so_far],
                     records[pages : pages + (end - sequence.begin) // self._mask.page_size],
-                    None if shares is None else next(shares), self._mask, scale, self._is_exact, use_reentrant=False,
+                    None if shares is None else next(shares), self._mask, scale, self._is_exact,
                 )  # fmt: skip
+                if self._checkpointing:
+                    attended, loss = checkpoint(_attend_decoded, *part, use_reentrant=False, preserve_rng_state=False)
+                else:
+                    attended, loss = _attend_decoded(*part)
                 outputs.append(attended)
                 losses.append(loss)
         if shares is not None and losses:

@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-_TOKENS_AT_ONCE = 2048
-"""Tokens whose logits are in float32 at a time."""
+_LOGITS_AT_ONCE = 1 << 28
+"""That are in float32 at a time: a gigabyte."""
 
 
 class Loss(NamedTuple):
@@ -36,10 +36,11 @@ def row_loss(logits: torch.Tensor, tokens: torch.Tensor, learned: torch.Tensor, 
     # The last token is followed by none. Logits are split, not cut, so that their gradient is put together once.
     targets, where = functional.pad(tokens[1:], (0, 1)), functional.pad(learned[1:], (0, 1))
     sums = logits.new_zeros(len(Loss._fields), dtype=torch.float32)
-    parts = [x.split(_TOKENS_AT_ONCE) for x in (logits, targets, where)]
-    others = [None] * len(parts[0]) if dense is None else dense.split(_TOKENS_AT_ONCE)
+    tokens_at_once = max(_LOGITS_AT_ONCE // logits.shape[1], 1)
+    parts = [x.split(tokens_at_once) for x in (logits, targets, where)]
+    others = [None] * len(parts[0]) if dense is None else dense.split(tokens_at_once)
     for part in zip(*parts, others, strict=True):
-        sums = sums + checkpoint(_sums, *part, use_reentrant=False)
+        sums = sums + checkpoint(_sums, *part, use_reentrant=False, preserve_rng_state=False)
     return Loss(*sums.unbind())
 
 

@@ -90,7 +90,7 @@ class Trainer:
         precision = "bf16" if all_weights and not on_cpu else "no"
         self._accelerator: Any = Accelerator(cpu=on_cpu, mixed_precision=precision)
         dtype = torch.float32 if on_cpu or all_weights else torch.bfloat16
-        self._attention = PackedAttention(run.served, run.model.name)
+        self._attention = PackedAttention(run.served, run.model.name, settings.gradient_checkpointing)
         model = with_updates(load(run.model, self._attention, dtype), settings)
         if settings.gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

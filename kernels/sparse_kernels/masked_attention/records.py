@@ -74,7 +74,9 @@ def page_records(
     if record_format is not None and record_format not in kind.formats:
         raise ValueError(f"format: got {record_format!r}, allowed for {kind.name}: {', '.join(kind.formats)}")
     exact = torch.float64 if key.dtype == torch.float64 else torch.float32
-    pages = key[packing.page_tokens(page_size, key.device)].to(exact).transpose(1, 2)
+    tokens = packing.page_tokens(page_size, key.device)
+    # Indexing adds gradients up by sorting the tokens, of which each is one page's alone.
+    pages = key.index_select(0, tokens.flatten()).unflatten(0, tokens.shape).to(exact).transpose(1, 2)
     vectors, spread = kind.summarise(pages)
     if record_format is None:
         return PageRecords(vectors, spread, vectors.detach(), None)
