@@ -59,6 +59,7 @@ SECTIONS: dict[str, Section] = {
     "meter": Section(serving.meter),
     "meter-gpu": Section(serving.meter_gpu),
     "decode-gpu": Section(serving.decode_gpu),
+    "decode-newer": Section(serving.decode_newer),
     "decode-batches": Section(serving.decode_batches),
     "decode-routed": Section(serving.decode_routed),
     "decode-more": Section(serving.decode_more),

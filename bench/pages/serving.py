@@ -81,6 +81,12 @@ def decode_gpu() -> Block:
     return _pair(H200 / "decode" / "flash_attn.jsonl", H200 / "decode" / "unique.jsonl")
 
 
+def decode_newer() -> Block:
+    """Time per token on a GPU under the newest version of vLLM."""
+    folder = H200 / "decode-newer-vllm"
+    return _pair(folder / "flash_attn.jsonl", folder / "unique.jsonl")
+
+
 def decode_batches() -> Block:
     """More contexts and batches on a GPU, of a cache that is filled with noise."""
     return _pair(H200 / "decode" / "flash_attn_noise.jsonl", H200 / "decode" / "unique_noise.jsonl")

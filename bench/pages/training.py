@@ -74,8 +74,8 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def _speed(rows: list[Row], hard: bool) -> str:
-    """The median of the steps with the soft or the hard mask, of which the first one compiles."""
-    speeds = [row["tokens_per_second"] for row in rows[1:] if (row["temperature"] is None) == hard]
+    """The median of the steps with the soft or the hard mask but for the first, which compiles."""
+    speeds = [row["tokens_per_second"] for row in rows if (row["temperature"] is None) == hard][1:]
     return f"{statistics.median(speeds):,.0f}" if speeds else "-"
 
 

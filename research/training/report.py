@@ -17,7 +17,7 @@ from research.training.measure import ARMS, BEFORE, DENSE, HARD, SOFT, SOFT_HARD
 from vllm_sparse_plugin.eval.statistics import estimate_difference
 from vllm_sparse_plugin.training.settings import TrainingSettings
 
-RESULT_FILES = sorted((RESULTS / "h200" / "training").glob("*.jsonl"))
+RESULT_FILES = sorted(RESULTS.glob("*/training/*.jsonl"))
 PAGE = Path(__file__).parent / "README.md"
 GENERATOR = "research.training"
 NAMES = {BEFORE: "before", DENSE: "no mask", SOFT: "soft mask", HARD: "hard mask", SOFT_HARD: "soft, then hard"}

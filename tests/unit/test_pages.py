@@ -301,11 +301,11 @@ def test_training_is_compared_with_the_strongest_dense_attention(tmp_path, monke
     step = {"loss": 11.8, "processes": 2, "layers": None, "gpu_memory_gib": 61.25}
     steps = [
         step | {"temperature": temperature, "tokens_per_second": speed}
-        for temperature, speed in ((1.0, 900.0), (0.5, 2000.0), (None, 2500.0))
+        for temperature, speed in ((1.0, 900.0), (0.5, 2000.0), (None, 100.0), (None, 2500.0))
     ]
     (tmp_path / "steps.jsonl").write_text("\n".join(map(json.dumps, [about, *steps])))
     assert training.steps().text.splitlines()[2] == (
-        "| llama-3.1-8b | all | rank 16 | 32K | 2 | 2,000 | 2,500 | 61.2 | 11.8000, 11.8000, 11.8000 |"
+        "| llama-3.1-8b | all | rank 16 | 32K | 2 | 2,000 | 2,500 | 61.2 | 11.8000, 11.8000, 11.8000, 11.8000 |"
     )
 
 

@@ -303,6 +303,24 @@ def test_a_selection_loss_brings_scores_nearer_to_dense_attention(model, tmp_pat
     assert 0 < losses[1.0][-1] < 0.9 * losses[1.0][0]
 
 
+def test_what_is_decoded_is_computed_again_only_where_activations_are(model, tmp_path, monkeypatch):
+    from vllm_sparse_plugin.training import attention
+
+    row = next(each for each in rows() if each.packing.lengths == (64,))._replace(prompts=(20,))
+    calls, attend = [], attention._attend_decoded
+    monkeypatch.setattr(attention, "_attend_decoded", lambda *part: calls.append(1) or attend(*part))
+    found = {}
+    for again in (False, True):
+        settings = TrainingSettings(steps=1, sequence_tokens=64, rows_per_step=1, gradient_checkpointing=again)
+        calls.clear()
+        step = Trainer(run_of(model, tmp_path / str(again), settings), [row], TOKENIZER, "cpu").step()
+        found[again] = len(calls), {name: step[name] for name in ("divergence", "selection_loss", "gradient_norm")}
+    once, twice = found.values()
+    assert once[1] == twice[1]
+    assert once[1]["gradient_norm"] > 0
+    assert 0 < once[0] < twice[0]
+
+
 def test_the_loss_is_that_of_the_learned_tokens():
     logits, other = (torch.randn(9, 5, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
     tokens, learned = torch.arange(9) % 5, torch.arange(9) % 3 == 1
