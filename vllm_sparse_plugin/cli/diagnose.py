@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -27,7 +27,7 @@ from vllm_sparse_plugin.cli.arguments import (
     read_prompts,
 )
 from vllm_sparse_plugin.cli.provenance import open_report
-from vllm_sparse_plugin.config import KEY, resolve
+from vllm_sparse_plugin.config import KEY, read_trained_section, resolve
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.needles import MIN_CONTEXT_TOKENS, STRESS_TASKS, TASKS, build_questions
@@ -98,8 +98,9 @@ def diagnose(
     """
     folder = find_model(model)
     budgets = budget_tokens or list(DEFAULT_BUDGETS)
-    compared = [_compared(name, additional_config, budgets) for name in attention_backend or ["unique"]]
     limit, layers = model_limits(folder)
+    trained = read_trained_section(folder)
+    compared = [_compared(name, additional_config, budgets, trained) for name in attention_backend or ["unique"]]
     if layer and max(layer) >= layers:
         raise ConfigurationError(f"layer: got {max(layer)}, allowed: 0 to {layers - 1}")
     given = None if prompts is None else read_prompts(prompts)
@@ -139,7 +140,7 @@ def _needle_prompts(tokenizer: Any, tasks: list[str], context: int, questions: i
     ]
 
 
-def _compared(backend: str, additional_config: str, budgets: list[int]) -> _Compared:
+def _compared(backend: str, additional_config: str, budgets: list[int], trained: Mapping[str, Any] | None) -> _Compared:
     selecting = [name for name, preset in BACKENDS.items() if isinstance(resolve(None, preset).selection, Selection)]
     preset = find_preset(backend, selecting)
     settings = parse_additional_config(additional_config).get(KEY) or {}
@@ -148,7 +149,7 @@ def _compared(backend: str, additional_config: str, budgets: list[int]) -> _Comp
         merged = settings
         if isinstance(settings, dict) and isinstance(settings.get("selection", {}), dict):
             merged = settings | {"selection": settings.get("selection", {}) | {"budget_tokens": budget}}
-        resolved = resolve(merged, preset)
+        resolved = resolve(merged, preset, trained)
         if not isinstance(resolved.selection, Selection):
             raise ConfigurationError(f"{KEY}.selection.policy: got 'dense', allowed: one that selects pages")
         if resolved.stop_rule is not None:

@@ -39,7 +39,7 @@ from vllm_sparse_plugin.cli.server import (
     run_server,
     unwind_on_termination,
 )
-from vllm_sparse_plugin.config import KEY, resolve
+from vllm_sparse_plugin.config import KEY, read_trained_section, resolve
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.eval.endpoints import Server
 from vllm_sparse_plugin.eval.items import Item, PlannedItem, Prompter
@@ -245,8 +245,8 @@ def _check(
             raise ConfigurationError(f"attention_backend: got {name!r}, allowed: {allowed}, each once")
     if not 0 <= min_ratio <= 1:
         raise ConfigurationError(f"min_ratio: got {min_ratio}, allowed: 0 to 1")
-    settings = parse_additional_config(additional_config or "{}").get(KEY)
-    selections = {name: resolve(settings, BACKENDS[name.upper()]).selection for name in backends}
+    settings, trained = parse_additional_config(additional_config or "{}").get(KEY), read_trained_section(model)
+    selections = {name: resolve(settings, BACKENDS[name.upper()], trained).selection for name in backends}
     return {name: partial(selection.kv_read_share, head_size=head_size) for name, selection in selections.items()}
 
 

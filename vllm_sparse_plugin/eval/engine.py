@@ -11,6 +11,7 @@ from typing import Any
 from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
+from vllm_sparse_plugin.config import trained_section
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.eval import FORCED_TOKENS_ARGUMENT, FORCED_TOKENS_PROCESSOR
 from vllm_sparse_plugin.eval.endpoints import EndpointError, Reply, Request, after_forced, check_logprobs, first_line
@@ -47,7 +48,9 @@ class Engine:
                     f"context: got {most_tokens} tokens, allowed: at most the model's {model_config.max_model_len}"
                 )
             self._share = ReadShare(
-                resolve_arguments(arguments), model_config.get_total_num_hidden_layers(), model_config.get_head_size()
+                resolve_arguments(arguments, trained_section(model_config.hf_config)),
+                model_config.get_total_num_hidden_layers(),
+                model_config.get_head_size(),
             )
             self._counts = self._share.is_counted and "worker_extension_cls" not in arguments
             if self._counts:

@@ -28,8 +28,12 @@ class CountingWorker:
         return count_totals()
 
 
-def resolve_arguments(arguments: Mapping[str, Any]) -> ResolvedConfig | None:
+def resolve_arguments(arguments: Mapping[str, Any], trained: Mapping[str, Any] | None = None) -> ResolvedConfig | None:
     """The configuration that arguments of `vllm.LLM` ask for; None for a backend that is not ours.
+
+    Args:
+        arguments: of `vllm.LLM`.
+        trained: the section that the model's config.json has, if any.
 
     Raises:
         ConfigurationError: as `resolve`.
@@ -38,7 +42,7 @@ def resolve_arguments(arguments: Mapping[str, Any]) -> ResolvedConfig | None:
     if preset is None:
         return None
     additional = arguments.get("additional_config")
-    return resolve(additional.get(KEY) if isinstance(additional, Mapping) else None, preset)
+    return resolve(additional.get(KEY) if isinstance(additional, Mapping) else None, preset, trained)
 
 
 @dataclass(frozen=True)
