@@ -248,6 +248,14 @@ def served() -> Block:
     return Block("\n\n".join(parts), sources)
 
 
+def trained_served() -> Block:
+    """Needles decoded from the question, through vLLM, by a model before and after it was trained for its budget."""
+    paths = {name: _CPU / "trained" / f"needle-8m_{name}.jsonl" for name in ("before", "after")}
+    rows = [[name, *cells] for name, (_, *cells) in zip(paths, _evaluated(list(paths.values())), strict=True)]
+    headings = ["training", *_EVALUATED[:-1], "minus before, paired"]
+    return Block(table(headings, rows), list(paths.values()))
+
+
 NEXT_TOKENS = {
     "dense": "dense",
     "unique512": "`unique`, 512 tokens (default)",

@@ -80,6 +80,7 @@ SECTIONS: dict[str, Section] = {
     "routing-gpu": Section(kernels.routing_gpu),
     "stop-gpu": Section(kernels.stop_gpu),
     "compaction-answers": Section(compaction.answers),
+    "trained-served": Section(quality.trained_served),
     "training-passes": Section(training.passes),
     "training-steps": Section(training.steps),
     "compaction-users": Section(compaction.users),
