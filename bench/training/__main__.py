@@ -98,14 +98,13 @@ def steps(
     devices; a step then has as many rows as `rows_per_step` says on each of them.
     """
     from bench.training.steps import open_trainer
-    from vllm_sparse_plugin.training.settings import parse_settings
+    from vllm_sparse_plugin.training.settings import LOSS_OF_THE_TEXT, parse_settings
 
     (tokens,) = parse_sizes("context", [context])
     own = {
         "steps": count, "hard_steps": count // 2, "rows_per_step": 1, "warmup_steps": 0, "sequence_tokens": tokens,
-        "dense_prompts": False, "distillation": 0.0, "retention": 0.0, "selection_loss": 0.0,
     }  # fmt: skip
-    chosen = parse_settings(own | parse_additional_config(settings, "settings"))
+    chosen = parse_settings(own | LOSS_OF_THE_TEXT | parse_additional_config(settings, "settings"))
     preset, device = find_preset(attention_backend), usable_device(device)
     with open_model(model) as found, open_trainer(found, chosen, preset, budget_tokens, device, layers) as trainer:
         about = describe_run(found.folder, commit, ("accelerate", "peft")) | {"settings": chosen.model_dump()}

@@ -21,7 +21,7 @@ from vllm_sparse_plugin.config import ResolvedConfig, resolve, section_of
 from vllm_sparse_plugin.policies import UniqueSelection
 from vllm_sparse_plugin.training.attention import ServedSelection
 from vllm_sparse_plugin.training.data import Row
-from vllm_sparse_plugin.training.settings import TrainingSettings
+from vllm_sparse_plugin.training.settings import LOSS_OF_THE_TEXT, TrainingSettings
 from vllm_sparse_plugin.training.trainer import Run, Trainer
 
 PRESET = "unique_paper"
@@ -34,11 +34,8 @@ ARMS = (BEFORE, DENSE, SOFT, HARD, SOFT_HARD)
 mask in the last steps."""
 _HARD_SHARES = {HARD: 1.0, SOFT_HARD: 0.2}
 """Of the steps, how many have the hard mask."""
-_OF_THE_HARD_MASK = {
-    "dense_prompts": True, "distillation": 1.0, "retention": 4.0, "selection_loss": 4.0, "learning_rate": 1.5e-3,
-    "rows_per_step": 2, "warmup_steps": 20,
-}  # fmt: skip
-"""Settings of the arm whose steps are all hard: it learns from the dense model."""
+_OF_THE_HARD_MASK = {"learning_rate": 1.5e-3, "rows_per_step": 2, "warmup_steps": 20}
+"""Settings of the arm whose steps are all hard, which learns from the dense model, as is the default."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +58,8 @@ class Recipe:
         chosen: dict[str, Any] = {
             "lora_rank": 0, "rows_per_step": 4, "learning_rate": 3e-4, "gradient_checkpointing": False,
             "first_budget_tokens": max(FIRST_BUDGET_TOKENS, self.budget_tokens), "save_every": self.steps,
-            "dense_prompts": False, "distillation": 0.0, "retention": 0.0, "selection_loss": 0.0,
         }  # fmt: skip
-        if self.arm == HARD:
-            chosen |= _OF_THE_HARD_MASK
+        chosen |= _OF_THE_HARD_MASK if self.arm == HARD else LOSS_OF_THE_TEXT
         hard_steps = round(self.steps * _HARD_SHARES.get(self.arm, 0.0))
         own = {"steps": self.steps, "hard_steps": hard_steps, "sequence_tokens": self.context_tokens, "seed": seed}
         return TrainingSettings(**(chosen | own | dict(self.others)))

@@ -15,14 +15,12 @@ from research.study.data import Cell, compare
 from research.study.documents import TEXT
 from research.training.measure import ARMS, BEFORE, DENSE, HARD, SOFT, SOFT_HARD, settings
 from vllm_sparse_plugin.eval.statistics import estimate_difference
-from vllm_sparse_plugin.training.settings import TrainingSettings
+from vllm_sparse_plugin.training.settings import LOSS_OF_THE_TEXT, TrainingSettings
 
 RESULT_FILES = sorted(RESULTS.glob("*/training/*.jsonl"))
 PAGE = Path(__file__).parent / "README.md"
 GENERATOR = "research.training"
 NAMES = {BEFORE: "before", DENSE: "no mask", SOFT: "soft mask", HARD: "hard mask", SOFT_HARD: "soft, then hard"}
-_OFF = {"dense_prompts": False, "retention": 0.0, "selection_loss": 0.0, "straight_through": False}
-"""Settings that files may be older than, as those were trained."""
 _UNMEASURED = "-"
 """In place of what was not asked for."""
 
@@ -39,17 +37,16 @@ class Trained:
     @property
     def name(self) -> str:
         """How it was trained, and for which budget; other settings can differ where names are the same."""
-        about, settings = self.run.about, self.settings
+        about = self.run.about
         if about["arm"] in (BEFORE, DENSE):
             return NAMES[about["arm"]]
-        arm = HARD if settings["steps"] and settings["hard_steps"] == settings["steps"] else about["arm"]
-        return f"{NAMES[arm]}, {about['budget_tokens']} tokens"
+        return f"{NAMES[about['arm']]}, {about['budget_tokens']} tokens"
 
     @property
     def settings(self) -> dict[str, Any]:
         """Of its training; what its file does not know had not been invented."""
         chosen: dict[str, Any] = self.run.about.get("training", {})
-        return dict.fromkeys(TrainingSettings.model_fields) | _OFF | chosen
+        return dict.fromkeys(TrainingSettings.model_fields, False) | LOSS_OF_THE_TEXT | chosen
 
     @property
     def place(self) -> tuple[int, int]:

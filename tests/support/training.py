@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from vllm_sparse_plugin.training.data import Document, Row, pack
-from vllm_sparse_plugin.training.settings import TrainingSettings
+from vllm_sparse_plugin.training.settings import LOSS_OF_THE_TEXT, TrainingSettings
 
 TOKENIZER = SimpleNamespace(
     eos_token_id=1, encode=lambda text, add_special_tokens=True: [ord(c) % 97 for c in text],
@@ -13,7 +13,7 @@ TOKENIZER = SimpleNamespace(
 )  # fmt: skip
 SETTINGS = TrainingSettings(
     steps=4, hard_steps=1, sequence_tokens=64, rows_per_step=2, learning_rate=1e-2, warmup_steps=0, lora_rank=2,
-    dense_prompts=False, distillation=0.5, retention=0.0, selection_loss=0.0, save_every=2, measure_every=4,
+    save_every=2, measure_every=4, **(LOSS_OF_THE_TEXT | {"distillation": 0.5}),
 )  # fmt: skip
 
 

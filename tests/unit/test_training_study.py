@@ -125,7 +125,7 @@ def test_labels_say_what_differs_between_arms_of_one_name():
     files = [
         trained("before"),
         trained("soft-hard", steps=300, hard_steps=60, learning_rate=3e-4),
-        trained("soft-hard", steps=300, hard_steps=300, learning_rate=3e-4),
+        trained("hard", steps=300, hard_steps=300, learning_rate=3e-4),
         trained("hard", steps=300, hard_steps=300, learning_rate=3e-4, selection_loss=0.5),
     ]
     assert report.labels(files[:3]) == ["before", "soft, then hard, 64 tokens", "hard mask, 64 tokens"]

@@ -16,6 +16,11 @@ from vllm_sparse_plugin.policies.base import Section
 _LEAST_RATE = 0.01
 """What is left of the learning rate at the end."""
 
+LOSS_OF_THE_TEXT: dict[str, Any] = {
+    "dense_prompts": False, "distillation": 0.0, "retention": 0.0, "selection_loss": 0.0
+}  # fmt: skip
+"""Settings with which every token is decoded and the loss is that of the text, as the paper trains."""
+
 
 class TrainingSettings(Section):
     """How to train."""
