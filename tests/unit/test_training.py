@@ -54,6 +54,9 @@ def test_documents_are_cut_and_packed_and_nothing_is_lost():
 
 
 def test_the_end_of_a_text_follows_what_counts_as_its_prompt():
+    # What does not begin with a prompt in its piece belongs to a completion, all of it.
+    (*_, tail) = sorted(pack([Document(list(range(40)), 10)], 16, seed=0, decoded_tokens=8), key=lambda row: row.tokens)
+    assert (tail.tokens, tail.prompts, sum(tail.learned)) == (list(range(32, 40)), (0,), 7)
     documents = [Document(list(range(50)), 0), Document(list(range(100, 130)), 20), Document(list(range(200, 205)), 0)]
     rows = pack(documents, 100, seed=0, decoded_tokens=8)
     (row,) = rows
@@ -140,10 +143,38 @@ def test_the_command_says_what_is_wrong(tmp_path):
         (["--settings", "[]"], "settings: got '[]', allowed: a JSON object"),
         (["--budget-tokens", "7"], "sparse_attention.selection.budget_tokens: got 7, allowed: "),
         (["--settings", '{"sequence_tokens": 65536}'], "settings.sequence_tokens: got 65536, allowed: the model's "),
+        (
+            ["--additional-config", '{"sparse_attention": {"first_dense_layers": 8}}'],
+            "sparse_attention.first_dense_layers: got 8, allowed for training: less than the model's 8 layers",
+        ),
     ):
         done = CliRunner().invoke(app, arguments + more)
         assert isinstance(done.exception, ConfigurationError)
         assert str(done.exception).startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("document", "sentence"),
+    [
+        (
+            Document(list(range(900)), 0),
+            "data: got documents of up to 900 tokens, allowed: some of more than 1023, since ",
+        ),
+        # The first token of a row is not predicted, and the rest is prompt.
+        (
+            Document(list(range(8193)), 8192),
+            "data: got 'data.jsonl', whose prompts fill rows of 8192 tokens, allowed: ",
+        ),
+    ],
+)
+def test_data_that_teaches_nothing_is_refused(tmp_path, monkeypatch, document, sentence):
+    monkeypatch.chdir(tmp_path)
+    Path("data.jsonl").write_text("")
+    monkeypatch.setattr("vllm_sparse_plugin.training.data.read_documents", lambda path, tokenizer: [document])
+    done = CliRunner().invoke(app, ["train", "--data", "data.jsonl", "--output", "out"])
+    assert isinstance(done.exception, ConfigurationError)
+    assert str(done.exception).startswith(sentence)
+    assert not Path("out").exists()
 
 
 def test_a_packed_row_is_its_documents_and_a_large_budget_is_dense(model):

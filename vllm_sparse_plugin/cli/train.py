@@ -77,7 +77,12 @@ def train(
     served = ServedSelection.of(resolved)
     section = section_of(resolved)
     section["selection"]["statistics"] = served.selection.statistics
-    limit, _ = model_limits(folder)
+    limit, layers = model_limits(folder)
+    if served.first_dense_layers >= layers:
+        raise ConfigurationError(
+            f"{KEY}.first_dense_layers: got {served.first_dense_layers}, allowed for training: less than the model's "
+            f"{layers} layers"
+        )
     if chosen.sequence_tokens > limit:
         raise ConfigurationError(
             f"settings.sequence_tokens: got {chosen.sequence_tokens}, allowed: the model's {limit}"
@@ -85,6 +90,18 @@ def train(
     tokenizer = open_tokenizer(folder)
     decoded_tokens = chosen.decoded_tokens if chosen.dense_prompts else None
     rows = pack(read_documents(data, tokenizer), chosen.sequence_tokens, chosen.seed, decoded_tokens)
+    if not rows:
+        raise ConfigurationError(
+            f"data: got {str(data)!r}, whose prompts fill rows of {chosen.sequence_tokens} tokens, allowed: a "
+            "completion or more that begins in one"
+        )
+    longest, whole = max(max(row.packing.lengths) for row in rows), served.mask(None).whole_tokens
+    # The text's own loss has no weight: nothing would be learned but rounding.
+    if chosen.distillation == 1 and longest <= whole:
+        raise ConfigurationError(
+            f"data: got documents of up to {longest} tokens, allowed: some of more than {whole}, since the selection "
+            "reads shorter ones whole"
+        )
     digest = hashlib.sha256(data.read_bytes()).hexdigest()[:16]
     run = Run(folder, output, served, section, chosen, describe_run(folder, packages=tuple(_EXTRA)), digest)
     console = Console()
@@ -98,9 +115,11 @@ def train(
 
 
 def _report(row: dict[str, Any], console: Console, status: Any) -> None:
-    if "loss" in row:
+    if "objective" in row:
         mask = "hard mask" if row["temperature"] is None else f"T {row['temperature']:.3g}"
-        status.update(f"Step {row['step']}: loss {row['loss']:.4f}, {mask}, {row['tokens_per_second']:,.0f} tokens/s")
+        status.update(
+            f"Step {row['step']}: objective {row['objective']:.4f}, {mask}, {row['tokens_per_second']:,.0f} tokens/s"
+        )
         return
     console.print(
         f"step {row['step']}: held-out loss dense {row['dense_loss']:.4f}, as served {row['served_loss']:.4f}, "

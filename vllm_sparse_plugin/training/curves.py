@@ -8,22 +8,24 @@ from typing import Any
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws the loss of the steps, the fidelity of the served selection and the temperature.
+    """Draws what the steps minimise, the fidelity of the served selection and the temperature.
 
     Args:
-        rows: of the run's log: those of steps have a `loss`, those of measurements a `served_loss`.
+        rows: of the run's log: those of steps have an `objective`, those of measurements a `served_loss`.
         path: of the picture.
     """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3), layout="constrained")
     losses, fidelity, agreement = figure.subplots(1, 3)
-    steps = [row for row in rows if "loss" in row]
+    steps = [row for row in rows if "objective" in row]
     measured = [row for row in rows if "served_loss" in row]
     for hard, color, label in ((False, "C0", "soft mask"), (True, "C3", "hard mask")):
         part = [row for row in steps if (row["temperature"] is None) == hard]
-        losses.plot([row["step"] for row in part], [row["loss"] for row in part], color=color, label=label, linewidth=1)
-    losses.set_title("loss of the steps", fontsize=9)
+        if part:
+            values = [row["objective"] for row in part]
+            losses.plot([row["step"] for row in part], values, color=color, label=label, linewidth=1)
+    losses.set_title("what the steps minimise", fontsize=9)
     for name, label, color in (("dense_loss", "dense", "C0"), ("served_loss", "as served", "C3")):
         values = [row[name] for row in measured]
         fidelity.plot([row["step"] for row in measured], values, marker="o", markersize=3, color=color, label=label)

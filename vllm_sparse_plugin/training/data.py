@@ -70,8 +70,8 @@ def pack(documents: Sequence[Document], row_tokens: int, seed: int, decoded_toke
         documents: at least one of two tokens.
         row_tokens: tokens of a row, at most.
         seed: of the order.
-        decoded_tokens: of a piece without a prompt, so many of the last tokens, or half of them if it is shorter,
-            follow what counts as its prompt; None if it has none.
+        decoded_tokens: of each piece of a document without a prompt, so many of the last tokens, and half of them at
+            most, follow what counts as its prompt; None if it has none.
     """
     order = list(documents)
     random.Random(seed).shuffle(order)
@@ -80,7 +80,7 @@ def pack(documents: Sequence[Document], row_tokens: int, seed: int, decoded_toke
     for tokens, prompt_tokens in order:
         for begin in range(0, len(tokens), row_tokens):
             piece = Document(tokens[begin : begin + row_tokens], max(prompt_tokens - begin, 0))
-            if decoded_tokens is not None and not piece.prompt_tokens:
+            if decoded_tokens is not None and not prompt_tokens:
                 length = len(piece.tokens)
                 piece = piece._replace(prompt_tokens=length - min(decoded_tokens, length // 2))
             if len(piece.tokens) > room:

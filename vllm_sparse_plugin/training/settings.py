@@ -60,8 +60,8 @@ class TrainingSettings(Section):
     dense_prompts: Annotated[bool, "true or false"] = True
     """Whether prompts attend densely, as they are prefilled, and only what follows them under the mask."""
     decoded_tokens: Annotated[int, Field(ge=1, le=1 << 24)] = 1024
-    """With dense prompts: of a text without a prompt, its last tokens, so many or half of them if it is shorter, follow
-    what counts as one."""
+    """With dense prompts: of a text without a prompt its last tokens, so many and half of them at most, follow what
+    counts as one; of a text that is longer than a row, those of each piece."""
     straight_through: Annotated[bool, "true or false"] = False
     """Whether what follows dense prompts attends under the hard mask in the soft steps, too, whose gradients are those
     of the soft mask."""

@@ -1,4 +1,4 @@
-"""A training run: steps with a soft mask, then some with the hard one, that go on where they were if killed."""
+"""A training run: steps under the mask, soft ones first if there are any, that go on where they were if killed."""
 
 from __future__ import annotations
 
@@ -180,12 +180,16 @@ class Trainer:
     def _row_of(self, now: Step, means: torch.Tensor, norm: float, tokens_per_second: float) -> dict[str, Any]:
         device = self._accelerator.device
         text, divergence, drift, selection = self._accelerator.reduce(means, reduction="mean").tolist()
+        settings = self._run.settings
         compared = {"divergence": round(divergence, 5), "drift": round(drift, 7)}
+        objective = (1 - settings.distillation) * text + settings.distillation * divergence
+        objective += settings.retention * drift + settings.selection_loss * selection
         return {
             "step": self.steps,
+            "objective": round(objective, 5),
             "loss": round(text, 5),
-            **(compared if self._run.settings.needs_teacher else {}),
-            **({"selection_loss": round(selection, 5)} if self._run.settings.selection_loss else {}),
+            **(compared if settings.needs_teacher else {}),
+            **({"selection_loss": round(selection, 5)} if settings.selection_loss else {}),
             "gradient_norm": round(norm, 4),
             "skipped": not math.isfinite(norm),
             "learning_rate": now.rate,
