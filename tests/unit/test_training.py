@@ -112,10 +112,13 @@ def test_steps_are_soft_and_ever_harder_and_then_hard():
         ({"stps": 1}, "settings.stps: got unknown key, allowed: steps, hard_steps, "),
         ({"steps": 5, "hard_steps": 6}, "settings.hard_steps: got 6, allowed: up to the 5 steps"),
         (
-            {"straight_through": True, "dense_prompts": False, "selection_loss": 0},
+            {"straight_through": True, "dense_prompts": False},
             "settings.straight_through: got true, allowed: with dense_prompts",
         ),
-        ({"dense_prompts": False}, "settings.selection_loss: got 4.0, allowed: 0 without dense_prompts"),
+        (
+            {"dense_prompts": False, "selection_loss": 0.5},
+            "settings.selection_loss: got 0.5, allowed: with dense_prompts",
+        ),
         ({"gradient_checkpointing": 1}, "settings.gradient_checkpointing: got 1, allowed: true or false"),
     ],
 )
@@ -123,6 +126,11 @@ def test_bad_settings_end_in_a_sentence(values, sentence):
     with pytest.raises(ConfigurationError) as error:
         parse_settings(values)
     assert str(error.value).startswith(sentence)
+
+
+def test_scores_have_a_loss_of_their_own_where_prompts_are_dense():
+    assert parse_settings({}).selection_loss > 0
+    assert parse_settings({"dense_prompts": False}).selection_loss == 0
 
 
 def test_what_cannot_be_trained_is_refused():

@@ -67,7 +67,7 @@ class TrainingSettings(Section):
     of the soft mask."""
     selection_loss: Annotated[float, Field(ge=0.0, le=1e3)] = 4.0
     """Weight of the divergence of the pages' scores from what the dense model before training reads of each page, the
-    mean over what follows dense prompts, layers and KV heads, which is added to the loss."""
+    mean over what follows dense prompts, layers and KV heads, which is added to the loss; 0 without dense prompts."""
     gradient_checkpointing: Annotated[bool, "true or false"] = True
     """Whether activations are computed again in the backward pass, not kept."""
     measure_every: Annotated[int, Field(ge=1, le=10**7)] = 25
@@ -76,6 +76,14 @@ class TrainingSettings(Section):
     """Steps after which a run that is killed can go on."""
     seed: Annotated[int, Field(ge=0, le=(1 << 32) - 1)] = 0
     """Of the order of documents and of the new weights of LoRA."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_scores_learn_without_dense_prompts(cls, values: Any) -> Any:
+        """Takes the default of the loss of scores away where it has no place."""
+        if isinstance(values, Mapping) and values.get("dense_prompts") is False:
+            return {"selection_loss": 0.0, **values}
+        return values
 
     @model_validator(mode="after")
     def _hard_steps_are_some_of_all(self) -> Self:
@@ -93,7 +101,7 @@ class TrainingSettings(Section):
             raise PydanticCustomError("sentence", "straight_through: got true, allowed: with dense_prompts")
         if self.selection_loss and not self.dense_prompts:
             raise PydanticCustomError(
-                "sentence", "selection_loss: got {got}, allowed: 0 without dense_prompts", {"got": self.selection_loss}
+                "sentence", "selection_loss: got {got}, allowed: with dense_prompts", {"got": self.selection_loss}
             )
         return self
 
