@@ -101,9 +101,7 @@ def steps(
     from vllm_sparse_plugin.training.settings import LOSS_OF_THE_TEXT, parse_settings
 
     (tokens,) = parse_sizes("context", [context])
-    own = {
-        "steps": count, "hard_steps": count // 2, "rows_per_step": 1, "warmup_steps": 0, "sequence_tokens": tokens,
-    }  # fmt: skip
+    own = {"steps": count, "hard_steps": count // 2, "rows_per_step": 1, "warmup_steps": 0, "sequence_tokens": tokens}
     chosen = parse_settings(own | LOSS_OF_THE_TEXT | parse_additional_config(settings, "settings"))
     preset, device = find_preset(attention_backend), usable_device(device)
     with open_model(model) as found, open_trainer(found, chosen, preset, budget_tokens, device, layers) as trainer:

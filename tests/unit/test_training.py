@@ -354,6 +354,8 @@ def test_what_is_decoded_is_computed_again_only_where_activations_are(model, tmp
         calls.clear()
         step = Trainer(run_of(model, tmp_path / str(again), settings), [row], TOKENIZER, "cpu").step()
         found[again] = len(calls), {name: step[name] for name in ("divergence", "selection_loss", "gradient_norm")}
+        weighted = step["divergence"] + 4 * step["drift"] + 4 * step["selection_loss"]
+        assert step["objective"] == pytest.approx(weighted, rel=1e-3, abs=1e-4)
     once, twice = found.values()
     assert once[1] == twice[1]
     assert once[1]["gradient_norm"] > 0

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws what the steps minimise, the fidelity of the served selection and the temperature.
+    """Draws what the steps minimise, the fidelity of the served selection and the agreement.
 
     Args:
         rows: of the run's log: those of steps have an `objective`, those of measurements a `served_loss`.

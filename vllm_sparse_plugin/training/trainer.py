@@ -152,7 +152,7 @@ class Trainer:
         share_of_decoded = self.num_processes / max(sum(len(row.tokens) - sum(row.prompts) for row in rows), 1)
         mask = served.mask(now.temperature, now.budget_tokens)
         self._model.train()
-        means = torch.zeros(4, device=self._accelerator.device)
+        means = torch.zeros(5, device=self._accelerator.device)
         for number, row in enumerate(own, start=1):
             last = number == len(own)
             with nullcontext() if last else self._accelerator.no_sync(self._model):
@@ -165,8 +165,9 @@ class Trainer:
                     loss = Loss(sums.text * share, sums.divergence * share, sums.drift * share_of_all)
                     weighted = (1 - settings.distillation) * loss.text + settings.distillation * loss.divergence
                     others = settings.retention * loss.drift + settings.selection_loss * selection
-                    self._accelerator.backward(weighted + others)
-            means += torch.stack([*loss, selection]).detach()
+                    objective = weighted + others
+                    self._accelerator.backward(objective)
+            means += torch.stack([*loss, selection, objective]).detach()
         for group in self._optimizer.param_groups:
             group["lr"] = now.rate
         norm = float(self._accelerator.clip_grad_norm_(self._model.parameters(), settings.gradient_clip))
@@ -179,11 +180,9 @@ class Trainer:
 
     def _row_of(self, now: Step, means: torch.Tensor, norm: float, tokens_per_second: float) -> dict[str, Any]:
         device = self._accelerator.device
-        text, divergence, drift, selection = self._accelerator.reduce(means, reduction="mean").tolist()
+        text, divergence, drift, selection, objective = self._accelerator.reduce(means, reduction="mean").tolist()
         settings = self._run.settings
         compared = {"divergence": round(divergence, 5), "drift": round(drift, 7)}
-        objective = (1 - settings.distillation) * text + settings.distillation * divergence
-        objective += settings.retention * drift + settings.selection_loss * selection
         return {
             "step": self.steps,
             "objective": round(objective, 5),
