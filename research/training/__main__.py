@@ -16,6 +16,7 @@ import typer
 
 from bench.common.models import NEEDLE_8M
 from bench.common.options import Commit, Output, Seed, TimeLimit, make_app, parse_names, parse_sizes, usable_device
+from research.training.data import LEARNED_SHARE
 from vllm_sparse_plugin.cli.arguments import parse_additional_config, run_app
 from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.training.data import Row
@@ -28,17 +29,19 @@ app = make_app("What training with the mask buys.")
 
 Context = Annotated[str, typer.Option(help="In tokens, of rows and of documents that are asked about.")]
 RowCount = Annotated[int, typer.Option("--rows", min=2, help="To train on, one of them to measure.")]
+LearnedShare = Annotated[float, typer.Option(min=0.0, max=1.0, help="Of what is decoded and no answer, learned.")]
 TextMib = Annotated[int, typer.Option(min=1, help="Text that rows are made of.")]
 
 
-def _make_rows(context_tokens: int, count: int, text_mib: int, seed: int) -> list[Row]:
+def _make_rows(context_tokens: int, count: int, text_mib: int, learned_share: float, seed: int) -> list[Row]:
     from research.training.data import build_rows, training_text
     from research.witness.data import open_workers
 
     # Documents to train on are not those that are asked about.
     drawn = seed + _TRAIN_SEED_OFFSET
     with open_workers(min(os.cpu_count() or 1, 12)) as workers:
-        return build_rows(training_text(text_mib * _MIB, drawn), context_tokens, count, drawn, workers)
+        text = training_text(text_mib * _MIB, drawn)
+        return build_rows(text, context_tokens, count, drawn, workers, learned_share)
 
 
 @app.command()
@@ -47,13 +50,14 @@ def rows(
     context: Context = "16K",
     count: RowCount = 257,
     text_mib: TextMib = 24,
+    learned_share: LearnedShare = LEARNED_SHARE,
     seed: Seed = 0,
 ) -> None:
     """Make the rows that several arms are trained on."""
     from research.training.data import write_rows
 
     (context_tokens,) = parse_sizes("context", [context])
-    write_rows(_make_rows(context_tokens, count, text_mib, seed), output)
+    write_rows(_make_rows(context_tokens, count, text_mib, learned_share, seed), output)
 
 
 @app.command()
@@ -69,6 +73,7 @@ def run(
     data: Annotated[Path | None, typer.Option(help="File of rows, in place of making them.")] = None,
     row_count: RowCount = 257,
     text_mib: TextMib = 24,
+    learned_share: LearnedShare = LEARNED_SHARE,
     budgets: Annotated[str, typer.Option(help="To answer with, in tokens.")] = "512,256,128,64",
     count: Annotated[int, typer.Option("--documents", min=1, help="Of each task, with 8 questions each.")] = 7,
     seed: Seed = 0,
@@ -88,7 +93,8 @@ def run(
     model = folder
     if arm != BEFORE:
         about |= {"budget_tokens": budget_tokens, "training": recipe.settings(seed).model_dump()}
-        made = read_rows(data) if data else _make_rows(context_tokens, row_count, text_mib, seed)
+        made = read_rows(data) if data else _make_rows(context_tokens, row_count, text_mib, learned_share, seed)
+        about["rows"] = {"count": len(made), "learned_tokens": sum(sum(row.learned) for row in made)}
         model = work / f"{folder.name}_{arm}_{budget_tokens}"
         train(recipe, folder, model, made, device, seed)
     documents = documents_of(context_tokens, count, seed)

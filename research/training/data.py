@@ -18,8 +18,8 @@ TASKS = ("mixed", "multikey", "kv", "multiquery")
 TEXT_SHARE = 0.25
 """Of the rows: text without needles."""
 LEARNED_SHARE = 1 / 4
-"""Of the tokens behind a prompt that are no answer: those that are learned, so that answers weigh about as much as
-text. What is in a prompt attends densely, and has nothing to learn."""
+"""Of the tokens behind a prompt that are no answer: those that are learned unless told otherwise, so that answers weigh
+about as much as text. What is in a prompt attends densely, and has nothing to learn."""
 MOST_QUESTIONS = 64
 """About one document, if it has as many needles."""
 BEFORE_ANSWERS = range(64, 320)
@@ -45,6 +45,8 @@ class RowOrder:
     """Whether they hold no needles."""
     seed: str
     """Of needles and questions, and of the tokens that are learned."""
+    learned_share: float = LEARNED_SHARE
+    """Of the tokens behind a prompt that are no answer, those that are learned."""
 
 
 def build_row(order: RowOrder) -> Row:
@@ -60,7 +62,9 @@ def build_row(order: RowOrder) -> Row:
         tokens += own
         last = length - rng.choice(AFTER_TEXT) if order.is_text else is_answer.index(True) - rng.choice(BEFORE_ANSWERS)
         prompts.append(max(last, 0))
-        learned += [answer or (i > prompts[-1] and rng.random() < LEARNED_SHARE) for i, answer in enumerate(is_answer)]
+        learned += [
+            answer or (i > prompts[-1] and rng.random() < order.learned_share) for i, answer in enumerate(is_answer)
+        ]
     return Row(tokens, learned, Packing((length,) * order.pieces), tuple(prompts))
 
 
@@ -82,7 +86,9 @@ def _document(rng: random.Random, text: str, length: int) -> tuple[list[int], li
     raise RuntimeError(f"no document of {length} tokens could be written")
 
 
-def build_rows(files: list[str], tokens: int, count: int, seed: int, workers: Executor) -> list[Row]:
+def build_rows(
+    files: list[str], tokens: int, count: int, seed: int, workers: Executor, learned_share: float = LEARNED_SHARE
+) -> list[Row]:
     """Makes rows to train on; documents of a row share its length evenly.
 
     Args:
@@ -91,12 +97,13 @@ def build_rows(files: list[str], tokens: int, count: int, seed: int, workers: Ex
         count: of rows.
         seed: of everything that is drawn.
         workers: see `research.witness.data.open_workers`.
+        learned_share: of the tokens behind a prompt that are no answer, those that are learned.
     """
     text, rng = "".join(files), random.Random(f"{seed} rows")
     orders = [
         RowOrder(
             cut(text, rng.randrange(len(text)), 2 * tokens), tokens, rng.choice(_PIECES), rng.random() < TEXT_SHARE,
-            f"{seed} row {index}",
+            f"{seed} row {index}", learned_share,
         )
         for index in range(count)
     ]  # fmt: skip

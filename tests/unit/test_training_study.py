@@ -47,6 +47,15 @@ def test_a_row_is_documents_whose_answers_are_learned():
     assert build_row(RowOrder(library_text(0, 40_000), 2048, 2, False, "3")) == row
 
 
+def test_a_share_of_what_is_no_answer_is_learned():
+    orders = [RowOrder(library_text(0, 40_000), 2048, 1, False, "3", share) for share in (0.0, 0.25, 1.0)]
+    answers, some, every = map(build_row, orders)
+    assert answers.tokens == some.tokens == every.tokens
+    assert sum(every.learned) == 2048 - 1 - every.prompts[0]
+    assert sum(answers.learned) < sum(some.learned) < sum(every.learned)
+    assert all(each for each, answer in zip(some.learned, answers.learned, strict=True) if answer)
+
+
 def test_a_stretch_of_few_tokens_is_drawn_again():
     """Half of this text is one long ruler, of which a tokenizer makes few tokens."""
     text = "=" * 40_000 + library_text(0, 40_000)
