@@ -3,13 +3,16 @@ import json
 import math
 import re
 import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from support.completions import StubServer, serve
 from transformers import AutoTokenizer
 
 from vllm_sparse_plugin.cli import evaluate, main
+from vllm_sparse_plugin.eval.endpoints import EndpointError, Reply, Request
 from vllm_sparse_plugin.eval.results import ResultFile, read_results
 from vllm_sparse_plugin.needles import library_text
 
@@ -117,6 +120,29 @@ def test_a_run_from_the_question_forces_its_tokens(run, stub, output):
         assert result.forced_tokens == len(forced)
         assert result.completion == f" {result.answers[0]}"
     assert [each.digest for each in after.values()] == [each.digest for each in before.values()]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_engine_in_the_process_is_ended(run, output, monkeypatch, fails):
+    """Left to the end of the interpreter, the processes of a GPU's engine were waited for without end."""
+    ended = []
+
+    class FakeEngine:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def complete(self, requests: Iterable[Request]) -> Iterator[Reply]:
+            for request in requests:
+                if fails:
+                    raise EndpointError("did not answer a question (it is dead)")
+                yield Reply(find(request.prompt), [], 0.1, (), None)
+
+        def close(self) -> None:
+            ended.append(len(read_results(output).results))
+
+    monkeypatch.setitem(sys.modules, "vllm_sparse_plugin.eval.engine", SimpleNamespace(Engine=FakeEngine))
+    code, _, err = run(*NEEDLES, base=("--in-process", "--model", str(MODEL), "--output", str(output)))
+    assert (code, ended) == ((3, [0]) if fails else (0, [4])), err
 
 
 def test_a_run_that_was_cut_short_goes_on(run, stub, output):

@@ -8,6 +8,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -171,13 +172,13 @@ class _Answerer:
     """Arguments of `vllm.LLM` besides the model."""
     concurrency: int
 
-    def endpoint(self, most_tokens: int, forcing: bool) -> Endpoint:
-        """The server, or an engine that is started now; arguments as of `Engine`."""
+    def endpoint(self, most_tokens: int, forcing: bool) -> AbstractContextManager[Endpoint]:
+        """The server, or an engine that is started now and ended on leaving; arguments as of `Engine`."""
         if self.server is not None:
-            return self.server
+            return nullcontext(self.server)
         from vllm_sparse_plugin.eval.engine import Engine
 
-        return Engine(self.model, self.engine, most_tokens, forcing, self.concurrency)
+        return closing(Engine(self.model, self.engine, most_tokens, forcing, self.concurrency))
 
     def about(self) -> dict[str, Any]:
         """What a file of results says of the run."""
@@ -368,10 +369,9 @@ def _ask_missing(plan: _Plan, answerer: _Answerer, prompter: Prompter, output: P
         return
     title, decode_from = plan.settings["label"], plan.settings["decode_from"]
     try:
-        endpoint = answerer.endpoint(plan.most_tokens, plan.scores_text or decode_from == "question")
-        about = answerer.about()
-        with output.open("a", encoding="utf-8") as lines:
-            print(json.dumps({**about, "settings": plan.settings}), file=lines, flush=True)
+        forcing = plan.scores_text or decode_from == "question"
+        with answerer.endpoint(plan.most_tokens, forcing) as endpoint, output.open("a", encoding="utf-8") as lines:
+            print(json.dumps({**answerer.about(), "settings": plan.settings}), file=lines, flush=True)
             console = _open_console()
             for result in results.ask(endpoint, missing, decode_from, prompter, metrics.score, console, title):
                 print(result.model_dump_json(), file=lines, flush=True)

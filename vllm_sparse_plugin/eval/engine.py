@@ -99,6 +99,10 @@ class Engine:
                 share = self._share.of(len(request.prompt) + len(request.forced), counted, counted_after)
                 yield Reply(answer, check_logprobs(request, logprobs), seconds, predictions, share)
 
+    def close(self) -> None:
+        """Ends the engine's processes. Left to the end of the interpreter, it waits for them for ever on a GPU."""
+        self._llm.llm_engine.engine_core.shutdown()
+
     def _counted(self) -> list[Totals]:
         """What the kernels of each worker have counted until now; empty where nothing is counted."""
         return self._llm.collective_rpc(COUNT_METHOD) if self._counts else []

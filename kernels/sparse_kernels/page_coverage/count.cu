@@ -125,11 +125,12 @@ count_pages(const __grid_constant__ CountParams p) {
 #pragma unroll
             for (int j = 0; j < PER_LANE; j++) product = fmaf(x[j], key[j], product);
             float logit[1] = {logits(warp_sum(product))};
+            // One lane alone reads and writes the sum.
+            if (lane > 0) continue;
             Sum sum(shared.known[h][warp]);
             sum.add(logit);
-            if (lane == 0) shared.known[h][warp] = sum.pair();
+            shared.known[h][warp] = sum.pair();
         }
-        __syncwarp();
     }
     __syncthreads();
     const float2* sums = p.heads.sums + row * GROUP * p.sums_of_head;
