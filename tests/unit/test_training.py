@@ -430,6 +430,26 @@ def test_whole_weights_learn_a_text(model, tmp_path):
     assert divergences[0] < 0.9 * max(divergences)
 
 
+@pytest.mark.parametrize("lora_rank", [0, 2])
+def test_a_share_of_the_weights_before_training_is_kept(model, tmp_path, lora_rank):
+    settings = SETTINGS.model_copy(update={"lora_rank": lora_rank, "learning_rate": 3e-3})
+    Trainer(run_of(model, tmp_path, settings), rows(), TOKENIZER, "cpu").train()
+    before, trained = weights(model), weights(tmp_path)
+    # The run is over: it writes its model again, and does no step.
+    again = Trainer(run_of(model, tmp_path, settings.model_copy(update={"kept_share": 0.25})), rows(), TOKENIZER, "cpu")
+    assert again.steps == settings.steps
+    again.train(lambda row: pytest.fail(f"{row}"))
+    kept = weights(tmp_path)
+    changed = {name for name in kept if not torch.equal(trained[name], before[name])}
+    assert len(changed) > 4
+    for name, weight in kept.items():
+        wanted = 0.75 * trained[name].float() + 0.25 * before[name].float()
+        # Both sides were rounded to the dtype of the model.
+        assert (weight.float() - wanted).abs().max() <= 2 * torch.finfo(weight.dtype).eps * wanted.abs().max(), name
+    assert any(not torch.equal(kept[name], trained[name]) for name in changed)
+    assert json.loads((tmp_path / LOG).read_text().splitlines()[0])["kept_share"] == 0.25
+
+
 @pytest.mark.parametrize(("budget", "prompt"), [(24, 20), (512, 20), (24, 64)])
 def test_a_model_is_held_to_the_dense_one_and_differs_from_it_by_the_mask_alone(model, tmp_path, budget, prompt):
     config = resolve({"selection": SELECTION | {"budget_tokens": budget}, "min_context_tokens": 0}, "unique")

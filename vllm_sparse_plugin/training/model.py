@@ -69,6 +69,8 @@ def write_model(
 ) -> None:
     """Writes the trained model with updates merged, in the dtype that it came in, and the updates by themselves.
 
+    What is written is an average with the model before training if the settings keep a share of that.
+
     Args:
         state: all weights, as the trained model names them.
         source: folder of the model before training.
@@ -79,7 +81,7 @@ def write_model(
         output: where to write.
     """
     model = with_updates(load_model(source, attention, torch.float32), settings)
-    model.load_state_dict(state)
+    model.load_state_dict(_averaged(state, model.state_dict(), settings.kept_share))
     if settings.lora_rank:
         model.save_pretrained(output / ADAPTER)
         model = model.merge_and_unload()
@@ -92,3 +94,19 @@ def write_model(
     text = yaml.safe_dump(section, sort_keys=False)
     for folder in (output, output / ADAPTER) if settings.lora_rank else (output,):
         (folder / SECTION).write_text(f"# What this model was trained with.\n{text}", encoding="utf-8")
+
+
+def _averaged(
+    state: dict[str, torch.Tensor], before: dict[str, torch.Tensor], kept_share: float
+) -> dict[str, torch.Tensor]:
+    """Returns the weights between those after training and those before, as much of the latter as is kept.
+
+    An update of low rank is a product, of which the second factor is zero before training: averaging that one alone
+    averages the product.
+    """
+    if not kept_share:
+        return state
+    return {
+        name: weight if "lora_A" in name else torch.lerp(weight.float().cpu(), before[name].float(), kept_share)
+        for name, weight in state.items()
+    }

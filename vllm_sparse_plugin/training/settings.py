@@ -68,6 +68,9 @@ class TrainingSettings(Section):
     selection_loss: Annotated[float, Field(ge=0.0, le=1e3)] = 4.0
     """Weight of the divergence of the pages' scores from what the dense model before training reads of each page, the
     mean over what follows dense prompts, layers and KV heads, which is added to the loss; 0 without dense prompts."""
+    kept_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Share of the weights before training in what is written, an average of both; of updates of low rank, how much is
+    left out. It takes part in no step: a run that is over writes its model again with another share."""
     gradient_checkpointing: Annotated[bool, "true or false"] = True
     """Whether activations are computed again in the backward pass, not kept."""
     measure_every: Annotated[int, Field(ge=1, le=10**7)] = 25

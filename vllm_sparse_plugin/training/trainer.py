@@ -59,8 +59,9 @@ class Run:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What must not change."""
-        return {"settings": self.settings.model_dump(), "sparse_attention": self.section, "data": self.data}
+        """What must not change. What is kept of the weights before training is decided when the model is written."""
+        settings = self.settings.model_dump(exclude={"kept_share"})
+        return {"settings": settings, "sparse_attention": self.section, "data": self.data}
 
 
 class Trainer:
@@ -273,7 +274,8 @@ class Trainer:
         if accelerator.is_main_process:
             try:
                 run.output.mkdir(parents=True, exist_ok=True)
-                lines = [run.about | {"identity": run.identity}, *self.log]
+                first = run.about | {"identity": run.identity, "kept_share": run.settings.kept_share}
+                lines = [first, *self.log]
                 path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
             except OSError as error:
                 raise ConfigurationError(
