@@ -248,12 +248,21 @@ def served() -> Block:
     return Block("\n\n".join(parts), sources)
 
 
+_TRAINED = {"before": "before", "after": "after"}
+_TRAINED_AND_DENSE = {"before_dense": "before, dense"} | _TRAINED | {"after_dense": "after, dense"}
+"""Files of a model before and after its training, and what the tables call them."""
+
+
 def trained_served() -> Block:
     """Needles decoded from the question, through vLLM, by a model before and after it was trained for its budget."""
-    paths = {name: _CPU / "trained" / f"needle-8m_{name}.jsonl" for name in ("before", "after")}
-    rows = [[name, *cells] for name, (_, *cells) in zip(paths, _evaluated(list(paths.values())), strict=True)]
-    headings = ["training", *_EVALUATED[:-1], "minus before, paired"]
-    return Block(table(headings, rows), list(paths.values()))
+    parts, sources = [], []
+    for folder, where, names in ((_CPU, "a CPU", _TRAINED), (_H200, "an H200", _TRAINED_AND_DENSE)):
+        paths = [folder / "trained" / f"needle-8m_{name}.jsonl" for name in names]
+        headings = [f"training, on {where}", *_EVALUATED[:-1], "minus the first, paired"]
+        rows = [[heading, *cells] for heading, (_, *cells) in zip(names.values(), _evaluated(paths), strict=True)]
+        parts.append(table(headings, rows))
+        sources += paths
+    return Block("\n\n".join(parts), sources)
 
 
 NEXT_TOKENS = {

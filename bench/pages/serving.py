@@ -13,7 +13,7 @@ from vllm_sparse_plugin.config.schema import SAMPLED_STEPS
 
 H200 = RESULTS / "h200"
 FEW_CLIENTS = H200 / "serve" / "few_clients.jsonl"
-ADAPTIVE = tuple(H200 / "lossless" / f"{name}.jsonl" for name in ("short", "adaptive"))
+ADAPTIVE = tuple(H200 / "lossless" / f"{name}.jsonl" for name in ("short", "adaptive", "adaptive_12"))
 METER = [H200 / "meter" / f"every_{steps}.jsonl" for steps in (0, SAMPLED_STEPS)]
 """Decode steps of which none is measured, and one in so many."""
 _CPU = RESULTS / "cpu-2core" / "decode" / "all.jsonl"
@@ -181,9 +181,9 @@ def _lossless_table(found: list[tuple[Row, float]]) -> str:
     lines = []
     for row, before in found:
         cells = f"{row['tokens_per_step']:.2f}", f"{before:.2f}", f"{row['ms_per_token']:.2f}"
-        numbers = f"{row['context_tokens']:,}", str(row["batch"]), str(row["acceptance"]), *cells
-        lines.append([*numbers, f"{before / row['ms_per_token']:.2f}"])
-    headings = ["context", "requests", "acceptance", "tokens a step", "FlashAttention 3, ms per token"]
+        loads = f"{row['context_tokens']:,}", str(row["batch"]), str(row["draft_tokens"]), str(row["acceptance"])
+        lines.append([*loads, *cells, f"{before / row['ms_per_token']:.2f}"])
+    headings = ["context", "requests", "drafts up to", "acceptance", "tokens a step", "FlashAttention 3, ms per token"]
     return table([*headings, "lossless, ms per token", "ratio"], lines)
 
 

@@ -37,10 +37,11 @@ class Trained:
     @property
     def name(self) -> str:
         """How it was trained, and for which budget; other settings can differ where names are the same."""
-        about = self.run.about
+        about, rank = self.run.about, self.settings["lora_rank"]
         if about["arm"] in (BEFORE, DENSE):
             return NAMES[about["arm"]]
-        return f"{NAMES[about['arm']]}, {about['budget_tokens']} tokens"
+        updates = f", updates of rank {rank}" if rank else ""
+        return f"{NAMES[about['arm']]}, {about['budget_tokens']} tokens{updates}"
 
     @property
     def settings(self) -> dict[str, Any]:

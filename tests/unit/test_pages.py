@@ -455,9 +455,9 @@ def test_adaptive_drafts_have_a_gain_and_a_time_where_nothing_is_drafted(tmp_pat
     monkeypatch.setattr(serving, "ADAPTIVE", (path,))
     lines = serving.lossless_adaptive().text.splitlines()
     assert lines[2:] == [
-        "| 2,048 | 1 | 0.9 | 1.00 | 5.00 | 5.05 | 0.99 |",
-        "| 2,048 | 1 | 0.97 | 1.00 | 5.00 | 4.99 | 1.00 |",
-        "| 131,072 | 1 | 0.97 | 8.50 | 9.00 | 6.00 | 1.50 |",
+        "| 2,048 | 1 | 8 | 0.9 | 1.00 | 5.00 | 5.05 | 0.99 |",
+        "| 2,048 | 1 | 8 | 0.97 | 1.00 | 5.00 | 4.99 | 1.00 |",
+        "| 131,072 | 1 | 8 | 0.97 | 8.50 | 9.00 | 6.00 | 1.50 |",
         "",
         "Where nothing was drafted, a token takes 0.998 to 1.010 times as long as with dense decoding.",
     ]
