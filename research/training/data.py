@@ -87,7 +87,7 @@ def _document(rng: random.Random, text: str, length: int) -> tuple[list[int], li
 
 
 def build_rows(
-    files: list[str], tokens: int, count: int, seed: int, workers: Executor, learned_share: float = LEARNED_SHARE
+    files: list[str], tokens: int, count: int, seed: int, workers: Executor, learned_share: float
 ) -> list[Row]:
     """Makes rows to train on; documents of a row share its length evenly.
 
