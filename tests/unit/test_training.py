@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from vllm_sparse_plugin.cli.app import app
 from vllm_sparse_plugin.config import read_trained_section, resolve, section_of
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.training.attention import PackedAttention, ServedSelection
+from vllm_sparse_plugin.training.attention import PackedAttention, ServedSelection, _attend_densely
 from vllm_sparse_plugin.training.data import Document, pack, read_documents
 from vllm_sparse_plugin.training.loss import row_loss
 from vllm_sparse_plugin.training.model import load_model
@@ -224,6 +224,20 @@ def test_under_autocast_all_is_attended_in_16_bits(monkeypatch, budget):
     # What a mask leaves whole is attended without it.
     assert name == ("masked_attention" if budget == 24 else "_attend_densely")
     assert [x.dtype for x in given[:3]] == [torch.bfloat16] * 3
+
+
+@pytest.mark.parametrize("multiple", [8, 64])
+def test_sequences_that_are_lengthened_for_a_gpu_attend_as_before(multiple):
+    torch.manual_seed(0)
+    lengths = (1, 63, 64, 65)
+    inputs = [torch.randn(sum(lengths), heads, 16, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)]
+    weights = torch.randn(sum(lengths), 4, 16, dtype=torch.float64)
+    results = []
+    for each in (1, multiple):
+        output = _attend_densely(*inputs, Packing(lengths), 0.25, each)
+        results.append((output, *torch.autograd.grad((output * weights).sum(), inputs)))
+    for got, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_a_mask_knows_what_it_leaves_whole():

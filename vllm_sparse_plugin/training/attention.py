@@ -22,7 +22,7 @@ from sparse_kernels.masked_attention import (
 )
 from sparse_kernels.masked_attention.packing import Sequence
 from sparse_kernels.page_statistics import StatisticsLayout
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
@@ -33,6 +33,9 @@ _CACHE_ITEMSIZE = 2
 """Models are trained for a KV cache of 16 bits."""
 _LOGITS_AT_ONCE = 1 << 27
 """Of the tokens after a prompt, of all heads: 512 MB in float32, of which a pass needs a few times as much."""
+_LENGTHS_ON_A_GPU = 256
+"""What lengths of dense attention are multiples of on a GPU. For each new length, forward and backward, cuDNN makes a
+plan on the host, which takes longer than the attention of a small model."""
 
 
 @dataclass(frozen=True)
@@ -216,14 +219,31 @@ class PackedAttention:
 
 
 def _attend_densely(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packing: Packing, scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packing: Packing,
+    scale: float,
+    multiple: int | None = None,
 ) -> torch.Tensor:
-    """Returns causal attention of each sequence to itself, of the shape of the query."""
+    """Returns causal attention of each sequence to itself, of the shape of the query.
+
+    Args:
+        query: `[tokens, heads, size]`.
+        key: `[tokens, KV heads, size]`.
+        value: `[tokens, KV heads, size]`.
+        packing: the sequences.
+        scale: of logits.
+        multiple: sequences are lengthened to, by zeros at their end that no token of them reads; None for 1 on a CPU,
+            and for what suits a GPU there.
+    """
+    multiple = multiple or (_LENGTHS_ON_A_GPU if query.is_cuda else 1)
     parts = zip(*(x.transpose(0, 1)[None].split(packing.lengths, dim=2) for x in (query, key, value)), strict=True)
-    outputs = [
-        scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)[0]
-        for queries, keys, values in parts
-    ]
+    outputs = []
+    for part, length in zip(parts, packing.lengths, strict=True):
+        queries, keys, values = (pad(x, (0, 0, 0, -length % multiple)) for x in part)
+        attended = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)
+        outputs.append(attended[0, :, :length])
     return torch.cat(outputs, dim=1).transpose(0, 1)
 
 
