@@ -6,7 +6,11 @@ from bench.common.pages import Block, table
 from bench.common.results import RESULTS, read_run
 
 FUZZ = RESULTS / "cpu-2core" / "fuzz" / "states.jsonl"
-SOAK = RESULTS / "cpu-2core" / "soak" / "needle-8m.jsonl"
+SOAKS = {
+    "a CPU of 2 cores": RESULTS / "cpu-2core" / "soak" / "needle-8m.jsonl",
+    "an H200": RESULTS / "h200" / "soak" / "needle-8m.jsonl",
+}
+"""Result files by what the server ran on."""
 _COUNTED = {
     "requests": "requests",
     "chunks": "later chunks of prompts",
@@ -37,11 +41,15 @@ def fuzz() -> Block:
 
 def soak() -> Block:
     """What clients got of a server, and what it held at the end."""
-    run = read_run(SOAK)
-    end = run.rows[-1]
-    lines = [[
-        str(end["clients"]), f"{end['seconds'] / 60:.0f}", f"{end['answers']:,}", f"{end['hung_up']:,}",
-        str(end["parted"]), str(len(end["faults"])), f"{end['kv_cache_usage']:.0%}",
-    ]]  # fmt: skip
-    names = ["clients", "minutes", "answers", "given up", "changed answers", "failures", "cache in use at the end"]
-    return Block(table(names, lines), [SOAK])
+    lines = []
+    for place, path in SOAKS.items():
+        end = read_run(path).rows[-1]
+        lines.append([
+            place, str(end["clients"]), f"{end['seconds'] / 60:.0f}", f"{end['answers']:,}", f"{end['hung_up']:,}",
+            str(end["parted"]), f"{end['largest_gap']:g}", str(len(end["faults"])), f"{end['kv_cache_usage']:.0%}",
+        ])  # fmt: skip
+    names = [
+        "server", "clients", "minutes", "answers", "given up", "parted", "by at most, nats", "faults",
+        "cache in use at the end",
+    ]  # fmt: skip
+    return Block(table(names, lines), list(SOAKS.values()))

@@ -18,6 +18,9 @@ from vllm_sparse_plugin.eval.statistics import estimate_difference
 from vllm_sparse_plugin.training.settings import LOSS_OF_THE_TEXT, TrainingSettings
 
 RESULT_FILES = sorted(RESULTS.glob("*/training/*.jsonl"))
+KEPT_FILES = sorted(RESULTS.glob("*/training-kept/*.jsonl"))
+"""Of runs that wrote their models with several shares of the weights before training; the other shares of a run are
+among `RESULT_FILES`."""
 PAGE = Path(__file__).parent / "README.md"
 GENERATOR = "research.training"
 NAMES = {BEFORE: "before", DENSE: "no mask", SOFT: "soft mask", HARD: "hard mask", SOFT_HARD: "soft, then hard"}
@@ -116,7 +119,7 @@ def _tables(files: Sequence[Trained]) -> str:
     (before,) = (each for each in files if each.run.about["arm"] == BEFORE)
     dense = before.cells[settings()[0].name]
     named = list(zip(labels(ordered), ordered, strict=True))
-    columns = ["dense" if setting.is_dense else f"{setting.budget_tokens} tokens" for setting in settings()]
+    columns = _columns()
     answers = table(["trained with", "", *columns], [row for each in named for row in _answers(*each, dense)])
     text = table(["trained with", *columns], [_text(*each, dense) for each in named])
     parts = [
@@ -125,6 +128,34 @@ def _tables(files: Sequence[Trained]) -> str:
         footnote(model, [each.file for each in ordered]),
     ]  # fmt: skip
     return "\n\n".join(parts)
+
+
+def kept() -> Block:
+    """What a share of the weights before training does to answers and text, in runs that wrote models with several."""
+    own, others = ([read_trained(file) for file in found] for found in (KEPT_FILES, RESULT_FILES))
+    runs = [_without_kept_share(file) for file in own]
+    files = [*own, *(file for file in others if _without_kept_share(file) in runs)]
+    model = own[0].run.about["model"]
+    (before,) = (each for each in others if each.run.about["model"] == model and each.run.about["arm"] == BEFORE)
+    dense, lines = settings()[0].name, []
+    for file in sorted(files, key=lambda each: (-each.settings["learning_rate"], each.settings["kept_share"])):
+        right = [str(file.cells[setting.name].correct) for setting in settings()]
+        names = sorted(before.cells[dense].loss)
+        nats = estimate_difference(*([each.cells[dense].loss[name] for name in names] for each in (before, file)))
+        values = [f"{file.settings[name]:g}" for name in ("learning_rate", "steps", "kept_share")]
+        lines.append([*values, *right, f"{nats.value:+.4f} ({nats.low:+.4f} to {nats.high:+.4f})"])
+    return Block(
+        table(["rate", "steps", "kept", *_columns(), "text, dense, nats"], lines), [each.file for each in files]
+    )
+
+
+def _without_kept_share(file: Trained) -> dict[str, Any]:
+    """What tells one run from another, whatever share its model was written with."""
+    return {"model": file.run.about["model"], "arm": file.run.about["arm"], **file.settings, "kept_share": None}
+
+
+def _columns() -> list[str]:
+    return ["dense" if setting.is_dense else f"{setting.budget_tokens} tokens" for setting in settings()]
 
 
 def tables() -> str:
@@ -139,4 +170,4 @@ def tables() -> str:
 
 def render() -> str:
     """The page with its results as they should be."""
-    return fill(PAGE, PAGE.read_text(encoding="utf-8"), [GENERATOR], {"results": lambda: Block(tables())})
+    return fill(PAGE, PAGE.read_text(encoding="utf-8"), [GENERATOR], {"results": lambda: Block(tables()), "kept": kept})

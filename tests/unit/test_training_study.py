@@ -169,3 +169,29 @@ def test_the_page_is_up_to_date_and_compares_with_dense_attention_before(tmp_pat
     assert shares[2] == "of dense before"
     text = [line for line in lines if line[1:2] == ["before"]][-1]
     assert text[2:-1] == ["4.482 (+0.000 to +0.000)"] * 5
+
+
+def test_a_share_that_is_kept_stands_beside_the_others_of_its_run(tmp_path, monkeypatch):
+    def written(name: str, loss: float, **training: float) -> Path:
+        about = {"versions": {}, "model": "needle-8m", "arm": "hard" if training else "before", "budget_tokens": 64}
+        rows: list[dict] = [about | ({"training": {"steps": 9} | training} if training else {})]
+        for setting in settings():
+            for document in "ab":
+                rows.append({"document": document, "setting": setting.name, "right": "1101", "pages_read": 1})
+                rows.append({"document": f"text-{document}", "setting": setting.name, "loss": loss})
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        return path
+
+    others = [written("before", 1.5), written("tenth", 1.6, learning_rate=1e-3, kept_share=0.1),
+              written("another", 1.9, learning_rate=2e-3, kept_share=0.1)]  # fmt: skip
+    own = [written("none", 1.75, learning_rate=1e-3, kept_share=0.0)]
+    monkeypatch.setattr(report, "RESULT_FILES", others)
+    monkeypatch.setattr(report, "KEPT_FILES", own)
+    block = report.kept()
+    assert set(block.sources) == {*own, others[1]}
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in block.text.splitlines()[2:]]
+    assert [line[:3] + line[-1].split()[:1] for line in lines] == [
+        ["0.001", "9", "0", "+0.2500"], ["0.001", "9", "0.1", "+0.1000"]
+    ]  # fmt: skip
+    assert all(line[3:-1] == ["6"] * 5 for line in lines)

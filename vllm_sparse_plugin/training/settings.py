@@ -17,7 +17,7 @@ _LEAST_RATE = 0.01
 """What is left of the learning rate at the end."""
 
 LOSS_OF_THE_TEXT: dict[str, Any] = {
-    "dense_prompts": False, "distillation": 0.0, "retention": 0.0, "selection_loss": 0.0
+    "dense_prompts": False, "distillation": 0.0, "retention": 0.0, "selection_loss": 0.0, "kept_share": 0.0
 }  # fmt: skip
 """Settings with which every token is decoded and the loss is that of the text, as the paper trains."""
 
@@ -68,7 +68,7 @@ class TrainingSettings(Section):
     selection_loss: Annotated[float, Field(ge=0.0, le=1e3)] = 4.0
     """Weight of the divergence of the pages' scores from what the dense model before training reads of each page, the
     mean over what follows dense prompts, layers and KV heads, which is added to the loss; 0 without dense prompts."""
-    kept_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    kept_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
     """Share of the weights before training in what is written, an average of both; of updates of low rank, how much is
     left out. It takes part in no step: a run that is over writes its model again with another share."""
     gradient_checkpointing: Annotated[bool, "true or false"] = True
