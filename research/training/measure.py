@@ -34,7 +34,7 @@ ARMS = (BEFORE, DENSE, SOFT, HARD, SOFT_HARD)
 mask in the last steps."""
 _HARD_SHARES = {HARD: 1.0, SOFT_HARD: 0.2}
 """Of the steps, how many have the hard mask."""
-_OF_THE_HARD_MASK = {"learning_rate": 1.5e-3, "rows_per_step": 2, "warmup_steps": 20}
+_OF_THE_HARD_MASK = {"learning_rate": 1e-3, "rows_per_step": 2, "warmup_steps": 20}
 """Settings of the arm whose steps are all hard, which learns from the dense model, as is the default."""
 
 
