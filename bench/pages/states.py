@@ -46,7 +46,7 @@ def soak() -> Block:
         end = read_run(path).rows[-1]
         lines.append([
             place, str(end["clients"]), f"{end['seconds'] / 60:.0f}", f"{end['answers']:,}", f"{end['hung_up']:,}",
-            str(end["parted"]), f"{end['largest_gap']:g}", str(len(end["faults"])), f"{end['kv_cache_usage']:.0%}",
+            str(end["parted"]), str(end["largest_gap"]), str(len(end["faults"])), f"{end['kv_cache_usage']:.0%}",
         ])  # fmt: skip
     names = [
         "server", "clients", "minutes", "answers", "given up", "parted", "by at most, nats", "faults",

@@ -63,7 +63,7 @@ def rows(
 @app.command()
 def run(
     output: Output,
-    work: Annotated[Path, typer.Option(help="Folder of the trained model; a run that was killed goes on there.")],
+    work: Annotated[Path, typer.Option(help="Folder of the trained model; one that is there is not trained again.")],
     arm: Annotated[str, typer.Option(help="before, dense, soft, hard or soft-hard.")] = "before",
     folder: Annotated[Path, typer.Option("--model", help="needle-8m's folder, or another of its format.")] = NEEDLE_8M,
     context: Context = "16K",

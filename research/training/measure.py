@@ -71,7 +71,7 @@ class Recipe:
 
 
 def train(recipe: Recipe, model: Path, output: Path, rows: Sequence[Row], device: str, seed: int) -> None:
-    """Trains a model; a run that was killed goes on.
+    """Trains a model; a run that is over is not trained again.
 
     Args:
         recipe: how.

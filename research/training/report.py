@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.common.models import NEEDLE_8M
 from bench.common.pages import Block, fill, footnote, table
 from bench.common.results import RESULTS, Run, read_run
 from research.study.data import Cell, compare
@@ -131,12 +132,13 @@ def _tables(files: Sequence[Trained]) -> str:
 
 
 def kept() -> Block:
-    """What a share of the weights before training does to answers and text, in runs that wrote models with several."""
+    """What a share of the weights before training does to needle-8m, in runs that wrote models with several."""
     own, others = ([read_trained(file) for file in found] for found in (KEPT_FILES, RESULT_FILES))
     runs = [_without_kept_share(file) for file in own]
     files = [*own, *(file for file in others if _without_kept_share(file) in runs)]
-    model = own[0].run.about["model"]
-    (before,) = (each for each in others if each.run.about["model"] == model and each.run.about["arm"] == BEFORE)
+    (before,) = (
+        each for each in others if each.run.about["model"] == NEEDLE_8M.name and each.run.about["arm"] == BEFORE
+    )
     dense, lines = settings()[0].name, []
     for file in sorted(files, key=lambda each: (-each.settings["learning_rate"], each.settings["kept_share"])):
         right = [str(file.cells[setting.name].correct) for setting in settings()]
@@ -151,7 +153,8 @@ def kept() -> Block:
 
 def _without_kept_share(file: Trained) -> dict[str, Any]:
     """What tells one run from another, whatever share its model was written with."""
-    return {"model": file.run.about["model"], "arm": file.run.about["arm"], **file.settings, "kept_share": None}
+    names = ("model", "arm", "budget_tokens", "rows")
+    return {**{name: file.run.about.get(name) for name in names}, **file.settings, "kept_share": None}
 
 
 def _columns() -> list[str]:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -462,6 +463,12 @@ def test_a_share_of_the_weights_before_training_is_kept(model, tmp_path, lora_ra
         assert (weight.float() - wanted).abs().max() <= 2 * torch.finfo(weight.dtype).eps * wanted.abs().max(), name
     assert any(not torch.equal(kept[name], trained[name]) for name in changed)
     assert json.loads((tmp_path / LOG).read_text().splitlines()[0])["kept_share"] == 0.25
+    # Without the state that it ended with it would begin again, over the model and its log.
+    log = (tmp_path / LOG).read_text()
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(ConfigurationError, match=r"^output: got .* without its checkpoints, allowed: a new folder$"):
+        Trainer(run_of(model, tmp_path, settings), rows(), TOKENIZER, "cpu")
+    assert (tmp_path / LOG).read_text() == log
 
 
 @pytest.mark.parametrize(("budget", "prompt"), [(24, 20), (512, 20), (24, 64)])

@@ -34,8 +34,8 @@ _CACHE_ITEMSIZE = 2
 _LOGITS_AT_ONCE = 1 << 27
 """Of the tokens after a prompt, of all heads: 512 MB in float32, of which a pass needs a few times as much."""
 _LENGTHS_ON_A_GPU = 256
-"""What lengths of dense attention are multiples of on a GPU. For each new length, forward and backward, cuDNN makes a
-plan on the host, which takes longer than the attention of a small model."""
+"""What lengths of dense attention are multiples of on a GPU, unless they are shorter. For each new length, forward and
+backward, cuDNN makes a plan on the host, which takes longer than the attention of a small model."""
 
 
 @dataclass(frozen=True)
@@ -234,14 +234,15 @@ def _attend_densely(
         value: `[tokens, KV heads, size]`.
         packing: the sequences.
         scale: of logits.
-        multiple: sequences are lengthened to, by zeros at their end that no token of them reads; None for 1 on a CPU,
-            and for what suits a GPU there.
+        multiple: of tokens, to which sequences are lengthened by zeros that none of their tokens reads; those that
+            are shorter to a power of two. None for 1 on a CPU, and for what suits a GPU there.
     """
     multiple = multiple or (_LENGTHS_ON_A_GPU if query.is_cuda else 1)
     parts = zip(*(x.transpose(0, 1)[None].split(packing.lengths, dim=2) for x in (query, key, value)), strict=True)
     outputs = []
     for part, length in zip(parts, packing.lengths, strict=True):
-        queries, keys, values = (pad(x, (0, 0, 0, -length % multiple)) for x in part)
+        lacking = -length % min(multiple, 1 << (length - 1).bit_length())
+        queries, keys, values = (pad(x, (0, 0, 0, lacking)) for x in part) if lacking else part
         attended = scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=True)
         outputs.append(attended[0, :, :length])
     return torch.cat(outputs, dim=1).transpose(0, 1)

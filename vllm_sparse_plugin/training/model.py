@@ -102,11 +102,14 @@ def _averaged(
     """Returns the weights between those after training and those before, as much of the latter as is kept.
 
     An update of low rank is a product, of which the second factor is zero before training: averaging that one alone
-    averages the product.
+    averages the product. Everything else is then as it was before.
     """
     if not kept_share:
         return state
+    has_updates = any("lora_B" in name for name in state)
     return {
-        name: weight if "lora_A" in name else torch.lerp(weight.float().cpu(), before[name].float(), kept_share)
+        name: torch.lerp(weight.float().cpu(), before[name].float(), kept_share)
+        if "lora_B" in name or not has_updates
+        else weight
         for name, weight in state.items()
     }

@@ -268,6 +268,11 @@ class Trainer:
             if last.exists():
                 self.steps = json.loads(last.read_text(encoding="utf-8"))["steps"]
                 accelerator.load_state(str(last.parent / str(self.steps)))
+            elif (run.output / "config.json").exists():
+                raise ConfigurationError(
+                    f"output: got {str(run.output)!r}, which has a trained model without its {_CHECKPOINTS}, "
+                    "allowed: a new folder"
+                )
             self.log = [row for row in rows if row["step"] <= self.steps] if self.steps else []
         # Nobody reads a log that is being written.
         accelerator.wait_for_everyone()
