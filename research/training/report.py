@@ -15,7 +15,7 @@ from bench.common.results import RESULTS, Run, read_run
 from research.study.data import Cell, compare
 from research.study.documents import TEXT
 from research.training.measure import ARMS, BEFORE, DENSE, HARD, SOFT, SOFT_HARD, settings
-from vllm_sparse_plugin.eval.statistics import estimate_difference
+from vllm_sparse_plugin.eval.statistics import Difference, estimate_difference
 from vllm_sparse_plugin.training.settings import LOSS_OF_THE_TEXT, TrainingSettings
 
 RESULT_FILES = sorted(RESULTS.glob("*/training/*.jsonl"))
@@ -105,13 +105,17 @@ def _text(label: str, trained: Trained, dense: Cell) -> list[str]:
         if setting.name not in trained.cells:
             cells.append(_UNMEASURED)
             continue
-        losses = trained.cells[setting.name].loss
-        names = sorted(dense.loss)
-        mean, before = (sum(each[name] for name in names) / len(names) for each in (losses, dense.loss))
-        found = estimate_difference([dense.loss[name] for name in names], [losses[name] for name in names])
+        before = sum(dense.loss.values()) / len(dense.loss)
+        found = _lost(trained.cells[setting.name], dense)
         low, high = (math.exp(before + nats) - math.exp(before) for nats in (found.low, found.high))
-        cells.append(f"{math.exp(mean):.3f} ({low:+.3f} to {high:+.3f})")
+        cells.append(f"{math.exp(before + found.value):.3f} ({low:+.3f} to {high:+.3f})")
     return cells
+
+
+def _lost(cell: Cell, dense: Cell) -> Difference:
+    """Nats that a token of text loses beside dense attention before training."""
+    names = sorted(dense.loss)
+    return estimate_difference(*([each.loss[name] for name in names] for each in (dense, cell)))
 
 
 def _tables(files: Sequence[Trained]) -> str:
@@ -142,8 +146,7 @@ def kept() -> Block:
     dense, lines = settings()[0].name, []
     for file in sorted(files, key=lambda each: (-each.settings["learning_rate"], each.settings["kept_share"])):
         right = [str(file.cells[setting.name].correct) for setting in settings()]
-        names = sorted(before.cells[dense].loss)
-        nats = estimate_difference(*([each.cells[dense].loss[name] for name in names] for each in (before, file)))
+        nats = _lost(file.cells[dense], before.cells[dense])
         values = [f"{file.settings[name]:g}" for name in ("learning_rate", "steps", "kept_share")]
         lines.append([*values, *right, f"{nats.value:+.4f} ({nats.low:+.4f} to {nats.high:+.4f})"])
     return Block(

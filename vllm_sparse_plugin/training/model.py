@@ -81,7 +81,7 @@ def write_model(
         output: where to write.
     """
     model = with_updates(load_model(source, attention, torch.float32), settings)
-    model.load_state_dict(_averaged(state, model.state_dict(), settings.kept_share))
+    model.load_state_dict(_averaged(state, model.state_dict(), settings))
     if settings.lora_rank:
         model.save_pretrained(output / ADAPTER)
         model = model.merge_and_unload()
@@ -97,19 +97,16 @@ def write_model(
 
 
 def _averaged(
-    state: dict[str, torch.Tensor], before: dict[str, torch.Tensor], kept_share: float
+    state: dict[str, torch.Tensor], before: dict[str, torch.Tensor], settings: TrainingSettings
 ) -> dict[str, torch.Tensor]:
     """Returns the weights between those after training and those before, as much of the latter as is kept.
 
     An update of low rank is a product, of which the second factor is zero before training: averaging that one alone
     averages the product. Everything else is then as it was before.
     """
-    if not kept_share:
+    if not settings.kept_share:
         return state
-    has_updates = any("lora_B" in name for name in state)
-    return {
-        name: torch.lerp(weight.float().cpu(), before[name].float(), kept_share)
-        if "lora_B" in name or not has_updates
-        else weight
-        for name, weight in state.items()
+    averaged = [name for name in state if not settings.lora_rank or "lora_B" in name]
+    return state | {
+        name: torch.lerp(state[name].float().cpu(), before[name].float(), settings.kept_share) for name in averaged
     }
