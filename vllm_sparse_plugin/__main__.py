@@ -1,6 +1,6 @@
 """`python -m vllm_sparse_plugin`: the same as the `vllm-sparse` command."""
 
-from vllm_sparse_plugin.cli import main
+from vllm_sparse_plugin.tools.cli import main
 
 if __name__ == "__main__":
     main()

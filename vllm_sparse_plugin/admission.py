@@ -18,15 +18,16 @@ from sparse_kernels.limits import (
 )
 from sparse_kernels.sparse_decode.refusals import decode_refusals
 
-from vllm_sparse_plugin import compat, connectors, request_budgets
+from vllm_sparse_plugin import compat, connectors
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
-from vllm_sparse_plugin.config.requests import most_pages_on_gpu, varies_pages
 from vllm_sparse_plugin.config.routing import Routing, identify
-from vllm_sparse_plugin.diagnostics.live import expose
 from vllm_sparse_plugin.engine_settings import settings_of
 from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.metrics.live import expose
 from vllm_sparse_plugin.names import SCHEDULER
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce
+from vllm_sparse_plugin.requests import check
+from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
@@ -86,7 +87,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         return
     name = compat.chosen_backend(vllm_config, backends)
     settings = settings_of(vllm_config)
-    request_budgets.remember(None)
+    check.remember(None)
     if name is None:
         if settings.given is not None:
             allowed = choices(backend.lower() for backend in backends)
@@ -103,7 +104,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         vllm_config.speculative_config.attention_backend = compat.backend_member(name)
     if config.runs_kernels or config.compaction:
         expose()
-    request_budgets.remember(config)
+    check.remember(config)
 
 
 def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[str, Any, str]]:
@@ -166,7 +167,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         field, got = f"{KEY}.selection.coverage", config.coverage
         eight_bits = cache.cache_dtype in EIGHT_BIT_CACHES
         expect(not eight_bits, field, f"{got} with a KV cache of 8 bits", "null with it")
-        expect(config.stop_rule is None, field, f"{got} with termination", "null with it")
+        expect(config.stop_rule is None, field, f"{got} with stopping", "null with it")
     # With it vLLM no longer says of a request's last token whether it is part of the prompt.
     expect(not cache.kv_sharing_fast_prefill, "kv_sharing_fast_prefill", "true", "false")
     # Two half batches at once would share the scratch between a layer's kernels, and its counts.
@@ -269,7 +270,7 @@ def _expect_cuda_shapes(
             most = refusal.most * selector.page_size
             allowed = f"up to {most} (pages of {selector.page_size} tokens) where attention may stop"
         elif refusal.field == STOP_RULE:
-            field, got, allowed = f"{KEY}.termination", "a rule", "null on this GPU"
+            field, got, allowed = f"{KEY}.stopping", "a rule", "null on this GPU"
         elif refusal.field == FLOAT8_STATISTICS:
             field, got, allowed = "selection.statistics", "fp8", "int8 or bf16 on this GPU"
         elif refusal.field == SKETCHES:
@@ -343,7 +344,7 @@ def _expect_rolling(expect: Callable[[bool, str, Any, str], None], config: Resol
     # The window is all that a token reads, and its kernel knows nothing else.
     policy = config.selection.name()
     expect(policy == "dense", "selection.policy", f"{policy} with compaction.positions rolling", "dense")
-    for section in ("routing", "termination", "prefill"):
+    for section in ("routing", "stopping", "prefill"):
         refuse(getattr(config.config, section) is not None, f"beside {KEY}.{section}")
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from vllm_sparse_plugin.diagnostics.sampling import Lengths
+    from vllm_sparse_plugin.metrics.sampling import Lengths
 
 CLASS_MODULE = "vllm_sparse_plugin.attention.backends"
 """Module whose attributes are the backend classes, by registered name."""

@@ -40,7 +40,7 @@ def check_request(params: Any) -> None:
         ValueError: if a backend of ours is chosen and cannot serve them.
     """
     if getattr(params, "extra_args", None):
-        from vllm_sparse_plugin.request_budgets import check_arguments
+        from vllm_sparse_plugin.requests.check import check_arguments
 
         check_arguments(params.extra_args)
 

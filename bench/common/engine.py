@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from bench.common.models import Model
 from bench.common.options import split_values
 from bench.common.worker import EXTENSION
-from vllm_sparse_plugin.cli.arguments import parse_additional_config
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.tools.cli.arguments import parse_additional_config
 
 if TYPE_CHECKING:
     from vllm import LLM

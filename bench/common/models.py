@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.common.results import ROOT
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.needles import library_text
+from vllm_sparse_plugin.tools.needles import library_text
 
 NEEDLE_8M = ROOT / "models" / "needle-8m"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")

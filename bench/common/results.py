@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from vllm_sparse_plugin.cli.provenance import open_output
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.cli.provenance import open_output
 
 Row = dict[str, Any]
 """The columns of one measurement."""
 
 ROOT = Path(__file__).parents[2]
 """The checkout."""
-RESULTS = ROOT / "bench" / "results"
+RESULTS = ROOT / "results"
 """The committed result files, as MACHINE/STUDY/NAME.jsonl."""
 
 

@@ -21,10 +21,10 @@ from bench.deployments import table
 from bench.families.engines import Continuation, continuation, engine
 from bench.families.features import write_adapter
 from bench.soak.clients import Asker, read_metrics
-from vllm_sparse_plugin.cli.server import LaunchedServer, ServerSettings, launch_server
 from vllm_sparse_plugin.config import KEY
-from vllm_sparse_plugin.needles import ask as question_about
-from vllm_sparse_plugin.needles import kv_needles, library_text, magic_needles, with_needles
+from vllm_sparse_plugin.tools.cli.server import LaunchedServer, ServerSettings, launch_server
+from vllm_sparse_plugin.tools.needles import ask as question_about
+from vllm_sparse_plugin.tools.needles import kv_needles, library_text, magic_needles, with_needles
 
 if TYPE_CHECKING:
     from openai import OpenAI

@@ -308,14 +308,14 @@ WAYS: Mapping[str, Way] = {
     "art": Way(
         "art",
         {
-            "termination": {
+            "stopping": {
                 "scale_tolerance": 1.0, "direction_tolerance": 0.1, "patience": 2, "block_tokens": 64,
             },
             "min_context_tokens": _ABOVE_SHORT,
         },
     ),
     "every page": Way(
-        "dense", {"termination": {"patience": 0, "block_tokens": 64}, "min_context_tokens": 16}, bits=False
+        "dense", {"stopping": {"patience": 0, "block_tokens": 64}, "min_context_tokens": 16}, bits=False
     ),
 }  # fmt: skip
 """The presets by name, with a budget that the short prompt fits, and `every page`: dense attention in our kernels."""

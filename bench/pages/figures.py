@@ -15,7 +15,7 @@ from bench.pages.prefill import DENSE, engines, prefill_files, read_times
 from bench.pages.serving import H200, read_steps
 from bench.pages.training import FIGURE, pass_files, read_passes
 from bench.training.passes import MASKS
-from vllm_sparse_plugin.eval.tuning import MEASURES
+from vllm_sparse_plugin.tools.eval.tuning import MEASURES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

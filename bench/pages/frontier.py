@@ -9,8 +9,8 @@ from bench.common.pages import Block, link, table, wrap
 from bench.common.results import RESULTS, ROOT, read_run
 from bench.pages.quality import LOOK_ALIKES, TUNED, interval, share_right
 from bench.pages.serving import H200, Steps, read_steps
-from vllm_sparse_plugin.eval.statistics import Estimate
-from vllm_sparse_plugin.eval.tuning import MEASURES
+from vllm_sparse_plugin.tools.eval.statistics import Estimate
+from vllm_sparse_plugin.tools.eval.tuning import MEASURES
 
 FIGURE = ROOT / "docs" / "figures" / "frontier.svg"
 """What `figures.draw_frontier` draws."""

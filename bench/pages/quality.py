@@ -11,10 +11,10 @@ from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
 from bench.pages.prefill import prefill_in_short
 from vllm_sparse_plugin.config import describe_policies, resolve
-from vllm_sparse_plugin.eval.report import read_shares
-from vllm_sparse_plugin.eval.results import read_results
-from vllm_sparse_plugin.eval.statistics import Difference, Estimate, estimate_difference, estimate_mean
-from vllm_sparse_plugin.eval.tuning import MEASURES
+from vllm_sparse_plugin.tools.eval.report import read_shares
+from vllm_sparse_plugin.tools.eval.results import read_results
+from vllm_sparse_plugin.tools.eval.statistics import Difference, Estimate, estimate_difference, estimate_mean
+from vllm_sparse_plugin.tools.eval.tuning import MEASURES
 
 _H200 = RESULTS / "h200"
 _CPU = RESULTS / "cpu-2core"

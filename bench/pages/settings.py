@@ -9,7 +9,7 @@ from sparse_kernels.page_statistics import StatisticsLayout
 from bench.common.pages import Block, table, wrap
 from bench.pages.quality import MIXES, mix_file
 from vllm_sparse_plugin.config import ResolvedConfig, describe_fields, preset_names, resolve
-from vllm_sparse_plugin.eval.results import read_results
+from vllm_sparse_plugin.tools.eval.results import read_results
 
 _CONTEXT = 16384
 _HEAD_SIZE = 128
@@ -41,7 +41,7 @@ def presets() -> Block:
     for preset in preset_names():
         resolved = resolve(None, preset)
         values = resolved.selection.model_dump(by_alias=True)
-        by_data = resolved.routing is not None or resolved.config.termination is not None
+        by_data = resolved.routing is not None or resolved.config.stopping is not None
         share = resolved.selection.kv_read_share(_CONTEXT, _HEAD_SIZE)
         right = "-"
         if preset in MIXES:
@@ -54,7 +54,7 @@ def presets() -> Block:
                 f"`{values['policy']}`",
                 *(str(values.get(name, "-")) for name in ("page_size", "budget_tokens", "statistics")),
                 "yes" if resolved.routing is not None else "no",
-                "yes" if resolved.config.termination is not None else "no",
+                "yes" if resolved.config.stopping is not None else "no",
                 "yes" if resolved.config.prefill is not None else "no",
                 "depends on the text" if by_data else _read(resolved, share),
                 right,

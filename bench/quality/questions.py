@@ -11,7 +11,7 @@ from pathlib import Path
 
 from bench.common.models import Model, load_tokenizer
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.needles import MIN_CONTEXT_TOKENS, STRESS_TASKS, TASKS, Question, build_questions
+from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS, STRESS_TASKS, TASKS, Question, build_questions
 
 
 def check(model: Model, contexts: Sequence[int], tasks: Sequence[str], count: int) -> None:

@@ -21,9 +21,9 @@ from bench.common.engine import DENSE
 from bench.common.models import NEEDLE_8M
 from bench.common.options import Commit, Output, parse_names, parse_sizes
 from bench.common.results import ResultFile
-from vllm_sparse_plugin.cli.provenance import describe_run
-from vllm_sparse_plugin.cli.server import ServerSettings, run_server
 from vllm_sparse_plugin.names import BACKENDS as OURS
+from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.cli.server import ServerSettings, run_server
 
 BACKENDS = (DENSE, "unique")
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"

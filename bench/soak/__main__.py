@@ -27,9 +27,9 @@ from bench.common.options import Commit, Output, make_app, parse_sizes
 from bench.common.results import ResultFile, Row
 from bench.families.engines import LOGPROB_TOLERANCE, Continuation, logprob_error
 from bench.soak.clients import Asker, Tally, gap_at_first_difference, run_client, wait_until_quiet
-from vllm_sparse_plugin.cli.arguments import run_app
-from vllm_sparse_plugin.cli.provenance import describe_gpu, describe_run
-from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server, unwind_on_termination
+from vllm_sparse_plugin.tools.cli.arguments import run_app
+from vllm_sparse_plugin.tools.cli.provenance import describe_gpu, describe_run
+from vllm_sparse_plugin.tools.cli.server import ServerError, ServerSettings, run_server, unwind_on_termination
 
 _ROW_SECONDS = 60.0
 
@@ -64,7 +64,7 @@ def run(
     """Ask alone, then together; exit code 3 for a changed answer, a lost block or a request that failed."""
     from transformers import AutoTokenizer
 
-    from vllm_sparse_plugin.needles import build_questions
+    from vllm_sparse_plugin.tools.needles import build_questions
 
     (tokens,) = parse_sizes("context", [context])
     chosen, dense = Variant.parse(variant), Variant.parse(DENSE)

@@ -16,10 +16,10 @@ from bench.common.models import SHAPES, open_model
 from bench.common.options import Commit, Output, TimeLimit, make_app, parse_names, parse_sizes, size_text, usable_device
 from bench.common.results import ResultFile, Row
 from bench.training.passes import MASKS, PASSES, Shape, forward_of, is_available, measure
-from vllm_sparse_plugin.cli.arguments import find_preset, parse_additional_config, run_app
-from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.policies import UniqueSelection
+from vllm_sparse_plugin.tools.cli.arguments import find_preset, parse_additional_config, run_app
+from vllm_sparse_plugin.tools.cli.provenance import describe_run
 
 _CONTEXTS = ("8K", "16K", "32K", "64K", "128K")
 
@@ -98,7 +98,7 @@ def steps(
     devices; a step then has as many rows as `rows_per_step` says on each of them.
     """
     from bench.training.steps import open_trainer
-    from vllm_sparse_plugin.training.settings import LOSS_OF_THE_TEXT, parse_settings
+    from vllm_sparse_plugin.tools.training.settings import LOSS_OF_THE_TEXT, parse_settings
 
     (tokens,) = parse_sizes("context", [context])
     own = {"steps": count, "hard_steps": count // 2, "rows_per_step": 1, "warmup_steps": 0, "sequence_tokens": tokens}

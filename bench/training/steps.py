@@ -13,11 +13,11 @@ from sparse_kernels.masked_attention import Packing
 
 from bench.common.models import Model
 from vllm_sparse_plugin.config import resolve, section_of
-from vllm_sparse_plugin.training.attention import ServedSelection
-from vllm_sparse_plugin.training.data import Row
-from vllm_sparse_plugin.training.model import HasName, load_model
-from vllm_sparse_plugin.training.settings import TrainingSettings
-from vllm_sparse_plugin.training.trainer import Run, Trainer
+from vllm_sparse_plugin.tools.training.attention import ServedSelection
+from vllm_sparse_plugin.tools.training.data import Row
+from vllm_sparse_plugin.tools.training.model import HasName, load_model
+from vllm_sparse_plugin.tools.training.settings import TrainingSettings
+from vllm_sparse_plugin.tools.training.trainer import Run, Trainer
 
 _ROWS = 4
 """That steps are trained on, over and over."""

@@ -12,8 +12,8 @@ from sparse_kernels.page_coverage import page_logits
 from sparse_kernels.page_coverage.reference import known_logits
 from sparse_kernels.page_score import score_pages
 
-from vllm_sparse_plugin.diagnostics.forward import LayerInputs, PagedLayer
 from vllm_sparse_plugin.policies import UniqueSelection
+from vllm_sparse_plugin.tools.diagnostics.forward import LayerInputs, PagedLayer
 
 TARGETS = (0.9, 0.95, 0.99)
 LEAST_PAGES = 4

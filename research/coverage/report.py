@@ -10,7 +10,7 @@ import numpy as np
 
 from bench.common.pages import Block, fill, footnote, table
 from bench.common.results import RESULTS, Run, read_run
-from vllm_sparse_plugin.eval.statistics import estimate_mean
+from vllm_sparse_plugin.tools.eval.statistics import estimate_mean
 
 ANSWER_FILES = sorted(RESULTS.glob("*/coverage/answers_*.jsonl"))
 RESULT_FILES = sorted(set(RESULTS.glob("*/coverage/*.jsonl")) - set(ANSWER_FILES))

@@ -12,7 +12,7 @@ from bench.common.results import ResultFile, Row, Run, read_runs
 from research.study.data import Cell
 from research.study.documents import TEXT
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.needles import STRESS_TASKS
+from vllm_sparse_plugin.tools.needles import STRESS_TASKS
 
 BY_DOCUMENT = ("right", "right_sparse", "answer_loss", "prefill_loss", "text_loss", "density")
 """What is kept of each document."""

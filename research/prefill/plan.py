@@ -19,7 +19,7 @@ from research.prefill.summaries import (
 from research.study.documents import TASKS
 from research.study.plan import PAIRS
 from research.study.settings import Setting as Policy
-from vllm_sparse_plugin.needles import QUESTIONS_PER_DOCUMENT, STRESS_TASKS
+from vllm_sparse_plugin.tools.needles import QUESTIONS_PER_DOCUMENT, STRESS_TASKS
 
 MAIN_CONTEXT = 16384
 CONTEXTS = (4096, 8192, 16384, 32768)

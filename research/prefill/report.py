@@ -47,7 +47,7 @@ from research.prefill.rules import Coverage, Density, Newest, Rule, Setting, Zip
 from research.study.data import Cell, compare
 from research.study.documents import TASKS
 from research.study.report import interval, probability, run_lines, write_parts
-from vllm_sparse_plugin.needles import STRESS_TASKS
+from vllm_sparse_plugin.tools.needles import STRESS_TASKS
 
 GENERATOR = "research.prefill"
 SOURCE = "h200/sparse-prefill/all.jsonl"

@@ -12,7 +12,7 @@ import numpy as np
 from bench.common.results import ResultFile, Run, read_runs
 from research.study.documents import TEXT
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.needles import STRESS_TASKS
+from vllm_sparse_plugin.tools.needles import STRESS_TASKS
 
 _RESAMPLES = 2000
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from vllm_sparse_plugin.needles import QUESTIONS_PER_DOCUMENT, Question, build_questions, is_correct
+from vllm_sparse_plugin.tools.needles import QUESTIONS_PER_DOCUMENT, Question, build_questions, is_correct
 
 TASKS = ("multikey", "manykeys", "multiquery", "kv")
 """Those whose documents hold several needles: a document of `single` costs a prefill for one question."""

@@ -10,7 +10,7 @@ from typing import get_args
 from research.study.documents import TASKS
 from research.study.scores import Interval, Mean, MeanFormat, Moments, Newest, Oracle, PageScore, Parts, TwoLevel
 from research.study.settings import Setting, Stress
-from vllm_sparse_plugin.needles import STRESS_TASKS
+from vllm_sparse_plugin.tools.needles import STRESS_TASKS
 
 BUDGETS = (2048, 1024, 512, 256, 128, 64)
 SMALL_BUDGETS = (128, 64)

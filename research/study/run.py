@@ -20,8 +20,8 @@ from research.study.documents import TASKS, TEXT, TEXT_TOKENS, Document, load_do
 from research.study.pipeline import Decoder, Prefix
 from research.study.plan import STAGES, Stage
 from research.study.settings import Setting
-from vllm_sparse_plugin.cli.provenance import describe_run
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.cli.provenance import describe_run
 
 Build = tuple[str, int, int]
 """Task, context in tokens and number of documents."""

@@ -13,9 +13,9 @@ from sparse_kernels.cache import KVCache
 from sparse_kernels.stopping import StopRule, probe_elements
 from sparse_kernels.stopping.reference import partial_outputs, stop_blocks
 
-from vllm_sparse_plugin.diagnostics.forward import LayerInputs, PagedLayer
-from vllm_sparse_plugin.needles import build_questions
 from vllm_sparse_plugin.policies import Selection
+from vllm_sparse_plugin.tools.diagnostics.forward import LayerInputs, PagedLayer
+from vllm_sparse_plugin.tools.needles import build_questions
 
 MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 _ATTENTION = "vllm_sparse_stopping"

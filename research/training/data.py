@@ -11,7 +11,7 @@ import torch
 from sparse_kernels.masked_attention import Packing
 
 from research.witness.data import ANSWER, BOS, build_document, collect_text, cut, encode, installed_text
-from vllm_sparse_plugin.training.data import Row
+from vllm_sparse_plugin.tools.training.data import Row
 
 TASKS = ("mixed", "multikey", "kv", "multiquery")
 """Questions about one needle or one pair, in turns or alone, and about three needles at once."""

@@ -19,10 +19,10 @@ from research.study.scores import Mean
 from research.study.settings import Setting
 from vllm_sparse_plugin.config import ResolvedConfig, resolve, section_of
 from vllm_sparse_plugin.policies import UniqueSelection
-from vllm_sparse_plugin.training.attention import ServedSelection
-from vllm_sparse_plugin.training.data import Row
-from vllm_sparse_plugin.training.settings import LOSS_OF_THE_TEXT, TrainingSettings
-from vllm_sparse_plugin.training.trainer import Run, Trainer
+from vllm_sparse_plugin.tools.training.attention import ServedSelection
+from vllm_sparse_plugin.tools.training.data import Row
+from vllm_sparse_plugin.tools.training.settings import LOSS_OF_THE_TEXT, TrainingSettings
+from vllm_sparse_plugin.tools.training.trainer import Run, Trainer
 
 PRESET = "unique_paper"
 BUDGETS = (512, 256, 128, 64)

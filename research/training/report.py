@@ -15,8 +15,8 @@ from bench.common.results import RESULTS, Run, read_run
 from research.study.data import Cell, compare
 from research.study.documents import TEXT
 from research.training.measure import ARMS, BEFORE, DENSE, HARD, SOFT, SOFT_HARD, settings
-from vllm_sparse_plugin.eval.statistics import Difference, estimate_difference
-from vllm_sparse_plugin.training.settings import LOSS_OF_THE_TEXT, TrainingSettings
+from vllm_sparse_plugin.tools.eval.statistics import Difference, estimate_difference
+from vllm_sparse_plugin.tools.training.settings import LOSS_OF_THE_TEXT, TrainingSettings
 
 RESULT_FILES = sorted(RESULTS.glob("*/training/*.jsonl"))
 KEPT_FILES = sorted(RESULTS.glob("*/training-kept/*.jsonl"))

@@ -11,7 +11,7 @@ from bench.common.pages import recorded_commit, table, wrap
 from bench.common.results import Run, read_run
 from research.witness.data import ASKED_TASKS, SOURCES
 from research.witness.model import FIRST_PRICED
-from vllm_sparse_plugin.diagnostics.forward import SINK_MASS
+from vllm_sparse_plugin.tools.diagnostics.forward import SINK_MASS
 
 LOG = "training.jsonl"
 MEASUREMENTS = "measurements.jsonl"

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from bench.common.models import NEEDLE_8M
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.needles import Needle, ask, kv_needles, magic_needles, with_needles
+from vllm_sparse_plugin.tools.needles import Needle, ask, kv_needles, magic_needles, with_needles
 
 TEXT, DOCUMENT, ANSWER = range(3)
 """Where a token that is to be predicted comes from; an answer ends with `<|eos|>`."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from research.witness.data import ANSWER, ASKED_TASKS, BOS, build_document, cut, encode
-from vllm_sparse_plugin.diagnostics.forward import SINK_MASS, CapturingModel, LayerInputs
+from vllm_sparse_plugin.tools.diagnostics.forward import SINK_MASS, CapturingModel, LayerInputs
 
 CONTEXTS = (1024, 2048, 4096, 8192)
 TEXT_TOKENS = 4096

@@ -47,7 +47,7 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl
 from vllm_sparse_plugin.attention.plan import LayerPlan
-from vllm_sparse_plugin.compaction.requests import BatchRows
+from vllm_sparse_plugin.requests.rows import BatchRows
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import resolve
 

@@ -26,21 +26,21 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from vllm_sparse_plugin.attention import cuda
-from vllm_sparse_plugin.attention.budgets import StepBudgets, StepNumbers
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder
 from vllm_sparse_plugin.attention.engine_config import ModelSize
 from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.attention.rolling import RollingPlan
-from vllm_sparse_plugin.compaction.requests import BatchRows
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import ResolvedConfig, Retention, resolve
-from vllm_sparse_plugin.config.requests import EVERY_PAGE
-from vllm_sparse_plugin.diagnostics import sampling
-from vllm_sparse_plugin.diagnostics.live import LayerQuality
-from vllm_sparse_plugin.diagnostics.sampling import Sample, StepSampler
+from vllm_sparse_plugin.metrics import sampling
+from vllm_sparse_plugin.metrics.live import LayerQuality
+from vllm_sparse_plugin.metrics.sampling import Sample, StepSampler
 from vllm_sparse_plugin.policies import EveryPage
+from vllm_sparse_plugin.requests.arguments import EVERY_PAGE
+from vllm_sparse_plugin.requests.limits import StepBudgets, StepNumbers
+from vllm_sparse_plugin.requests.rows import BatchRows
 
 HEADS, GROUP, SIZE, BLOCK = 2, 2, 64, 64
 BUDGET = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
@@ -380,11 +380,11 @@ def test_what_is_counted_of_reads_are_the_budgets_of_the_requests(builder):
     assert seen[1].tolist() == [8, 16, EVERY_PAGE, 8]
 
 
-@pytest.mark.parametrize("termination", [None, {}])
-def test_where_no_request_has_a_budget_all_launches_are_those_of_the_settings(builder, termination):
-    builder.budgets = budgets_of("unique", None, {"sparse": "dense"}, termination=termination)
+@pytest.mark.parametrize("stopping", [None, {}])
+def test_where_no_request_has_a_budget_all_launches_are_those_of_the_settings(builder, stopping):
+    builder.budgets = budgets_of("unique", None, {"sparse": "dense"}, stopping=stopping)
     (decode,) = builder.build(0, common_metadata([1, 1], [300, 500], [False, False])).decode
-    assert (decode.budgets is None) == (termination is not None)
+    assert (decode.budgets is None) == (stopping is not None)
     assert decode.dense.tolist() == [False, True]
 
 
@@ -400,7 +400,7 @@ def test_a_decode_batch_needs_no_plan_of_flash_attention(builder, monkeypatch):
 def test_dense_attention_that_stops_reads_no_further_and_counts(layer, builder):
     loose = {"scale_tolerance": 1000.0, "direction_tolerance": 16.0, "block_tokens": 64}
     for patience in (0, 1):
-        settings = {"termination": loose | {"patience": patience}, "min_context_tokens": 0}
+        settings = {"stopping": loose | {"patience": patience}, "min_context_tokens": 0}
         counters = torch.zeros(HEADS, 4, dtype=torch.int64)
         layer.bind(plan_of(resolve(settings, "art"), counters=counters))
         output, dense, _ = run(layer, builder, common_metadata([1, 1], [300, 500], [False, False]))
@@ -552,7 +552,7 @@ def test_what_fails_while_measuring_leaves_the_step_as_it_is(layer, builder, mon
         raise RuntimeError("no such luck")
 
     monkeypatch.setattr(sampling, "_reported", set())
-    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.diagnostics.sampling", "warning")
+    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.metrics.sampling", "warning")
     common = common_metadata([4, 1, 70], [300, 500, 200], [False, False, True])
     plain, _, _ = run(layer, builder, common)
     counts = metered(layer, builder)
@@ -568,7 +568,7 @@ def test_what_fails_while_measuring_leaves_the_step_as_it_is(layer, builder, mon
 @pytest.mark.parametrize("layer", ["unique", "quest", "streaming_llm"], indirect=True)
 def test_measuring_is_warmed_up_and_leaves_no_trace(layer, monkeypatch):
     monkeypatch.setattr(sampling, "_reported", set())
-    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.diagnostics.sampling", "warning")
+    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.metrics.sampling", "warning")
     measured = []
     record = LayerQuality.record
     monkeypatch.setattr(
@@ -1020,7 +1020,7 @@ def test_a_builder_warms_compaction_up_in_one_layer_of_each_shape(monkeypatch, c
 
 def test_a_warm_up_that_fails_is_said_and_leaves_no_cache_bound(layer, monkeypatch):
     monkeypatch.setattr(sampling, "_reported", set())
-    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.diagnostics.sampling", "warning")
+    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.metrics.sampling", "warning")
     compaction = compaction_of(runner_of({}), layer, slides=False)
 
     def fail(*arguments: object) -> None:

@@ -29,7 +29,7 @@ EVERY_PAGE = {
     "quest": {"selection": {"budget_tokens": 8192}, "min_context_tokens": 0},
     # Nothing is skipped, but decoding tokens are attended to by our kernels.
     "sinkrouter": {"routing": {"threshold": 2.0, "dense_layers": 0}, "min_context_tokens": 0},
-    "art": {"termination": {"patience": 0}, "min_context_tokens": 0},
+    "art": {"stopping": {"patience": 0}, "min_context_tokens": 0},
 }
 TOLERANCE, TOLERANCE_8_BITS = 2**-6, 2**-3
 """Largest error of a head's output, relative to its norm: weights are rounded to bfloat16, 2^-9, or to 8 bits, 2^-4."""

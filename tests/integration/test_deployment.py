@@ -14,14 +14,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from support.dashboard import queries, read_alerts, series_of, variable_series
 
-from vllm_sparse_plugin.cli.server import ServerSettings, run_server
+from vllm_sparse_plugin.tools.cli.server import ServerSettings, run_server
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "needle-8m"
 EVERY_METRIC = {
     "selection": {"budget_tokens": 128},
     "routing": {"threshold": 0.5},
-    "termination": {"scale_tolerance": 1e-3, "block_tokens": 64},
+    "stopping": {"scale_tolerance": 1e-3, "block_tokens": 64},
     "prefill": {"method": "blocks", "min_context_tokens": 128, "min_blocks": 2},
     "diagnostics": {"sample_every": 4},
     "min_context_tokens": 0,

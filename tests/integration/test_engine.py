@@ -13,11 +13,11 @@ from support.statistics_fuzz import check_random_schedules
 from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
-from vllm_sparse_plugin.cli.app import app
-from vllm_sparse_plugin.cli.server import ServerError, ServerSettings, run_server
-from vllm_sparse_plugin.eval import FORCED_TOKENS_PROCESSOR
-from vllm_sparse_plugin.eval.results import ResultFile, read_results
-from vllm_sparse_plugin.needles import build_questions, is_correct
+from vllm_sparse_plugin.tools.cli.app import app
+from vllm_sparse_plugin.tools.cli.server import ServerError, ServerSettings, run_server
+from vllm_sparse_plugin.tools.eval import FORCED_TOKENS_PROCESSOR
+from vllm_sparse_plugin.tools.eval.results import ResultFile, read_results
+from vllm_sparse_plugin.tools.needles import build_questions, is_correct
 
 CONTEXT = 4096
 QUALITY = ("attention_mass", "estimated_mass", "page_recall", "output_cosine")
@@ -210,7 +210,7 @@ def test_statistics_survive_random_schedules(backend):
 
 def test_attention_that_stops_says_how_far_it_reads():
     (question,) = build_questions(AutoTokenizer.from_pretrained(MODEL), "kv", 4096, 1, seed=5)
-    config = {"termination": {"scale_tolerance": 1e-3, "block_tokens": 64}, "min_context_tokens": 0}
+    config = {"stopping": {"scale_tolerance": 1e-3, "block_tokens": 64}, "min_context_tokens": 0}
     with run_engine("art", config) as engine:
         (answer,) = engine.answer([question.prompt])
         # Counters are written now and then.

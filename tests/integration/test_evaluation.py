@@ -10,8 +10,8 @@ import pytest
 from support.needle_text import write_needle_text
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.eval.engine import Engine
-from vllm_sparse_plugin.eval.results import read_results
+from vllm_sparse_plugin.tools.eval.engine import Engine
+from vllm_sparse_plugin.tools.eval.results import read_results
 
 MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 
@@ -19,7 +19,7 @@ MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 def test_an_engine_in_the_process_decodes_under_its_policy(tmp_path):
     output, text = tmp_path / "results.jsonl", write_needle_text(tmp_path / "text.txt", MODEL)
     engine = ["--in-process", "--model", str(MODEL), "--attention-backend", "streaming_llm", "--concurrency", "2"]
-    settings = {"sparse_attention": {"termination": {}}}
+    settings = {"sparse_attention": {"stopping": {}}}
     engine += ["--engine-args", json.dumps({"enforce_eager": True}), "--additional-config", json.dumps(settings)]
     command = [sys.executable, "-m", "vllm_sparse_plugin", "eval", *engine, "--output", str(output), *text.options]
     done = subprocess.run([*command, "--task", "multikey", "--decode-from", "question"], capture_output=True, text=True)

@@ -11,8 +11,8 @@ from transformers import AutoTokenizer
 
 from bench.common.models import library_tokens
 from research.compaction.stream import StreamingModel
-from vllm_sparse_plugin.diagnostics.live import count_totals
-from vllm_sparse_plugin.needles import Question, build_questions, is_correct
+from vllm_sparse_plugin.metrics.live import count_totals
+from vllm_sparse_plugin.tools.needles import Question, build_questions, is_correct
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,7 +20,7 @@ pytestmark = [
 ]
 
 CONTEXTS = (4096, 13_000)
-NEVER = {"termination": {"patience": 0, "block_tokens": 512}}
+NEVER = {"stopping": {"patience": 0, "block_tokens": 512}}
 
 
 @pytest.fixture(scope="module")

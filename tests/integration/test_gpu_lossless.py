@@ -10,7 +10,7 @@ import torch
 from support.gpu_engines import MODEL, engine
 from transformers import AutoTokenizer
 
-from vllm_sparse_plugin.needles import build_questions, is_correct
+from vllm_sparse_plugin.tools.needles import build_questions, is_correct
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,9 +9,9 @@ from support.paged import assert_as_accurate, dense_attention
 
 from bench.common.layer import LayerBatch
 from vllm_sparse_plugin.attention import cpu, packing
-from vllm_sparse_plugin.diagnostics import request_log
-from vllm_sparse_plugin.diagnostics.live import LayerQuality
-from vllm_sparse_plugin.diagnostics.sampling import Sample
+from vllm_sparse_plugin.metrics import request_log
+from vllm_sparse_plugin.metrics.live import LayerQuality
+from vllm_sparse_plugin.metrics.sampling import Sample
 
 SMALL = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
 DENSE_TOLERANCE = 2e-2
@@ -274,7 +274,7 @@ def test_dense_is_vllms_own_attention(model, sinks):
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(*outputs, strict=True))
 
 
-TERMINATION = {"scale_tolerance": 0.2, "direction_tolerance": 0.05, "patience": 1, "block_tokens": 64}
+STOPPING = {"scale_tolerance": 0.2, "direction_tolerance": 0.05, "patience": 1, "block_tokens": 64}
 COMPOSED = {
     "unique": {"selection": {"budget_tokens": 512}},
     "quest": {"selection": {"budget_tokens": 512}},
@@ -293,7 +293,7 @@ def recent_query(request: Request, heads: int) -> torch.Tensor:
 def test_a_stopped_step_is_exact_over_what_it_read(model, backend, sinks, monkeypatch):
     seen = []
     monkeypatch.setattr(cpu, "attend_pages", lambda *arguments: seen.append(arguments[2]) or attend_pages(*arguments))
-    settings = COMPOSED[backend] | {"termination": TERMINATION, "min_context_tokens": 0}
+    settings = COMPOSED[backend] | {"stopping": STOPPING, "min_context_tokens": 0}
     extras = {} if sinks is None else {"sinks": sinks}
     harness = LayerHarness(model, settings=settings, backend=backend, **extras)
     request = harness.request(1003)
@@ -324,16 +324,16 @@ def test_a_stopped_step_is_exact_over_what_it_read(model, backend, sinks, monkey
 
 
 @pytest.mark.parametrize("backend", COMPOSED)
-def test_without_patience_the_bits_are_those_without_termination(model, backend):
+def test_without_patience_the_bits_are_those_without_stopping(model, backend):
     outputs = []
-    for termination in (TERMINATION | {"patience": 0}, None):
-        settings = COMPOSED[backend] | {"termination": termination, "min_context_tokens": 0}
+    for stopping in (STOPPING | {"patience": 0}, None):
+        settings = COMPOSED[backend] | {"stopping": stopping, "min_context_tokens": 0}
         harness = LayerHarness(model, settings=settings, backend=backend, seed=5)
         request = harness.request(1003)
         harness.step([(request, 1003)])
         outputs.append(torch.cat([harness.step([(request, 1)])[0] for _ in range(10)]))
     if backend == "art":
-        # Without termination vLLM's own kernel attends.
+        # Without stopping vLLM's own kernel attends.
         assert (outputs[0] - outputs[1]).abs().max() < DENSE_TOLERANCE
     else:
         assert torch.equal(*outputs)

@@ -9,7 +9,7 @@ from support.statistics_fuzz import check_random_schedules
 from transformers import AutoTokenizer
 
 from bench.quality.lossless import TIE
-from vllm_sparse_plugin.needles import build_questions, is_correct
+from vllm_sparse_plugin.tools.needles import build_questions, is_correct
 
 LOSSLESS = {"lossless": {"draft_tokens": 4, "min_context_tokens": 2000}, "min_context_tokens": 0}
 ARGUMENTS = {"max_num_batched_tokens": 2048, "max_model_len": 4608}

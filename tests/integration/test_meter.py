@@ -9,8 +9,8 @@ from support.engines import in_fresh_process, save_shallow
 from support.meter import Decoded
 from transformers import AutoTokenizer
 
-from vllm_sparse_plugin.diagnostics.forward import CapturingModel, PagedLayer
 from vllm_sparse_plugin.policies import UniqueSelection
+from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel, PagedLayer
 
 SELECTION = {"budget_tokens": 256}
 LAYERS = 3

@@ -10,7 +10,7 @@ from support.engines import MODEL, run_engine
 from support.layer import LayerHarness
 from transformers import AutoTokenizer
 
-from vllm_sparse_plugin.needles import build_questions, is_correct
+from vllm_sparse_plugin.tools.needles import build_questions, is_correct
 
 DENSE_TOLERANCE = 2e-2
 """vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""

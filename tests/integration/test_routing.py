@@ -6,8 +6,8 @@ from prometheus_client import CollectorRegistry
 from support.layer import LayerHarness, Request
 from support.paged import assert_as_accurate
 
-from vllm_sparse_plugin.diagnostics import live
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.metrics import live
 
 POLICIES = ["dense", "unique", "quest", "streaming_llm"]
 HEADS = 2
@@ -103,10 +103,10 @@ def test_a_short_budget_does_not_exempt_from_routing(model):
 @pytest.mark.parametrize("backend", POLICIES)
 def test_groups_that_are_left_stop_as_without_routing_and_they_alone_count(model, backend):
     """A step at a time, within the budget (200 tokens) and beyond it (1003)."""
-    termination = {"scale_tolerance": 0.2, "direction_tolerance": 0.05, "patience": 1, "block_tokens": 64}
+    stopping = {"scale_tolerance": 0.2, "direction_tolerance": 0.05, "patience": 1, "block_tokens": 64}
     found = {}
     for threshold in (1.5, 0.0):
-        settings = settings_of(backend, threshold, termination=termination)
+        settings = settings_of(backend, threshold, stopping=stopping)
         if backend != "dense":
             settings["selection"] = {"budget_tokens": 512}
         harness = LayerHarness(model, settings=settings, backend=backend, layer_index=2)

@@ -12,9 +12,9 @@ from vllm.engine.arg_utils import EngineArgs
 
 from vllm_sparse_plugin.config import resolve, section_of
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.training.attention import PackedAttention, ServedSelection
-from vllm_sparse_plugin.training.model import ADAPTER, SECTION, load_model
-from vllm_sparse_plugin.training.trainer import Run, Trainer
+from vllm_sparse_plugin.tools.training.attention import PackedAttention, ServedSelection
+from vllm_sparse_plugin.tools.training.model import ADAPTER, SECTION, load_model
+from vllm_sparse_plugin.tools.training.trainer import Run, Trainer
 
 DECODED = 200
 CONFIG = resolve(

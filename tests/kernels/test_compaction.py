@@ -22,7 +22,7 @@ from support.llama import GROUP, KV_HEADS, save_llama
 from support.paged import garbage, make_batch
 from support.snapkv import kept_tokens, zipvl_votes
 
-from vllm_sparse_plugin.diagnostics.forward import CapturingModel
+from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel
 
 BLOCK = 32
 RULE = CompactionRule(window_tokens=8, pool_tokens=5, sink_tokens=4)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from vllm_sparse_plugin.eval.items import Item, Prompter
-from vllm_sparse_plugin.eval.longbench import plan_file
+from vllm_sparse_plugin.tools.eval.items import Item, Prompter
+from vllm_sparse_plugin.tools.eval.longbench import plan_file
 
 CONTEXT = 1024
 

@@ -14,9 +14,9 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from bench.common.layer import BareLayer, LayerBatch
-from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import Selection
+from vllm_sparse_plugin.requests.rows import attach
 
 
 @functools.cache
@@ -86,7 +86,7 @@ class LayerHarness:
         # It is its own model runner, which knows the requests of a step.
         self.requests: dict[str, Request] = {}
         self.input_batch = SimpleNamespace(num_reqs=0, req_ids=[], num_prompt_tokens=np.zeros(0, dtype=int))
-        requests.attach(self)
+        attach(self)
         heads = num_heads, num_kv_heads, head_size
         self.bare = BareLayer.build(config, heads, block_size, layer_index, device, **attention)
         self.layer, self.spec, self.builder = self.bare.layer, self.bare.spec, self.bare.builder

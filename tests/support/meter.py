@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 from sparse_kernels.batch import QueryTokens
 from sparse_kernels.cache import KVCache
 
-from vllm_sparse_plugin.diagnostics import live
-from vllm_sparse_plugin.diagnostics.forward import LayerInputs, PagedLayer
-from vllm_sparse_plugin.diagnostics.quality import Quality
+from vllm_sparse_plugin.metrics import live
+from vllm_sparse_plugin.metrics.quality import Quality
 from vllm_sparse_plugin.policies import UniqueSelection
+from vllm_sparse_plugin.tools.diagnostics.forward import LayerInputs, PagedLayer
 
 
 class Measured(NamedTuple):

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from vllm_sparse_plugin.needles import build_questions
+from vllm_sparse_plugin.tools.needles import build_questions
 
 
 @dataclass(frozen=True)

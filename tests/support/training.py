@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from vllm_sparse_plugin.training.data import Document, Row, pack
-from vllm_sparse_plugin.training.settings import LOSS_OF_THE_TEXT, TrainingSettings
+from vllm_sparse_plugin.tools.training.data import Document, Row, pack
+from vllm_sparse_plugin.tools.training.settings import LOSS_OF_THE_TEXT, TrainingSettings
 
 TOKENIZER = SimpleNamespace(
     eos_token_id=1, encode=lambda text, add_special_tokens=True: [ord(c) % 97 for c in text],

@@ -233,7 +233,7 @@ REFUSED = {
     "unknown key": (
         {"additional_config": {"sparse_attention": {"selektion": 1}}},
         "sparse_attention.selektion: unknown key (did you mean 'selection'?), "
-        "allowed: selection, prefill, compaction, routing, termination, first_dense_layers, min_context_tokens, "
+        "allowed: selection, prefill, compaction, routing, stopping, first_dense_layers, min_context_tokens, "
         "lossless, speculation, diagnostics, preset, config or trained",
     ),
     "key of the other backend's policy": (
@@ -285,8 +285,8 @@ NOT_ROLLING = {
                   "rolling"),
     "routing": ({"routing": {"threshold": 0.5}}, "sparse_attention.compaction.positions: got rolling beside "
                 "sparse_attention.routing"),
-    "termination": ({"termination": {}}, "sparse_attention.compaction.positions: got rolling beside "
-                    "sparse_attention.termination"),
+    "stopping": ({"stopping": {}}, "sparse_attention.compaction.positions: got rolling beside "
+                    "sparse_attention.stopping"),
     "prefill": ({"prefill": {"method": "blocks"}}, "sparse_attention.compaction.positions: got rolling beside "
                 "sparse_attention.prefill"),
 }  # fmt: skip
@@ -692,12 +692,12 @@ REFUSED_ON_CUDA = {
     "heads of 272": ({"head_dim": 272}, {}, "head size: got 272, {}multiples of 16 from 32 to 256"),
     "32 query heads to one that stop": (
         {"head_dim": 64, "num_attention_heads": 32, "num_key_value_heads": 1},
-        {"additional_config": {"sparse_attention": {"termination": {}}}},
+        {"additional_config": {"sparse_attention": {"stopping": {}}}},
         "query heads to a KV head: got 32, {}up to 16 where attention may stop",
     ),
     "budget that stops": (
         {"head_dim": 64},
-        {"additional_config": {"sparse_attention": {"termination": {}, "selection": {"budget_tokens": 8200}}}},
+        {"additional_config": {"sparse_attention": {"stopping": {}, "selection": {"budget_tokens": 8200}}}},
         "budget_tokens: got 8200, {}up to 8192 (pages of 8 tokens) where attention may stop",
     ),
     "sketches of heads of 80": (
@@ -732,7 +732,7 @@ SERVED_ON_CUDA = {
     "a million tokens": ({"head_dim": 64, "max_position_embeddings": 1 << 20}, {}),
     "ten million tokens that stop": (
         {"head_dim": 64, "max_position_embeddings": 10 << 20},
-        {"additional_config": {"sparse_attention": {"termination": {}}}},
+        {"additional_config": {"sparse_attention": {"stopping": {}}}},
     ),
     "32 query heads to one": ({"head_dim": 64, "num_attention_heads": 32, "num_key_value_heads": 1}, {}),
     "64 routed query heads to one": (
@@ -850,7 +850,7 @@ def test_fp8_statistics_need_a_gpu_that_knows_them(folder, monkeypatch):
 
 def test_attention_that_stops_needs_our_heads_and_with_a_selection_clusters(folder, monkeypatch):
     small, odd = (engine_config(folder(head_dim=size), attention_backend="art") for size in (64, 72))
-    settings = {"sparse_attention": {"termination": {}}}
+    settings = {"sparse_attention": {"stopping": {}}}
     selected = engine_config(folder(head_dim=64), attention_backend="unique", additional_config=settings)
     art = "allowed with attention backend art:"
     on_cuda(monkeypatch)
@@ -864,7 +864,7 @@ def test_attention_that_stops_needs_our_heads_and_with_a_selection_clusters(fold
     with pytest.raises(ConfigurationError) as caught:
         admit(selected, BACKENDS)
     allowed = "allowed with attention backend unique: null on this GPU"
-    assert str(caught.value) == f"sparse_attention.termination: got a rule, {allowed}"
+    assert str(caught.value) == f"sparse_attention.stopping: got a rule, {allowed}"
 
 
 def test_statistics_without_a_triton_form_are_for_cpus(folder, monkeypatch):
@@ -912,7 +912,7 @@ def test_caches_of_one_and_two_bytes_in_one_model(folder, monkeypatch):
 @pytest.mark.parametrize("capability", [(12, 0), (12, 1)])
 def test_gpus_with_less_shared_memory_stop_with_narrower_groups(capability, folder, monkeypatch):
     heads = {"head_dim": 256, "num_attention_heads": 16, "num_key_value_heads": 1}
-    settings = {"sparse_attention": {"termination": {}}}
+    settings = {"sparse_attention": {"stopping": {}}}
     config = engine_config(folder(**heads), additional_config=settings)
     for large in ((9, 0), (10, 0)):
         on_cuda(monkeypatch, large)

@@ -43,9 +43,9 @@ from research.witness.training import (
     source_weights,
     stage_at,
 )
-from vllm_sparse_plugin.diagnostics.forward import LayerInputs
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.needles import library_text
+from vllm_sparse_plugin.tools.diagnostics.forward import LayerInputs
+from vllm_sparse_plugin.tools.needles import library_text
 
 TEXT = library_text(0, 60_000)
 RECIPE = Recipe((Stage(256, 0.5), Stage(512, 0.5)), 1024, 512, 0.5, 0.3, 0.1, 0.4, 2e-3, 2, 0.1, 0)

@@ -7,14 +7,14 @@ import pytest
 import torch
 import yaml
 
-from vllm_sparse_plugin.cli import main
-from vllm_sparse_plugin.cli.calibrate import _cut, _lengths
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.config.routing import Routing, identify
-from vllm_sparse_plugin.diagnostics import calibration
-from vllm_sparse_plugin.diagnostics.calibration import Detection, Observed
-from vllm_sparse_plugin.diagnostics.forward import CapturingModel, LayerInputs
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.cli import main
+from vllm_sparse_plugin.tools.cli.calibrate import _cut, _lengths
+from vllm_sparse_plugin.tools.diagnostics import calibration
+from vllm_sparse_plugin.tools.diagnostics.calibration import Detection, Observed
+from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel, LayerInputs
 
 HEADS, GROUP, SIZE = 2, 3, 8
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from vllm_sparse_plugin import __version__
-from vllm_sparse_plugin.cli import app, arguments, main
 from vllm_sparse_plugin.config import SparseAttentionConfig, resolve
 from vllm_sparse_plugin.errors import choices
 from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.tools.cli import app, arguments, main
 
 NAMES = choices(name.lower() for name in BACKENDS)
 
@@ -199,7 +199,7 @@ def imported_by(*arguments: str) -> set[str]:
     """Names of the packages that a command imports."""
     script = (
         "import json, sys\n"
-        "from vllm_sparse_plugin.cli import main\n"
+        "from vllm_sparse_plugin.tools.cli import main\n"
         "try:\n"
         "    main()\n"
         "finally:\n"
@@ -240,7 +240,7 @@ def test_the_version_is_printed(run):
 @pytest.mark.parametrize("name", app.COMMANDS)
 def test_the_list_of_commands_says_what_their_documentation_does(run, name):
     command = app.COMMANDS[name]
-    module = importlib.import_module(f"vllm_sparse_plugin.cli.{command.module}")
+    module = importlib.import_module(f"vllm_sparse_plugin.tools.cli.{command.module}")
     function = getattr(module, {"eval": "evaluate"}.get(name, command.name))
     assert inspect.getdoc(function).splitlines()[0] == command.help
     out = run("--help")[1]
@@ -288,6 +288,6 @@ def test_show_config_prints_what_a_server_would_say_at_start(run):
 
 def test_show_config_shows_what_auto_stands_for(run):
     for backend, tokens in (("art", "512"), ("unique", "64")):
-        settings = ["--additional-config", '{"sparse_attention": {"termination": {}}}']
+        settings = ["--additional-config", '{"sparse_attention": {"stopping": {}}}']
         out = run("show-config", "--attention-backend", backend, *settings)[1]
-        assert rows(out)["termination.block_tokens"] == (tokens, "default")
+        assert rows(out)["stopping.block_tokens"] == (tokens, "default")

@@ -17,7 +17,7 @@ from vllm.v1.request import Request
 from vllm_sparse_plugin.compaction.manager import CompactSpec, capacity, compacted, spread
 from vllm_sparse_plugin.config import Retention
 from vllm_sparse_plugin.config.retention import Pyramid
-from vllm_sparse_plugin.diagnostics import live
+from vllm_sparse_plugin.metrics import live
 
 BLOCK = 16
 MOVING = Retention(False, 40, None, 4, 0)

@@ -26,7 +26,7 @@ from vllm_sparse_plugin.config import (
 from vllm_sparse_plugin.config.compaction import COMPACTIONS, StreamingLLMCompaction
 from vllm_sparse_plugin.config.prefill import PREFILLS, BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.routing import Routing
-from vllm_sparse_plugin.config.termination import Termination
+from vllm_sparse_plugin.config.stopping import Stopping
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import (
@@ -42,7 +42,7 @@ from vllm_sparse_plugin.policies import (
 SELECTIONS = [policy for policy in POLICIES if issubclass(policy, Selection)]
 SECTIONS = {
     "routing": Routing.model_fields,
-    "termination": Termination.model_fields,
+    "stopping": Stopping.model_fields,
     "lossless": Lossless.model_fields,
     "speculation": Speculation.model_fields,
     "diagnostics": Diagnostics.model_fields,
@@ -284,7 +284,7 @@ def test_a_value_that_is_not_among_the_choices_is_refused_with_the_choices(polic
 
 
 ALLOWED_TOP = (
-    "selection, prefill, compaction, routing, termination, first_dense_layers, min_context_tokens, lossless, "
+    "selection, prefill, compaction, routing, stopping, first_dense_layers, min_context_tokens, lossless, "
     "speculation, diagnostics, preset, config or trained"
 )
 ALLOWED_UNIQUE = (
@@ -400,18 +400,18 @@ BAD = {
         {"diagnostics": {"sample_every": -1}},
         "sparse_attention.diagnostics.sample_every: got -1, allowed: an integer from 0 to 1073741824",
     ),
-    "unknown key of the termination": (
-        {"termination": {"tau": 1e-5}},
-        "sparse_attention.termination.tau: unknown key, allowed: scale_tolerance, direction_tolerance, patience, "
+    "unknown key of the stopping": (
+        {"stopping": {"tau": 1e-5}},
+        "sparse_attention.stopping.tau: unknown key, allowed: scale_tolerance, direction_tolerance, patience, "
         "block_tokens or dense_sink_pages",
     ),
-    "value of the termination": (
-        {"termination": {"block_tokens": 100}},
-        "sparse_attention.termination.block_tokens: got 100, allowed: auto, 64, 128, 256, 512 or 1024",
+    "value of the stopping": (
+        {"stopping": {"block_tokens": 100}},
+        "sparse_attention.stopping.block_tokens: got 100, allowed: auto, 64, 128, 256, 512 or 1024",
     ),
-    "termination that is no mapping": (
-        {"termination": True},
-        "sparse_attention.termination: got True, allowed: a mapping of settings",
+    "stopping that is no mapping": (
+        {"stopping": True},
+        "sparse_attention.stopping: got True, allowed: a mapping of settings",
     ),
     "diagnostics that are no mapping": (
         {"diagnostics": 5},
@@ -816,12 +816,12 @@ def test_a_setting_of_several_policies_is_described_once_with_their_names():
     assert described["selection.budget_tokens"].startswith("Tokens of complete pages")
 
 
-def test_termination_is_off_unless_it_is_asked_for():
+def test_stopping_is_off_unless_it_is_asked_for():
     for preset in BACKENDS.values():
         resolved = resolve(None, preset)
         assert (resolved.stop_rule is None) == (preset != "art")
-    assert resolve({"termination": None}, "art").selector is None
-    assert resolve({"termination": None}, "art").stop_rule is None
+    assert resolve({"stopping": None}, "art").selector is None
+    assert resolve({"stopping": None}, "art").stop_rule is None
 
 
 def test_art_is_dense_with_the_papers_rule():
@@ -830,12 +830,12 @@ def test_art_is_dense_with_the_papers_rule():
     assert art.selector == EveryPage(sink_pages=1)
     assert art.selector.kv_read_share(4099, 64) == 1.0
     assert art.stop_rule == StopRule(1e-5, 1e-3, 5, 512, 1)
-    assert resolve({"termination": {"dense_sink_pages": 0}}, "art").stop_rule.least_pages == 0
+    assert resolve({"stopping": {"dense_sink_pages": 0}}, "art").stop_rule.least_pages == 0
 
 
-def test_termination_goes_with_every_selection():
+def test_stopping_goes_with_every_selection():
     """What is always read is always visited."""
-    unique = resolve({"selection": {"sink_pages": 2, "recent_pages": 3}, "termination": {}}, "unique")
+    unique = resolve({"selection": {"sink_pages": 2, "recent_pages": 3}, "stopping": {}}, "unique")
     assert unique.stop_rule == StopRule(1e-5, 1e-3, 5, 64, 5)
     streaming = resolve({"selection": {"policy": "streaming_llm", "sink_pages": 4}}, "art")
     assert streaming.stop_rule == StopRule(1e-5, 1e-3, 5, 64, 4)
@@ -845,15 +845,15 @@ def test_termination_goes_with_every_selection():
 def test_blocks_of_a_rule_are_the_same_by_either_way_in(backend):
     """The preset `art` and a section without settings; 512 tokens where every page may be read."""
     selection = {"policy": resolve(None, backend).selection.name()}
-    by_section = resolve({"termination": {}}, backend)
+    by_section = resolve({"stopping": {}}, backend)
     by_backend = resolve({"selection": selection}, "art")
     tokens = 512 if selection["policy"] == "dense" else 64
     assert by_section.stop_rule.block_tokens == by_backend.stop_rule.block_tokens == tokens
     # What is shown is what applies.
-    assert by_section.config.termination.block_tokens == tokens
-    named = resolve({"termination": {"block_tokens": "auto"}}, backend)
+    assert by_section.config.stopping.block_tokens == tokens
+    named = resolve({"stopping": {"block_tokens": "auto"}}, backend)
     assert named.config == by_section.config
-    assert resolve({"termination": {"block_tokens": 128}}, backend).stop_rule.block_tokens == 128
+    assert resolve({"stopping": {"block_tokens": 128}}, backend).stop_rule.block_tokens == 128
 
 
 def test_traversal_is_sinks_then_newest_first():

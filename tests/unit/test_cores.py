@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from vllm_sparse_plugin.cli import cores, vllm_commands
-from vllm_sparse_plugin.cli.cores import BIND, bind_to_every_core, core_left_free
+from vllm_sparse_plugin.tools.cli import cores, vllm_commands
+from vllm_sparse_plugin.tools.cli.cores import BIND, bind_to_every_core, core_left_free
 
 
 @pytest.fixture

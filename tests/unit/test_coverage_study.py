@@ -23,8 +23,8 @@ from research.study import scores
 from research.study.pipeline import Decoder
 from research.study.plan import PAIRS
 from research.study.settings import Setting
-from vllm_sparse_plugin.diagnostics import forward
-from vllm_sparse_plugin.diagnostics.forward import LayerInputs, PagedLayer
+from vllm_sparse_plugin.tools.diagnostics import forward
+from vllm_sparse_plugin.tools.diagnostics.forward import LayerInputs, PagedLayer
 
 DOCUMENT = 403
 TAILS = (37, 21)

@@ -14,11 +14,11 @@ from sparse_kernels.page_coverage import api as page_coverage
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout, update_page_statistics
 from sparse_kernels.row_attention import api as row_attention
 
-from vllm_sparse_plugin.cli import main
-from vllm_sparse_plugin.diagnostics import live
-from vllm_sparse_plugin.diagnostics.forward import LayerInputs, PagedLayer
-from vllm_sparse_plugin.diagnostics.quality import Context, Quality, measure
+from vllm_sparse_plugin.metrics import live
+from vllm_sparse_plugin.metrics.quality import Context, Quality, measure
 from vllm_sparse_plugin.policies import POLICIES, QuestSelection, Selection, StreamingLLMSelection, UniqueSelection
+from vllm_sparse_plugin.tools.cli import main
+from vllm_sparse_plugin.tools.diagnostics.forward import LayerInputs, PagedLayer
 
 PAGE = 4
 HEADS, GROUP, SIZE = 2, 3, 8
@@ -362,9 +362,9 @@ REFUSED = {
         ["--additional-config", '{"sparse_attention": {"selection": {"policy": "dense"}}}'],
         "sparse_attention.selection.budget_tokens: unknown key, allowed: policy",
     ),
-    "termination": (
-        ["--additional-config", '{"sparse_attention": {"termination": {}}}'],
-        "sparse_attention.termination: got a rule, allowed: null, as selections are judged alone",
+    "stopping": (
+        ["--additional-config", '{"sparse_attention": {"stopping": {}}}'],
+        "sparse_attention.stopping: got a rule, allowed: null, as selections are judged alone",
     ),
     "settings": (["--additional-config", '{"sparse_attention": 5}'], "sparse_attention: got 5, allowed: a JSON object"),
     "layer": (["--layer", "8"], "layer: got 8, allowed: 0 to 7"),

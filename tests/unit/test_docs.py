@@ -12,9 +12,9 @@ from typer import Context
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from vllm_sparse_plugin.cli.app import app
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.registration import BACKENDS
+from vllm_sparse_plugin.tools.cli.app import app
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

@@ -5,9 +5,9 @@ from collections import Counter
 
 import pytest
 
-from vllm_sparse_plugin.diagnostics import live
 from vllm_sparse_plugin.lossless.drafter import PaceWatch
 from vllm_sparse_plugin.lossless.pace import DraftPace, Load
+from vllm_sparse_plugin.metrics import live
 
 MOST = 8
 SMALL, LARGE = Load.of([4000]), Load.of([4000] * 24)

@@ -6,9 +6,9 @@ import pytest
 from support.eval_files import CONTEXT, build, prompter, text
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.eval.items import Item
-from vllm_sparse_plugin.eval.longbench import plan_file
-from vllm_sparse_plugin.eval.metrics import METRICS, score
+from vllm_sparse_plugin.tools.eval.items import Item
+from vllm_sparse_plugin.tools.eval.longbench import plan_file
+from vllm_sparse_plugin.tools.eval.metrics import METRICS, score
 
 INFINITE = {"id": 1, "context": "A text about Ann.", "input": "Who is it?", "answer": ["Ann"], "options": []}
 CHOOSING = INFINITE | {"options": ["Bob", "Ann", "Eve", "Jim"]}

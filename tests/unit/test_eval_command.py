@@ -11,10 +11,10 @@ import pytest
 from support.completions import StubServer, serve
 from transformers import AutoTokenizer
 
-from vllm_sparse_plugin.cli import evaluate, main
-from vllm_sparse_plugin.eval.endpoints import EndpointError, Reply, Request
-from vllm_sparse_plugin.eval.results import ResultFile, read_results
-from vllm_sparse_plugin.needles import library_text
+from vllm_sparse_plugin.tools.cli import evaluate, main
+from vllm_sparse_plugin.tools.eval.endpoints import EndpointError, Reply, Request
+from vllm_sparse_plugin.tools.eval.results import ResultFile, read_results
+from vllm_sparse_plugin.tools.needles import library_text
 
 MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 NEEDLES = ["--task", "multikey", "--questions", "4", "--label", "mine"]
@@ -140,7 +140,7 @@ def test_an_engine_in_the_process_is_ended(run, output, monkeypatch, fails):
         def close(self) -> None:
             ended.append(len(read_results(output).results))
 
-    monkeypatch.setitem(sys.modules, "vllm_sparse_plugin.eval.engine", SimpleNamespace(Engine=FakeEngine))
+    monkeypatch.setitem(sys.modules, "vllm_sparse_plugin.tools.eval.engine", SimpleNamespace(Engine=FakeEngine))
     code, _, err = run(*NEEDLES, base=("--in-process", "--model", str(MODEL), "--output", str(output)))
     assert (code, ended) == ((3, [0]) if fails else (0, [4])), err
 
@@ -512,7 +512,7 @@ def test_a_server_that_does_not_force_tokens_is_noticed(run, stub, output):
     stub.answer = lambda _: [5] * 40
     assert refused(run(*NEEDLES, "--decode-from", "question"), 3) == (
         "the model stub does not force tokens; start it with --logits-processors "
-        "vllm_sparse_plugin.forced_tokens:ForcedTokens; the same command goes on from here"
+        "vllm_sparse_plugin.tools.forced_tokens:ForcedTokens; the same command goes on from here"
     )
     assert read_results(output).results == {}
 

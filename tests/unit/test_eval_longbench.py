@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 from support.eval_files import CONTEXT, build, prompter, text
 
-from vllm_sparse_plugin import needles
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.eval.longbench import plan_file, read_prompts
-from vllm_sparse_plugin.eval.metrics import METRICS, score
+from vllm_sparse_plugin.tools import needles
+from vllm_sparse_plugin.tools.eval.longbench import plan_file, read_prompts
+from vllm_sparse_plugin.tools.eval.metrics import METRICS, score
 
 # The data sets of LongBench with the metric and the room for answers of its own code.
 LONGBENCH = {

@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
-from vllm_sparse_plugin.eval.items import Item
-from vllm_sparse_plugin.eval.metrics import METRICS, score, word_error_rate
+from vllm_sparse_plugin.tools.eval.items import Item
+from vllm_sparse_plugin.tools.eval.metrics import METRICS, score, word_error_rate
 
 LABELS = ("city", "large city", "country")
 CASES = [

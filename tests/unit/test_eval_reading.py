@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from vllm_sparse_plugin.diagnostics.live import READS, SKIPPED, DeviceCounts, count_totals
-from vllm_sparse_plugin.eval.reading import CountingWorker, ReadShare, resolve_arguments
+from vllm_sparse_plugin.metrics.live import READS, SKIPPED, DeviceCounts, count_totals
+from vllm_sparse_plugin.tools.eval.reading import CountingWorker, ReadShare, resolve_arguments
 
 BLOCKS, STOPPED = (ratio.name for ratio in READS)
 (ROUTED,) = (ratio.name for ratio in SKIPPED)
@@ -41,14 +41,14 @@ def test_layers_that_are_routed_read_what_is_not_skipped():
     before, after = [{ROUTED: (0, 0)}], [{ROUTED: (30, 40)}]
     # Two layers are never routed.
     assert share_of("sinkrouter", {}, before, after) == pytest.approx((2 + 6 * 0.25) / LAYERS)
-    both = share_of("sinkrouter", {"termination": {}}, [{}], [{ROUTED: (30, 40), STOPPED: (1, 2)}])
+    both = share_of("sinkrouter", {"stopping": {}}, [{}], [{ROUTED: (30, 40), STOPPED: (1, 2)}])
     assert both == pytest.approx((2 * 0.5 + 6 * 0.25 * 0.5) / LAYERS)
 
 
 def test_what_is_counted_depends_on_the_settings():
     for backend, settings, is_counted in (
         ("unique", {}, False), ("dense", {}, False), ("art", {}, True), ("sinkrouter", {}, True),
-        ("unique", {"termination": {}}, True), (None, {}, False),
+        ("unique", {"stopping": {}}, True), (None, {}, False),
     ):  # fmt: skip
         arguments = {"attention_backend": backend, "additional_config": {"sparse_attention": settings}}
         assert ReadShare(resolve_arguments(arguments), LAYERS, HEAD_SIZE).is_counted == is_counted

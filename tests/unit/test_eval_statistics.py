@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from vllm_sparse_plugin.eval.statistics import estimate_difference, estimate_mean
+from vllm_sparse_plugin.tools.eval.statistics import estimate_difference, estimate_mean
 
 
 def pairs(both: int, first: int, second: int, neither: int) -> tuple[list[int], list[int]]:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from vllm_sparse_plugin import needles
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.eval import ruler
-from vllm_sparse_plugin.eval.items import Item, Prompter
-from vllm_sparse_plugin.eval.metrics import METRICS, score
-from vllm_sparse_plugin.eval.tasks import FILE_OPTIONS, GROUPS, NAMES, choose_tasks, plan_perplexity, plan_tasks
+from vllm_sparse_plugin.tools import needles
+from vllm_sparse_plugin.tools.eval import ruler
+from vllm_sparse_plugin.tools.eval.items import Item, Prompter
+from vllm_sparse_plugin.tools.eval.metrics import METRICS, score
+from vllm_sparse_plugin.tools.eval.tasks import FILE_OPTIONS, GROUPS, NAMES, choose_tasks, plan_perplexity, plan_tasks
 
 CONTEXT = 4096
 TEMPLATE = "{% for m in messages %}<|{{ m.role }}|>{{ m.content | trim }}\n{% endfor %}<|assistant|>"

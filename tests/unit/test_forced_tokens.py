@@ -13,8 +13,8 @@ from vllm.v1.worker.gpu.sample.logits_processor import (
     build_custom_logits_processors_params_validator,
 )
 
-from vllm_sparse_plugin.eval import FORCED_TOKENS_ARGUMENT, FORCED_TOKENS_PROCESSOR
-from vllm_sparse_plugin.forced_tokens import ForcedTokens
+from vllm_sparse_plugin.tools.eval import FORCED_TOKENS_ARGUMENT, FORCED_TOKENS_PROCESSOR
+from vllm_sparse_plugin.tools.forced_tokens import ForcedTokens
 
 VOCABULARY = 12
 PLAIN = SimpleNamespace(speculative_config=None)

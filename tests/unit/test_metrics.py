@@ -11,7 +11,7 @@ from sparse_kernels.paging import PagedTensor
 from support.logs import said
 from vllm.ray.ray_env import get_env_vars_to_copy
 
-from vllm_sparse_plugin.diagnostics import live, sampling
+from vllm_sparse_plugin.metrics import live, sampling
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def warnings(monkeypatch) -> list[str]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(sampling, "_reported", set())
     monkeypatch.setattr(live, "REGISTRY", CollectorRegistry())
-    return said(monkeypatch, "vllm.vllm_sparse_plugin.diagnostics.sampling", "warning")
+    return said(monkeypatch, "vllm.vllm_sparse_plugin.metrics.sampling", "warning")
 
 
 def count_for_a_while() -> None:

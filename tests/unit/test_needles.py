@@ -7,7 +7,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.needles import STRESS_TASKS, TASKS, Question, answer_tokens, build_questions, is_correct
+from vllm_sparse_plugin.tools.needles import STRESS_TASKS, TASKS, Question, answer_tokens, build_questions, is_correct
 
 CONTEXT = 4096
 FAR = 512

@@ -13,9 +13,9 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 import vllm_sparse_plugin
-from vllm_sparse_plugin.diagnostics import live
 from vllm_sparse_plugin.lossless.scheduler import PacedScheduler
 from vllm_sparse_plugin.lossless.speculation import lengths_of
+from vllm_sparse_plugin.metrics import live
 
 DRAFTS, SHORTEST, BLOCK = 8, 100, 16
 

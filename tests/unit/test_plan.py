@@ -5,10 +5,10 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from vllm_sparse_plugin.cli.app import app
-from vllm_sparse_plugin.cli.plan import CacheShape, _bytes_of, _pool
 from vllm_sparse_plugin.config import Retention, preset_names, requests_at_once, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.cli.app import app
+from vllm_sparse_plugin.tools.cli.plan import CacheShape, _bytes_of, _pool
 
 LLAMA = CacheShape(32, 8, 128, 2)
 

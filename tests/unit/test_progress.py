@@ -3,8 +3,8 @@ import threading
 
 from rich.console import Console
 
-from vllm_sparse_plugin.eval import progress
-from vllm_sparse_plugin.eval.progress import show_progress
+from vllm_sparse_plugin.tools.eval import progress
+from vllm_sparse_plugin.tools.eval.progress import show_progress
 
 
 class Lines(io.StringIO):

@@ -11,19 +11,19 @@ from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
 
 import vllm_sparse_plugin
-from vllm_sparse_plugin import compat, request_budgets
-from vllm_sparse_plugin.compaction import requests
-from vllm_sparse_plugin.compaction.requests import BatchRows
+from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.config import resolve
-from vllm_sparse_plugin.config.requests import EVERY_PAGE, pages_of_request, takes_budgets, varies_pages
+from vllm_sparse_plugin.requests import check
+from vllm_sparse_plugin.requests.arguments import EVERY_PAGE, pages_of_request, takes_budgets, varies_pages
+from vllm_sparse_plugin.requests.rows import BatchRows, attach, note
 
 vllm_sparse_plugin.register()
 
 
 @pytest.fixture
 def served():
-    yield request_budgets.remember
-    request_budgets.remember(None)
+    yield check.remember
+    check.remember(None)
 
 
 @pytest.mark.parametrize(
@@ -83,16 +83,16 @@ BOUNDS = "allowed: a multiple of page_size (8), from 24 to 1048576"
             "sparse_coverage: got 0.9, allowed: policy unique with quarters or a sketch",
         ),
         (
-            "unique", {"termination": {}}, {"sparse_coverage": 0.9},
-            "sparse_coverage: got 0.9 with termination, allowed: none",
+            "unique", {"stopping": {}}, {"sparse_coverage": 0.9},
+            "sparse_coverage: got 0.9 with stopping, allowed: none",
         ),
         (
             "dense", {}, {"sparse_budget_tokens": 512},
             "sparse_budget_tokens: got 512 with policy dense, allowed: none",
         ),
         (
-            "unique", {"termination": {}}, {"sparse_budget_tokens": 512},
-            "sparse_budget_tokens: got 512 with termination, allowed: none",
+            "unique", {"stopping": {}}, {"sparse_budget_tokens": 512},
+            "sparse_budget_tokens: got 512 with stopping, allowed: none",
         ),
         (
             "streaming_llm", {}, {"sparse_budget_tokens": 512},
@@ -146,12 +146,12 @@ def test_a_gpu_has_room_for_so_many_pages(monkeypatch, served, settings, argumen
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     ((name, got),) = arguments.items()
     with pytest.raises(ValueError, match=f"^{re.escape(f'{name}: got {got}, allowed on a GPU: {allowed}')}$"):
-        request_budgets.check_arguments(arguments)
+        check.check_arguments(arguments)
     most = int(allowed.rsplit(" ", 1)[-1]) if name == "sparse_budget_tokens" else 8192
     for good in ({"sparse_budget_tokens": most}, {"sparse": "dense"}):
-        request_budgets.check_arguments(good)
+        check.check_arguments(good)
     if "coverage" in settings:
-        request_budgets.check_arguments({"sparse_coverage": 0.99})
+        check.check_arguments({"sparse_coverage": 0.99})
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_gpu_has_room_for_so_many_pages(monkeypatch, served, settings, argumen
         ("snapkv", {"selection": {"policy": "unique"}}, True),
         ("streaming_llm", {}, False),
         ("streaming_llm", {"compaction": None}, True),
-        ("unique", {"termination": {}}, False),
+        ("unique", {"stopping": {}}, False),
         ("art", {}, False),
         ("dense", {}, False),
         ("lossless", {}, False),
@@ -220,7 +220,7 @@ def test_the_newer_runner_shows_requests_as_it_takes_them(monkeypatch):
     monkeypatch.setattr(compat, "_RUNNER_MODULES", ("a.runner",))
     monkeypatch.setitem(sys.modules, "a.runner", module)
     for _ in range(2):
-        compat.hook_model_runners(requests.attach, lambda specs: specs, requests.note, lambda *step: False, print)
+        compat.hook_model_runners(attach, lambda specs: specs, note, lambda *step: False, print)
     runner = GPUModelRunner()
     rows = BatchRows(runner)
 

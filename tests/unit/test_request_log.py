@@ -9,12 +9,12 @@ import torch
 from support.logs import said
 
 from vllm_sparse_plugin import compat
-from vllm_sparse_plugin.diagnostics import request_log
+from vllm_sparse_plugin.metrics import request_log
 
 
 @pytest.fixture
 def lines(monkeypatch) -> list[str]:
-    return said(monkeypatch, "vllm.vllm_sparse_plugin.diagnostics.request_log", "info")
+    return said(monkeypatch, "vllm.vllm_sparse_plugin.metrics.request_log", "info")
 
 
 class Runner:

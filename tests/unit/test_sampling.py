@@ -17,8 +17,8 @@ from vllm.v1.worker.gpu import model_runner
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.attention.metering import sampled_steps
 from vllm_sparse_plugin.config import resolve
-from vllm_sparse_plugin.diagnostics import request_log, sampling
-from vllm_sparse_plugin.diagnostics.sampling import StepSampler
+from vllm_sparse_plugin.metrics import request_log, sampling
+from vllm_sparse_plugin.metrics.sampling import StepSampler
 
 SPARSE, SHORT, PROMPT = (1, 2000), (1, 999), (512, 5000)
 
@@ -191,7 +191,7 @@ def test_a_sampler_that_fails_leaves_the_step_in_its_graph(runners, monkeypatch)
         raise RuntimeError("no lengths")
 
     monkeypatch.setattr(sampling, "_reported", set())
-    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.diagnostics.sampling", "warning")
+    warnings = said(monkeypatch, "vllm.vllm_sparse_plugin.metrics.sampling", "warning")
     for runner in runners:
         runner.initialize_kv_cache()
     monkeypatch.setattr(StepSampler, "begin", fail)

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from vllm_sparse_plugin.cli import diagnose, needle_test
-from vllm_sparse_plugin.cli.app import app
 from vllm_sparse_plugin.config import read_trained_section, resolve, section_of, trained_section
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.eval.reading import resolve_arguments
 from vllm_sparse_plugin.policies import DensePolicy
+from vllm_sparse_plugin.tools.cli import diagnose, needle_test
+from vllm_sparse_plugin.tools.cli.app import app
+from vllm_sparse_plugin.tools.eval.reading import resolve_arguments
 
 SELECTION = {"policy": "unique", "page_size": 16, "budget_tokens": 256, "statistics": "int8", "lambda": 0.5}
 SECTION = {"selection": SELECTION, "first_dense_layers": 1, "min_context_tokens": 300}

@@ -15,15 +15,15 @@ from support.llama import save_llama
 from support.training import SETTINGS, TOKENIZER, rows
 from typer.testing import CliRunner
 
-from vllm_sparse_plugin.cli.app import app
 from vllm_sparse_plugin.config import read_trained_section, resolve, section_of
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.training.attention import PackedAttention, ServedSelection, _attend_densely
-from vllm_sparse_plugin.training.data import Document, pack, read_documents
-from vllm_sparse_plugin.training.loss import row_loss
-from vllm_sparse_plugin.training.model import load_model
-from vllm_sparse_plugin.training.settings import TrainingSettings, parse_settings, step_at
-from vllm_sparse_plugin.training.trainer import CURVES, LOG, Run, Trainer
+from vllm_sparse_plugin.tools.cli.app import app
+from vllm_sparse_plugin.tools.training.attention import PackedAttention, ServedSelection, _attend_densely
+from vllm_sparse_plugin.tools.training.data import Document, pack, read_documents
+from vllm_sparse_plugin.tools.training.loss import row_loss
+from vllm_sparse_plugin.tools.training.model import load_model
+from vllm_sparse_plugin.tools.training.settings import TrainingSettings, parse_settings, step_at
+from vllm_sparse_plugin.tools.training.trainer import CURVES, LOG, Run, Trainer
 
 SELECTION = {"page_size": 8, "budget_tokens": 24, "statistics": "int8"}
 CONFIG = resolve({"selection": SELECTION, "min_context_tokens": 0}, "unique")
@@ -179,7 +179,7 @@ def test_the_command_says_what_is_wrong(tmp_path):
 def test_data_that_teaches_nothing_is_refused(tmp_path, monkeypatch, document, sentence):
     monkeypatch.chdir(tmp_path)
     Path("data.jsonl").write_text("")
-    monkeypatch.setattr("vllm_sparse_plugin.training.data.read_documents", lambda path, tokenizer: [document])
+    monkeypatch.setattr("vllm_sparse_plugin.tools.training.data.read_documents", lambda path, tokenizer: [document])
     done = CliRunner().invoke(app, ["train", "--data", "data.jsonl", "--output", "out"])
     assert isinstance(done.exception, ConfigurationError)
     assert str(done.exception).startswith(sentence)
@@ -214,7 +214,7 @@ def test_under_autocast_all_is_attended_in_16_bits(monkeypatch, budget):
     attention, seen = PackedAttention(ServedSelection.of(CONFIG), "tiny"), []
     for name in ("masked_attention", "_attend_densely"):
         monkeypatch.setattr(
-            f"vllm_sparse_plugin.training.attention.{name}",
+            f"vllm_sparse_plugin.tools.training.attention.{name}",
             lambda *given, of=name: seen.append((of, given)) or given[0],
         )
     query, key = torch.zeros(1, 4, 100, 32), torch.zeros(1, 2, 100, 32)
@@ -254,7 +254,7 @@ def test_a_mask_knows_what_it_leaves_whole():
 @pytest.mark.parametrize("temperature", [None, 0.5])
 def test_prompts_attend_densely_and_what_follows_under_the_mask(model, monkeypatch, temperature):
     """Held to a mask that leaves contexts whole up to the end of the prompt, one sequence at a time."""
-    monkeypatch.setattr("vllm_sparse_plugin.training.attention._LOGITS_AT_ONCE", 17 * 4 * 90)
+    monkeypatch.setattr("vllm_sparse_plugin.tools.training.attention._LOGITS_AT_ONCE", 17 * 4 * 90)
     attention = PackedAttention(ServedSelection.of(CONFIG), "tiny")
     loaded, mask = load_model(model, attention, torch.float32).eval(), ServedSelection.of(CONFIG).mask(temperature)
     lengths, prompts = (90, 77), (50, 0)
@@ -324,7 +324,7 @@ def test_scores_learn_from_what_is_decoded_and_the_same_where_activations_are_co
         return loss.detach(), {name: weight.grad for name, weight in loaded.named_parameters()}
 
     alone = [loss_of(*each) for each in ((tokens[:90], (90,), (50,)), (tokens[90:], (70,), (0,)))]
-    monkeypatch.setattr("vllm_sparse_plugin.training.attention._LOGITS_AT_ONCE", 17 * 4 * 90)
+    monkeypatch.setattr("vllm_sparse_plugin.tools.training.attention._LOGITS_AT_ONCE", 17 * 4 * 90)
     packed = loss_of(tokens, (90, 70), (50, 0))
     loaded.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     loaded.train()
@@ -358,7 +358,7 @@ def test_a_selection_loss_brings_scores_nearer_to_dense_attention(model, tmp_pat
 
 
 def test_what_is_decoded_is_computed_again_only_where_activations_are(model, tmp_path, monkeypatch):
-    from vllm_sparse_plugin.training import attention
+    from vllm_sparse_plugin.tools.training import attention
 
     row = next(each for each in rows() if each.packing.lengths == (64,))._replace(prompts=(20,))
     calls, attend = [], attention._attend_decoded

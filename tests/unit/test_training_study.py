@@ -15,8 +15,8 @@ from research.training import report
 from research.training.data import RowOrder, build_row, read_rows, write_rows
 from research.training.measure import ARMS, DENSE, HARD, SOFT_HARD, Recipe, measure, settings
 from research.witness.data import EOS, TOGETHER, build_document, encode
-from vllm_sparse_plugin.needles import library_text
-from vllm_sparse_plugin.training.attention import ServedSelection
+from vllm_sparse_plugin.tools.needles import library_text
+from vllm_sparse_plugin.tools.training.attention import ServedSelection
 
 
 def drawn(count: int, seed: int) -> list[int]:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from vllm_sparse_plugin.cli import main, tune
 from vllm_sparse_plugin.config import KEY, resolve
+from vllm_sparse_plugin.tools.cli import main, tune
 
 KEPT = {"dense": 4, "unique-256": 2, "unique-1024": 3, "unique-4096": 4, "unique-8192": 4, "art": 4}
 """Of four positions of a prompt, those whose most likely token is that of dense attention."""

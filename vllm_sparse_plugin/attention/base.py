@@ -21,13 +21,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.attention import engine_config
 from vllm_sparse_plugin.attention.plan import LayerPlan
-from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
 from vllm_sparse_plugin.compaction.step import Observed, StepCompaction
 from vllm_sparse_plugin.config import ResolvedConfig
-from vllm_sparse_plugin.diagnostics import request_log, sampling
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.lossless.drafter import SparseDrafter
+from vllm_sparse_plugin.metrics import request_log, sampling
+from vllm_sparse_plugin.requests import rows
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -101,7 +101,7 @@ class SparseImpl:
         super().__init__(*args, **kwargs)
         self.model_size = engine_config.remember()
         # Specifications are spread by compaction alone; vLLM asks for them once all layers are there.
-        compat.hook_model_runners(_attach, spread, requests.note, sampling.begin_step, request_log.finish)
+        compat.hook_model_runners(_attach, spread, rows.note, sampling.begin_step, request_log.finish)
         if self.alibi_slopes is not None:
             raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
         self._bound_cache: torch.Tensor | None = None
@@ -204,7 +204,7 @@ class SparseImpl:
 
 def _attach(runner: Any) -> None:
     """Shows a model runner to those of us who ask it what vLLM's metadata does not say."""
-    requests.attach(runner)
+    rows.attach(runner)
     drafter = getattr(runner, "drafter", None)
     if isinstance(drafter, SparseDrafter):
         drafter.attach(runner)
@@ -263,7 +263,7 @@ def plan_compaction(
         vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0
     )
     return StepCompaction(
-        spec.retention, config.compaction.rule(), layers, spec.block_size, most, requests.current(), device
+        spec.retention, config.compaction.rule(), layers, spec.block_size, most, rows.current(), device
     )
 
 

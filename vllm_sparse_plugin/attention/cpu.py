@@ -39,13 +39,13 @@ from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import plan_layers
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
-from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.compaction.step import Observed
-from vllm_sparse_plugin.config.requests import EVERY_PAGE, pages_of_request
-from vllm_sparse_plugin.diagnostics.sampling import UNMEASURED, Sample, dropping
+from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.policies.dense import EveryPage, every_page
 from vllm_sparse_plugin.policies.scored import ScoredSelection
+from vllm_sparse_plugin.requests import rows
+from vllm_sparse_plugin.requests.arguments import EVERY_PAGE, pages_of_request
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -156,7 +156,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.sparse.runs_kernels:
             for page_size in {self.page_size, self.summarised_tokens}:
                 packing.check_packing(self.isa, self.block_size, self.head_dim, page_size, self.dtype)
-        self.rows = requests.current_if_any()
+        self.rows = rows.current_if_any()
         assert self.reorder_batch_threshold is not None
         self.meter = Meter(self.sparse, vllm_config, self.reorder_batch_threshold)
         self.compaction = plan_compaction(layers, self.sparse, kv_cache_spec, vllm_config, device)

@@ -57,18 +57,18 @@ from vllm_sparse_plugin.attention.base import (
     plan_compaction,
     report_memory,
 )
-from vllm_sparse_plugin.attention.budgets import StepBudgets, StepNumbers
 from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts, plan_rounds, reads_less
 from vllm_sparse_plugin.attention.stopping import select_until_stable
-from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.compaction.step import Observed, StepCompaction
 from vllm_sparse_plugin.config import BlockPrefill
-from vllm_sparse_plugin.config.requests import EVERY_PAGE
-from vllm_sparse_plugin.diagnostics.sampling import UNMEASURED, Sample, dropping
+from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.policies.scored import ScoredSelection
+from vllm_sparse_plugin.requests import rows
+from vllm_sparse_plugin.requests.arguments import EVERY_PAGE
+from vllm_sparse_plugin.requests.limits import StepBudgets, StepNumbers
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
@@ -226,7 +226,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         # Captured graphs read these tensors.
         max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self.dense_requests = StepNumbers(False, max_requests, torch.bool, device)
-        self.budgets = StepBudgets(sparse, requests.current_if_any(), max_requests, device)
+        self.budgets = StepBudgets(sparse, rows.current_if_any(), max_requests, device)
         group = plan_layers(layers, sparse, vllm_config, self.block_size, statistics, device)
         self.counts = group.counts
         self.reads = group.reads

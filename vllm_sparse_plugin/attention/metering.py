@@ -10,12 +10,12 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.config import ResolvedConfig
 from vllm_sparse_plugin.config.schema import SAMPLED_STEPS, SAMPLED_STEPS_ON_GPU
-from vllm_sparse_plugin.diagnostics import request_log, sampling
-from vllm_sparse_plugin.diagnostics.live import LogOfStep
-from vllm_sparse_plugin.diagnostics.sampling import Sample, StepSampler
+from vllm_sparse_plugin.metrics import request_log, sampling
+from vllm_sparse_plugin.metrics.live import LogOfStep
+from vllm_sparse_plugin.metrics.sampling import Sample, StepSampler
+from vllm_sparse_plugin.requests import rows
 
 
 def sampled_steps(sparse: ResolvedConfig) -> int:
@@ -39,7 +39,7 @@ class Meter:
 
     def __init__(self, sparse: ResolvedConfig, vllm_config: VllmConfig, longest_query: int) -> None:
         """Takes our configuration, vLLM's, and the most query tokens of a request that decodes."""
-        runner, parallel = requests.loading_runner(), vllm_config.parallel_config
+        runner, parallel = rows.loading_runner(), vllm_config.parallel_config
         # Where one data-parallel engine runs without its full graph, all of them do.
         every = sampled_steps(sparse) * parallel.data_parallel_size
         shortest = sparse.config.min_context_tokens
@@ -48,7 +48,7 @@ class Meter:
         self.sampler = sampling.of_runner(runner, StepSampler(every, shortest, longest_query))
         logs = sparse.config.diagnostics.log_requests and sparse.lossless is None and parallel.rank == 0
         self._log = request_log.of_runner(runner) if logs and runner is not None else None
-        self._rows = requests.current_if_any()
+        self._rows = rows.current_if_any()
 
     @property
     def sample(self) -> Sample | None:

@@ -24,8 +24,8 @@ from vllm_sparse_plugin.attention.metering import sampled_steps
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.attention.rolling import RollingPlan, plan_rolling
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
-from vllm_sparse_plugin.config.requests import most_pages_on_gpu, varies_pages
-from vllm_sparse_plugin.diagnostics.live import (
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.metrics.live import (
     PROMPT_READS,
     QUALITY,
     READS,
@@ -34,9 +34,9 @@ from vllm_sparse_plugin.diagnostics.live import (
     DeviceCounts,
     LayerQuality,
 )
-from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import EveryPage, Selection
 from vllm_sparse_plugin.policies.scored import ScoredSelection
+from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
 
 _LAYERS_MEASURED = 4
 """Layers of a worker that a sampled step measures, about: with more of them a long context would make it wait."""

@@ -10,9 +10,9 @@ from sparse_kernels.rolling_attention import RollingWindow, Rotation
 from torch import nn
 from vllm.model_executor.layers.attention import Attention
 
-from vllm_sparse_plugin.compaction import requests
 from vllm_sparse_plugin.config import KEY
 from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.requests import rows
 
 _MODELS = "vllm.model_executor.models"
 _ROTARY = "vllm.model_executor.layers.rotary_embedding"
@@ -44,7 +44,7 @@ def plan_rolling(layers: Mapping[str, Attention], window: RollingWindow, longest
         ConfigurationError: for a layer whose positions are not proven to be plain rotations, and where the model's
             table of them is shorter than a context may be.
     """
-    runner = requests.loading_runner()
+    runner = rows.loading_runner()
     modules = [] if runner is None else list(runner.get_model().modules())
     # The modules that a layer is a direct part of.
     around = {id(child): module for module in modules for child in module.children() if isinstance(child, Attention)}

@@ -16,7 +16,7 @@ def select_until_stable(
     """Selects the pages that are read before the output is stable. Contexts within the budget are read to the end.
 
     Args:
-        selection: what would be read without termination.
+        selection: what would be read without stopping.
         rule: when reading stops.
         tokens: the query tokens.
         cache: what they attend to.
@@ -24,7 +24,7 @@ def select_until_stable(
 
     Returns:
         Pages as `Selection.select` returns them, ascending behind the -1s, so that attention adds them up as without
-        termination; and what `count_reads` says of the rows that may stop, zeros for the others.
+        stopping; and what `count_reads` says of the rows that may stop, zeros for the others.
     """
     num_pages = tokens.num_pages(selection.page_size)
     may_stop = (num_pages > selection.budget_pages)[:, None]

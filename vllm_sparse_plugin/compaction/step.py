@@ -15,8 +15,8 @@ from sparse_kernels.compaction import ROWS_AT_ONCE, CompactionRule, ObservationW
 from sparse_kernels.page_statistics import FEW_SLOTS
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from vllm_sparse_plugin.compaction.requests import BatchRows
 from vllm_sparse_plugin.config import Retention
+from vllm_sparse_plugin.requests.rows import BatchRows
 
 
 @dataclass

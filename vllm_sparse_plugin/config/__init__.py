@@ -12,7 +12,7 @@ from vllm_sparse_plugin.config.routing import ModelIdentity, Routing, identify
 from vllm_sparse_plugin.config.schema import KEY, Diagnostics, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.config.sources import preset_names, resolve
 from vllm_sparse_plugin.config.speculation import Speculation
-from vllm_sparse_plugin.config.termination import Termination
+from vllm_sparse_plugin.config.stopping import Stopping
 from vllm_sparse_plugin.config.trained import read_trained_section, section_of, trained_section
 
 __all__ = [
@@ -29,7 +29,7 @@ __all__ = [
     "Routing",
     "SparseAttentionConfig",
     "Speculation",
-    "Termination",
+    "Stopping",
     "ZipVLPrefill",
     "describe_fields",
     "describe_policies",

@@ -16,7 +16,7 @@ from vllm_sparse_plugin.config.lossless import DraftRule, Lossless
 from vllm_sparse_plugin.config.prefill import PREFILLS, BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.speculation import Speculation
-from vllm_sparse_plugin.config.termination import Termination
+from vllm_sparse_plugin.config.stopping import Stopping
 from vllm_sparse_plugin.names import KEY as KEY
 from vllm_sparse_plugin.policies import POLICIES, EveryPage, Policy, Selection, UniqueSelection
 from vllm_sparse_plugin.policies.base import Section
@@ -54,7 +54,7 @@ class Diagnostics(Section):
     log_requests: bool = False
     """One line in the log of the first worker for each request that ends: the share of their contexts that its decoding
     tokens read, and how much of the attention weight that is by the estimate, if it was sampled. Where a coverage or
-    termination decides, or a model drafts for itself, lengths do not tell, and there is none."""
+    stopping decides, or a model drafts for itself, lengths do not tell, and there is none."""
 
 
 class SparseAttentionConfig(Section):
@@ -68,7 +68,7 @@ class SparseAttentionConfig(Section):
     """What the cache keeps of a prompt once it has been computed; None for everything."""
     routing: Routing | None = None
     """Which KV groups a decode step skips; None for none."""
-    termination: Termination | None = None
+    stopping: Stopping | None = None
     """When a decode step stops reading; None for never."""
     first_dense_layers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Leading layers that stay dense."""
@@ -82,12 +82,12 @@ class SparseAttentionConfig(Section):
     """Measuring the selections of a running server."""
 
     def without_auto(self) -> SparseAttentionConfig:
-        """Returns the configuration with the number that `termination.block_tokens: auto` stands for."""
-        if self.termination is None:
+        """Returns the configuration with the number that `stopping.block_tokens: auto` stands for."""
+        if self.stopping is None:
             return self
-        number = self.termination.block_tokens_of(self.selection)
-        termination = self.termination.model_copy(update={"block_tokens": number})
-        return self.model_copy(update={"termination": termination})
+        number = self.stopping.block_tokens_of(self.selection)
+        stopping = self.stopping.model_copy(update={"block_tokens": number})
+        return self.model_copy(update={"stopping": stopping})
 
 
 def fields_by_key(section: type[Section]) -> dict[str, FieldInfo]:
@@ -127,7 +127,7 @@ VARIANTS: dict[str, Variants] = {
 SECTIONS: dict[str, dict[str, FieldInfo]] = {
     **{section: variants.fields for section, variants in VARIANTS.items()},
     "routing": fields_by_key(Routing),
-    "termination": fields_by_key(Termination),
+    "stopping": fields_by_key(Stopping),
     "lossless": fields_by_key(Lossless),
     "speculation": fields_by_key(Speculation),
     "diagnostics": fields_by_key(Diagnostics),
@@ -193,14 +193,14 @@ class ResolvedConfig:
         """The policy that chooses pages, all of them where dense attention may stop; None if everything is read."""
         if isinstance(self.selection, Selection):
             return self.selection
-        termination = self.config.termination
-        return EveryPage(sink_pages=termination.dense_sink_pages) if termination else None
+        stopping = self.config.stopping
+        return EveryPage(sink_pages=stopping.dense_sink_pages) if stopping else None
 
     @property
     def stop_rule(self) -> StopRule | None:
         """When attention to selected pages stops; None if it does not."""
-        termination, selector = self.config.termination, self.selector
-        return termination.rule(selector) if termination and selector else None
+        stopping, selector = self.config.stopping, self.selector
+        return stopping.rule(selector) if stopping and selector else None
 
     @property
     def coverage(self) -> float | None:

@@ -19,9 +19,9 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin import compat
-from vllm_sparse_plugin.diagnostics import live
 from vllm_sparse_plugin.engine_settings import settings_of
 from vllm_sparse_plugin.lossless.pace import DraftPace, Load
+from vllm_sparse_plugin.metrics import live
 from vllm_sparse_plugin.names import BACKENDS
 
 

@@ -11,9 +11,9 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.config import DraftRule
-from vllm_sparse_plugin.diagnostics import live
 from vllm_sparse_plugin.engine_settings import settings_of
 from vllm_sparse_plugin.lossless.pace import DraftPace, Load
+from vllm_sparse_plugin.metrics import live
 from vllm_sparse_plugin.names import BACKENDS
 
 _HOLD = 2

@@ -1,0 +1,53 @@
+"""The settings of ART say when a decode step stops reading (arXiv 2606.00024)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from pydantic import Field
+
+from vllm_sparse_plugin.policies.base import Policy, Section, Selection
+from vllm_sparse_plugin.policies.dense import DensePolicy
+
+if TYPE_CHECKING:
+    from sparse_kernels.stopping import StopRule
+
+
+class Stopping(Section):
+    """ART: read what is selected block by block and stop when the output no longer changes.
+
+    The incomplete last page is read first. A scored policy goes on with the pages that it always reads and then best
+    score first, the others with the sink pages and then newest first. The probe is 32 evenly spread elements of each
+    query head's output; the query heads of a KV head stop together. See `StopRule`.
+    """
+
+    scale_tolerance: Annotated[float, Field(ge=0.0, le=1000.0)] = 1e-5
+    """Largest change of the output's probe, by its norm, that a block may make and still count as stable (the paper's
+    tau)."""
+    direction_tolerance: Annotated[float, Field(ge=0.0, le=16.0)] = 1e-3
+    """The same of its direction, as 1 - cosine (the paper's phi); above 2 every direction passes."""
+    patience: Annotated[int, Field(ge=0, le=1 << 20)] = 5
+    """Consecutive stable blocks after which a step stops reading (the paper's p); 0 for never."""
+    block_tokens: Literal["auto", 64, 128, 256, 512, 1024] = "auto"
+    """Tokens read between two tests. `auto` takes 512 where every page may be read: fewer leave a GPU's memory idle
+    between the tests. Under a policy that selects pages it takes 64: its whole budget may be a block of 512, and a rule
+    can only stop what has more blocks than its patience."""
+    dense_sink_pages: Annotated[int, Field(ge=0, le=64)] = 1
+    """Leading pages of 16 tokens that are read before the newest where the policy is dense: heads that rest on the
+    first token are not stable before they have seen it. The paper has none. Other policies have
+    `selection.sink_pages`."""
+
+    def rule(self, selection: Selection) -> StopRule:
+        """Returns the rule for what a policy selects."""
+        from sparse_kernels.stopping import StopRule
+
+        block_tokens = self.block_tokens_of(selection)
+        return StopRule(
+            self.scale_tolerance, self.direction_tolerance, self.patience, block_tokens, selection.reserved_pages
+        )
+
+    def block_tokens_of(self, selection: Policy) -> int:
+        """Returns `block_tokens`; for `auto` the number that it stands for under a policy."""
+        if self.block_tokens != "auto":
+            return self.block_tokens
+        return 512 if selection.name() == DensePolicy.name() else 64

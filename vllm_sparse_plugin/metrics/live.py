@@ -1,0 +1,366 @@
+"""Measures the selections of a running server, and brings what is measured and counted to `/metrics`.
+
+Workers are other processes than the one that serves `/metrics`. They add to files in the format of prometheus_client's
+multi-process mode; the process that the user starts makes the folder before it starts them, and reads it when it is
+asked. Where vLLM itself runs in that mode (several API servers), its folder is used and it reads the files.
+
+Metrics never end an engine: what cannot be published, as by a worker on another machine than the folder, is dropped,
+and the log says so once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import multiprocessing
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from prometheus_client import REGISTRY
+from prometheus_client.mmap_dict import MmapedDict, mmap_key
+from prometheus_client.multiprocess import MultiProcessCollector
+from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
+from sparse_kernels.block_prefill import SHARE_UNITS
+from sparse_kernels.cache import KVCache
+
+from vllm_sparse_plugin.metrics.quality import measure_cached
+from vllm_sparse_plugin.metrics.sampling import Sample, dropping
+
+_VLLM_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
+_OUR_FOLDER = "SPARSE_PLUGIN_METRICS_DIR"
+_COPIED_TO_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+"""Names of what vLLM passes on to Ray's workers, which do not inherit the environment, separated by commas."""
+
+_READ_SHARE = "vllm_sparse_kv_read_share"
+_READ_SHARE_TEXT = (
+    "Tokens read (sum) of those in the context (count) by decoding tokens that read selected pages, of groups that are "
+    "not skipped; layer and kv_head are empty where all read alike."
+)
+
+
+class Ratio(NamedTuple):
+    """A summary whose sum and count are columns of what kernels count, see `DeviceCounts`."""
+
+    name: str
+    text: str
+    sum_column: int
+    count_column: int
+    units: int = 1
+    """The sum is counted in this part of one."""
+
+
+_UNITS = 1 << 30
+QUALITY = (
+    Ratio(
+        "vllm_sparse_attention_mass", "Share of the attention weight that is on tokens read, by sampled steps.",
+        0, 4, _UNITS,
+    ),
+    Ratio("vllm_sparse_page_recall", "Share of the pages of largest attention weight that are read.", 1, 4, _UNITS),
+    Ratio("vllm_sparse_output_cosine", "Cosine of the outputs of sparse and dense attention.", 2, 4, _UNITS),
+    Ratio(
+        "vllm_sparse_estimated_mass", "The share of the attention weight as the page statistics estimate it.",
+        3, 4, _UNITS,
+    ),
+)  # fmt: skip
+"""Summaries of `LayerQuality.counts`; without an estimate all but the last."""
+SKIPPED = (Ratio("vllm_sparse_group_skipped", "Share of the KV groups of decoding tokens that routing skips.", 0, 1),)
+"""Summaries of `GroupRouting.counts`."""
+READS = (
+    Ratio("vllm_sparse_blocks_read", "Blocks that attention read before it stopped, by token.", 1, 0),
+    Ratio(_READ_SHARE, _READ_SHARE_TEXT, 2, 3),
+)
+"""Summaries of `stopping.count_reads`."""
+_DENSITY_TEXT = (
+    "Blocks read (sum) of those in the past of tiles of prompts (count) or, with zipvl, tokens kept of the contexts of "
+    "their chunks."
+)
+_FREED_TEXT = "Blocks that running requests have given back (sum), and the requests that have, by block table (count)."
+_KEPT_TEXT = "Blocks that requests keep when they first give some back (sum), of those they had (count)."
+_GAIN_TEXT = (
+    "How many times faster tokens come than without drafts (sum), as steps of adaptive lossless mode estimate it."
+)
+_MASS_TEXT = "Estimated share of the attention weight of tiles of prompts that is on the blocks they chose to read."
+PROMPT_READS = (
+    Ratio("vllm_sparse_prefill_density", _DENSITY_TEXT, 0, 1),
+    Ratio("vllm_sparse_prefill_mass", _MASS_TEXT, 2, 3, SHARE_UNITS),
+)
+"""Summaries of `PrefillPlan.counters`."""
+COUNTED_STEPS = 16
+"""Steps between two copies of what kernels count."""
+
+
+_made_folder: str | None = None
+"""The folder of metrics that this process has made."""
+
+
+def expose() -> None:
+    """Makes what workers add visible at `/metrics`; to be called before they start. Idempotent.
+
+    A worker goes on with the folder of the process that started it. A server that a program with an engine of its own
+    starts inherits that program's folder too, which nobody would read for it: it makes another.
+    """
+    is_worker = multiprocessing.parent_process() is not None
+    folder = os.environ.get(_OUR_FOLDER)
+    if _VLLM_FOLDER in os.environ or (folder is not None and (is_worker or folder == _made_folder)):
+        return
+    with dropping("there are none"):
+        _make_folder()
+
+
+def _make_folder() -> None:
+    global _made_folder
+    folder = _made_folder = tempfile.mkdtemp(prefix="vllm-sparse-metrics-")
+    os.environ[_OUR_FOLDER] = folder
+    names = [name for name in os.environ.get(_COPIED_TO_RAY, "").split(",") if name.strip() not in ("", _OUR_FOLDER)]
+    os.environ[_COPIED_TO_RAY] = ",".join([*names, _OUR_FOLDER])
+    owner = os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    MultiProcessCollector(REGISTRY, path=folder)
+
+
+@functools.cache
+def _file(folder: str) -> MmapedDict:
+    # The first part of the name is the type of the metrics in it.
+    return MmapedDict(str(Path(folder) / f"summary_vllm-sparse-{os.getpid()}.db"))
+
+
+class LayerQuality:
+    """Measures sampled tokens of one attention layer. It does not wait for a device."""
+
+    def __init__(self, counts: torch.Tensor, place: int, stride: int) -> None:
+        """Takes what is added to, and which steps the layer is measured in.
+
+        Args:
+            counts: `[num_kv_heads, 5]` int64: mass, recall, cosine and estimated mass in parts of one, and how many
+                tokens they are of.
+            place: of the layer among those that are measured.
+            stride: one layer in so many is measured in a step.
+        """
+        self.counts = counts
+        self.place = place
+        self.stride = stride
+
+    def measures(self, sample: Sample) -> bool:
+        """Returns whether the layer is one of those that a sample is of."""
+        return (sample.layers - self.place) % self.stride == 0
+
+    def record(
+        self,
+        token: QueryTokens,
+        longest: int,
+        cache: KVCache,
+        pages: torch.Tensor,
+        softmax: Softmax,
+        selection: PageSelection,
+        masses: torch.Tensor | None = None,
+        left_out: torch.Tensor | None = None,
+    ) -> None:
+        """Compares one token's selection with dense attention and adds the result to the counts.
+
+        Args:
+            token: the query token.
+            longest: its context at most, which the host knows.
+            cache: what it attends to.
+            pages: `[1, num_kv_heads, k]` integer, the complete pages it reads, -1 for none.
+            softmax: how logits become weights.
+            selection: says which pages are read whatever the query.
+            masses: see `RequestLog.masses`; None where nobody asks for them.
+            left_out: bool that broadcasts to `[1, num_kv_heads]`, heads that read no selection and count for nothing;
+                None for none.
+        """
+        if cache.key_scale is not None:
+            token = replace(token, query=token.query.float() * cache.key_scale)
+        quality = measure_cached(token, longest, cache, pages, softmax, selection)
+        estimated = quality.mass if quality.estimated_mass is None else quality.estimated_mass
+        parts = torch.stack([quality.mass[0], quality.recall[0], quality.cosine[0], estimated[0]], dim=1)
+        # A model whose numbers overflow must not spoil what was measured before.
+        counts = parts.isfinite().all(dim=1)
+        if left_out is not None:
+            counts = counts & ~left_out[0]
+        self.counts += torch.cat(
+            [torch.where(counts[:, None], parts * _UNITS, 0).long(), counts[:, None].long()], dim=1
+        )
+        if masses is not None and quality.estimated_mass is not None:
+            masses += torch.stack([torch.where(counts, estimated[0], 0).sum(), counts.sum()])
+
+
+class DeviceCounts:
+    """What kernels count of the KV heads of some layers, carried to the metrics without a wait for the device."""
+
+    def __init__(
+        self, layers: Sequence[tuple[int, range]], metrics: Sequence[Ratio], columns: int, device: torch.device
+    ) -> None:
+        """Takes index and KV heads of each layer, heads numbered over all workers, and what is made of the counts."""
+        self.metrics = metrics
+        self.labels = [[str(layer), str(head)] for layer, heads in layers for head in heads]
+        counts = torch.zeros(len(self.labels), columns, dtype=torch.int64, device=device)
+        self.of_layers = counts.split([len(heads) for _, heads in layers])
+        """`[num_kv_heads, columns]` int64 of each layer, which kernels add to."""
+        self._counts = counts
+        # Where layers are made, tensors that name no device may land on theirs.
+        self._copied = torch.zeros(counts.shape, dtype=torch.int64, device="cpu", pin_memory=counts.is_cuda)
+        self._event = torch.cuda.Event() if counts.is_cuda else None
+        self._known = torch.zeros(counts.shape, dtype=torch.int64, device="cpu")
+        self._steps = 0
+        _COUNTING.add(self)
+
+    def totals(self) -> dict[str, tuple[float, int]]:
+        """Returns sum and count of each metric by its name, over all heads and until now. It waits for the device."""
+        columns = self._counts.sum(dim=0).tolist()
+        return {
+            ratio.name: (columns[ratio.sum_column] / ratio.units, columns[ratio.count_column]) for ratio in self.metrics
+        }
+
+    def step(self) -> None:
+        """Is called once a step: now and then asks for the counts, and adds what has come since to the metrics.
+
+        What `/metrics` says is up to twice `COUNTED_STEPS` steps old.
+        """
+        self._steps += 1
+        if self._steps % COUNTED_STEPS:
+            return
+        with dropping("what was counted is not published"):
+            self._publish()
+
+    def _publish(self) -> None:
+        if self._event is None or self._event.query():
+            new = self._copied - self._known
+            self._known.copy_(self._copied)
+            for labels, counted in zip(self.labels, new.tolist() if new.any() else (), strict=False):
+                for metric, text, sum_column, count_column, units in self.metrics:
+                    if counted[count_column]:
+                        _add(metric, text, counted[sum_column] / units, counted[count_column], labels)
+            self._copied.copy_(self._counts, non_blocking=True)
+            if self._event is not None:
+                self._event.record()
+
+
+_COUNTING: WeakSet[DeviceCounts] = WeakSet()
+"""Counts of this process that are in use."""
+
+
+def count_totals() -> dict[str, tuple[float, int]]:
+    """Returns sum and count of every metric that kernels of this process count, by name. It waits for the device."""
+    totals: dict[str, tuple[float, int]] = {}
+    for counts in _COUNTING:
+        for name, (amount, count) in counts.totals().items():
+            amount_before, count_before = totals.get(name, (0.0, 0))
+            totals[name] = amount_before + amount, count_before + count
+    return totals
+
+
+class BatchLengths(Protocol):
+    """The part of vLLM's `CommonAttentionMetadata` that is on the host."""
+
+    seq_lens_cpu_upper_bound: torch.Tensor | None
+    """`[num_requests]`, tokens of each request's context; with asynchronous speculation the most they can be."""
+    query_start_loc_cpu: torch.Tensor
+    """`[num_requests + 1]`, where each request's query tokens begin."""
+    is_prefilling: torch.Tensor | None
+    """`[num_requests]` bool, requests whose prompt is not finished."""
+
+
+LogOfStep = Callable[[NDArray[np.int64], NDArray[np.int64]], None]
+"""Takes of every step, `[num_requests]` each, tokens read by the decoding tokens of each request, and tokens of their
+contexts, those included that read everything; 0 for prompts."""
+
+
+class ContextReads:
+    """How much of its context a decoding token reads where the budget alone decides: lengths on the host say it."""
+
+    def __init__(self, page_size: int, budget_pages: int, dense_tokens: int) -> None:
+        """Takes tokens of a page, pages of the budget, and the longest context that is attended whole."""
+        self.page_size = page_size
+        self.budget_pages = budget_pages
+        self.dense_tokens = dense_tokens
+        self._steps = 0
+
+    def step(
+        self,
+        batch: BatchLengths,
+        longest_query: int | None,
+        budgets: NDArray[np.int64] | None = None,
+        log: LogOfStep | None = None,
+    ) -> None:
+        """Is called once a step: adds one in `COUNTED_STEPS` of them to the metrics.
+
+        Args:
+            batch: what vLLM says of the step's requests.
+            longest_query: most query tokens of a request that decodes; None for 1.
+            budgets: `[num_requests]`, pages that each request reads; None for those of the budget.
+            log: what logs each request; None where nobody asks for it.
+        """
+        self._steps += 1
+        seq_lens, is_prefilling = batch.seq_lens_cpu_upper_bound, batch.is_prefilling
+        if seq_lens is None or (log is None and self._steps % COUNTED_STEPS):
+            return
+        query_lens = np.diff(batch.query_start_loc_cpu.numpy())[: len(seq_lens)]
+        lens = seq_lens.numpy()[: len(query_lens)]
+        decodes = (query_lens > 0) & (query_lens <= (longest_query or 1))
+        if is_prefilling is not None:
+            # It may leave out the requests that pad a batch.
+            prompts = is_prefilling.numpy()[: len(decodes)]
+            decodes[: len(prompts)] &= ~prompts
+        read, in_context, whole = np.zeros((3, len(lens)), dtype=np.int64)
+        budget = np.full(len(lens), self.budget_pages) if budgets is None else budgets[: len(lens)]
+        for later_tokens in range(int(query_lens[decodes].max(initial=0))):
+            context = np.where(decodes & (query_lens > later_tokens), lens - later_tokens, 0)
+            is_sparse = (context > self.dense_tokens) & (context // self.page_size > budget)
+            read += np.where(is_sparse, self.page_size * budget + context % self.page_size, 0)
+            in_context += np.where(is_sparse, context, 0)
+            whole += np.where(is_sparse, 0, context)
+        if log is not None:
+            log(read + whole, in_context + whole)
+        if self._steps % COUNTED_STEPS == 0 and in_context.any():
+            _add(_READ_SHARE, _READ_SHARE_TEXT, int(read.sum()), int(in_context.sum()))
+
+
+def count_freed_blocks(freed: int, held_before: int, is_first: bool) -> None:
+    """Adds blocks that a running request gives back to the metrics.
+
+    Args:
+        freed: how many.
+        held_before: blocks of the request until now.
+        is_first: whether it gives some back for the first time.
+    """
+    _add("vllm_sparse_blocks_freed", _FREED_TEXT, freed, int(is_first))
+    if is_first:
+        _add("vllm_sparse_kept_share", _KEPT_TEXT, held_before - freed, held_before)
+
+
+def record_gain(gain: float) -> None:
+    """Adds to the metrics how many times faster tokens come than without drafts, as a step of lossless mode sees it."""
+    _add("vllm_sparse_lossless_gain", _GAIN_TEXT, gain, 1)
+
+
+def _add(metric: str, text: str, amount: float, count: float, labels: Sequence[str] = ("", "")) -> None:
+    """Adds to sum and count of a metric in the folder, or drops what cannot be added.
+
+    Args:
+        metric: its name.
+        text: its help.
+        amount: added to the sum.
+        count: added to the count.
+        labels: layer and KV head; empty where all are alike.
+    """
+    with dropping("they are not published"):
+        file = _file(os.environ.get(_VLLM_FOLDER) or os.environ[_OUR_FOLDER])
+        for suffix, added in (("_sum", amount), ("_count", count)):
+            key = mmap_key(metric, metric + suffix, ["layer", "kv_head"], list(labels), text)
+            value, _ = file.read_value(key)
+            file.write_value(key, value + added, time.time())

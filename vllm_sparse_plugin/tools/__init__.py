@@ -1,0 +1,1 @@
+"""What measures, tunes and trains models: no server imports it."""

@@ -1,0 +1,224 @@
+"""The command `vllm-sparse diagnose`: what selections get of dense attention, by layer, head and budget."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from vllm_sparse_plugin.config import KEY, read_trained_section, resolve
+from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.policies import Selection
+from vllm_sparse_plugin.tools.cli.arguments import (
+    AdditionalConfig,
+    AttentionBackends,
+    Device,
+    ModelFolder,
+    Seed,
+    default_device,
+    find_model,
+    find_preset,
+    model_limits,
+    open_tokenizer,
+    parse_additional_config,
+    read_prompts,
+)
+from vllm_sparse_plugin.tools.cli.provenance import open_report
+from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS, STRESS_TASKS, TASKS, build_questions
+
+DEFAULT_BUDGETS = (512, 256, 128, 64)
+_COLUMNS = ("mass", "oracle_mass", "recall", "cosine")
+
+
+class _Prompt(NamedTuple):
+    name: str
+    tokens: list[int]
+    queries: int
+    """How many of the newest tokens have their queries measured."""
+
+
+class _Compared(NamedTuple):
+    backend: str
+    """Whose preset."""
+    first_dense_layers: int
+    budgets: list[Selection]
+    """The selection with each budget."""
+
+
+Prompts = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON lines with `prompt` and, if not the prompt's own end is of interest, `completion`; needle "
+        "questions with their answers if left out."
+    ),
+]
+Budgets = Annotated[list[int] | None, typer.Option(help=f"Budget, repeatable; {choices(map(str, DEFAULT_BUDGETS))}.")]
+Layers = Annotated[list[int] | None, typer.Option(min=0, help="Layer, repeatable; all of them.")]
+Queries = Annotated[
+    int, typer.Option(min=1, help="Newest tokens whose queries are measured where there is no completion.")
+]
+Context = Annotated[int, typer.Option(help="Context of needle questions in tokens.")]
+Tasks = Annotated[list[str] | None, typer.Option(help=f"Task of needle questions, repeatable; {', '.join(TASKS)}.")]
+Questions = Annotated[int, typer.Option(help="Needle questions for each task.")]
+By = Annotated[Literal["budget", "layer", "head"], typer.Option(help="What each line of the table is for.")]
+Report = Annotated[
+    Path | None,
+    typer.Option("--json", help="Write a JSON line for the run and one for each layer and head.", metavar="PATH"),
+]
+
+
+def diagnose(
+    model: ModelFolder = None,
+    prompts: Prompts = None,
+    attention_backend: AttentionBackends = None,
+    additional_config: AdditionalConfig = "{}",
+    budget_tokens: Budgets = None,
+    layer: Layers = None,
+    queries: Queries = 16,
+    context: Context = 8192,
+    task: Tasks = None,
+    questions: Questions = 2,
+    seed: Seed = 0,
+    by: By = "budget",
+    device: Device = None,
+    json_path: Report = None,
+) -> None:
+    """Run a model once over each prompt and compare each policy's selections with dense attention.
+
+    For every layer, KV head and budget: the share of true attention weight on the tokens read, beside that of an oracle
+    that reads as many pages; the share of the oracle's pages read; and the cosine of the outputs. Means over the tokens
+    that produce the completion, or the newest of the prompt.
+    """
+    folder = find_model(model)
+    budgets = budget_tokens or list(DEFAULT_BUDGETS)
+    limit, layers = model_limits(folder)
+    trained = read_trained_section(folder)
+    compared = [_compared(name, additional_config, budgets, trained) for name in attention_backend or ["unique"]]
+    if layer and max(layer) >= layers:
+        raise ConfigurationError(f"layer: got {max(layer)}, allowed: 0 to {layers - 1}")
+    given = None if prompts is None else read_prompts(prompts)
+    tasks = task or list(TASKS)
+    if given is None:
+        _check_needles(context, tasks, questions, limit)
+    # Imported late: bad input need not wait for it.
+    from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel
+
+    tokenizer = open_tokenizer(folder)
+    console = Console()
+    if given is None:
+        with console.status("Writing the questions"):
+            given = _needle_prompts(tokenizer, tasks, context, questions, seed)
+    encoded = [_encode(tokenizer, entry, queries, limit) for entry in given]
+    rows: list[dict[str, Any]] = []
+    with open_report(json_path, folder, "json") as report:
+        captured = CapturingModel(folder, device or default_device())
+        for prompt in track(encoded, "Comparing", console=console, transient=True):
+            for index, inputs in enumerate(captured.run(prompt.tokens, prompt.queries)):
+                if inputs is None or (layer and index not in layer):
+                    continue
+                for row in _rows(prompt, index, inputs, compared):
+                    rows.append(row)
+                    print(json.dumps(row), file=report, flush=True)
+    if not rows:
+        raise ConfigurationError("layer: got none that selects pages, allowed: a layer of full attention")
+    console.print(_table(rows, by))
+
+
+def _needle_prompts(tokenizer: Any, tasks: list[str], context: int, questions: int, seed: int) -> list[dict[str, str]]:
+    """Needle questions with their answers, as `read_prompts` returns prompts."""
+    return [
+        {"name": f"{task} {number}", "prompt": question.prompt, "completion": f" {question.answer}"}
+        for task in tasks
+        for number, question in enumerate(build_questions(tokenizer, task, context, questions, seed))
+    ]
+
+
+def _compared(backend: str, additional_config: str, budgets: list[int], trained: Mapping[str, Any] | None) -> _Compared:
+    selecting = [name for name, preset in BACKENDS.items() if isinstance(resolve(None, preset).selection, Selection)]
+    preset = find_preset(backend, selecting)
+    settings = parse_additional_config(additional_config).get(KEY) or {}
+    selections = []
+    for budget in budgets:
+        merged = settings
+        if isinstance(settings, dict) and isinstance(settings.get("selection", {}), dict):
+            merged = settings | {"selection": settings.get("selection", {}) | {"budget_tokens": budget}}
+        resolved = resolve(merged, preset, trained)
+        if not isinstance(resolved.selection, Selection):
+            raise ConfigurationError(f"{KEY}.selection.policy: got 'dense', allowed: one that selects pages")
+        if resolved.stop_rule is not None:
+            raise ConfigurationError(f"{KEY}.stopping: got a rule, allowed: null, as selections are judged alone")
+        if resolved.coverage is not None:
+            raise ConfigurationError(
+                f"{KEY}.selection.coverage: got {resolved.coverage}, allowed: null beside a budget"
+            )
+        selections.append(resolved.selection)
+    return _Compared(backend.lower(), resolved.config.first_dense_layers, selections)
+
+
+def _check_needles(context: int, tasks: list[str], questions: int, limit: int) -> None:
+    if not MIN_CONTEXT_TOKENS <= context <= limit:
+        raise ConfigurationError(f"context: got {context} tokens, allowed: from {MIN_CONTEXT_TOKENS} to {limit}")
+    for task in tasks:
+        if task not in (*TASKS, *STRESS_TASKS):
+            raise ConfigurationError(f"task: got {task!r}, allowed: {choices((*TASKS, *STRESS_TASKS))}")
+    if questions < 1:
+        raise ConfigurationError(f"questions: got {questions}, allowed: 1 or more")
+
+
+def _encode(tokenizer: Any, given: dict[str, str], queries: int, limit: int) -> _Prompt:
+    tokens = tokenizer.encode(given["prompt"])
+    completion = tokenizer.encode(given["completion"], add_special_tokens=False) if given["completion"] else []
+    if completion:
+        # The last token asks for what comes after it.
+        tokens, queries = [*tokens, *completion[:-1]], len(completion)
+    if len(tokens) > limit:
+        raise ConfigurationError(f"prompts: got {len(tokens)} tokens in {given['name']}, allowed: the model's {limit}")
+    return _Prompt(given["name"], tokens, min(queries, len(tokens)))
+
+
+def _rows(prompt: _Prompt, index: int, inputs: Any, compared: list[_Compared]) -> Iterator[dict[str, Any]]:
+    """One for each backend, budget and KV head of a layer."""
+    from vllm_sparse_plugin.tools.diagnostics.forward import PagedLayer
+
+    for backend, first_dense_layers, selections in compared:
+        if index < first_dense_layers:
+            continue
+        paged = PagedLayer(inputs, selections[0])
+        for selection in selections:
+            quality = paged.quality(selection)
+            names = _COLUMNS if quality.estimated_mass is None else (*_COLUMNS, "estimated_mass")
+            for head in range(inputs.keys.shape[0]):
+                yield {
+                    "prompt": prompt.name,
+                    "context_tokens": len(prompt.tokens),
+                    "queries": prompt.queries,
+                    "backend": backend,
+                    "policy": selection.name(),
+                    "page_size": selection.page_size,
+                    "budget_tokens": selection.budget_tokens,
+                    "layer": index,
+                    "kv_head": head,
+                    **{name: round(getattr(quality, name)[:, head].mean().item(), 6) for name in names},
+                }
+
+
+def _table(rows: list[dict[str, Any]], by: str) -> Table:
+    """Means over everything that has no column of its own."""
+    keys = ["backend", "budget_tokens", *{"budget": [], "layer": ["layer"], "head": ["layer", "kv_head"]}[by]]
+    table = Table(*(key.replace("_", " ") for key in keys), title="Selections beside dense attention, means")
+    for column in _COLUMNS:
+        table.add_column(column.replace("_", " "), justify="right")
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[key] for key in keys), []).append(row)
+    for group, found in groups.items():
+        means = (sum(row[column] for row in found) / len(found) for column in _COLUMNS)
+        table.add_row(*map(str, group), *(f"{mean:.4f}" for mean in means))
+    return table

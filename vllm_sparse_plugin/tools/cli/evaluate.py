@@ -1,0 +1,453 @@
+"""The command `vllm-sparse eval`: quality of a server or of an engine in this process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.cli.arguments import (
+    Seed,
+    complete_backend,
+    parse_additional_config,
+    read_prompts,
+    require_extra,
+)
+from vllm_sparse_plugin.tools.cli.provenance import describe_run
+
+if TYPE_CHECKING:
+    from vllm_sparse_plugin.tools.eval.endpoints import Endpoint, Server
+    from vllm_sparse_plugin.tools.eval.items import PlannedItem, Prompter
+
+_EXTRA = {"matplotlib": "matplotlib", "scipy": "scipy"}
+"""Modules of the extra `eval`, and the packages that bring them."""
+_EXTRA_OF_FILES = {
+    "jieba": "jieba",
+    "pytrec_eval": "pytrec-eval-terrier",
+    "rapidfuzz": "rapidfuzz",
+    "rouge": "rouge",
+}
+"""Those that only the metrics of --file take."""
+_CONTEXT = 4096
+_QUESTIONS = 20
+_WIDTH = 160
+_ENGINE, _ITEMS, _FILES = "Engine in this process", "Questions", "Files of questions"
+"""Headings under which the help lists options."""
+
+BaseUrl = Annotated[str, typer.Option(help="Server with OpenAI's completions API.")]
+Model = Annotated[
+    str | None, typer.Option(help="Name at the server, its only one if left out; in process a folder or name.")
+]
+Tokenizer = Annotated[str | None, typer.Option(help="Its folder or name; that of the model if left out.")]
+Concurrency = Annotated[int, typer.Option(min=1, help="Requests under way at a time.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Put prompts into the tokenizer's chat template.")]
+DecodeFrom = Annotated[
+    str, typer.Option(help="`prompt`: prefill all of it. `question`: decode the question token by token.")
+]
+Output = Annotated[
+    Path | None, typer.Option(help="JSON lines to write; a run that was cut short goes on where it was.")
+]
+Label = Annotated[str | None, typer.Option(help="What tables call this run; the model's name if left out.")]
+Plot = Annotated[Path | None, typer.Option(help="Picture to write, .png or .svg.")]
+
+InProcess = Annotated[bool, typer.Option("--in-process", help="Start vLLM in this process.", rich_help_panel=_ENGINE)]
+Backend = Annotated[
+    str | None, typer.Option(help="Passed to vLLM.", autocompletion=complete_backend, rich_help_panel=_ENGINE)
+]
+EngineConfig = Annotated[str, typer.Option(help="Passed to vLLM.", metavar="JSON", rich_help_panel=_ENGINE)]
+EngineArguments = Annotated[str, typer.Option(help="Arguments of vllm.LLM.", metavar="JSON", rich_help_panel=_ENGINE)]
+
+Tasks = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Task or group, repeatable; groups: ruler, needles. `ruler`, unless --file or --text is given.",
+        rich_help_panel=_ITEMS,
+    ),
+]
+Contexts = Annotated[
+    list[int] | None,
+    typer.Option(help=f"Context in tokens, repeatable; {_CONTEXT}.", rich_help_panel=_ITEMS),
+]
+Questions = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help=f"Items for each task and context; {_QUESTIONS}, and all of a --file.", rich_help_panel=_ITEMS
+    ),
+]
+
+Squad = Annotated[Path | None, typer.Option(help="SQuAD's JSON, for the task qa_1.", rich_help_panel=_FILES)]
+HotpotQA = Annotated[Path | None, typer.Option(help="HotpotQA's JSON, for the task qa_2.", rich_help_panel=_FILES)]
+LongBench = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="JSON lines of LongBench or another benchmark that the documentation names, repeatable.",
+        rich_help_panel=_FILES,
+    ),
+]
+Prompts = Annotated[
+    Path | None, typer.Option(help="LongBench's own JSON of prompts, for --file.", rich_help_panel=_FILES)
+]
+Texts = Annotated[list[Path] | None, typer.Option(help="Text for perplexity, repeatable.", rich_help_panel=_FILES)]
+Completions = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON lines with `prompt` and perhaps `completion`, whose tokens are scored as those of --text are; the "
+        "prompt's own newest where there is none.",
+        rich_help_panel=_FILES,
+    ),
+]
+ScoredTokens = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Tokens to decode and score of a window of --text, or of a completion.", rich_help_panel=_FILES
+    ),
+]
+
+app = typer.Typer(no_args_is_help=True, add_completion=False)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a run asks, as its options say it."""
+
+    tasks: list[str]
+    contexts: list[int] | None
+    questions: int | None
+    seed: int
+    files: dict[str, Path]
+    """By option: squad and hotpotqa."""
+    longbench: list[Path]
+    prompts: Path | None
+    texts: list[Path]
+    completions: Path | None
+    scored_tokens: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """Contexts of generated tasks and texts, in tokens."""
+        return list(dict.fromkeys(self.contexts or [_CONTEXT]))
+
+    @property
+    def count(self) -> int:
+        """Items of each generated task, text and context."""
+        return self.questions or _QUESTIONS
+
+    @property
+    def paths(self) -> list[Path]:
+        """All files."""
+        single = [path for path in (self.prompts, self.completions) if path]
+        return [*self.files.values(), *self.longbench, *self.texts, *single]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The items of a run, and everything that their results depend on."""
+
+    items: list[PlannedItem]
+    settings: dict[str, Any]
+    most_tokens: int
+    """Of the longest prompt and answer."""
+    scores_text: bool
+    """Whether given tokens are scored, which the endpoint must be made to decode."""
+
+
+@dataclass(frozen=True)
+class _Answerer:
+    """The model that answers: at a server, or in an engine that is started once something is to be asked."""
+
+    model: str
+    server: Server | None
+    engine: dict[str, Any]
+    """Arguments of `vllm.LLM` besides the model."""
+    concurrency: int
+
+    def endpoint(self, most_tokens: int, forcing: bool) -> AbstractContextManager[Endpoint]:
+        """The server, or an engine that is started now and ended on leaving; arguments as of `Engine`."""
+        if self.server is not None:
+            return nullcontext(self.server)
+        from vllm_sparse_plugin.tools.eval.engine import Engine
+
+        return closing(Engine(self.model, self.engine, most_tokens, forcing, self.concurrency))
+
+    def about(self) -> dict[str, Any]:
+        """What a file of results says of the run."""
+        about = describe_run(Path(self.model), packages=[*_EXTRA.values(), *_EXTRA_OF_FILES.values()])
+        return about | ({"server": {"vllm": self.server.version()}} if self.server else {})
+
+
+@app.callback(invoke_without_command=True)
+def evaluate(
+    command: typer.Context,
+    output: Output = None,
+    base_url: BaseUrl = "http://127.0.0.1:8000/v1",
+    model: Model = None,
+    tokenizer: Tokenizer = None,
+    chat: Chat = False,
+    decode_from: DecodeFrom = "prompt",
+    concurrency: Concurrency = 1,
+    label: Label = None,
+    plot: Plot = None,
+    in_process: InProcess = False,
+    attention_backend: Backend = None,
+    additional_config: EngineConfig = "{}",
+    engine_args: EngineArguments = "{}",
+    task: Tasks = None,
+    context: Contexts = None,
+    questions: Questions = None,
+    seed: Seed = 0,
+    squad: Squad = None,
+    hotpotqa: HotpotQA = None,
+    file: LongBench = None,
+    prompts: Prompts = None,
+    text: Texts = None,
+    completions: Completions = None,
+    scored_tokens: ScoredTokens = 256,
+) -> None:
+    """Ask a model long-context tasks and score its answers.
+
+    Exit code 2 for bad input, 3 if the server fails.
+    """
+    if command.invoked_subcommand is not None:
+        return
+    require_extra("eval", _EXTRA | _EXTRA_OF_FILES if file else _EXTRA)
+    if output is None:
+        raise ConfigurationError("output: got none, allowed: a file for the results")
+    engine = _engine_arguments(in_process, attention_backend, additional_config, engine_args)
+    _check_choices(decode_from, plot)
+    files = {option: path for option, path in (("squad", squad), ("hotpotqa", hotpotqa)) if path}
+    names = task or ([] if file or text or completions else ["ruler"])
+    asked = _Asked(
+        names, context, questions, seed, files, file or [], prompts, text or [], completions, scored_tokens
+    )  # fmt: skip
+    answerer = _find_answerer(None if in_process else base_url, model, engine, concurrency, max(asked.lengths))
+    settings = {
+        "label": label or Path(answerer.model).name,
+        "model": Path(answerer.model).name,
+        "tokenizer": Path(tokenizer or answerer.model).name,
+        "decode_from": decode_from,
+        "chat": chat,
+        "engine": engine,
+    }
+    prompter = _open_prompter(tokenizer or answerer.model, chat)
+    _ask_missing(_plan(asked, prompter, answerer.server, settings), answerer, prompter, output)
+    show([output], plot)
+
+
+def _check_choices(decode_from: str, plot: Path | None) -> None:
+    """Refuses what can be refused before anything is read.
+
+    Raises:
+        ConfigurationError: for a bad value.
+    """
+    from vllm_sparse_plugin.tools.eval import report, results
+
+    if decode_from not in results.DECODE_FROM:
+        raise ConfigurationError(f"decode_from: got {decode_from!r}, allowed: {' or '.join(results.DECODE_FROM)}")
+    report.check_plot(plot)
+
+
+def _engine_arguments(
+    in_process: bool, attention_backend: str | None, additional_config: str, engine_args: str
+) -> dict[str, Any]:
+    """The arguments of `vllm.LLM` that the options give.
+
+    Raises:
+        ConfigurationError: for text that is not JSON, and for any argument if there is no engine in this process.
+    """
+    arguments = parse_additional_config(engine_args, "engine_args")
+    if configuration := parse_additional_config(additional_config):
+        arguments["additional_config"] = configuration
+    if attention_backend is not None:
+        arguments["attention_backend"] = attention_backend
+    if arguments and not in_process:
+        raise ConfigurationError(f"{', '.join(arguments)}: got a setting of the engine, allowed: with --in-process")
+    return arguments
+
+
+def _find_answerer(
+    base_url: str | None, model: str | None, engine: dict[str, Any], concurrency: int, longest: int
+) -> _Answerer:
+    """The model that is to answer.
+
+    Args:
+        base_url: of a server; None for an engine in this process.
+        model: its name.
+        engine: arguments of the engine.
+        concurrency: requests under way at a time.
+        longest: context in tokens.
+
+    Raises:
+        ConfigurationError: if it cannot be found or has no room for the context.
+    """
+    if base_url is None:
+        if model is None:
+            raise ConfigurationError("model: got none, allowed with --in-process: a folder or name")
+        return _Answerer(model, None, engine, concurrency)
+    from vllm_sparse_plugin.tools.eval.endpoints import Server, connect
+
+    server = Server(connect(base_url, os.environ.get("OPENAI_API_KEY", "none")), model, concurrency)
+    if server.max_model_len is not None and longest > server.max_model_len:
+        raise ConfigurationError(
+            f"context: got {longest} tokens, allowed: at most the {server.max_model_len} of {server.model}"
+        )
+    return _Answerer(server.model, server, engine, concurrency)
+
+
+def _plan(asked: _Asked, prompter: Prompter, server: Server | None, settings: dict[str, Any]) -> _Plan:
+    """The items of a run; its settings are the values that apply, whether an option gave them or not.
+
+    Args:
+        asked: the options.
+        prompter: of the model's tokenizer.
+        server: whose longest context limits prompts from files.
+        settings: of the model, to which those of the items are added.
+
+    Raises:
+        ConfigurationError: for a task, file or context that cannot be asked.
+    """
+    from vllm_sparse_plugin.tools.eval import longbench, tasks
+
+    names, left_out = tasks.choose_tasks(asked.tasks, asked.files)
+    for name in left_out:
+        _open_console().print(f"{name} is left out: it needs a file, --{tasks.FILE_OPTIONS[name]}.")
+    items = tasks.plan_tasks(names, asked.files, prompter, asked.lengths, asked.count, asked.seed)
+    if asked.texts:
+        items += tasks.plan_perplexity(asked.texts, prompter, asked.lengths, asked.count, asked.scored_tokens)
+    limit = None
+    if asked.longbench:
+        limit = max(asked.contexts) if asked.contexts else server and server.max_model_len
+        if not limit:
+            raise ConfigurationError("context: got none, allowed with --file here: the most tokens of a prompt")
+        given_prompts = longbench.read_prompts(asked.prompts) if asked.prompts else {}
+        for path in asked.longbench:
+            items += longbench.plan_file(path, given_prompts, prompter, limit, asked.questions)
+    longest = max(asked.lengths)
+    if asked.completions:
+        entries = read_prompts(asked.completions, "completions")
+        completions, of_them = tasks.plan_completions(entries, prompter, asked.scored_tokens)
+        longest = max(longest, of_them) if items else of_them
+        items += completions
+    has_lengths = bool(names or asked.texts)
+    settings_of_items = {
+        "tasks": names,
+        "contexts": asked.lengths if has_lengths else None,
+        "questions": asked.count if has_lengths else None,
+        "file_questions": asked.questions if asked.longbench else None,
+        "seed": asked.seed,
+        "scored_tokens": asked.scored_tokens,
+        "file_tokens": limit,
+        "files": _digests(asked.paths),
+        "python": platform.python_version(),  # whose library is the haystack
+    }
+    return _Plan(items, settings | settings_of_items, longest, bool(asked.texts or asked.completions))
+
+
+def _ask_missing(plan: _Plan, answerer: _Answerer, prompter: Prompter, output: Path) -> None:
+    """Asks the items that the file of results does not hold yet, and adds their results to it.
+
+    Raises:
+        ConfigurationError: if the file was made with other settings or cannot be written.
+        typer.Exit: with code 3, after a sentence, if the model fails.
+    """
+    from vllm_sparse_plugin.tools.eval import metrics, results
+    from vllm_sparse_plugin.tools.eval.endpoints import EndpointError
+
+    held = results.check_results(output, plan.settings)
+    missing = [item for item in plan.items if item.id not in held.results]
+    if not missing:
+        return
+    title, decode_from = plan.settings["label"], plan.settings["decode_from"]
+    try:
+        forcing = plan.scores_text or decode_from == "question"
+        with answerer.endpoint(plan.most_tokens, forcing) as endpoint, output.open("a", encoding="utf-8") as lines:
+            print(json.dumps({**answerer.about(), "settings": plan.settings}), file=lines, flush=True)
+            console = _open_console()
+            for result in results.ask(endpoint, missing, decode_from, prompter, metrics.score, console, title):
+                print(result.model_dump_json(), file=lines, flush=True)
+    except EndpointError as error:
+        print(f"error: the model {answerer.model} {error}; the same command goes on from here", file=sys.stderr)
+        raise typer.Exit(3) from None
+
+
+@app.command("show")
+def show(
+    results: Annotated[list[Path], typer.Argument(help="Files of `vllm-sparse eval`.")],
+    plot: Plot = None,
+) -> None:
+    """Print the scores of runs side by side, and draw them."""
+    require_extra("eval", _EXTRA)
+    from vllm_sparse_plugin.tools.eval.report import check_plot, plot_scores, score_table
+    from vllm_sparse_plugin.tools.eval.results import read_results
+
+    check_plot(plot)
+    files = [read_results(path) for path in results]
+    _open_console().print(score_table(files))
+    if plot:
+        plot_scores(files, plot)
+
+
+@app.command("compare")
+def compare(
+    first: Annotated[Path, typer.Argument(help="File of `vllm-sparse eval`, such as of dense attention.")],
+    second: Annotated[Path, typer.Argument(help="Another one, of the same tasks.")],
+    plot: Plot = None,
+) -> None:
+    """Print how much the second run's scores differ from the first's on the same items, and draw it.
+
+    Of text, it also prints how often both expect the same next token.
+    """
+    require_extra("eval", _EXTRA)
+    from vllm_sparse_plugin.tools.eval.report import check_plot, difference_table, fidelity_table, plot_differences
+    from vllm_sparse_plugin.tools.eval.results import read_results
+
+    check_plot(plot)
+    files = read_results(first), read_results(second)
+    console = _open_console()
+    console.print(difference_table(*files))
+    if (next_tokens := fidelity_table(*files)) is not None:
+        console.print(next_tokens)
+    if plot:
+        plot_differences(*files, plot)
+
+
+def _open_console() -> Console:
+    """A console whose tables are not squeezed where there is no terminal."""
+    console = Console()
+    return console if console.is_terminal else Console(width=_WIDTH)
+
+
+def _open_prompter(name: str, chat: bool) -> Prompter:
+    from transformers import AutoTokenizer
+
+    from vllm_sparse_plugin.tools.eval.items import Prompter
+
+    try:
+        return Prompter(AutoTokenizer.from_pretrained(name, local_files_only=True), chat)
+    except (OSError, ValueError):
+        raise ConfigurationError(
+            f"tokenizer: got {name!r}, allowed: a folder with a tokenizer, or a name in Hugging Face's cache"
+        ) from None
+
+
+def _digests(paths: Sequence[Path]) -> dict[str, str]:
+    """Return the beginning of each file's SHA-256, by its name.
+
+    Raises:
+        ConfigurationError: if two have the same name, by which items are known.
+    """
+    names = [path.name for path in paths]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigurationError(f"file: got {name} twice, allowed: files of different names")
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in paths}

@@ -1,0 +1,337 @@
+"""The command `vllm-sparse needles`: accuracy of a sparse server beside a dense one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import groupby
+from math import sqrt
+from pathlib import Path
+from statistics import NormalDist
+from typing import IO, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from vllm_sparse_plugin.config import KEY, read_trained_section, resolve
+from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.tools.cli.arguments import (
+    AttentionBackends,
+    ModelFolder,
+    Seed,
+    find_model,
+    open_tokenizer,
+    parse_additional_config,
+)
+from vllm_sparse_plugin.tools.cli.cores import is_cpu_build
+from vllm_sparse_plugin.tools.cli.provenance import open_report
+from vllm_sparse_plugin.tools.cli.server import (
+    LaunchedServer,
+    ServerError,
+    ServerSettings,
+    launch_server,
+    run_server,
+    unwind_on_termination,
+)
+from vllm_sparse_plugin.tools.eval.endpoints import Server
+from vllm_sparse_plugin.tools.eval.items import Item, PlannedItem, Prompter
+from vllm_sparse_plugin.tools.eval.progress import show_progress
+from vllm_sparse_plugin.tools.eval.results import Result, ask
+from vllm_sparse_plugin.tools.eval.tasks import needle_items
+from vllm_sparse_plugin.tools.needles import QUICK_TASKS, STRESS_TASKS, TASKS, check_questions, first_line
+
+_DENSE = "dense"
+"""Name of vLLM's own attention in tables and reports, unless it is compared with our backend of that name."""
+_VLLM = "vllm"
+_LEVEL = 0.95
+_MORE = (
+    "This is the short test. The whole one: --all. The same questions to a server that reads the newest tokens only: "
+    "--attention-backend streaming_llm. Tables of both are in README.md and docs/."
+)
+_EXAMPLE_PROMPT = (
+    "import json\n\n\ndef load(path):\n    with open(path) as file:\n        return json.load(file)\n"
+    "\nThe special magic number for zudewi bizino is: 4815162.\n"
+    "\ndef save(path, data):\n    with open(path, \"w\") as file:\n        json.dump(data, file)\n"
+    "\nThe special magic number for kalomu terife is: 2718281.\n"
+    "\ndef keys(path):\n    return sorted(load(path))\n"
+    "\nWhat is the special magic number for zudewi bizino? Answer:"
+)  # fmt: skip
+
+
+def needle_test(
+    model: ModelFolder = None,
+    context: Annotated[list[int] | None, typer.Option(help="Context in tokens, repeatable; 4096.")] = None,
+    task: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Task, repeatable; {', '.join(QUICK_TASKS)}. "
+            f"Also {', '.join(name for name in (*TASKS, *STRESS_TASKS) if name not in QUICK_TASKS)}."
+        ),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help=f"Ask the tasks {', '.join(TASKS)} at 4096 and at 16384 tokens.")
+    ] = False,
+    questions: Annotated[int, typer.Option(help="Questions for each task and context.")] = 8,
+    attention_backend: AttentionBackends = None,
+    additional_config: Annotated[
+        str | None, typer.Option(help="Passed to each sparse server's --additional-config.", metavar="JSON")
+    ] = None,
+    seed: Seed = 0,
+    min_ratio: Annotated[float, typer.Option(help="Accuracy needed, as a fraction of the dense accuracy.")] = 0.95,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write one JSON line for the run and one for each answer.", metavar="PATH"),
+    ] = None,
+    keep: Annotated[
+        bool, typer.Option("--keep", help="Only start the sparse server, until Ctrl-C; ask nothing.")
+    ] = False,
+) -> None:
+    """Ask sparse servers and a dense one the same needle questions and compare their accuracy.
+
+    Exit code 0 if every backend reaches the accuracy needed, 1 if not, 2 for bad input, 3 if a server fails, 130 after
+    Ctrl-C.
+    """
+    model = find_model(model)
+    backends = attention_backend or ["unique"]
+    plan = _Plan(
+        contexts=context or ([4096, 16384] if everything else [4096]),
+        tasks=task or list(TASKS if everything else QUICK_TASKS),
+        count=questions,
+        seed=seed,
+    )
+    kv_read_shares = _check(model, plan, backends, min_ratio, additional_config)
+    dense = ServerSettings(model, max(plan.contexts), None, log_lines=0, every_core=True)
+    # Our own backend of that name has it; then vLLM's goes by vLLM's.
+    reference = _VLLM if _DENSE in map(str.lower, backends) else _DENSE
+    servers = {reference: dense}
+    servers |= {name: replace(dense, backend=name, additional_config=additional_config) for name in backends}
+    console = Console()
+    unwind_on_termination()
+    try:
+        if keep:
+            if len(backends) > 1:
+                raise ConfigurationError(f"attention_backend: got {len(backends)} of them, allowed with keep: one")
+            _keep(servers[backends[0]], console)
+            return
+        with open_report(json_path, model, "json") as report:
+            results = _ask_all(servers, plan, report, console)
+    except ServerError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(3) from None
+    except KeyboardInterrupt:
+        print("needles: stopped by Ctrl-C, and so are the servers", file=sys.stderr)
+        raise typer.Exit(130) from None
+    for name in backends:
+        console.print(_table(name, results[name], reference, results[reference], kv_read_shares[name]))
+    enough = [_enough(name, reference, results, min_ratio, console) for name in backends]
+    if not everything:
+        console.print(_MORE, highlight=False, soft_wrap=True)
+    if not all(enough):
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Which questions are asked."""
+
+    contexts: list[int]
+    tasks: list[str]
+    count: int
+    """Of each task and context."""
+    seed: int
+
+    def items(self, model: Path) -> list[Item]:
+        """Write the questions, by context and task.
+
+        Raises:
+            ConfigurationError: if the model has no tokenizer.
+        """
+        prompter = _prompter(model)
+        return [
+            item
+            for size in self.contexts
+            for task in self.tasks
+            for item in needle_items(prompter, task, size, self.count, self.seed)
+        ]
+
+
+@cache
+def _prompter(model: Path) -> Prompter:
+    return Prompter(open_tokenizer(model))
+
+
+def _ask_all(
+    servers: dict[str, ServerSettings], plan: _Plan, report: IO[str], console: Console
+) -> dict[str, list[Result]]:
+    """Ask every server everything, one server after the other.
+
+    On a CPU as many servers start at a time as there are cores: hardly any of a start is parallel, and a server that is
+    not asked sleeps. On a GPU a server takes most of the memory, so there they start one by one.
+    """
+    at_once = max(1, os.cpu_count() or 1) if is_cpu_build() else 1
+    waiting = list(servers.items())
+    items: list[Item] = []
+    results: dict[str, list[Result]] = {}
+    while waiting:
+        starting, waiting = waiting[:at_once], waiting[at_once:]
+        with ExitStack() as running:
+            launched = [running.enter_context(launch_server(name, settings)) for name, settings in starting]
+            title = f"Starting the {' and the '.join(name for name, _ in starting)} server"
+            with show_progress(console, title):
+                items = items or plan.items(servers[starting[0][0]].model)
+                for server in launched:
+                    server.wait_until_ready()
+            for server in launched:
+                results[server.name] = _ask(server, items, report, console)
+                server.stop()
+    return results
+
+
+def _ask(server: LaunchedServer, items: list[Item], report: IO[str], console: Console) -> list[Result]:
+    """Ask one server everything; print a line for each task and context, and write one for each answer."""
+    planned = [PlannedItem(item.id, partial(_built, item)) for item in items]
+    results: list[Result] = []
+    with server.explain_failures():
+        endpoint = Server(server.client, server.settings.model.name, concurrency=1)
+        asked = ask(endpoint, planned, "prompt", _prompter(server.settings.model), _score, console, server.name)
+        for (task, context_tokens), part in groupby(asked, _row):
+            answered = []
+            for result in part:
+                print(json.dumps(_record(server.name, result)), file=report, flush=True)
+                answered.append(result)
+            seconds = sum(result.seconds for result in answered)
+            console.print(
+                f"{server.name}: {task} at {context_tokens} tokens: {_correct(answered)} of {len(answered)} right, "
+                f"{seconds:.1f} s",
+                highlight=False,
+                soft_wrap=True,
+            )
+            results += answered
+    return results
+
+
+def _check(
+    model: Path, plan: _Plan, backends: list[str], min_ratio: float, additional_config: str | None
+) -> dict[str, Callable[[int], float]]:
+    """Raise ConfigurationError for what can be refused before a server is started.
+
+    Returns the share of the KV cache's bytes that each backend reads, by context in tokens.
+    """
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        limit, head_size = int(config["max_position_embeddings"]), int(config["head_dim"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigurationError(
+            f"model: got {str(model)!r}, allowed: a folder with a config.json that has max_position_embeddings and "
+            "head_dim"
+        ) from None
+    for size in plan.contexts:
+        for task in plan.tasks:
+            check_questions(task, size, plan.count)
+        if size > limit:
+            raise ConfigurationError(f"context: got {size} tokens, allowed: at most the model's {limit}")
+    for name in backends:
+        if name.upper() not in BACKENDS or backends.count(name) > 1:
+            allowed = choices(known.lower() for known in BACKENDS)
+            raise ConfigurationError(f"attention_backend: got {name!r}, allowed: {allowed}, each once")
+    if not 0 <= min_ratio <= 1:
+        raise ConfigurationError(f"min_ratio: got {min_ratio}, allowed: 0 to 1")
+    settings, trained = parse_additional_config(additional_config or "{}").get(KEY), read_trained_section(model)
+    selections = {name: resolve(settings, BACKENDS[name.upper()], trained).selection for name in backends}
+    return {name: partial(selection.kv_read_share, head_size=head_size) for name, selection in selections.items()}
+
+
+def _record(backend: str, result: Result) -> dict[str, object]:
+    """Return what the JSON lines file has of one answer; the prompt follows from the options and is left out."""
+    return {
+        "backend": backend,
+        "task": result.task,
+        "context_tokens": result.context_tokens,
+        "prompt_tokens": result.prompt_tokens,
+        "answer": result.answers[0],
+        "completion": result.completion,
+        "correct": result.score == 1,
+        "seconds": result.seconds,
+    }
+
+
+def _built(item: Item) -> Item:
+    return item
+
+
+def _score(item: Item, completion: str) -> float:
+    return float(first_line(completion) in item.answers)
+
+
+def _keep(settings: ServerSettings, console: Console) -> None:
+    """Start the sparse server, say how to ask it, and wait for Ctrl-C or its end."""
+    name = settings.backend or _DENSE
+    with run_server(name, settings, console) as client:
+        body = {"model": settings.model.name, "prompt": _EXAMPLE_PROMPT, "temperature": 0, "max_tokens": 16}
+        command = ["curl", "-s", f"{client.base_url}completions", "-H", "Content-Type: application/json"]
+        print(f"The {name} server is up, Ctrl-C stops it. Ask it for the number 4815162:\n")
+        print(shlex.join([*command, "-d", json.dumps(body)]), flush=True)
+        with suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(5)
+                client.models.list()
+
+
+def _table(
+    backend: str, sparse: list[Result], reference: str, dense: list[Result], kv_read_share: Callable[[int], float]
+) -> Table:
+    """Return one row for each task and context."""
+    table = Table(Column("task", no_wrap=True), title="Needles: right answers, and seconds spent in the questions")
+    for heading in ("context", reference, backend, f"KV read by {backend}", f"{reference} s", f"{backend} s"):
+        table.add_column(heading, justify="right")
+    for ((task, context_tokens), ours), (_, theirs) in zip(groupby(sparse, _row), groupby(dense, _row), strict=True):
+        parts = [list(theirs), list(ours)]
+        table.add_row(
+            task, str(context_tokens), *(f"{_correct(part)}/{len(part)}" for part in parts),
+            f"{kv_read_share(context_tokens):.1%}",
+            *(f"{sum(result.seconds for result in part):.1f}" for part in parts),
+        )  # fmt: skip
+    return table
+
+
+def _row(result: Result) -> tuple[str, int]:
+    return result.task, result.context_tokens
+
+
+def _correct(results: list[Result]) -> int:
+    return sum(result.score == 1 for result in results)
+
+
+def _enough(backend: str, reference: str, results: dict[str, list[Result]], min_ratio: float, console: Console) -> bool:
+    """Print the total and return whether the sparse accuracy reaches `min_ratio` of the dense one."""
+    correct, total = {name: _correct(part) for name, part in results.items()}, len(results[reference])
+    if correct[reference] == 0:
+        console.print("Total: dense attention answered no question, so there is nothing to compare with.")
+        return False
+    ratio = correct[backend] / correct[reference]
+    shares = (f"{name} {correct[name]}/{total} ({_interval(correct[name], total)})" for name in (backend, reference))
+    console.print(
+        f"Total: {', '.join(shares)}: {backend} reaches {ratio:.3f} of the accuracy of dense attention "
+        f"({min_ratio} needed). In brackets: Wilson's 95 % interval of the accuracy.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return ratio >= min_ratio
+
+
+def _interval(correct: int, total: int) -> str:
+    """Wilson's interval of a proportion. SciPy has it, too, but is an extra that this command does without."""
+    z = NormalDist().inv_cdf((1 + _LEVEL) / 2)
+    share, spread = correct / total, z * z / total
+    middle = (share + spread / 2) / (1 + spread)
+    reach = sqrt(spread * (share * (1 - share) + spread / 4)) / (1 + spread)
+    return f"{max(middle - reach, 0):.2f} to {min(middle + reach, 1):.2f}"

@@ -1,0 +1,59 @@
+"""The command `vllm-sparse show-config`: what settings come to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_sparse_plugin import __version__
+from vllm_sparse_plugin.config import KEY, SparseAttentionConfig, read_trained_section, resolve
+from vllm_sparse_plugin.notices import notices_of
+from vllm_sparse_plugin.tools.cli.arguments import (
+    AdditionalConfig,
+    AttentionBackend,
+    find_preset,
+    parse_additional_config,
+)
+
+
+def show_config(
+    attention_backend: AttentionBackend = "unique",
+    additional_config: AdditionalConfig = "{}",
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            help="Model folder, whose config.json may have settings that it was trained with.", metavar="PATH"
+        ),
+    ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="As given to vLLM's --kv-cache-dtype.")] = "auto",
+) -> None:
+    """Print the resolved configuration and where each value came from.
+
+    Below it stands what a server with this configuration says of it when it starts.
+    """
+    preset = find_preset(attention_backend)
+    trained = read_trained_section(model) if model is not None else None
+    resolved = resolve(parse_additional_config(additional_config).get(KEY), preset, trained)
+    notices = notices_of(resolved, kv_cache_dtype)
+    title = f"vllm_sparse_plugin {__version__}, attention backend {attention_backend}"
+    table = Table("field", "value", "from", title=title)
+    for name, value in _flatten(resolved.config):
+        table.add_row(name, str(value), resolved.sources.get(name, "default"))
+    console = Console()
+    console.print(table)
+    for notice in notices:
+        console.print(notice, highlight=False, markup=False, soft_wrap=True)
+
+
+def _flatten(config: SparseAttentionConfig) -> list[tuple[str, Any]]:
+    rows: list[tuple[str, Any]] = []
+    for name, value in config.model_dump(by_alias=True).items():
+        if isinstance(value, dict):
+            rows += [(f"{name}.{key}", inner) for key, inner in value.items()]
+        else:
+            rows.append((name, value))
+    return rows

@@ -1,0 +1,128 @@
+"""The command `vllm-sparse train`: fine-tunes a model with the pages that it will be served with."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from vllm_sparse_plugin.config import KEY, resolve, section_of
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.cli.arguments import (
+    AdditionalConfig,
+    AttentionBackend,
+    Device,
+    ModelFolder,
+    default_device,
+    find_model,
+    find_preset,
+    model_limits,
+    open_tokenizer,
+    parse_additional_config,
+    require_extra,
+)
+from vllm_sparse_plugin.tools.cli.provenance import describe_run
+
+_EXTRA = {"accelerate": "accelerate", "matplotlib": "matplotlib", "peft": "peft"}
+"""Modules of the extra `train`, and the packages that bring them."""
+
+Data = Annotated[
+    Path,
+    typer.Option(help="JSON lines with a `text`, or with a `prompt` and the `completion` to learn.", metavar="PATH"),
+]
+Output = Annotated[
+    Path, typer.Option(help="Folder of the trained model; a run that was killed goes on where it was.", metavar="PATH")
+]
+Budget = Annotated[int | None, typer.Option(help="Budget that the model is trained for; the preset's if left out.")]
+Steps = Annotated[int | None, typer.Option(help="Updates of the weights; short for the setting of this name.")]
+Settings = Annotated[str, typer.Option(help='JSON of training settings, such as {"lora_rank": 0}.', metavar="JSON")]
+
+
+def train(
+    data: Data,
+    output: Output,
+    model: ModelFolder = None,
+    attention_backend: AttentionBackend = "unique",
+    budget_tokens: Budget = None,
+    additional_config: AdditionalConfig = "{}",
+    steps: Steps = None,
+    settings: Settings = "{}",
+    device: Device = None,
+) -> None:
+    """Fine-tune a model with the pages that it will be served with.
+
+    Prompts attend densely, and what follows them to exactly the pages that a server reads, by the statistics that it
+    keeps; the model learns to say what it says when it reads everything. The trained model is served with what it was
+    trained with by itself: the settings are in its config.json.
+    """
+    require_extra("train", _EXTRA)
+    # Imported late: bad input need not wait for it.
+    from vllm_sparse_plugin.tools.training.attention import ServedSelection
+    from vllm_sparse_plugin.tools.training.data import pack, read_documents
+    from vllm_sparse_plugin.tools.training.settings import parse_settings
+    from vllm_sparse_plugin.tools.training.trainer import CURVES, Run, Trainer
+
+    folder = find_model(model)
+    values = parse_additional_config(settings, "settings")
+    chosen = parse_settings(values | ({"steps": steps} if steps is not None else {}))
+    given = parse_additional_config(additional_config).get(KEY) or {}
+    preset = find_preset(attention_backend)
+    resolved = resolve(given, preset)
+    if budget_tokens is not None:
+        selection = dict(given.get("selection") or {}) | {"budget_tokens": budget_tokens}
+        resolved = resolve(dict(given) | {"selection": selection}, preset)
+    served = ServedSelection.of(resolved)
+    section = section_of(resolved)
+    section["selection"]["statistics"] = served.selection.statistics
+    limit, layers = model_limits(folder)
+    if served.first_dense_layers >= layers:
+        raise ConfigurationError(
+            f"{KEY}.first_dense_layers: got {served.first_dense_layers}, allowed for training: less than the model's "
+            f"{layers} layers"
+        )
+    if chosen.sequence_tokens > limit:
+        raise ConfigurationError(
+            f"settings.sequence_tokens: got {chosen.sequence_tokens}, allowed: the model's {limit}"
+        )
+    tokenizer = open_tokenizer(folder)
+    decoded_tokens = chosen.decoded_tokens if chosen.dense_prompts else None
+    rows = pack(read_documents(data, tokenizer), chosen.sequence_tokens, chosen.seed, decoded_tokens)
+    if not rows:
+        raise ConfigurationError(
+            f"data: got {str(data)!r}, whose prompts fill rows of {chosen.sequence_tokens} tokens, allowed: a "
+            "completion or more that begins in one"
+        )
+    longest, whole = max(max(row.packing.lengths) for row in rows), served.mask(None).whole_tokens
+    # The text's own loss has no weight: nothing would be learned but rounding.
+    if chosen.distillation == 1 and longest <= whole:
+        raise ConfigurationError(
+            f"data: got documents of up to {longest} tokens, allowed: some of more than {whole}, since the selection "
+            "reads shorter ones whole"
+        )
+    digest = hashlib.sha256(data.read_bytes()).hexdigest()[:16]
+    run = Run(folder, output, served, section, chosen, describe_run(folder, packages=tuple(_EXTRA)), digest)
+    console = Console()
+    trainer = Trainer(run, rows, tokenizer, device or default_device())
+    with console.status("Training") as status:
+        trainer.train(lambda row: _report(row, console, status))
+    console.print(f"The model is in {output}, its curves in {output / CURVES}.", highlight=False, soft_wrap=True)
+    console.print(
+        f"Serve it: vllm serve {output} --attention-backend {attention_backend}", highlight=False, soft_wrap=True
+    )
+
+
+def _report(row: dict[str, Any], console: Console, status: Any) -> None:
+    if "objective" in row:
+        mask = "hard mask" if row["temperature"] is None else f"T {row['temperature']:.3g}"
+        status.update(
+            f"Step {row['step']}: objective {row['objective']:.4f}, {mask}, {row['tokens_per_second']:,.0f} tokens/s"
+        )
+        return
+    console.print(
+        f"step {row['step']}: held-out loss dense {row['dense_loss']:.4f}, as served {row['served_loss']:.4f}, "
+        f"same likeliest token {row['agreement']:.1%}",
+        highlight=False,
+    )

@@ -1,0 +1,1 @@
+"""Selections and attention sinks of a model, measured in a forward pass."""

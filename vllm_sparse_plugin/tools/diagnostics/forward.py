@@ -1,0 +1,218 @@
+"""Captures queries, keys and values of a model's forward pass, and measures what a policy selects of them.
+
+The pass runs in transformers with dense attention everywhere, so every selection is judged by itself: earlier ones have
+not changed what a layer sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from sparse_kernels.batch import Softmax
+from sparse_kernels.page_statistics import update_page_statistics
+from sparse_kernels.paging import PagedTensor
+
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.metrics.quality import Context, Quality, measure
+
+if TYPE_CHECKING:
+    from vllm_sparse_plugin.policies import Selection
+
+SINK_MASS = 0.5
+"""Attention weight on token 0, the mean over a group's heads, from which the group is called a sink group. The paper
+says that it is a little more than 0.4; how a group's heads are put together did not survive in its text."""
+
+
+@dataclass(frozen=True)
+class LayerInputs:
+    """What one layer's attention saw of one prompt."""
+
+    query: torch.Tensor
+    """`[num_queries, num_kv_heads, group_size, head_size]`, the newest tokens."""
+    keys: torch.Tensor
+    """`[num_kv_heads, num_tokens, head_size]`, with positions."""
+    values: torch.Tensor
+    """`[num_kv_heads, num_tokens, head_size]`."""
+    scale: float
+    """Factor of the logits."""
+
+    def weights(self, window: int | None = None) -> torch.Tensor:
+        """Returns attention weights: `[num_queries, num_kv_heads, group_size, num_tokens]` float32.
+
+        Args:
+            window: newest tokens that each query attends to; all of them if left out.
+        """
+        logits = torch.einsum("qhgd,hnd->qhgn", self.query.float(), self.keys.float()) * self.scale
+        token, context = torch.arange(self.keys.shape[1], device=logits.device), self.context_lens[:, None, None, None]
+        hidden = token >= context
+        if window:
+            hidden = hidden | (token < context - window)
+        return logits.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+
+    @property
+    def context_lens(self) -> torch.Tensor:
+        """Tokens that each query attends to, itself included: `[num_queries]` int64."""
+        tokens, queries = self.keys.shape[1], self.query.shape[0]
+        return torch.arange(tokens - queries + 1, tokens + 1, device=self.keys.device)
+
+
+Skip = Callable[[int, LayerInputs], torch.Tensor]
+"""Takes the index of a layer and what it sees, and gives the groups that are skipped: `[num_queries, num_kv_heads]`
+bool."""
+
+
+class Decoded(NamedTuple):
+    """What comes of decoding given tokens."""
+
+    layers: list[LayerInputs | None]
+    """What the attention of every layer saw; None for one of sliding-window attention."""
+    predictions: list[int]
+    """The likeliest token after each."""
+
+
+class CapturingModel:
+    """A model of transformers whose attention layers hand over what they see."""
+
+    def __init__(self, folder: Path, device: str) -> None:
+        """Load a model.
+
+        Args:
+            folder: the model's.
+            device: torch's name of the device.
+
+        Raises:
+            ConfigurationError: if transformers cannot load the model; when it runs, if its attention is of a form that
+                is not reproduced here.
+        """
+        from transformers import AttentionInterface, AutoModelForCausalLM
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+        # Every model has a name of its own, because transformers fetches the function by its name at every call.
+        attention = f"vllm_sparse_capture_{id(self)}"
+        AttentionInterface.register(attention, self._attend)
+        try:
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                folder, attn_implementation=attention, dtype=torch.bfloat16
+            )
+            model.to(device).eval()
+        except (OSError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigurationError(f"model: got {folder.name!r} ({reason}), allowed: one of transformers") from None
+        self._model = model
+        self._device = device
+        self._name = folder.name
+        self._layers: list[LayerInputs | None] = []
+        self._newest = 0
+        self._skip: Skip | None = None
+
+    def run(self, tokens: list[int], queries: int) -> list[LayerInputs | None]:
+        """Run one text.
+
+        Args:
+            tokens: its ids.
+            queries: newest tokens whose queries are kept.
+
+        Returns:
+            The layers in order, None for one of sliding-window attention.
+        """
+        self._forward(tokens, queries, None, use_cache=False, logits_to_keep=1)
+        return list(self._layers)
+
+    def prefill(self, tokens: list[int]) -> Any:
+        """Run the beginning of a text, densely; returns transformers' cache of it."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self._model.config)
+        self._forward(tokens, 1, None, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return cache
+
+    def decode(self, cache: Any, tokens: list[int], skip: Skip | None = None) -> Decoded:
+        """Run the rest of a text as if its tokens were decoded one by one; the cache stays as it was.
+
+        Args:
+            cache: of the beginning.
+            tokens: ids of the rest.
+            skip: says of a layer which of its groups have an output of zero.
+        """
+        logits = self._forward(tokens, len(tokens), skip, past_key_values=cache, use_cache=True)
+        cache.crop(-len(tokens))
+        return Decoded(list(self._layers), logits[0].argmax(dim=-1).tolist())
+
+    def _forward(self, tokens: list[int], newest: int, skip: Skip | None, **options: Any) -> torch.Tensor:
+        self._newest, self._skip = newest, skip
+        self._layers.clear()
+        with torch.inference_mode():
+            logits: torch.Tensor = self._model(torch.tensor([tokens], device=self._device), **options).logits
+        return logits
+
+    def _attend(self, module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        if kwargs.get("s_aux") is not None or kwargs.get("softcap"):
+            raise ConfigurationError(
+                f"model: got {self._name!r} with learned attention sinks or capped logits, allowed: models without; "
+                "diagnostics.sample_every measures all on a server"
+            )
+        # Queries go from [query heads, queries, size] to [queries, KV heads, group, size].
+        newest = query[0, :, -self._newest :].unflatten(0, (key.shape[1], -1)).permute(2, 0, 1, 3).contiguous()
+        window = kwargs.get("sliding_window")
+        inputs = LayerInputs(newest, key[0], value[0], kwargs.get("scaling") or query.shape[-1] ** -0.5)
+        self._layers.append(None if window else inputs)
+        if query.shape[2] == key.shape[2]:
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        output = torch.einsum("qhgn,hnd->qhgd", inputs.weights(window), value[0].float())
+        if self._skip is not None and not window:
+            output[self._skip(len(self._layers) - 1, inputs)] = 0
+        return output.flatten(1, 2).to(query.dtype)[None], None
+
+
+class PagedLayer:
+    """A layer's inputs in a paged cache with a policy's statistics, as a server has them."""
+
+    def __init__(self, layer: LayerInputs, selection: Selection) -> None:
+        self.layer = layer
+        self.selection = selection
+        head_size, dtype = layer.keys.shape[2], layer.keys.dtype
+        layout = selection.statistics_layout(head_size, dtype.itemsize)
+        block_size = math.lcm(selection.page_size, layout.unit_tokens if layout else 1)
+        keys = in_blocks(layer.keys, block_size, selection.page_size)
+        self.paged_keys = keys
+        self.paged_values = in_blocks(layer.values, block_size, selection.page_size)
+        blocks, heads = keys.view.shape[:2]
+        device = layer.keys.device
+        self.block_table = torch.arange(blocks, device=device).expand(len(layer.query), -1)
+        self.statistics = self.summaries = None
+        if layout is not None:
+            rows = torch.zeros(blocks, heads, layout.rows(block_size), 2 * head_size, dtype=dtype, device=device)
+            self.statistics = layout.views(rows, block_size)
+            page = torch.arange(layer.keys.shape[1] // selection.page_size, device=device)
+            update_page_statistics(keys, self.statistics, page // keys.pages_per_block, page % keys.pages_per_block)
+            if layout.kind.codes is not None:
+                self.summaries = [self.statistics.summaries(self.block_table[0])[0]]
+
+    def quality(self, selection: Selection | None = None) -> Quality:
+        """Measures what the selection gets of dense attention.
+
+        Args:
+            selection: one that differs in its budget from the one whose statistics these are.
+        """
+        layer, selection = self.layer, selection or self.selection
+        num_pages = layer.context_lens // selection.page_size
+        pages = selection.select(layer.query, self.statistics, self.block_table, num_pages)
+        context = Context([layer.keys], [layer.values], self.summaries)
+        return measure(
+            layer.query, context, layer.context_lens, pages, selection.page_size, Softmax(layer.scale),
+            selection.page_selection(),
+        )  # fmt: skip
+
+
+def in_blocks(rows: torch.Tensor, block_size: int, page_size: int) -> PagedTensor:
+    """Puts rows `[num_kv_heads, num_tokens, head_size]` in as many blocks as they fill, one after the other."""
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[1] % block_size))
+    return PagedTensor.from_rows(padded.unflatten(1, (-1, block_size)).transpose(0, 1), page_size)

@@ -1,0 +1,212 @@
+"""What answers questions, and a server with OpenAI's completions API that does."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from openai import APIConnectionError, APIStatusError, DefaultHttpxClient, OpenAI, OpenAIError
+from pydantic import ValidationError
+
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.eval import FORCED_TOKENS_ARGUMENT, FORCED_TOKENS_PROCESSOR
+from vllm_sparse_plugin.tools.eval.fidelity import ALTERNATIVES, Prediction, keep_likely
+
+_ANSWER_SECONDS = 3600
+_ADDRESS = "the address of an OpenAI-compatible server"
+_FAILURES = (OpenAIError, ValueError, TypeError, AttributeError, LookupError)
+"""What the client raises: its own errors, and whatever comes of an answer in another shape."""
+_TOKEN_ID = "token_id:"
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+class EndpointError(RuntimeError):
+    """A server or engine failed; the message says what it did, such as `did not answer`."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One completion, greedy."""
+
+    prompt: list[int]
+    """Token ids that are prefilled."""
+    forced: list[int]
+    """Token ids that are decoded first, whatever the model would say."""
+    answer_tokens: int
+    """Tokens to decode freely after those, at most."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came back."""
+
+    answer: str | list[int]
+    """What the model said after the forced tokens: text, or token ids where text would begin with the forced ones."""
+    logprobs: list[float]
+    """Log probabilities of the forced tokens, if nothing else was asked for."""
+    seconds: float
+    predictions: tuple[Prediction, ...] = ()
+    """What the model expected at each forced token, if nothing else was asked for."""
+    kv_read_share: float | None = None
+    """Share of the cached keys and values that the decode steps read, if the endpoint can tell."""
+
+
+class Endpoint(Protocol):
+    """A model that completes prompts."""
+
+    def complete(self, requests: Iterable[Request]) -> Iterator[Reply]:
+        """Answer requests, in their order.
+
+        Raises:
+            EndpointError: if it cannot.
+        """
+        ...
+
+
+class Server:
+    """A server with OpenAI's completions API."""
+
+    def __init__(self, client: OpenAI, model: str | None, concurrency: int) -> None:
+        """Find the model: the only one that the server has, unless it is named.
+
+        Raises:
+            ConfigurationError: if the server does not answer or has no such model.
+        """
+        self._client, self._concurrency = client, concurrency
+        url = str(client.base_url)
+        try:
+            served = {str(each.id): each for each in client.models.list() if each.id}
+        except _FAILURES as error:
+            raise ConfigurationError(f"base_url: got {url!r} ({_reason(error)}), allowed: {_ADDRESS}") from None
+        if model is None and len(served) == 1:
+            (model,) = served
+        if model not in served:
+            raise ConfigurationError(f"model: got {model!r}, allowed at {url}: {', '.join(served) or 'nothing'}")
+        self.model: str = model
+        """Its name at the server."""
+        self.max_model_len: int | None = (served[model].model_extra or {}).get("max_model_len")
+        """Most tokens of prompt and answer together, if the server says."""
+
+    def version(self) -> str | None:
+        """Return the version of vLLM that serves, None where another program does."""
+        url = str(self._client.base_url).rstrip("/").removesuffix("/v1") + "/version"
+        with suppress(*_FAILURES):
+            return str(self._client.get(url, cast_to=dict[str, str])["version"])
+        return None
+
+    def complete(self, requests: Iterable[Request]) -> Iterator[Reply]:
+        """Answer with a few requests under way at a time; more are made ready meanwhile."""
+        waiting: deque[Future[Reply]] = deque()
+        remaining = iter(requests)
+        pool = ThreadPoolExecutor(self._concurrency)
+        try:
+            while True:
+                for request in islice(remaining, 2 * self._concurrency - len(waiting)):
+                    waiting.append(pool.submit(self._complete, request))
+                if not waiting:
+                    return
+                yield waiting.popleft().result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _complete(self, request: Request) -> Reply:
+        scored = request.answer_tokens == 0
+        extra: dict[str, Any] = {"logprobs": ALTERNATIVES, "return_tokens_as_token_ids": True} if scored else {}
+        if request.forced:
+            # Without `min_tokens` a forced token could end the request.
+            arguments = {FORCED_TOKENS_ARGUMENT: request.forced}
+            extra |= {"vllm_xargs": arguments, "min_tokens": len(request.forced), "return_token_ids": True}
+        begin = time.perf_counter()
+        try:
+            completion = self._client.completions.create(
+                model=self.model,
+                prompt=request.prompt,
+                temperature=0,
+                max_tokens=len(request.forced) + request.answer_tokens,
+                extra_body=extra,
+            )
+            choice = completion.choices[0]
+            text, token_ids = str(choice.text), list((choice.model_extra or {}).get("token_ids") or [])
+            logprobs = list(choice.logprobs.token_logprobs or []) if scored and choice.logprobs else []
+            top = choice.logprobs.top_logprobs or [] if scored and choice.logprobs else []
+            predictions = tuple(keep_likely(_by_id(alternatives)) for alternatives in top)
+        except _FAILURES as error:
+            raise EndpointError(f"did not answer a question ({_reason(error)})") from None
+        seconds = time.perf_counter() - begin
+        if not request.forced:
+            return Reply(text, [], seconds)
+        answer = after_forced(request, token_ids)
+        return Reply(answer, check_logprobs(request, logprobs), seconds, predictions)
+
+
+def connect(base_url: str, api_key: str) -> OpenAI:
+    """Return a client that waits long for an answer.
+
+    Raises:
+        ConfigurationError: if the address is none.
+    """
+    try:
+        # A proxy of the environment must not see local requests.
+        local = urlsplit(base_url).hostname in _LOCAL_HOSTS
+    except ValueError as error:
+        raise ConfigurationError(f"base_url: got {base_url!r} ({error}), allowed: {_ADDRESS}") from None
+    return OpenAI(
+        base_url=base_url,
+        api_key=api_key,
+        timeout=_ANSWER_SECONDS,
+        http_client=DefaultHttpxClient(trust_env=not local),
+    )
+
+
+def after_forced(request: Request, token_ids: list[int]) -> list[int]:
+    """Return what follows the forced tokens.
+
+    Raises:
+        EndpointError: if they were not forced.
+    """
+    count = len(request.forced)
+    if token_ids[:count] != request.forced:
+        raise EndpointError(f"does not force tokens; start it with --logits-processors {FORCED_TOKENS_PROCESSOR}")
+    return token_ids[count:]
+
+
+def check_logprobs(request: Request, logprobs: list[float]) -> list[float]:
+    """Return the log probabilities of the forced tokens.
+
+    Raises:
+        EndpointError: if they are missing, or those of a distribution with nothing but the forced token.
+    """
+    if request.answer_tokens == 0 and (len(logprobs) != len(request.forced) or not any(logprobs)):
+        raise EndpointError("does not return the model's log probabilities; start it with --logprobs-mode raw_logprobs")
+    return logprobs
+
+
+def _by_id(alternatives: Mapping[str, float]) -> dict[int, float]:
+    """Log probabilities by token id, of a server that writes tokens as `token_id:7`."""
+    return {int(token.removeprefix(_TOKEN_ID)): value for token, value in alternatives.items()}
+
+
+def _reason(error: Exception) -> str:
+    if not isinstance(error, OpenAIError):
+        return "not what OpenAI's interface answers"
+    if isinstance(error, APIConnectionError):
+        return first_line(error.__cause__ or error)
+    if isinstance(error, APIStatusError):
+        message = error.message
+        with suppress(AttributeError, KeyError, TypeError):
+            message = error.body["message"]  # type: ignore[index]
+        return f"HTTP {error.status_code}: {' '.join(message.split())}"
+    return first_line(error)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the reason that an error gives, on one line."""
+    text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+    return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)

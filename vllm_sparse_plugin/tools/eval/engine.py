@@ -1,0 +1,115 @@
+"""An engine of vLLM in this process, as an endpoint."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from vllm import LLM, SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+
+from vllm_sparse_plugin.config import trained_section
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.eval import FORCED_TOKENS_ARGUMENT, FORCED_TOKENS_PROCESSOR
+from vllm_sparse_plugin.tools.eval.endpoints import (
+    EndpointError,
+    Reply,
+    Request,
+    after_forced,
+    check_logprobs,
+    first_line,
+)
+from vllm_sparse_plugin.tools.eval.fidelity import ALTERNATIVES, keep_likely
+from vllm_sparse_plugin.tools.eval.reading import COUNT_METHOD, COUNTING_WORKER, ReadShare, Totals, resolve_arguments
+
+
+class Engine:
+    """An engine of vLLM in this process."""
+
+    def __init__(self, model: str, arguments: dict[str, Any], most_tokens: int, forcing: bool, batch: int) -> None:
+        """Start it.
+
+        Args:
+            model: folder or name.
+            arguments: of `vllm.LLM`.
+            most_tokens: of the longest prompt and answer.
+            forcing: whether requests will have forced tokens.
+            batch: requests that are handed over together.
+
+        Raises:
+            ConfigurationError: if the model is too short, or vLLM refuses the arguments.
+            EndpointError: if the engine does not start.
+        """
+        # As the servers that other commands start; vLLM's CPU build would take nearly all memory.
+        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
+        defaults: dict[str, Any] = {"max_model_len": most_tokens}
+        if forcing:
+            defaults["logits_processors"] = [FORCED_TOKENS_PROCESSOR]
+        try:
+            model_config = EngineArgs(model=model, **arguments).create_model_config()
+            if model_config.max_model_len < most_tokens:
+                raise ConfigurationError(
+                    f"context: got {most_tokens} tokens, allowed: at most the model's {model_config.max_model_len}"
+                )
+            self._share = ReadShare(
+                resolve_arguments(arguments, trained_section(model_config.hf_config)),
+                model_config.get_total_num_hidden_layers(),
+                model_config.get_head_size(),
+            )
+            self._counts = self._share.is_counted and "worker_extension_cls" not in arguments
+            if self._counts:
+                defaults["worker_extension_cls"] = COUNTING_WORKER
+            self._llm = LLM(model=model, **(defaults | arguments))
+        except (TypeError, ValueError, OSError) as error:
+            raise ConfigurationError(
+                f"in_process: got {model!r} with {arguments} ({first_line(error):.160}), allowed: what vLLM serves"
+            ) from None
+        except ConfigurationError:
+            raise
+        except RuntimeError as error:
+            raise EndpointError(f"did not start ({first_line(error)})") from None
+        self._batch = batch
+
+    def complete(self, requests: Iterable[Request]) -> Iterator[Reply]:
+        """Answer one batch after the other; each takes the whole batch's time, and has its share of KV read."""
+        remaining = iter(requests)
+        while batch := list(islice(remaining, self._batch)):
+            sampling = [
+                SamplingParams(
+                    temperature=0,
+                    max_tokens=len(request.forced) + request.answer_tokens,
+                    min_tokens=len(request.forced),
+                    logprobs=ALTERNATIVES if request.answer_tokens == 0 else None,
+                    extra_args={FORCED_TOKENS_ARGUMENT: request.forced} if request.forced else None,
+                )
+                for request in batch
+            ]
+            prompts: Any = [{"prompt_token_ids": request.prompt} for request in batch]
+            try:
+                counted = self._counted()
+                begin = time.perf_counter()
+                outputs = self._llm.generate(prompts, sampling, use_tqdm=False)
+                seconds = time.perf_counter() - begin
+                counted_after = self._counted()
+            except (RuntimeError, ValueError) as error:
+                raise EndpointError(f"did not answer a question ({first_line(error)})") from None
+            for request, output in zip(batch, outputs, strict=True):
+                said = output.outputs[0]
+                token_ids = list(said.token_ids)
+                answer = after_forced(request, token_ids)
+                alternatives = [{token: each.logprob for token, each in at.items()} for at in said.logprobs or []]
+                logprobs = [at[token] for token, at in zip(token_ids, alternatives, strict=False)]
+                predictions = tuple(map(keep_likely, alternatives))
+                share = self._share.of(len(request.prompt) + len(request.forced), counted, counted_after)
+                yield Reply(answer, check_logprobs(request, logprobs), seconds, predictions, share)
+
+    def close(self) -> None:
+        """Ends the engine's processes. Left to the end of the interpreter, it waits for them for ever on a GPU."""
+        self._llm.llm_engine.engine_core.shutdown()
+
+    def _counted(self) -> list[Totals]:
+        """What the kernels of each worker have counted until now; empty where nothing is counted."""
+        return self._llm.collective_rpc(COUNT_METHOD) if self._counts else []

@@ -1,0 +1,288 @@
+"""Tables and plots of result files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Column, Table
+
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.eval.fidelity import agreement, overlap
+from vllm_sparse_plugin.tools.eval.items import NLL, TEXT_TASKS
+from vllm_sparse_plugin.tools.eval.results import Result, ResultFile
+from vllm_sparse_plugin.tools.eval.statistics import Difference, Estimate, estimate_difference, estimate_mean
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+PLOT_SUFFIXES = (".png", ".svg")
+_ALL = "all"
+_COLUMNS = 4
+Place = tuple[str, int]
+"""A task and a context in tokens."""
+
+
+def estimates(results: Sequence[Result]) -> dict[Place, Estimate]:
+    """Estimate the mean of each task and context, and of all scores of a context where it has several tasks.
+
+    The values of perplexity are perplexities.
+    """
+    found: dict[Place, Estimate] = {}
+    for place, part in _places(results).items():
+        estimate = estimate_mean([result.score for result in part])
+        if part[0].metric == NLL:
+            estimate = Estimate(_exp(estimate.value), _exp(estimate.low), _exp(estimate.high), estimate.count)
+        found[place] = estimate
+    return found
+
+
+def differences(first: ResultFile, second: ResultFile) -> dict[Place, Difference]:
+    """Estimate how much larger the second's scores are on the items that both have.
+
+    The values of perplexity are ratios of perplexities.
+
+    Raises:
+        ConfigurationError: if they have no item in common, or one whose prompt or answer differs.
+    """
+    shared = [name for name in first.results if name in second.results]
+    for name in shared:
+        if first.results[name].digest != second.results[name].digest:
+            raise ConfigurationError(
+                f"results: got {str(first.path)!r} and {str(second.path)!r}, whose item {name} differs, allowed: "
+                "runs with the same tokenizer, seed and files"
+            )
+    if not shared:
+        raise ConfigurationError(
+            f"results: got {str(first.path)!r} and {str(second.path)!r} without an item in common, allowed: runs of "
+            "the same tasks and contexts"
+        )
+    found: dict[Place, Difference] = {}
+    for place, part in _places([first.results[name] for name in shared]).items():
+        scores = [[held.results[result.id].score for result in part] for held in (first, second)]
+        difference = estimate_difference(*scores)
+        if part[0].metric == NLL:
+            low, high = _exp(difference.low), _exp(difference.high)
+            difference = Difference(_exp(difference.value), low, high, difference.p_value, difference.count)
+        found[place] = difference
+    return found
+
+
+def read_shares(results: Sequence[Result]) -> dict[Place, float]:
+    """Mean share of the cached keys and values read, of each task and context where every answer has one."""
+    shares: dict[Place, float] = {}
+    for place, part in _places(results).items():
+        known = [result.kv_read_share for result in part if result.kv_read_share is not None]
+        if len(known) == len(part):
+            shares[place] = sum(known) / len(known)
+    return shares
+
+
+def score_table(files: Sequence[ResultFile]) -> Table:
+    """Return a row for each task and context, with the score and its interval in each file.
+
+    A file whose engine could tell has the share of the KV cache that was read beside its score.
+    """
+    found = [estimates(list(file.results.values())) for file in files]
+    shares = [read_shares(list(file.results.values())) for file in files]
+    table = Table(Column("task", no_wrap=True), title="Mean scores and perplexities, with intervals of 95 %")
+    for heading in ("context", "items"):
+        table.add_column(heading, justify="right")
+    for file, of_file in zip(files, shares, strict=True):
+        table.add_column(_heading(file), justify="right")
+        if of_file:
+            table.add_column("KV read", justify="right")
+    for place in _order(found):
+        cells = []
+        for scores, of_file in zip(found, shares, strict=True):
+            cells.append(_interval(scores[place]) if place in scores else "-")
+            if of_file:
+                cells.append(f"{of_file[place]:.1%}" if place in of_file else "-")
+        counts = {scores[place].count for scores in found if place in scores}
+        table.add_row(
+            place[0], f"{place[1]:,}", "/".join(map(str, sorted(counts))), *cells, end_section=place[0] == _ALL
+        )
+    return table
+
+
+def difference_table(first: ResultFile, second: ResultFile) -> Table:
+    """Return a row for each task and context that both files have, with the difference on the same items."""
+    found = differences(first, second)
+    shared = [result for result in first.results.values() if result.id in second.results]
+    before = estimates(shared)
+    after = estimates([second.results[result.id] for result in shared])
+    table = Table(
+        Column("task", no_wrap=True),
+        title=f"{_heading(second)} beside {_heading(first)}, same items; intervals of 95 %; perplexity: the ratio",
+    )
+    for heading in ("context", "items", _heading(first), _heading(second), "difference", "p"):
+        table.add_column(heading, justify="right")
+    for place, difference in found.items():
+        signed = "" if place[0] in TEXT_TASKS else "+"
+        table.add_row(
+            place[0], f"{place[1]:,}", str(difference.count),
+            f"{before[place].value:.3f}", f"{after[place].value:.3f}",
+            _interval(difference, signed), f"{difference.p_value:.3f}",
+            end_section=place[0] == _ALL,
+        )  # fmt: skip
+    return table
+
+
+def fidelity_table(first: ResultFile, second: ResultFile) -> Table | None:
+    """Return how near the next tokens that two runs expect in the same text are, by context; None without such text.
+
+    Each window of text is one sample: positions within a window depend on each other.
+    """
+    pairs = [(result, second.results[name]) for name, result in first.results.items() if name in second.results]
+    pairs = [(one, other) for one, other in pairs if one.predictions and other.predictions]
+    table = Table(
+        Column("context", justify="right"),
+        title=f"Next tokens of {_heading(second)} beside {_heading(first)}, same text; intervals of 95 %",
+    )
+    for heading in ("windows", "positions", "same most likely token", "overlap of the distributions, at least"):
+        table.add_column(heading, justify="right")
+    for context in sorted({one.context_tokens for one, _ in pairs}):
+        here = [(one.predictions, other.predictions) for one, other in pairs if one.context_tokens == context]
+        least = max(min(len(one) for one, _ in here), 2)
+        shares = [estimate_mean([measure(*each) for each in here], least) for measure in (agreement, overlap)]
+        positions = sum(len(one) for one, _ in here)
+        table.add_row(f"{context:,}", str(len(here)), str(positions), *map(_interval, shares))
+    return table if pairs else None
+
+
+def plot_scores(files: Sequence[ResultFile], path: Path) -> None:
+    """Draw scores against context: a panel for each task, a line for each file, bars for the intervals.
+
+    Raises:
+        ConfigurationError: if the picture cannot be written.
+    """
+    found = [(_heading(file), estimates(list(file.results.values()))) for file in files]
+    places = _order([each for _, each in found])
+    tasks = list(dict.fromkeys(task for task, _ in places))
+    contexts = sorted({context for _, context in places})
+    figure, panels = _panels(len(tasks))
+    for panel, task in zip(panels, tasks, strict=False):
+        for i, (label, each) in enumerate(found):
+            here = [(contexts.index(context), each[name, context]) for name, context in each if name == task]
+            shift = 0.08 * (i - (len(found) - 1) / 2)
+            _bars(panel, [(place + shift, estimate) for place, estimate in here], f"C{i}", label)
+        panel.set_xticks(range(len(contexts)), [_tokens(context) for context in contexts])
+        panel.set_xlim(-0.5, len(contexts) - 0.5)
+        if task not in TEXT_TASKS:
+            panel.set_ylim(-0.04, 1.04)
+        panel.set_title(task, fontsize=9)
+        panel.grid(alpha=0.3)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper left", ncols=3, frameon=False, fontsize=8)
+    figure.supxlabel("context, tokens", fontsize=9)
+    save_figure(figure, path)
+
+
+def plot_differences(first: ResultFile, second: ResultFile, path: Path) -> None:
+    """Draw the difference of each task and context with its interval.
+
+    Raises:
+        ConfigurationError: as `differences`, or if the picture cannot be written.
+    """
+    from matplotlib.figure import Figure
+
+    found = {place: each for place, each in differences(first, second).items() if place[0] not in TEXT_TASKS}
+    if not found:
+        raise ConfigurationError("plot: got perplexity alone, allowed: tasks with scores")
+    figure = Figure(figsize=(6, 1 + 0.28 * len(found)), layout="constrained")
+    panel = figure.subplots()
+    for i, difference in enumerate(found.values()):
+        low, high = max(difference.low, -1.0), min(difference.high, 1.0)
+        panel.plot([low, high], [i, i], color="C0")
+        panel.plot([difference.value], [i], color="C0", marker="o", markersize=4)
+    panel.axvline(0, color="black", linewidth=0.8)
+    panel.set_yticks(range(len(found)), [f"{task} {_tokens(context)}" for task, context in found], fontsize=8)
+    panel.invert_yaxis()
+    panel.set_xlabel(f"mean score of {_heading(second)} minus that of {_heading(first)}", fontsize=8)
+    panel.grid(alpha=0.3, axis="x")
+    save_figure(figure, path)
+
+
+def check_plot(path: Path | None) -> None:
+    """Refuse a picture that could not be drawn, before anything is computed.
+
+    Raises:
+        ConfigurationError: for a name with another ending.
+    """
+    if path is not None and path.suffix not in PLOT_SUFFIXES:
+        raise ConfigurationError(f"plot: got {str(path)!r}, allowed: a name that ends in {' or '.join(PLOT_SUFFIXES)}")
+
+
+def _places(results: Sequence[Result]) -> dict[Place, list[Result]]:
+    """Results by task and context, and those of all tasks of a context with scores."""
+    found: dict[Place, list[Result]] = {}
+    for context in sorted({result.context_tokens for result in results}):
+        here = [result for result in results if result.context_tokens == context]
+        for task in dict.fromkeys(result.task for result in here):
+            found[task, context] = [result for result in here if result.task == task]
+        scored = [result for result in here if result.metric != NLL]
+        if len({result.task for result in scored}) > 1:
+            found[_ALL, context] = scored
+    return found
+
+
+def _order(found: Sequence[dict[Place, Estimate]]) -> list[Place]:
+    """The places of several files, by context, those of all tasks last."""
+    places = dict.fromkeys(place for each in found for place in each)
+    return sorted(places, key=lambda place: (place[1], place[0] == _ALL))
+
+
+def _panels(count: int) -> tuple[Figure, list[Axes]]:
+    from matplotlib.figure import Figure
+
+    columns = min(count, _COLUMNS)
+    rows = math.ceil(count / columns)
+    figure = Figure(figsize=(2.6 * columns + 0.6, 2 * rows + 0.8), layout="constrained")
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for panel in panels[count:]:
+        panel.set_visible(False)
+    return figure, panels
+
+
+def _bars(panel: Axes, found: list[tuple[float, Estimate]], color: str, label: str) -> None:
+    places = [place for place, _ in found]
+    values = [estimate.value for _, estimate in found]
+    known = [(place, each) for place, each in found if math.isfinite(each.low) and math.isfinite(each.high)]
+    panel.vlines(
+        [place for place, _ in known], [each.low for _, each in known], [each.high for _, each in known], color
+    )
+    panel.plot(places, values, marker="o", markersize=4, color=color, label=label)
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write a picture.
+
+    Raises:
+        ConfigurationError: if it cannot be written.
+    """
+    try:
+        figure.savefig(path, dpi=150, bbox_inches="tight")
+    except OSError as error:
+        raise ConfigurationError(
+            f"plot: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
+        ) from None
+
+
+def _heading(file: ResultFile) -> str:
+    return f"{file.label}, from the question" if file.settings["decode_from"] == "question" else file.label
+
+
+def _interval(found: Estimate | Difference, sign: str = "") -> str:
+    if not (math.isfinite(found.low) and math.isfinite(found.high)):
+        return f"{found.value:{sign}.3f} [-]"
+    return f"{found.value:{sign}.3f} [{found.low:{sign}.3f}, {found.high:{sign}.3f}]"
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < math.inf else value
+
+
+def _tokens(count: int) -> str:
+    return f"{count // 1024}K" if count % 1024 == 0 else str(count)

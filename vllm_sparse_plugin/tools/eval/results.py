@@ -1,0 +1,188 @@
+"""Asking items, and the file of their results: JSON lines that a later run goes on with."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+from rich.console import Console
+
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.eval.endpoints import Endpoint, Request
+from vllm_sparse_plugin.tools.eval.items import NLL, Item, PlannedItem, Prompter
+from vllm_sparse_plugin.tools.eval.progress import show_progress
+
+DECODE_FROM = ("prompt", "question")
+"""Where decoding begins: after the whole prompt, or at the question, whose tokens are then forced."""
+_ALLOWED = "a file of `vllm-sparse eval`"
+
+
+class Result(BaseModel):
+    """One answer."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    id: str
+    task: str
+    context_tokens: int
+    prompt_tokens: int
+    """Tokens of context and question."""
+    forced_tokens: int
+    """How many of them were decoded one by one."""
+    digest: str
+    """Of the prompt and the right answers."""
+    answers: tuple[str, ...]
+    completion: str
+    metric: str
+    score: float
+    """From 0 to 1; for the metric `nll` the mean negative log likelihood of the forced tokens in nats."""
+    seconds: float
+    predictions: tuple[dict[int, float], ...] = ()
+    """For the metric `nll`: log probabilities of the likeliest tokens at each forced one, by token id."""
+    kv_read_share: float | None = None
+    """Share of the cached keys and values that the decode steps of the answer's batch read, over all layers and KV
+    heads, where the endpoint can tell; see `eval.reading`."""
+
+
+@dataclass(frozen=True)
+class ResultFile:
+    """What a file holds."""
+
+    path: Path
+    settings: dict[str, Any]
+    results: dict[str, Result] = field(default_factory=dict)
+    """By item, in order."""
+
+    @property
+    def label(self) -> str:
+        """What the run was called."""
+        return str(self.settings["label"])
+
+
+def ask(
+    endpoint: Endpoint,
+    planned: Sequence[PlannedItem],
+    decode_from: str,
+    prompter: Prompter,
+    score: Callable[[Item, str], float],
+    console: Console,
+    title: str,
+) -> Iterator[Result]:
+    """Ask items in order, show how far it is, and yield their results.
+
+    Text for perplexity is always decoded: prefill is dense whatever the backend.
+
+    Raises:
+        EndpointError: if the endpoint fails.
+        ConfigurationError: if an item cannot be built.
+    """
+    asked: deque[tuple[Item, Request]] = deque()
+
+    def requests() -> Iterator[Request]:
+        for each in planned:
+            item = each.build()
+            forced = item.question if decode_from == "question" or item.metric == NLL else []
+            prompt = item.context if forced else item.context + item.question
+            asked.append((item, Request(prompt, forced, item.answer_tokens)))
+            yield asked[-1][1]
+
+    with show_progress(console, f"{title}: {len(planned)} questions", len(planned)) as advance:
+        scores: list[float] = []
+        for reply in endpoint.complete(requests()):
+            item, request = asked.popleft()
+            completion = reply.answer if isinstance(reply.answer, str) else prompter.decode(reply.answer)
+            if item.metric == NLL:
+                value = -sum(reply.logprobs) / len(reply.logprobs)
+            else:
+                value = score(item, completion)
+                scores.append(value)
+            yield Result(
+                id=item.id,
+                task=item.task,
+                context_tokens=item.context_tokens,
+                prompt_tokens=len(item.context) + len(item.question),
+                forced_tokens=len(request.forced),
+                digest=item.digest,
+                answers=item.answers,
+                completion=completion,
+                metric=item.metric,
+                score=round(value, 6),
+                seconds=round(reply.seconds, 4),
+                predictions=tuple(map(dict, reply.predictions)),
+                kv_read_share=None if reply.kv_read_share is None else round(reply.kv_read_share, 6),
+            )
+            text = f"{title}: {item.task} {item.context_tokens}"
+            text += f", accuracy so far {sum(scores) / len(scores):.2f}" if scores else ""
+            advance(text)
+
+
+def check_results(path: Path, settings: dict[str, Any]) -> ResultFile:
+    """Return what a file holds already, nothing if there is none; a line that a run left half written is dropped.
+
+    Args:
+        path: of the file.
+        settings: everything that results depend on.
+
+    Raises:
+        ConfigurationError: if the file was made with other settings, is no such file or cannot be written.
+    """
+    settings = json.loads(json.dumps(settings))
+    try:
+        with path.open("a+b") as file:
+            file.seek(0)
+            content = file.read()
+            if not content:
+                return ResultFile(path, settings)
+            whole = content.rfind(b"\n") + 1
+            held = _parse(path, content[:whole] or content)
+            file.truncate(whole)
+    except OSError as error:
+        raise ConfigurationError(
+            f"output: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
+        ) from None
+    for name in dict.fromkeys((*settings, *held.settings)):
+        before, now = held.settings.get(name), settings.get(name)
+        if before != now:
+            raise ConfigurationError(
+                f"output: got {str(path)!r} made with {name} {before!r}, allowed: one made with {now!r}, or a new file"
+            )
+    return held
+
+
+def read_results(path: Path) -> ResultFile:
+    """Read a file of results, of one run or of several that went on with it.
+
+    Raises:
+        ConfigurationError: if it is none.
+    """
+    try:
+        return _parse(path, path.read_bytes())
+    except OSError as error:
+        raise ConfigurationError(f"results: got {str(path)!r} ({error.strerror}), allowed: {_ALLOWED}") from None
+
+
+def _parse(path: Path, content: bytes) -> ResultFile:
+    number = 0
+    try:
+        settings: dict[str, Any] | None = None
+        results: dict[str, Result] = {}
+        for number, line in enumerate(content.decode().removesuffix("\n").split("\n"), 1):  # noqa: B007 - used below
+            record = json.loads(line)
+            if "settings" in record:
+                settings = record["settings"]
+            else:
+                result = Result.model_validate(record)
+                results[result.id] = result
+        if settings is None or not isinstance(settings.get("label"), str):
+            raise ValueError("without settings")
+    except (ValueError, TypeError, AttributeError) as error:
+        reason = "an unknown record" if isinstance(error, ValidationError) else str(error)
+        raise ConfigurationError(
+            f"results: got {str(path)!r} (line {number}: {reason:.80}), allowed: {_ALLOWED}"
+        ) from None
+    return ResultFile(path, settings, results)

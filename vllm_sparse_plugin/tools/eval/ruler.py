@@ -1,0 +1,351 @@
+"""RULER's thirteen tasks (arXiv 2404.06654), as generators of our own in the words that needle-8m was trained on.
+
+Sizes, counts, room for answers and scoring are RULER's; its haystack of essays is source code of the standard library
+here. A task is a function that draws what is random and returns how to write the prompt at any size, so that a prompt
+can be made as long as it may be.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
+
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.eval.items import Item, Prompter
+from vllm_sparse_plugin.tools.needles import library_text, longest_fit, made_up_word, magic_needles, with_needles
+
+_NOISE = "The river runs past the mill. Rain falls on the hills. A cart waits at the gate. So the day goes on.\n"
+_CHARS_PER_TOKEN = 8
+_FEWEST_TOKENS_PER_NEEDLE = 8
+_FEWEST_TOKENS_PER_WORD = 2
+_HOPS = 4
+_COMMON_WORDS, _COMMON_COUNT, _UNCOMMON_COUNT = 10, 30, 3
+_TOKENS_PER_CODED_WORD = 50
+_ANSWER = " Answer:"
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A prompt at one size."""
+
+    context: str
+    question: str
+    answers: tuple[str, ...]
+    prefix: str = _ANSWER
+    """Begins the model's answer."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Everything random about a prompt."""
+
+    write: Callable[[int], Draft]
+    """The prompt at a size from 1 on, which is longer the larger the size."""
+    largest: int
+
+
+@dataclass(frozen=True)
+class Task:
+    """One of the thirteen."""
+
+    draw: Callable[[random.Random, int, int], Drawn]
+    """Takes randomness, the size of the context in tokens, and which question of a file to ask."""
+    answer_tokens: int
+    metric: str = "string_match_all"
+
+
+def build_item(task: Task, name: str, prompter: Prompter, context_tokens: int, index: int, seed: int) -> Item:
+    """Return question `index` of a task, as long as prompt and answer together fit `context_tokens`.
+
+    Raises:
+        ConfigurationError: if the context is too small for the task, or a file has too little text for it.
+    """
+    drawn = task.draw(random.Random(f"{seed} {name} {context_tokens} {index}"), context_tokens, index)
+
+    def tokens(size: int) -> int:
+        draft = drawn.write(size)
+        return len(prompter.encode(draft.context + draft.question, draft.prefix))
+
+    limit = context_tokens - task.answer_tokens
+    size = longest_fit(drawn.largest, tokens, limit)
+    if size == 0:
+        raise ConfigurationError(f"context: got {context_tokens} tokens, allowed: more for the task {name}")
+    if size == drawn.largest:
+        raise ConfigurationError(f"{name}: got text for {tokens(size)} tokens, allowed: enough to fill {limit}")
+    draft = drawn.write(size)
+    context, question = prompter.split(draft.context, draft.question, draft.prefix)
+    return Item(
+        id=f"{name}/{context_tokens}/{index}",
+        task=name,
+        context_tokens=context_tokens,
+        context=context,
+        question=question,
+        answers=draft.answers,
+        answer_tokens=task.answer_tokens,
+        metric=task.metric,
+    )
+
+
+def _needles_in_text(
+    rng: random.Random,
+    context_tokens: int,
+    _index: int,
+    *,
+    noise: bool = False,
+    keys: int = 1,
+    values_per_key: int = 1,
+    asked: int = 1,
+    values: str = "number",
+) -> Drawn:
+    """Needles at random depths of a text; all values of some keys are asked for."""
+    size = context_tokens * _CHARS_PER_TOKEN
+    text = _noise(size) if noise else library_text(rng.randrange(1 << 30), size)
+    needles = magic_needles(rng, keys, values=values, values_per_key=values_per_key)
+    order = rng.sample(needles, len(needles))
+    placed = sorted((rng.random(), needle.text) for needle in order)
+    wanted = rng.sample(list(dict.fromkeys(needle.key for needle in needles)), asked)
+    answers = tuple(needle.value for key in wanted for needle in needles if needle.key == key)
+    question = _magic_question(wanted, values, values_per_key)
+
+    def write(size: int) -> Draft:
+        return Draft(_magic_header(values) + with_needles(text[:size], placed), question, answers)
+
+    return Drawn(write, size)
+
+
+def _needles_only(
+    rng: random.Random, context_tokens: int, _index: int, *, keys: str = "words", values: str = "number"
+) -> Drawn:
+    """Nothing but needles, one of which is asked for."""
+    needles = magic_needles(rng, context_tokens // _FEWEST_TOKENS_PER_NEEDLE, keys, values)
+    depth = rng.random()
+
+    def write(size: int) -> Draft:
+        wanted = needles[int(depth * size)]
+        text = "".join(needle.text for needle in needles[:size])
+        return Draft(_magic_header(values) + text, _magic_question([wanted.key], values, 1), (wanted.value,))
+
+    return Drawn(write, len(needles))
+
+
+def _variable_tracking(rng: random.Random, context_tokens: int, _index: int) -> Drawn:
+    """A chain of assignments, spread over a text; all variables with the first one's value are asked for."""
+    size = context_tokens * _CHARS_PER_TOKEN
+    text = _noise(size)
+    variables = _distinct(rng, _variable, 2 * (_HOPS + 1))
+    example, names = variables[: _HOPS + 1], variables[_HOPS + 1 :]
+    value = str(rng.randrange(20_000, 100_000))
+    placed = list(zip(sorted(rng.random() for _ in names), _assignments(names, value), strict=True))
+    shown = "".join(_assignments(example, "12345")) + f"{_variable_question('12345')}{_ANSWER} {', '.join(example)}\n\n"
+
+    def write(size: int) -> Draft:
+        return Draft(shown + with_needles(text[:size], placed), _variable_question(value), tuple(names))
+
+    return Drawn(write, size)
+
+
+def _common_words(rng: random.Random, context_tokens: int, _index: int) -> Drawn:
+    """A numbered list of words, ten of which are ten times as common as the others."""
+    most = context_tokens // (_UNCOMMON_COUNT * _FEWEST_TOKENS_PER_WORD)
+    words = _distinct(rng, made_up_word, 3 * _COMMON_WORDS + most)
+    common, example, rare, uncommon = (words[i * _COMMON_WORDS :][: _COMMON_WORDS if i < 3 else None] for i in range(4))
+    order = rng.getrandbits(64)
+    question = f"\nWhat are the {_COMMON_WORDS} most common words in the list?"
+    shown = _word_list(example * _UNCOMMON_COUNT + rare, order) + f"{question}{_ANSWER} {_numbered(example)}\n\n"
+
+    def write(size: int) -> Draft:
+        listed = common * _COMMON_COUNT + uncommon[:size] * _UNCOMMON_COUNT
+        return Draft(shown + _word_list(listed, order), question, tuple(common))
+
+    return Drawn(write, len(uncommon))
+
+
+def _frequent_words(rng: random.Random, context_tokens: int, _index: int) -> Drawn:
+    """Coded words whose counts fall with the square of their rank; the first is noise, the next three are asked for."""
+    words = ["...", *_distinct(rng, made_up_word, context_tokens // _TOKENS_PER_CODED_WORD)]
+    weights = [rank**-2 for rank in range(1, len(words) + 1)]
+    order = rng.getrandbits(64)
+    question = "\nWhat are the three most frequent words in the coded text, apart from the dots?"
+
+    def write(size: int) -> Draft:
+        counts = [int(size * weight / sum(weights)) for weight in weights]
+        coded = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
+        random.Random(order).shuffle(coded)
+        return Draft(f"Read the coded text.\n{' '.join(coded)}\n", question, tuple(words[1:4]))
+
+    return Drawn(write, context_tokens)
+
+
+@dataclass(frozen=True)
+class _Question:
+    text: str
+    answers: tuple[str, ...]
+    documents: frozenset[int]
+    """The documents that answer it."""
+
+
+def _file_question(
+    rng: random.Random,
+    context_tokens: int,
+    index: int,
+    *,
+    option: str,
+    questions: list[_Question],
+    documents: list[str],
+) -> Drawn:
+    """A question of a file, with the documents that answer it among others."""
+    if index >= len(questions):
+        raise ConfigurationError(f"questions: got {index + 1}, allowed: the {len(questions)} of {option}")
+    asked = questions[index]
+    kept = [documents[i] for i in sorted(asked.documents)]
+    others = [document for i, document in enumerate(documents) if i not in asked.documents]
+    rng.shuffle(others)
+    ends = list(accumulate(map(len, others)))
+    order = rng.getrandbits(64)
+
+    def write(size: int) -> Draft:
+        # The last one is cut, so that the prompt is as long as it may be.
+        added = [other[: max(size - end + len(other), 0)] for other, end in zip(others, ends, strict=True)]
+        shown = kept + [text for text in added if text]
+        random.Random(order).shuffle(shown)
+        texts = "\n\n".join(f"Document {i}:\n{text}" for i, text in enumerate(shown, 1))
+        context = f"Some of these documents answer a question.\n\n{texts}\n\n"
+        return Draft(
+            context, f"Question: {asked.text}\nAnswer in a few words of the documents.", asked.answers, "\nAnswer:"
+        )
+
+    return Drawn(write, min(ends[-1] if ends else 1, context_tokens * _CHARS_PER_TOKEN))
+
+
+TASKS: dict[str, Task] = {
+    "niah_single_1": Task(partial(_needles_in_text, noise=True), 128),
+    "niah_single_2": Task(_needles_in_text, 128),
+    "niah_single_3": Task(partial(_needles_in_text, values="uuid"), 128),
+    "niah_multikey_1": Task(partial(_needles_in_text, keys=4), 128),
+    "niah_multikey_2": Task(_needles_only, 128),
+    "niah_multikey_3": Task(partial(_needles_only, keys="uuid", values="uuid"), 128),
+    "niah_multivalue": Task(partial(_needles_in_text, values_per_key=4), 128),
+    "niah_multiquery": Task(partial(_needles_in_text, keys=4, asked=4), 128),
+    "vt": Task(_variable_tracking, 30),
+    "cwe": Task(_common_words, 120),
+    "fwe": Task(_frequent_words, 50),
+}
+"""Those that need no file."""
+
+
+def squad_task(path: Path) -> Task:
+    """Return `qa_1` over a file in SQuAD's format.
+
+    Raises:
+        ConfigurationError: if the file is none.
+    """
+
+    def parse(data: Any) -> tuple[list[_Question], list[str]]:
+        paragraphs = [paragraph for article in data["data"] for paragraph in article["paragraphs"]]
+        documents = list(dict.fromkeys(paragraph["context"] for paragraph in paragraphs))
+        number = {document: i for i, document in enumerate(documents)}
+        questions = [
+            _Question(
+                asked["question"],
+                tuple(dict.fromkeys(answer["text"] for answer in asked["answers"])),
+                frozenset({number[paragraph["context"]]}),
+            )
+            for paragraph in paragraphs
+            for asked in paragraph["qas"]
+            if asked["answers"] and not asked.get("is_impossible", False)
+        ]
+        return questions, documents
+
+    return _file_task("squad", path, "JSON in SQuAD's format", parse)
+
+
+def hotpotqa_task(path: Path) -> Task:
+    """Return `qa_2` over a file in HotpotQA's format.
+
+    Raises:
+        ConfigurationError: if the file is none.
+    """
+
+    def parse(data: Any) -> tuple[list[_Question], list[str]]:
+        def texts(asked: Any) -> list[str]:
+            return [f"{title}\n{''.join(sentences)}" for title, sentences in asked["context"]]
+
+        documents = list(dict.fromkeys(text for asked in data for text in texts(asked)))
+        number = {document: i for i, document in enumerate(documents)}
+        questions = [
+            _Question(asked["question"], (asked["answer"],), frozenset(number[text] for text in texts(asked)))
+            for asked in data
+        ]
+        return questions, documents
+
+    return _file_task("hotpotqa", path, "JSON in HotpotQA's format", parse)
+
+
+def _file_task(
+    option: str, path: Path, allowed: str, parse: Callable[[Any], tuple[list[_Question], list[str]]]
+) -> Task:
+    try:
+        questions, documents = parse(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise ConfigurationError(f"{option}: got {str(path)!r} ({error.strerror}), allowed: {allowed}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigurationError(f"{option}: got {str(path)!r} ({reason:.80}), allowed: {allowed}") from None
+    if not questions:
+        raise ConfigurationError(f"{option}: got {str(path)!r} without a question, allowed: {allowed}")
+    random.Random(0).shuffle(questions)
+    return Task(
+        partial(_file_question, option=option, questions=questions, documents=documents), 32, "string_match_part"
+    )
+
+
+def _noise(size: int) -> str:
+    return (_NOISE * (size // len(_NOISE) + 1))[:size]
+
+
+def _magic_header(values: str) -> str:
+    return f"Remember every special magic {values} in the following text.\n\n"
+
+
+def _magic_question(keys: list[str], values: str, values_per_key: int) -> str:
+    if values_per_key > 1:
+        return f"\nWhat are all the special magic {values}s for {', '.join(keys)}?"
+    if len(keys) > 1:
+        return f"\nWhat are the special magic {values}s for {', '.join(keys)}?"
+    return f"\nWhat is the special magic {values} for {keys[0]}?"
+
+
+def _variable(rng: random.Random) -> str:
+    return "".join(rng.choices(string.ascii_uppercase, k=4))
+
+
+def _assignments(names: list[str], value: str) -> list[str]:
+    later = [f"\nVAR {name} = VAR {before}\n" for before, name in pairwise(names)]
+    return [f"\nVAR {names[0]} = {value}\n", *later]
+
+
+def _variable_question(value: str) -> str:
+    return f"\nFind all variables that are assigned the value {value}."
+
+
+def _distinct(rng: random.Random, draw: Callable[[random.Random], str], count: int) -> list[str]:
+    found: dict[str, None] = {}
+    while len(found) < count:
+        found[draw(rng)] = None
+    return list(found)
+
+
+def _word_list(words: list[str], order: int) -> str:
+    shuffled = random.Random(order).sample(words, len(words))
+    return f"Some words of this list are more common than others.\n{_numbered(shuffled)}"
+
+
+def _numbered(words: list[str]) -> str:
+    return " ".join(f"{i}. {word}" for i, word in enumerate(words, 1))

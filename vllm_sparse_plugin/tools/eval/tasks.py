@@ -1,0 +1,188 @@
+"""Which items a run asks: generated tasks, files of benchmarks, and text for perplexity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache, partial
+from itertools import product
+from pathlib import Path
+
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools import needles
+from vllm_sparse_plugin.tools.eval import ruler
+from vllm_sparse_plugin.tools.eval.items import COMPLETION, NLL, PERPLEXITY, Item, PlannedItem, Prompter
+
+FILE_OPTIONS = {"qa_1": "squad", "qa_2": "hotpotqa"}
+"""Tasks over a file of the user, and the option that names it."""
+GROUPS: dict[str, tuple[str, ...]] = {"ruler": (*ruler.TASKS, *FILE_OPTIONS), "needles": needles.TASKS}
+"""Names for several tasks."""
+NAMES = (*(name for names in GROUPS.values() for name in names), *needles.STRESS_TASKS)
+"""Names for one."""
+_FILE_TASKS = {"qa_1": ruler.squad_task, "qa_2": ruler.hotpotqa_task}
+
+
+def choose_tasks(chosen: Sequence[str], files: Mapping[str, Path]) -> tuple[list[str], list[str]]:
+    """Return the tasks that `chosen` names, and those of a group that are left out for want of a file.
+
+    Args:
+        chosen: names of tasks and groups.
+        files: paths by option, see `FILE_OPTIONS`.
+
+    Raises:
+        ConfigurationError: for an unknown name, or a task named by itself whose file is missing.
+    """
+    names: dict[str, None] = {}
+    left_out: dict[str, None] = {}
+    for name in chosen:
+        if name not in GROUPS and name not in NAMES:
+            raise ConfigurationError(f"task: got {name!r}, allowed: {', '.join((*GROUPS, *NAMES))}")
+        for each in GROUPS.get(name, (name,)):
+            option = FILE_OPTIONS.get(each)
+            if option is None or option in files:
+                names[each] = None
+            elif name in GROUPS:
+                left_out[each] = None
+            else:
+                raise ConfigurationError(f"task: got {name} without a file, allowed: with --{option} FILE")
+    return list(names), list(left_out)
+
+
+def plan_tasks(
+    names: Sequence[str],
+    files: Mapping[str, Path],
+    prompter: Prompter,
+    contexts: Sequence[int],
+    count: int,
+    seed: int,
+) -> list[PlannedItem]:
+    """Return `count` items for each task and context, in that order of nesting: context, task, number.
+
+    Raises:
+        ConfigurationError: for a context below `needles.MIN_CONTEXT_TOKENS`, or a file that is none.
+    """
+    if names and min(contexts) < needles.MIN_CONTEXT_TOKENS:
+        raise ConfigurationError(f"context: got {min(contexts)} tokens, allowed: {needles.MIN_CONTEXT_TOKENS} or more")
+    tasks = dict(ruler.TASKS)
+    tasks |= {name: _FILE_TASKS[name](files[FILE_OPTIONS[name]]) for name in names if name in FILE_OPTIONS}
+    planned = []
+    for context_tokens, name in product(contexts, names):
+        questions = cache(partial(needle_items, prompter, name, context_tokens, count, seed))
+        for index in range(count):
+            if name in tasks:
+                build = partial(ruler.build_item, tasks[name], name, prompter, context_tokens, index, seed)
+            else:
+                build = partial(lambda questions, index: questions()[index], questions, index)
+            planned.append(PlannedItem(f"{name}/{context_tokens}/{index}", build))
+    return planned
+
+
+def needle_items(prompter: Prompter, task: str, context_tokens: int, count: int, seed: int) -> list[Item]:
+    """Return the questions of `vllm-sparse needles` as items."""
+    items = []
+    for index, question in enumerate(needles.build_questions(prompter, task, context_tokens, count, seed)):
+        before, asked = prompter.split(*question.parts)
+        items.append(
+            Item(
+                id=f"{task}/{context_tokens}/{index}",
+                task=task,
+                context_tokens=context_tokens,
+                context=before,
+                question=asked,
+                answers=(question.answer,),
+                answer_tokens=needles.answer_tokens(task),
+                metric="exact_first_line",
+            )
+        )
+    return items
+
+
+def plan_perplexity(
+    paths: Sequence[Path], prompter: Prompter, contexts: Sequence[int], count: int, scored_tokens: int
+) -> list[PlannedItem]:
+    """Return `count` windows of each context's size over the files' text, whose newest tokens are scored.
+
+    The scored tokens of two windows of a size do not overlap.
+
+    Raises:
+        ConfigurationError: if a file cannot be read or there is too little text.
+    """
+    texts = []
+    for path in paths:
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise ConfigurationError(f"text: got {str(path)!r} ({reason}), allowed: a file of text") from None
+    tokens = prompter.encode_plain("\n".join(texts))
+    begin = prompter.begin
+    planned = []
+    for context_tokens in contexts:
+        size = context_tokens - len(begin)
+        needed = size + (count - 1) * scored_tokens
+        if not 0 < scored_tokens < size:
+            raise ConfigurationError(f"scored_tokens: got {scored_tokens}, allowed: 1 to {size - 1}")
+        if len(tokens) < needed:
+            raise ConfigurationError(
+                f"text: got {len(tokens)} tokens, allowed: {needed} or more for {count} windows of {context_tokens}"
+            )
+        for index in range(count):
+            start = index * (len(tokens) - size) // max(count - 1, 1)
+            name = f"{PERPLEXITY}/{context_tokens}/{index}"
+            window = partial(_window, name, context_tokens, begin, tokens, start, start + size, scored_tokens)
+            planned.append(PlannedItem(name, window))
+    return planned
+
+
+def plan_completions(
+    entries: Sequence[Mapping[str, str]], prompter: Prompter, scored_tokens: int
+) -> tuple[list[PlannedItem], int]:
+    """Return an item for each prompt, and the tokens of the longest with its completion.
+
+    Scored are at most the first `scored_tokens` tokens of a completion.
+
+    Of a prompt without a completion its own newest tokens are scored.
+
+    Args:
+        entries: `name`, `prompt` and `completion`, which may be empty.
+        prompter: of the model's tokenizer.
+        scored_tokens: of each.
+
+    Raises:
+        ConfigurationError: for a prompt that is too short to be cut.
+    """
+    cut = []
+    for entry in entries:
+        if entry["completion"]:
+            context, scored = prompter.split(entry["prompt"], entry["completion"])
+            scored = scored[:scored_tokens]
+        else:
+            tokens = prompter.encode(entry["prompt"])
+            context, scored = tokens[:-scored_tokens], tokens[-scored_tokens:]
+        if not context or not scored:
+            raise ConfigurationError(
+                f"completions: got {len(context) + len(scored)} tokens in {entry['name']}, allowed: more than the "
+                f"{scored_tokens} that are scored, or a completion"
+            )
+        cut.append((entry["name"], context, scored))
+    longest = max(len(context) + len(scored) for _, context, scored in cut)
+    planned = []
+    for name, context, scored in cut:
+        of = f"{COMPLETION}/{name}"
+        build = partial(Item, of, COMPLETION, longest, context, scored, (), answer_tokens=0, metric=NLL)
+        planned.append(PlannedItem(of, build))
+    return planned, longest
+
+
+def _window(
+    name: str, context_tokens: int, begin: list[int], tokens: list[int], start: int, end: int, scored_tokens: int
+) -> Item:
+    return Item(
+        id=name,
+        task=PERPLEXITY,
+        context_tokens=context_tokens,
+        context=begin + tokens[start : end - scored_tokens],
+        question=tokens[end - scored_tokens : end],
+        answers=(),
+        answer_tokens=0,
+        metric=NLL,
+    )

@@ -1,0 +1,101 @@
+"""Documents of a file, as rows of packed tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sparse_kernels.masked_attention import Packing
+
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.json_lines import read_json_lines
+
+
+class Document(NamedTuple):
+    """A text in tokens."""
+
+    tokens: list[int]
+    prompt_tokens: int
+    """So many of the first are read and not learned."""
+
+
+class Row(NamedTuple):
+    """Documents that are trained on together, one after the other."""
+
+    tokens: list[int]
+    learned: list[bool]
+    """For each token, whether it is predicted from those before it: not the first of a document, nor a prompt."""
+    packing: Packing
+    prompts: tuple[int, ...]
+    """Tokens at the beginning of each document that a server would prefill."""
+
+
+def read_documents(path: Path, tokenizer: Any) -> list[Document]:
+    """Returns the documents of a file: a line has a `text`, or a `prompt` and a `completion`.
+
+    Raises:
+        ConfigurationError: names the line that is none, or says why the file cannot be read.
+    """
+    documents = []
+    for number, line, entry in read_json_lines(path, "data"):
+        texts = (
+            [entry.get(name) for name in ("text", "prompt", "completion")] if isinstance(entry, dict) else [None] * 3
+        )
+        text, prompt, completion = (found if isinstance(found, str) and found else None for found in texts)
+        end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        if text is not None and prompt is None and completion is None:
+            documents.append(Document(tokenizer.encode(text) + end, 0))
+        elif text is None and prompt is not None and completion is not None:
+            asked = tokenizer.encode(prompt)
+            answer = tokenizer.encode(completion, add_special_tokens=False)
+            documents.append(Document(asked + answer + end, len(asked)))
+        else:
+            raise ConfigurationError(
+                f"data: got {line[:60]!r} in line {number}, allowed: a JSON object with a `text`, or with a `prompt` "
+                "and a `completion`"
+            )
+    if not any(len(document.tokens) > max(document.prompt_tokens, 1) for document in documents):
+        raise ConfigurationError(f"data: got {str(path)!r} without a text to learn, allowed: a line or more with one")
+    return documents
+
+
+def pack(documents: Sequence[Document], row_tokens: int, seed: int, decoded_tokens: int | None = None) -> list[Row]:
+    """Returns rows of documents in an order that is drawn; one that is longer than a row is cut.
+
+    A row without a token to learn is left out.
+
+    Args:
+        documents: at least one of two tokens.
+        row_tokens: tokens of a row, at most.
+        seed: of the order.
+        decoded_tokens: of each piece of a document without a prompt, so many of the last tokens, and half of them at
+            most, follow what counts as its prompt; None if it has none.
+    """
+    order = list(documents)
+    random.Random(seed).shuffle(order)
+    rows: list[list[Document]] = []
+    room = 0
+    for tokens, prompt_tokens in order:
+        for begin in range(0, len(tokens), row_tokens):
+            piece = Document(tokens[begin : begin + row_tokens], max(prompt_tokens - begin, 0))
+            if decoded_tokens is not None and not prompt_tokens:
+                length = len(piece.tokens)
+                piece = piece._replace(prompt_tokens=length - min(decoded_tokens, length // 2))
+            if len(piece.tokens) > room:
+                rows.append([])
+                room = row_tokens
+            rows[-1].append(piece)
+            room -= len(piece.tokens)
+    return [row for row in map(_row, rows) if any(row.learned)]
+
+
+def _row(documents: Sequence[Document]) -> Row:
+    tokens, learned = [], []
+    for document in documents:
+        tokens += document.tokens
+        learned += [position >= max(document.prompt_tokens, 1) for position in range(len(document.tokens))]
+    lengths = tuple(len(document.tokens) for document in documents)
+    prompts = tuple(min(document.prompt_tokens, len(document.tokens)) for document in documents)
+    return Row(tokens, learned, Packing(lengths), prompts)

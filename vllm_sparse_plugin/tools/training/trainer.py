@@ -1,0 +1,310 @@
+"""A training run: steps under the mask, soft ones first if there are any, that go on where they were if killed."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.training.attention import PackedAttention, ServedSelection, Shares
+from vllm_sparse_plugin.tools.training.curves import draw_curves
+from vllm_sparse_plugin.tools.training.data import Row
+from vllm_sparse_plugin.tools.training.loss import Loss, row_loss
+from vllm_sparse_plugin.tools.training.model import HasName, load_model, with_updates, write_model
+from vllm_sparse_plugin.tools.training.settings import Step, TrainingSettings, step_at
+
+LOG, CURVES = "training.jsonl", "training.png"
+"""Files of the output folder beside the model."""
+_CHECKPOINTS, _LAST = "checkpoints", "last.json"
+_BETAS = (0.9, 0.95)
+Loader = Callable[[Path, HasName, torch.dtype], Any]
+"""Makes a model of transformers."""
+
+
+@lru_cache(maxsize=4)
+def _order(count: int, seed: int) -> list[int]:
+    order = list(range(count))
+    random.Random(seed).shuffle(order)
+    return order
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is about; one that goes on must be about the same."""
+
+    model: Path
+    """Folder of the model."""
+    output: Path
+    """Folder of the trained one."""
+    served: ServedSelection
+    """What the model is trained for."""
+    section: dict[str, Any]
+    """The same for its config.json."""
+    settings: TrainingSettings
+    about: dict[str, Any] = field(default_factory=dict)
+    """Of the run, for the first line of its log: where and when."""
+    data: str = ""
+    """Digest of the data."""
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What must not change. What is kept of the weights before training is decided when the model is written."""
+        settings = self.settings.model_dump(exclude={"kept_share"})
+        return {"settings": settings, "sparse_attention": self.section, "data": self.data}
+
+
+class Trainer:
+    """A model, its optimizer and the log of its steps."""
+
+    def __init__(self, run: Run, rows: Sequence[Row], tokenizer: Any, device: str, load: Loader = load_model) -> None:
+        """Load the model, and the state of a run that was killed.
+
+        Args:
+            run: what to do.
+            rows: of the data; of two or more the last is not trained on, but measured.
+            tokenizer: of the model.
+            device: `cpu` or `cuda`.
+            load: makes a model of the folder, an attention function and a dtype.
+
+        Raises:
+            ConfigurationError: if transformers cannot load the model, or the folder is that of another run.
+        """
+        from accelerate import Accelerator
+
+        settings = run.settings
+        self._run, self._tokenizer = run, tokenizer
+        self._measured = rows[-1]
+        self._rows = rows[:-1] if len(rows) > 1 else rows
+        # Updates of low rank are float32 beside weights of 16 bits; whole weights are float32, and multiplied in 16.
+        on_cpu, all_weights = device == "cpu", settings.lora_rank == 0
+        precision = "bf16" if all_weights and not on_cpu else "no"
+        self._accelerator: Any = Accelerator(cpu=on_cpu, mixed_precision=precision)
+        dtype = torch.float32 if on_cpu or all_weights else torch.bfloat16
+        self._attention = PackedAttention(run.served, run.model.name, settings.gradient_checkpointing)
+        model = with_updates(load(run.model, self._attention, dtype), settings)
+        if settings.gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        trained = [weight for weight in model.parameters() if weight.requires_grad]
+        optimizer = torch.optim.AdamW(
+            trained, lr=settings.learning_rate, betas=_BETAS, weight_decay=settings.weight_decay
+        )
+        self._model, self._optimizer = self._accelerator.prepare(model, optimizer)
+        self._teacher: Any = None
+        if settings.needs_teacher and all_weights:
+            half = torch.float32 if on_cpu else torch.bfloat16
+            self._teacher = load(run.model, self._attention, half).to(self._accelerator.device).eval()
+        self.steps = 0
+        """Steps that are done."""
+        self.log: list[dict[str, Any]] = []
+        """Rows of the log after its first."""
+        self._go_on()
+
+    def train(self, report: Callable[[dict[str, Any]], None] = lambda row: None) -> None:
+        """Do the steps that are left, then write the model and the curves.
+
+        Args:
+            report: gets each row of the log.
+        """
+        settings = self._run.settings
+        if not self.steps:
+            self._note(self._measure(), report)
+        while self.steps < settings.steps:
+            self._note(self.step(), report)
+            last = self.steps == settings.steps
+            if last or self.steps % settings.measure_every == 0:
+                self._note(self._measure(), report)
+            if last or self.steps % settings.save_every == 0:
+                self._save()
+        state = self._accelerator.get_state_dict(self._model)
+        if self.is_main_process:
+            run = self._run
+            write_model(state, run.model, self._attention, settings, run.section, self._tokenizer, run.output)
+            draw_curves(self.log, run.output / CURVES)
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this process is the one that writes."""
+        return bool(self._accelerator.is_main_process)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that train together."""
+        return int(self._accelerator.num_processes)
+
+    def step(self) -> dict[str, Any]:
+        """Updates the weights once; returns a row of the log."""
+        settings, served, begin = self._run.settings, self._run.served, time.monotonic()
+        now = step_at(settings, self.steps, served.selection.budget_tokens, served.selection.page_size)
+        rows, own = self._rows_of(self.steps)
+        # Every device adds its part to the mean over the tokens of all of them, and gradients are averaged.
+        share = self.num_processes / sum(sum(row.learned) for row in rows)
+        share_of_all = self.num_processes / sum(len(row.tokens) for row in rows)
+        share_of_decoded = self.num_processes / max(sum(len(row.tokens) - sum(row.prompts) for row in rows), 1)
+        mask = served.mask(now.temperature, now.budget_tokens)
+        self._model.train()
+        means = torch.zeros(5, device=self._accelerator.device)
+        for number, row in enumerate(own, start=1):
+            last = number == len(own)
+            with nullcontext() if last else self._accelerator.no_sync(self._model):
+                tokens, learned = self._tensors(row)
+                shares: Shares | None = {} if settings.selection_loss else None
+                dense = self._dense_logits(row, tokens, shares) if settings.needs_teacher else None
+                with self._attention.using(row.packing, mask, self._prompts(row), settings.straight_through, shares):
+                    sums = row_loss(self._logits(row, tokens), tokens, learned, dense)
+                    selection = self._attention.selection_loss(tokens.device) * share_of_decoded
+                    loss = Loss(sums.text * share, sums.divergence * share, sums.drift * share_of_all)
+                    weighted = (1 - settings.distillation) * loss.text + settings.distillation * loss.divergence
+                    others = settings.retention * loss.drift + settings.selection_loss * selection
+                    objective = weighted + others
+                    self._accelerator.backward(objective)
+            means += torch.stack([*loss, selection, objective]).detach()
+        for group in self._optimizer.param_groups:
+            group["lr"] = now.rate
+        norm = float(self._accelerator.clip_grad_norm_(self._model.parameters(), settings.gradient_clip))
+        if math.isfinite(norm):
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        self.steps += 1
+        tokens_per_second = sum(len(row.tokens) for row in rows) / (time.monotonic() - begin)
+        return self._row_of(now, means, norm, tokens_per_second)
+
+    def _row_of(self, now: Step, means: torch.Tensor, norm: float, tokens_per_second: float) -> dict[str, Any]:
+        device = self._accelerator.device
+        text, divergence, drift, selection, objective = self._accelerator.reduce(means, reduction="mean").tolist()
+        settings = self._run.settings
+        compared = {"divergence": round(divergence, 5), "drift": round(drift, 7)}
+        return {
+            "step": self.steps,
+            "objective": round(objective, 5),
+            "loss": round(text, 5),
+            **(compared if settings.needs_teacher else {}),
+            **({"selection_loss": round(selection, 5)} if settings.selection_loss else {}),
+            "gradient_norm": round(norm, 4),
+            "skipped": not math.isfinite(norm),
+            "learning_rate": now.rate,
+            "temperature": now.temperature,
+            "budget_tokens": now.budget_tokens,
+            "tokens_per_second": round(tokens_per_second, 1),
+            **(
+                {"gpu_memory_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
+                if device.type == "cuda"
+                else {}
+            ),
+        }  # fmt: skip
+
+    def _measure(self) -> dict[str, Any]:
+        """Compares the served selection with dense attention on the row that is not trained on."""
+        row = self._measured
+        tokens, learned = self._tensors(row)
+        self._model.eval()
+        logits = []
+        with torch.no_grad():
+            for mask in (None, self._run.served.mask(None)):
+                with self._attention.using(row.packing, mask, self._prompts(row)):
+                    logits.append(self._logits(row, tokens))
+            losses = [row_loss(each, tokens, learned, None).text.item() / int(learned.sum()) for each in logits]
+        best = [each[:-1].argmax(dim=-1)[learned[1:]] for each in logits]
+        return {
+            "step": self.steps,
+            "dense_loss": round(losses[0], 5),
+            "served_loss": round(losses[1], 5),
+            "agreement": round((best[0] == best[1]).float().mean().item(), 5),
+        }
+
+    def _dense_logits(self, row: Row, tokens: torch.Tensor, shares: Shares | None) -> torch.Tensor:
+        """What the dense model said before training, without gradient; what it reads of pages is put into `shares`."""
+        with torch.no_grad(), self._attention.using(row.packing, None, self._prompts(row), shares=shares):
+            if self._teacher is not None:
+                return self._logits(row, tokens, self._teacher)
+            with self._accelerator.unwrap_model(self._model).disable_adapter():
+                return self._logits(row, tokens)
+
+    def _prompts(self, row: Row) -> tuple[int, ...] | None:
+        """The tokens of each document that attend densely, None where all attend under the mask."""
+        return row.prompts if self._run.settings.dense_prompts else None
+
+    def _logits(self, row: Row, tokens: torch.Tensor, model: Any = None) -> torch.Tensor:
+        positions = torch.cat([torch.arange(length, device=tokens.device) for length in row.packing.lengths])
+        logits: torch.Tensor = (model or self._model)(
+            input_ids=tokens[None], position_ids=positions[None], use_cache=False
+        ).logits[0]
+        return logits
+
+    def _tensors(self, row: Row) -> tuple[torch.Tensor, torch.Tensor]:
+        device = self._accelerator.device
+        return torch.tensor(row.tokens, device=device), torch.tensor(row.learned, device=device)
+
+    def _rows_of(self, step: int) -> tuple[list[Row], list[Row]]:
+        """The rows of a step, of all devices and of this one: the data over and over, each time in another order."""
+        per_device, devices = self._run.settings.rows_per_step, self.num_processes
+        count, place = len(self._rows), self._accelerator.process_index
+        seed, first = self._run.settings.seed, step * per_device * devices
+        numbers = range(first, first + per_device * devices)
+        rows = [self._rows[_order(count, seed + number // count)[number % count]] for number in numbers]
+        return rows, rows[place * per_device : (place + 1) * per_device]
+
+    def _go_on(self) -> None:
+        """Takes up a run that was killed, or begins the log of a new one."""
+        run, accelerator = self._run, self._accelerator
+        path, last = run.output / LOG, run.output / _CHECKPOINTS / _LAST
+        if path.exists():
+            first, *rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            if first.get("identity") != run.identity:
+                raise ConfigurationError(
+                    f"output: got {str(run.output)!r}, which has a run with other settings or data, allowed: a new "
+                    "folder, or the same settings and data to go on"
+                )
+            if last.exists():
+                self.steps = json.loads(last.read_text(encoding="utf-8"))["steps"]
+                accelerator.load_state(str(last.parent / str(self.steps)))
+            elif (run.output / "config.json").exists():
+                raise ConfigurationError(
+                    f"output: got {str(run.output)!r}, which has a trained model without its {_CHECKPOINTS}, "
+                    "allowed: a new folder"
+                )
+            self.log = [row for row in rows if row["step"] <= self.steps] if self.steps else []
+        # Nobody reads a log that is being written.
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            try:
+                run.output.mkdir(parents=True, exist_ok=True)
+                first = run.about | {"identity": run.identity, "kept_share": run.settings.kept_share}
+                lines = [first, *self.log]
+                path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+            except OSError as error:
+                raise ConfigurationError(
+                    f"output: got {str(run.output)!r} ({error.strerror}), allowed: a folder that can be written"
+                ) from None
+        accelerator.wait_for_everyone()
+
+    def _note(self, row: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> None:
+        self.log.append(row)
+        if self.is_main_process:
+            with (self._run.output / LOG).open("a", encoding="utf-8") as file:
+                print(json.dumps(row), file=file)
+            report(row)
+
+    def _save(self) -> None:
+        """Keeps the state of this step, and that of no other."""
+        folder = self._run.output / _CHECKPOINTS
+        self._accelerator.save_state(str(folder / str(self.steps)), safe_serialization=False)
+        self._accelerator.wait_for_everyone()
+        if self.is_main_process:
+            part = folder / f".{_LAST}"
+            part.write_text(json.dumps({"steps": self.steps}), encoding="utf-8")
+            part.replace(folder / _LAST)
+            for old in folder.iterdir():
+                if old.is_dir() and old.name != str(self.steps):
+                    shutil.rmtree(old)
+        self._accelerator.wait_for_everyone()
