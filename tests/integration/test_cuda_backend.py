@@ -25,9 +25,10 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_sparse_plugin.attention import cuda
-from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder
-from vllm_sparse_plugin.attention.engine_config import ModelSize
+from vllm_sparse_plugin.attention.base import ModelSize
+from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder, flash, start_up
+from vllm_sparse_plugin.attention.cuda import builder as builder_module
+from vllm_sparse_plugin.attention.cuda import layer as layer_module
 from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
@@ -215,8 +216,8 @@ def test_a_step_that_verifies_as_many_drafts_of_every_request_attends_at_once(
 ):
     builder.answers_sparsely, builder.verifies_at_once, builder.any_dense_layer = False, True, has_dense_layers
     common = common_metadata([3, 3], [300, 500], [False, False])
-    kernel = mock.Mock(side_effect=cuda.multi_token_decode)
-    monkeypatch.setattr(cuda, "multi_token_decode", kernel)
+    kernel = mock.Mock(side_effect=layer_module.multi_token_decode)
+    monkeypatch.setattr(layer_module, "multi_token_decode", kernel)
     output, dense, metadata = run(layer, builder, common)
     assert kernel.call_count == 1
     assert (metadata.decode, metadata.prefill) == ([], None)
@@ -318,7 +319,7 @@ def test_a_server_with_a_coverage_serves_budgets_beside_it(layer, builder):
         counted.append(found.budgets)
         return found
 
-    with mock.patch.object(cuda, "count_rows", counting):
+    with mock.patch.object(layer_module, "count_rows", counting):
         builder.budgets = StepBudgets(config, asking(*kinds), 16, torch.device("cpu"))
         common = common_metadata([2] * 4, [900, 700, 800, 600], [False] * 4)
         output, dense, metadata = run(layer, builder, common)
@@ -578,7 +579,8 @@ def test_measuring_is_warmed_up_and_leaves_no_trace(layer, monkeypatch):
     layer.bind(replace(layer.plan, quality=LayerQuality(counts, 3, 8)))
     layer.num_queries_per_kv = GROUP
     rows = BLOCK + (layer.plan.statistics.rows(BLOCK) if layer.plan.statistics else 0)
-    layer.warm_up_meter(SCALES, SimpleNamespace(num_states=rows, dtype=torch.bfloat16), 1000, torch.device("cpu"))
+    module = SimpleNamespace(**vars(SCALES), impl=layer)
+    start_up.warm_up_meter(module, SimpleNamespace(num_states=rows, dtype=torch.bfloat16), 1000, torch.device("cpu"))
     assert warnings == []
     assert len(measured) == 1
     assert counts.eq(0).all()
@@ -746,7 +748,7 @@ def test_prompts_keep_tokens_beside_requests_that_decode(layer, builder, preset)
 @pytest.mark.parametrize("eight_bits", [False, True])
 def test_flash_attention_3_is_asked_for_pages_of_one_token(layer, monkeypatch, eight_bits):
     asked = {}
-    monkeypatch.setattr(cuda.fa_utils, "flash_attn_varlen_func", lambda **given: asked.update(given), raising=False)
+    monkeypatch.setattr(flash.fa_utils, "flash_attn_varlen_func", lambda **given: asked.update(given), raising=False)
     query, sinks = torch.zeros(6, HEADS * GROUP, SIZE), torch.zeros(HEADS * GROUP)
     rows = torch.zeros(2, 40, dtype=torch.int32)
     scale = torch.ones(1) if eight_bits else None
@@ -755,7 +757,7 @@ def test_flash_attention_3_is_asked_for_pages_of_one_token(layer, monkeypatch, e
         torch.zeros(90, 1, HEADS, SIZE), rows, torch.tensor([20, 30], dtype=torch.int32), 5, 40,
         Softmax(SCALE, 3.0, sinks), scale, scale, scale, torch.empty_like(query),
     )  # fmt: skip
-    layer._attend_kept(kept)
+    flash.attend_kept(kept)
     for name, tensor in {
         "q": query, "k": kept.keys, "v": kept.values, "out": kept.output, "cu_seqlens_q": kept.query_start,
         "seqused_k": kept.counts, "block_table": rows, "s_aux": sinks,
@@ -771,19 +773,19 @@ def test_flash_attention_is_asked_for_virtual_sequences(layer, builder, monkeypa
     """The call that a GPU makes: page tables of one head, no sinks of its own, scales of every sequence."""
     asked = {}
 
-    def flash(**given):
+    def virtual(**given):
         asked.update(given)
         given["out"].zero_()
         return given["out"], torch.zeros(1)
 
-    monkeypatch.setattr(cuda.fa_utils, "flash_attn_varlen_func", flash, raising=False)
+    monkeypatch.setattr(flash.fa_utils, "flash_attn_varlen_func", virtual, raising=False)
     layer.vllm_flash_attn_version, layer.supports_quant_query_input = 3, True
     sequences = VirtualSequences(
         torch.zeros(6, GROUP, SIZE), torch.zeros(9, 16, 1, SIZE), torch.zeros(9, 16, 1, SIZE),
         torch.tensor([0, 3, 6], dtype=torch.int32), 3, torch.tensor([20, 30], dtype=torch.int32), 32,
         torch.zeros(2, 2, dtype=torch.int32),
     )  # fmt: skip
-    attend = layer._varlen_attention(SCALES)
+    attend = flash.varlen_attention(layer, SCALES)
     assert attend(sequences, torch.empty(6, GROUP, SIZE), wants_lse=False) is None
     assert attend(sequences, torch.empty(6, GROUP, SIZE), wants_lse=True) is not None
     assert asked["causal"] is True
@@ -801,7 +803,7 @@ def test_flash_attention_is_asked_for_virtual_sequences(layer, builder, monkeypa
 def test_the_profile_of_memory_leaves_room_for_sparse_prefill_and_votes(layer, monkeypatch, preset):
     asked = []
     empty = torch.empty
-    monkeypatch.setattr(cuda.torch, "empty", lambda *size, **more: asked.append(size) or empty(*size, **more))
+    monkeypatch.setattr(torch, "empty", lambda *size, **more: asked.append(size) or empty(*size, **more))
     config = resolve(None, preset)
     module = SimpleNamespace(attn_backend=SimpleNamespace(config=lambda: config))
     layer.kv_cache_dtype, layer.model_size, layer.num_queries_per_kv = "auto", ModelSize(4096, 32), GROUP
@@ -928,7 +930,7 @@ def in_triton(interpreted):
     """Has layers attend with rolling positions in Triton's interpreter, within its context."""
     from sparse_kernels.rolling_attention import triton
 
-    return mock.patch.object(cuda, "attend_rolling", triton.attend_rolling)
+    return mock.patch.object(layer_module, "attend_rolling", triton.attend_rolling)
 
 
 def test_decoding_requests_and_prompts_see_their_sinks_directly_before_their_windows(layer, builder, in_triton):
@@ -984,9 +986,7 @@ def test_a_builder_warms_compaction_up_in_one_layer_of_each_shape(monkeypatch, c
     warmed = []
 
     def layer_of(heads: int) -> SimpleNamespace:
-        impl = SimpleNamespace(
-            bind=lambda plan: None, plan=plan, warm_up_compaction=lambda *given: warmed.append(given)
-        )
+        impl = SimpleNamespace(bind=lambda plan: None, plan=plan)
         backend = SimpleNamespace(config=lambda: resolve(None, "dense"), statistics_layout=lambda spec: None)
         return SimpleNamespace(num_heads=heads, head_size=SIZE, num_kv_heads=HEADS, impl=impl, attn_backend=backend)
 
@@ -1003,10 +1003,11 @@ def test_a_builder_warms_compaction_up_in_one_layer_of_each_shape(monkeypatch, c
         SparseCUDAMetadataBuilder, "_init_reorder_batch_threshold",
         lambda self, number, **_: setattr(self, "reorder_batch_threshold", number),
     )  # fmt: skip
-    monkeypatch.setattr(cuda, "get_layers_from_vllm_config", lambda *_: layers)
-    monkeypatch.setattr(cuda, "Meter", mock.Mock())
-    monkeypatch.setattr(cuda, "plan_compaction", lambda *_: step)
-    monkeypatch.setattr(cuda, "plan_layers", lambda *_: group)
+    monkeypatch.setattr(builder_module, "get_layers_from_vllm_config", lambda *_: layers)
+    monkeypatch.setattr(builder_module, "Meter", mock.Mock())
+    monkeypatch.setattr(builder_module, "plan_compaction", lambda *_: step)
+    monkeypatch.setattr(builder_module, "plan_layers", lambda *_: group)
+    monkeypatch.setattr(builder_module, "warm_up_compaction", lambda *given: warmed.append(given))
     model, spec, device = SimpleNamespace(max_model_len=1000), object(), torch.device("cpu")
     SparseCUDAMetadataBuilder(
         spec,
@@ -1028,10 +1029,10 @@ def test_a_warm_up_that_fails_is_said_and_leaves_no_cache_bound(layer, monkeypat
 
     monkeypatch.setattr(layer, "compact", fail, raising=False)
     rows = BLOCK + layer.plan.statistics.rows(BLOCK)
-    module = SimpleNamespace(**vars(SCALES), query_quant=None)
+    module = SimpleNamespace(**vars(SCALES), query_quant=None, impl=layer)
     spec = SimpleNamespace(num_states=rows, dtype=torch.bfloat16)
     model = SimpleNamespace(dtype=torch.bfloat16, max_model_len=1000)
-    layer.warm_up_compaction(module, spec, model, compaction, torch.device("cpu"))
+    start_up.warm_up_compaction(module, spec, model, compaction, torch.device("cpu"))
     (line,) = warnings
     assert line.startswith("vllm_sparse_ compaction of process ")
     assert line.endswith("its kernels are compiled when a prompt needs them (OutOfMemoryError: CUDA out of memory)")
