@@ -162,6 +162,11 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
                 f"a multiple of {multiple}"
                 + (f" (pages of {config.selector.page_size} tokens)" if config.selector else ""),
             )
+    selector = config.selector
+    if selector is not None and not selector.has_kernel() and on_cuda:
+        policy = f"policy {selector.name()}, whose select has no kernel"
+        expect(config.stop_rule is None, f"{KEY}.stopping", f"a rule with {policy}", "null with it on a GPU")
+        expect(config.lossless is None, f"{KEY}.lossless", f"a section with {policy}", "null with it on a GPU")
     if config.coverage is not None:
         field, got = f"{KEY}.selection.coverage", config.coverage
         eight_bits = cache.cache_dtype in EIGHT_BIT_CACHES

@@ -40,7 +40,7 @@ from vllm_sparse_plugin.metrics.live import LayerQuality
 from vllm_sparse_plugin.metrics.sampling import Sample, StepSampler
 from vllm_sparse_plugin.policies import EveryPage
 from vllm_sparse_plugin.requests.arguments import EVERY_PAGE
-from vllm_sparse_plugin.requests.limits import StepBudgets, StepNumbers
+from vllm_sparse_plugin.requests.limits import StepLimits, StepNumbers
 from vllm_sparse_plugin.requests.rows import BatchRows
 
 HEADS, GROUP, SIZE, BLOCK = 2, 2, 64, 64
@@ -72,10 +72,10 @@ def common_metadata(query_lens: list[int], seq_lens: list[int], prefilling: list
     )
 
 
-def budgets_of(preset: str, *arguments: dict | None, **settings: object) -> StepBudgets:
+def budgets_of(preset: str, *arguments: dict | None, **settings: object) -> StepLimits:
     """Those of a server whose requests say so."""
     config = resolve(settings if preset == "dense" else BUDGET | settings, preset)
-    return StepBudgets(config, asking(*arguments), 16, torch.device("cpu"))
+    return StepLimits(config, asking(*arguments), 16, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def builder(monkeypatch):
     made.any_dense_decode = False
     made.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=1000))
     made.dense_requests = StepNumbers(False, 16, torch.bool, torch.device("cpu"))
-    made.budgets = budgets_of("dense")
+    made.limits = budgets_of("dense")
     return made
 
 
@@ -295,7 +295,7 @@ def test_requests_of_all_kinds_read_what_they_say(layer, builder, new):
         rows = slice(request * new, (request + 1) * new)
         expected[request], dense = (part[rows] for part in run(layer, builder, common)[:2])
         assert torch.allclose(expected[request], dense, atol=2e-2, rtol=2e-2) == (tokens is None)
-    builder.budgets = budgets_of(plain.selector.name(), *KINDS, compaction=None)
+    builder.limits = budgets_of(plain.selector.name(), *KINDS, compaction=None)
     layer.bind(replace(plain, most_pages=1024))
     output, _, metadata = run(layer, builder, common)
     (decode,) = metadata.decode
@@ -320,14 +320,14 @@ def test_a_server_with_a_coverage_serves_budgets_beside_it(layer, builder):
         return found
 
     with mock.patch.object(layer_module, "count_rows", counting):
-        builder.budgets = StepBudgets(config, asking(*kinds), 16, torch.device("cpu"))
+        builder.limits = StepLimits(config, asking(*kinds), 16, torch.device("cpu"))
         common = common_metadata([2] * 4, [900, 700, 800, 600], [False] * 4)
         output, dense, metadata = run(layer, builder, common)
     (decode,) = metadata.decode
     assert decode.budgets is None
-    assert decode.coverage.share.tolist() == pytest.approx([0.6, 0, 0.6, 0.9])
-    assert decode.coverage.least.tolist() == [4, 16, 4, 4]
-    assert decode.coverage.most.tolist() == [64, 16, 64, 64]
+    assert decode.limits.share.tolist() == pytest.approx([0.6, 0, 0.6, 0.9])
+    assert decode.limits.least.tolist() == [4, 16, 4, 4]
+    assert decode.limits.most.tolist() == [64, 16, 64, 64]
     (counts,) = counted
     assert counts[2:4].eq(16).all()
     assert 4 < counts[:2].min() < counts[6:].min()
@@ -342,7 +342,7 @@ def test_a_server_with_a_coverage_serves_budgets_beside_it(layer, builder):
 
 def test_budgets_lie_in_a_tensor_that_stays_and_is_written_when_they_change(builder, monkeypatch):
     written: list[int] = []
-    builder.budgets = budgets_of("unique", *KINDS)
+    builder.limits = budgets_of("unique", *KINDS)
     copied = torch.Tensor.copy_
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *given, **more: written.append(1) or copied(self, *given))
     (first,) = builder.build(0, common_metadata([1] * 6, [300] * 6, [False] * 6)).decode
@@ -355,17 +355,17 @@ def test_budgets_lie_in_a_tensor_that_stays_and_is_written_when_they_change(buil
     # A prompt's single tokens are dense as well.
     (mixed,) = builder.build(0, common_metadata([1] * 5, [300] * 5, [True, False, True, False, False])).decode
     assert mixed.dense.tolist() == [True, False, True, False, False]
-    builder.budgets._rows = asking(None, None, {"sparse_budget_tokens": 8192})
+    builder.limits._requested._rows = asking(None, None, {"sparse_budget_tokens": 8192})
     (later,) = builder.build(0, common_metadata([1] * 3, [300] * 3, [False] * 3)).decode
     assert later.budgets.tolist() == [8, 8, 1024]
     assert not later.dense.any()
     assert len({decode.budgets.data_ptr() for decode in (first, same, mixed, later)}) == 1
-    builder.budgets._rows = None
+    builder.limits._requested._rows = None
     assert builder.build(0, common_metadata([1] * 3, [300] * 3, [False] * 3)).decode[0].budgets.tolist() == [8] * 3
 
 
 def test_runs_of_a_step_have_their_own_budgets(layer, builder):
-    builder.budgets = budgets_of("unique", *KINDS[:3])
+    builder.limits = budgets_of("unique", *KINDS[:3])
     common = common_metadata([4, 1, 70], [900, 800, 600], [False, False, True])
     _, _, metadata = run(layer, builder, common)
     assert [decode.budgets.tolist() for decode in metadata.decode] == [[8], [16]]
@@ -375,7 +375,7 @@ def test_what_is_counted_of_reads_are_the_budgets_of_the_requests(builder):
     seen = []
     builder.reads = SimpleNamespace(step=lambda common, longest, budgets, log: seen.append(budgets))
     builder.build(0, common_metadata([1, 1], [300, 500], [False, False]))
-    builder.budgets = budgets_of("unique", *KINDS[:3])
+    builder.limits = budgets_of("unique", *KINDS[:3])
     builder.build(0, common_metadata([1] * 4, [300] * 4, [False] * 4))
     assert seen[0] is None
     assert seen[1].tolist() == [8, 16, EVERY_PAGE, 8]
@@ -383,7 +383,7 @@ def test_what_is_counted_of_reads_are_the_budgets_of_the_requests(builder):
 
 @pytest.mark.parametrize("stopping", [None, {}])
 def test_where_no_request_has_a_budget_all_launches_are_those_of_the_settings(builder, stopping):
-    builder.budgets = budgets_of("unique", None, {"sparse": "dense"}, stopping=stopping)
+    builder.limits = budgets_of("unique", None, {"sparse": "dense"}, stopping=stopping)
     (decode,) = builder.build(0, common_metadata([1, 1], [300, 500], [False, False])).decode
     assert (decode.budgets is None) == (stopping is not None)
     assert decode.dense.tolist() == [False, True]
@@ -494,7 +494,7 @@ def test_under_a_coverage_a_sampled_token_is_measured_by_what_it_read(layer, bui
     settings = {"selection": {"coverage": 0.6, "min_budget_tokens": 32, "max_budget_tokens": 512}}
     config = resolve(BUDGET | settings, "unique")
     layer.bind(replace(plan_of(config), most_pages=1024))
-    builder.budgets = StepBudgets(
+    builder.limits = StepLimits(
         config, asking(None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_coverage": 0.9}), 16,
         torch.device("cpu"),
     )  # fmt: skip

@@ -22,7 +22,6 @@ from vllm_sparse_plugin.attention.cpu.metadata import (
     PromptTokens,
     RollingTokens,
     SparseCPUMetadata,
-    limits_of,
     prompts_of,
     subset,
 )
@@ -33,7 +32,8 @@ from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.policies.dense import EveryPage
 from vllm_sparse_plugin.requests import rows
-from vllm_sparse_plugin.requests.arguments import EVERY_PAGE, pages_of_request
+from vllm_sparse_plugin.requests.arguments import EVERY_PAGE
+from vllm_sparse_plugin.requests.limits import RequestedPages, stack_limits
 
 
 class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
@@ -57,7 +57,9 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.sparse.runs_kernels:
             for page_size in {self.page_size, self.summarised_tokens}:
                 packing.check_packing(self.isa, self.block_size, self.head_dim, page_size, self.dtype)
-        self.rows = rows.current_if_any()
+        # Lossless mode takes no budgets of requests, and its drafting steps have rows of their own.
+        served = rows.current_if_any() if self.sparse.lossless is None else None
+        self.requested = RequestedPages(self.sparse, served, on_gpu=False)
         assert self.reorder_batch_threshold is not None
         self.meter = Meter(self.sparse, vllm_config, self.reorder_batch_threshold)
         self.compaction = plan_compaction(layers, self.sparse, kv_cache_spec, vllm_config, device)
@@ -203,18 +205,16 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         return sparse & torch.tensor([reads_less(rule, length) for length in common.seq_lens.tolist()])
 
     def _limits(self, common: CommonAttentionMetadata) -> Coverage | None:
-        """Returns how much each request reads in a decode step; None if all have the layers' budget."""
+        """Returns how much each request reads in a decode step; None if all read what the settings say."""
         if not self.sparse.is_sparse:
             return None
-        # Lossless mode takes none, and its drafting steps have rows of their own.
-        arguments = self.rows.arguments(common) if self.rows is not None and self.sparse.lossless is None else []
-        own = [pages_of_request(each, self.sparse) for each in arguments]
-        usual = self.sparse.selector.pages_read if self.sparse.selector else PagesRead(0, 0)
-        if not any(own) and not usual.share:
+        asked = self.requested.of_step(common)
+        default = self.sparse.selector.pages_read if self.sparse.selector else PagesRead(0, 0)
+        if not asked and not default.share:
             return None
-        # Rows that pad a batch belong to nobody.
-        own += [None] * (common.num_reqs - len(own))
-        return limits_of([pages or usual for pages in own])
+        # Rows that pad a batch have no request.
+        asked += [None] * (common.num_reqs - len(asked))
+        return stack_limits([each or default for each in asked])
 
     def _sparse_requests(
         self, common: CommonAttentionMetadata, query_lens: torch.Tensor, limits: Coverage | None

@@ -22,12 +22,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin.attention import packing
 from vllm_sparse_plugin.attention.base import SparseImpl
-from vllm_sparse_plugin.attention.cpu.metadata import DecodeTokens, SparseCPUMetadata, limits_of
+from vllm_sparse_plugin.attention.cpu.metadata import DecodeTokens, SparseCPUMetadata
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts
 from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, dropping
 from vllm_sparse_plugin.policies.dense import every_page
 from vllm_sparse_plugin.policies.scored import ScoredSelection
+from vllm_sparse_plugin.requests.limits import stack_limits
 
 
 class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
@@ -46,7 +47,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             # A page may be as large as a block; what comes after it is in the next one.
             token = QueryTokens(grouped, torch.arange(2).unsqueeze(0), first + self.plan.page_size + 1)
             usual = self.plan.selector.pages_read if self.plan.selector is not None else None
-            limits = limits_of([usual]) if usual is not None and usual.share else None
+            limits = stack_limits([usual]) if usual is not None and usual.share else None
             self._attend(token, self.cache, self.all_heads, limits)
             if self.plan.routing is not None:
                 route_groups(token, self.cache.keys, self.plan.routing)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -17,7 +16,6 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm_sparse_plugin.attention.prefill import PromptRound
 from vllm_sparse_plugin.compaction.step import Observed
 from vllm_sparse_plugin.metrics.sampling import Sample
-from vllm_sparse_plugin.policies.base import PagesRead
 
 
 @dataclass
@@ -111,9 +109,3 @@ def subset(
         block_table_tensor=common.block_table_tensor[requests],
         slot_mapping=common.slot_mapping[tokens],
     )
-
-
-def limits_of(pages: Sequence[PagesRead]) -> Coverage:
-    """Returns how much each of some requests or tokens reads."""
-    least, most, share = zip(*pages, strict=True)
-    return Coverage(torch.tensor(share, dtype=torch.float32), torch.tensor(least), torch.tensor(most))

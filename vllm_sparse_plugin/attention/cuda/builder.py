@@ -19,6 +19,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 from vllm.v1.kv_cache_interface import AttentionSpec
 
+from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.attention.base import (
     DecodeRun,
     SparseBackend,
@@ -37,11 +38,13 @@ from vllm_sparse_plugin.attention.cuda.start_up import warm_up_compaction, warm_
 from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
 from vllm_sparse_plugin.attention.prefill import plan_rounds, reads_less
+from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
+from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.requests import rows
 from vllm_sparse_plugin.requests.arguments import EVERY_PAGE
-from vllm_sparse_plugin.requests.limits import StepBudgets, StepNumbers
+from vllm_sparse_plugin.requests.limits import StepLimits, StepNumbers
 
 
 class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
@@ -49,6 +52,14 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
 
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
     supports_update_block_table = False
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
+        name = compat.chosen_backend(vllm_config, BACKENDS)
+        selector = None if name is None else resolved(vllm_config, BACKENDS[name]).selector
+        if selector is not None and not selector.has_kernel() and not selector.capturable:
+            return AttentionCGSupport.NEVER
+        return cls._cudagraph_support
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -73,7 +84,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         # Captured graphs read these tensors.
         max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self.dense_requests = StepNumbers(False, max_requests, torch.bool, device)
-        self.budgets = StepBudgets(sparse, rows.current_if_any(), max_requests, device)
+        self.limits = StepLimits(sparse, rows.current_if_any(), max_requests, device)
         group = plan_layers(layers, sparse, vllm_config, self.block_size, statistics, device)
         self.counts = group.counts
         self.reads = group.reads
@@ -131,10 +142,10 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             common = self.compaction.condense(common)
         for counts in self.counts:
             counts.step()
-        own = self.budgets.step(common)
+        asked = self.limits.step(common)
         if self.reads is not None and selects:
             self.reads.step(
-                common, self.reorder_batch_threshold, self.budgets.by_request(own, common.num_reqs),
+                common, self.reorder_batch_threshold, self.limits.by_request(asked, common.num_reqs),
                 self.meter.log_of(common),
             )  # fmt: skip
         runs, prompts = self._split(common) if selects else ([], None)
@@ -158,18 +169,18 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         metadata.num_decode_tokens = num_decode_tokens
         metadata.observed = [] if self.compaction is None else self.compaction.observed
         if num_decodes:
-            whole_requests = self._write_dense_requests(common, num_decodes, own)
+            whole_requests = self._write_dense_requests(common, num_decodes, asked)
             if self.meter.sample is not None:
                 with dropping(UNMEASURED):
-                    metadata.sampled = self._sampled(self.meter.sample, common, runs, own, whole_requests)
-            dense, budgets = self.dense_requests.tensor, self.budgets.pages
+                    metadata.sampled = self._sampled(self.meter.sample, common, runs, asked, whole_requests)
+            dense, budgets = self.dense_requests.tensor, self.limits.budgets
             for run in runs:
                 those = slice(run.first_request, run.first_request + run.num_requests)
                 tokens = slice(run.first_token, run.first_token + run.num_tokens)
                 metadata.decode.append(
                     DecodeRequests(
                         tokens, common.block_table_tensor[those], common.seq_lens[those], dense[those],
-                        None if budgets is None else budgets.tensor[those], self.budgets.coverage_of(those),
+                        None if budgets is None else budgets.tensor[those], self.limits.of(those),
                     )
                 )  # fmt: skip
         if verifies:
@@ -239,7 +250,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         return is_uniform and 1 < per_request <= self.reorder_batch_threshold
 
     def _write_dense_requests(
-        self, common: CommonAttentionMetadata, num_decodes: int, own: Sequence[PagesRead | None]
+        self, common: CommonAttentionMetadata, num_decodes: int, asked: Sequence[PagesRead | None]
     ) -> NDArray[np.bool_]:
         """Writes, and returns, which of the first requests are attended whole."""
         dense = np.zeros(num_decodes, dtype=bool)
@@ -247,7 +258,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             # It may leave out the requests that pad a graph's batch.
             prefilling = common.is_prefilling.numpy()[:num_decodes]
             dense[: len(prefilling)] |= prefilling
-        for request, pages in enumerate(own[:num_decodes]):
+        for request, pages in enumerate(asked[:num_decodes]):
             dense[request] |= pages is not None and pages.least >= EVERY_PAGE
         self.dense_requests.write(dense.tolist() if dense.any() else [])
         return dense
@@ -257,7 +268,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         sample: Sample,
         common: CommonAttentionMetadata,
         runs: Sequence[DecodeRun],
-        own: Sequence[PagesRead | None],
+        asked: Sequence[PagesRead | None],
         whole_requests: NDArray[np.bool_],
     ) -> SampledToken | None:
         """Returns the decoding token that a sample is of: one that leaves something out, if there is any."""
@@ -271,8 +282,8 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                 request = run.first_request + place
                 if request >= len(bound) or whole_requests[request]:
                     continue
-                said = own[request] if request < len(own) else None
-                reads = self.selector.pages_read if said is None else said
+                of_request = asked[request] if request < len(asked) else None
+                reads = self.selector.pages_read if of_request is None else of_request
                 for position in range(per_request):
                     index = run.first_token + place * per_request + position
                     longest = int(bound[request]) - (per_request - 1 - position)

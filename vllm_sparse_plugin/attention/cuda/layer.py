@@ -25,6 +25,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm_sparse_plugin.attention.base import (
     SparseImpl,
 )
+from vllm_sparse_plugin.attention.cuda.choose import choose_pages
 from vllm_sparse_plugin.attention.cuda.flash import attend_kept, varlen_attention
 from vllm_sparse_plugin.attention.cuda.measure import measure_token
 from vllm_sparse_plugin.attention.cuda.metadata import DecodeRequests, SampledToken, SparseCUDAMetadata
@@ -147,9 +148,9 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         cache = scaled(self.cache, layer)
         for decode in metadata.decode:
             batch = self._batch_of(layer, query, decode)
-            if decode.coverage is not None and self.plan.page_selection is not None:
+            if decode.limits is not None and self.plan.page_selection is not None:
                 counters = None if self.plan.routing else self.plan.counters
-                batch = count_rows(batch, cache, self.plan.page_selection, self.softmax, decode.coverage, counters)
+                batch = count_rows(batch, cache, self.plan.page_selection, self.softmax, decode.limits, counters)
             self._decode(batch, cache, DecodeOutput(output[decode.tokens], counters=self.plan.counters))
             sampled = metadata.sampled
             if sampled is not None and decode.tokens.start <= sampled.token < decode.tokens.stop:
@@ -183,6 +184,9 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
     def _decode(self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput) -> None:
         """Attends with decoding tokens to what the plan has them read."""
         plan = self.plan
+        if plan.selects_in_torch:
+            assert plan.selector is not None
+            batch = replace(batch, pages=choose_pages(plan.selector, batch, cache))
         selection = plan.selection_of(batch)
         if selection is None:
             split_attention(

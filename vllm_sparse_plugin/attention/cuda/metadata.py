@@ -31,8 +31,8 @@ class DecodeRequests:
     """`[num_requests]` bool, those that attend densely: single tokens of a prompt, and those that say so."""
     budgets: torch.Tensor | None = None
     """`[num_requests]` int32, pages that a selection reads of each; None where all have the settings' budget."""
-    coverage: Coverage | None = None
-    """Until what share of the attention weight each request reads; None where lengths and budgets decide."""
+    limits: Coverage | None = None
+    """How much each request reads under a coverage; None without one."""
 
 
 class SampledToken(NamedTuple):
