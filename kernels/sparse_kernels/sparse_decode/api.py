@@ -6,9 +6,8 @@ import torch
 
 from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.group_routing import GroupRouting
+from sparse_kernels.rules import GroupRouting, StopRule
 from sparse_kernels.sparse_decode import reference
-from sparse_kernels.stopping import StopRule
 
 
 def sparse_decode(

@@ -32,15 +32,14 @@ from sparse_kernels.cuda.params import (
     StopParams,
     pointer,
 )
-from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.group_routing.cuda import skipped_groups
 from sparse_kernels.limits import MAX_K, MAX_PAGES, DecodeShape
 from sparse_kernels.page_score.cuda import format_of, launch_scores
 from sparse_kernels.page_topk.cuda import list_pages, select_pages
+from sparse_kernels.rules import GroupRouting, StopRule
 from sparse_kernels.sparse_decode.launches import Launch, fixed_bytes, in_pieces, launch_of, shared_bytes, values_bytes
 from sparse_kernels.split_attention.cuda import Reading, attend_selection
 from sparse_kernels.split_attention.pieces import MAX_SPLITS, PIECES_BYTES
-from sparse_kernels.stopping import StopRule
 
 _SOURCE = Path(__file__).with_name("decode.cu")
 

@@ -6,7 +6,7 @@ import torch
 
 from sparse_kernels.batch import DecodeBatch, DecodeOutput, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.group_routing import GroupRouting
+from sparse_kernels.rules import GroupRouting
 from sparse_kernels.split_attention import reference
 from sparse_kernels.split_attention.pieces import MAX_SPLITS, Stopping
 
