@@ -6,6 +6,7 @@ import torch
 
 from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
+from sparse_kernels.page_lists import attended_pages, chosen_pages
 from sparse_kernels.page_score.reference import score_pages
 from sparse_kernels.page_topk import best_first
 from sparse_kernels.page_topk.reference import select_pages
@@ -24,15 +25,25 @@ def sparse_decode(
 ) -> None:
     """See `api.sparse_decode`."""
     budgets = batch.token_budgets()
+    if output.pages is not None:
+        output.pages.fill_(-1)
 
     def order(token: QueryTokens, index: int) -> torch.Tensor | None:
         num_pages = token.num_pages(cache.page_size)
         counts = torch.full((cache.num_kv_heads,), selection.k, device=num_pages.device)
         if budgets is not None:
             counts = counts.minimum(budgets[index].long())
-        k = int(counts.max())
         if int(num_pages) <= int(counts.min()):
             return None
+        if batch.pages is not None:
+            return attended_pages(batch.pages[index : index + 1], num_pages, counts[None])
+        pages = select(token, index, num_pages, counts)
+        if output.pages is not None:
+            output.pages[index] = chosen_pages(pages, num_pages, selection.k, counts[None])[0]
+        return pages
+
+    def select(token: QueryTokens, index: int, num_pages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        k = int(counts.max())
         if cache.statistics is None:
             return sinks_then_newest(token, int(num_pages), selection.sink_pages, k)
         if batch.scores is not None:

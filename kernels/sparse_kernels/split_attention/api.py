@@ -60,6 +60,8 @@ def split_attention(
         stopping.rule.check(cache.page_size)
     output = DecodeOutput.like(batch.query) if output is None else output
     output.check(batch, cache.num_kv_heads)
+    if batch.pages is not None or output.pages is not None:
+        raise ValueError("pages: got lists of pages, allowed: None where every page is read")
     if batch.num_tokens == 0:
         return output.heads
     implementation = reference.split_attention

@@ -86,6 +86,10 @@ def decode_tokens(
         if pages is None:
             every_page = torch.arange(context // cache.page_size, device=query.device)
             pages = every_page.expand(1, num_kv_heads, -1)
+        if output.pages is not None:
+            output.pages[index, ~active] = -1
+        # A list may be empty. A row that reads nothing has a zero output, like a skipped group.
+        active &= (pages[0] >= 0).any(dim=-1) | (context % cache.page_size > 0)
         if rule is not None:
             count = (pages >= 0).sum(dim=-1)
             if may_stop:
