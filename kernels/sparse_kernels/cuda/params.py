@@ -201,7 +201,7 @@ class DecodeParams(ctypes.Structure):
         ("query", QueryParams), ("cache", CacheParams), ("statistics", StatisticsParams), ("scores", _Pointer),
         ("scores_stride", _Long), ("contexts", ContextParams), ("selection", SelectionParams),
         ("routing", RoutingParams), ("softmax", SoftmaxParams), ("stop", StopParams), ("output", OutputParams),
-        ("pages", _Pointer),
+        ("pages", _Pointer), ("chosen", _Pointer),
     ]  # fmt: skip
 
 
