@@ -7,13 +7,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from sparse_kernels.batch import DecodeBatch, DecodeOutput, PrefillBatch, QueryTokens
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, PrefillBatch
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import ObservationWindow
 from sparse_kernels.multi_token_decode import multi_token_decode
 from sparse_kernels.page_coverage import count_rows
 from sparse_kernels.page_statistics import write_cache
-from sparse_kernels.page_topk import best_first, select_pages
 from sparse_kernels.rolling_attention import attend_rolling
 from sparse_kernels.sparse_decode import sparse_decode
 from sparse_kernels.split_attention import split_attention
@@ -28,13 +27,11 @@ from vllm_sparse_plugin.attention.base import (
 from vllm_sparse_plugin.attention.cuda.choose import choose_pages
 from vllm_sparse_plugin.attention.cuda.flash import attend_kept, varlen_attention
 from vllm_sparse_plugin.attention.cuda.measure import measure_token
-from vllm_sparse_plugin.attention.cuda.metadata import DecodeRequests, SampledToken, SparseCUDAMetadata
+from vllm_sparse_plugin.attention.cuda.metadata import DecodeRequests, SparseCUDAMetadata
 from vllm_sparse_plugin.attention.cuda.scales import query_scale, scaled
 from vllm_sparse_plugin.attention.cuda.start_up import reserve_scratch
 from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts
-from vllm_sparse_plugin.attention.stopping import select_until_stable
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, dropping
-from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 
 class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
@@ -184,10 +181,12 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
     def _decode(self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput) -> None:
         """Attends with decoding tokens to what the plan has them read."""
         plan = self.plan
+        selection = plan.selection_of(batch)
         if plan.selects_in_torch:
             assert plan.selector is not None
             batch = replace(batch, pages=choose_pages(plan.selector, batch, cache))
-        selection = plan.selection_of(batch)
+            assert batch.pages is not None
+            selection = PageSelection(batch.pages.shape[2])
         if selection is None:
             split_attention(
                 batch, cache, self.softmax, routing=plan.routing, stopping=plan.stopping(self.scratch),
@@ -197,26 +196,3 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             sparse_decode(
                 batch, cache, self.softmax, selection, routing=plan.routing, rule=plan.stop_rule, output=output
             )
-
-    def _pages_read(
-        self, token: QueryTokens, batch: DecodeBatch, cache: KVCache, index: int, sampled: SampledToken
-    ) -> torch.Tensor:
-        """Returns the complete pages that one token of a batch reads: `[1, num_kv_heads, k]`, -1 for none."""
-        selector, num_pages = self.plan.selector, token.num_pages(self.plan.page_size)
-        assert selector is not None
-        if batch.scores is not None and batch.budgets is not None:
-            # A coverage has decided: of each KV head the best pages, so many.
-            assert isinstance(selector, ScoredSelection)
-            scores = batch.scores[index : index + 1]
-            always = selector.sink_pages, selector.recent_pages
-            pages = select_pages(scores, num_pages, sampled.pages, *always)
-            slot = torch.arange(pages.shape[2], device=pages.device)
-            ranked = best_first(pages, scores, num_pages, *always)
-            return torch.where(slot < batch.budgets[index][:, None], ranked, -1)
-        selector = selector.model_copy(update={"budget_tokens": sampled.pages * self.plan.page_size})
-        query = token.query if token.query.dtype.itemsize > 1 else token.query.to(torch.bfloat16)
-        if self.plan.stop_rule is None:
-            return selector.select(query, cache.statistics, token.block_table, num_pages)
-        scale = self.softmax.scale if batch.query_scale is None else self.softmax.scale * float(batch.query_scale)
-        scaled = replace(self.softmax, scale=scale)
-        return select_until_stable(selector, self.plan.stop_rule, replace(token, query=query), cache, scaled)[0]
