@@ -11,7 +11,7 @@ from sparse_kernels.sparse_decode.reference import sparse_decode as reference_de
 from sparse_kernels.split_attention import Stopping, stop_scratch
 from sparse_kernels.split_attention.reference import split_attention as reference_split
 from sparse_kernels.stopping import StopRule, count_reads
-from support.cuda import ON_GPU, Case, Inputs, assert_close, checked_scores, decode
+from support.cuda import ON_GPU, Case, Inputs, assert_close, checked_scores, decode, stopping_inputs
 
 pytestmark = ON_GPU
 
@@ -92,22 +92,6 @@ def stopping_launches(case: Case) -> list[object]:
     least = max(4, least_cluster(case.group, case.head_size))
     listed = Launch(False, 8, 16, 1, listed=True)
     return [Launch(True, 8, 8, 1), Launch(True, least, 8, 1), Launch(False, 8, 16, 1), listed]
-
-
-def stopping_inputs(case: Case) -> Inputs:
-    """Queries of which every second finds one of the newest keys."""
-    inputs = Inputs(case)
-    shape = inputs.query.shape
-    query = torch.randn(shape, generator=torch.Generator().manual_seed(5)) * 0.5
-    for token in range(shape[0]):
-        request = token // case.queries
-        newest = max(int(inputs.seq_lens[request]) - 9, 0)
-        block = int(inputs.block_table[request, newest // case.block_size])
-        key = inputs.cache[block, :, newest % case.block_size, : case.head_size].float().cpu()
-        strength = 1.5 if token % 2 == 0 else 0.2
-        query[token] += (strength * (128 / case.head_size) * key).repeat_interleave(case.group, dim=0)
-    inputs.query = query.to(inputs.query.dtype).to(inputs.query.device)
-    return inputs
 
 
 def counted_output(inputs: Inputs, case: Case) -> DecodeOutput:

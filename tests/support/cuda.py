@@ -260,6 +260,22 @@ class Inputs:
         return DecodeOutput(torch.full(self.query.shape, torch.nan, dtype=torch.bfloat16, device="cuda"))
 
 
+def stopping_inputs(case: Case) -> Inputs:
+    """Queries of which every second finds one of the newest keys."""
+    inputs = Inputs(case)
+    shape = inputs.query.shape
+    query = torch.randn(shape, generator=torch.Generator().manual_seed(5)) * 0.5
+    for token in range(shape[0]):
+        request = token // case.queries
+        newest = max(int(inputs.seq_lens[request]) - 9, 0)
+        block = int(inputs.block_table[request, newest // case.block_size])
+        key = inputs.cache[block, :, newest % case.block_size, : case.head_size].float().cpu()
+        strength = 1.5 if token % 2 == 0 else 0.2
+        query[token] += (strength * (128 / case.head_size) * key).repeat_interleave(case.group, dim=0)
+    inputs.query = query.to(inputs.query.dtype).to(inputs.query.device)
+    return inputs
+
+
 def launches(group: int, head_size: int) -> list[object]:
     from sparse_kernels.cuda.shared_memory import least_cluster
     from sparse_kernels.sparse_decode.launches import Launch
