@@ -10,7 +10,7 @@ pytest.importorskip("cuda.core", reason="needs cuda-core")
 pytest.importorskip("cuda.bindings", reason="needs cuda-bindings")
 
 from sparse_kernels.cuda import params
-from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, compile_source
+from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, _known_architectures, architecture_of, compile_source
 from sparse_kernels.cuda.shared_memory import chain_bytes, merging_bytes, piece_bytes
 from sparse_kernels.limits import MAX_K, DecodeShape
 from sparse_kernels.sparse_decode.launches import Launch, fixed_bytes, values_bytes
@@ -206,7 +206,7 @@ def check(case: tuple[str, dict[str, int]], architecture: str) -> None:
     assert code.code, "an empty binary"
 
 
-@pytest.mark.parametrize("architecture", ["sm_80", "sm_90a"])
+@pytest.mark.parametrize("architecture", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_compiles(case: tuple[str, dict[str, int]], architecture: str) -> None:
     check(case, architecture)
@@ -214,7 +214,7 @@ def test_compiles(case: tuple[str, dict[str, int]], architecture: str) -> None:
 
 @pytest.mark.parametrize("case", HOPPER.values(), ids=HOPPER)
 def test_clusters_compile(case: tuple[str, dict[str, int]]) -> None:
-    check(case, "sm_90a")
+    check(case, "sm_90")
 
 
 STRUCTS = {
@@ -249,7 +249,7 @@ def layout_assertions(name: str) -> str:
 
 def compile_with(path: Path, text: str, macros: dict[str, int]) -> None:
     path.write_text(text, encoding="utf-8")
-    compile_source(path, "sm_90a", macros)
+    compile_source(path, "sm_90", macros)
 
 
 def test_the_host_fills_shared_structs_as_the_device_reads_them(tmp_path: Path) -> None:
@@ -284,5 +284,80 @@ def test_limits_of_the_host_are_those_of_the_device(tmp_path: Path) -> None:
 
 
 def test_an_error_names_the_source() -> None:
-    with pytest.raises(RuntimeError, match=r"topk\.cu does not compile for sm_90a"):
-        compile_source(ROOT / "page_topk/topk.cu", "sm_90a", {})
+    with pytest.raises(RuntimeError, match=r"topk\.cu does not compile for sm_90"):
+        compile_source(ROOT / "page_topk/topk.cu", "sm_90", {})
+
+
+KNOWN = [75, 80, 86, 89, 90, 100, 103, 120]
+"""What an NVRTC may know."""
+
+
+@pytest.mark.parametrize(
+    ("capability", "architecture"),
+    [
+        ((8, 0), "sm_80"),
+        ((9, 0), "sm_90"),
+        ((10, 3), "sm_103"),
+        ((12, 0), "sm_120"),
+        ((12, 1), "compute_120"),
+        ((11, 0), "compute_103"),
+        ((8, 7), "compute_86"),
+        ((13, 0), "compute_120"),
+    ],
+)
+def test_a_gpu_that_nvrtc_does_not_know_gets_older_ptx(capability: tuple[int, int], architecture: str) -> None:
+    assert architecture_of(capability, KNOWN) == architecture
+    assert architecture_of(capability, KNOWN[::-1]) == architecture
+
+
+def test_a_gpu_older_than_all_that_nvrtc_knows_is_refused() -> None:
+    with pytest.raises(RuntimeError, match=r"compute capability: got 8\.0, allowed by NVRTC: \[90, 100\]"):
+        architecture_of((8, 0), [100, 90])
+
+
+def test_nvrtc_says_what_it_knows() -> None:
+    assert {80, 90} <= set(_known_architectures())
+
+
+@pytest.mark.parametrize(("architecture", "form"), [("sm_90", "cubin"), ("compute_90", "ptx")])
+def test_an_architecture_decides_between_machine_code_and_ptx(
+    architecture: str, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Program:
+        def __init__(self, _text: str, _language: str, options: object) -> None:
+            self.options = options
+
+        def compile(self, form: str) -> tuple[object, str]:
+            return self.options, form
+
+    monkeypatch.setattr("cuda.core.Program", Program)
+    options, compiled = compile_source(ROOT / "page_topk/topk.cu", architecture, TOPK)
+    assert (options.arch, compiled) == (architecture, form)
+
+
+def ptx_of(source: str, macros: dict[str, int], architecture: str) -> bytes:
+    """PTX by NVRTC alone, as cuda-core would make it: that asks the driver, which needs a GPU."""
+    from cuda.bindings import nvrtc
+
+    def checked(status: object, *values: object) -> tuple[object, ...]:
+        assert status == nvrtc.nvrtcResult.NVRTC_SUCCESS, status
+        return values
+
+    path = ROOT / source
+    (program,) = checked(*nvrtc.nvrtcCreateProgram(path.read_bytes(), path.name.encode(), 0, [], []))
+    options = [f"--gpu-architecture={architecture}", "--std=c++17", "--use_fast_math", f"-I{ROOT}/cuda"]
+    options += [f"-I{path.parent}", "--device-as-default-execution-space"]
+    options += [f"-DSK_{name}={value}" for name, value in (macros | counted(source, macros)).items()]
+    checked(*nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options]))
+    (size,) = checked(*nvrtc.nvrtcGetPTXSize(program))
+    ptx = b" " * size
+    checked(*nvrtc.nvrtcGetPTX(program, ptx))
+    return ptx
+
+
+@pytest.mark.parametrize("name", ["decode cluster", "decode that stops", "list cluster of 8"])
+def test_the_newest_ptx_has_clusters(name: str) -> None:
+    newest = max(_known_architectures())
+    ptx = ptx_of(*HOPPER[name], f"compute_{newest}")
+    assert f".target sm_{newest}".encode() in ptx
+    assert b".reqnctapercluster" in ptx or b".explicitcluster" in ptx

@@ -333,14 +333,15 @@ CASES = {
 @pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_of_the_hard_mask_in_many_parts(device, name, monkeypatch):
-    from sparse_kernels.masked_attention import lists, scores
+    from sparse_kernels.masked_attention.triton import listed, lists, scores
 
     # Scores are those of a piece at a time; every page has several parts, and one head's pages are in memory at a time.
     monkeypatch.setattr(scores, "_BYTES_AT_ONCE", 1)
     for module in (scores, lists):
         monkeypatch.setattr(module, "PIECE", 32)
-    monkeypatch.setattr(lists, "_READERS", 4)
-    monkeypatch.setattr(lists, "_JOINED_BYTES", 1)
+    for module in (lists, listed):
+        monkeypatch.setattr(module, "PART_READERS", 4)
+    monkeypatch.setattr(listed, "_JOINED_BYTES", 1)
     lengths, mask, heads, group, size = CASES[name]
     inputs = draw(sum(lengths), heads, group, size=size)
     assert_kernels_are_accurate(device, inputs, Packing(lengths), mask, "mean_and_spread")
@@ -349,14 +350,18 @@ def test_kernels_of_the_hard_mask_in_many_parts(device, name, monkeypatch):
 @pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
 @pytest.mark.parametrize("name", CASES)
 def test_kernels_of_the_soft_mask_in_many_parts(device, name, monkeypatch):
-    from sparse_kernels.masked_attention import scores, triton
+    from sparse_kernels.masked_attention.triton import backward, forward, launches, score_gradients, scores
+    from sparse_kernels.masked_attention.triton import mask as masks
 
     # A part is a piece, a piece has several tiles, and a tile has the fewest rows and keys that a product can have.
     monkeypatch.setattr(scores, "_BYTES_AT_ONCE", 1)
-    for module in (scores, triton):
+    for module in (backward, forward, launches, masks, score_gradients, scores):
         monkeypatch.setattr(module, "PIECE", 32)
-    for launch in ("_FORWARD", "_QUERY_GRADIENT", "_KEY_GRADIENT", "_SCORED_QUERIES", "_SCORED_RECORDS"):
-        monkeypatch.setattr(triton, launch, triton._Launch(rows=32, columns=16, num_warps=4, num_stages=1))
+    for module, launch in (
+        (forward, "_FORWARD"), (backward, "_QUERY_GRADIENT"), (backward, "_KEY_GRADIENT"),
+        (score_gradients, "_SCORED_QUERIES"), (score_gradients, "_SCORED_RECORDS"),
+    ):  # fmt: skip
+        monkeypatch.setattr(module, launch, launches.Launch(rows=32, columns=16, num_warps=4, num_stages=1))
     lengths, mask, heads, group, size = CASES[name]
     inputs, mask = draw(sum(lengths), heads, group, size=size), replace(mask, temperature=0.5)
     assert_kernels_are_accurate(device, inputs, Packing(lengths), mask, "mean_and_spread")
@@ -364,13 +369,13 @@ def test_kernels_of_the_soft_mask_in_many_parts(device, name, monkeypatch):
 
 @NO_TRITON
 def test_more_pairs_than_are_numbered_are_refused():
-    from sparse_kernels.masked_attention import lists, scores
+    from sparse_kernels.masked_attention.triton import listed, scores
 
     tokens = 1 << 27
     query, key = (torch.empty(tokens, heads, 16, device="meta") for heads in (2, 1))
     call = scores.Call(Packing((tokens,)), PageMask(PageSelection(16, 1, 1, 1.0), 8), 1.0, 1, 2, 1, 16)
     with pytest.raises(ValueError, match=r"got 134217728 tokens that read up to 17 pages.*fewer than 2\^31"):
-        lists.listed_attention(query, key, key, (key, None, None), call)
+        listed.listed_attention(query, key, key, (key, None, None), call)
 
 
 @pytest.mark.parametrize("device", [ON_CPU, ON_GPU])

@@ -10,7 +10,10 @@ from sparse_kernels.page_statistics import KINDS
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-BLOCKS = ["_summarise", "_block_logits", "_measure", "_choose", "_group_queries", "_ungroup_with_sinks"]
+BLOCKS = [
+    "summaries._summarise", "score._block_logits", "score._measure", "choose._choose", "rows._group_queries",
+    "rows._ungroup_with_sinks",
+]  # fmt: skip
 """Kernels of block-sparse prefill."""
 PREFILL = ("_probe_sums", "_join_sums", "_column_sums", "_attend_kept")
 OF_SCORES = ("scores._page_scores", "scores._row_products")
@@ -18,20 +21,20 @@ COMPACTION = ("_rank_tokens", "_list_tokens", "_copy_out", "_probe_sums", "_join
 MASKED = {
     "0.5": [
         *OF_SCORES,
-        *(
-            f"masked.{x}"
-            for x in ("_soften", "_forward", "_query_gradient", "_key_gradient", "_scored_queries", "_scored_records")
-        ),
+        *("mask._soften", "forward._forward", "backward._query_gradient", "backward._key_gradient"),
+        *("score_gradients._scored_queries", "score_gradients._scored_records"),
     ],
     "None": [
         *OF_SCORES,
-        *(f"lists.{x}" for x in ("_list_pages", "_page_outputs", "_page_gradients", "_join_parts", "_join_pages")),
+        "lists._list_pages",
+        *(f"listed.{x}" for x in ("_page_outputs", "_page_gradients", "_join_parts", "_join_pages")),
     ],
 }
 """Kernels of attention under a page mask of a temperature."""
 LEAST_SHARED_BYTES = 99 * 1024
 """Shared memory of a block on the smallest GPUs that are served."""
 CODE = """
+import importlib
 import sys
 import torch
 import triton
@@ -111,8 +114,10 @@ for head_size, group, dtype, block in shapes:
         Softmax(0.1, 20.0 * (head_size > 64), torch.zeros(2 * group)), torch.zeros_like(query),
     )
 
-for name in sys.argv[2].split():
-    setattr(blocks, name, Compile(getattr(blocks, name)))
+for place in sys.argv[2].split():
+    module, name = place.split(".")
+    module = importlib.import_module(f"{blocks.__name__}.{module}")
+    setattr(module, name, Compile(getattr(module, name)))
 prompts = Prompts(torch.tensor([0, 64]).int(), torch.zeros(1, 4).int(), torch.tensor([256]).int(), (64,), (256,))
 masses = BlockRule(dense_tokens=64, least_blocks=2)
 shapes = [(kind, 128, masses) for kind in KINDS.values()]
@@ -190,10 +195,11 @@ OF_TRAINING = (
     CODE.partition("write._write_cache, scores")[0]
     + """
 from sparse_kernels.batch import PageSelection
-from sparse_kernels.masked_attention import PageMask, Packing, lists, page_records, scores, triton as masked
+from sparse_kernels.masked_attention import PageMask, Packing, page_records, triton as masked
 
 for module, name in (place.split(".") for place in sys.argv[4:]):
-    setattr(globals()[module], name, Compile(getattr(globals()[module], name)))
+    module = importlib.import_module(f"{masked.__name__}.{module}")
+    setattr(module, name, Compile(getattr(module, name)))
 kind, packing = KINDS[sys.argv[2]], Packing((40, 30))
 query = torch.zeros(70, 8, 64).bfloat16().requires_grad_()
 key, value = (torch.zeros(70, 2, 64).bfloat16().requires_grad_() for _ in range(2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ def compile_source(source: Path, architecture: str, macros: dict[str, int]) -> A
 
     Args:
         source: the file; it may include the headers of this folder.
-        architecture: for instance `sm_90a`.
+        architecture: `sm_90` gives machine code for compute capability 9.0, `compute_90` gives PTX. The driver compiles
+            PTX for GPUs of that compute capability and later ones.
         macros: compile-time constants, defined with the prefix `SK_`.
 
     Returns:
@@ -56,9 +58,45 @@ def compile_source(source: Path, architecture: str, macros: dict[str, int]) -> A
         name=source.name,
     )
     try:
-        return Program(source.read_text(), "c++", options).compile("cubin")
+        return Program(source.read_text(), "c++", options).compile(
+            "ptx" if architecture.startswith("compute_") else "cubin"
+        )
     except Exception as error:
         raise RuntimeError(f"{source.name} does not compile for {architecture} with {macros}: {error}") from error
+
+
+def architecture_of(capability: tuple[int, int], known: Sequence[int]) -> str:
+    """Returns the architecture that sources are compiled for.
+
+    Args:
+        capability: compute capability of the GPU.
+        known: architectures that NVRTC compiles for, 90 for compute capability 9.0.
+
+    Returns:
+        The GPU's own; the newest older PTX if NVRTC does not know it, as for a GPU that came out after NVRTC.
+
+    Raises:
+        RuntimeError: if NVRTC knows neither the GPU nor an older one.
+    """
+    number = 10 * capability[0] + capability[1]
+    if number in known:
+        return f"sm_{number}"
+    older = [architecture for architecture in known if architecture < number]
+    if not older:
+        raise RuntimeError(
+            f"compute capability: got {capability[0]}.{capability[1]}, allowed by NVRTC: {sorted(known)}"
+        )
+    return f"compute_{max(older)}"
+
+
+@functools.cache
+def _known_architectures() -> tuple[int, ...]:
+    from cuda.bindings import nvrtc
+
+    status, architectures = nvrtc.nvrtcGetSupportedArchs()
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise RuntimeError(f"architectures of NVRTC: {status.name}")
+    return tuple(architectures)
 
 
 @dataclass
@@ -185,10 +223,9 @@ def _kernel(source: Path, device: torch.device, macros: tuple[tuple[str, int], .
     from cuda.core import Device
 
     Device(device.index).set_current()
-    major, minor = torch.cuda.get_device_capability(device)
-    suffix = "a" if major >= 9 else ""
-    code = compile_source(source, f"sm_{major}{minor}{suffix}", dict(macros))
-    return Kernel(code.get_kernel(name), device, threads, overlaps=major >= 9)
+    capability = torch.cuda.get_device_capability(device)
+    code = compile_source(source, architecture_of(capability, _known_architectures()), dict(macros))
+    return Kernel(code.get_kernel(name), device, threads, overlaps=capability >= (9, 0))
 
 
 def _device_index(device: torch.device) -> int:

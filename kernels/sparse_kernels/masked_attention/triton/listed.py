@@ -2,16 +2,13 @@
 
 A budget is few pages beside a context, so nothing here but the scores grows with the square of the length.
 
-1. Scores are computed for some tokens at a time, and each token and KV head writes the list of its pages. Its
-   incomplete page is one of them, so that one rule holds for all: a token sees the keys of a listed page that do not
-   come after it.
-2. One stable sort inverts the lists: pairs of a token and a page, by page. A page's keys and values are loaded once
-   for a number of its readers, whose queries are gathered. The queries of a group are a few rows where a page has 16
-   keys and as many values, so this moves far less than gathering pages for queries would.
-3. What a page gives a reader, an output with its log-sum or a gradient of the query, goes to memory, to the page's
+1. Each token and KV head has a list of its pages, and each page its readers (`lists.py`). A page's keys and values are
+   loaded once for a number of its readers, whose queries are gathered. The queries of a group are a few rows where a
+   page has 16 keys and as many values, so this moves far less than gathering pages for queries would.
+2. What a page gives a reader, an output with its log-sum or a gradient of the query, goes to memory, to the page's
    place in the reader's list. A second kernel reads lists from one end to the other and joins what they hold. Heads
    take turns, so that this memory is one head's, or that of as many as fit `_JOINED_BYTES`.
-4. Gradients of keys and values are added up in float32, by part of a page's readers, and then part by part in their
+3. Gradients of keys and values are added up in float32, by part of a page's readers, and then part by part in their
    order: results do not depend on the launch. A page that everybody reads has many parts, and holds nobody up.
 """
 
@@ -24,20 +21,17 @@ import torch
 import triton
 import triton.language as tl
 
-from sparse_kernels.masked_attention.scores import (
+from sparse_kernels.masked_attention.triton.lists import PART_READERS, Readers, invert, list_all, list_width
+from sparse_kernels.masked_attention.triton.scores import (
     LOG2E,
     NOTHING,
-    PIECE,
-    PIECES,
     Call,
     Records,
     columns,
-    count_true,
-    of_heads,
-    reached_by,
+    keys_and_values,
+    row_places,
     row_products,
     rows,
-    scores_in_parts,
 )
 
 
@@ -53,77 +47,8 @@ class _Launch(NamedTuple):
 _OUTPUTS = _Launch(rows=64, num_warps=4, num_stages=2)
 _GRADIENTS = _Launch(rows=64, num_warps=4, num_stages=3)
 _JOINING = _Launch(rows=32, num_warps=4, num_stages=1)
-_READERS = 256
-"""Of the readers of a page, those that one program works on."""
 _JOINED_BYTES = 1 << 30
 """Memory of what pages give their readers, unless one head takes more."""
-
-
-@triton.jit
-def _numbered(flags):
-    """Numbers what is true from 1 on, columns one after the other."""
-    flags = flags.to(tl.int32)
-    in_column = tl.sum(flags, axis=0)
-    return tl.cumsum(flags, axis=0) + (tl.cumsum(in_column, axis=0) - in_column)[None, :]
-
-
-@triton.jit(do_not_specialize=["first_token"], do_not_specialize_on_alignment=PIECES)
-def _list_pages(
-    scores_ptr,
-    start_ptr,
-    begin_ptr,
-    length_ptr,
-    lists_ptr,
-    counts_ptr,
-    first_token,
-    num_tokens,
-    width,
-    list_width,
-    dense_tokens,
-    budget,
-    sink_pages,
-    recent_pages,
-    HEADS: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    GROUPS: tl.constexpr,
-    PIECE: tl.constexpr,
-):
-    row, head = tl.program_id(0), tl.program_id(1)
-    position = tl.load(start_ptr + row // PIECE) + row % PIECE
-    if position >= tl.load(length_ptr + row // PIECE):
-        return
-    token = tl.load(begin_ptr + row // PIECE) + position
-    begin = token - position
-    complete = (position + 1) // PAGE_SIZE
-    # Pages that follow each other lie along the first axis, so that a thread numbers many by itself.
-    page = tl.arange(0, GROUPS)[:, None] + tl.arange(0, WIDTH // GROUPS)[None, :] * GROUPS
-    read = page < complete
-    if (complete > budget) & (position >= dense_tokens):
-        candidate = (page >= sink_pages) & (page < complete - recent_pages)
-        row_ptr = scores_ptr + ((token - first_token).to(tl.int64) * HEADS + head) * width
-        score = tl.load(row_ptr + page, mask=candidate, other=0.0)
-        # The order of these integers, from 1 to 2^16, is that of the scores; 0 and -0 are one.
-        bits = (score.to(tl.float32) + 0.0).to(tl.int32, bitcast=True) >> 16
-        key = tl.where(candidate, tl.where(bits < 0, bits ^ 0x7FFF, bits) + 0x8001, 0)
-        left = budget - sink_pages - recent_pages
-        low = reached_by(key, left, 1)
-        equal = key == low
-        left -= count_true(key > low)
-        kept = (key > low) | (equal & (_numbered(equal) <= left))
-        read = read & (kept | (page < sink_pages) | (page >= complete - recent_pages))
-    place, count = _numbered(read) - 1, count_true(read)
-    first = head * (num_tokens + 1)
-    of_list = head.to(tl.int64) * num_tokens + token
-    out = lists_ptr + of_list * list_width
-    tl.store(out + place, first + begin + page * PAGE_SIZE, mask=read)
-    if (position + 1) % PAGE_SIZE != 0:
-        tl.store(out + count, first + begin + complete * PAGE_SIZE)
-        count += 1
-    tl.store(counts_ptr + of_list, count)
-    for at in range(count, list_width, 64):
-        slot = at + tl.arange(0, 64)
-        tl.store(out + slot, tl.zeros((64,), tl.int32) + first + num_tokens, mask=slot < list_width)
 
 
 @triton.jit
@@ -199,8 +124,7 @@ def _page_outputs(
                                                head, num_pages, most_parts, READERS, PAGE_SIZE, KEYS)  # fmt: skip
     if begin >= end:
         return
-    key = of_heads(key_ptr, other, of_page, head, HEADS, HEAD_SIZE, DIMS)
-    value = of_heads(value_ptr, other, of_page, head, HEADS, HEAD_SIZE, DIMS)
+    key, value = keys_and_values(key_ptr, value_ptr, other, of_page, head, HEADS, HEAD_SIZE, DIMS)
     dim = tl.arange(0, DIMS)
     first = tl.program_id(1).to(tl.int64) * num_tokens * WIDTH
     pair_ptr += head.to(tl.int64) * num_tokens * WIDTH
@@ -261,8 +185,7 @@ def _page_gradients(
                                                head, num_pages, most_parts, READERS, PAGE_SIZE, KEYS)  # fmt: skip
     if begin >= end:
         return
-    key = of_heads(key_ptr, other, of_page, head, HEADS, HEAD_SIZE, DIMS)
-    value = of_heads(value_ptr, other, of_page, head, HEADS, HEAD_SIZE, DIMS)
+    key, value = keys_and_values(key_ptr, value_ptr, other, of_page, head, HEADS, HEAD_SIZE, DIMS)
     # Of gradients of queries few columns are in registers at a time, so that more programs share a multiprocessor.
     slices: tl.constexpr = DIMS // 32 if DIMS > 32 else 1
     key_slices = ()
@@ -280,7 +203,7 @@ def _page_gradients(
         query = rows(query_ptr, token, group_head, every_row, HEADS * GROUP * HEAD_SIZE, head, GROUP, HEAD_SIZE, DIMS)
         gradient = rows(gradient_ptr, token, group_head, every_row, HEADS * GROUP * HEAD_SIZE, head, GROUP, HEAD_SIZE,
                         DIMS)  # fmt: skip
-        of_row = token.to(tl.int64) * (HEADS * GROUP) + head * GROUP + group_head
+        of_row = row_places(token, group_head, head, HEADS, GROUP)
         log_sum = tl.load(log_sum_ptr + of_row)
         product = tl.load(product_ptr + of_row)
         logit = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2E)
@@ -366,7 +289,7 @@ def _join_pages(
     count = tl.load(counts_ptr + head.to(tl.int64) * num_tokens + token)
     group_head, dim = tl.arange(0, PADDED), tl.arange(0, DIMS)
     first = (tl.program_id(1).to(tl.int64) * num_tokens + token) * WIDTH
-    of_row = token.to(tl.int64) * (HEADS * GROUP) + head * GROUP + group_head
+    of_row = row_places(token, group_head, head, HEADS, GROUP)
     if log_sums_ptr is not None:
         largest = tl.full((PADDED,), NOTHING, tl.float32)
         total = tl.zeros((PADDED,), tl.float32)
@@ -402,69 +325,9 @@ def _join_pages(
     )
 
 
-class _Readers(NamedTuple):
-    """Who reads each page: pairs of a token and a page, by KV head, page and token."""
-
-    pair: torch.Tensor
-    """`token * width` and the place of the page in the token's list: `[num_kv_heads, num_tokens * width]` int32. Beyond
-    the pairs of a head are places without a page."""
-    pairs_from: torch.Tensor
-    """The first pair of each page in its row of `pair`, and after them the end of the pairs:
-    `[num_kv_heads, num_pages + 1]` int32."""
-    parts_from: torch.Tensor
-    """The first part of each page, of those of its head, and after them their number, likewise; int32. A part has at
-    most `_READERS` pairs."""
-    page_of_part: torch.Tensor
-    """`[num_kv_heads, most_parts]` int32; `num_pages` for what is allocated beyond the last part."""
-    page_start: torch.Tensor
-    """The first token of each page, and after them `num_tokens`: `[num_pages + 1]` int32."""
-
-
-def _width(call: Call) -> int:
-    """Returns the most pages that a token reads, the incomplete one included."""
-    complete = max(call.packing.lengths) // call.mask.page_size
-    return min(complete, max(call.mask.selection.k, call.mask.dense_tokens // call.mask.page_size)) + 1
-
-
-def _list_all(call: Call, query: torch.Tensor, records: Records) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finds the pages that each token and KV head reads, as they are served.
-
-    Returns:
-        Lists: `[num_kv_heads, num_tokens, width]` int32, `head * (num_tokens + 1)` plus the first token of a page, in
-        the order of the text, and beyond the pages plus `num_tokens`. And how many pages they have:
-        `[num_kv_heads, num_tokens]` int32.
-    """
-    selection, num_tokens = call.mask.selection, query.shape[0]
-    lists = query.new_empty((call.num_kv_heads, num_tokens, _width(call)), dtype=torch.int32)
-    counts = query.new_empty((call.num_kv_heads, num_tokens), dtype=torch.int32)
-    for scores, _, (start, begin, length, _), first_token in scores_in_parts(call, query, records, torch.bfloat16):
-        width = scores.shape[2]
-        _list_pages[(len(start) * PIECE, call.num_kv_heads)](
-            scores, start, begin, length, lists, counts, first_token, num_tokens, width, lists.shape[2],
-            call.mask.dense_tokens, selection.k, selection.sink_pages, selection.recent_pages, **call.of_pages(width),
-        )  # fmt: skip
-    return lists, counts
-
-
-def _invert(call: Call, lists: torch.Tensor) -> _Readers:
-    """Returns who reads each page, without waiting for the device."""
-    num_heads, num_tokens, width = lists.shape
-    starts = call.packing.page_starts(call.mask.page_size, lists.device)
-    head = torch.arange(num_heads, device=lists.device, dtype=torch.int32)[:, None]
-    first = head.long() * (num_tokens * width)
-    pages, pair = lists.view(-1).sort(stable=True)
-    pairs_from = torch.searchsorted(pages, head * (num_tokens + 1) + starts) - first
-    parts = (pairs_from.diff(dim=1) + (_READERS - 1)) // _READERS
-    parts_from = torch.nn.functional.pad(parts.cumsum(1), (1, 0))
-    numbers = torch.arange(len(starts) + num_tokens * width // _READERS, device=lists.device)
-    page_of_part = torch.searchsorted(parts_from, numbers.expand(num_heads, -1).contiguous(), right=True) - 1
-    pair = pair.view(num_heads, -1) - first
-    return _Readers(pair.int(), pairs_from.int(), parts_from.int(), page_of_part.int(), starts)
-
-
 def _heads_at_once(call: Call, query: torch.Tensor) -> Iterator[tuple[int, int]]:
     """Yields the first KV head and the number of heads whose pages' shares are in memory at a time."""
-    of_head = len(query) * _width(call) * call.group_size * call.head_size * query.itemsize
+    of_head = len(query) * list_width(call) * call.group_size * call.head_size * query.itemsize
     at_once = min(max(_JOINED_BYTES // of_head, 1), call.num_kv_heads)
     for first in range(0, call.num_kv_heads, at_once):
         yield first, min(at_once, call.num_kv_heads - first)
@@ -477,7 +340,7 @@ def _of_readers(call: Call, launch: _Launch) -> dict[str, int]:
     times = max(keys * heads["DIMS"] // (16 * 128), 1)
     return heads | {
         "PADDED": call.padded_group, "TOKENS": call.tokens(launch.rows if call.head_size <= 128 else launch.rows // 2),
-        "KEYS": keys, "WIDTH": _width(call), "READERS": _READERS, "num_warps": min(launch.num_warps * times, 8),
+        "KEYS": keys, "WIDTH": list_width(call), "READERS": PART_READERS, "num_warps": min(launch.num_warps * times, 8),
         "num_stages": launch.num_stages if times == 1 else 1,
     }  # fmt: skip
 
@@ -497,7 +360,7 @@ def _join(
     del shape["PAGE_SIZE"]
     _join_pages[(len(joined), heads[1])](
         of_pages, log_sums, counts, joined, log_sum, heads[0], len(joined), scale, **shape, PADDED=call.padded_group,
-        PAGES=call.tokens(_JOINING.rows), WIDTH=_width(call), num_warps=_JOINING.num_warps,
+        PAGES=call.tokens(_JOINING.rows), WIDTH=list_width(call), num_warps=_JOINING.num_warps,
         num_stages=_JOINING.num_stages,
     )  # fmt: skip
 
@@ -509,8 +372,8 @@ class _ListedAttention(torch.autograd.Function):
     def forward(
         ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, records: Records, call: Call
     ) -> torch.Tensor:
-        lists, counts = _list_all(call, query, records)
-        readers = _invert(call, lists)
+        lists, counts = list_all(call, query, records)
+        readers = invert(call, lists)
         output, num_tokens = torch.empty_like(query), len(query)
         log_sum = query.new_empty(query.shape[:2], dtype=torch.float32)
         for first, heads in _heads_at_once(call, query):
@@ -530,14 +393,14 @@ class _ListedAttention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, counts, output, log_sum, *kept = ctx.saved_tensors
         call: Call = ctx.call
-        readers, shape = _Readers(*kept), call.heads()
+        readers, shape = Readers(*kept), call.heads()
         gradient = gradients[0].contiguous()
         product = row_products(gradient, output)
         of_query, of_key, of_value = (torch.empty_like(x) for x in (query, key, value))
         num_tokens, num_pages = len(query), len(readers.page_start) - 1
         most_parts = readers.page_of_part.shape[1]
         for first, heads in _heads_at_once(call, query):
-            of_queries = query.new_empty((heads, num_tokens, _width(call), call.group_size, call.head_size))
+            of_queries = query.new_empty((heads, num_tokens, list_width(call), call.group_size, call.head_size))
             of_parts = query.new_empty((heads, most_parts, 2, call.mask.page_size, call.head_size), dtype=torch.float32)
             _page_gradients[(most_parts, heads)](
                 query, key, value, gradient, log_sum, product, *readers, of_queries, of_parts, first, num_tokens,
@@ -569,7 +432,7 @@ def listed_attention(
     Raises:
         ValueError: if there are more pairs of a token and a page than 32 bits number.
     """
-    num_tokens, width = len(query), _width(call)
+    num_tokens, width = len(query), list_width(call)
     if max(call.num_kv_heads * (num_tokens + 1), num_tokens * width) >= 1 << 31:
         raise ValueError(
             f"query: got {num_tokens} tokens that read up to {width} pages, allowed for the hard mask: fewer than 2^31 "

@@ -57,6 +57,19 @@ def of_heads(pointer, token, exists, head, HEADS, HEAD_SIZE: tl.constexpr, DIMS:
 
 
 @triton.jit
+def keys_and_values(key_ptr, value_ptr, token, exists, head, HEADS, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr):
+    """Loads keys and values of a KV head: `[len(token), DIMS]` each, zero where there are none."""
+    key = of_heads(key_ptr, token, exists, head, HEADS, HEAD_SIZE, DIMS)
+    return key, of_heads(value_ptr, token, exists, head, HEADS, HEAD_SIZE, DIMS)
+
+
+@triton.jit
+def row_places(token, group_head, head, HEADS, GROUP):
+    """Returns where the numbers of query heads of tokens are."""
+    return token.to(tl.int64) * (HEADS * GROUP) + head * GROUP + group_head
+
+
+@triton.jit
 def tile_of(start_ptr, begin_ptr, length_ptr, first_page_ptr, TOKENS: tl.constexpr, PIECE: tl.constexpr):
     """Returns the tile of a program: its first position, and where its sequence is. The longest contexts come first."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)

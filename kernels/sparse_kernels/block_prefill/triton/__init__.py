@@ -1,0 +1,13 @@
+"""Scores, chooses and regroups on a GPU what FlashAttention then attends to.
+
+Nothing here reads a length on the host: grids follow from bounds that the host knows, and programs beyond a tile's own
+numbers leave at once.
+"""
+
+from sparse_kernels.block_prefill.triton.choose import virtual_sequences
+from sparse_kernels.block_prefill.triton.prefill import prefill_blocks
+from sparse_kernels.block_prefill.triton.rows import group_queries, ungroup
+from sparse_kernels.block_prefill.triton.score import score_past
+from sparse_kernels.block_prefill.triton.summaries import page_summaries
+
+__all__ = ["group_queries", "page_summaries", "prefill_blocks", "score_past", "ungroup", "virtual_sequences"]

@@ -1,0 +1,42 @@
+"""Makes a sparse prefill on a GPU: scores, chooses, attends by FlashAttention, and puts outputs in order."""
+
+from __future__ import annotations
+
+import torch
+
+from sparse_kernels.batch import PrefillBatch, Softmax
+from sparse_kernels.block_prefill.rule import BlockRule
+from sparse_kernels.block_prefill.sequences import PageEntries, VarlenAttention, VirtualSequences
+from sparse_kernels.block_prefill.tiles import Tiles
+from sparse_kernels.block_prefill.triton.choose import virtual_sequences
+from sparse_kernels.block_prefill.triton.rows import group_queries, ungroup
+from sparse_kernels.block_prefill.triton.score import score_past
+from sparse_kernels.cache import KVCache
+
+
+def prefill_blocks(
+    batch: PrefillBatch,
+    cache: KVCache,
+    softmax: Softmax,
+    rule: BlockRule,
+    tiles: Tiles,
+    attend: VarlenAttention,
+    output: torch.Tensor,
+    counters: torch.Tensor | None,
+) -> None:
+    """See `api.prefill_blocks`."""
+    heads = cache.num_kv_heads
+    rows = group_queries(batch, tiles, heads)
+    if tiles.max_reads < tiles.max_past_blocks or rule.is_adaptive:
+        scores = score_past(rows, batch, tiles, cache, rule, softmax.scale)
+    else:
+        scores = torch.empty(len(tiles), heads, 1, device=rows.device)
+    entries = PageEntries.of(cache.keys, rule.block_tokens)
+    pages, lengths = virtual_sequences(scores, batch, tiles, entries, rows.shape[1], rule, counters)
+    attended = torch.empty(rows.shape, dtype=output.dtype, device=output.device)
+    sequences = VirtualSequences(
+        rows, entries.pages_of(cache.keys), entries.pages_of(cache.values), tiles.query_rows(heads), rule.tile_tokens,
+        lengths, pages.shape[1] * entries.tokens, pages,
+    )  # fmt: skip
+    lse = attend(sequences, attended, softmax.sink_logits is not None)
+    ungroup(attended, lse, softmax.sink_logits, tiles, output)
