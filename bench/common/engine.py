@@ -16,7 +16,7 @@ from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
-from vllm_sparse_plugin.tools.cli.arguments import parse_additional_config
+from vllm_sparse_plugin.tools.arguments import parse_additional_config
 
 if TYPE_CHECKING:
     from vllm import LLM

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.provenance import open_output
+from vllm_sparse_plugin.tools.provenance import open_output
 
 Row = dict[str, Any]
 """The columns of one measurement."""

@@ -18,9 +18,9 @@ from bench.common.results import ResultFile
 from bench.deployments.alone import try_alone, written
 from bench.deployments.table import DENSE, DEPLOYMENTS, PLAIN
 from bench.families.cells import FAILED
-from vllm_sparse_plugin.tools.cli.arguments import run_app
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
-from vllm_sparse_plugin.tools.cli.server import unwind_on_termination
+from vllm_sparse_plugin.tools.arguments import run_app
+from vllm_sparse_plugin.tools.provenance import describe_run
+from vllm_sparse_plugin.tools.server import unwind_on_termination
 
 app = make_app("Deployments of vLLM, whose answers are held to those of a plain engine.")
 

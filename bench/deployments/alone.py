@@ -17,7 +17,7 @@ from bench.common.children import python_path
 from bench.common.results import ResultFile, Row, read_run
 from bench.deployments.cells import Cell, run_cell
 from bench.families.cells import FAILED
-from vllm_sparse_plugin.tools.cli.server import unwind_on_termination
+from vllm_sparse_plugin.tools.server import unwind_on_termination
 
 _LONGEST_LOG = 3000
 _UNWIND_SECONDS = 60

@@ -19,7 +19,7 @@ from bench.deployments.table import DENSE, DEPLOYMENTS, PLAIN, Deployment
 from bench.families.cells import FAILED, REFUSED, refusal_of, sentence
 from bench.families.engines import Continuation, logprob_error
 from bench.soak.clients import gap_at_first_difference
-from vllm_sparse_plugin.tools.cli.server import ServerError
+from vllm_sparse_plugin.tools.server import ServerError
 
 EQUAL, TIE, NOT_HERE = "equal", "parted at a tie", "not on this platform"
 ONE_STEP = 0.125

@@ -22,9 +22,9 @@ from bench.families.engines import Continuation, continuation, engine
 from bench.families.features import write_adapter
 from bench.soak.clients import Asker, read_metrics
 from vllm_sparse_plugin.config import KEY
-from vllm_sparse_plugin.tools.cli.server import LaunchedServer, ServerSettings, launch_server
 from vllm_sparse_plugin.tools.needles import ask as question_about
 from vllm_sparse_plugin.tools.needles import kv_needles, library_text, magic_needles, with_needles
+from vllm_sparse_plugin.tools.server import LaunchedServer, ServerSettings, launch_server
 
 if TYPE_CHECKING:
     from openai import OpenAI

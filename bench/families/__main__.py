@@ -25,9 +25,9 @@ from bench.common.options import Commit, Output, TimeLimit, make_app, parse_name
 from bench.common.results import ResultFile, Row, read_run
 from bench.families.cells import FAILED, Cell
 from bench.families.table import FAMILIES, FEATURES, FEATURES_OF, WAYS
-from vllm_sparse_plugin.tools.cli.arguments import run_app
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
-from vllm_sparse_plugin.tools.cli.server import unwind_on_termination
+from vllm_sparse_plugin.tools.arguments import run_app
+from vllm_sparse_plugin.tools.provenance import describe_run
+from vllm_sparse_plugin.tools.server import unwind_on_termination
 
 _LONGEST_LOG = 2000
 

@@ -17,8 +17,8 @@ from bench.common.console import open_console
 from bench.common.options import Commit, Output, TimeLimit, make_app, split_values
 from bench.common.results import ResultFile, read_run
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.arguments import run_app
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.arguments import run_app
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 app = make_app("Random schedules of vLLM's scheduler over one layer, against what its statistics and outputs must be.")
 

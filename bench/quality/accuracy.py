@@ -30,8 +30,8 @@ from bench.quality.questions import check, write_questions
 from vllm_sparse_plugin.config import KEY
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies.unique import UniqueSelection
-from vllm_sparse_plugin.tools.cli.provenance import describe_gpu, describe_run
 from vllm_sparse_plugin.tools.needles import TASKS, Question, answer_tokens, is_correct
+from vllm_sparse_plugin.tools.provenance import describe_gpu, describe_run
 
 PAGE_SIZE = 8
 STATISTICS = tuple(kind for kind in get_args(UniqueSelection.model_fields["statistics"].annotation) if kind != "auto")

@@ -26,7 +26,7 @@ from bench.families.engines import Continuation, continuation
 from bench.quality.lossless import TIE
 from bench.soak.clients import gap_at_first_difference
 from vllm_sparse_plugin.config import KEY
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 VARIANTS = ("snapkv", "pyramidkv", "h2o", "streaming_llm")
 _ALTERNATIVES = 20

@@ -28,8 +28,8 @@ from bench.common.options import Commit, Output, Seed, TimeLimit, parse_sizes, s
 from bench.common.results import ResultFile, Row, read_run
 from bench.quality.questions import check
 from vllm_sparse_plugin.config import KEY
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
 from vllm_sparse_plugin.tools.needles import answer_tokens, build_questions
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 PIECES = {"code": library_tokens, "text": manual_tokens}
 """What is asked beside needle tasks: to go on with source code, and with prose."""

@@ -33,7 +33,7 @@ from bench.serving.capacity import VARIANTS
 from bench.serving.prefill import fresh_prompts
 from bench.serving.variants import DECODE_GRAPHS, finish, open_variant, run_variant
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 _FIRST = 4
 """Steps behind a prompt that are compared with the later ones: which of them moves its tokens depends on the engine."""

@@ -30,7 +30,7 @@ from bench.common.options import LARGEST, Commit, GridRow, Output, TimeLimit, pa
 from bench.common.results import ResultFile, Row, read_run
 from bench.serving.variants import DECODE_GRAPHS, check_batches, finish, open_variant, per_token, run_variant
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 DEFAULT_GRID = ("2K=1,6,24", "8K=1,8,24", "32K=1,8,24", "128K=1,4,6")
 # Round figures of one H200, for the forecast alone.

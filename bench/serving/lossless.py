@@ -29,7 +29,7 @@ from bench.serving.decode import NOISE, draw_prompts
 from bench.serving.variants import DECODE_GRAPHS, check_batches, finish, open_variant, per_token, run_variant
 from vllm_sparse_plugin.config import KEY
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 DEFAULT_GRID = ("32K=24", "128K=1,6")
 DEFAULT_ACCEPTANCE = ("0.9,0.95,0.97",)

@@ -37,7 +37,7 @@ from bench.common.options import ClientRow, Commit, Output, parse_loads, parse_s
 from bench.common.results import ResultFile, Row, read_run
 from bench.serving.variants import DECODE_GRAPHS, finish, open_variant, run_variant
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 VARIANTS = ("flash_attn", "unique", "unique_prefill")
 GRID = ("8K", "32K", "64K", "128K")

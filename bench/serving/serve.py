@@ -37,8 +37,8 @@ from bench.serving.variants import DECODE_GRAPHS
 from bench.serving.watch import watch
 from bench.soak.clients import metrics_text
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.provenance import describe_gpu, describe_run
-from vllm_sparse_plugin.tools.cli.server import ServerError, ServerSettings, run_server
+from vllm_sparse_plugin.tools.provenance import describe_gpu, describe_run
+from vllm_sparse_plugin.tools.server import ServerError, ServerSettings, run_server
 
 RANDOM = "random"
 SHARED_PREFIX = "shared_prefix"

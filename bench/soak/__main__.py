@@ -27,9 +27,9 @@ from bench.common.options import Commit, Output, make_app, parse_sizes
 from bench.common.results import ResultFile, Row
 from bench.families.engines import LOGPROB_TOLERANCE, Continuation, logprob_error
 from bench.soak.clients import Asker, Tally, gap_at_first_difference, run_client, wait_until_quiet
-from vllm_sparse_plugin.tools.cli.arguments import run_app
-from vllm_sparse_plugin.tools.cli.provenance import describe_gpu, describe_run
-from vllm_sparse_plugin.tools.cli.server import ServerError, ServerSettings, run_server, unwind_on_termination
+from vllm_sparse_plugin.tools.arguments import run_app
+from vllm_sparse_plugin.tools.provenance import describe_gpu, describe_run
+from vllm_sparse_plugin.tools.server import ServerError, ServerSettings, run_server, unwind_on_termination
 
 _ROW_SECONDS = 60.0
 

@@ -15,8 +15,8 @@ from bench.common.console import open_console
 from bench.common.models import NEEDLE_8M, load_tokenizer
 from bench.common.options import Commit, Output, Seed, make_app, parse_sizes, usable_device
 from bench.common.results import ResultFile
-from vllm_sparse_plugin.tools.cli.arguments import run_app
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.arguments import run_app
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 app = make_app("Answers from a cache that keeps a part of a prompt, and a long text through a window.")
 

@@ -31,9 +31,9 @@ from research.coverage import answers as answering
 from research.coverage.measure import Reached, measure
 from research.coverage.report import PAGE, render
 from research.study.documents import TEXT, Document, build_documents
-from vllm_sparse_plugin.tools.cli.arguments import run_app
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.arguments import run_app
 from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel, LayerInputs
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 CONTEXTS = (4096, 16384)
 TASKS = ("multikey", "kv")

@@ -18,8 +18,8 @@ from research.study.plan import PAIRS
 from research.study.run import answer_questions, open_results
 from research.study.settings import Setting
 from vllm_sparse_plugin.policies import UniqueSelection
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
 from vllm_sparse_plugin.tools.needles import STRESS_TASKS
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 DENSE, FIXED, COVERAGE = "dense", "fixed", "coverage"
 BUDGETS = (64, 128, 256, 512, 1024, 2048)

@@ -16,7 +16,7 @@ from research.prefill.plan import DEFAULT, DOCUMENTS, Stage
 from research.prefill.rules import Setting
 from research.study.documents import Document, Tail
 from research.study.run import document_source, open_results
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 Platform = Literal["cpu", "gpu"]
 PLATFORMS: tuple[Platform, ...] = ("cpu", "gpu")

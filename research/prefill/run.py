@@ -21,7 +21,7 @@ from research.study.documents import TEXT, TEXT_TOKENS, Document
 from research.study.documents import Tail as Question
 from research.study.run import document_source, open_results
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 
 @dataclass(frozen=True)

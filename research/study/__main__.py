@@ -21,7 +21,7 @@ from bench.common.options import (
 from bench.common.results import RESULTS
 from research.study.plan import STAGES
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.arguments import run_app
+from vllm_sparse_plugin.tools.arguments import run_app
 
 PAGE = Path(__file__).parent / "README.md"
 

@@ -21,7 +21,7 @@ from research.study.pipeline import Decoder, Prefix
 from research.study.plan import STAGES, Stage
 from research.study.settings import Setting
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 Build = tuple[str, int, int]
 """Task, context in tokens and number of documents."""

@@ -23,8 +23,8 @@ from bench.common.results import ResultFile
 from research.termination.model import MODEL, Layer, Setting, StoppingModel, questions
 from research.termination.report import PAGE, render
 from vllm_sparse_plugin.policies import EveryPage, UniqueSelection
-from vllm_sparse_plugin.tools.cli.arguments import run_app
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.arguments import run_app
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 CONTEXTS = (1024, 2048, 4096, 8192)
 TASKS = ("single", "multikey", "kv")

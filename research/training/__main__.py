@@ -17,8 +17,8 @@ import typer
 from bench.common.models import NEEDLE_8M
 from bench.common.options import Commit, Output, Seed, TimeLimit, make_app, parse_names, parse_sizes, usable_device
 from research.training.data import LEARNED_SHARE
-from vllm_sparse_plugin.tools.cli.arguments import parse_additional_config, run_app
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.arguments import parse_additional_config, run_app
+from vllm_sparse_plugin.tools.provenance import describe_run
 from vllm_sparse_plugin.tools.training.data import Row
 
 _TRAIN_SEED_OFFSET = 1000

@@ -19,8 +19,8 @@ from bench.common.console import open_console
 from bench.common.options import Commit, TimeLimit, make_app, split_values, usable_device
 from bench.common.results import ResultFile, read_runs
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.arguments import run_app
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.arguments import run_app
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 if TYPE_CHECKING:
     # Imported late otherwise: worker processes import this module, and need neither torch nor transformers.

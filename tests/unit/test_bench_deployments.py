@@ -22,7 +22,7 @@ from bench.families.cells import FAILED, REFUSED
 from bench.families.engines import Continuation
 from bench.pages.deployments import FILES, deployments, read_cells
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.server import ServerError
+from vllm_sparse_plugin.tools.server import ServerError
 
 ANSWER = Continuation([5, 6, 7], [{5: -0.1, 9: -3.0}, {6: -0.7, 8: -0.72}, {7: -0.2, 1: -2.0}])
 AT_A_TIE = Continuation([5, 8, 1], [{5: -0.12, 9: -3.0}, {8: -0.69, 6: -0.73}, {1: -0.5, 7: -1.0}])

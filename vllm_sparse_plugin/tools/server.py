@@ -18,7 +18,7 @@ from pathlib import Path
 from openai import DefaultHttpxClient, OpenAI, OpenAIError
 from rich.console import Console
 
-from vllm_sparse_plugin.tools.cli.cores import bind_to_every_core
+from vllm_sparse_plugin.tools.cores import bind_to_every_core
 from vllm_sparse_plugin.tools.eval.endpoints import EndpointError
 from vllm_sparse_plugin.tools.eval.progress import show_progress
 

@@ -15,7 +15,7 @@ from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.tools.json_lines import read_json_lines
 
-NEEDLE_MODEL = Path(__file__).parents[3] / "models" / "needle-8m"
+NEEDLE_MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 """The model that a checkout brings along and a wheel does not."""
 
 
