@@ -11,14 +11,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from bench.common.continuations import Continuation, gap_at_first_difference, logprob_error
 from bench.common.engine import DENSE as DENSE_VARIANT
 from bench.common.engine import Variant
 from bench.common.models import NEEDLE_8M, load_tokenizer
 from bench.common.results import Row
-from bench.deployments.table import DENSE, DEPLOYMENTS, PLAIN, Deployment
-from bench.families.cells import FAILED, REFUSED, refusal_of, sentence
-from bench.families.engines import Continuation, logprob_error
-from bench.soak.clients import gap_at_first_difference
+from bench.robustness.deployments.table import DENSE, DEPLOYMENTS, PLAIN, Deployment
+from bench.robustness.families.cells import FAILED, REFUSED, refusal_of, sentence
 from vllm_sparse_plugin.tools.server import ServerError
 
 EQUAL, TIE, NOT_HERE = "equal", "parted at a tie", "not on this platform"
@@ -114,7 +113,7 @@ def run_cell(name: str, rows: Mapping[str, Row]) -> Cell:
 
 
 def _try(name: str, rows: Mapping[str, Row]) -> Cell:
-    from bench.deployments.trials import TRIALS, Launcher, plainly
+    from bench.robustness.deployments.trials import TRIALS, Launcher, plainly
 
     deployment, trial = DEPLOYMENTS[name], TRIALS.get(name, plainly)
     if reason := unavailable(deployment):
@@ -146,7 +145,7 @@ def _try(name: str, rows: Mapping[str, Row]) -> Cell:
 
 def blame(name: str, error: Exception, serve_densely: Callable[[], object]) -> Cell:
     """Who is to blame for an exception: us, if `serve_densely` raises nothing."""
-    from bench.deployments.trials import IdleError
+    from bench.robustness.deployments.trials import IdleError
 
     if isinstance(error, IdleError):
         return Cell(name, FAILED, str(error))

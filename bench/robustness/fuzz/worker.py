@@ -15,11 +15,11 @@ from sparse_kernels.split_attention.reference import split_attention
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from bench.common.layer import BareLayer, LayerBatch
-from bench.families.referee import reference_output
-from bench.fuzz.cases import MAX_MODEL_LEN, Case
-from bench.fuzz.truth import Tokens, Truth
+from bench.robustness.families.referee import reference_output
+from bench.robustness.fuzz.cases import MAX_MODEL_LEN, Case
+from bench.robustness.fuzz.truth import Tokens, Truth
 from vllm_sparse_plugin.attention.plan import LayerPlan
+from vllm_sparse_plugin.tools.diagnostics.layer import BareLayer, LayerBatch
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 64
 OUTPUT_TOLERANCE = 2**-6

@@ -1,7 +1,7 @@
 """Tries deployments of vLLM, each in a process of its own, and writes what became of each.
 
-python -m bench.deployments run --output deployments.jsonl
-python -m bench.deployments run --output deployments.jsonl --resume --deployment "tensor parallel 2"
+python -m bench.robustness deployments --output deployments.jsonl
+python -m bench.robustness deployments --output deployments.jsonl --resume --deployment "tensor parallel 2"
 """
 
 from __future__ import annotations
@@ -13,26 +13,15 @@ import typer
 from rich.table import Table
 
 from bench.common.console import open_console
-from bench.common.options import Commit, Output, TimeLimit, make_app, parse_names
+from bench.common.options import Commit, Output, TimeLimit, parse_names
 from bench.common.results import ResultFile
-from bench.deployments.alone import try_alone, written
-from bench.deployments.table import DENSE, DEPLOYMENTS, PLAIN
-from bench.families.cells import FAILED
-from vllm_sparse_plugin.tools.arguments import run_app
+from bench.robustness.deployments.alone import try_alone, written
+from bench.robustness.deployments.table import DENSE, DEPLOYMENTS, PLAIN
+from bench.robustness.families.cells import FAILED
 from vllm_sparse_plugin.tools.provenance import describe_run
-from vllm_sparse_plugin.tools.server import unwind_on_termination
-
-app = make_app("Deployments of vLLM, whose answers are held to those of a plain engine.")
 
 
-@app.callback()
-def _deployments() -> None:
-    """Ends children when it is ended itself."""
-    unwind_on_termination()
-
-
-@app.command()
-def run(
+def deployments(
     output: Output,
     deployment: Annotated[list[str] | None, typer.Option(help="Repeatable; the plain ones are always tried.")] = None,
     resume: Annotated[
@@ -46,9 +35,8 @@ def run(
     end = time.monotonic() + time_limit
     names = parse_names("deployment", [DENSE, PLAIN, *(deployment or DEPLOYMENTS)], list(DEPLOYMENTS))
     before = written(output) if resume and output.exists() else {}
-    with ResultFile(output, None if before else describe_run(commit=commit)) as file:
-        if before:
-            file.write(describe_run(commit=commit))
+    with ResultFile(output, describe_run(commit=commit), append=bool(before)):
+        pass
     console = open_console()
     for name in names:
         left = min(seconds, end - time.monotonic())
@@ -62,12 +50,3 @@ def run(
     console.print(table)
     if any(row["outcome"] == FAILED for row in rows.values()):
         raise typer.Exit(3)
-
-
-def main() -> None:
-    """Runs the command line; bad input ends in one sentence and exit code 2."""
-    run_app(app)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,6 @@
 """Asks a server for a long time, and compares every answer with that of the same request alone.
 
-python -m bench.soak run --clients 4 --minutes 60 --context 4K --output soak.jsonl
+python -m bench.robustness soak --clients 4 --minutes 60 --context 4K --output soak.jsonl
 
 A cache that shrinks is asked with `--may-part`: a request that is preempted attends to its own output densely when it
 resumes, so it may go on differently than alone. Then blocks and failures are what is judged.
@@ -21,29 +21,20 @@ import typer
 from rich.console import Console
 
 from bench.common.console import open_console
+from bench.common.continuations import LOGPROB_TOLERANCE, Continuation, gap_at_first_difference, logprob_error
 from bench.common.engine import DENSE, Variant
+from bench.common.metrics import wait_until_quiet
 from bench.common.models import NEEDLE_8M
-from bench.common.options import Commit, Output, make_app, parse_sizes
+from bench.common.options import Commit, Output, parse_sizes
 from bench.common.results import ResultFile, Row
-from bench.families.engines import LOGPROB_TOLERANCE, Continuation, logprob_error
-from bench.soak.clients import Asker, Tally, gap_at_first_difference, run_client, wait_until_quiet
-from vllm_sparse_plugin.tools.arguments import run_app
+from bench.robustness.soak.clients import Asker, Tally, run_client
 from vllm_sparse_plugin.tools.provenance import describe_gpu, describe_run
-from vllm_sparse_plugin.tools.server import ServerError, ServerSettings, run_server, unwind_on_termination
+from vllm_sparse_plugin.tools.server import ServerError, ServerSettings, run_server
 
 _ROW_SECONDS = 60.0
 
-app = make_app("A server under clients that come and go.")
 
-
-@app.callback()
-def _soak() -> None:
-    """Ends the server when it is ended itself."""
-    unwind_on_termination()
-
-
-@app.command()
-def run(
+def soak(
     output: Output,
     clients: Annotated[int, typer.Option(min=1, help="That ask at once.")] = 4,
     minutes: Annotated[float, typer.Option(min=0.1, help="How long they ask.")] = 60,
@@ -89,7 +80,9 @@ def run(
                 alone = {text: asker.ask(text) for text in texts}
                 gap = None if may_part else allowed
                 file.write({"state": "alone", "prompts": len(alone), "dense_drift": drift, "allowed_gap": gap})
-                faults = soak(asker, alone, Limits(allowed, clients, minutes * 60, requests), console, file.write)
+                faults = ask_for_long(
+                    asker, alone, Limits(allowed, clients, minutes * 60, requests), console, file.write
+                )
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(3) from None
@@ -123,7 +116,7 @@ class Limits(NamedTuple):
     """None for as many as there is time for."""
 
 
-def soak(
+def ask_for_long(
     asker: Asker,
     alone: Mapping[str, Continuation],
     limits: Limits,
@@ -169,12 +162,3 @@ def soak(
     if not last["answers"] or not last["hung_up"]:
         faults.append("too little was asked to say anything")
     return faults
-
-
-def main() -> None:
-    """Runs the command line; bad input ends in one sentence and exit code 2."""
-    run_app(app)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,7 @@
 """Serves tiny models of many families in whole engines, and writes what became of each.
 
-python -m bench.families run --output families.jsonl
-python -m bench.families run --output families.jsonl --family llama --way unique
+python -m bench.robustness families --output families.jsonl
+python -m bench.robustness families --output families.jsonl --family llama --way unique
 """
 
 from __future__ import annotations
@@ -21,27 +21,16 @@ from rich.table import Table
 
 from bench.common.children import run_python
 from bench.common.console import open_console
-from bench.common.options import Commit, Output, TimeLimit, make_app, parse_names
+from bench.common.options import Commit, Output, TimeLimit, parse_names
 from bench.common.results import ResultFile, Row, read_run
-from bench.families.cells import FAILED, Cell
-from bench.families.table import FAMILIES, FEATURES, FEATURES_OF, WAYS
-from vllm_sparse_plugin.tools.arguments import run_app
+from bench.robustness.families.cells import FAILED, Cell
+from bench.robustness.families.table import FAMILIES, FEATURES, FEATURES_OF, WAYS
 from vllm_sparse_plugin.tools.provenance import describe_run
-from vllm_sparse_plugin.tools.server import unwind_on_termination
 
 _LONGEST_LOG = 2000
 
-app = make_app("Families of models in whole engines, beside dense attention and the reference pipeline.")
 
-
-@app.callback()
-def _families() -> None:
-    """Ends children when it is ended itself."""
-    unwind_on_termination()
-
-
-@app.command()
-def run(
+def families(
     output: Output,
     family: Annotated[list[str] | None, typer.Option(help=f"Repeatable; {', '.join(FAMILIES)}.")] = None,
     way: Annotated[list[str] | None, typer.Option(help=f"Way of attention, repeatable; {', '.join(WAYS)}.")] = None,
@@ -62,18 +51,15 @@ def run(
     if resume:
         before = _written(output)
         wanted = [cell for cell in wanted if cell not in before]
-        with ResultFile(output) as file:
-            file.write(describe_run(commit=commit))
-    else:
-        with ResultFile(output, describe_run(commit=commit)):
-            pass
+    with ResultFile(output, describe_run(commit=commit), append=resume):
+        pass
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder, ThreadPoolExecutor(jobs) as pool:
 
         def serve(name: str) -> str:
-            arguments = ["cells", "--output", str(output.resolve()), "--family", name]
+            arguments = ["family-cells", "--output", str(output.resolve()), "--family", name]
             arguments += [part for of, choice in wanted if of == name for part in ("--way", choice)]
             log = Path(folder) / f"{name}.log"
-            code = run_python("bench.families", arguments, min(family_seconds, end - time.monotonic()), log)
+            code = run_python("bench.robustness", arguments, min(family_seconds, end - time.monotonic()), log)
             if code == 0:
                 return ""
             print(f"{name}:\n{log.read_text(encoding='utf-8', errors='replace')[-_LONGEST_LOG:]}", file=sys.stderr)
@@ -111,8 +97,7 @@ def _print(rows: Sequence[Row], names: Sequence[str], ways: Sequence[str]) -> No
             console.print(f"{row['way']}: {row['status']}", markup=False)
 
 
-@app.command(hidden=True)
-def cells(
+def family_cells(
     output: Output,
     family: Annotated[str, typer.Option()],
     way: Annotated[list[str], typer.Option()],
@@ -120,18 +105,9 @@ def cells(
     """Serve one family, in this process."""
     # Threads that wait do not spin: there may be more of them than cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from bench.families.engines import run_family
-    from bench.families.features import run_features
+    from bench.robustness.families.engines import run_family
+    from bench.robustness.families.features import run_features
 
     with ResultFile(output) as file:
         for cell in run_features(way) if family == FEATURES_OF else run_family(family, way):
             file.write(cell.as_row())
-
-
-def main() -> None:
-    """Runs the command line; bad input ends in one sentence and exit code 2."""
-    run_app(app)
-
-
-if __name__ == "__main__":
-    main()

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from bench.common.continuations import LOGPROB_TOLERANCE, Continuation, continuation, logprob_error
 from bench.common.models import NEEDLE_8M
-from bench.families import multimodal, speculation
-from bench.families.cells import OK, Cell, unless_raised
-from bench.families.engines import LOGPROB_TOLERANCE, Continuation, continuation, decode, engine, logprob_error, prompt
-from bench.families.referee import watch
-from bench.families.table import (
+from bench.robustness.families import multimodal, speculation
+from bench.robustness.families.cells import OK, Cell, unless_raised
+from bench.robustness.families.engines import decode, engine, prompt
+from bench.robustness.families.referee import watch
+from bench.robustness.families.table import (
     FAMILIES,
     FEATURES_OF,
     LONG_PROMPT,

@@ -21,10 +21,10 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from bench.common.results import Row
-from bench.families.referee import JudgementError, checked_scores
-from bench.fuzz.cases import MAX_MODEL_LEN, Case
-from bench.fuzz.truth import VOCABULARY
-from bench.fuzz.worker import FaultError, Worker
+from bench.robustness.families.referee import JudgementError, checked_scores
+from bench.robustness.fuzz.cases import MAX_MODEL_LEN, Case
+from bench.robustness.fuzz.truth import VOCABULARY
+from bench.robustness.fuzz.worker import FaultError, Worker
 
 EVENTS = (
     "requests", "finished", "chunks", "decodes", "hits", "hit_blocks", "preemptions", "resumptions", "aborts",

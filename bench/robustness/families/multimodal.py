@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from bench.common.continuations import LOGPROB_TOLERANCE, Continuation, continuation, logprob_error
 from bench.common.models import NEEDLE_8M
-from bench.families.engines import LOGPROB_TOLERANCE, Continuation, continuation, engine, logprob_error
-from bench.families.referee import watch
-from bench.families.table import AUDIO, IMAGES, NEW_TOKENS, SMALL, WAYS
+from bench.robustness.families.engines import engine
+from bench.robustness.families.referee import watch
+from bench.robustness.families.table import AUDIO, IMAGES, NEW_TOKENS, SMALL, WAYS
 
 _FEW, _MANY = 1, 12
 """Images or sounds of a message that fits the budget, and of one that does not."""

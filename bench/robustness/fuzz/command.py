@@ -1,6 +1,6 @@
 """Fuzzes the state that a layer keeps, and writes what happened with each seed.
 
-python -m bench.fuzz run --steps 5000 --seeds 0-19 --output fuzz.jsonl
+python -m bench.robustness fuzz --steps 5000 --seeds 0-19 --output fuzz.jsonl
 """
 
 from __future__ import annotations
@@ -14,22 +14,13 @@ import typer
 from rich.table import Table
 
 from bench.common.console import open_console
-from bench.common.options import Commit, Output, TimeLimit, make_app, split_values
+from bench.common.options import Commit, Output, TimeLimit, split_values
 from bench.common.results import ResultFile, read_run
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.arguments import run_app
 from vllm_sparse_plugin.tools.provenance import describe_run
 
-app = make_app("Random schedules of vLLM's scheduler over one layer, against what its statistics and outputs must be.")
 
-
-@app.callback()
-def _fuzz() -> None:
-    """A command that stands beside no other yet."""
-
-
-@app.command()
-def run(
+def fuzz(
     output: Output,
     seeds: Annotated[list[str] | None, typer.Option(help="Such as 7 or 0-19, repeatable.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the scheduler for each seed.")] = 5000,
@@ -41,10 +32,7 @@ def run(
     end = time.monotonic() + time_limit
     wanted = parse_seeds(seeds or ["0-8"])
     done = {row["seed"] for row in read_run(output).rows} if resume and output.exists() else set()
-    about = describe_run(commit=commit)
-    with ResultFile(output, None if done else about) as file:
-        if done:
-            file.write(about)
+    with ResultFile(output, describe_run(commit=commit), append=bool(done)) as file:
         _run([seed for seed in wanted if seed not in done], steps, end, file)
     rows = read_run(output).rows
     table = Table("policy", "seeds", "steps", "faults")
@@ -80,7 +68,7 @@ def parse_seeds(values: Iterable[str]) -> list[int]:
 def _run(seeds: Iterable[int], steps: int, end: float, file: ResultFile) -> None:
     import torch
 
-    from bench.fuzz.schedule import Fuzz
+    from bench.robustness.fuzz.schedule import Fuzz
 
     # The shapes are tiny: threads would wait for each other.
     torch.set_num_threads(1)
@@ -88,12 +76,3 @@ def _run(seeds: Iterable[int], steps: int, end: float, file: ResultFile) -> None
         if time.monotonic() >= end:
             break
         file.write(Fuzz(seed).run(steps, end).as_row())
-
-
-def main() -> None:
-    """Runs the command line; bad input ends in one sentence and exit code 2."""
-    run_app(app)
-
-
-if __name__ == "__main__":
-    main()

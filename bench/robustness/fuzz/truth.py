@@ -10,7 +10,7 @@ from sparse_kernels.page_statistics import StatisticsLayout
 from sparse_kernels.page_statistics.reference import update_page_statistics
 from sparse_kernels.paging import PagedTensor
 
-from bench.fuzz.cases import MAX_MODEL_LEN
+from bench.robustness.fuzz.cases import MAX_MODEL_LEN
 
 VOCABULARY = 1024
 

@@ -14,13 +14,15 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bench.common.continuations import Continuation, continuation
 from bench.common.engine import Variant
+from bench.common.metrics import metrics_text, read_metrics
 from bench.common.models import NEEDLE_8M, load_tokenizer
 from bench.common.worker import EXTENSION
-from bench.deployments import table
-from bench.families.engines import Continuation, continuation, engine
-from bench.families.features import write_adapter
-from bench.soak.clients import Asker, read_metrics
+from bench.robustness.deployments import table
+from bench.robustness.families.engines import engine
+from bench.robustness.families.features import write_adapter
+from bench.robustness.soak.clients import Asker
 from vllm_sparse_plugin.config import KEY
 from vllm_sparse_plugin.tools.needles import ask as question_about
 from vllm_sparse_plugin.tools.needles import kv_needles, library_text, magic_needles, with_needles
@@ -247,10 +249,6 @@ def _ask_server(client: OpenAI) -> Answers:
     return Answers([asker.ask(tokens) for tokens in prompts()])
 
 
-def _metrics(client: OpenAI) -> str:
-    return client._client.get(str(client.base_url).removesuffix("v1/") + "metrics").text
-
-
 def by_ranks(launcher: Launcher) -> Iterator[Answers]:
     """Asks each engine of a server."""
     with launcher.server("data-parallel", "--data-parallel-size", "2", "--no-enable-prefix-caching") as server:
@@ -258,7 +256,7 @@ def by_ranks(launcher: Launcher) -> Iterator[Answers]:
         with server.explain_failures():
             for rank in range(2):
                 yield _ask_server(server.client.with_options(default_headers={"X-data-parallel-rank": str(rank)}))
-            text = _metrics(server.client)
+            text = metrics_text(server.client)
     pattern = r'vllm:request_success_total\{engine="\d"[^}]*"length"[^}]*\} (.*)'
     asked = [float(count) for count in re.findall(pattern, text)]
     _expect(asked == [len(prompts())] * 2, f"the engines answered {asked} questions")
@@ -287,7 +285,7 @@ def disaggregated(launcher: Launcher) -> Iterator[Answers]:
                 )  # fmt: skip
                 asker = Asker(decode.client, NEEDLE_8M.name, NEW_TOKENS)
                 found.append(asker.ask(tokens, kv_transfer_params=first.kv_transfer_params))
-            hits = read_metrics(_metrics(decode.client))["vllm:external_prefix_cache_hits_total"]
+            hits = read_metrics(metrics_text(decode.client))["vllm:external_prefix_cache_hits_total"]
     _expect(hits > sum(map(len, prompts())) // 2, f"{hits:.0f} tokens came from the server that prefills")
     yield Answers(found)
 

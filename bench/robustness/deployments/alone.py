@@ -15,8 +15,8 @@ from rich.console import Console
 
 from bench.common.children import python_path
 from bench.common.results import ResultFile, Row, read_run
-from bench.deployments.cells import Cell, run_cell
-from bench.families.cells import FAILED
+from bench.robustness.deployments.cells import Cell, run_cell
+from bench.robustness.families.cells import FAILED
 from vllm_sparse_plugin.tools.server import unwind_on_termination
 
 _LONGEST_LOG = 3000
@@ -58,7 +58,9 @@ def _fresh_process() -> ForkServerContext:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["PYTHONPATH"] = python_path()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["vllm.entrypoints.llm", "vllm.v1.engine.core", "bench.deployments.cells"])
+    context.set_forkserver_preload(
+        ["vllm.entrypoints.llm", "vllm.v1.engine.core", "bench.robustness.deployments.cells"]
+    )
     return context
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.families.engines import LOGPROB_TOLERANCE, Continuation, continuations, engine, logprob_error
-from bench.families.referee import watch, watch_dense_layers
-from bench.families.table import DRAFT_MODEL, EAGLE, EAGLE_3, FAMILIES, MTP, WAYS, Family
+from bench.common.continuations import LOGPROB_TOLERANCE, Continuation, logprob_error
+from bench.robustness.families.engines import continuations, engine
+from bench.robustness.families.referee import watch, watch_dense_layers
+from bench.robustness.families.table import DRAFT_MODEL, EAGLE, EAGLE_3, FAMILIES, MTP, WAYS, Family
 from vllm_sparse_plugin.config import KEY
 
 _NEW_TOKENS = 32

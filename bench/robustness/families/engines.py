@@ -8,33 +8,31 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.common.engine import free_engines
-from bench.families.cells import OK, Cell, unless_raised
-from bench.families.table import FAMILIES, LONG_PROMPT, MAX_MODEL_LEN, NEW_TOKENS, SHORT_PROMPT, WAYS, Family, Way
+from bench.common.continuations import LOGPROB_TOLERANCE, Continuation, continuation, logprob_error
+from bench.robustness.families.cells import OK, Cell, unless_raised
+from bench.robustness.families.table import (
+    FAMILIES,
+    LONG_PROMPT,
+    MAX_MODEL_LEN,
+    NEW_TOKENS,
+    SHORT_PROMPT,
+    WAYS,
+    Family,
+    Way,
+)
+from vllm_sparse_plugin.tools.engine import engine_in_process
 
 if TYPE_CHECKING:
     import torch
     from vllm import LLM
 
-LOGPROB_TOLERANCE = 0.1
-"""Largest change of a log probability by another order of summation: attention's outputs are rounded to bfloat16 in
-every layer, and what follows amplifies it."""
 _GAIN = 2.0
 """How much larger a matrix makes what it is given."""
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """What was decoded after a prompt."""
-
-    tokens: list[int]
-    logprobs: list[dict[int, float]]
-    """Of each step's likeliest tokens."""
 
 
 def prompt(length: int) -> dict[str, list[int]]:
@@ -45,10 +43,8 @@ def prompt(length: int) -> dict[str, list[int]]:
 @contextmanager
 def engine(folder: Path, **arguments: Any) -> Iterator[LLM]:
     """An engine of a tiny model with random weights, freed afterwards."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if "gpu_memory_utilization" not in arguments:
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-    from vllm import LLM
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
@@ -65,17 +61,8 @@ def engine(folder: Path, **arguments: Any) -> Iterator[LLM]:
         defaults |= {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.02, "gdn_prefill_backend": "triton"}
     _forget_modules()
     _register_kernels_once()
-    llm = None
-    try:
-        llm = LLM(model=str(folder), **(defaults | arguments))
+    with engine_in_process(model=str(folder), **(defaults | arguments)) as llm:
         yield llm
-    finally:
-        # Not when the last reference goes: that may be while the next engine starts, whose groups it would end.
-        if llm is not None:
-            llm.llm_engine.engine_core.shutdown()
-        del llm
-        with suppress(Exception):
-            free_engines()
 
 
 @functools.cache
@@ -125,13 +112,6 @@ def draw_weights(model: torch.nn.Module) -> None:
         weight.data.copy_(drawn)
 
 
-def continuation(request: Any) -> Continuation:
-    """Takes what vLLM returns for a request with log probabilities."""
-    completion = request.outputs[0]
-    logprobs = [{token: entry.logprob for token, entry in step.items()} for step in completion.logprobs]
-    return Continuation(list(completion.token_ids), logprobs)
-
-
 def continuations(llm: LLM, lora: Any = None, new_tokens: int = NEW_TOKENS) -> list[Continuation]:
     """What follows the short and the long prompt in an engine, one after the other, perhaps with an adapter."""
     from vllm import SamplingParams
@@ -148,21 +128,6 @@ def decode(folder: Path, lora: Any = None, **arguments: Any) -> list[Continuatio
     """What follows the short and the long prompt in an engine of its own."""
     with engine(folder, **arguments) as llm:
         return continuations(llm, lora)
-
-
-def logprob_error(dense: Continuation, other: Continuation) -> float:
-    """The largest difference of a token's log probability up to where the continuations part.
-
-    Where they part, the difference is how much likelier dense attention finds its own token, which is little if two
-    tokens were about as likely.
-    """
-    largest = 0.0
-    for step, (wanted, found) in enumerate(zip(dense.tokens, other.tokens, strict=True)):
-        before, after = dense.logprobs[step], other.logprobs[step]
-        if wanted != found:
-            return max(largest, before[wanted] - before.get(found, -math.inf))
-        largest = max(largest, abs(before[wanted] - after[wanted]))
-    return largest
 
 
 class FamilyRun:
@@ -192,7 +157,7 @@ class FamilyRun:
         way, cell = WAYS[name], Cell(self.family.key, name, OK)
 
         def serve() -> Cell:
-            from bench.families.referee import watch
+            from bench.robustness.families.referee import watch
 
             with watch() as referee:
                 found = self._decode(way.arguments)
