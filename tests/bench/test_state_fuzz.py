@@ -1,13 +1,13 @@
-"""Random schedules of vLLM's scheduler over one layer of ours; `python -m bench.fuzz` has many more."""
+"""Random schedules of vLLM's scheduler over one layer of ours; `python -m bench.robustness fuzz` has many more."""
 
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 
-from bench.fuzz.__main__ import parse_seeds
-from bench.fuzz.cases import MAX_MODEL_LEN, Case
-from bench.fuzz.schedule import EVENTS, Fuzz
+from bench.robustness.fuzz.cases import MAX_MODEL_LEN, Case
+from bench.robustness.fuzz.command import parse_seeds
+from bench.robustness.fuzz.schedule import EVENTS, Fuzz
 from vllm_sparse_plugin.attention.cpu import SparseCPUMetadataBuilder
 from vllm_sparse_plugin.errors import ConfigurationError
 

@@ -103,10 +103,10 @@ def test_the_footnote_of_many_files_leaves_their_commands_to_the_index(results):
 
 def test_the_index_names_command_commit_day_hardware_and_pages(results):
     first, _ = sorted(results.rglob("*.jsonl"))
-    text = index.render_index({first: [results.parents[1] / "README.md"]})
+    text = index.render_index({first: [results.parent / "README.md"]})
     assert "## gpu-x: decode\n\nGPU X, driver 1.2, CPU Y, 8 cores; python 3.12, vllm 0.32.0:\n\n" in text
     assert (
-        "- [run1.jsonl](gpu-x/decode/run1.jsonl), used by [README.md](../../README.md)\n"
+        "- [run1.jsonl](gpu-x/decode/run1.jsonl), used by [README.md](../README.md)\n"
         "    - 2026-11-21, commit abc+: `python -m bench.serving decode --output out.jsonl`\n"
         "- [run2.jsonl](gpu-x/decode/run2.jsonl), used by no page\n"
         "    - 2026-11-21, its commit was not recorded: `python -m bench.serving decode --output out.jsonl`\n"
@@ -115,7 +115,7 @@ def test_the_index_names_command_commit_day_hardware_and_pages(results):
 
 
 def test_files_without_a_page_and_pages_without_a_file_are_faults(results, monkeypatch):
-    page = results.parents[1] / "README.md"
+    page = results.parent / "README.md"
     contents = {page: "[one](results/gpu-x/decode/run1.jsonl) [two](results/gpu-x/decode/run2.jsonl)"}
     assert list(command.find_faults(contents, command.find_uses(contents))) == []
     contents = {page: "[one](results/gpu-x/decode/run1.jsonl) [gone](results/gpu-x/decode/run9.jsonl)"}
@@ -137,7 +137,7 @@ def test_files_without_a_page_and_pages_without_a_file_are_faults(results, monke
 
 
 def test_a_stale_page_is_refused_and_then_written(results, monkeypatch, capsys):
-    root = results.parents[1]
+    root = results.parent
     page = root / "README.md"
     links = " ".join(f"[{n}](results/gpu-x/decode/run{n}.jsonl)" for n in (1, 2))
     page.write_text(f"{links}\n\n{block('t')}\n")

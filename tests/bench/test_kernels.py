@@ -747,7 +747,7 @@ def test_options_replace_parts_of_the_grid():
         (["run", "--output", "x"], "no CUDA device"),
         (["run"], "--output"),
         (["table", "no-such-file"], "no-such-file"),
-        (["plot", __file__, "--folder", "x"], "test_bench_kernels.py"),
+        (["plot", __file__, "--folder", "x"], "test_kernels.py"),
         (["plot", __file__, "--folder", "x", "--formats", "gif"], "got 'gif', allowed: svg, png"),
     ],
 )

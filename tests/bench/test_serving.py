@@ -15,6 +15,7 @@ import torch
 from openai import OpenAI
 
 from bench.common.engine import Variant, WrongBackendError, force_routing
+from bench.common.metrics import read_metrics
 from bench.common.models import NEEDLE_8M, SHAPES, open_model
 from bench.common.options import ClientRow, parse_grid, parse_loads
 from bench.common.results import ResultFile, read_run, read_runs, spread
@@ -34,7 +35,6 @@ from bench.serving.prefill import table as prefill_table
 from bench.serving.serve import Load, fit, make_loads, parse_result
 from bench.serving.watch import Watched, watch
 from bench.serving.window import Window, measure_window
-from bench.soak.clients import read_metrics
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 

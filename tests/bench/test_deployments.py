@@ -5,8 +5,10 @@ import math
 
 import pytest
 
-from bench.deployments import cells
-from bench.deployments.cells import (
+from bench.common.continuations import Continuation
+from bench.pages.deployments import FILES, deployments, read_cells
+from bench.robustness.deployments import cells
+from bench.robustness.deployments.cells import (
     EQUAL,
     NOT_HERE,
     OUTCOMES,
@@ -16,11 +18,9 @@ from bench.deployments.cells import (
     compare,
     unavailable,
 )
-from bench.deployments.table import DENSE, DEPLOYMENTS, NIXL, PIECEWISE, PLAIN, TENSOR_PARALLEL, Deployment
-from bench.deployments.trials import TRIALS, IdleError
-from bench.families.cells import FAILED, REFUSED
-from bench.families.engines import Continuation
-from bench.pages.deployments import FILES, deployments, read_cells
+from bench.robustness.deployments.table import DENSE, DEPLOYMENTS, NIXL, PIECEWISE, PLAIN, TENSOR_PARALLEL, Deployment
+from bench.robustness.deployments.trials import TRIALS, IdleError
+from bench.robustness.families.cells import FAILED, REFUSED
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.server import ServerError
 

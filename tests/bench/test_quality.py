@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.common.continuations import Continuation
 from bench.common.models import load_tokenizer, manual_tokens
-from bench.quality.lossless import PIECES, TIE, Answer, _prompts, table
+from bench.quality.identical import compare
+from bench.quality.lossless import PIECES, TIE, _prompts, table
 
 MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 NEW_TOKENS = 96
@@ -35,11 +37,19 @@ def test_prose_goes_round_where_the_manual_ends():
 
 
 def test_answers_part_where_tokens_do_and_by_what_the_first_one_leads():
-    answer = Answer(tokens=[5, 6], likeliest=[{5: -0.1, 7: -2.0}, {6: -0.5, 8: -0.5 - TIE / 2}])
-    assert answer.part([5, 6]) is None
-    assert answer.part([5, 8]) == (1, pytest.approx(TIE / 2))
-    assert answer.part([9, 6]) == (0, math.inf)
-    assert answer.part([5]) == (1, math.inf)
+    answer = Continuation([5, 6], [{5: -0.1, 7: -2.0}, {6: -0.5, 8: -0.5 - TIE / 2}])
+    assert answer.first_difference([5, 6]) is None
+    assert answer.first_difference([5, 8]) == (1, pytest.approx(TIE / 2))
+    assert answer.first_difference([9, 6]) == (0, math.inf)
+    assert answer.first_difference([5]) == (1, math.inf)
+
+
+def test_answers_that_part_are_ties_or_not():
+    dense = [Continuation([5, 6], [{5: -0.1}, {6: -0.7, 8: -0.72}])] * 3
+    found = [Continuation(list(pair), [{}, {}]) for pair in ((5, 6), (5, 8), (5, 9))]
+    row = compare("snapkv", dense, found)
+    assert (row["prompts"], row["identical"], row["parted_at_ties"]) == (3, 1, 1)
+    assert row["parted"] == [{"prompt": 1, "gap": 0.02}, {"prompt": 2, "gap": math.inf}]
 
 
 def test_the_table_says_how_many_answers_are_the_same():

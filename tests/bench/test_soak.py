@@ -3,9 +3,10 @@
 import math
 from types import SimpleNamespace
 
-from bench.families.engines import LOGPROB_TOLERANCE, Continuation
-from bench.soak.__main__ import measure_drift
-from bench.soak.clients import Tally, gap_at_first_difference, is_busy, read_metrics, run_client
+from bench.common.continuations import LOGPROB_TOLERANCE, Continuation, gap_at_first_difference
+from bench.common.metrics import is_busy, read_metrics
+from bench.robustness.soak.clients import Tally, run_client
+from bench.robustness.soak.command import measure_drift
 
 ALONE = Continuation([5, 6, 7], [{5: -0.1, 9: -3.0}, {6: -0.7, 8: -0.72}, {7: -0.2, 1: -2.0}])
 
