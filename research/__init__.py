@@ -1,1 +1,1 @@
-"""Experiments behind the design: what was tried, measured and learned. Not installed: run from the checkout."""
+"""Experiments behind the design. Not installed: run from the checkout."""

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from bench.common.results import ROOT
-from vllm_sparse_plugin.tools.cli.server import stop_group
+from vllm_sparse_plugin.tools.server import stop_group
 
 
 def python_path() -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import typer
 
 from bench.common.models import Model
 from bench.common.options import split_values
@@ -16,7 +19,8 @@ from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
-from vllm_sparse_plugin.tools.cli.arguments import parse_additional_config
+from vllm_sparse_plugin.tools.arguments import parse_additional_config
+from vllm_sparse_plugin.tools.engine import engine_in_process
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -26,8 +30,22 @@ DENSE_BACKENDS = ("FLASH_ATTN", "FLASHINFER", "TRITON_ATTN")
 KV_CACHE_DTYPES = ("auto", "fp8")
 
 
+DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""Decode graphs without the wait for torch.compile, which leaves attention alone."""
+
+
 class WrongBackendError(RuntimeError):
     """vLLM runs another attention backend than it was asked for."""
+
+
+@contextmanager
+def exits_for_wrong_backend() -> Iterator[None]:
+    """End the command in one sentence and with exit code 3 where vLLM chose another backend."""
+    try:
+        yield
+    except WrongBackendError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(3) from None
 
 
 @dataclass(frozen=True)
@@ -124,39 +142,44 @@ def force_routing(model: Model, additional_config: str | None, skip_ratio: float
     return json.dumps(settings | {KEY: {**ours, "routing": {"threshold": thresholds}}})
 
 
-def start_engine(model: Model, variant: Variant, additional_config: str | None, **arguments: Any) -> tuple[LLM, str]:
-    """Start an engine inside this process, and return it with the name of its attention backend.
+def engine_options(model: Model, variant: Variant, additional_config: str | None, **options: Any) -> dict[str, Any]:
+    """The arguments of `vllm.LLM`.
+
+    Args:
+        model: the model.
+        variant: the backend and the type of the KV cache.
+        additional_config: JSON for our backends.
+        **options: further arguments; None leaves one out.
+    """
+    from vllm.platforms import current_platform
+
+    if variant.backend is not None:
+        options["attention_backend"] = variant.backend
+    if settings := variant.additional_config(additional_config):
+        options["additional_config"] = parse_additional_config(settings)
+    if model.drawn_weights:
+        options["load_format"] = "dummy"
+    if current_platform.is_cpu():
+        options |= {"enforce_eager": True, "compilation_config": {}}
+        options.pop("gpu_memory_utilization", None)
+    options |= {
+        "model": str(model.folder), "kv_cache_dtype": variant.kv_cache_dtype, "worker_extension_cls": EXTENSION,
+    }  # fmt: skip
+    return {name: value for name, value in options.items() if value is not None}
+
+
+@contextmanager
+def engine(model: Model, variant: Variant, additional_config: str | None, **options: Any) -> Iterator[tuple[LLM, str]]:
+    """Yield an engine inside this process and the name of its attention backend; it ends with the block.
+
+    Arguments are those of `engine_options`.
 
     Raises:
         WrongBackendError: if vLLM chose another attention backend.
     """
-    # The engine's own process would put its queues and its scheduler's turns between the clock and the model.
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    from vllm import LLM
-    from vllm.platforms import current_platform
-
-    if variant.backend is not None:
-        arguments["attention_backend"] = variant.backend
-    if settings := variant.additional_config(additional_config):
-        arguments["additional_config"] = parse_additional_config(settings)
-    if model.drawn_weights:
-        arguments["load_format"] = "dummy"
-    if current_platform.is_cpu():
-        os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
-        arguments |= {"enforce_eager": True, "compilation_config": {}}
-        arguments.pop("gpu_memory_utilization", None)
-    given = {name: value for name, value in arguments.items() if value is not None}
-    engine = LLM(
-        model=str(model.folder), kv_cache_dtype=variant.kv_cache_dtype, worker_extension_cls=EXTENSION, **given
-    )
-    if model.drawn_weights:
-        engine.collective_rpc("draw_weights")
-    return engine, variant.check_backends(engine.collective_rpc("attention_backends")[0])
-
-
-def free_engines() -> None:
-    """Free the memory of the engines of this process that nothing refers to any more, so that the next one finds it."""
-    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
-
-    gc.collect()
-    cleanup_dist_env_and_memory()
+    # vLLM's CPU build would take nearly all memory.
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+    with engine_in_process(**engine_options(model, variant, additional_config, **options)) as llm:
+        if model.drawn_weights:
+            llm.collective_rpc("draw_weights")
+        yield llm, variant.check_backends(llm.collective_rpc("attention_backends")[0])

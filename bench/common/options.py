@@ -11,15 +11,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import typer
 from pydantic import BaseModel, ConfigDict
 
 from vllm_sparse_plugin.errors import ConfigurationError
 
+_Value = TypeVar("_Value")
 LARGEST = "max"
 """In a grid: as large a batch as the KV cache holds."""
 
@@ -33,19 +34,6 @@ Commit = Annotated[
 
 
 Seed = Annotated[int, typer.Option("--seed", help="Of documents and needles.")]
-StageContexts = Annotated[
-    list[str] | None, typer.Option("--context", help="In tokens, such as 16K, repeatable; those of the stages.")
-]
-
-
-def chosen_names(values: list[str] | None) -> list[str] | None:
-    """Returns the values of an option that takes several; None where it was left out."""
-    return split_values(values) if values else None
-
-
-def chosen_contexts(values: list[str] | None) -> list[int] | None:
-    """Returns the tokens of `StageContexts`; None where it was left out."""
-    return list(parse_sizes("context", values)) if values else None
 
 
 def usable_device(device: str) -> str:
@@ -107,15 +95,33 @@ def parse_sizes(option: str, values: Iterable[str]) -> tuple[int, ...]:
     Raises:
         ConfigurationError: names the option and the value that is no size.
     """
-    sizes = []
+    return _parse_each(option, values, parse_size, "positive integers separated by commas, such as 1,8,32K")
+
+
+def parse_shares(option: str, values: Iterable[str]) -> tuple[float, ...]:
+    """Parse the shares of an option, each of them once.
+
+    Raises:
+        ConfigurationError: names the option and the value that is no share.
+    """
+
+    def parse(text: str) -> float:
+        share = float(text)
+        if not 0 < share <= 1:
+            raise ValueError(f"{text!r} is no share")
+        return share
+
+    return _parse_each(option, values, parse, "numbers above 0, up to 1, separated by commas")
+
+
+def _parse_each(option: str, values: Iterable[str], parse: Callable[[str], _Value], allowed: str) -> tuple[_Value, ...]:
+    found = []
     for part in split_values(values):
         try:
-            sizes.append(parse_size(part))
+            found.append(parse(part))
         except ValueError:
-            raise ConfigurationError(
-                f"{option}: got {part!r}, allowed: positive integers separated by commas, such as 1,8,32K"
-            ) from None
-    return tuple(dict.fromkeys(sizes))
+            raise ConfigurationError(f"{option}: got {part!r}, allowed: {allowed}") from None
+    return tuple(dict.fromkeys(found))
 
 
 def parse_names(option: str, values: Iterable[str], allowed: Sequence[str]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.provenance import open_output
+from vllm_sparse_plugin.tools.provenance import open_output
 
 Row = dict[str, Any]
 """The columns of one measurement."""
@@ -100,17 +100,18 @@ def read_run(path: Path) -> Run:
 class ResultFile:
     """A result file that is open for writing: each line is on disk as soon as it is written."""
 
-    def __init__(self, path: Path, about: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, path: Path, about: Mapping[str, Any] | None = None, append: bool = False) -> None:
         """Opens a file.
 
         Args:
             path: of the file; its folder must be there.
-            about: describes the run that begins a new file; None to go on with a file that is there.
+            about: describes the run; None to go on with the last run of the file.
+            append: whether the run is added to a file that is there.
 
         Raises:
             ConfigurationError: if the file cannot be written.
         """
-        self._file = open_output(path, "output", "w" if about is not None else "a")
+        self._file = open_output(path, "output", "a" if append or about is None else "w")
         if about is not None:
             self.write(about)
 

@@ -1,7 +1,7 @@
 """`python -m bench.kernels`."""
 
 from bench.kernels.cli import app
-from vllm_sparse_plugin.tools.cli.arguments import run_app
+from vllm_sparse_plugin.tools.arguments import run_app
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from bench.common.results import ROOT
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 _PACKAGES = ("triton", "flashinfer-python")
 

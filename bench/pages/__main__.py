@@ -22,7 +22,7 @@ from bench.pages import figures
 from bench.pages.index import is_misplaced, linked_results, render_index, result_files
 from bench.pages.sections import SECTIONS
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.arguments import run_app
+from vllm_sparse_plugin.tools.arguments import run_app
 
 GENERATORS = ("bench.pages", "bench/update_readme.py")
 """What marks the blocks: today's name, and the one before it."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
-from bench.deployments.table import DEPLOYMENTS
+from bench.robustness.deployments.table import DEPLOYMENTS
 
 FILES: Mapping[str, Path] = {
     "CPU": RESULTS / "cpu-2core" / "deployments" / "all.jsonl",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
-from bench.families.cells import FAILED, NOT_SERVED, OK, REFUSED
-from bench.families.table import FAMILIES, FEATURES, FEATURES_OF, WAYS
+from bench.robustness.families.cells import FAILED, NOT_SERVED, OK, REFUSED
+from bench.robustness.families.table import FAMILIES, FEATURES, FEATURES_OF, WAYS
 
 FILES: Mapping[str, Path] = {
     "CPU": RESULTS / "cpu-2core" / "families" / "all.jsonl",

@@ -6,8 +6,8 @@ from bench.common.options import make_app
 from bench.quality.accuracy import accuracy, accuracy_engines
 from bench.quality.identical import identical, identical_engine
 from bench.quality.lossless import lossless, lossless_engine
-from vllm_sparse_plugin.tools.cli.arguments import run_app
-from vllm_sparse_plugin.tools.cli.server import unwind_on_termination
+from vllm_sparse_plugin.tools.arguments import run_app
+from vllm_sparse_plugin.tools.server import unwind_on_termination
 
 app = make_app("Quality of sparse attention beside dense attention.")
 

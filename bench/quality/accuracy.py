@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from pydantic import BaseModel, ConfigDict
@@ -22,7 +22,7 @@ from rich.table import Table
 
 from bench.common.children import run_python
 from bench.common.console import open_console
-from bench.common.engine import Variant, WrongBackendError, free_engines, parse_variants, start_engine
+from bench.common.engine import Variant, engine, exits_for_wrong_backend, parse_variants
 from bench.common.models import NEEDLE_8M, Model, load_tokenizer, open_model
 from bench.common.options import Commit, Output, TimeLimit, parse_sizes, split_values
 from bench.common.results import ResultFile, Row, read_run
@@ -30,8 +30,12 @@ from bench.quality.questions import check, write_questions
 from vllm_sparse_plugin.config import KEY
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies.unique import UniqueSelection
-from vllm_sparse_plugin.tools.cli.provenance import describe_gpu, describe_run
+from vllm_sparse_plugin.tools.engine import free_engines
 from vllm_sparse_plugin.tools.needles import TASKS, Question, answer_tokens, is_correct
+from vllm_sparse_plugin.tools.provenance import describe_gpu, describe_run
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 PAGE_SIZE = 8
 STATISTICS = tuple(kind for kind in get_args(UniqueSelection.model_fields["statistics"].annotation) if kind != "auto")
@@ -180,16 +184,13 @@ def accuracy_engines(text: Annotated[str, typer.Argument(metavar="JSON")]) -> No
     job = Job.model_validate_json(text)
     questions = [Question(**each) for each in json.loads(Path(job.questions).read_text(encoding="utf-8"))]
     arguments = {"block_size": job.block_size, "gpu_memory_utilization": job.gpu_memory_utilization}
-    with open_model(job.model) as model, ResultFile(Path(job.output)) as file:
+    with exits_for_wrong_backend(), open_model(job.model) as model, ResultFile(Path(job.output)) as file:
         for i, (variant, pages, statistics) in enumerate(job.engines):
             if i:
+                # The last references to the engine before this one are gone now.
                 free_engines()
             setting = Setting(Variant.parse(variant), pages, statistics)
-            try:
-                correct = _measure(setting, model, questions, arguments, file.write)
-            except WrongBackendError as error:
-                print(f"error: {error}", file=sys.stderr)
-                raise typer.Exit(3) from None
+            correct = _measure(setting, model, questions, arguments, file.write)
             print(f"{setting.name}: {correct}/{len(questions)}", flush=True)
 
 
@@ -203,7 +204,7 @@ def _measure(
     """Start an engine, ask everything, write a row for each task and context; return how many were answered."""
     begin = time.perf_counter()
     tokenizer = load_tokenizer(model.folder)
-    engine, backend = start_engine(
+    with engine(
         model,
         setting.variant,
         setting.additional_config,
@@ -212,8 +213,20 @@ def _measure(
         enable_prefix_caching=True,
         enforce_eager=True,
         **arguments,
-    )
-    start_seconds = time.perf_counter() - begin
+    ) as (llm, backend):
+        about = {
+            "setting": setting.name,
+            "variant": setting.variant.name,
+            "attention_backend": backend,
+            "statistics": setting.statistics,
+            "budget_pages": setting.pages,
+            "start_seconds": round(time.perf_counter() - begin, 1),
+        }
+        return _ask(llm, tokenizer, questions, lambda row: write(about | row))
+
+
+def _ask(llm: LLM, tokenizer: Any, questions: list[Question], write: Callable[[Row], None]) -> int:
+    """Ask everything, write a row for each task and context; return how many were answered."""
     from vllm import SamplingParams
 
     total = 0
@@ -222,27 +235,20 @@ def _measure(
         prompts: Any = [{"prompt_token_ids": tokenizer.encode(question.prompt)} for question in asked]
         sampling = SamplingParams(temperature=0, max_tokens=answer_tokens(task))
         begin = time.perf_counter()
-        outputs = engine.generate(prompts, sampling, use_tqdm=False)
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds = time.perf_counter() - begin
         right = [is_correct(question, output.outputs[0].text) for question, output in zip(asked, outputs, strict=True)]
         total += sum(right)
         write(
             {
-                "setting": setting.name,
-                "variant": setting.variant.name,
-                "attention_backend": backend,
-                "statistics": setting.statistics,
-                "budget_pages": setting.pages,
                 "task": task,
                 "context_tokens": context,
                 "questions": len(asked),
                 "correct": sum(right),
                 "wrong": [i for i, answered in enumerate(right) if not answered],
                 "seconds": round(seconds, 3),
-                "start_seconds": round(start_seconds, 1),
             }
         )
-    engine.llm_engine.engine_core.shutdown()
     return total
 
 

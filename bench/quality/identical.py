@@ -18,15 +18,14 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter
 
 from bench.common.children import run_python
 from bench.common.console import open_console
-from bench.common.engine import DENSE, Variant, WrongBackendError, parse_variants, start_engine
+from bench.common.continuations import Continuation, continuation, gap_at_first_difference
+from bench.common.engine import DENSE, Variant, engine, exits_for_wrong_backend, parse_variants
 from bench.common.models import NEEDLE_8M, library_tokens, load_tokenizer, open_model
 from bench.common.options import Commit, Output, Seed, TimeLimit
 from bench.common.results import ResultFile, Row
-from bench.families.engines import Continuation, continuation
 from bench.quality.lossless import TIE
-from bench.soak.clients import gap_at_first_difference
 from vllm_sparse_plugin.config import KEY
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 VARIANTS = ("snapkv", "pyramidkv", "h2o", "streaming_llm")
 _ALTERNATIVES = 20
@@ -118,19 +117,18 @@ def identical_engine(text: Annotated[str, typer.Argument(metavar="JSON")]) -> No
     """Answer the prompts in this process, as `identical` wants it."""
     job = Job.model_validate_json(text)
     prompts = json.loads(Path(job.prompts).read_text(encoding="utf-8"))
-    with open_model(job.model) as model:
-        try:
-            engine, _ = start_engine(
-                model, Variant.parse(job.variant), json.dumps({KEY: _SETTINGS}), max_num_seqs=8,
-                max_model_len=_LONGEST + job.answer_tokens, enforce_eager=True, gpu_memory_utilization=0.1,
-                kv_cache_memory_bytes=1 << 30,
-            )  # fmt: skip
-        except WrongBackendError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(3) from None
-    from vllm import SamplingParams
+    options = {
+        "max_num_seqs": 8, "max_model_len": _LONGEST + job.answer_tokens, "enforce_eager": True,
+        "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 30,
+    }  # fmt: skip
+    config, inputs = json.dumps({KEY: _SETTINGS}), [{"prompt_token_ids": prompt} for prompt in prompts]
+    with (
+        exits_for_wrong_backend(),
+        open_model(job.model) as model,
+        engine(model, Variant.parse(job.variant), config, **options) as (llm, _),
+    ):
+        from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=job.answer_tokens, ignore_eos=True, logprobs=_ALTERNATIVES)
-    inputs: Any = [{"prompt_token_ids": prompt} for prompt in prompts]
-    answers = [continuation(done) for done in engine.generate(inputs, sampling, use_tqdm=False)]
+        sampling = SamplingParams(temperature=0, max_tokens=job.answer_tokens, ignore_eos=True, logprobs=_ALTERNATIVES)
+        answers = [continuation(done) for done in llm.generate(inputs, sampling, use_tqdm=False)]
     Path(job.output).write_bytes(_CONTINUATIONS.dump_json(answers))

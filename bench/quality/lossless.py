@@ -6,30 +6,33 @@ python -m bench.quality lossless --output lossless.jsonl
 from __future__ import annotations
 
 import json
-import math
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, TypeAdapter
 from rich.table import Table
 
 from bench.common.children import run_python
 from bench.common.console import open_console
-from bench.common.engine import Variant, WrongBackendError, start_engine
+from bench.common.continuations import Continuation, continuation
+from bench.common.engine import DECODE_GRAPHS, Variant, engine, exits_for_wrong_backend
 from bench.common.models import CHARS_PER_TOKEN, NEEDLE_8M, library_tokens, load_tokenizer, manual_tokens, open_model
 from bench.common.options import Commit, Output, Seed, TimeLimit, parse_sizes, split_values
 from bench.common.results import ResultFile, Row, read_run
 from bench.quality.questions import check
 from vllm_sparse_plugin.config import KEY
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
 from vllm_sparse_plugin.tools.needles import answer_tokens, build_questions
+from vllm_sparse_plugin.tools.provenance import describe_run
+
+if TYPE_CHECKING:
+    from vllm import LLM
 
 PIECES = {"code": library_tokens, "text": manual_tokens}
 """What is asked beside needle tasks: to go on with source code, and with prose."""
@@ -37,6 +40,7 @@ TIE = 1.01 * 2**-3
 """More than any lead, in log probability, of a token that a tie may have exchanged for another: one step of bfloat16
 between 16 and 32, where half of the likeliest logits of needle-8m lie in source code, and none lies higher."""
 _MAX_NUM_SEQS = 4
+_ANSWER = TypeAdapter(Continuation)
 _CACHE_BYTES = 2 << 30
 """Of an engine, which leaves the rest of a GPU to others."""
 
@@ -58,23 +62,6 @@ class Prompt(BaseModel):
         return self.kind, self.context_tokens
 
 
-class Answer(BaseModel):
-    """What dense attention goes on with."""
-
-    tokens: list[int]
-    likeliest: list[dict[int, float]]
-    """Log probabilities of the likeliest tokens at each place, by token."""
-
-    def part(self, other: Sequence[int]) -> tuple[int, float] | None:
-        """Where another answer parts from this one, and by how much this one's token is likelier there; None if the
-        answers are the same."""
-        for place, (mine, theirs) in enumerate(zip(self.tokens, other, strict=False)):
-            if mine != theirs:
-                here = self.likeliest[place]
-                return place, here[mine] - here.get(theirs, -math.inf)
-        return None if len(other) == len(self.tokens) else (min(len(other), len(self.tokens)), math.inf)
-
-
 class Job(BaseModel):
     """What the process of an engine needs to know."""
 
@@ -89,7 +76,7 @@ class Job(BaseModel):
     prompts: str
     """JSON lines file of `Prompt`."""
     answers: str
-    """JSON lines file of `Answer`: dense decoding writes it, lossless mode is compared with it."""
+    """JSON lines file of `Continuation`: dense decoding writes it, lossless mode is compared with it."""
     output: str
     """JSON lines file to append to."""
 
@@ -151,7 +138,8 @@ def lossless(
             pass
         asked, answers = Path(folder) / "prompts.jsonl", Path(folder) / "answers.jsonl"
         with console.status("Writing the prompts"):
-            _write_lines(asked, _prompts(opened.folder, tasks, contexts, prompts, new_tokens, seed))
+            found = _prompts(opened.folder, tasks, contexts, prompts, new_tokens, seed)
+            _write_lines(asked, (prompt.model_dump_json() for prompt in found))
         # Dense decoding comes first: the others are compared with it.
         for size, drafts in [(None, None), *product(budgets, lengths)]:
             job = Job(
@@ -207,37 +195,33 @@ def lossless_engine(text: Annotated[str, typer.Argument(metavar="JSON")]) -> Non
     """Go on with prompts in this process, as `lossless` wants it, and append a row for each context and kind."""
     job = Job.model_validate_json(text)
     prompts = [Prompt.model_validate_json(line) for line in Path(job.prompts).read_text(encoding="utf-8").splitlines()]
-    with open_model(job.model) as model, ResultFile(Path(job.output)) as file:
-        try:
-            engine, _ = start_engine(
-                model,
-                Variant.parse("unique"),
-                job.additional_config,
-                max_model_len=max(prompt.context_tokens for prompt in prompts),
-                max_num_seqs=_MAX_NUM_SEQS,
-                gpu_memory_utilization=0.1,
-                kv_cache_memory_bytes=_CACHE_BYTES,
-                # On a GPU with decode graphs, and without the wait for torch.compile.
-                compilation_config={"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
-                disable_log_stats=False,
-                block_size=job.block_size,
-            )
-        except WrongBackendError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(3) from None
-        for row in _measure(engine, job, prompts):
+    options = {
+        "max_model_len": max(prompt.context_tokens for prompt in prompts),
+        "max_num_seqs": _MAX_NUM_SEQS,
+        "gpu_memory_utilization": 0.1,
+        "kv_cache_memory_bytes": _CACHE_BYTES,
+        "compilation_config": DECODE_GRAPHS,
+        "disable_log_stats": False,
+        "block_size": job.block_size,
+    }
+    with (
+        exits_for_wrong_backend(),
+        open_model(job.model) as model,
+        ResultFile(Path(job.output)) as file,
+        engine(model, Variant.parse("unique"), job.additional_config, **options) as (llm, _),
+    ):
+        for row in _measure(llm, job, prompts):
             file.write(row)
-        engine.llm_engine.engine_core.shutdown()
 
 
-def _measure(engine: Any, job: Job, prompts: Sequence[Prompt]) -> Iterator[Row]:
+def _measure(llm: LLM, job: Job, prompts: Sequence[Prompt]) -> Iterator[Row]:
     """Goes on with all prompts, those of a kind and context at once; yields a row for each."""
     from vllm import SamplingParams
 
-    path, found = Path(job.answers), list[Answer]()
+    path, found = Path(job.answers), list[Continuation]()
     dense = job.draft_tokens is None
     lines = [] if dense else path.read_text(encoding="utf-8").splitlines()
-    expected = [Answer.model_validate_json(line) for line in lines]
+    expected = [_ANSWER.validate_json(line) for line in lines]
     for group in dict.fromkeys(prompt.group for prompt in prompts):
         here = [(index, prompt) for index, prompt in enumerate(prompts) if prompt.group == group]
         sampling = SamplingParams(
@@ -246,24 +230,17 @@ def _measure(engine: Any, job: Job, prompts: Sequence[Prompt]) -> Iterator[Row]:
             ignore_eos=group[0] in PIECES,
             logprobs=20 if dense else None,
         )
-        before, begin = _drafts(engine), time.perf_counter()
-        outputs = engine.generate([{"prompt_token_ids": prompt.tokens} for _, prompt in here], sampling, use_tqdm=False)
-        seconds, drafts = time.perf_counter() - begin, _drafts(engine).since(before)
+        inputs: Any = [{"prompt_token_ids": prompt.tokens} for _, prompt in here]
+        before, begin = _drafts(llm), time.perf_counter()
+        outputs = llm.generate(inputs, sampling, use_tqdm=False)
+        seconds, drafts = time.perf_counter() - begin, _drafts(llm).since(before)
         answers = [list(output.outputs[0].token_ids) for output in outputs]
         if dense:
-            found += [
-                Answer(
-                    tokens=tokens,
-                    likeliest=[
-                        {token: each.logprob for token, each in place.items()} for place in output.outputs[0].logprobs
-                    ],
-                )
-                for tokens, output in zip(answers, outputs, strict=True)
-            ]
+            found += map(continuation, outputs)
             parts = []
         else:
-            compared = zip(here, answers, strict=True)
-            parts = [(number, expected[index].part(tokens)) for number, ((index, _), tokens) in enumerate(compared)]
+            compared = enumerate(zip(here, answers, strict=True))
+            parts = [(number, expected[index].first_difference(tokens)) for number, ((index, _), tokens) in compared]
         yield {
             "setting": job.setting,
             "kind": group[0],
@@ -280,20 +257,20 @@ def _measure(engine: Any, job: Job, prompts: Sequence[Prompt]) -> Iterator[Row]:
             "seconds": round(seconds, 2),
         }
     if dense:
-        _write_lines(path, found)
+        _write_lines(path, (_ANSWER.dump_json(answer).decode() for answer in found))
 
 
-def _drafts(engine: Any) -> Drafts:
+def _drafts(llm: LLM) -> Drafts:
     """What vLLM counts of drafts; nothing where it does not speculate."""
-    counted = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in engine.get_metrics()}
+    counted = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
     names = ("drafts", "draft_tokens", "accepted_tokens")
     drafts, drafted, accepted = (int(getattr(counted.get(name), "value", 0)) for name in names)
     places = getattr(counted.get("accepted_tokens_per_pos"), "values", ())
     return Drafts(drafts, drafted, accepted, tuple(int(count) for count in places))
 
 
-def _write_lines(path: Path, models: Iterator[Prompt] | Sequence[Answer]) -> None:
-    path.write_text("".join(f"{model.model_dump_json()}\n" for model in models), encoding="utf-8")
+def _write_lines(path: Path, lines: Iterable[str]) -> None:
+    path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def table(rows: Sequence[Row]) -> Table:

@@ -12,8 +12,8 @@ from bench.serving.plot import plot
 from bench.serving.prefill import prefill, prefill_variant
 from bench.serving.prefill_cpu import prefill_cpu
 from bench.serving.serve import serve
-from vllm_sparse_plugin.tools.cli.arguments import run_app
-from vllm_sparse_plugin.tools.cli.server import unwind_on_termination
+from vllm_sparse_plugin.tools.arguments import run_app
+from vllm_sparse_plugin.tools.server import unwind_on_termination
 
 app = make_app("Speed of sparse and dense attention in vLLM.")
 

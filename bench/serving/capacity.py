@@ -37,7 +37,7 @@ from bench.serving.serve import (
 )
 from bench.serving.window import Window, measure_window
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 VARIANTS = ("dense", "snapkv", "pyramidkv", "h2o", "streaming_llm")
 _CACHES = (str(134 * 1000), LARGEST)

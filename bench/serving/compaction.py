@@ -12,28 +12,33 @@ One process per variant, one after the other.
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from bench.common.console import open_console
-from bench.common.engine import Variant, parse_variants, start_engine
+from bench.common.engine import DECODE_GRAPHS, Variant, engine, parse_variants
 from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import Commit, Output, TimeLimit, parse_sizes, size_text
-from bench.common.results import ResultFile, Row, read_run
+from bench.common.results import Row
 from bench.serving.capacity import VARIANTS
 from bench.serving.prefill import fresh_prompts
-from bench.serving.variants import DECODE_GRAPHS, finish, open_variant, run_variant
+from bench.serving.variants import (
+    BackendSettings,
+    measure_variants,
+    open_variant,
+    variant_columns,
+)
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.llm_engine import LLMEngine
 
 _FIRST = 4
 """Steps behind a prompt that are compared with the later ones: which of them moves its tokens depends on the engine."""
@@ -42,24 +47,14 @@ _SHORT = 128
 """Tokens of the prompts beside which others are computed."""
 
 
-class CompactionSettings(BaseModel):
+class CompactionSettings(BackendSettings):
     """What the process of one variant needs to know."""
 
-    model_config = ConfigDict(frozen=True)
-
-    model: str
-    """A shape or the folder of a model."""
-    variant: str
-    additional_config: str | None
     contexts: tuple[int, ...]
     running: int
     """Requests that decode meanwhile."""
-    repeats: int
     chunk: int
     """Tokens of an engine's step."""
-    gpu_memory_utilization: float
-    output: str
-    """JSON lines file to append to."""
 
     @property
     def answer_tokens(self) -> int:
@@ -130,7 +125,7 @@ def compaction_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> 
 def _measure_variant(settings: CompactionSettings, model: Model) -> Iterator[Row]:
     """Yields a row for each context."""
     variant = Variant.parse(settings.variant)
-    engine, backend = start_engine(
+    with engine(
         model,
         variant,
         settings.additional_config,
@@ -140,10 +135,16 @@ def _measure_variant(settings: CompactionSettings, model: Model) -> Iterator[Row
         max_num_batched_tokens=settings.chunk,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         compilation_config=DECODE_GRAPHS,
-    )
+    ) as (llm, backend):
+        about = variant_columns(variant, backend, settings.additional_config, model)
+        yield from (about | row for row in _measure_contexts(llm.llm_engine, settings, model))
+
+
+def _measure_contexts(steps: LLMEngine, settings: CompactionSettings, model: Model) -> Iterator[Row]:
+    """Yields the columns of each context that an engine measures."""
     from vllm import SamplingParams, TokensPrompt
 
-    steps, draw = engine.llm_engine, fresh_prompts(model.vocabulary)
+    draw = fresh_prompts(model.vocabulary)
 
     def add(name: str, length: int, tokens: int) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
@@ -175,11 +176,6 @@ def _measure_variant(settings: CompactionSettings, model: Model) -> Iterator[Row
             timed.append(found)
         # The first prompt compiles kernels.
         yield {
-            "variant": variant.name,
-            "attention_backend": backend,
-            "kv_cache_dtype": variant.kv_cache_dtype,
-            "additional_config": json.loads(variant.additional_config(settings.additional_config) or "null"),
-            "weights": "drawn" if model.drawn_weights else "checkpoint",
             "context_tokens": context,
             "running": settings.running,
             "chunk_tokens": settings.chunk,
@@ -210,7 +206,6 @@ def compaction(
     """Measure the compaction of prompts beside requests that decode; exit code 3 if a variant fails."""
     end = time.monotonic() + time_limit
     variants, contexts = parse_variants(variant or VARIANTS), parse_sizes("context", context or ["32K"])
-    console, failed = open_console(), []
     with open_model(model) as opened:
         all_settings = [
             CompactionSettings(
@@ -232,11 +227,8 @@ def compaction(
                 f"context: got {size_text(max(contexts))}, allowed with {repeats} repeats: what takes at most {limit} "
                 "tokens of a request, of those that decode meanwhile as well"
             )
-        with ResultFile(output, describe_run(opened.folder, commit)):
-            pass
-        for settings in all_settings:
-            failed += run_variant("compaction-variant", settings, end - time.monotonic())
-    finish(console, table(read_run(output).rows), failed)
+        about = describe_run(opened.folder, commit)
+        measure_variants("compaction-variant", all_settings, about, output, lambda: end - time.monotonic(), table)
 
 
 def table(rows: list[Row]) -> Table:

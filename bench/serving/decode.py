@@ -13,24 +13,30 @@ DecodeBenchConnector). For contexts that would take minutes to compute, where no
 
 from __future__ import annotations
 
-import json
 import random
 import time
 from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from bench.common.console import open_console
-from bench.common.engine import Variant, force_routing, parse_variants, start_engine
+from bench.common.engine import DECODE_GRAPHS, Variant, engine, force_routing, parse_variants
 from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import LARGEST, Commit, GridRow, Output, TimeLimit, parse_grid
-from bench.common.results import ResultFile, Row, read_run
-from bench.serving.variants import DECODE_GRAPHS, check_batches, finish, open_variant, per_token, run_variant
+from bench.common.results import Row
+from bench.serving.variants import (
+    BackendSettings,
+    Generate,
+    check_batches,
+    generator,
+    measure_variants,
+    open_variant,
+    per_token,
+    variant_columns,
+)
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 DEFAULT_GRID = ("2K=1,6,24", "8K=1,8,24", "32K=1,8,24", "128K=1,4,6")
 # Round figures of one H200, for the forecast alone.
@@ -45,26 +51,16 @@ NOISE = {
 """What fills the KV cache of an engine with noise, for vLLM's `--kv-transfer-config`."""
 
 
-class DecodeSettings(BaseModel):
+class DecodeSettings(BackendSettings):
     """What the process of one variant needs to know."""
 
-    model_config = ConfigDict(frozen=True)
-
-    model: str
-    """A shape or the folder of a model."""
-    variant: str
-    additional_config: str | None
     grid: tuple[GridRow, ...]
     new_tokens: int
-    repeats: int
     max_num_seqs: int
-    gpu_memory_utilization: float
     block_size: int | None
     max_num_batched_tokens: int | None
     noise_cache: bool
     """Keys and values are noise, not those of prompts."""
-    output: str
-    """JSON lines file to append to."""
 
 
 def draw_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
@@ -96,7 +92,7 @@ def forecast_seconds(model: Model, settings: DecodeSettings) -> float:
 
 
 def measure_batch(
-    generate: Callable[[list[list[int]], int], list[int]],
+    generate: Generate,
     prompts: list[list[int]],
     settings: DecodeSettings,
     least: int,
@@ -137,6 +133,8 @@ def decode_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None
     """Measure one variant in this process, as `decode` asks for it, and append a row for each batch."""
     settings = DecodeSettings.model_validate_json(text)
     with open_variant(settings) as (model, file):
+        seconds = forecast_seconds(model, settings)
+        print(f"{settings.variant}: about {seconds:.0f} s on one H200 if attention were dense", flush=True)
         _measure_variant(settings, model, file.write)
 
 
@@ -144,7 +142,7 @@ def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[Ro
     variant = Variant.parse(settings.variant)
     longest = settings.grid[-1].context
     begin = time.perf_counter()
-    engine, backend = start_engine(
+    with engine(
         model,
         variant,
         settings.additional_config,
@@ -157,49 +155,39 @@ def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[Ro
         enable_prefix_caching=True,
         kv_transfer_config=NOISE if settings.noise_cache else None,
         compilation_config=DECODE_GRAPHS,
-    )
-    start_seconds = time.perf_counter() - begin
-    from vllm import SamplingParams, TokensPrompt
-
-    def generate(prompts: list[list[int]], tokens: int) -> list[int]:
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        return [output.num_cached_tokens or 0 for output in engine.generate(asked, sampling, use_tqdm=False)]
-
-    cache = engine.llm_engine.vllm_config.cache_config
-    block_size = cache.block_size
-    blocks = cache.num_gpu_blocks - 1  # one is vLLM's own
-    prompts = draw_prompts(settings.max_num_seqs, longest, model.vocabulary)
-    for row in settings.grid:
-        fits = blocks // -(-row.context // block_size)
-        length = row.context - settings.new_tokens - 1
-        largest = min(fits, settings.max_num_seqs)
-        for batch in sorted({largest if batch is None else batch for batch in row.batches}):
-            about = {
-                "variant": variant.name,
-                "attention_backend": backend,
-                "kv_cache_dtype": variant.kv_cache_dtype,
-                "additional_config": json.loads(variant.additional_config(settings.additional_config) or "null"),
-                "weights": "drawn" if model.drawn_weights else "checkpoint",
-                "context_tokens": row.context,
-                "batch": batch,
-                "block_size": block_size,
-                "kv_cache_tokens": blocks * block_size,
-                "noise_cache": settings.noise_cache,
-            }
-            if batch > fits or batch == 0:
-                write({**about, "skipped": f"the KV cache holds {fits} requests of {row.context} tokens"})
-                continue
-            asked = [prompt[:length] for prompt in prompts[:batch]]
-            measured = measure_batch(generate, asked, settings, length - block_size)
-            kv_gib = batch * row.context * model.kv_bytes_per_token(variant.kv_cache_dtype) / 2**30
-            found = {**about, **measured, "kv_gib": round(kv_gib, 3), "start_seconds": round(start_seconds, 1)}
-            write(found)
-            print(
-                f"{variant.name}: {row.context} tokens, batch {batch}: {found['ms_per_token']:.2f} ms per token, "
-                f"prefill {found['prefill_seconds']:.1f} s, {time.perf_counter() - begin:.0f} s since the start",
-                flush=True,
-            )
+    ) as (llm, backend):
+        start_seconds = time.perf_counter() - begin
+        generate = generator(llm)
+        cache = llm.llm_engine.vllm_config.cache_config
+        block_size = cache.block_size
+        blocks = cache.num_gpu_blocks - 1  # one is vLLM's own
+        prompts = draw_prompts(settings.max_num_seqs, longest, model.vocabulary)
+        for row in settings.grid:
+            fits = blocks // -(-row.context // block_size)
+            length = row.context - settings.new_tokens - 1
+            largest = min(fits, settings.max_num_seqs)
+            for batch in sorted({largest if batch is None else batch for batch in row.batches}):
+                about = {
+                    **variant_columns(variant, backend, settings.additional_config, model),
+                    "context_tokens": row.context,
+                    "batch": batch,
+                    "block_size": block_size,
+                    "kv_cache_tokens": blocks * block_size,
+                    "noise_cache": settings.noise_cache,
+                }
+                if batch > fits or batch == 0:
+                    write({**about, "skipped": f"the KV cache holds {fits} requests of {row.context} tokens"})
+                    continue
+                asked = [prompt[:length] for prompt in prompts[:batch]]
+                measured = measure_batch(generate, asked, settings, length - block_size)
+                kv_gib = batch * row.context * model.kv_bytes_per_token(variant.kv_cache_dtype) / 2**30
+                found = {**about, **measured, "kv_gib": round(kv_gib, 3), "start_seconds": round(start_seconds, 1)}
+                write(found)
+                print(
+                    f"{variant.name}: {row.context} tokens, batch {batch}: {found['ms_per_token']:.2f} ms per token, "
+                    f"prefill {found['prefill_seconds']:.1f} s, {time.perf_counter() - begin:.0f} s since the start",
+                    flush=True,
+                )
 
 
 def decode(
@@ -238,8 +226,6 @@ def decode(
     end = time.monotonic() + time_limit
     variants = parse_variants(variant or ("flash_attn", "unique", "flash_attn:fp8", "unique:fp8"))
     rows = parse_grid(grid or DEFAULT_GRID)
-    console = open_console()
-    failed: list[str] = []
     with open_model(model) as opened:
         _check(rows, opened, new_tokens, max_num_seqs)
         if skip_ratio is not None:
@@ -261,13 +247,8 @@ def decode(
             )
             for each in variants
         ]
-        with ResultFile(output, describe_run(opened.folder, commit)):
-            pass
-        for settings in all_settings:
-            seconds = forecast_seconds(opened, settings)
-            console.print(f"{settings.variant}: about {seconds:.0f} s on one H200 if attention were dense")
-            failed += run_variant("decode-variant", settings, end - time.monotonic())
-    finish(console, table(read_run(output).rows), failed)
+        about = describe_run(opened.folder, commit)
+        measure_variants("decode-variant", all_settings, about, output, lambda: end - time.monotonic(), table)
 
 
 def _check(grid: tuple[GridRow, ...], model: Model, new_tokens: int, max_num_seqs: int) -> None:

@@ -29,8 +29,8 @@ from bench.common.console import open_console
 from bench.common.models import NEEDLE_8M
 from bench.common.options import Commit, Output, parse_sizes
 from bench.common.results import ResultFile
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
-from vllm_sparse_plugin.tools.cli.server import ServerSettings, run_server
+from vllm_sparse_plugin.tools.provenance import describe_run
+from vllm_sparse_plugin.tools.server import ServerSettings, run_server
 
 BACKENDS: dict[str, str | None] = {"dense": None, "unique": "unique"}
 NEW_TOKENS = 64

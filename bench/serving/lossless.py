@@ -17,19 +17,23 @@ from itertools import count
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from bench.common.console import open_console
-from bench.common.engine import Variant, start_engine
+from bench.common.engine import DECODE_GRAPHS, Variant, engine
 from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import Commit, GridRow, Output, TimeLimit, parse_grid, parse_sizes, split_values
-from bench.common.results import ResultFile, Row, read_run
+from bench.common.results import ResultFile, Row
 from bench.serving.decode import NOISE, draw_prompts
-from bench.serving.variants import DECODE_GRAPHS, check_batches, finish, open_variant, per_token, run_variant
+from bench.serving.variants import (
+    EngineSettings,
+    check_batches,
+    measure_variants,
+    open_variant,
+    per_token,
+)
 from vllm_sparse_plugin.config import KEY
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 DEFAULT_GRID = ("32K=24", "128K=1,6")
 DEFAULT_ACCEPTANCE = ("0.9,0.95,0.97",)
@@ -43,13 +47,9 @@ _LEARNED = 32
 """The same where the length of drafts follows from what the steps before were worth."""
 
 
-class LosslessSettings(BaseModel):
+class LosslessSettings(EngineSettings):
     """What the process of one length of drafts needs to know."""
 
-    model_config = ConfigDict(frozen=True)
-
-    model: str
-    """A shape or the folder of a model."""
     backend: str
     """Ours, or what decodes densely."""
     draft_tokens: int | None
@@ -62,12 +62,8 @@ class LosslessSettings(BaseModel):
     """Probabilities with which each draft is accepted; None for what the model says."""
     grid: tuple[GridRow, ...]
     new_tokens: int
-    repeats: int
     max_num_seqs: int
-    gpu_memory_utilization: float
     block_size: int | None
-    output: str
-    """JSON lines file to append to."""
 
     @property
     def variant(self) -> str:
@@ -179,7 +175,7 @@ def lossless_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> No
 def _measure_variant(settings: LosslessSettings, model: Model, file: ResultFile) -> None:
     longest = settings.grid[-1].context
     begin = time.perf_counter()
-    engine, backend = start_engine(
+    with engine(
         model,
         Variant.parse(settings.backend),
         settings.additional_config,
@@ -191,43 +187,43 @@ def _measure_variant(settings: LosslessSettings, model: Model, file: ResultFile)
         enable_prefix_caching=True,
         kv_transfer_config=NOISE,
         compilation_config=DECODE_GRAPHS,
-    )
-    start_seconds = time.perf_counter() - begin
-    cache = engine.llm_engine.vllm_config.cache_config
-    blocks = cache.num_gpu_blocks - 1  # one is vLLM's own
-    prompts = draw_prompts(settings.max_num_seqs, longest, model.vocabulary)
-    for row in settings.grid:
-        fits = blocks // -(-row.context // cache.block_size)
-        for batch in row.batches:
-            assert batch is not None
-            for acceptance in settings.acceptance if settings.draft_tokens else (None,):
-                about = {
-                    "variant": settings.variant,
-                    "attention_backend": backend,
-                    "draft_tokens": settings.draft_tokens,
-                    "draft_length": settings.draft_length if settings.draft_tokens else None,
-                    "budget_tokens": settings.budget_tokens if settings.draft_tokens else None,
-                    "acceptance": acceptance,
-                    "weights": "drawn" if model.drawn_weights else "checkpoint",
-                    "context_tokens": row.context,
-                    "batch": batch,
-                    "block_size": cache.block_size,
-                    "start_seconds": round(start_seconds, 1),
-                }
-                if batch > fits:
-                    file.write({**about, "skipped": f"the KV cache holds {fits} requests of {row.context} tokens"})
-                    continue
-                if settings.draft_tokens:
-                    engine.collective_rpc("accept_drafts", args=(acceptance,))
-                asked = [prompt[: row.context - settings.room - 1] for prompt in prompts[:batch]]
-                found = {**about, **measure_requests(engine.llm_engine, asked, settings)}
-                file.write(found)
-                print(
-                    f"{settings.variant}, acceptance {acceptance}: {row.context} tokens, batch {batch}: "
-                    f"{found['ms_per_token']:.2f} ms per token, {time.perf_counter() - begin:.0f} s since the start",
-                    flush=True,
-                )
-    engine.llm_engine.engine_core.shutdown()
+    ) as (llm, backend):
+        start_seconds = time.perf_counter() - begin
+        cache = llm.llm_engine.vllm_config.cache_config
+        blocks = cache.num_gpu_blocks - 1  # one is vLLM's own
+        prompts = draw_prompts(settings.max_num_seqs, longest, model.vocabulary)
+        for row in settings.grid:
+            fits = blocks // -(-row.context // cache.block_size)
+            for batch in row.batches:
+                assert batch is not None
+                for acceptance in settings.acceptance if settings.draft_tokens else (None,):
+                    about = {
+                        "variant": settings.variant,
+                        "attention_backend": backend,
+                        "draft_tokens": settings.draft_tokens,
+                        "draft_length": settings.draft_length if settings.draft_tokens else None,
+                        "budget_tokens": settings.budget_tokens if settings.draft_tokens else None,
+                        "acceptance": acceptance,
+                        "weights": "drawn" if model.drawn_weights else "checkpoint",
+                        "context_tokens": row.context,
+                        "batch": batch,
+                        "block_size": cache.block_size,
+                        "start_seconds": round(start_seconds, 1),
+                    }
+                    if batch > fits:
+                        file.write({**about, "skipped": f"the KV cache holds {fits} requests of {row.context} tokens"})
+                        continue
+                    if settings.draft_tokens:
+                        llm.collective_rpc("accept_drafts", args=(acceptance,))
+                    asked = [prompt[: row.context - settings.room - 1] for prompt in prompts[:batch]]
+                    found = {**about, **measure_requests(llm.llm_engine, asked, settings)}
+                    file.write(found)
+                    print(
+                        f"{settings.variant}, acceptance {acceptance}: {row.context} tokens, batch {batch}: "
+                        f"{found['ms_per_token']:.2f} ms per token, "
+                        f"{time.perf_counter() - begin:.0f} s since the start",
+                        flush=True,
+                    )
 
 
 def lossless(
@@ -258,8 +254,6 @@ def lossless(
     rows = parse_grid(grid or DEFAULT_GRID, largest=False)
     lengths = parse_sizes("draft_tokens", draft_tokens or ["8,16"])
     rates = tuple(map(_parse_rate, split_values(acceptance or DEFAULT_ACCEPTANCE)))
-    console = open_console()
-    failed: list[str] = []
     with open_model(model) as opened:
         all_settings = [
             LosslessSettings(
@@ -281,11 +275,8 @@ def lossless(
             for length in (None, *lengths)
         ]
         _check(all_settings)
-        with ResultFile(output, describe_run(opened.folder, commit)):
-            pass
-        for settings in all_settings:
-            failed += run_variant("lossless-variant", settings, end - time.monotonic())
-    finish(console, table(read_run(output).rows), failed)
+        about = describe_run(opened.folder, commit)
+        measure_variants("lossless-variant", all_settings, about, output, lambda: end - time.monotonic(), table)
 
 
 def _parse_rate(text: str) -> float | None:

@@ -18,7 +18,6 @@ One process per variant, one after the other.
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
 import time
@@ -27,17 +26,22 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import typer
-from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
-from bench.common.console import open_console
-from bench.common.engine import Variant, parse_variants, start_engine
+from bench.common.engine import DECODE_GRAPHS, Variant, engine, parse_variants
 from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import ClientRow, Commit, Output, parse_loads, parse_sizes, size_text
-from bench.common.results import ResultFile, Row, read_run
-from bench.serving.variants import DECODE_GRAPHS, finish, open_variant, run_variant
+from bench.common.results import Row
+from bench.serving.variants import (
+    BackendSettings,
+    Generate,
+    generator,
+    measure_variants,
+    open_variant,
+    variant_columns,
+)
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 VARIANTS = ("flash_attn", "unique", "unique_prefill")
 GRID = ("8K", "32K", "64K", "128K")
@@ -51,31 +55,18 @@ _ROOM = 256
 _GRACE = 90
 """Seconds that a variant's process gets for the measurement it is at when its time is up."""
 
-Generate = Callable[[list[list[int]], int], list[int]]
-"""Generates that many tokens for each prompt and returns how many tokens of each came from the prefix cache."""
 
-
-class PrefillSettings(BaseModel):
+class PrefillSettings(BackendSettings):
     """What the process of one variant needs to know."""
 
-    model_config = ConfigDict(frozen=True)
-
-    model: str
-    """A shape or the folder of a model."""
-    variant: str
-    additional_config: str | None
     contexts: tuple[int, ...]
     prefix_hit: bool
     """Whether the longest context is measured after a prefix hit too."""
     loads: tuple[ClientRow, ...]
-    repeats: int
     chunk: int
     """Tokens of an engine's step."""
-    gpu_memory_utilization: float
     time_limit: float
     """Seconds after which no measurement begins."""
-    output: str
-    """JSON lines file to append to."""
 
     @property
     def longest(self) -> int:
@@ -202,7 +193,7 @@ def _measure_variant(settings: PrefillSettings, model: Model, write: Callable[[R
     begin = time.perf_counter()
     variant = Variant.parse(settings.variant)
     max_model_len = min(settings.longest + _ROOM, int(model.config["max_position_embeddings"]))
-    engine, backend = start_engine(
+    with engine(
         model,
         variant,
         settings.additional_config,
@@ -213,41 +204,32 @@ def _measure_variant(settings: PrefillSettings, model: Model, write: Callable[[R
         gpu_memory_utilization=settings.gpu_memory_utilization,
         enable_prefix_caching=True,
         compilation_config=DECODE_GRAPHS,
-    )
-    start_seconds = time.perf_counter() - begin
-    from vllm import SamplingParams, TokensPrompt
-
-    def generate(prompts: list[list[int]], tokens: int) -> list[int]:
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
-        return [output.num_cached_tokens or 0 for output in engine.generate(asked, sampling, use_tqdm=False)]
-
-    cache = engine.llm_engine.vllm_config.cache_config
-    about = {
-        "variant": variant.name,
-        "attention_backend": backend,
-        "kv_cache_dtype": variant.kv_cache_dtype,
-        "additional_config": json.loads(variant.additional_config(settings.additional_config) or "null"),
-        "weights": "drawn" if model.drawn_weights else "checkpoint",
-        "chunk_tokens": settings.chunk,
-        "block_size": cache.block_size,
-        "kv_cache_tokens": (cache.num_gpu_blocks - 1) * cache.block_size,  # one block is vLLM's own
-        "start_seconds": round(start_seconds, 1),
-    }
-    draw = fresh_prompts(model.vocabulary)
-    for measurement in plan(settings, max_model_len):
-        row = about | measurement.fields()
-        spent = time.perf_counter() - begin
-        if spent > settings.time_limit:
-            write({**row, "skipped": "the time limit was reached"})
-            continue
-        row |= measure(measurement, generate, draw, settings)
-        write(row)
-        print(
-            f"{variant.name}: {measurement.kind} of {measurement.requests} x {size_text(measurement.context)} tokens: "
-            f"{row['seconds_median']:.3f} s, {time.perf_counter() - begin:.0f} s since the start",
-            flush=True,
-        )
+    ) as (llm, backend):
+        start_seconds = time.perf_counter() - begin
+        generate = generator(llm)
+        cache = llm.llm_engine.vllm_config.cache_config
+        about = {
+            **variant_columns(variant, backend, settings.additional_config, model),
+            "chunk_tokens": settings.chunk,
+            "block_size": cache.block_size,
+            "kv_cache_tokens": (cache.num_gpu_blocks - 1) * cache.block_size,  # one block is vLLM's own
+            "start_seconds": round(start_seconds, 1),
+        }
+        draw = fresh_prompts(model.vocabulary)
+        for measurement in plan(settings, max_model_len):
+            row = about | measurement.fields()
+            spent = time.perf_counter() - begin
+            if spent > settings.time_limit:
+                write({**row, "skipped": "the time limit was reached"})
+                continue
+            row |= measure(measurement, generate, draw, settings)
+            write(row)
+            print(
+                f"{variant.name}: {measurement.kind} of {measurement.requests} x "
+                f"{size_text(measurement.context)} tokens: "
+                f"{row['seconds_median']:.3f} s, {time.perf_counter() - begin:.0f} s since the start",
+                flush=True,
+            )
 
 
 def prefill(
@@ -283,8 +265,6 @@ def prefill(
     """Measure time to first token and throughput of each variant; exit code 3 if one fails or does not finish."""
     variants = parse_variants(variant or VARIANTS)
     contexts, loads = parse_sizes("grid", grid or GRID), parse_loads(load or ())
-    console = open_console()
-    failed: list[str] = []
     with open_model(model) as opened:
         all_settings = [
             PrefillSettings(
@@ -303,11 +283,8 @@ def prefill(
             for each in variants
         ]
         _check(all_settings[0], opened)
-        with ResultFile(output, describe_run(opened.folder, commit)):
-            pass
-        for settings in all_settings:
-            failed += run_variant("prefill-variant", settings, time_limit + _GRACE)
-    finish(console, table(read_run(output).rows), failed)
+        about = describe_run(opened.folder, commit)
+        measure_variants("prefill-variant", all_settings, about, output, lambda: time_limit + _GRACE, table)
 
 
 def _check(settings: PrefillSettings, model: Model) -> None:

@@ -22,8 +22,8 @@ from bench.common.models import NEEDLE_8M
 from bench.common.options import Commit, Output, parse_names, parse_sizes
 from bench.common.results import ResultFile
 from vllm_sparse_plugin.names import BACKENDS as OURS
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
-from vllm_sparse_plugin.tools.cli.server import ServerSettings, run_server
+from vllm_sparse_plugin.tools.provenance import describe_run
+from vllm_sparse_plugin.tools.server import ServerSettings, run_server
 
 BACKENDS = (DENSE, "unique")
 _BIND = "VLLM_CPU_OMP_THREADS_BIND"

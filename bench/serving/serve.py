@@ -28,17 +28,17 @@ from rich.table import Table
 
 from bench.common.children import python_path, run_python
 from bench.common.console import open_console
-from bench.common.engine import Variant, WrongBackendError, parse_variants
+from bench.common.engine import DECODE_GRAPHS, Variant, WrongBackendError, parse_variants
+from bench.common.metrics import metrics_text
 from bench.common.models import SHAPES, Model, open_model
 from bench.common.options import ClientRow, Commit, Output, TimeLimit, parse_loads, parse_names
 from bench.common.results import ResultFile, Row, read_run
 from bench.common.worker import EXTENSION
-from bench.serving.variants import DECODE_GRAPHS
+from bench.serving.variants import variant_columns
 from bench.serving.watch import watch
-from bench.soak.clients import metrics_text
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.provenance import describe_gpu, describe_run
-from vllm_sparse_plugin.tools.cli.server import ServerError, ServerSettings, run_server
+from vllm_sparse_plugin.tools.provenance import describe_gpu, describe_run
+from vllm_sparse_plugin.tools.server import ServerError, ServerSettings, run_server
 
 RANDOM = "random"
 SHARED_PREFIX = "shared_prefix"
@@ -272,59 +272,44 @@ def measure_loads(
     write: Callable[[Row], None],
     apply: Apply | None = None,
 ) -> bool:
-    """Start a server, apply every load, stop it; False where that fails, and the standard error says why. Loads are
-    applied by `vllm bench serve`, unless it is said how."""
+    """Start a server, apply every load, stop it; False where that fails, and the standard error says why.
+
+    `apply` measures a load; `vllm bench serve` does if it is left out.
+    """
+    settings = replace(settings, start_seconds=max(min(settings.start_seconds, end - time.monotonic()), 1))
     try:
-        _measure(variant, settings, model, loads, end, console, write, apply or _apply)
+        with run_server(variant.name.replace(":", "-"), settings, console) as client:
+            url = str(client.base_url).removesuffix("/v1/")
+
+            def call_workers(method: str) -> Any:
+                reply: Any = client.post(f"{url}/collective_rpc", cast_to=object, body={"method": method})
+                return reply["results"][0]
+
+            backend = variant.check_backends(call_workers("attention_backends"))
+            if model.drawn_weights:
+                call_workers("draw_weights")
+            rng = random.Random(0)
+            prompt = rng.choices(range(3, model.vocabulary), k=loads[0].input_tokens)
+            client.completions.create(model=model.folder.name, prompt=prompt, max_tokens=8)
+            for load in loads:
+                with console.status(f"{variant.name}: {load.workload}, concurrency {load.concurrency}"):
+                    columns = (apply or _apply)(load, client, model, end)
+                write(
+                    {
+                        **variant_columns(variant, backend, settings.additional_config, model),
+                        "workload": load.workload,
+                        "input_tokens": load.input_tokens,
+                        "prefix_tokens": load.prefix_tokens,
+                        "output_tokens": load.output_tokens,
+                        "concurrency": load.concurrency,
+                        "requests": load.requests,
+                        **columns,
+                    }
+                )
     except (ServerError, WrongBackendError) as error:
         print(f"error: {error}", file=sys.stderr)
         return False
     return True
-
-
-def _measure(
-    variant: Variant,
-    settings: ServerSettings,
-    model: Model,
-    loads: list[Load],
-    end: float,
-    console: Console,
-    write: Callable[[Row], None],
-    apply: Apply,
-) -> None:
-    settings = replace(settings, start_seconds=max(min(settings.start_seconds, end - time.monotonic()), 1))
-    with run_server(variant.name.replace(":", "-"), settings, console) as client:
-        url = str(client.base_url).removesuffix("/v1/")
-
-        def call_workers(method: str) -> Any:
-            reply: Any = client.post(f"{url}/collective_rpc", cast_to=object, body={"method": method})
-            return reply["results"][0]
-
-        backend = variant.check_backends(call_workers("attention_backends"))
-        if model.drawn_weights:
-            call_workers("draw_weights")
-        rng = random.Random(0)
-        prompt = rng.choices(range(3, model.vocabulary), k=loads[0].input_tokens)
-        client.completions.create(model=model.folder.name, prompt=prompt, max_tokens=8)
-        for load in loads:
-            with console.status(f"{variant.name}: {load.workload}, concurrency {load.concurrency}"):
-                columns = apply(load, client, model, end)
-            write(
-                {
-                    "variant": variant.name,
-                    "attention_backend": backend,
-                    "kv_cache_dtype": variant.kv_cache_dtype,
-                    "additional_config": json.loads(settings.additional_config or "null"),
-                    "weights": "drawn" if model.drawn_weights else "checkpoint",
-                    "workload": load.workload,
-                    "input_tokens": load.input_tokens,
-                    "prefix_tokens": load.prefix_tokens,
-                    "output_tokens": load.output_tokens,
-                    "concurrency": load.concurrency,
-                    "requests": load.requests,
-                    **columns,
-                }
-            )
 
 
 def _apply(load: Load, client: OpenAI, model: Model, end: float) -> Row:

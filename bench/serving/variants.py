@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import typer
-from rich.console import Console
+from pydantic import BaseModel, ConfigDict
 from rich.table import Table
 
 from bench.common.children import run_python
-from bench.common.engine import WrongBackendError
+from bench.common.console import open_console
+from bench.common.engine import Variant, exits_for_wrong_backend
 from bench.common.models import Model, open_model
 from bench.common.options import GridRow
-from bench.common.results import ResultFile, Row, spread
+from bench.common.results import ResultFile, Row, read_run, spread
 from vllm_sparse_plugin.errors import ConfigurationError
 
-DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-"""Decode graphs without the wait for torch.compile, which leaves attention alone."""
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+Generate = Callable[[list[list[int]], int], list[int]]
+"""Generates that many tokens for each prompt and returns how many tokens of each came from the prefix cache."""
+
+
+class EngineSettings(BaseModel):
+    """What every process of an engine needs to know."""
+
+    model_config = ConfigDict(frozen=True)
+
+    model: str
+    """A shape or the folder of a model."""
+    repeats: int
+    gpu_memory_utilization: float
+    output: str
+    """JSON lines file to append to."""
+
+
+class BackendSettings(EngineSettings):
+    """The same of an attention backend as it is configured."""
+
+    variant: str
+    additional_config: str | None
 
 
 class VariantSettings(Protocol):
@@ -42,14 +67,37 @@ class VariantSettings(Protocol):
         """Returns the settings as its process takes them."""
 
 
-def run_variant(command: str, settings: VariantSettings, seconds: float) -> list[str]:
-    """Runs a variant in a process that is ended after some seconds; returns why it failed, if it did.
+def measure_variants(
+    command: str,
+    all_settings: Sequence[VariantSettings],
+    about: Mapping[str, Any],
+    output: Path,
+    seconds: Callable[[], float],
+    table: Callable[[list[Row]], Table],
+) -> None:
+    """Runs variants one after the other and shows what they measured; exit code 3 if one fails.
 
     Args:
-        command: of `python -m bench.serving`.
-        settings: its argument.
-        seconds: how long it may take.
+        command: of `python -m bench.serving`; measures one variant.
+        all_settings: its argument for each variant.
+        about: describes the run.
+        output: the result file.
+        seconds: how long the next variant may take.
+        table: makes the table of all rows.
     """
+    with ResultFile(output, about):
+        pass
+    failed = [sentence for settings in all_settings for sentence in _run_variant(command, settings, seconds())]
+    console = open_console()
+    console.print(table(read_run(output).rows))
+    for sentence in failed:
+        console.print(f"error: {sentence}")
+    if failed:
+        raise typer.Exit(3)
+
+
+def _run_variant(command: str, settings: VariantSettings, seconds: float) -> list[str]:
+    """Runs a variant in a process that is ended after some seconds; returns why it failed, if it did."""
     code = run_python("bench.serving", [command, settings.model_dump_json()], seconds)
     if code is None:
         return [f"{settings.variant} was not done by the deadline"]
@@ -58,14 +106,13 @@ def run_variant(command: str, settings: VariantSettings, seconds: float) -> list
 
 @contextmanager
 def open_variant(settings: VariantSettings) -> Iterator[tuple[Model, ResultFile]]:
-    """Yields the model and the result file of a variant's process, which ends in one sentence, and with exit code 3,
-    where vLLM chose another backend."""
-    try:
-        with open_model(settings.model) as model, ResultFile(Path(settings.output)) as file:
-            yield model, file
-    except WrongBackendError as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(3) from None
+    """Yields the model and the result file of a variant's process."""
+    with (
+        exits_for_wrong_backend(),
+        open_model(settings.model) as model,
+        ResultFile(Path(settings.output)) as file,
+    ):
+        yield model, file
 
 
 def check_batches(row: GridRow, max_num_seqs: int) -> None:
@@ -81,10 +128,31 @@ def per_token(milliseconds: Sequence[float]) -> Row:
     return {name: round(value, 4) for name, value in zip(names, spread(milliseconds), strict=True)}
 
 
-def finish(console: Console, table: Table, failed: Sequence[str]) -> None:
-    """Shows what was measured and what failed; exit code 3 if something did."""
-    console.print(table)
-    for sentence in failed:
-        console.print(f"error: {sentence}")
-    if failed:
-        raise typer.Exit(3)
+def generator(llm: LLM) -> Generate:
+    """Returns what generates tokens in an engine, the likeliest ones, as many as are asked for."""
+    from vllm import SamplingParams, TokensPrompt
+
+    def generate(prompts: list[list[int]], tokens: int) -> list[int]:
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
+        asked = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+        return [output.num_cached_tokens or 0 for output in llm.generate(asked, sampling, use_tqdm=False)]
+
+    return generate
+
+
+def variant_columns(variant: Variant, backend: str, additional_config: str | None, model: Model) -> Row:
+    """The columns that say what a row measures.
+
+    Args:
+        variant: what was asked for.
+        backend: what vLLM runs.
+        additional_config: JSON for our backends.
+        model: the model.
+    """
+    return {
+        "variant": variant.name,
+        "attention_backend": backend,
+        "kv_cache_dtype": variant.kv_cache_dtype,
+        "additional_config": json.loads(variant.additional_config(additional_config) or "null"),
+        "weights": "drawn" if model.drawn_weights else "checkpoint",
+    }

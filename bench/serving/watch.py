@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from httpx import HTTPError
 
+from bench.common.metrics import read_metrics
 from bench.common.results import Row
-from bench.soak.clients import read_metrics
 
 _SECONDS = 0.5
 """Between two looks."""

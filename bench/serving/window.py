@@ -10,11 +10,11 @@ from typing import NamedTuple
 from httpx import AsyncClient, Limits
 from openai import OpenAI
 
+from bench.common.metrics import metrics_text, read_metrics, wait_until_quiet
 from bench.common.models import Model
 from bench.common.results import Row
 from bench.serving.serve import Load
 from bench.serving.watch import Watched, watch
-from bench.soak.clients import metrics_text, read_metrics, wait_until_quiet
 
 
 class Window(NamedTuple):

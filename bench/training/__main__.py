@@ -18,8 +18,8 @@ from bench.common.results import ResultFile, Row
 from bench.training.passes import MASKS, PASSES, Shape, forward_of, is_available, measure
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.policies import UniqueSelection
-from vllm_sparse_plugin.tools.cli.arguments import find_preset, parse_additional_config, run_app
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.arguments import find_preset, parse_additional_config, run_app
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 _CONTEXTS = ("8K", "16K", "32K", "64K", "128K")
 

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 from support.dashboard import queries, read_alerts, series_of, variable_series
 
-from vllm_sparse_plugin.tools.cli.server import ServerSettings, run_server
+from vllm_sparse_plugin.tools.server import ServerSettings, run_server
 
 ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "needle-8m"

@@ -14,10 +14,10 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from vllm_sparse_plugin.tools.cli.app import app
-from vllm_sparse_plugin.tools.cli.server import ServerError, ServerSettings, run_server
 from vllm_sparse_plugin.tools.eval import FORCED_TOKENS_PROCESSOR
 from vllm_sparse_plugin.tools.eval.results import ResultFile, read_results
 from vllm_sparse_plugin.tools.needles import build_questions, is_correct
+from vllm_sparse_plugin.tools.server import ServerError, ServerSettings, run_server
 
 CONTEXT = 4096
 QUALITY = ("attention_mass", "estimated_mass", "page_recall", "output_cosine")

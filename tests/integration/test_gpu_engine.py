@@ -6,11 +6,9 @@ import pytest
 import torch
 from support.engines import Sampled
 from support.gpu_engines import MODEL, engine
-from support.rolling import CACHE, ROLLING, distance
+from support.rolling import CACHE, ROLLING, WindowedModel, distance, library_tokens
 from transformers import AutoTokenizer
 
-from bench.common.models import library_tokens
-from research.compaction.stream import StreamingModel
 from vllm_sparse_plugin.metrics.live import count_totals
 from vllm_sparse_plugin.tools.needles import Question, build_questions, is_correct
 
@@ -284,7 +282,7 @@ def test_positions_roll_as_in_a_plain_computation(eager: bool) -> None:
     from vllm import SamplingParams
 
     folder = MODEL.parent / "witness-6m"  # it rests on its sinks
-    text = library_tokens(AutoTokenizer.from_pretrained(folder), 1_000_003, 1300)
+    text = library_tokens(folder, 1300)
     # Within the cache, growing beyond it, and long; the last one is the beginning of one before it.
     prompts = [text[:40], text[60:140], text[:700], text[600:1300], text[600:1200]]
     greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=1)
@@ -303,7 +301,7 @@ def test_positions_roll_as_in_a_plain_computation(eager: bool) -> None:
         for answers in done
         for answer in answers
     ]
-    model = StreamingModel(folder)
+    model = WindowedModel(folder)
     rolling, text_positions = (
         [distance(model, prompt, one, rolls) for prompt, one in zip(prompts, drawn, strict=True)]
         for rolls in (True, False)

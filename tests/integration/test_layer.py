@@ -7,12 +7,12 @@ from sparse_kernels.sparse_attention import attend_pages
 from support.layer import LayerHarness, Request
 from support.paged import assert_as_accurate, dense_attention
 
-from bench.common.layer import LayerBatch
 from vllm_sparse_plugin.attention import packing
 from vllm_sparse_plugin.attention.cpu import layer as layer_module
 from vllm_sparse_plugin.metrics import request_log
 from vllm_sparse_plugin.metrics.live import LayerQuality
 from vllm_sparse_plugin.metrics.sampling import Sample
+from vllm_sparse_plugin.tools.diagnostics.layer import LayerBatch
 
 SMALL = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
 DENSE_TOLERANCE = 2e-2

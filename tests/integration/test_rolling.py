@@ -5,15 +5,12 @@ import torch
 from support.engines import MODEL, run_engine
 from support.layer import LayerHarness, Request
 from support.paged import dense_attention
-from support.rolling import CACHE, ROLLING, SINKS, distance
+from support.rolling import CACHE, ROLLING, SINKS, WindowedModel, distance, library_tokens
 from torch import nn
-from transformers import AutoTokenizer
 from vllm.config import VllmConfig, get_current_vllm_config, set_current_vllm_config
 from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.llama import LlamaAttention
 
-from bench.common.models import library_tokens
-from research.compaction.stream import StreamingModel
 from vllm_sparse_plugin.attention.rolling import rotation_of
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -152,7 +149,7 @@ def test_positions_that_are_not_proven_to_be_plain_rotations_are_refused(case):
 
 def test_an_engine_says_what_a_plain_computation_does():
     folder = MODEL.parent / "witness-6m"  # it rests on its sinks
-    text = library_tokens(AutoTokenizer.from_pretrained(folder), 1_000_003, 1300)
+    text = library_tokens(folder, 1300)
     crowd, long = [text[60 * part : 60 * part + 60] for part in range(10)], [text[600:1300], text[600:1200]]
     with run_engine(
         "dense", {"compaction": ROLLING}, model=str(folder), max_model_len=768, max_num_batched_tokens=256,
@@ -166,7 +163,7 @@ def test_an_engine_says_what_a_plain_computation_does():
         assert engine.metric("vllm:prefix_cache_hits_total") > 500
         assert engine.metric("vllm_sparse_blocks_freed_sum") > 0
         assert engine.metric("vllm:kv_cache_usage_perc") == 0
-    model, prompts = StreamingModel(folder), [*crowd, *long, long[1]]
+    model, prompts = WindowedModel(folder), [*crowd, *long, long[1]]
     rolling, text_positions = (
         [distance(model, prompt, one, rolls) for prompt, one in zip(prompts, drawn, strict=True)]
         for rolls in (True, False)

@@ -68,6 +68,15 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
         return pool.submit(function, *arguments).result()
 
 
+def collect_in_fresh_process(function: Callable[..., Iterable[Any]], *arguments: Any) -> list[Any]:
+    """Call a function as `in_fresh_process` does, and return all that it yields."""
+    return in_fresh_process(_collect, function, *arguments)
+
+
+def _collect(function: Callable[..., Iterable[Any]], *arguments: Any) -> list[Any]:
+    return list(function(*arguments))
+
+
 @dataclass(frozen=True)
 class Sampled:
     """Tokens that were drawn."""

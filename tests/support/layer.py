@@ -13,10 +13,10 @@ from support.paged import dense_attention, garbage
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
 
-from bench.common.layer import BareLayer, LayerBatch
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import Selection
 from vllm_sparse_plugin.requests.rows import building
+from vllm_sparse_plugin.tools.diagnostics.layer import BareLayer, LayerBatch
 
 
 @functools.cache

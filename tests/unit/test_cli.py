@@ -13,7 +13,8 @@ from vllm_sparse_plugin import __version__
 from vllm_sparse_plugin.config import SparseAttentionConfig, resolve
 from vllm_sparse_plugin.errors import choices
 from vllm_sparse_plugin.names import BACKENDS
-from vllm_sparse_plugin.tools.cli import app, arguments, main
+from vllm_sparse_plugin.tools import arguments
+from vllm_sparse_plugin.tools.cli import app, main
 
 NAMES = choices(name.lower() for name in BACKENDS)
 

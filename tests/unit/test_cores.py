@@ -2,8 +2,9 @@ import os
 
 import pytest
 
-from vllm_sparse_plugin.tools.cli import cores, vllm_commands
-from vllm_sparse_plugin.tools.cli.cores import BIND, bind_to_every_core, core_left_free
+from vllm_sparse_plugin.tools import cores
+from vllm_sparse_plugin.tools.cli import vllm_commands
+from vllm_sparse_plugin.tools.cores import BIND, bind_to_every_core, core_left_free
 
 
 @pytest.fixture

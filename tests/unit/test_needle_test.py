@@ -10,9 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_sparse_plugin.tools.cli import main, needle_test, server
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools import server
+from vllm_sparse_plugin.tools.cli import main, needle_test
 from vllm_sparse_plugin.tools.eval.items import Item
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 STUB = Path(__file__).parents[1] / "support" / "stub_server.py"
 ANSWERS = {"1": "11", "2": "22", "3": "33"}

@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from vllm_sparse_plugin import __version__
-from vllm_sparse_plugin.tools.cli.arguments import run_app
+from vllm_sparse_plugin.tools.arguments import run_app
 
 
 class Command(NamedTuple):

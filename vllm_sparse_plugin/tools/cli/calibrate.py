@@ -18,7 +18,7 @@ from rich.table import Table
 
 from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.errors import ConfigurationError, choices
-from vllm_sparse_plugin.tools.cli.arguments import (
+from vllm_sparse_plugin.tools.arguments import (
     Device,
     ModelFolder,
     Seed,
@@ -28,8 +28,8 @@ from vllm_sparse_plugin.tools.cli.arguments import (
     open_tokenizer,
     read_prompts,
 )
-from vllm_sparse_plugin.tools.cli.provenance import open_report
 from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS, QUESTIONS_PER_DOCUMENT, TASKS, build_questions
+from vllm_sparse_plugin.tools.provenance import open_report
 
 if TYPE_CHECKING:
     from vllm_sparse_plugin.tools.diagnostics.calibration import Outcome, Text, Verdict

@@ -16,7 +16,7 @@ from vllm_sparse_plugin.config import KEY, read_trained_section, resolve
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import Selection
-from vllm_sparse_plugin.tools.cli.arguments import (
+from vllm_sparse_plugin.tools.arguments import (
     AdditionalConfig,
     AttentionBackends,
     Device,
@@ -30,8 +30,8 @@ from vllm_sparse_plugin.tools.cli.arguments import (
     parse_additional_config,
     read_prompts,
 )
-from vllm_sparse_plugin.tools.cli.provenance import open_report
 from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS, STRESS_TASKS, TASKS, build_questions
+from vllm_sparse_plugin.tools.provenance import open_report
 
 DEFAULT_BUDGETS = (512, 256, 128, 64)
 _COLUMNS = ("mass", "oracle_mass", "recall", "cosine")

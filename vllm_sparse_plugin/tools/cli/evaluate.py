@@ -17,14 +17,14 @@ import typer
 from rich.console import Console
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.arguments import (
+from vllm_sparse_plugin.tools.arguments import (
     Seed,
     complete_backend,
     parse_additional_config,
     read_prompts,
     require_extra,
 )
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 if TYPE_CHECKING:
     from vllm_sparse_plugin.tools.eval.endpoints import Endpoint, Server

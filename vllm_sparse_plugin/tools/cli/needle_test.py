@@ -24,7 +24,7 @@ from rich.table import Column, Table
 from vllm_sparse_plugin.config import KEY, read_trained_section, resolve
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.names import BACKENDS
-from vllm_sparse_plugin.tools.cli.arguments import (
+from vllm_sparse_plugin.tools.arguments import (
     AttentionBackends,
     ModelFolder,
     Seed,
@@ -32,9 +32,15 @@ from vllm_sparse_plugin.tools.cli.arguments import (
     open_tokenizer,
     parse_additional_config,
 )
-from vllm_sparse_plugin.tools.cli.cores import is_cpu_build
-from vllm_sparse_plugin.tools.cli.provenance import open_report
-from vllm_sparse_plugin.tools.cli.server import (
+from vllm_sparse_plugin.tools.cores import is_cpu_build
+from vllm_sparse_plugin.tools.eval.endpoints import Server
+from vllm_sparse_plugin.tools.eval.items import Item, PlannedItem, Prompter
+from vllm_sparse_plugin.tools.eval.progress import show_progress
+from vllm_sparse_plugin.tools.eval.results import Result, ask
+from vllm_sparse_plugin.tools.eval.tasks import needle_items
+from vllm_sparse_plugin.tools.needles import QUICK_TASKS, STRESS_TASKS, TASKS, check_questions, first_line
+from vllm_sparse_plugin.tools.provenance import open_report
+from vllm_sparse_plugin.tools.server import (
     LaunchedServer,
     ServerError,
     ServerSettings,
@@ -42,12 +48,6 @@ from vllm_sparse_plugin.tools.cli.server import (
     run_server,
     unwind_on_termination,
 )
-from vllm_sparse_plugin.tools.eval.endpoints import Server
-from vllm_sparse_plugin.tools.eval.items import Item, PlannedItem, Prompter
-from vllm_sparse_plugin.tools.eval.progress import show_progress
-from vllm_sparse_plugin.tools.eval.results import Result, ask
-from vllm_sparse_plugin.tools.eval.tasks import needle_items
-from vllm_sparse_plugin.tools.needles import QUICK_TASKS, STRESS_TASKS, TASKS, check_questions, first_line
 
 _DENSE = "dense"
 """Name of vLLM's own attention in tables and reports, unless it is compared with our backend of that name."""

@@ -14,7 +14,7 @@ from rich.table import Table
 from vllm_sparse_plugin.config import ResolvedConfig, Retention, preset_names, requests_at_once, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
-from vllm_sparse_plugin.tools.cli.arguments import ModelFolder, find_model
+from vllm_sparse_plugin.tools.arguments import ModelFolder, find_model
 
 _UNITS = {"": 1, "B": 1, **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)},
           **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("KMGT", 1)}}  # fmt: skip

@@ -12,7 +12,7 @@ from rich.table import Table
 from vllm_sparse_plugin import __version__
 from vllm_sparse_plugin.config import KEY, SparseAttentionConfig, read_trained_section, resolve
 from vllm_sparse_plugin.notices import notices_of
-from vllm_sparse_plugin.tools.cli.arguments import (
+from vllm_sparse_plugin.tools.arguments import (
     AdditionalConfig,
     AttentionBackend,
     find_preset,

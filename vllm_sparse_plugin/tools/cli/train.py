@@ -11,7 +11,7 @@ from rich.console import Console
 
 from vllm_sparse_plugin.config import KEY, resolve, section_of
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.arguments import (
+from vllm_sparse_plugin.tools.arguments import (
     AdditionalConfig,
     AttentionBackend,
     Device,
@@ -24,7 +24,7 @@ from vllm_sparse_plugin.tools.cli.arguments import (
     parse_additional_config,
     require_extra,
 )
-from vllm_sparse_plugin.tools.cli.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run
 
 _EXTRA = {"accelerate": "accelerate", "matplotlib": "matplotlib", "peft": "peft"}
 """Modules of the extra `train`, and the packages that bring them."""

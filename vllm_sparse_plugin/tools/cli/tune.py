@@ -17,8 +17,8 @@ from rich.console import Console
 
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.cli.arguments import complete_backend, find_preset, parse_additional_config, read_prompts
-from vllm_sparse_plugin.tools.cli.provenance import describe_run, open_output
+from vllm_sparse_plugin.tools.arguments import complete_backend, find_preset, parse_additional_config, read_prompts
+from vllm_sparse_plugin.tools.provenance import describe_run, open_output
 
 if TYPE_CHECKING:
     from vllm_sparse_plugin.tools.eval.statistics import Estimate

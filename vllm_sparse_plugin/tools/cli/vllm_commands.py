@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from vllm_sparse_plugin.tools.cli.cores import core_left_free
+from vllm_sparse_plugin.tools.cores import core_left_free
 
 
 def serve(context: typer.Context) -> None:

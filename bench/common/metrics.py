@@ -1,0 +1,47 @@
+"""The metrics of a vLLM server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import httpx
+from openai import OpenAI
+
+_SECONDS = 60.0
+_QUIET_SECONDS = 60.0
+"""How long a server may take to notice that nobody waits any more."""
+
+
+def metrics_text(client: OpenAI) -> str:
+    """What the `/metrics` of a client's server serves; raises httpx's HTTPError."""
+    url = str(client.base_url).removesuffix("v1/") + "metrics"
+    # Clients of openai bring one of two versions of httpx; a proxy of the environment must not see local requests.
+    return httpx.get(url, timeout=_SECONDS, trust_env=False).text
+
+
+def read_metrics(text: str) -> dict[str, float]:
+    """The samples of what `/metrics` serves, by name and summed over labels."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            name = line.partition("{")[0].split()[0]
+            found[name] = found.get(name, 0.0) + float(line.split()[-1])
+    return found
+
+
+def is_busy(metrics: Mapping[str, float]) -> bool:
+    """Whether a server computes for somebody, or keeps blocks for somebody."""
+    names = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
+    return any(metrics[name] for name in names)
+
+
+def wait_until_quiet(read: Callable[[], Mapping[str, float]]) -> None:
+    """Waits until a server has noticed that nobody waits for it any more, or for a minute.
+
+    Args:
+        read: returns the server's metrics.
+    """
+    end = time.monotonic() + _QUIET_SECONDS
+    while is_busy(read()) and time.monotonic() < end:
+        time.sleep(1)

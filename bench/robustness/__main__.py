@@ -1,0 +1,35 @@
+"""`python -m bench.robustness`."""
+
+from __future__ import annotations
+
+from bench.common.options import make_app
+from bench.robustness.deployments.command import deployments
+from bench.robustness.families.command import families, family_cells
+from bench.robustness.fuzz.command import fuzz
+from bench.robustness.soak.command import soak
+from vllm_sparse_plugin.tools.arguments import run_app
+from vllm_sparse_plugin.tools.server import unwind_on_termination
+
+app = make_app("Answers of sparse attention across models, deployments, schedules and time.")
+
+
+@app.callback()
+def _robustness() -> None:
+    """Ends children when it is ended itself."""
+    unwind_on_termination()
+
+
+app.command()(families)
+app.command(hidden=True)(family_cells)
+app.command()(deployments)
+app.command()(fuzz)
+app.command()(soak)
+
+
+def main() -> None:
+    """Runs the command line; bad input ends in one sentence and exit code 2."""
+    run_app(app)
+
+
+if __name__ == "__main__":
+    main()

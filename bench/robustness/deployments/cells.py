@@ -1,0 +1,167 @@
+"""What became of a deployment: a line of the result file."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from bench.common.continuations import Continuation, gap_at_first_difference, logprob_error
+from bench.common.engine import DENSE as DENSE_VARIANT
+from bench.common.engine import Variant
+from bench.common.models import NEEDLE_8M, load_tokenizer
+from bench.common.results import Row
+from bench.robustness.deployments.table import DENSE, DEPLOYMENTS, PLAIN, Deployment
+from bench.robustness.families.cells import FAILED, REFUSED, refusal_of, sentence
+from vllm_sparse_plugin.tools.server import ServerError
+
+EQUAL, TIE, NOT_HERE = "equal", "parted at a tie", "not on this platform"
+ONE_STEP = 0.125
+"""The step of a bfloat16 logit between 16 and 32, where the largest ones of needle-8m lie."""
+OUTCOMES = EQUAL, TIE, REFUSED, NOT_HERE, FAILED
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One deployment, tried once."""
+
+    deployment: str
+    outcome: str
+    """Of `OUTCOMES`."""
+    reason: str = ""
+    """Why, unless answers were equal."""
+    asked: int = 0
+    """Answers that were compared."""
+    parted: int = 0
+    """Those that are not the plain answers to the last token."""
+    gap: float | None = None
+    """How much likelier the plain engine found its own token than the other's where answers part; the largest."""
+    logprob_error: float | None = None
+    """Largest change of a log probability up to there."""
+    seconds: float = 0.0
+    answers: Sequence[Continuation] = ()
+    """Of the plain deployments, which others are held to."""
+
+    def with_answers(self, answers: Sequence[Continuation]) -> Cell:
+        """Returns the cell with the answers that others are held to."""
+        return replace(self, answers=answers)
+
+    def as_row(self) -> Row:
+        """Returns the cell as a line of a result file."""
+        kept = {name: value for name, value in vars(self).items() if value is not None and name != "answers"}
+        if self.answers:
+            kept["answers"] = [vars(answer) for answer in self.answers]
+        return kept
+
+
+def answers_of(row: Mapping[str, Any]) -> list[Continuation]:
+    """The answers that a line of a plain deployment has."""
+    return [Continuation(each["tokens"], list(map(_by_token, each["logprobs"]))) for each in row["answers"]]
+
+
+def _by_token(step: Mapping[str, float]) -> dict[int, float]:
+    return {int(token): logprob for token, logprob in step.items()}
+
+
+def compare(name: str, expected: Sequence[Continuation], found: Iterable[Continuation]) -> Cell:
+    """Compares answers with the expected ones, as often as they were given."""
+    pairs = [(expected[index % len(expected)], each) for index, each in enumerate(found)]
+    gaps = [gap for gap in (gap_at_first_difference(*pair) for pair in pairs) if gap is not None]
+    error = max(logprob_error(*pair) for pair in pairs)
+    cell = Cell(name, EQUAL, asked=len(pairs), parted=len(gaps), logprob_error=round(error, 4))
+    if not gaps:
+        return cell
+    cell = replace(cell, gap=round(max(gaps), 4))
+    if max(gaps) <= ONE_STEP:
+        return replace(cell, outcome=TIE, reason=f"log probabilities of the tokens differ by {max(gaps):.2g}")
+    return replace(cell, outcome=FAILED,
+                   reason=f"an answer parts where the tokens' log probabilities differ by {max(gaps):.3g}")  # fmt: skip
+
+
+def before_the_end(answers: Iterable[Continuation], end: int) -> list[Continuation]:
+    """Answers up to their end token, of those that went on behind it."""
+    cut = [answer.tokens.index(end) + 1 if end in answer.tokens else len(answer.tokens) for answer in answers]
+    return [Continuation(each.tokens[:to], each.logprobs[:to]) for each, to in zip(answers, cut, strict=True)]
+
+
+def unavailable(deployment: Deployment) -> str:
+    """Why this machine has none of a deployment; empty if it may."""
+    from vllm.platforms import current_platform
+
+    if deployment.package and importlib.util.find_spec(deployment.package) is None:
+        return f"the package {deployment.package} is not installed"
+    if current_platform.is_cpu():
+        return deployment.needs_gpu and f"a CPU has no {deployment.needs_gpu}"
+    there = current_platform.device_count()
+    return "" if there >= deployment.gpus else f"it takes {deployment.gpus} GPUs and there are {there}"
+
+
+def run_cell(name: str, rows: Mapping[str, Row]) -> Cell:
+    """Tries a deployment in this process.
+
+    Args:
+        name: of `DEPLOYMENTS`.
+        rows: the lines of the plain deployments, as far as they were tried.
+    """
+    start = time.monotonic()
+    return replace(_try(name, rows), seconds=round(time.monotonic() - start, 1))
+
+
+def _try(name: str, rows: Mapping[str, Row]) -> Cell:
+    from bench.robustness.deployments.trials import TRIALS, Launcher, plainly
+
+    deployment, trial = DEPLOYMENTS[name], TRIALS.get(name, plainly)
+    if reason := unavailable(deployment):
+        return Cell(name, NOT_HERE, reason)
+    if deployment.gpus > 1:
+        # On a CPU vLLM gives each worker a NUMA node of its own, unless it is told otherwise.
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+
+    def answers(variant: str) -> list[Continuation]:
+        launcher = Launcher(deployment.arguments, Variant.parse(variant))
+        return [each for said in trial(launcher) for each in said.continuations]
+
+    if name == DENSE:
+        found = answers(DENSE_VARIANT)
+        return compare(name, found, found).with_answers(found)
+    beside = DENSE if name == PLAIN else PLAIN
+    if beside not in rows or "answers" not in rows[beside]:
+        return Cell(name, FAILED, f"there are no answers of the deployment {beside!r} to compare with")
+    expected = answers_of(rows[beside])
+    try:
+        found = answers("unique")
+    except Exception as error:  # vLLM raises whatever it likes
+        return blame(name, error, lambda: answers(DENSE_VARIANT))
+    if name == PLAIN:
+        end = int(load_tokenizer(NEEDLE_8M).eos_token_id)
+        return compare(name, before_the_end(expected, end), before_the_end(found, end)).with_answers(found)
+    return compare(name, expected, found)
+
+
+def blame(name: str, error: Exception, serve_densely: Callable[[], object]) -> Cell:
+    """Who is to blame for an exception: us, if `serve_densely` raises nothing."""
+    from bench.robustness.deployments.trials import IdleError
+
+    if isinstance(error, IdleError):
+        return Cell(name, FAILED, str(error))
+    if refusal := refusal_of(error):
+        return Cell(name, REFUSED, refusal)
+    try:
+        serve_densely()
+    except Exception:
+        return Cell(name, NOT_HERE, _told(error))
+    return Cell(name, FAILED, _told(error))
+
+
+def _told(error: Exception) -> str:
+    """What an exception says, in one line without paths of this machine."""
+    if isinstance(error, ServerError):
+        return " ".join(str(error).partition("; its log")[0].split())
+    if isinstance(error, ValidationError):
+        return str(error.errors()[0]["msg"])
+    return sentence(error)

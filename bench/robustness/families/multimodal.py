@@ -1,0 +1,171 @@
+"""A tiny model that sees and one that hears, in whole engines: images and audio as messages of OpenAI's chat API."""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.common.continuations import LOGPROB_TOLERANCE, Continuation, continuation, logprob_error
+from bench.common.models import NEEDLE_8M
+from bench.robustness.families.engines import engine
+from bench.robustness.families.referee import watch
+from bench.robustness.families.table import AUDIO, IMAGES, NEW_TOKENS, SMALL, WAYS
+
+_FEW, _MANY = 1, 12
+"""Images or sounds of a message that fits the budget, and of one that does not."""
+_QUESTION = "What is this? " * 8
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}{% for part in message['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}"
+    "{% elif 'image' in part['type'] %}<image>"
+    "{% else %}<|audio_bos|><|AUDIO|><|audio_eos|>{% endif %}"
+    "{% endfor %}{% endfor %}"
+)
+_SAMPLE_RATE = 16_000
+
+
+def _tokenizer(special_tokens: list[str]) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(NEEDLE_8M)
+    tokenizer.add_special_tokens({"additional_special_tokens": special_tokens})
+    return tokenizer
+
+
+def _text_model(tokenizer: Any, **changes: Any) -> dict[str, Any]:
+    fields = {name: value for name, value in SMALL.items() if name != "dtype"}
+    return fields | {"vocab_size": len(tokenizer)} | changes
+
+
+def _write_seeing_model(folder: Path) -> None:
+    """Writes configuration and processor of a tiny Idefics 3, whose processor needs no torchvision."""
+    from transformers import Idefics3Config, Idefics3Processor
+    from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+    tiles = [f"<row_{row}_col_{column}>" for row in range(1, 5) for column in range(1, 5)]
+    tokenizer = _tokenizer(["<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>", *tiles])
+    config = Idefics3Config(
+        text_config=_text_model(tokenizer, model_type="llama"),
+        vision_config={
+            "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 1,
+            "image_size": 56, "patch_size": 14,
+        },
+        scale_factor=2,
+        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        pad_token_id=0,
+        dtype="bfloat16",
+    )  # fmt: skip
+    config.architectures = ["Idefics3ForConditionalGeneration"]
+    config.save_pretrained(folder)
+    images = Idefics3ImageProcessorPil(size={"longest_edge": 112}, max_image_size={"longest_edge": 56})
+    Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=_CHAT_TEMPLATE).save_pretrained(folder)
+
+
+def _write_hearing_model(folder: Path) -> None:
+    """Writes configuration and processor of a tiny Qwen2-Audio."""
+    from transformers import Qwen2AudioConfig, Qwen2AudioProcessor, WhisperFeatureExtractor
+
+    tokenizer = _tokenizer(["<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"])
+    text = _text_model(tokenizer, model_type="qwen2")
+    del text["head_dim"]
+    config = Qwen2AudioConfig(
+        audio_config={
+            "model_type": "qwen2_audio_encoder", "num_mel_bins": 16, "d_model": 64, "encoder_layers": 1,
+            "encoder_attention_heads": 1, "encoder_ffn_dim": 64, "max_source_positions": 1500,
+        },
+        text_config=text,
+        audio_token_index=tokenizer.convert_tokens_to_ids("<|AUDIO|>"),
+        dtype="bfloat16",
+    )  # fmt: skip
+    config.architectures = ["Qwen2AudioForConditionalGeneration"]
+    config.save_pretrained(folder)
+    sounds = WhisperFeatureExtractor(feature_size=16)
+    Qwen2AudioProcessor(sounds, tokenizer, chat_template=_CHAT_TEMPLATE).save_pretrained(folder)
+
+
+def _image(generator: np.random.Generator) -> dict[str, Any]:
+    """A picture of noise, as a part of a message."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(generator.integers(0, 255, (112, 112, 3), dtype=np.uint8)).save(file, "PNG")
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{_base64(file)}"}}
+
+
+def _sound(generator: np.random.Generator) -> dict[str, Any]:
+    """Two seconds of noise, as a part of a message."""
+    import soundfile
+
+    file = io.BytesIO()
+    noise = 0.3 * generator.standard_normal(2 * _SAMPLE_RATE)
+    soundfile.write(file, noise, _SAMPLE_RATE, format="WAV")
+    return {"type": "input_audio", "input_audio": {"data": _base64(file), "format": "wav"}}
+
+
+def _base64(file: io.BytesIO) -> str:
+    return base64.b64encode(file.getvalue()).decode()
+
+
+MODALITIES: Mapping[str, tuple[str, Callable[[Path], None], Callable[[np.random.Generator], dict[str, Any]]]] = {
+    IMAGES: ("image", _write_seeing_model, _image),
+    AUDIO: ("audio", _write_hearing_model, _sound),
+}
+"""vLLM's name of a modality, what writes its model, and what makes a part of a message."""
+
+
+def answer(name: str, folder: Path, **arguments: Any) -> list[Continuation]:
+    """What a model says of few and of many images or sounds, greedily, one message after the other.
+
+    Args:
+        name: of `MODALITIES`.
+        folder: where the model is written.
+        **arguments: of the engine.
+    """
+    from vllm import SamplingParams
+
+    modality, write, make_part = MODALITIES[name]
+    write(folder)
+    generator = np.random.default_rng(0)
+    parts = [make_part(generator) for _ in range(_MANY)]
+    sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=2, ignore_eos=True, detokenize=False)
+    limits = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {modality: _MANY}, "mm_processor_cache_gb": 0}
+    answers = []
+    with engine(folder, **limits, **arguments) as llm:
+        for count in (_FEW, _MANY):
+            content: Any = [*parts[:count], {"type": "text", "text": _QUESTION}]
+            messages: Any = [{"role": "user", "content": content}]
+            done = llm.chat(messages, sampling, use_tqdm=False, chat_template_content_format="openai")[0]
+            answers.append(continuation(done))
+    return answers
+
+
+def faults_of(name: str) -> Iterator[str]:
+    """What is wrong with images or audio under `unique`, beside dense attention and the reference pipeline."""
+    with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
+        dense = answer(name, Path(folder))
+        with watch() as referee:
+            found = answer(name, Path(folder), **WAYS["unique"].arguments)
+    yield from referee.faults
+    if (error := logprob_error(dense[0], found[0])) > LOGPROB_TOLERANCE:
+        yield f"within the budget log probabilities differ by {error:.3g} from dense attention's"
+    if not all(math.isfinite(logprob) for step in found[1].logprobs for logprob in step.values()):
+        yield "log probabilities are not finite"
+    if found[1].logprobs == dense[1].logprobs:
+        yield "a small budget changes nothing"
+    if dense[0].logprobs == dense[1].logprobs:
+        yield "more images or sounds change nothing"
+    if not referee.steps:
+        yield "no layer decoded in our kernels"
+
+
+def answer_densely(name: str) -> None:
+    """Answers with vLLM's own attention; raises what vLLM raises."""
+    with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
+        answer(name, Path(folder))

@@ -1,0 +1,169 @@
+"""Draws what happens to an engine, step by step, and lets vLLM's scheduler decide what comes of it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from unittest import mock
+
+from sparse_kernels.sparse_decode import reference as decode_reference
+from vllm import SamplingParams
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import DraftTokenIds, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from bench.common.results import Row
+from bench.robustness.families.referee import JudgementError, checked_scores
+from bench.robustness.fuzz.cases import MAX_MODEL_LEN, Case
+from bench.robustness.fuzz.truth import VOCABULARY
+from bench.robustness.fuzz.worker import FaultError, Worker
+
+EVENTS = (
+    "requests", "finished", "chunks", "decodes", "hits", "hit_blocks", "preemptions", "resumptions", "aborts",
+    "aborts_in_flight", "drafted", "rejected", "sleeps", "pages", "judged_rows", "sparse_rows",
+)  # fmt: skip
+"""What is counted."""
+_ABORT, _ABORT_IN_FLIGHT, _SLEEP = 0.01, 0.01, 0.005
+"""How likely these are in a step."""
+
+
+@dataclass
+class Outcome:
+    """What a seed has come to."""
+
+    seed: int
+    case: Case
+    steps: int = 0
+    counts: Counter[str] = field(default_factory=Counter)
+    fault: str = ""
+    """What was wrong, and at which step, where it ended; empty for nothing."""
+
+    def as_row(self) -> Row:
+        """Returns the outcome as a line of a result file."""
+        case = {name: getattr(self.case, name) for name in Case.__dataclass_fields__}
+        events = {name: self.counts[name] for name in EVENTS}
+        return {"seed": self.seed, **case, "steps": self.steps, **events, "fault": self.fault}
+
+
+class Fuzz:
+    """One seed: an engine without a model whose clients are a random number generator."""
+
+    def __init__(self, seed: int, case: Case | None = None) -> None:
+        """Makes vLLM's scheduler and our layer; draws the settings unless they are given."""
+        self.case = case or Case.draw(seed)
+        self.rng = random.Random(f"schedule {seed}")
+        self.outcome = Outcome(seed, self.case)
+        config = self.case.vllm_config()
+        self.worker = Worker(self.case, config, seed)
+        self.outcome.counts = self.worker.counts
+        group = KVCacheGroupSpec([self.worker.layer.name], self.worker.layer.spec)
+        self.scheduler = Scheduler(
+            config, KVCacheConfig(self.case.num_blocks, [], [group]), StructuredOutputManager(config),
+            block_size=self.case.block_size,
+        )  # fmt: skip
+        self.hasher = None
+        if self.case.prefix_cache:
+            digest = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+            init_none_hash(digest)
+            self.hasher = get_request_block_hasher(self.case.block_size, digest)
+        self.prefixes = [self._tokens(MAX_MODEL_LEN // 2) for _ in range(3)]
+        self.asked = 0
+
+    def run(self, steps: int, end: float = float("inf")) -> Outcome:
+        """Run steps until something is wrong, they are done or `time.monotonic` reaches `end`; then free everything."""
+        with mock.patch.object(decode_reference, "score_pages", checked_scores):
+            try:
+                while self.outcome.steps < steps and time.monotonic() < end:
+                    self.step()
+                self._finish()
+            except (FaultError, JudgementError) as error:
+                self.outcome.fault = f"step {self.outcome.steps}: {error}"
+        return self.outcome
+
+    def step(self) -> None:
+        """Lets something happen, and makes the step that the scheduler asks for."""
+        counts, scheduler = self.worker.counts, self.scheduler
+        self._clients()
+        output = scheduler.schedule()
+        if output.kv_cache_block_copies or output.new_block_ids_to_zero:
+            raise FaultError("vLLM copies or clears blocks, which this worker does not do")
+        counts["preemptions"] += len(output.preempted_req_ids or ())
+        if output.total_num_scheduled_tokens:
+            self.outcome.steps += 1
+            self.worker.step(output, scheduler.requests)
+        results = list(self._sample(output))
+        if self.rng.random() < _ABORT_IN_FLIGHT:
+            self._abort("aborts_in_flight")
+        names = [name for name, _ in results]
+        before = len(scheduler.requests)
+        scheduler.update_from_output(
+            output, ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, [new for _, new in results])
+        )
+        counts["finished"] += before - len(scheduler.requests)
+        if self.case.drafts:
+            drafts = [self._tokens(self.rng.randint(0, self.case.drafts)) for _ in names]
+            scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
+
+    def _clients(self) -> None:
+        """Asks, hangs up, or lets the engine sleep."""
+        rng, scheduler = self.rng, self.scheduler
+        waiting = len(scheduler.requests) - len(scheduler.running)
+        if not scheduler.requests or (waiting < 3 and rng.random() < 0.5):
+            self._ask()
+        if rng.random() < _ABORT:
+            self._abort("aborts")
+        if rng.random() < _SLEEP:
+            # vLLM preempts what runs, forgets the prefix cache, and finds other memory when it wakes.
+            self.worker.counts["sleeps"] += 1
+            scheduler.reset_prefix_cache(reset_running_requests=True)
+            self.worker.poison(range(self.case.num_blocks))
+
+    def _ask(self) -> None:
+        rng = self.rng
+        prompt = rng.choice(self.prefixes)[: rng.choice((0, 0, 40, 130, 200, 256))]
+        prompt = prompt + self._tokens(rng.choice((1, 7, 8, 33, 100)))
+        room = MAX_MODEL_LEN - len(prompt) - 1
+        answer = min(room, rng.choice((1, 5, 30, 100, 250)))
+        sampling = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True)
+        self.asked += 1
+        self.scheduler.add_request(Request(f"r{self.asked}", prompt, sampling, None, block_hasher=self.hasher))
+        self.worker.counts["requests"] += 1
+
+    def _abort(self, kind: str) -> None:
+        if self.scheduler.requests:
+            name = self.rng.choice(list(self.scheduler.requests))
+            self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
+            self.worker.counts[kind] += 1
+
+    def _sample(self, output: SchedulerOutput) -> Iterator[tuple[str, list[int]]]:
+        """The tokens that each request of a step gets: drafts that are accepted, and one more."""
+        for name, count in output.num_scheduled_tokens.items():
+            request = self.scheduler.requests[name]
+            drafts = output.scheduled_spec_decode_tokens.get(name, [])
+            # The scheduler has counted the step's tokens already.
+            if request.num_computed_tokens - len(drafts) < request.num_tokens:
+                yield name, []
+                continue
+            accepted = self.rng.randint(0, len(drafts))
+            self.worker.counts["drafted"] += len(drafts)
+            self.worker.counts["rejected"] += len(drafts) - accepted
+            assert count > len(drafts)
+            yield name, [*drafts[:accepted], *self._tokens(1)]
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self.rng.randrange(VOCABULARY) for _ in range(count)]
+
+    def _finish(self) -> None:
+        """Aborts what is left; the pool must be whole then."""
+        self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
+        free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        if free != self.case.num_blocks - 1:
+            raise FaultError(f"{self.case.num_blocks - 1 - free} blocks are not free when nothing runs")

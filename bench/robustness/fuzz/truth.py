@@ -1,0 +1,73 @@
+"""What keys, values and statistics must be: a cache of its own in which no request shares, frees or takes a block."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from sparse_kernels.cache import KVCache
+from sparse_kernels.page_statistics import StatisticsLayout
+from sparse_kernels.page_statistics.reference import update_page_statistics
+from sparse_kernels.paging import PagedTensor
+
+from bench.robustness.fuzz.cases import MAX_MODEL_LEN
+
+VOCABULARY = 1024
+
+
+class Tokens:
+    """Keys and values as functions of a token and its position, so that equal prefixes have equal ones."""
+
+    def __init__(self, num_kv_heads: int, head_size: int, generator: torch.Generator) -> None:
+        """Draws the parts that a token and a position contribute."""
+        shape = num_kv_heads, head_size
+        self._tokens = torch.randn(2, VOCABULARY, *shape, generator=generator).bfloat16()
+        self._positions = torch.randn(2, MAX_MODEL_LEN, *shape, generator=generator).bfloat16()
+        # Real keys have a direction in common, and channels that are larger than others.
+        self._tokens[0] += 2 * torch.randn(shape, generator=generator).bfloat16()
+
+    def keys_and_values(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns keys and values of tokens at positions: `[num_tokens, num_kv_heads, head_size]` bfloat16 each."""
+        keys, values = self._tokens[:, tokens] + self._positions[:, positions]
+        return keys, values
+
+
+class Truth:
+    """A row-major cache with a place for each request, and statistics that the reference computes."""
+
+    def __init__(self, layout: StatisticsLayout, num_kv_heads: int, num_places: int, block_size: int) -> None:
+        """Makes a cache for so many requests of any length, in blocks of the layer's size."""
+        self.block_size, self.page_size = block_size, layout.page_size
+        self.blocks_each = -(-MAX_MODEL_LEN // block_size)
+        rows = block_size + layout.rows(block_size)
+        memory = torch.zeros(
+            num_places * self.blocks_each, num_kv_heads, rows, 2 * layout.head_size, dtype=torch.bfloat16
+        )
+        self._rows = memory[:, :, :block_size]
+        self.statistics = layout.views(memory[:, :, block_size:], block_size)
+        self.table = torch.arange(len(memory), dtype=torch.int32).view(num_places, -1)
+        """`[num_places, blocks_each]` int32, the blocks of each place."""
+
+    @cached_property
+    def cache(self) -> KVCache:
+        """Keys, values and statistics in pages."""
+        keys, values = self._rows.chunk(2, dim=-1)
+        return KVCache(
+            PagedTensor.from_rows(keys, self.page_size), PagedTensor.from_rows(values, self.page_size), self.statistics
+        )
+
+    def write(self, places: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes tokens, in the order of their positions at each place, and the statistics of the pages they complete.
+
+        Args:
+            places: `[num_tokens]` int64.
+            positions: `[num_tokens]` int64.
+            keys: `[num_tokens, num_kv_heads, head_size]`.
+            values: like `keys`.
+        """
+        blocks = places * self.blocks_each + positions // self.block_size
+        within = positions % self.block_size
+        self._rows[blocks, :, within] = torch.cat([keys, values], dim=-1)
+        last = within % self.page_size == self.page_size - 1
+        if last.any():
+            update_page_statistics(self.cache.keys, self.statistics, blocks[last], within[last] // self.page_size)

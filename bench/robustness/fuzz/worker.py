@@ -1,0 +1,255 @@
+"""What a worker of vLLM's does with a step: it keeps block tables, and runs one layer in place of a model."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from sparse_kernels.batch import DecodeBatch, DecodeOutput
+from sparse_kernels.split_attention.reference import split_attention
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from bench.robustness.families.referee import reference_output
+from bench.robustness.fuzz.cases import MAX_MODEL_LEN, Case
+from bench.robustness.fuzz.truth import Tokens, Truth
+from vllm_sparse_plugin.attention.plan import LayerPlan
+from vllm_sparse_plugin.tools.diagnostics.layer import BareLayer, LayerBatch
+
+NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 64
+OUTPUT_TOLERANCE = 2**-6
+"""Largest error of a head's output, relative to its norm: vLLM's kernel rounds weights to bfloat16, and so are queries,
+values and outputs, 2^-9 each."""
+_JUDGED_STEPS = 0.25
+"""Share of the steps in which outputs are compared, those of one request that is drawn: a comparison takes as long as a
+step. Statistics are compared of all requests in all steps."""
+_BANK = 64
+
+
+class FaultError(Exception):
+    """State or output of a layer is not what it must be."""
+
+
+@dataclass
+class Row:
+    """What a worker knows of a request."""
+
+    place: int
+    """Of the request in the truth."""
+    blocks: list[int] = field(default_factory=list)
+    written: int = 0
+    """Tokens whose keys and values the truth has."""
+
+
+@dataclass(frozen=True)
+class Scheduled:
+    """A request's part of a step."""
+
+    request: Request
+    row: Row
+    computed: int
+    """Tokens of its context before the step."""
+    tokens: list[int]
+    """Its query tokens: the request's own, and then drafts."""
+
+    @property
+    def context(self) -> int:
+        """Tokens of its context with those of the step."""
+        return self.computed + len(self.tokens)
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether its prompt is not finished yet."""
+        return bool(self.computed < self.request.num_prompt_tokens)
+
+
+class Worker:
+    """Runs steps of a scheduler through one layer, and compares with the truth."""
+
+    def __init__(self, case: Case, config: Any, seed: int) -> None:
+        """Makes the layer and its cache, full of what other tenants of the memory may have left."""
+        self.case, self.rng = case, random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.layer = BareLayer.build(config, (NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE), case.block_size)
+        self.plan: LayerPlan = self.layer.layer.impl.plan
+        assert self.plan.statistics is not None
+        self.longest_decode: int = self.layer.builder.reorder_batch_threshold
+        shape = NUM_KV_HEADS, self.layer.spec.num_states, 2 * HEAD_SIZE
+        # Finite, as vLLM's own attention needs it beyond the context.
+        noise = torch.randint(-(1 << 15), 1 << 15, (_BANK, *shape), dtype=torch.int16, generator=self.generator)
+        self._garbage = noise.view(torch.bfloat16).nan_to_num(nan=1e30, posinf=1e30, neginf=-1e30)
+        self.cache = torch.zeros(case.num_blocks, *shape, dtype=torch.bfloat16)
+        self.poison(range(case.num_blocks))
+        self.rows: dict[str, Row] = {}
+        self.free_places = list(range(case.max_requests))
+        self.table = np.zeros((case.max_requests, -(-MAX_MODEL_LEN // case.block_size)), np.int32)
+        self.tokens = Tokens(NUM_KV_HEADS, HEAD_SIZE, self.generator)
+        self.truth = Truth(self.plan.statistics, NUM_KV_HEADS, case.max_requests, case.block_size)
+        self.queries = torch.randn(2048, NUM_HEADS, HEAD_SIZE, generator=self.generator).bfloat16()
+        self.counts: Counter[str] = Counter()
+
+    def poison(self, blocks: Sequence[int]) -> None:
+        """Overwrites blocks, keys, values and statistics, by noise."""
+        if blocks:
+            noise = torch.tensor([self.rng.randrange(_BANK) for _ in blocks])
+            self.cache[torch.tensor(blocks)] = self._garbage[noise]
+
+    def step(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> None:
+        """Computes a step.
+
+        Raises:
+            FaultError: says what was wrong after it.
+        """
+        scheduled = self._update(output, requests)
+        lengths = [len(each.tokens) for each in scheduled]
+        batch = self._batch(scheduled, lengths)
+        positions = torch.cat([torch.arange(each.computed, each.context) for each in scheduled])
+        places = torch.tensor([each.row.place for each in scheduled]).repeat_interleave(torch.tensor(lengths))
+        keys, values = self.tokens.keys_and_values(
+            torch.tensor([token for each in scheduled for token in each.tokens]), positions
+        )
+        query = self.queries[torch.randint(len(self.queries), (len(positions),), generator=self.generator)]
+        result, _ = self.layer.step(batch, self.cache, query, keys, values)
+        self.truth.write(places, positions, keys, values)
+        for each in scheduled:
+            each.row.written = each.context
+        self._check_statistics(scheduled)
+        if self.rng.random() < _JUDGED_STEPS:
+            index = self.rng.randrange(len(scheduled))
+            first = sum(lengths[:index])
+            part = slice(first, first + lengths[index])
+            self._check_output(scheduled[index], query[part], result[part])
+
+    def _update(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> list[Scheduled]:
+        """Takes over what the scheduler says, and returns the requests of the step as vLLM orders them."""
+        cached = output.scheduled_cached_reqs
+        for name in self.rows.keys() - output.num_scheduled_tokens.keys():
+            # Finished, aborted or preempted ones; one that merely waits for a step is told apart by its blocks.
+            if name in output.finished_req_ids or name not in requests or not requests[name].num_computed_tokens:
+                self._forget(name)
+        for name in output.finished_req_ids & self.rows.keys():
+            self._forget(name)
+        parts = []
+        for new in output.scheduled_new_reqs:
+            parts.append((new.req_id, new.num_computed_tokens))
+            self._begin(new.req_id, new.block_ids[0], new.num_computed_tokens, requests[new.req_id])
+        for name, blocks, computed in zip(
+            cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+        ):
+            parts.append((name, computed))
+            if name in cached.resumed_req_ids:
+                self.counts["resumptions"] += 1
+                self._begin(name, blocks[0] if blocks else [], computed, requests[name])
+            elif blocks:
+                self.rows[name].blocks += blocks[0]
+                self.poison(blocks[0])
+        scheduled = [
+            self._part(requests[name], computed, output.num_scheduled_tokens[name], output) for name, computed in parts
+        ]
+        return sorted(scheduled, key=self._region)
+
+    def _begin(self, name: str, blocks: list[int], computed: int, request: Request) -> None:
+        """Takes a request in whose first `computed` tokens are in blocks that the prefix cache had."""
+        self._forget(name)
+        row = self.rows[name] = Row(self.free_places.pop(), list(blocks))
+        hits = computed // self.case.block_size
+        self.counts["hits"] += hits > 0
+        self.counts["hit_blocks"] += hits
+        self.poison(blocks[hits:])
+        if computed:
+            positions = torch.arange(computed)
+            keys, values = self.tokens.keys_and_values(torch.tensor(request.all_token_ids[:computed]), positions)
+            self.truth.write(torch.full_like(positions, row.place), positions, keys, values)
+        row.written = computed
+
+    def _forget(self, name: str) -> None:
+        row = self.rows.pop(name, None)
+        if row is not None:
+            self.free_places.append(row.place)
+
+    def _part(self, request: Request, computed: int, count: int, output: SchedulerOutput) -> Scheduled:
+        drafts = output.scheduled_spec_decode_tokens.get(request.request_id, [])
+        tokens = [*request.all_token_ids[computed : computed + count], *drafts][:count]
+        row = self.rows[request.request_id]
+        if len(tokens) != count or computed > row.written or len(row.blocks) * self.case.block_size < computed + count:
+            raise FaultError("the schedule does not fit what the worker has")
+        self.counts["chunks"] += 0 < computed < request.num_prompt_tokens
+        self.counts["decodes"] += computed >= request.num_prompt_tokens
+        return Scheduled(request, row, computed, tokens)
+
+    def _region(self, part: Scheduled) -> int:
+        """The order of vLLM's `reorder_batch_to_split_decodes_and_prefills`."""
+        if not part.computed:
+            return 3
+        return 2 if len(part.tokens) > self.longest_decode else int(part.is_prefilling)
+
+    def _batch(self, scheduled: Sequence[Scheduled], lengths: Sequence[int]) -> LayerBatch:
+        slots = []
+        for index, part in enumerate(scheduled):
+            # Columns beyond a request's own blocks keep what stood there, as they do in vLLM.
+            self.table[index, : len(part.row.blocks)] = part.row.blocks
+            position = np.arange(part.computed, part.context)
+            block = self.table[index, position // self.case.block_size].astype(np.int64)
+            slots.append(block * self.case.block_size + position % self.case.block_size)
+        return LayerBatch(
+            torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32)),
+            torch.tensor([part.context for part in scheduled], dtype=torch.int32),
+            torch.from_numpy(self.table[: len(scheduled)].copy()),
+            torch.from_numpy(np.concatenate(slots)),
+            torch.tensor([part.is_prefilling for part in scheduled]),
+        )
+
+    def _check_statistics(self, scheduled: Sequence[Scheduled]) -> None:
+        """Compares the statistics of all complete pages of a step's requests, bit by bit."""
+        page_size = self.truth.page_size
+        per_block = self.case.block_size // page_size
+        stored: list[np.ndarray] = []
+        wanted: list[np.ndarray] = []
+        within: list[np.ndarray] = []
+        for part in scheduled:
+            page = np.arange(part.context // page_size)
+            stored.append(np.array(part.row.blocks)[page // per_block])
+            wanted.append(part.row.place * self.truth.blocks_each + page // per_block)
+            within.append(page % per_block)
+        blocks, places, pages = (torch.from_numpy(np.concatenate(part)) for part in (stored, wanted, within))
+        self.counts["pages"] += len(pages)
+        kept = self.layer.layer.impl.statistics_cache.statistics
+        for found, right in zip(kept.parts, self.truth.statistics.parts, strict=True):
+            if not torch.equal(_bits(found)[blocks, :, pages], _bits(right)[places, :, pages]):
+                raise FaultError("page statistics that are not those of the keys")
+
+    def _check_output(self, part: Scheduled, query: torch.Tensor, result: torch.Tensor) -> None:
+        """Compares a request's outputs: of all its tokens if it decodes, of one if it prefills."""
+        context, impl = part.context, self.layer.layer.impl
+        decodes = len(query) <= self.longest_decode and not part.is_prefilling
+        if not decodes:
+            index = self.rng.randrange(len(query))
+            query, result, context = query[index : index + 1], result[index : index + 1], part.computed + index + 1
+        table = self.truth.table[part.row.place : part.row.place + 1]
+        lengths = torch.tensor([context], dtype=torch.int32)
+        batch = DecodeBatch(query.contiguous(), table, lengths, dense_tokens=self.plan.dense_tokens)
+        if decodes:
+            expected = reference_output(self.plan, batch, self.truth.cache, impl.softmax)
+            assert self.plan.selector is not None
+            self.counts["sparse_rows"] += len(query) * (
+                context // self.plan.page_size > self.plan.selector.budget_pages
+            )
+        else:
+            output = DecodeOutput(torch.empty(query.shape))
+            split_attention(batch, self.truth.cache, impl.softmax, None, None, 0, output)
+            expected = output.heads
+        self.counts["judged_rows"] += len(query)
+        error = (result.float() - expected).norm(dim=-1)
+        if not bool((error <= OUTPUT_TOLERANCE * expected.norm(dim=-1)).all()):
+            kind = "decodes" if decodes else "prefills"
+            raise FaultError(f"an output of a request that {kind} which is not the reference's")
+
+
+def _bits(part: torch.Tensor) -> torch.Tensor:
+    """The elements as bytes where torch cannot gather them."""
+    return part.view(torch.uint8) if part.itemsize == 1 else part

@@ -1,0 +1,1 @@
+"""Compares page statistics on the queries and keys of a model."""

@@ -1,0 +1,135 @@
+"""Page statistics that are compared: how each scores the pages of a layer, and what it estimates of their weight.
+
+A new kind is a subclass of `Statistics` with an entry in `STATISTICS`. It needs no kernel: it takes the keys of a layer
+and returns scores.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from sparse_kernels.batch import Softmax
+from sparse_kernels.page_score.reference import score_pages
+from sparse_kernels.row_attention import masked_logits
+
+from vllm_sparse_plugin.policies import InfLLMSelection, MeanSelection, QuestSelection, UniqueSelection
+from vllm_sparse_plugin.policies.scored import ScoredSelection
+from vllm_sparse_plugin.tools.diagnostics.forward import LayerInputs, PagedLayer
+
+
+@dataclass(frozen=True)
+class Pages:
+    """The pages of one layer, with their true attention weights."""
+
+    layer: LayerInputs
+    size: int
+    """Tokens of a page."""
+    log_weights: torch.Tensor
+    """`[num_queries, num_kv_heads, group_size, num_pages]` float32: log of what each page adds to the denominator of
+    the softmax, the incomplete page included; -inf beyond the context."""
+
+    @classmethod
+    def of(cls, layer: LayerInputs, size: int) -> Pages:
+        """Returns the pages of a layer."""
+        logits = masked_logits(layer.query, [layer.keys], layer.context_lens, Softmax(layer.scale))
+        padded = torch.nn.functional.pad(logits, (0, -logits.shape[-1] % size), value=-torch.inf)
+        return cls(layer, size, padded.unflatten(-1, (-1, size)).logsumexp(dim=-1))
+
+    @property
+    def complete(self) -> torch.Tensor:
+        """`[num_queries]` int64, complete pages of each context."""
+        return self.layer.context_lens // self.size
+
+    @property
+    def count(self) -> int:
+        """Complete pages of the longest context."""
+        return int(self.complete.max())
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What statistics say of the complete pages of a layer."""
+
+    scores: torch.Tensor
+    """`[num_queries, num_kv_heads, num_pages]` bfloat16, by which pages are ranked."""
+    record_bytes: int
+    """Bytes that are read per page and KV head to score it."""
+    log_weights: torch.Tensor | None = None
+    """Estimate of `Pages.log_weights` without the incomplete page; None for statistics without an estimate."""
+
+
+class Statistics(ABC):
+    """One way to keep and score pages."""
+
+    @abstractmethod
+    def score(self, pages: Pages) -> Scores:
+        """Scores all complete pages."""
+
+
+@dataclass(frozen=True)
+class Stored(Statistics):
+    """Statistics of a policy, through the bytes that a server stores."""
+
+    policy: Callable[[int], ScoredSelection]
+    """Returns the policy for a page size."""
+
+    def score(self, pages: Pages) -> Scores:
+        """Scores all complete pages as a server does."""
+        policy, layer = self.policy(pages.size), pages.layer
+        paged = PagedLayer(layer, policy)
+        layout = policy.statistics_layout(layer.keys.shape[-1], layer.keys.dtype.itemsize)
+        assert paged.statistics is not None
+        scores = score_pages(layer.query, paged.statistics, paged.block_table, pages.complete, policy.std_weight)
+        vectors, spread = paged.statistics.summaries(paged.block_table[0])
+        vectors = vectors[:, : pages.count]
+        products = torch.einsum("qhgd,hpvd->qhgpv", layer.query.float(), vectors) * layer.scale
+        estimate: torch.Tensor | None = None
+        if layout.kind.codes is not None:
+            # As `page_coverage` has it: all tokens of a page are like its best vector.
+            estimate = products.amax(dim=-1)
+        elif spread is not None and isinstance(policy, UniqueSelection):
+            # To the second order: the deviation is the same in all directions.
+            deviation = layer.scale * layer.query.float().norm(dim=-1, keepdim=True) * spread[:, None, : pages.count]
+            estimate = products.squeeze(-1) + deviation.square() / (2 * layer.query.shape[-1])
+        return Scores(scores, layout.record_bytes, None if estimate is None else estimate + math.log(pages.size))
+
+
+class Oracle(Statistics):
+    """The true weight of every page: the upper bound of any statistics."""
+
+    def score(self, pages: Pages) -> Scores:
+        """Ranks pages by their weight, the mean over the group."""
+        weights = pages.log_weights[..., : pages.count]
+        shares = weights - pages.log_weights.logsumexp(dim=-1, keepdim=True)
+        ranked = shares.exp().mean(dim=2).bfloat16()
+        keys = pages.layer.keys
+        return Scores(ranked, pages.size * keys.shape[-1] * keys.dtype.itemsize, weights)
+
+
+class Newest(Statistics):
+    """The newest pages whatever the query: the lower bound."""
+
+    def score(self, pages: Pages) -> Scores:
+        """Ranks pages by their age."""
+        # Consecutive bits are ascending numbers: bfloat16 has no other way to tell so many pages apart.
+        ages = torch.arange(128, 128 + pages.count, dtype=torch.int16, device=pages.complete.device)
+        shape = *pages.log_weights.shape[:2], pages.count
+        return Scores(ages.view(torch.bfloat16).expand(shape), 0)
+
+
+STATISTICS: dict[str, Statistics] = {
+    "quarters": Stored(lambda size: UniqueSelection(statistics="quarters", page_size=size)),  # type: ignore[arg-type]
+    "sketch": Stored(lambda size: UniqueSelection(statistics="sketch", page_size=size)),  # type: ignore[arg-type]
+    "unique-int8": Stored(lambda size: UniqueSelection(statistics="int8", page_size=size)),  # type: ignore[arg-type]
+    "unique-bf16": Stored(lambda size: UniqueSelection(statistics="bf16", page_size=size)),  # type: ignore[arg-type]
+    "mean": Stored(lambda size: MeanSelection(page_size=size)),  # type: ignore[arg-type]
+    "quest": Stored(lambda size: QuestSelection(page_size=size)),  # type: ignore[arg-type]
+    "infllm": Stored(lambda size: InfLLMSelection(page_size=size)),  # type: ignore[arg-type]
+    "newest": Newest(),
+    "oracle": Oracle(),
+}
+"""By the name in result files."""

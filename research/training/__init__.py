@@ -1,1 +1,0 @@
-"""What training with the mask buys: a small model's answers and text before and after."""

@@ -1,0 +1,130 @@
+"""The table of families, and who judges them."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from sparse_kernels.batch import DecodeBatch, PageSelection, Softmax
+from sparse_kernels.sparse_decode import sparse_decode
+from support.paged import PagedBatch, make_batch
+
+from bench.common.continuations import Continuation, logprob_error
+from bench.pages.families import FILES, families, features, read_cells
+from bench.robustness.families.cells import FAILED, NOT_SERVED, OK, REFUSED, Cell, unless_raised
+from bench.robustness.families.referee import Referee, watch
+from bench.robustness.families.table import FAMILIES, FEATURES, FEATURES_OF, WAYS
+from vllm_sparse_plugin.attention.plan import LayerPlan
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.policies import UniqueSelection
+
+SOFTMAX = Softmax(0.125)
+SELECTION = UniqueSelection(budget_tokens=64, sink_pages=1, recent_pages=1, statistics="quarters")
+
+
+@pytest.fixture
+def paged() -> PagedBatch:
+    return make_batch([300, 45], num_kv_heads=2, head_size=64, statistics="int4", kind="quarters")
+
+
+def judged(paged: PagedBatch, change: object = None) -> Referee:
+    """What the referee says of a decode step whose output or cache is changed."""
+    query = torch.randn(2, 4, 64).bfloat16()
+    batch = DecodeBatch(query, paged.block_table.int(), paged.context_lens.int())
+    plan = LayerPlan(block_size=64, page_size=8, dense_tokens=0, selector=SELECTION)
+    output = sparse_decode(batch, paged.cache, SOFTMAX, PageSelection(8, 1, 1, SELECTION.std_weight))
+    if change is not None:
+        change(paged, output)
+    with watch() as referee:
+        referee.judge(plan, batch, paged.cache, SOFTMAX, output)
+    return referee
+
+
+def test_the_referee_lets_a_right_step_pass(paged):
+    referee = judged(paged)
+    assert (referee.steps, referee.faults) == (1, [])
+    assert 0 < referee.output_error < 2**-7
+
+
+def test_the_referee_sees_an_output_that_is_off_by_little(paged):
+    def change(_: PagedBatch, output: torch.Tensor) -> None:
+        output[1, 3] *= 1.02
+
+    assert judged(paged, change).faults == ["an output that differs from the reference's"]
+
+
+def test_the_referee_sees_an_output_that_is_not_finite(paged):
+    def change(_: PagedBatch, output: torch.Tensor) -> None:
+        output[0, 0, 5] = math.nan
+
+    assert judged(paged, change).faults == ["an output that is not finite"]
+
+
+@pytest.mark.parametrize("page", [0, 36])
+def test_the_referee_sees_a_record_of_other_keys(paged, page):
+    def change(paged: PagedBatch, _: torch.Tensor) -> None:
+        block = paged.block_table[0, page // 8]
+        paged.statistics.vectors[block, 1, page % 8] = 0x5A
+
+    assert judged(paged, change).faults == ["page statistics that are not those of the keys"]
+
+
+def test_the_referee_leaves_records_of_no_page_alone(paged):
+    def change(paged: PagedBatch, _: torch.Tensor) -> None:
+        paged.statistics.vectors[paged.block_table[0, 4], 1, 5:] = 0x5A
+
+    assert judged(paged, change).faults == []
+
+
+def test_log_probabilities_are_compared_up_to_where_continuations_part():
+    dense = Continuation([5, 6, 7], [{5: -0.5, 9: -2.0}, {6: -0.25, 8: -0.3125}, {7: -0.1, 5: -3.0}])
+    same = replace(dense, logprobs=[{5: -0.5}, {6: -0.375}, {7: -0.1}])
+    assert logprob_error(dense, same) == 0.125
+    parted = Continuation([5, 8, 1], [{5: -0.5}, {8: -0.29, 6: -0.3}, {1: -9.0}])
+    assert logprob_error(dense, parted) == 0.0625
+    assert logprob_error(dense, replace(parted, tokens=[5, 4, 1])) == math.inf
+
+
+def test_who_is_to_blame_for_an_exception():
+    cell = Cell("llama", "unique", OK)
+
+    def raises(error: Exception) -> object:
+        def function() -> object:
+            raise error
+
+        return function
+
+    def fine() -> Cell:
+        return cell
+
+    assert unless_raised(cell, fine, fine) is cell
+    refused = unless_raised(cell, raises(ConfigurationError("model: got a cat")), fine)
+    assert (refused.status, refused.reason) == (REFUSED, "model: got a cat")
+    assert unless_raised(cell, raises(ValueError("ours\nmore")), fine).reason == "ValueError: ours"
+    assert unless_raised(cell, raises(ValueError("ours")), fine).status == FAILED
+    vllms = unless_raised(cell, raises(ValueError("ours")), raises(KeyError("theirs")))
+    assert (vllms.status, vllms.reason) == (NOT_SERVED, "KeyError: 'theirs'")
+
+
+def test_every_preset_of_a_backend_is_a_way():
+    of_prompts = {"unique_prefill", "zipvl"}  # they change nothing that a decode step does
+    shrinking = {"snapkv", "pyramidkv", "h2o"}  # they forget, and are refused for many families
+    assert set(WAYS) == {*BACKENDS.values(), "every page"} - of_prompts - shrinking
+    assert len({family.name for family in FAMILIES.values()}) == len(FAMILIES)
+
+
+@pytest.mark.parametrize("device", FILES)
+def test_the_matrix_of_the_page_is_that_of_the_tables(device):
+    cells = read_cells(FILES[device])
+    wanted = {(family, way) for family in FAMILIES for way in WAYS} | {(FEATURES_OF, name) for name in FEATURES}
+    if not cells:
+        pytest.skip("was not run there yet")
+    assert set(cells) <= wanted
+    assert {row["status"] for row in cells.values()} <= {OK, REFUSED, NOT_SERVED}
+
+
+def test_the_page_shows_every_family_and_feature():
+    shown = families().text
+    assert all(f"| {family.name} |" in shown for family in FAMILIES.values())
+    assert all(f"| {name} |" in features().text for name in FEATURES)

