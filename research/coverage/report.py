@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.common.pages import Block, fill, footnote, table
+from bench.common.pages import Block, fill, source_line, table
 from bench.common.results import RESULTS, Run, read_run
 from vllm_sparse_plugin.tools.eval.statistics import estimate_mean
 
@@ -57,7 +57,7 @@ def _results(file: Path) -> str:
         asked = f"{target:.0f} tokens" if rule == _FIXED else f"{target:g}"
         lines.append([what, f"{context // 1024}K", rule, asked, *_cells(rows, target, rule == _FIXED)])
     headings = ["tokens of", "context", "rule", "asked", "got", "off by", "below by .05", "pages read"]
-    return "\n\n".join([f"## {run.about['model']}", table(headings, lines), footnote(file.stem, [file])])
+    return "\n\n".join([f"## {run.about['model']}", table(headings, lines), source_line([file])])
 
 
 def _answers(run: Run) -> Iterator[list[str]]:
@@ -88,7 +88,7 @@ def _equal_pages(files: Iterable[Path]) -> list[str]:
     parts = []
     for file in files:
         run = read_run(file)
-        source = footnote(f"{file.stem}-{file.parts[-3]}", [file])
+        source = source_line([file])
         parts += [f"### {run.about['model']}", table(headings, _answers(run)), source]
     return [_EQUAL_PAGES, *parts] if parts else []
 

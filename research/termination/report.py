@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from bench.common.pages import Block, fill, footnote, table
+from bench.common.pages import Block, fill, source_line, table
 from bench.common.results import RESULTS, Run, read_run
 
 RESULT_FILES = [RESULTS / "cpu-2core" / "termination" / f"{model}.jsonl" for model in ("needle-8m", "witness-6m")]
@@ -98,7 +98,7 @@ def _results(file: Path) -> str:
             for rule in whole[:2]
             for part in (f"{order.capitalize()}, rule `{rule}`, share of decisions:", _histogram(stops[order, rule]))
         ),
-        footnote(file.stem, [file]),
+        source_line([file]),
     ]
     return "\n\n".join(parts)
 

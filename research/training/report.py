@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.models import NEEDLE_8M
-from bench.common.pages import Block, fill, footnote, table
+from bench.common.pages import Block, fill, source_line, table
 from bench.common.results import RESULTS, Run, read_run
 from research.study.data import Cell, compare
 from research.study.documents import TEXT
@@ -130,7 +130,7 @@ def _tables(files: Sequence[Trained]) -> str:
     parts = [
         f"## {model}", f"Right answers to {dense.answers} questions, with intervals of 95 %:", answers,
         "Perplexity of text, and how far it is from dense attention before training:", text,
-        footnote(model, [each.file for each in ordered]),
+        source_line([each.file for each in ordered]),
     ]  # fmt: skip
     return "\n\n".join(parts)
 

@@ -66,7 +66,7 @@ def test_the_page_is_up_to_date_and_shows_an_interval_over_documents(tmp_path, m
 
     drawn = tmp_path / "drawn.jsonl"
     drawn.write_text("\n".join(map(json.dumps, [about, *rows])), encoding="utf-8")
-    monkeypatch.setattr(report, "footnote", lambda name, sources: f"from {name}")
+    monkeypatch.setattr(report, "source_line", lambda sources: f"from {sources[0].name}")
     text = report._results(drawn)
 
     # Two documents of means .89 and .93.
@@ -210,12 +210,12 @@ def answer_file(path: Path) -> Path:
 
 
 def test_fixed_budgets_are_read_off_at_the_pages_of_a_coverage(tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "footnote", lambda name, sources: f"from {name}")
+    monkeypatch.setattr(report, "source_line", lambda sources: f"from {sources[0].name}")
     folder = tmp_path / "machine" / "coverage"
     folder.mkdir(parents=True)
     text = "\n\n".join(report._equal_pages([answer_file(folder / "answers_needle-8m.jsonl")]))
     assert text.startswith("## At equal pages read")
-    assert "from answers_needle-8m-machine" in text
+    assert "from answers_needle-8m.jsonl" in text
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
     cells = {(line[0], line[2]): line[3:] for line in lines}
     assert [task for task, name in cells if name == "dense"] == ["kv", "multikey", "all"]

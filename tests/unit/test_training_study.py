@@ -160,7 +160,7 @@ def test_the_page_is_up_to_date_and_compares_with_dense_attention_before(tmp_pat
         files.append(tmp_path / f"{arm}.jsonl")
         files[-1].write_text("\n".join(map(json.dumps, rows)))
     monkeypatch.setattr(report, "RESULT_FILES", files)
-    monkeypatch.setattr(report, "footnote", lambda name, sources: f"from {name}")
+    monkeypatch.setattr(report, "source_line", lambda sources: f"from {sources[0].name}")
     lines = [[cell.strip() for cell in line.split("|")] for line in report.tables().splitlines()]
     (before, shares), (soft, after) = ((line, lines[i + 1]) for i, line in enumerate(lines) if "right" in line)
     assert [cell.split()[0] for cell in before[3:-1]] == ["1.000", "0.750", "0.500", "0.250", "0.000"]
