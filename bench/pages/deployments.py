@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.common.pages import Block, table, wrap
+from bench.common.pages import Block, group_rows, table
 from bench.common.results import RESULTS, Row, read_run
-from bench.robustness.deployments.table import DEPLOYMENTS
+from bench.robustness.deployments.table import DENSE, DEPLOYMENTS, PLAIN
 
 FILES: Mapping[str, Path] = {
     "CPU": RESULTS / "cpu-2core" / "deployments" / "all.jsonl",
@@ -23,23 +23,13 @@ def read_cells(path: Path) -> dict[str, Row]:
 
 
 def deployments() -> Block:
-    """What became of each deployment by device, and why."""
-    cells = {device: read_cells(path) for device, path in FILES.items()}
-    rows = [
-        [name, deployment.about, *(_sign(of.get(name)) for of in cells.values())]
-        for name, deployment in DEPLOYMENTS.items()
-    ]
-    parts = [table(["deployment", "what is done", *cells], rows)]
-    for device, of in cells.items():
-        if reasons := [_reason(name, of[name]) for name in DEPLOYMENTS if of.get(name, {}).get("reason")]:
-            parts += [f"On a {device}:", "\n".join(reasons)]
-    return Block("\n\n".join(parts), [path for path in FILES.values() if path.exists()])
+    """The outcome of each deployment by device; deployments with the same outcome share a row."""
+    cells = [read_cells(path) for path in FILES.values()]
+    rows = group_rows(
+        [name, *(_sign(of.get(name)) for of in cells)] for name in DEPLOYMENTS if name not in (DENSE, PLAIN)
+    )
+    return Block(table(["deployment", *FILES], rows), [path for path in FILES.values() if path.exists()])
 
 
 def _sign(row: Row | None) -> str:
     return _NOT_RUN if row is None else str(row["outcome"])
-
-
-def _reason(name: str, row: Row) -> str:
-    reason = f"`{row['reason']}`" if not row["asked"] else f"{row['parted']} of {row['asked']} answers, {row['reason']}"
-    return wrap(f"- {name}: {row['outcome']}: {reason}.", "  ")

@@ -13,8 +13,6 @@ from bench.common.results import ROOT
 from bench.pages import frontier
 from bench.pages.prefill import DENSE, engines, prefill_files, read_times
 from bench.pages.serving import H200, read_steps
-from bench.pages.training import FIGURE, pass_files, read_passes
-from bench.training.passes import MASKS
 from vllm_sparse_plugin.tools.eval.tuning import MEASURES
 
 if TYPE_CHECKING:
@@ -124,33 +122,10 @@ def draw_frontier() -> Figure:
     return figure
 
 
-def draw_training() -> Figure:
-    """What one layer's forward and backward pass needs on top of queries, keys and values, by context."""
-    from matplotlib.figure import Figure
-
-    found = read_passes(pass_files()[0])
-    figure = Figure(figsize=(6, 3.4), layout="constrained")
-    axes = figure.subplots()
-    for name, colour in zip((*MASKS, "flash", "cudnn"), ("#3f51b5", "#c2185b", "#9aa5b1", "#616e7c"), strict=True):
-        contexts = [context for context in sorted(found) if name in found[context]]
-        gib = [found[context][name]["peak_mib"] / 1024 for context in contexts]
-        axes.plot(contexts, gib, "o-", ms=4, color=colour, label=f"{name} mask" if name in MASKS else f"dense, {name}")
-    axes.set_xticks(sorted(found)[2:], [size_text(context) for context in sorted(found)[2:]])
-    axes.set_xlabel("tokens")
-    axes.set_ylabel("GiB")
-    axes.set_ylim(bottom=0)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left")
-    figure.suptitle("Memory of one layer's attention, forward and backward", fontsize=11)
-    return figure
-
-
 FIGURES: dict[Path, Callable[[], Figure]] = {FOLDER / "decode.svg": _decode, frontier.FIGURE: draw_frontier}
 """What draws each figure whose results are there."""
 if prefill_files():
     FIGURES[FOLDER / "prefill.svg"] = draw_prefill
-if pass_files():
-    FIGURES[FIGURE] = draw_training
 
 
 def draw(make: Callable[[], Figure]) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from bench.common.pages import Block, link, table, wrap
+from bench.common.pages import Block, link, table
 from bench.common.results import RESULTS, ROOT, read_run
 from bench.pages.quality import LOOK_ALIKES, TUNED, interval, share_right
 from bench.pages.serving import H200, Steps, read_steps
@@ -15,8 +15,8 @@ from vllm_sparse_plugin.tools.eval.tuning import MEASURES
 FIGURE = ROOT / "docs" / "figures" / "frontier.svg"
 """What `figures.draw_frontier` draws."""
 FOLDER = H200 / "frontier"
-_DEFAULT, _WIDE = 512, 2048
-"""The budgets of `unique` and of `unique_wide`."""
+_DEFAULT = 512
+"""The budget of `unique`."""
 _NEEDLES = RESULTS / "h200" / "accuracy" / "quarters.jsonl"
 _NEEDLE_TOKENS = 16384
 """The context of the needles."""
@@ -60,22 +60,13 @@ def frontier() -> Block:
         cells = {budget: f"{step['ms_per_token']:.2f}" for budget, step in found.items()}
         return line(f"{batch} x {context:,}, ms per token", cells)
 
-    rows = [time_line(*step) for step in times[None]]
-    rows += [line(name, {budget: interval(of[name]) for budget, of in kept.items()}) for name in MEASURES]
+    rows = [time_line(*step) for step in dict(sorted(times[None])).items()]  # the most requests of each context
+    rows.append(line("same next token", {budget: interval(of["agreement"]) for budget, of in kept.items()}))
     rows += [line("needles", _needles()), line("look-alikes", _look_alikes())]
     headings = ["requests and context", *("dense" if budget is None else f"{budget:,}" for budget in budgets)]
-    context, batch = max(times[None])
-    wide, narrow = (times[budget][context, batch]["ms_per_token"] for budget in (_WIDE, _DEFAULT))
-    text = (
-        "**What a budget costs.** The columns are budgets in tokens. Times are those of a model with the shape of "
-        "Llama-3.1-8B on an H200. The rows below them are of needle-8m: what it keeps by the measures of `tune`, over "
-        f"4,000 tokens, and its right answers to needles and to needles that all look alike, over {_NEEDLE_TOKENS:,}:"
-    )
-    more = f"{abs(wide - narrow):.2f} ms a token {'more' if wide >= narrow else 'less'} than one of {_DEFAULT:,}"
-    end = f"At {batch} x {context:,} tokens a budget of {_WIDE:,} takes {more}."
     picture = f"!{link('Time per token, and what is kept of dense attention, by budget', FIGURE)}"
     sources = [*decode_files().values(), TUNED, _NEEDLES, *LOOK_ALIKES.values()]
-    return Block("\n\n".join([wrap(text, ""), table(headings, rows), end, picture]), sources)
+    return Block(f"{table(headings, rows)}\n\n{picture}", sources)
 
 
 def _needles() -> dict[Budget, str]:

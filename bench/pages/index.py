@@ -3,30 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from bench.common.pages import INDEX, index_heading, link, recorded_commit, relative, wrap
-from bench.common.results import RESULTS, ROOT, Run, read_runs
+from bench.common.pages import INDEX, dates, index_heading, link, relative
+from bench.common.results import RESULTS, read_runs
 
-_MOVED = {
-    "bench.study": "research.study",
-    "bench.termination": "research.termination",
-    "bench.witness": "research.witness",
-    "bench/decode_cpu.py": "bench.serving decode-cpu",
-    "bench.serving.prefill_cpu": "bench.serving prefill-cpu",
-}
-"""Names in recorded commands, and what they are called today."""
-_ABOUT = f"""\
+_ABOUT = """\
 <!-- Written by `python -m bench.pages`. -->
 
 # Results
 
-Every number in the pages of this project comes from a file below, `MACHINE/STUDY/NAME.jsonl`: a line that describes the
-run, then a line for each measurement. Commands are as they were typed, on the commit that stands beside them, so some
-of their names and options have changed since: {", ".join(f"`{old}` is `{new}`" for old, new in _MOVED.items())}; the
-files were called otherwise. A `+` behind a commit says that files of the checkout differed from it.
+All numbers in the pages come from these files, `MACHINE/STUDY/NAME.jsonl`.
+The first line of a file describes the run: command, commit, versions, hardware (`head -1 FILE`).
+Each other line is one measurement. Options and modules may have other names today than in a recorded command.
+Machines: `cpu-2core` has two cores of a server processor, `h200` has one or two NVIDIA H200.
+A `+` after a commit means that the checkout had uncommitted changes.
 """
+_COMMIT_CHARACTERS = 7
+# Without outer bars, the index stays short enough to read.
+_HEADINGS = "file | date | commit\n---|---|---"
 
 
 def result_files() -> list[Path]:
@@ -39,38 +35,27 @@ def is_misplaced(path: Path) -> bool:
     return len(path.relative_to(RESULTS).parts) != 3
 
 
-def render_index(uses: Mapping[Path, Sequence[Path]]) -> str:
-    """The index.
-
-    Args:
-        uses: the pages that show or name each result file.
-    """
-    studies: dict[str, dict[str, list[str]]] = {}
+def render_index() -> str:
+    """The index: a table for each study, a row for each file."""
+    studies: dict[str, list[str]] = {}
     for path in result_files():
-        runs = read_runs(path)
-        about = f"{runs[0].hardware}; {runs[0].versions}:"
-        entries = studies.setdefault(index_heading(path), {}).setdefault(about, [])
-        entries.append(_entry(path, runs, uses.get(path, ())))
-    parts = [wrap_paragraphs(_ABOUT)]
-    for heading, by_circumstances in studies.items():
-        parts.append(f"## {heading}")
-        for about, entries in by_circumstances.items():
-            parts += [wrap(about, ""), "\n".join(entries)]
+        studies.setdefault(index_heading(path), []).append(_row(path))
+    parts = [_ABOUT.strip()]
+    for heading, rows in studies.items():
+        parts += [f"## {heading}", "\n".join([_HEADINGS, *rows])]
     return relative(INDEX, "\n\n".join(parts) + "\n")
 
 
-def wrap_paragraphs(text: str) -> str:
-    """The text with each of its paragraphs wrapped."""
-    return "\n\n".join(wrap(" ".join(paragraph.split()), "") for paragraph in text.strip().split("\n\n"))
+def _row(path: Path) -> str:
+    runs = read_runs(path)
+    commits = ", ".join(dict.fromkeys(_short(run.commit) for run in runs))
+    return f"{link(path.stem, path)} | {dates(run.day for run in runs)} | {commits}"
 
 
-def _entry(path: Path, runs: Sequence[Run], pages: Sequence[Path]) -> str:
-    users = ", ".join(link(page.relative_to(ROOT).as_posix(), page) for page in pages) or "no page"
-    lines = [wrap(f"- {link(path.name, path)}, used by {users}", "  ")]
-    # The shards of a run differ in little more than their number.
-    for command, run in {run.command: run for run in runs}.items():
-        lines.append(wrap(f"    - {run.day}, {recorded_commit(run)}: `{command}`", "      "))
-    return "\n".join(lines)
+def _short(commit: str | None) -> str:
+    if commit is None:
+        return "-"
+    return commit.rstrip("+")[:_COMMIT_CHARACTERS] + "+" * commit.endswith("+")
 
 
 def linked_results(page: Path, targets: Sequence[str]) -> list[Path]:

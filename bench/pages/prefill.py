@@ -75,14 +75,16 @@ def prefill_gpu() -> Block:
 
 
 def zipvl_gpu() -> Block:
-    """Time to first token with the prefill of ZipVL, and what its paper says."""
-    text = (
-        "**Time to the first token**, one prompt at a time in an engine with the shape of Llama-3.1-8B on one H200, "
-        "beside vLLM's FlashAttention 3. Its weights are drawn, and how many tokens a layer keeps depends on what it "
-        "attends to, so a trained model keeps another number and takes another time. The paper's abstract has 2.3 "
-        "times for LLaVA-Next-13B:"
-    )
-    return Block(f"{wrap(text, '')}\n\n{_first_tokens([ZIPVL])}", [ZIPVL])
+    """Time to first token with the prefill of ZipVL, in a sentence."""
+    times = read_times([ZIPVL], "first_token", "context_tokens", "chunk_tokens")
+    parts = []
+    for (context, chunk), found in times.items():
+        dense, sparse = (found[name]["seconds_median"] for name in engines(times))
+        parts.append(
+            f"The first token of one prompt of {context:,} tokens, in steps of {chunk:,}, takes {dense:.2f} s with "
+            f"{DENSE} and {sparse:.2f} s with `zipvl` ({dense / sparse:.2f}x)."
+        )
+    return Block(wrap(" ".join(parts), ""), [ZIPVL])
 
 
 def _first_tokens(paths: Sequence[Path]) -> str:
@@ -97,19 +99,6 @@ def _first_tokens(paths: Sequence[Path]) -> str:
         cached = next(iter(found.values()))["cached_tokens"]
         rows.append(_line(f"{context:,}, {cached:,} of them cached", chunk, found, names))
     return table(["prompt", "tokens of a step", *(f"{name}, s" for name in names)], rows)
-
-
-def prefill_in_short() -> Block:
-    """Time to the first token of the longest prompt, in a sentence."""
-    path = FOLDER / "chunks_8k.jsonl"
-    rows = {row["variant"]: row for row in read_run(path).rows if row["measurement"] == "first_token"}
-    dense, sparse = (rows[name] for name in ("flash_attn", "unique_prefill"))
-    seconds = [row["seconds_median"] for row in (dense, sparse)]
-    text = (
-        f"In the shape of Llama-3.1-8B the first token after {sparse['context_tokens']:,} others takes "
-        f"{seconds[0]:.1f} s, and {seconds[1]:.1f} s with `unique_prefill` ({seconds[0] / seconds[1]:.1f}x)."
-    )
-    return Block(text, [path])
 
 
 def _line(prompt: str, chunk: int, found: dict[str, Row], names: list[str]) -> list[str]:

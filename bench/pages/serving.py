@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import statistics
 from pathlib import Path
-from typing import Any
 
-from bench.common.pages import Block, link, table, wrap
+from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
-from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.schema import SAMPLED_STEPS
 
 H200 = RESULTS / "h200"
 FEW_CLIENTS = H200 / "serve" / "few_clients.jsonl"
-ADAPTIVE = tuple(H200 / "lossless" / f"{name}.jsonl" for name in ("short", "adaptive", "adaptive_12"))
+MANY_CLIENTS = tuple(H200 / "serve" / f"{name}.jsonl" for name in ("flash_attn", "unique"))
+_MANY = 32
+"""Clients that the second run has and the first has not."""
+ADAPTIVE = tuple(H200 / "lossless" / f"{name}.jsonl" for name in ("short", "adaptive"))
 METER = [H200 / "meter" / f"every_{steps}.jsonl" for steps in (0, SAMPLED_STEPS)]
 """Decode steps of which none is measured, and one in so many."""
+METER_CPU = [RESULTS / "cpu-2core" / "meter" / f"every_{steps}.jsonl" for steps in (0, 1)]
+"""The same on a CPU, where every step is measured."""
+_DECODES = (
+    ("bf16", "quarters", "flash_attn", "unique"),
+    ("bf16, noise", "quarters", "flash_attn_noise", "unique_noise"),
+    ("bf16", "int8", "flash_attn", "unique_int8"),
+    ("fp8, noise", "int8", "flash_attn_fp8_cache", "unique_fp8_cache"),
+    ("fp8, noise", "int8", "flash_attn_1m", "unique_1m"),
+)
+"""KV cache, page statistics, and the files of dense and sparse decode steps."""
 _CPU = RESULTS / "cpu-2core" / "decode" / "all.jsonl"
-_THREADS = RESULTS / "cpu-2core" / "threads"
-_WEIGHT_BYTES = 2 * (32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336) + 4096 * 128256)
-"""Read for every token, of Llama-3.1-8B's shape: all matrices but the embedding."""
 
 Steps = dict[tuple[int, int], Row]
 """Measured decode steps by context and batch."""
@@ -47,124 +55,86 @@ def _pair(dense: Path, sparse: Path) -> Block:
 
 
 def meter() -> Block:
-    """What measuring one token of every step adds to the time per token, and so what one step in 1,024 adds."""
-    folder = RESULTS / "cpu-2core" / "meter"
-    without, every_step = folder / "every_0.jsonl", folder / "every_1.jsonl"
-    found, lines = read_steps(every_step), []
-    for (context, batch), line in read_steps(without).items():
-        before, measured = line["ms_per_token"], found[context, batch]["ms_per_token"]
-        share = (measured - before) / before / SAMPLED_STEPS
-        lines.append([f"{context:,}", f"{before:.2f}", f"{measured:.2f}", f"{100 * share:.3f} %"])
-    headings = ["context", "not measured, ms per token", "every step measured", "by default, one step in 1,024"]
-    return Block(table(headings, lines), [without, every_step])
-
-
-def meter_gpu() -> Block:
-    """What measuring one token of one step in 1,024 adds to the time per token on a GPU."""
+    """What measuring one token of one step in 1,024 adds to the time per token, on a CPU and on a GPU."""
+    every_step, lines = read_steps(METER_CPU[1]), []
+    for (context, batch), line in read_steps(METER_CPU[0]).items():
+        before = line["ms_per_token"]
+        share = (every_step[context, batch]["ms_per_token"] / before - 1) / SAMPLED_STEPS
+        lines.append(["CPU, needle-8m", f"{context:,}", str(batch), f"{before:.2f}", f"{share:+.2%}"])
     without, sampled = map(read_steps, METER)
-    lines = []
+    server = f"H200, {read_run(METER[0]).about['model']}"
     for (context, batch), line in without.items():
         before, measured = line["ms_per_token"], sampled[context, batch]["ms_per_token"]
-        cells = f"{before:.3f}", f"{measured:.3f}", f"{measured / before - 1:+.2%}"
-        lines.append([f"{context:,}", str(batch), *cells])
-    tokens = min(line["new_tokens"] for line in sampled.values())
-    text = (
-        f"On a GPU, with the shape of {read_run(METER[0]).about['model']}, `sample_every` 0 and {SAMPLED_STEPS:,}. A "
-        f"time is the median of means over {tokens:,} tokens:"
-    )
-    headings = ["context", "requests", "not measured, ms per token", f"one step in {SAMPLED_STEPS:,}", "more"]
-    return Block(f"{wrap(text, '')}\n\n{table(headings, lines)}", METER)
+        lines.append([server, f"{context:,}", str(batch), f"{before:.2f}", f"{measured / before - 1:+.2%}"])
+    headings = ["server", "context", "requests", "ms per token", f"one step in {SAMPLED_STEPS:,} adds"]
+    return Block(table(headings, lines), [*METER_CPU, *METER])
 
 
 def decode_gpu() -> Block:
-    """Time per token on a GPU by context and batch."""
-    return _pair(H200 / "decode" / "flash_attn.jsonl", H200 / "decode" / "unique.jsonl")
-
-
-def decode_newer() -> Block:
-    """Time per token on a GPU under the newest version of vLLM."""
+    """Time per token on a GPU by context and batch, both sides measured on one host within minutes."""
     folder = H200 / "decode-newer-vllm"
     return _pair(folder / "flash_attn.jsonl", folder / "unique.jsonl")
 
 
-def decode_batches() -> Block:
-    """More contexts and batches on a GPU, of a cache that is filled with noise."""
-    return _pair(H200 / "decode" / "flash_attn_noise.jsonl", H200 / "decode" / "unique_noise.jsonl")
-
-
-def decode_more() -> Block:
-    """Time per token with int8 means, in a bf16 and in an fp8 cache."""
-    headings = ["context", "requests", "FlashAttention 3, ms per token", "`unique`, int8 means, ms per token", "ratio"]
-    parts, sources = [], []
-    for title, dense, sparse in (
-        ("bf16 cache:", "flash_attn", "unique_int8"),
-        ("fp8 cache:", "flash_attn_fp8_cache", "unique_fp8_cache"),
-        ("fp8 cache, a million tokens:", "flash_attn_1m", "unique_1m"),
-    ):
-        paths = [H200 / "decode" / f"{name}.jsonl" for name in (dense, sparse)]
-        parts += [title, table(headings, _pair_rows(*paths))]
+def decode_steps() -> Block:
+    """Time per token on a GPU by context, requests, KV cache and page statistics."""
+    lines, sources, shown = [], [], set[tuple[str, ...]]()
+    for cache, record, *names in _DECODES:
+        paths = [H200 / "decode" / f"{name}.jsonl" for name in names]
         sources += paths
-    return Block("\n\n".join(parts), sources)
+        for context, batch, *times in _pair_rows(*paths):
+            # A step that was measured after prompts is shown so.
+            step = (context, batch, cache.partition(",")[0], record)
+            if step not in shown:
+                shown.add(step)
+                lines.append([context, batch, cache, record, *times])
+    headings = ["context", "requests", "KV cache", "statistics", "FlashAttention 3, ms", "`unique`, ms", "ratio"]
+    return Block(table(headings, lines), sources)
 
 
 def decode_routed() -> Block:
-    """Time per token with routed groups, and what the bytes would allow."""
-    bandwidth_path = H200 / "kernels" / "stop.jsonl"
-    bandwidth = read_run(bandwidth_path).about["read_bandwidth_gb_s"] / 1e3
+    """Time per token without and with routed groups, of dense attention and of `unique`."""
+    pairs = (
+        ("FlashAttention 3", "`sinkrouter`", "flash_attn", "sinkrouter"),
+        ("FlashAttention 3", "`sinkrouter`", "flash_attn_512k", "sinkrouter_512k"),
+        ("`unique`", "`unique`, routed", "unique", "unique_routed"),
+    )
     rows, sources = [], []
-    for suffix in ("", "_512k"):
-        dense_path, routed_path = (H200 / "routing" / f"{name}{suffix}.jsonl" for name in ("flash_attn", "sinkrouter"))
-        steps = read_steps(routed_path)
-        for cells in _pair_rows(dense_path, routed_path):
-            line = steps[int(cells[0].replace(",", "")), int(cells[1])]
-            layers, skipping = _skipped(line["additional_config"])
-            kv = line["kv_gib"] * 2**30
-            dense, routed = _WEIGHT_BYTES + kv, _WEIGHT_BYTES + kv * (1 - skipping / layers)
-            rows.append([*cells, f"{dense / routed:.2f}", f"{routed / line['ms_per_token'] / 1e9:.2f}"])
-        sources += [routed_path, dense_path]
-    headings = ["context", "requests", "FlashAttention 3, ms per token", "`sinkrouter`, ms per token", "ratio"]
-    sparse = [H200 / "routing" / f"{name}.jsonl" for name in ("unique", "unique_routed")]
-    parts = [
-        table([*headings, "ratio of bytes", "`sinkrouter` reads, TB/s"], rows),
-        f"A kernel that only reads gets {bandwidth:.2f} TB/s of this memory ({link('data', bandwidth_path)}). "
-        "The same in front of `unique`:",
-        table(["context", "requests", "`unique`, ms per token", "routed", "ratio"], _pair_rows(*sparse)),
-    ]
-    return Block("\n\n".join(parts), [*sources, *sparse, bandwidth_path])
-
-
-def _skipped(additional_config: dict[str, Any]) -> tuple[int, float]:
-    """Layers, and the sum over layers of the share of KV heads that forced thresholds skip."""
-    routing = additional_config["sparse_attention"]["routing"]
-    dense = Routing.model_validate(routing).dense_layers
-    heads = [[threshold <= -1 for threshold in layer] for layer in routing["threshold"]]
-    return len(heads), sum(sum(layer) / len(layer) for layer in heads[dense:])
+    for before, after, *names in pairs:
+        paths = [H200 / "routing" / f"{name}.jsonl" for name in names]
+        for context, batch, without, routed, ratio in _pair_rows(*paths):
+            rows.append([context, batch, f"{before}: {without}", f"{after}: {routed}", ratio])
+        sources += paths
+    return Block(table(["context", "requests", "not routed, ms", "routed, ms", "ratio"], rows), sources)
 
 
 def decode_stopping() -> Block:
-    """Time per token of attention that stops at a depth, tests in vain, or cannot stop."""
-    names = ("stops", "vain", "endless", "flash_attn")
-    paths = {name: H200 / "stopping" / f"{name}.jsonl" for name in names}
+    """Time per token of attention that stops at a depth or never, beside dense attention."""
+    paths = {name: H200 / "stopping" / f"{name}.jsonl" for name in ("flash_attn", "stops", "vain")}
     steps = {name: read_steps(path) for name, path in paths.items()}
-    rows = []
-    for context, batch in steps["stops"]:
-        stops, vain, endless, dense = (steps[name][context, batch]["ms_per_token"] for name in names)
-        cells = f"{dense:.2f}", f"{endless:.2f}", f"{vain:.2f} ({vain / endless - 1:+.1%})"
-        rows.append([f"{context:,}", str(batch), *cells, f"{stops:.2f} ({endless / stops - 1:+.0%} tokens per s)"])
     rule = next(iter(steps["stops"].values()))["additional_config"]["sparse_attention"]["termination"]
-    stop = f"stops after {rule['patience'] + 1} blocks of {rule['block_tokens']}"
-    headings = ["context", "requests", "FlashAttention 3, ms per token", "`art` that cannot stop", "tests in vain"]
-    return Block(table([*headings, stop], rows), list(paths.values()))
+    intervals, block_tokens, parts = rule["patience"] + 1, rule["block_tokens"], []
+    for context, batch in steps["stops"]:
+        if context > intervals * block_tokens:
+            dense, stops, vain = (found[context, batch]["ms_per_token"] for found in steps.values())
+            parts.append(
+                f"{batch} requests of {context:,} tokens take {dense:.2f} ms per token with FlashAttention 3. With "
+                f"`art` they take {stops:.2f} ms if it stops after {intervals} intervals of {block_tokens} tokens, "
+                f"and {vain:.2f} ms if it never stops."
+            )
+    return Block(wrap(" ".join(parts), ""), list(paths.values()))
 
 
 def lossless_adaptive() -> Block:
-    """Time per token of lossless mode with drafts as long as pays, by context, batch and the acceptance that was set,
-    beside dense decoding; and what the mode takes where it does not draft."""
+    """Time per token of lossless mode with adaptive drafts, by context, batch and the acceptance that was set, beside
+    dense decoding; and what the mode takes where it does not draft."""
     found = [each for path in ADAPTIVE for each in _drafted(path)]
-    parts = [_lossless_table(found)]
-    if times := [row["ms_per_token"] / dense for row, dense in found if row["tokens_per_step"] == 1]:
-        reach = f"{min(times):.3f} to {max(times):.3f}"
-        parts.append(f"Where nothing was drafted, a token takes {reach} times as long as with dense decoding.")
+    parts = [_lossless_table([each for each in found if each[0]["tokens_per_step"] > 1])]
+    if undrafted := [(row, row["ms_per_token"] / dense) for row, dense in found if row["tokens_per_step"] == 1]:
+        times = [ratio for _, ratio in undrafted]
+        reach = f"{min(times):.2f} to {max(times):.2f}"
+        longest = max(row["context_tokens"] for row, _ in undrafted)
+        parts.append(f"Without drafts (contexts of {longest:,} tokens) a token takes {reach} times as long as densely.")
     return Block("\n\n".join(parts), list(ADAPTIVE))
 
 
@@ -181,29 +151,10 @@ def _lossless_table(found: list[tuple[Row, float]]) -> str:
     lines = []
     for row, before in found:
         cells = f"{row['tokens_per_step']:.2f}", f"{before:.2f}", f"{row['ms_per_token']:.2f}"
-        loads = f"{row['context_tokens']:,}", str(row["batch"]), str(row["draft_tokens"]), str(row["acceptance"])
+        loads = f"{row['context_tokens']:,}", str(row["batch"]), str(row["acceptance"])
         lines.append([*loads, *cells, f"{before / row['ms_per_token']:.2f}"])
-    headings = ["context", "requests", "drafts up to", "acceptance", "tokens a step", "FlashAttention 3, ms per token"]
+    headings = ["context", "requests", "acceptance", "tokens per step", "FlashAttention 3, ms per token"]
     return table([*headings, "lossless, ms per token", "ratio"], lines)
-
-
-def serve_gpu() -> Block:
-    """A server under load."""
-    paths = {name: H200 / "serve" / f"{name}.jsonl" for name in ("flash_attn", "unique")}
-    by_load: dict[tuple[str, int], dict[str, Row]] = {}
-    for name, path in paths.items():
-        for line in read_run(path).rows:
-            by_load.setdefault((line["workload"], line["concurrency"]), {})[name] = line
-    rows = []
-    for (workload, concurrency), here in by_load.items():
-        if len(here) == len(paths):
-            cells = (
-                f"{here['flash_attn'][key]:,.{digits}f} / {here['unique'][key]:,.{digits}f}"
-                for key, digits in (("ttft_ms_median", 0), ("tpot_ms_median", 2), ("output_tokens_per_second", 1))
-            )
-            rows.append([workload.replace("_", " "), str(concurrency), *cells])
-    headings = ["prompts of 32K", "concurrency", "first token, ms", "per output token, ms", "output tokens per s"]
-    return Block(table(headings, rows), list(paths.values()))
 
 
 def serve_prefill() -> Block:
@@ -223,22 +174,20 @@ def serve_prefill() -> Block:
     return Block(table(headings, rows), [path])
 
 
-def serve_few_clients() -> Block:
-    """A server under few clients, whose prompts have a beginning in common or not."""
-    found = {(row["workload"], row["concurrency"], row["variant"]): row for row in read_run(FEW_CLIENTS).rows}
+def serving() -> Block:
+    """A server under load by prompt, clients and backend."""
+    rows = list(read_run(FEW_CLIENTS).rows)
+    rows += [row for path in MANY_CLIENTS for row in read_run(path).rows if row["concurrency"] == _MANY]
+    found = {(row["workload"], row["concurrency"], row["variant"]): row for row in rows}
     lines = []
     for (workload, concurrency, variant), row in sorted(found.items(), key=lambda item: item[0][:2]):
         dense = found[workload, concurrency, "flash_attn"]["output_tokens_per_second"]
         speed = row["output_tokens_per_second"]
-        prompts = f"{row['input_tokens']:,}, {row['prefix_tokens']:,} of them shared"
+        tokens = f"{row['input_tokens']:,}", f"{row['prefix_tokens']:,}"
         numbers = f"{row['ttft_ms_median']:,.0f}", f"{row['tpot_ms_median']:.2f}", f"{speed:.1f} ({speed / dense:.2f}x)"
-        lines.append([prompts, str(concurrency), f"`{variant}`", *numbers])
-    text = (
-        "One client and a few, in a run of its own. Prompts have nothing in common, or a beginning that is in the "
-        "prefix cache; then there is little to prefill:"
-    )
-    headings = ["tokens of a prompt", "concurrency", "backend", "first token, ms", "per output token, ms"]
-    return Block(f"{wrap(text, '')}\n\n{table([*headings, 'output tokens per s'], lines)}", [FEW_CLIENTS])
+        lines.append([*tokens, str(concurrency), f"`{variant}`", *numbers])
+    headings = ["prompt", "of it cached", "clients", "backend", "first token, ms", "ms per token", "tokens per s"]
+    return Block(table(headings, lines), [FEW_CLIENTS, *MANY_CLIENTS])
 
 
 def decode_cpu() -> Block:
@@ -253,33 +202,3 @@ def decode_cpu() -> Block:
         for context, ms in times.items()
     ]
     return Block(table(["context", "dense, ms per token", "`unique`, ms per token", "dense / unique"], rows), [_CPU])
-
-
-def threads_cpu() -> Block:
-    """Prefill and decoding on a CPU, and the cores that they keep busy."""
-    paths = {"": _THREADS / "torchs_threads.jsonl", ", kernels on threads of their own": _THREADS / "one_thread.jsonl"}
-    rows = []
-    for note, path in paths.items():
-        by_backend: dict[str, list[Row]] = {}
-        for line in read_run(path).rows:
-            by_backend.setdefault(line["backend"], []).append(line)
-        for backend, lines in by_backend.items():
-            prefill, prefill_cores, decode, decode_cores = (
-                statistics.median(line[name] for line in lines)
-                for name in ("prefill_seconds", "prefill_cores", "decode_seconds_per_token", "decode_cores")
-            )
-            times = f"{prefill:.2f}", f"{prefill_cores:.2f}", f"{decode * 1e3:.1f}", f"{decode_cores:.2f}"
-            rows.append([f"`{backend}`{note}", f"{lines[0]['context_tokens']:,}", *times])
-    headings = ["backend", "prompt", "prefill, s", "cores busy", "decoding, ms per token", "cores busy"]
-    return Block(table(headings, rows), list(paths.values()))
-
-
-def operations() -> Block:
-    """Where the time of a sparse layer goes on a CPU."""
-    by_context = {
-        line["context_tokens"]: line["operation_seconds"] for line in read_run(_CPU).rows if "operation_seconds" in line
-    }
-    names = list(next(iter(by_context.values())))
-    rows = [[name, *(f"{medians[name] * 1e6:.0f}" for medians in by_context.values())] for name in names]
-    headings = ["µs per layer and token at a context of", *(f"{context:,}" for context in by_context)]
-    return Block(table(headings, rows), [_CPU])

@@ -1,73 +1,71 @@
-"""Blocks about the configuration and its presets."""
+"""Blocks about the configuration."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 
 from sparse_kernels.page_statistics import StatisticsLayout
 
-from bench.common.pages import Block, table, wrap
-from bench.pages.quality import MIXES, mix_file
-from vllm_sparse_plugin.config import ResolvedConfig, describe_fields, preset_names, resolve
-from vllm_sparse_plugin.tools.eval.results import read_results
+from bench.common.pages import Block, table
+from vllm_sparse_plugin.config import describe_fields, resolve
+from vllm_sparse_plugin.config.routing import CUBIC, THRESHOLD
 
-_CONTEXT = 16384
 _HEAD_SIZE = 128
+_OWNERS = re.compile(r"(\w+(, \w+)*): ")
+"""Names of the policies or methods that have a setting, before its description."""
+_NUMBERS = {"integer": "int", "number": "float"}
+_RANGE = re.compile(r"an? (integer|number) from (\S+) to (\S+)")
 
 
 def configuration() -> Block:
-    """Every field of the configuration."""
-    entries = [
-        wrap(f"- **`{name}`** ({allowed}; default `{_value(default)}`). {text}", "  ")
-        for name, allowed, default, text in describe_fields()
-    ]
-    return Block("\n".join(entries))
+    """Every field of the configuration: a table for each section, a row for each key."""
+    sections: dict[str, dict[tuple[str, str], list[tuple[str, str, str]]]] = {}
+    for name, allowed, default, text in describe_fields():
+        section, _, key = name.rpartition(".")
+        owners, _, meaning = text.partition(": ") if _OWNERS.match(text) else ("", "", text)
+        sections.setdefault(section, {}).setdefault((key, allowed), []).append((_value(default), owners, meaning))
+    parts = []
+    for section, keys in sections.items():
+        rows = [["key", "type", "default", "meaning"], ["---"] * 4]
+        rows += [[f"`{key}`", _kind(allowed), *_merged(variants)] for (key, allowed), variants in keys.items()]
+        # Without outer bars, the page stays short enough to read.
+        parts += [f"### `{section}`" if section else "### Top level", "\n".join(map(" | ".join, rows))]
+    return Block("\n\n".join(parts))
+
+
+def _merged(variants: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Default and meaning of a key that models of a section may define in different ways."""
+    defaults, owners, meanings = zip(*variants, strict=True)
+    several = (f"`{default}` ({owner})" for default, owner, _ in variants)
+    default = ", ".join(several) if len(set(defaults)) > 1 else f"`{defaults[0]}`"
+    if len(set(meanings)) == 1:
+        owners = (", ".join(filter(None, owners)),)
+    sentences = (
+        f"*{owner}:* {meaning}" if owner else meaning for owner, meaning in zip(owners, meanings, strict=False)
+    )
+    return [default, " ".join(sentences)]
+
+
+def _kind(allowed: str) -> str:
+    """The type of a key in few words; the sentences about lists are left to its meaning."""
+    if allowed in (THRESHOLD, CUBIC):
+        allowed = allowed.partition(",")[0]
+    number = _RANGE.fullmatch(allowed)
+    if number is None:
+        return allowed.removeprefix("a ")
+    least, most = (f"{float(end):,.10g}" for end in number.groups()[1:])
+    return f"{_NUMBERS[number[1]]} {least} to {most}"
 
 
 def _value(default: object) -> str:
     return default if isinstance(default, str) else json.dumps(default, default=str)
 
 
-def _read(resolved: ResolvedConfig, share: float) -> str:
-    """What decode steps read of the cache, or of what is kept in it."""
-    if resolved.lossless is not None:
-        return f"all, drafts {share:.1%}"
-    return "all that is kept" if share == 1 and resolved.config.compaction is not None else f"{share:.1%}"
-
-
-def presets() -> Block:
-    """Every preset: what a decode step reads with it, and how it answers needles."""
-    rows, sources = [], []
-    for preset in preset_names():
-        resolved = resolve(None, preset)
-        values = resolved.selection.model_dump(by_alias=True)
-        by_data = resolved.routing is not None or resolved.config.stopping is not None
-        share = resolved.selection.kv_read_share(_CONTEXT, _HEAD_SIZE)
-        right = "-"
-        if preset in MIXES:
-            sources.append(mix_file(preset))
-            scores = [result.score for result in read_results(sources[-1]).results.values()]
-            right = f"{sum(scores):.0f}/{len(scores)}"
-        rows.append(
-            [
-                f"`{preset}`",
-                f"`{values['policy']}`",
-                *(str(values.get(name, "-")) for name in ("page_size", "budget_tokens", "statistics")),
-                "yes" if resolved.routing is not None else "no",
-                "yes" if resolved.config.stopping is not None else "no",
-                "yes" if resolved.config.prefill is not None else "no",
-                "depends on the text" if by_data else _read(resolved, share),
-                right,
-            ]
-        )
-    headings = ["preset", "policy", "page", "budget", "statistics", "skips groups", "stops early", "sparse prefill"]
-    measured = [f"KV read at {_CONTEXT:,} tokens", "needles right at 4,096"]
-    return Block(table([*headings, *measured], rows), sources)
-
-
 def statistics_memory() -> Block:
     """What page statistics take of a cache, by policy and format."""
-    rows = []
+    rows: dict[tuple[str, ...], list[str]] = {}
     for preset, formats in (
         ("unique", ("quarters", "sketch", "int8", "fp8", "bf16")),
         ("quest", ("int8", "bf16")),
@@ -80,6 +78,6 @@ def statistics_memory() -> Block:
                 layout = selection.statistics_layout(_HEAD_SIZE, itemsize)
                 assert isinstance(layout, StatisticsLayout)
                 cells += [f"{layout.memory_overhead:.2%}", str(layout.unit_tokens)]
-            rows.append([f"`{preset}`", f"`{statistics}`", *cells])
-    headings = ["policy", "statistics", "16-bit cache: on top", "blocks of", "8-bit cache: on top", "blocks of"]
-    return Block(table(headings, rows))
+            rows.setdefault((f"`{preset}`", *cells), []).append(f"`{statistics}`")
+    headings = ["policy", "statistics", "16-bit cache: added", "block size", "8-bit cache: added", "block size"]
+    return Block(table(headings, ([policy, ", ".join(formats), *cells] for (policy, *cells), formats in rows.items())))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.common.pages import Block, table
+from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, read_run
 
 FUZZ = RESULTS / "cpu-2core" / "fuzz" / "states.jsonl"
@@ -12,14 +12,12 @@ SOAKS = {
 }
 """Result files by what the server ran on."""
 _COUNTED = {
+    "steps": "steps",
     "requests": "requests",
-    "chunks": "later chunks of prompts",
     "hits": "prefix hits",
     "preemptions": "preemptions",
     "aborts": "aborts",
-    "drafted": "drafts",
-    "rejected": "rejected",
-    "sleeps": "sleeps",
+    "rejected": "rejected drafts",
     "pages": "pages compared",
     "judged_rows": "outputs compared",
 }
@@ -27,16 +25,13 @@ _COUNTED = {
 
 
 def fuzz() -> Block:
-    """Seeds, steps, events and faults by policy."""
+    """Seeds, steps, events and faults of all policies."""
     rows = read_run(FUZZ).rows
-    policies = dict.fromkeys(row["policy"] for row in rows)
-    lines = []
-    for name, of in [*((f"`{policy}`", [row for row in rows if row["policy"] == policy]) for policy in policies),
-                     ("all", rows)]:  # fmt: skip
-        counts = [sum(row[column] for row in of) for column in ("steps", *_COUNTED)]
-        faults = sum(bool(row["fault"]) for row in of)
-        lines.append([name, str(len(of)), *(f"{count:,}" for count in counts), str(faults)])
-    return Block(table(["policy", "seeds", "steps", *_COUNTED.values(), "faults"], lines), [FUZZ])
+    counts = [f"{sum(row[column] for row in rows):,}" for column in _COUNTED]
+    faults = sum(bool(row["fault"]) for row in rows)
+    policies = ", ".join(f"`{policy}`" for policy in dict.fromkeys(row["policy"] for row in rows))
+    found = table(["seeds", *_COUNTED.values(), "faults"], [[str(len(rows)), *counts, str(faults)]])
+    return Block(f"{found}\n\n{wrap(f'Policies: {policies}.', '')}", [FUZZ])
 
 
 def soak() -> Block:

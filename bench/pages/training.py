@@ -1,4 +1,4 @@
-"""Blocks about training with the mask: passes of one layer by context, and steps of a large shape."""
+"""Blocks about training with the mask: passes of one layer, and steps of a large shape."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from bench.common.options import size_text
-from bench.common.pages import Block, link, table
-from bench.common.results import RESULTS, ROOT, Row, Run, read_run
+from bench.common.pages import Block, table, wrap
+from bench.common.results import RESULTS, Row, Run, read_run
 from bench.training.passes import DENSE, MASKS
 
 FOLDER = RESULTS / "h200" / "training-passes"
-FIGURE = ROOT / "docs" / "figures" / "training-memory.svg"
-"""What `figures.draw_training` draws."""
 _NOTHING = "Nothing has been measured on a GPU yet."
 Passes = dict[int, dict[str, Row]]
 """Rows by context, and by the name of the pass."""
@@ -49,24 +47,23 @@ def _both(row: Row) -> float:
 
 
 def passes() -> Block:
-    """Milliseconds of one layer forward and back, and how many times the strongest dense pass that is."""
-    lines, files = [], pass_files()
+    """How many times as long as the strongest dense pass one layer takes, forward and back, in a sentence."""
+    files, ratios = pass_files(), dict[str, dict[int, float]]()
     for path in files:
         for context, found in sorted(read_passes(path).items()):
             dense = strongest_dense(found)
-            for name in (name for name in MASKS if name in found):
-                row = found[name]
-                ratio = f"{_both(row) / _both(dense):.2f}x" if dense else "-"
-                beside = f"{_both(dense):.2f} ({dense['pass']})" if dense else "-"
-                parts = [f"{row[part]['median_ms']:.2f}" for part in ("forward", "backward", "both")]
-                lines.append(
-                    [size_text(context), row["statistics"], name, *parts, beside, ratio, f"{row['peak_mib']:,.0f}"]
-                )
-    if not lines:
+            for name in MASKS:
+                if dense is None or name not in found:
+                    continue
+                ratios.setdefault(name, {})[context] = _both(found[name]) / _both(dense)
+    if not ratios:
         return Block(_NOTHING)
-    headings = ["context", "statistics", "mask", "forward, ms", "backward", "both", "dense, both", "times dense", "MiB"]
-    picture = link("Memory of one layer's attention by context", FIGURE)
-    return Block(f"{table(headings, lines)}\n\n!{picture}", files)
+    parts = []
+    for name, by_context in ratios.items():
+        times = ", ".join(f"{ratio:.2f} at {size_text(context)}" for context, ratio in by_context.items())
+        parts.append(f"with the {name} mask {times}")
+    text = f"Time of one layer's attention, forward and backward, over that of dense attention: {'; '.join(parts)}."
+    return Block(wrap(text, ""), files)
 
 
 def _settings(run: Run) -> dict[str, Any]:
@@ -80,23 +77,16 @@ def _speed(rows: list[Row], hard: bool) -> str:
 
 
 def steps() -> Block:
-    """Loss, speed and memory of the last step of each run, and the losses of all."""
+    """Speed and memory of each run, under the soft and under the hard mask."""
     lines, files = [], step_files()
     for path in files:
         run = read_run(path)
         settings, last = _settings(run), run.rows[-1]
         weights = f"rank {settings['lora_rank']}" if settings["lora_rank"] else "all"
-        losses = ", ".join(f"{row['loss']:.4f}" for row in run.rows[:4])
+        row = f"{settings['rows_per_step']} x {size_text(settings['sequence_tokens'])}"
         speeds = [_speed(run.rows, hard) for hard in (False, True)]
-        lines.append(
-            [
-                run.about["model"], str(last["layers"] or "all"), weights, size_text(settings["sequence_tokens"]),
-                str(last["processes"]), *speeds, f"{last['gpu_memory_gib']:.1f}", losses,
-            ]
-        )  # fmt: skip
+        lines.append([row, weights, str(last["processes"]), *speeds, f"{last['gpu_memory_gib']:.1f}"])
     if not lines:
         return Block(_NOTHING)
-    headings = [
-        "shape", "layers", "trained", "row", "GPUs", "tokens/s, soft", "hard", "GiB of each", "loss of the first steps",
-    ]  # fmt: skip
+    headings = ["rows per GPU", "weights", "GPUs", "tokens/s, soft mask", "tokens/s, hard mask", "GiB per GPU"]
     return Block(table(headings, lines), files)

@@ -92,4 +92,5 @@ def test_the_matrix_of_the_page_is_that_of_the_table(device):
 
 
 def test_the_page_shows_every_deployment():
-    assert all(f"| {name} |" in deployments().text for name in DEPLOYMENTS)
+    cells = [line.strip("| ").split(" | ")[0] for line in deployments().text.splitlines()[2:]]
+    assert sorted(", ".join(cells).split(", ")) == sorted(set(DEPLOYMENTS) - {DENSE, PLAIN})

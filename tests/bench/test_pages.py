@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from bench.common import pages
-from bench.common.pages import Block, fill, footnote, link, table
+from bench.common.pages import Block, fill, group_rows, link, source_line, table
 from bench.common.results import RESULTS, ROOT, read_run
 from bench.pages import __main__ as command
-from bench.pages import compaction, figures, frontier, index, kernels, prefill, quality, serving, training
+from bench.pages import compaction, figures, frontier, index, kernels, prefill, quality, recipes, serving, training
 from bench.pages.sections import SECTIONS
 from vllm_sparse_plugin.errors import ConfigurationError
 
@@ -48,14 +48,11 @@ def test_a_block_is_rewritten_and_what_surrounds_it_is_left_alone():
     assert fill(README, filled, command.GENERATORS, BLOCKS) == filled
 
 
-def test_links_are_relative_to_the_page_and_sources_are_a_footnote():
+def test_links_are_relative_to_the_page_and_one_line_names_the_source():
     filled = fill(PAGE, f"{block('text')}\n{block('numbers')}", command.GENERATORS, BLOCKS)
     assert "[the design](../../DESIGN.md)" in filled
-    assert "Measured 2026-11-21 on 2 x NVIDIA H200.[^numbers]" in filled
-    assert "\n[^numbers]: [h200/decode/unique.jsonl](../../results/h200/decode/unique.jsonl) (commit " in filled
-    note = filled.partition("\n[^numbers]: ")[2].partition("\n\n")[0]
-    assert all(line.startswith("    ") for line in note.splitlines()[1:])
-    assert "`python -m bench.serving decode --variant unique" in " ".join(note.split())
+    source = "Source: [h200/decode](../../results/README.md#h200-decode), one NVIDIA H200, 2026-11-21."
+    assert f"| 1 | 2 |\n\n{source}\n\n<!-- end of numbers -->" in filled
 
 
 @pytest.mark.parametrize(
@@ -89,47 +86,68 @@ def results(tmp_path, monkeypatch) -> Path:
     return folder
 
 
-def test_the_footnote_of_many_files_leaves_their_commands_to_the_index(results):
+def write_run(path: Path, *rows: dict, **about) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(map(json.dumps, [ABOUT | about, *rows])) + "\n", encoding="utf-8")
+    return path
+
+
+def test_a_source_names_each_study_once_and_the_dates_of_each_machine(results):
     first, second = sorted(results.rglob("*.jsonl"))
-    third = first.with_name("run3.jsonl")
-    third.write_text(second.read_text())
-    assert "(its commit was not recorded: `python" in footnote("x", [first, second])
-    note = " ".join(footnote("x", [first, second, third]).split())
-    assert "`python" not in note
-    assert "driver 1.2, CPU Y, 8 cores; python 3.12, vllm 0.32.0." in note
-    assert "Commands and commits are in the index of results under [gpu-x: decode](" in note
-    assert note.count("results/README.md#gpu-x-decode") == 1
+    later = write_run(results / "gpu-x" / "serve" / "a.jsonl", date="2026-11-23T10:00:00+00:00")
+    cpu = {"processor": "Intel(R) Xeon(R) Processor", "cores": 2}
+    other = write_run(results / "cpu" / "decode" / "a.jsonl", hardware=cpu)
+    assert " ".join(source_line([first, second, later, other]).split()) == (
+        "Source: [gpu-x/decode](repository:results/README.md#gpu-x-decode), "
+        "[gpu-x/serve](repository:results/README.md#gpu-x-serve), GPU X, 2026-11-21 to 2026-11-23; "
+        "[cpu/decode](repository:results/README.md#cpu-decode), Intel Xeon, 2 cores, 2026-11-21."
+    )
 
 
-def test_the_index_names_command_commit_day_hardware_and_pages(results):
-    first, _ = sorted(results.rglob("*.jsonl"))
-    text = index.render_index({first: [results.parent / "README.md"]})
-    assert "## gpu-x: decode\n\nGPU X, driver 1.2, CPU Y, 8 cores; python 3.12, vllm 0.32.0:\n\n" in text
-    assert (
-        "- [run1.jsonl](gpu-x/decode/run1.jsonl), used by [README.md](../README.md)\n"
-        "    - 2026-11-21, commit abc+: `python -m bench.serving decode --output out.jsonl`\n"
-        "- [run2.jsonl](gpu-x/decode/run2.jsonl), used by no page\n"
-        "    - 2026-11-21, its commit was not recorded: `python -m bench.serving decode --output out.jsonl`\n"
-    ) in text
-    assert max(map(len, text.splitlines())) < 200
+@pytest.mark.parametrize(
+    ("gpu", "program", "row", "used"),
+    [
+        ("2 x NVIDIA H200", "bench.serving decode", {}, "one NVIDIA H200"),
+        ("NVIDIA H200", "bench.deployments run", {}, "one NVIDIA H200"),
+        ("2 x NVIDIA H200", "bench.deployments run", {}, "2 x NVIDIA H200"),
+        ("2 x NVIDIA H200", "bench.training steps", {"processes": 2}, "2 x NVIDIA H200"),
+        ("2 x NVIDIA H200", "bench.training steps", {"processes": 1}, "one NVIDIA H200"),
+    ],
+)
+def test_a_source_counts_the_accelerators_that_a_run_used(results, gpu, program, row, used):
+    path = write_run(
+        results / "gpu-x" / "decode" / "run1.jsonl", row, hardware={"gpu": gpu}, command=f"python -m {program}"
+    )
+    assert f"), {used}, 2026-11-21." in source_line([path])
 
 
-def test_files_without_a_page_and_pages_without_a_file_are_faults(results, monkeypatch):
+def test_the_index_has_a_table_for_each_study_and_a_row_for_each_file(results):
+    text = index.render_index()
+    assert text.endswith(
+        "\n\n## gpu-x: decode\n\n"
+        "file | date | commit\n"
+        "---|---|---\n"
+        "[run1](gpu-x/decode/run1.jsonl) | 2026-11-21 | abc+\n"
+        "[run2](gpu-x/decode/run2.jsonl) | 2026-11-21 | -\n"
+    )
+    first = results / "gpu-x" / "decode" / "run1.jsonl"
+    lines = [ABOUT | {"commit": commit} for commit in ("0123456789ab+", "0123456789ab+", "ba9876543210")]
+    first.write_text("\n".join(map(json.dumps, [*lines, ABOUT | {"date": "2026-11-23"}])) + "\n")
+    assert "run1.jsonl) | 2026-11-21 to 2026-11-23 | 0123456+, ba98765, -\n" in index.render_index()
+
+
+def test_files_in_a_wrong_place_dead_links_and_unused_blocks_are_faults(results, monkeypatch):
     page = results.parent / "README.md"
-    contents = {page: "[one](results/gpu-x/decode/run1.jsonl) [two](results/gpu-x/decode/run2.jsonl)"}
+    contents = {page: "[one](results/gpu-x/decode/run1.jsonl)"}
     assert list(command.find_faults(contents, command.find_uses(contents))) == []
     contents = {page: "[one](results/gpu-x/decode/run1.jsonl) [gone](results/gpu-x/decode/run9.jsonl)"}
-    monkeypatch.setattr(
-        command, "SECTIONS", {"seen": SECTIONS["decode"], "unseen": SECTIONS["decode"], "new": SECTIONS["presets"]}
-    )
+    monkeypatch.setattr(command, "SECTIONS", dict.fromkeys(("seen", "unseen"), SECTIONS["decode"]))
     contents[page] += "\n<!-- seen: generated by bench.pages -->\n<!-- seen: generated by bench.page -->"
-    assert SECTIONS["presets"].may_be_unused
     (results / "flat.jsonl").write_text(json.dumps(ABOUT) + "\n")
     assert [
         fault.partition(", allowed")[0] for fault in command.find_faults(contents, command.find_uses(contents))
     ] == [
         "results: got results/flat.jsonl",
-        "results: got results/gpu-x/decode/run2.jsonl, which no page uses",
         "README.md: got a link to results/gpu-x/decode/run9.jsonl, which is not there",
         "README.md: got a block 'seen' generated by 'bench.page'",
         "blocks: got no page with 'unseen'",
@@ -139,8 +157,7 @@ def test_files_without_a_page_and_pages_without_a_file_are_faults(results, monke
 def test_a_stale_page_is_refused_and_then_written(results, monkeypatch, capsys):
     root = results.parent
     page = root / "README.md"
-    links = " ".join(f"[{n}](results/gpu-x/decode/run{n}.jsonl)" for n in (1, 2))
-    page.write_text(f"{links}\n\n{block('t')}\n")
+    page.write_text(f"{block('t')}\n")
     monkeypatch.setattr(command, "SECTIONS", {"t": SECTIONS["configuration"]})
     monkeypatch.setattr(figures, "FIGURES", {})
     monkeypatch.setattr(sys, "argv", ["pages", "--check"])
@@ -154,7 +171,7 @@ def test_a_stale_page_is_refused_and_then_written(results, monkeypatch, capsys):
         with pytest.raises(SystemExit) as ended:
             command.main()
         assert not ended.value.code, capsys.readouterr().err
-    assert "`selection.page_size`" in page.read_text()
+    assert "`page_size`" in page.read_text()
 
 
 def test_figures_are_the_same_every_time_and_a_changed_one_is_seen(tmp_path):
@@ -168,12 +185,6 @@ def test_figures_are_the_same_every_time_and_a_changed_one_is_seen(tmp_path):
     assert figures.is_current(path, content)
     path.write_bytes(content.replace(b"#3f51b5", b"#3f51b6"))
     assert not figures.is_current(path, content)
-
-
-def write_rows(path: Path, *rows: dict) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in (ABOUT, *rows)), encoding="utf-8")
-    return path
 
 
 def measured_prefill(variant: str, measurement: str, context: int, seconds: float, **columns) -> dict:
@@ -203,7 +214,7 @@ def prefill_results(tmp_path, monkeypatch) -> list[Path]:
     row = measured_prefill
     skipped = row("dense", "first_token", 65536, 0.0) | {"skipped": "the time limit was reached"}
     del skipped["seconds_median"]
-    dense = write_rows(
+    dense = write_run(
         tmp_path / "prefill" / "chunks_8k.jsonl",
         row("dense", "first_token", 131072, 12.0),
         row("dense", "first_token", 8192, 0.25),
@@ -211,7 +222,7 @@ def prefill_results(tmp_path, monkeypatch) -> list[Path]:
         row("dense", "prefix_hit", 131072, 6.0, cached_tokens=98304),
         row("dense", "load", 32768, 50.0, **RATES | {"requests": 32}),
     )
-    sparse = write_rows(
+    sparse = write_run(
         tmp_path / "prefill" / "chunks_8k_sparse.jsonl",
         row("unique_prefill", "first_token", 8192, 0.25),
         row("unique_prefill", "first_token", 131072, 5.0),
@@ -254,22 +265,20 @@ def test_zipvl_stands_beside_the_dense_attention_of_its_own_file_alone(prefill_r
     path = prefill_results[0].with_name("zipvl.jsonl")
     monkeypatch.setattr(prefill, "ZIPVL", path)
     times = {"flash_attn": 10.0, "zipvl": 12.5}
-    write_rows(path, *(measured_prefill(name, "first_token", 131072, seconds) for name, seconds in times.items()))
+    write_run(path, *(measured_prefill(name, "first_token", 131072, seconds) for name, seconds in times.items()))
     block = prefill.zipvl_gpu()
     assert block.sources == [path]
-    assert block.text.splitlines()[-3:] == [
-        "| prompt | tokens of a step | FlashAttention 3, s | `zipvl`, s |",
-        "| --- | --- | --- | --- |",
-        "| 131,072 | 8,192 | 10.00 | 12.50 (0.80x) |",
-    ]
+    assert " ".join(block.text.split()) == (
+        "The first token of one prompt of 131,072 tokens, in steps of 8,192, takes 10.00 s with FlashAttention 3 and "
+        "12.50 s with `zipvl` (0.80x)."
+    )
     assert prefill.prefill_gpu().sources == prefill_results
 
 
 def test_what_was_not_measured_is_an_empty_block(tmp_path, monkeypatch):
     monkeypatch.setattr(prefill, "FOLDER", tmp_path)
-    monkeypatch.setattr(kernels, "_FOLDER", tmp_path)
-    for made in (prefill.prefill_gpu(), kernels.prefill_kernels()):
-        assert (made.text, list(made.sources)) == ("", [])
+    made = prefill.prefill_gpu()
+    assert (made.text, list(made.sources)) == ("", [])
 
 
 def test_training_is_compared_with_the_strongest_dense_attention(tmp_path, monkeypatch):
@@ -287,52 +296,22 @@ def test_training_is_compared_with_the_strongest_dense_attention(tmp_path, monke
         timed("soft", 8192, 12.0, **masked), timed("flash", 8192, 8.0), timed("cudnn", 8192, 6.0),
         timed("hard", 16384, 10.0, **masked), {"pass": "cudnn", "context_tokens": 16384, "failed": "out of memory"},
     ]  # fmt: skip
-    write_rows(tmp_path / "passes.jsonl", *rows)
-    assert training.passes().text.splitlines()[2:4] == [
-        "| 8K | quarters | soft | 3.00 | 9.00 | 12.00 | 6.00 (cudnn) | 2.00x | 128 |",
-        "| 16K | quarters | hard | 2.50 | 7.50 | 10.00 | - | - | 256 |",
-    ]
-    (axes,) = figures.draw_training().axes
-    lines = {line.get_label(): line.get_xydata().tolist() for line in axes.lines}
-    assert lines["soft mask"] == lines["dense, flash"] == [[8192, 0.125]]
-    assert lines["hard mask"] == [[16384, 0.25]]
+    write_run(tmp_path / "passes.jsonl", *rows)
+    # Without a dense pass at 16K there is nothing to compare the hard mask with.
+    assert " ".join(training.passes().text.split()) == (
+        "Time of one layer's attention, forward and backward, over that of dense attention: with the soft mask 2.00 at "
+        "8K."
+    )
 
-    about = ABOUT | {"model": "llama-3.1-8b", "settings": {"lora_rank": 16, "sequence_tokens": 32768}}
+    settings = {"lora_rank": 16, "sequence_tokens": 32768, "rows_per_step": 1}
+    about = ABOUT | {"model": "llama-3.1-8b", "settings": settings}
     step = {"loss": 11.8, "processes": 2, "layers": None, "gpu_memory_gib": 61.25}
     steps = [
         step | {"temperature": temperature, "tokens_per_second": speed}
         for temperature, speed in ((1.0, 900.0), (0.5, 2000.0), (None, 100.0), (None, 2500.0))
     ]
     (tmp_path / "steps.jsonl").write_text("\n".join(map(json.dumps, [about, *steps])))
-    assert training.steps().text.splitlines()[2] == (
-        "| llama-3.1-8b | all | rank 16 | 32K | 2 | 2,000 | 2,500 | 61.2 | 11.8000, 11.8000, 11.8000, 11.8000 |"
-    )
-
-
-def test_the_parts_of_sparse_prefill_stand_beside_the_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernels, "_FOLDER", tmp_path)
-
-    def row(provider, us, chunk=8192, context=131072, op="prefill"):
-        case = {"chunk": chunk, "context": context}
-        return {"op": op, "case": case, "provider": provider, "cold": {"median_us": us}}
-
-    left_out = {"op": "prefill", "case": {"chunk": 2048, "context": 32768}, "provider": "part: choice"}
-    path = write_rows(
-        tmp_path / "prefill.jsonl",
-        row("unique, density 0.1", 5000.0),
-        row("FlashAttention 3", 28000.0),
-        row("part: choice", 52.4),
-        row("unique, density 0.1", 600.0, 2048, 32768),
-        left_out,
-        row("unique", 5.0, op="decode"),
-    )
-    block = kernels.prefill_kernels()
-    assert block.sources == [path]
-    assert block.text.splitlines()[::2] == [
-        "| chunk of a prompt | FlashAttention 3, ms | unique, density 0.1 | choice |",
-        "| 8K of 128K | 28.00 | 5.00 (5.6x) | 0.052 |",
-    ]
-    assert block.text.splitlines()[3] == "| 2K of 32K | - | 0.60 | - |"
+    assert training.steps().text.splitlines()[2] == "| 1 x 32K | rank 16 | 2 | 2,000 | 2,500 | 61.2 |"
 
 
 def test_what_compaction_takes_and_gives_is_measured_or_not_yet(tmp_path, monkeypatch):
@@ -340,65 +319,44 @@ def test_what_compaction_takes_and_gives_is_measured_or_not_yet(tmp_path, monkey
     for block in (compaction.users(), compaction.times(), compaction.identical(), compaction.streams()):
         assert (block.text, list(block.sources)) == ("Nothing yet.", [])
     load = {
-        "input_tokens": 16384, "output_tokens": 2048, "concurrency": 64, "running_most": 8, "tpot_ms_median": 9.25,
+        "input_tokens": 16384, "output_tokens": 2048, "concurrency": 64, "running_most": 8,
         "output_tokens_per_second": 700.4, "preemptions": 3,
     }  # fmt: skip
     folder = tmp_path / "h200" / "compaction"
-    write_rows(
+    write_run(
         folder / "capacity_dense.jsonl",
         load | {"variant": "dense", "cache_tokens": None, "running_most": 50},
         load | {"variant": "dense", "cache_tokens": 134000},
     )
-    del load["tpot_ms_median"]
-    timed = load | {
-        "window_seconds": 59.6,
-        "lead_seconds": 30.0,
-        "running_mean": 6.94,
-        "output_tokens_per_second": 512.0,
-    }
-    write_rows(
-        folder / "capacity_window.jsonl",
-        timed | {"variant": "dense", "cache_tokens": 134000},
-        # A window is not held to whole runs.
-        timed | {"variant": "snapkv", "cache_tokens": None, "concurrency": 32},
-    )
+    # A window of a run is not compared with whole runs.
+    timed = load | {"window_seconds": 59.6, "variant": "dense", "cache_tokens": 134000}
+    write_run(folder / "capacity_window.jsonl", timed)
     assert compaction.users().text.splitlines()[2:] == [
-        "| 134,000 | 64 | 16,384 + 2,048 | `dense` | all requests | 8 | 700 | 9.2 | 3 |",
-        "| 134,000 | 64 | 16,384 + 2,048 | `dense` | 60 s, after 30 s | 8 (6.9 on average) | 512 | - | 3 |",
-        "| all there is | 32 | 16,384 + 2,048 | `snapkv` | 60 s, after 30 s | 8 (6.9 on average) | 512 | - | 3 |",
-        "| all there is | 64 | 16,384 + 2,048 | `dense` | all requests | 50 | 700 | 9.2 | 3 |",
+        "| 134,000 tokens | 64 | `dense` | 8 | 700 |",
+        "| no limit | 64 | `dense` | 50 | 700 |",
     ]
-    load["tpot_ms_median"] = 9.25
-    write_rows(
-        folder / "capacity_all_dense.jsonl",
-        load | {"variant": "dense", "cache_tokens": None, "running_most": 32, "concurrency": 32},
-        load | {"variant": "snapkv", "cache_tokens": None, "concurrency": 32, "output_tokens_per_second": 686.4},
-    )
-    assert " ".join(compaction.users().text.partition("\n\n")[2].split()) == (
-        "Where dense attention runs all 32 requests at once, too, tokens per second are 0.980 times as many with "
-        "`snapkv`."
-    )
-    took = {
-        "variant": "snapkv", "context_tokens": 32768, "prefill_seconds": 2.5, "step_ms": 7.0, "compaction_ms": 5.0,
-        "share_of_prefill": 0.002, "pause_in_steps": 0.5, "first_time": {"prefill_seconds": 4.0},
-    }  # fmt: skip
-    write_rows(
+    took = {"variant": "snapkv", "context_tokens": 32768, "prefill_seconds": 2.5, "step_ms": 7.0, "running": 8}
+    write_run(
         folder / "identical_needle-8m.jsonl", {"variant": "h2o", "identical": 49, "prompts": 50, "answer_tokens": 32}
     )
-    assert compaction.identical().text.splitlines()[2].endswith("| 49 of 50 | 32 |")
-    write_rows(folder / "time_32K.jsonl", took)
-    assert compaction.times().text.splitlines()[2:] == [
-        "| 32,768 | `snapkv` | 2.500 s | 7.0 ms | 5.0 ms | 0.2% | 0.50 | 4.00 s |"
-    ]
+    assert " ".join(compaction.identical().text.split()) == (
+        "With a budget that holds the whole prompt, 49 of 50 answers of needle-8m equal those of dense attention "
+        "(`h2o`)."
+    )
+    write_run(folder / "time_32K.jsonl", took)
+    assert " ".join(compaction.times().text.split()) == (
+        "`snapkv`: 2.50 s for a prefill of 32,768 tokens, and 7.0 ms for a decode step of 8 requests beside it."
+    )
     parts = [float(part) for part in range(1, 17)]
     window = {"window": "no sinks", "cache_tokens": 1024, "part_tokens": 4096, "perplexity": parts}
-    write_rows(folder / "stream_needle-8m.jsonl", window, window | {"perplexity": parts[:2]})
-    whole, short = compaction.streams().text.splitlines()[2:]
-    assert whole.endswith("| 1,024 | 1, to 4,096 | 5, to 20,480 | 9, to 36,864 | 12, to 49,152 | 16, to 65,536 |")
-    assert short.endswith("| 1,024 | 1, to 4,096 | 2, to 8,192 | - | - | - |")
+    write_run(folder / "stream_needle-8m.jsonl", window, window | {"window": "sinks", "perplexity": [*parts[1:], 5.5]})
+    assert " ".join(compaction.streams().text.split()) == (
+        "llama-3.1-8b reads 65,536 tokens through a window of 1,024. Perplexity of the last 4,096: 16.00 (no sinks), "
+        "5.50 (sinks)."
+    )
 
 
-def test_few_clients_are_a_line_for_each_backend_beside_dense_attention(tmp_path, monkeypatch):
+def test_a_server_under_load_is_a_line_for_each_backend_beside_dense_attention(tmp_path, monkeypatch):
     def row(variant, concurrency, speed, prefix=0):
         return {
             "variant": variant, "workload": "shared_prefix" if prefix else "random", "concurrency": concurrency,
@@ -406,19 +364,49 @@ def test_few_clients_are_a_line_for_each_backend_beside_dense_attention(tmp_path
             "output_tokens_per_second": speed,
         }  # fmt: skip
 
-    path = write_rows(
+    few = write_run(
         tmp_path / "few_clients.jsonl",
         row("flash_attn", 8, 80.0), row("flash_attn", 1, 60.0), row("flash_attn", 1, 100.0, 31744),
         row("unique", 1, 66.0), row("unique", 1, 125.0, 31744),
     )  # fmt: skip
-    monkeypatch.setattr(serving, "FEW_CLIENTS", path)
-    assert serving.serve_few_clients().text.splitlines()[-5:] == [
-        "| 32,768, 0 of them shared | 1 | `flash_attn` | 1,286 | 5.96 | 60.0 (1.00x) |",
-        "| 32,768, 0 of them shared | 1 | `unique` | 1,286 | 5.96 | 66.0 (1.10x) |",
-        "| 32,768, 0 of them shared | 8 | `flash_attn` | 1,286 | 5.96 | 80.0 (1.00x) |",
-        "| 32,768, 31,744 of them shared | 1 | `flash_attn` | 1,286 | 5.96 | 100.0 (1.00x) |",
-        "| 32,768, 31,744 of them shared | 1 | `unique` | 1,286 | 5.96 | 125.0 (1.25x) |",
+    # Of the other run, the loads of the first are left out.
+    many = write_run(
+        tmp_path / "unique.jsonl", row("flash_attn", 1, 1.0), row("flash_attn", 32, 90.0), row("unique", 32, 99.0)
+    )
+    monkeypatch.setattr(serving, "FEW_CLIENTS", few)
+    monkeypatch.setattr(serving, "MANY_CLIENTS", (many,))
+    assert serving.serving().text.splitlines()[2:] == [
+        "| 32,768 | 0 | 1 | `flash_attn` | 1,286 | 5.96 | 60.0 (1.00x) |",
+        "| 32,768 | 0 | 1 | `unique` | 1,286 | 5.96 | 66.0 (1.10x) |",
+        "| 32,768 | 0 | 8 | `flash_attn` | 1,286 | 5.96 | 80.0 (1.00x) |",
+        "| 32,768 | 0 | 32 | `flash_attn` | 1,286 | 5.96 | 90.0 (1.00x) |",
+        "| 32,768 | 0 | 32 | `unique` | 1,286 | 5.96 | 99.0 (1.10x) |",
+        "| 32,768 | 31,744 | 1 | `flash_attn` | 1,286 | 5.96 | 100.0 (1.00x) |",
+        "| 32,768 | 31,744 | 1 | `unique` | 1,286 | 5.96 | 125.0 (1.25x) |",
     ]
+
+
+def test_a_decode_step_after_prompts_is_not_shown_again_from_noise(tmp_path, monkeypatch):
+    def steps(name, *found):
+        rows = ({"context_tokens": context, "batch": 1, "ms_per_token": ms} for context, ms in found)
+        write_run(tmp_path / "decode" / f"{name}.jsonl", *rows)
+
+    steps("dense", (8192, 6.0))
+    steps("sparse", (8192, 5.0))
+    steps("dense_noise", (8192, 7.0), (131072, 9.0))
+    steps("sparse_noise", (8192, 5.5), (131072, 6.0))
+    files = ("bf16", "quarters", "dense", "sparse"), ("bf16, noise", "quarters", "dense_noise", "sparse_noise")
+    monkeypatch.setattr(serving, "H200", tmp_path)
+    monkeypatch.setattr(serving, "_DECODES", files)
+    assert serving.decode_steps().text.splitlines()[2:] == [
+        "| 8,192 | 1 | bf16 | quarters | 6.00 | 5.00 | 1.20 |",
+        "| 131,072 | 1 | bf16, noise | quarters | 9.00 | 6.00 | 1.50 |",
+    ]
+
+
+def test_rows_with_the_same_outcome_are_joined_up_to_the_width_of_a_cell():
+    rows = [("a", "yes"), ("b", "no"), ("c", "yes"), ("d" * 118, "yes"), ("e", "no")]
+    assert group_rows(rows) == [["a, c", "yes"], ["d" * 118, "yes"], ["b, e", "no"]]
 
 
 def test_budgets_and_coverage_stand_beside_one_budget_for_all(tmp_path, monkeypatch):
@@ -426,18 +414,16 @@ def test_budgets_and_coverage_stand_beside_one_budget_for_all(tmp_path, monkeypa
         return {"op": "budgets", "case_name": case, "provider": provider, "warm": {"median_us": us}}
 
     left_out = {"op": "budgets", "case_name": "32q1s512K g4", "provider": "unique", "status": "left out"}
-    path = write_rows(
+    path = write_run(
         tmp_path / "budgets.jsonl",
         row("unique", 100.8), row("unique, room for no more", 99.5), row("unique, one for all", 100.0), left_out,
     )  # fmt: skip
     monkeypatch.setattr(kernels, "BUDGETS", path)
     monkeypatch.setattr(kernels, "COVERAGE", path)
-    assert kernels.budgets_by_request().text.splitlines()[-3:] == [
-        "| requests and context | one budget, µs | by request, µs | by request, room for no more |",
-        "| --- | --- | --- | --- |",
-        "| 8q1s32K | 100.0 | 100.8 (+0.8%) | 99.5 (-0.5%) |",
-    ]
-    assert kernels.coverage_cost().text.splitlines()[-1] == "| 8q1s32K | 100.0 | 100.8 (+0.8%) |"
+    assert kernels.budgets_by_request().text.startswith(
+        "Budgets by request change the time of a decode step's attention by +0.8% to +0.8%, measured for 1 batches"
+    )
+    assert "takes 1.0 to 1.0 times as long" in kernels.coverage_cost().text.replace("\n", " ")
 
 
 def test_adaptive_drafts_have_a_gain_and_a_time_where_nothing_is_drafted(tmp_path, monkeypatch):
@@ -448,32 +434,34 @@ def test_adaptive_drafts_have_a_gain_and_a_time_where_nothing_is_drafted(tmp_pat
             "tokens_per_step": tokens, "ms_per_token": ms,
         }  # fmt: skip
 
-    path = write_rows(
+    path = write_run(
         tmp_path / "adaptive.jsonl",
         row(2048, 5.0), row(131072, 9.0), row(131072, 6.0, 0.97, 8.5), row(2048, 5.05, 0.9), row(2048, 4.99, 0.97),
     )  # fmt: skip
     monkeypatch.setattr(serving, "ADAPTIVE", (path,))
     lines = serving.lossless_adaptive().text.splitlines()
     assert lines[2:] == [
-        "| 2,048 | 1 | 8 | 0.9 | 1.00 | 5.00 | 5.05 | 0.99 |",
-        "| 2,048 | 1 | 8 | 0.97 | 1.00 | 5.00 | 4.99 | 1.00 |",
-        "| 131,072 | 1 | 8 | 0.97 | 8.50 | 9.00 | 6.00 | 1.50 |",
+        "| 131,072 | 1 | 0.97 | 8.50 | 9.00 | 6.00 | 1.50 |",
         "",
-        "Where nothing was drafted, a token takes 0.998 to 1.010 times as long as with dense decoding.",
+        "Without drafts (contexts of 2,048 tokens) a token takes 1.00 to 1.01 times as long as densely.",
     ]
 
 
-def test_the_meter_on_a_gpu_is_a_share_of_the_time_without_it(tmp_path, monkeypatch):
-    row = {"context_tokens": 32768, "batch": 8, "new_tokens": 2048}
+def test_the_meter_is_a_share_of_the_time_without_it(tmp_path, monkeypatch):
+    row = {"context_tokens": 32768, "batch": 8}
     paths = [
-        write_rows(tmp_path / f"every_{steps}.jsonl", row | {"ms_per_token": ms})
-        for steps, ms in ((0, 5.0), (1024, 5.02))
+        write_run(tmp_path / f"{name}.jsonl", row | {"ms_per_token": ms})
+        for name, ms in (("never", 5.0), ("sampled", 5.02), ("every", 55.0))
     ]
-    monkeypatch.setattr(serving, "METER", paths)
-    block = serving.meter_gpu()
-    assert block.sources == paths
-    assert "`sample_every` 0 and 1,024. A time is the median of means over 2,048 tokens" in block.text
-    assert block.text.splitlines()[-1] == "| 32,768 | 8 | 5.000 | 5.020 | +0.40% |"
+    monkeypatch.setattr(serving, "METER", paths[:2])
+    monkeypatch.setattr(serving, "METER_CPU", [paths[0], paths[2]])
+    block = serving.meter()
+    assert set(block.sources) == set(paths)
+    # On a CPU every step is measured, and a 1,024th of what it adds is shown.
+    assert block.text.splitlines()[2:] == [
+        "| CPU, needle-8m | 32,768 | 8 | 5.00 | +0.98% |",
+        "| H200, llama-3.1-8b | 32,768 | 8 | 5.00 | +0.40% |",
+    ]
 
 
 def test_a_soak_of_a_cache_that_shrinks_says_what_failed_and_what_is_left(tmp_path, monkeypatch):
@@ -481,11 +469,10 @@ def test_a_soak_of_a_cache_that_shrinks_says_what_failed_and_what_is_left(tmp_pa
         "state": "end", "seconds": 420.0, "clients": 200, "answers": 6650, "hung_up": 3350, "faults": [],
         "preemptions": 1234.0, "requests_running": 0.0, "kv_cache_usage": 0.0,
     }  # fmt: skip
-    monkeypatch.setattr(compaction, "SOAK", write_rows(tmp_path / "soak.jsonl", {"state": "alone"}, end))
+    monkeypatch.setattr(compaction, "SOAK", write_run(tmp_path / "soak.jsonl", {"state": "alone"}, end))
     assert " ".join(compaction.soak().text.split()) == (
-        "`python -m bench.soak` asked a server for 10,000 answers, by 200 clients and within 7 minutes. 3,350 were "
-        "given up, 0 failed; requests were preempted 1,234 times. At the end 0 requests ran, and 0.0% of the cache was "
-        "in use."
+        "200 clients sent 10,000 requests in 7 minutes and abandoned 3,350 of them. The server preempted requests "
+        "1,234 times. 0 requests failed. At the end 0 requests ran, and 0.0% of the cache was in use."
     )
 
 
@@ -497,7 +484,7 @@ def frontier_results(tmp_path, monkeypatch):
         steps = zip((8192, 131072), (1, 6), times, strict=True)
         columns = "context_tokens", "batch", "ms_per_token"
         rows = (dict(zip(columns, step, strict=True)) for step in steps if step[-1])
-        write_rows(tmp_path / f"decode_{name}.jsonl", *rows)
+        write_run(tmp_path / f"decode_{name}.jsonl", *rows)
 
 
 def test_the_frontier_has_times_and_what_is_kept_by_budget(frontier_results):
@@ -510,10 +497,20 @@ def test_the_frontier_has_times_and_what_is_kept_by_budget(frontier_results):
     assert cells["1 x 8,192, ms per token"] == ["5.50", "-", "5.00", "-", "5.10", "-", "5.40"]
     assert cells["6 x 131,072, ms per token"] == ["39.00", "-", "7.00", "-", "7.50", "-", "-"]
     (tuned,) = (row for row in read_run(quality.TUNED).rows if row["setting"] == "unique-512")
-    assert cells["agreement"][2].startswith(f"{tuned['agreement']['value']:.3f} (")
-    assert cells["agreement"][-1] == "-"
+    assert cells["same next token"][2].startswith(f"{tuned['agreement']['value']:.3f} (")
+    assert cells["same next token"][-1] == "-"
     assert cells["look-alikes"] == ["24/24", "-", "22/24", "-", "24/24", "-", "-"]
-    assert "At 6 x 131,072 tokens a budget of 2,048 takes 0.50 ms a token more than one of 512." in block.text
+
+
+def test_the_gains_of_recipes_are_the_ratios_of_their_rows():
+    _, _, *rows = (line.strip("| ").split(" | ") for line in recipes.recipe_gains().text.splitlines())
+    units = {unit for _, unit, *_ in rows}
+    assert units >= {"ms per token", "tokens of cache", "requests at once", "s to the first token"}
+    for _, unit, *numbers, _, gain in rows:
+        dense, plugin = (float(number.replace(",", "")) for number in numbers)
+        is_time = unit.partition(" ")[0] in ("ms", "s")
+        ratio = dense / plugin if is_time else plugin / dense
+        assert float(gain.removesuffix("x")) == pytest.approx(ratio, rel=0.03), unit
 
 
 def test_the_figure_of_the_frontier_has_a_line_for_each_context_and_measure(frontier_results):

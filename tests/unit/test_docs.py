@@ -154,7 +154,7 @@ def settings() -> list[tuple[str, str, dict]]:
 
 def test_the_readme_fits_a_few_screens_and_helps_in_the_first():
     lines = README.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 150
+    assert len(lines) <= 120
     first = "\n".join(lines[:40])
     for help_in_it in ("pip install", "vllm serve MODEL --attention-backend unique", "\n## Try it\n"):
         assert help_in_it in first
@@ -186,7 +186,7 @@ def test_every_backend_has_a_page_with_the_same_questions():
         page = (ROOT / "docs" / "methods" / f"{method}.md").read_text(encoding="utf-8")
         assert f"--attention-backend {backend}" in page
         headings = re.findall(r"^## (.*)$", page, re.MULTILINE)
-        wanted = ("What this backend does", "Where it departs", "Measured", "Use it when", "Do not use it when")
+        wanted = ("What it does", "Turn it on", "Use it when", "Do not use it when", "Measured")
         assert [heading for heading in headings if heading in wanted] == list(wanted), backend
 
 

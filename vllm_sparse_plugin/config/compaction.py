@@ -22,14 +22,13 @@ class Compaction(Section):
     method: Any
     """Name of the method."""
     budget_tokens: Annotated[int | None, Field(ge=16, le=1 << 24)] = 1024
-    """Tokens of a prompt that each layer keeps per KV head, rounded up to whole blocks; the prompt's incomplete last
-    block is kept on top. A `budget_ratio` replaces it."""
+    """Prompt tokens that a layer keeps per KV head, in whole blocks; the incomplete last block is kept too."""
     budget_ratio: Annotated[float | None, Field(ge=0.001, le=1.0)] = None
-    """Instead of `budget_tokens`: the same as a share of the prompt; 1 keeps everything."""
+    """Replaces `budget_tokens` by a share of the prompt; 1 keeps everything."""
     sink_tokens: Annotated[int, Field(ge=0, le=512)] = 4
-    """First tokens of a context, which are kept always: attention rests on them."""
+    """First tokens that are always kept; they are the attention sinks."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
-    """Shortest prompt of which something is given back; with streaming_llm, the shortest context."""
+    """Shorter prompts keep everything; with `streaming_llm`, shorter contexts do."""
 
     @model_validator(mode="before")
     @classmethod
@@ -95,10 +94,7 @@ class StreamingLLMCompaction(Compaction):
     method: Literal["streaming_llm"] = "streaming_llm"
     """Name of the method."""
     positions: Literal["text", "rolling"] = "text"
-    """Where a token sees the first tokens: `text` for where they are; `rolling` for directly before the window, as in
-    the paper, so that a model goes on behind the length that it was trained for. With `rolling` every token of a
-    context of at least `min_context_tokens`, those of prompts too, reads exactly `sink_tokens` and a window,
-    `budget_tokens` together; with the policy `dense` and a cache of 16 bits."""
+    """`rolling`: the first tokens stand directly before the window, as in the paper; policy `dense` only."""
 
     @model_validator(mode="after")
     def _one_window(self) -> Self:
@@ -133,9 +129,9 @@ class SnapKVCompaction(Compaction):
     method: Literal["snapkv"] = "snapkv"
     """Name of the method."""
     window_tokens: Annotated[int, Field(ge=1, le=512)] = 32
-    """Newest tokens of the prompt, which vote and are kept."""
+    """Newest tokens of the prompt; they vote and are kept."""
     pool_tokens: Literal[1, 3, 5, 7, 9, 11, 13] = 5
-    """A token counts the largest vote among so many around it, so that what is kept hangs together; 1 for its own."""
+    """A token takes the largest vote among this many tokens around it; 1: its own."""
 
     @field_validator("pool_tokens", mode="before")
     @classmethod
@@ -165,13 +161,11 @@ class PyramidKVCompaction(SnapKVCompaction):
     method: Literal["pyramidkv"] = "pyramidkv"  # type: ignore[assignment]
     """Name of the method."""
     window_tokens: Annotated[int, Field(ge=1, le=512)] = 128
-    """Newest tokens of the prompt, which vote and are kept."""
+    """Newest tokens of the prompt; they vote and are kept."""
     beta: Annotated[float, Field(ge=1.0, le=1000.0)] = 20.0
-    """The last layer keeps the average budget divided by this, and the first what makes up for it; 1 for equal
-    budgets. The window and the sinks are kept on top in every layer."""
+    """The last layer keeps the average budget divided by this, the first layers more; 1: equal budgets."""
     layer_classes: Annotated[int, Field(ge=1, le=16)] = 4
-    """Budgets there are at most: consecutive layers share one, and a block table, if their number divides the
-    model's."""
+    """Largest number of different budgets; consecutive layers share a budget and a block table."""
 
     def retention(self) -> Retention:
         """Returns what the layers keep on average, and how they share it."""
@@ -185,7 +179,7 @@ class H2OCompaction(Compaction):
     method: Literal["h2o"] = "h2o"
     """Name of the method."""
     recent_share: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """Share of the budget for the newest tokens of the prompt; what they and the sinks leave is for heavy hitters."""
+    """Share of the budget for the newest prompt tokens; sinks and heavy hitters share the rest."""
 
     def retention(self) -> Retention:
         """Returns what the layers keep: it takes all queries of a prompt."""
@@ -210,7 +204,7 @@ class ZipVLCompaction(Compaction):
     recent_probes: Annotated[int, Field(ge=1, le=4096)] = 64
     """Newest tokens of the prompt that are probe rows."""
     random_probes: Annotated[int, Field(ge=0, le=4096)] = 64
-    """Tokens drawn from those before them that are probe rows as well."""
+    """Earlier tokens, drawn at random, that are probe rows too."""
     seed: Annotated[int, Field(ge=0, le=(1 << 32) - 1)] = 0
     """Seed of the draw."""
 

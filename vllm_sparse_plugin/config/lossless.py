@@ -15,15 +15,11 @@ class Lossless(Section):
     of dense decoding. Prompts attend densely, too."""
 
     draft_tokens: Annotated[int, Field(ge=1, le=64)] = 8
-    """Tokens that are drafted, one after the other, for each that dense attention is certain to make; where
-    their length is adaptive, at most."""
+    """Tokens of a draft; the most if `draft_length` is `adaptive`."""
     draft_length: Literal["fixed", "adaptive"] = "fixed"
-    """`fixed`: drafts have so many tokens. `adaptive`: they are as long as pays, down to none at all, by the acceptance
-    and the times of the latest steps. Now and then a step goes without drafts, or with the longest, to see whether that
-    would be faster by now."""
+    """`fixed`: `draft_tokens`. `adaptive`: 0 to `draft_tokens`, by the acceptance and the times of the latest steps."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 8192
-    """Shortest context that is drafted for. Shorter ones decode densely, one token at a time: there a draft takes
-    about as long as what it saves. Contexts that a draft would read whole are never drafted for."""
+    """Shorter contexts, and contexts that a draft would read whole, decode densely without drafts."""
 
 
 @dataclass(frozen=True)

@@ -21,30 +21,27 @@ class BlockPrefill(Section):
     method: Literal["blocks"] = "blocks"
     """Name of the method."""
     density: Annotated[float | None, Field(ge=0.001, le=1.0)] = 0.1
-    """Share of its past blocks that a tile reads, per KV head; 1 for all. A `coverage` replaces it."""
+    """Share of its past key blocks that a tile reads per KV head; 1: all."""
     coverage: Annotated[float | None, Field(ge=0.001, le=1.0)] = None
-    """Instead of `density`: share of a tile's estimated attention weight that what it reads must reach, so that each
-    tile and KV head reads as much as it needs."""
+    """Replaces `density`: read key blocks until they hold this estimated share of the attention weight."""
     tile_tokens: Literal[64, 128] = 64
-    """Positions of a prompt that choose together."""
+    """Prompt tokens that choose key blocks together: a tile."""
     block_tokens: Literal[64, 128] = 64
-    """Tokens of a block, the unit that a tile chooses."""
+    """Tokens of a key block."""
     measure: Literal["mass", "maximum"] = "mass"
-    """What a block is chosen by: the estimated attention weight on it, summed over a tile's queries, or the largest
-    score that a query gives one of its pages. A `coverage` needs the mass."""
+    """Score of a key block: `mass`, its estimated attention weight, or `maximum`, its best page score."""
     query_stride: Literal[1, 2, 4, 8, 16] = 8
-    """One in so many of a tile's queries scores the blocks."""
+    """One in this many queries of a tile scores the key blocks."""
     first_dense_layers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Leading layers whose prefill stays dense."""
+    """Number of leading layers with dense prefill."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 8192
-    """Position from which a tile that begins there chooses; tiles before it read everything. Prompts that end before
-    it are served as without this section."""
+    """Tiles that begin before this position read everything."""
     min_blocks: Annotated[int, Field(ge=1, le=1 << 16)] = 16
-    """Past blocks that a tile reads at least, if it has so many."""
+    """Smallest number of past key blocks that a tile reads, if it has that many."""
     sink_blocks: Annotated[int, Field(ge=0, le=64)] = 1
-    """Leading blocks that are always read: they hold the attention sinks."""
+    """First key blocks that are always read; they hold the attention sinks."""
     recent_blocks: Annotated[int, Field(ge=0, le=64)] = 1
-    """Newest past blocks that are always read. A tile's own blocks are read on top, causally."""
+    """Newest past key blocks that are always read; a tile also reads its own key blocks."""
 
     @field_validator("query_stride", mode="before")
     @classmethod
@@ -101,17 +98,17 @@ class ZipVLPrefill(Section):
     method: Literal["zipvl"] = "zipvl"
     """Name of the method."""
     tau: Annotated[float, Field(ge=0.001, le=1.0)] = 0.975
-    """Share of the probe rows' attention that the tokens which are kept must carry (the paper's tau); 1 for all."""
+    """Share of the probe rows' attention that the kept tokens carry (tau in the paper); 1: keep all."""
     recent_probes: Annotated[int, Field(ge=1, le=4096)] = 64
     """Newest tokens of a chunk that are probe rows."""
     random_probes: Annotated[int, Field(ge=0, le=4096)] = 64
-    """Tokens drawn from those before them that are probe rows as well."""
+    """Earlier tokens, drawn at random, that are probe rows too."""
     seed: Annotated[int, Field(ge=0, le=(1 << 32) - 1)] = 0
     """Seed of the draw."""
     first_dense_layers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Leading layers whose prefill stays dense."""
+    """Number of leading layers with dense prefill."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 0
-    """Shortest context that is made sparse."""
+    """Shorter contexts are prefilled dense."""
 
     def rule(self) -> TokenRule:
         """Returns the settings as the operation takes them."""

@@ -42,27 +42,27 @@ class Routing(Section):
     which are therefore skipped, with an output of zero."""
 
     score: Literal["mean", "max", "min"] = "mean"
-    """A group's score, of the cosines of its query heads with the cached key of token 0."""
+    """A group's score: mean, largest or smallest cosine of its query heads with the key of token 0."""
     threshold: Annotated[Any, THRESHOLD] = None
-    """Score from which a group is skipped: one for the model, one for each layer, or one for each layer and KV head.
-    Above 1 nothing is skipped."""
+    """Skip groups with this score or more: a number, or a list by layer, or by layer and KV head; above 1: skip
+    none."""
     cubic: Annotated[Any, CUBIC] = None
-    """Instead of `threshold`: c0 + c1 x + c2 x^2 + c3 x^3, where x goes from 0 at `shortest` to 1 at `longest` as the
-    logarithm of the context's length does. `vllm-sparse calibrate` finds it."""
+    """Replaces `threshold`: c0 to c3 of a cubic in x, the logarithm of the context length, 0 at `shortest`, 1 at
+    `longest`."""
     shortest: Annotated[int, Field(ge=1, le=1 << 24)] = 1
-    """Shortest context in tokens that `cubic` was fitted to; shorter ones have its threshold."""
+    """Shortest context, in tokens, that `cubic` was fitted to; shorter contexts use its threshold."""
     longest: Annotated[int, Field(ge=2, le=1 << 24)] = 1 << 24
-    """Longest context in tokens that `cubic` was fitted to; a model that is served with longer ones is refused."""
+    """Longest context, in tokens, that `cubic` was fitted to; longer ones are refused at start."""
     dense_layers: Annotated[int, Field(ge=0, le=1024)] = 2
-    """Leading layers that are not routed."""
+    """Number of leading layers that are not routed."""
     model: Annotated[str | None, TEXT] = None
-    """Model that the thresholds were found for; another one is refused. None for any."""
+    """Model of the thresholds; another model is refused. Null: any."""
     revision: Annotated[str | None, TEXT] = None
-    """Revision of that model; another one is refused. None for any."""
+    """Revision of that model; another revision is refused. Null: any."""
     data: Annotated[str | None, TEXT] = None
-    """What the thresholds were found on."""
+    """Data that the thresholds were fitted to."""
     date: Annotated[str | None, TEXT] = None
-    """When they were found."""
+    """Date of that fit."""
 
     @field_validator("threshold", mode="plain")
     @classmethod

@@ -46,40 +46,35 @@ class Diagnostics(Section):
     """Measuring the selections of a running server."""
 
     sample_every: Annotated[int | None, Field(ge=0, le=1 << 30)] = None
-    """One in so many steps that decode sparsely has one of its tokens attend to everything as well, in a few layers by
-    turns; how the selection compares is added to the `vllm_sparse_` metrics at `/metrics`, by layer and KV head. 0 for
-    none; null for 1,024 on a CPU and 4,096 on a GPU, where such a step runs outside its full CUDA graph, but none there
-    where attention may stop. Where nothing is selected, and in lossless mode, whose answers
-    come of dense attention, nothing is measured."""
+    """Measure one in this many sparse decode steps; 0: none. Null: 1,024 on a CPU, 4,096 on a GPU (0 with
+    `stopping`)."""
     log_requests: bool = False
-    """One line in the log of the first worker for each request that ends: the share of their contexts that its decoding
-    tokens read, and how much of the attention weight that is by the estimate, if it was sampled. Where a coverage or
-    stopping decides, or a model drafts for itself, lengths do not tell, and there is none."""
+    """Log one line for each finished request: the share of its context that decode steps read."""
 
 
 class SparseAttentionConfig(Section):
     """Settings of the pipeline."""
 
     selection: AnySelection = UniqueSelection()  # type: ignore[valid-type]
-    """Which pages a decode step reads."""
+    """The rule that chooses the pages of a decode step."""
     prefill: AnyPrefill | None = None  # type: ignore[valid-type]
-    """What the tokens of a prompt attend to; None for everything."""
+    """What the tokens of a prompt attend to; null: everything."""
     compaction: AnyCompaction | None = None  # type: ignore[valid-type]
-    """What the cache keeps of a prompt once it has been computed; None for everything."""
+    """What the cache keeps of a prompt after its prefill; null: everything."""
     routing: Routing | None = None
-    """Which KV groups a decode step skips; None for none."""
+    """The KV groups that a decode step skips; null: none."""
     stopping: Stopping | None = None
-    """When a decode step stops reading; None for never."""
+    """When a decode step stops reading; null: never."""
     first_dense_layers: Annotated[int, Field(ge=0, le=1024)] = 0
-    """Leading layers that stay dense."""
+    """Number of leading layers that stay dense."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
-    """Shortest context that is made sparse; shorter ones are served dense."""
+    """Shorter contexts are served dense."""
     lossless: Lossless | None = None
-    """Whether sparse steps draft and dense attention answers; None for sparse steps that answer."""
+    """Sparse steps draft and dense attention verifies; null: sparse steps answer."""
     speculation: Speculation = Speculation()
-    """How the layers of a draft attend."""
+    """Attention of a draft's layers."""
     diagnostics: Diagnostics = Diagnostics()
-    """Measuring the selections of a running server."""
+    """Measurements of a running server's selections."""
 
     def without_auto(self) -> SparseAttentionConfig:
         """Returns the configuration with the number that `stopping.block_tokens: auto` stands for."""

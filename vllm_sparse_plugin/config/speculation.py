@@ -11,5 +11,4 @@ class Speculation(Section):
     """How the attention layers of a draft attend, where vLLM speculates with EAGLE, EAGLE-3, MTP or a draft model."""
 
     draft: Literal["dense", "sparse"] = "dense"
-    """`dense`: the draft's layers read everything. `sparse`: they read the pages that the selection chooses for them;
-    they are never routed, never stop early and prefill densely."""
+    """`sparse`: the draft's layers read selected pages, without routing, stopping or sparse prefill."""

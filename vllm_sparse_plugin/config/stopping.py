@@ -22,20 +22,15 @@ class Stopping(Section):
     """
 
     scale_tolerance: Annotated[float, Field(ge=0.0, le=1000.0)] = 1e-5
-    """Largest change of the output's probe, by its norm, that a block may make and still count as stable (the paper's
-    tau)."""
+    """Largest change of the probe's norm in a stable test interval (tau in the paper)."""
     direction_tolerance: Annotated[float, Field(ge=0.0, le=16.0)] = 1e-3
-    """The same of its direction, as 1 - cosine (the paper's phi); above 2 every direction passes."""
+    """Largest change of the probe's direction, 1 - cosine, in a stable test interval (phi in the paper)."""
     patience: Annotated[int, Field(ge=0, le=1 << 20)] = 5
-    """Consecutive stable blocks after which a step stops reading (the paper's p); 0 for never."""
+    """Consecutive stable test intervals before a step stops (p in the paper); 0: never stop."""
     block_tokens: Literal["auto", 64, 128, 256, 512, 1024] = "auto"
-    """Tokens read between two tests. `auto` takes 512 where every page may be read: fewer leave a GPU's memory idle
-    between the tests. Under a policy that selects pages it takes 64: its whole budget may be a block of 512, and a rule
-    can only stop what has more blocks than its patience."""
+    """Tokens of a test interval. `auto`: 512 with the policy `dense`, otherwise 64."""
     dense_sink_pages: Annotated[int, Field(ge=0, le=64)] = 1
-    """Leading pages of 16 tokens that are read before the newest where the policy is dense: heads that rest on the
-    first token are not stable before they have seen it. The paper has none. Other policies have
-    `selection.sink_pages`."""
+    """With the policy `dense`: first pages of 16 tokens, read before the newest; not in the paper."""
 
     def rule(self, selection: Selection) -> StopRule:
         """Returns the rule for what a policy selects."""

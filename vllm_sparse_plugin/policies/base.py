@@ -61,12 +61,12 @@ class Selection(Policy):
     """Whether a CUDA graph may hold `select`: it never waits for the device, and its shapes do not depend on data. Read
     only where `select` runs in torch on a GPU."""
     page_size: Literal[8, 16, 32] = 8
-    """Tokens per page, the unit of selection; divides vLLM's block size."""
+    """Tokens per page; vLLM's block size must be a multiple."""
     budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 512
-    """Tokens of complete pages read per KV head in a decode step; a multiple of `page_size`. The incomplete last
-    page is read on top. Contexts that fit the budget are served dense."""
+    """Tokens of complete pages read per KV head and step; a multiple of `page_size`. Contexts within it are served
+    dense."""
     sink_pages: Annotated[int, Field(ge=0, le=64)] = 1
-    """Leading pages that are always read: they hold the attention sinks."""
+    """First pages that are always read; they hold the attention sinks."""
 
     @classmethod
     def has_kernel(cls) -> bool:

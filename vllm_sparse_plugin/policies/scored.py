@@ -23,11 +23,9 @@ class ScoredSelection(Selection):
     statistics_kind: ClassVar[str]
     """What is kept of a page's keys, and so how it is scored: a name in `KINDS`."""
     recent_pages: Annotated[int, Field(ge=0, le=64)] = 1
-    """Newest complete pages that are always read, within the budget. A token that begins a page has no other way to
-    be sure of its neighbours."""
+    """Newest complete pages that are always read, within the budget."""
     statistics: StatisticsFormat = "int8"
-    """How the vectors of a page's statistics are stored: `int8` and `fp8` with one scale per vector, or `bf16`. All but
-    one vector of 8 bits need blocks of a multiple of 64 tokens, and a one-byte cache of 256."""
+    """Storage format of the page statistics."""
 
     @property
     def std_weight(self) -> float:

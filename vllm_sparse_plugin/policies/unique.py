@@ -23,25 +23,19 @@ class UniqueSelection(ScoredSelection):
         "always reads the newest complete page; the preset unique_paper does neither."
     )
     statistics: Literal["auto", "quarters", "sketch", "int8", "fp8", "bf16"] = "auto"  # type: ignore[assignment]
-    """What is kept of a page's keys. The paper's mean and standard deviation, the mean in `int8` or `fp8` with one
-    scale per page or in `bf16`, which needs blocks of a multiple of 64 tokens. Or the means of the page's `quarters` in
-    four bits an element, which find single keys that a mean over the page hides, in the bytes of a bf16 mean. Or a
-    `sketch`, the quarters in two bits: as small as an int8 mean, but lost on keys with outlying channels. `auto` takes
-    quarters, and int8 in an 8-bit KV cache, where quarters would add an eighth to it."""
+    """Statistics of a page's keys; `auto` is `quarters`, or `int8` in an 8-bit cache."""
     policy: Literal["unique"] = "unique"
     """Name of the selection policy."""
     lambda_: Annotated[float, Field(alias="lambda", ge=0.0, le=16.0)] = 1.0
-    """Weight of the standard deviation in a page's score (the paper's lambda, Eq. 3), where there is one: with int8,
-    fp8 and bf16."""
+    """Weight of the standard deviation in a page's score (lambda in Eq. 3), for `int8`, `fp8` and `bf16`."""
 
     coverage: Annotated[float | None, Field(ge=0.01, le=1.0)] = None
-    """Instead of `budget_tokens`: share of its attention weight that what a decode step reads must reach, as the page
-    statistics estimate it, so that each step and KV head reads as much as it needs. With quarters or a sketch, and a
-    16-bit cache."""
+    """Replaces `budget_tokens`: read pages until they hold this estimated share of the attention weight; 16-bit cache
+    only."""
     min_budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 128
-    """Tokens of complete pages that are read at least under a coverage, that of a request included."""
+    """Smallest number of tokens read under a coverage, also under that of a request."""
     max_budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 8192
-    """Tokens of complete pages that are read at most under a coverage, or `min_budget_tokens` where those are more."""
+    """Largest number of tokens read under a coverage; `min_budget_tokens` if that is larger."""
 
     @model_validator(mode="after")
     def _coverage_has_an_estimate(self) -> Self:
