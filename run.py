@@ -5,7 +5,7 @@
     python3 run.py test [arguments]      the tests; arguments go to pytest
     python3 run.py exec COMMAND ...      any command of the environment, such as `exec vllm-sparse show-config`
     python3 run.py setup                 only install
-    python3 run.py lock [arguments]      resolve requirements/cpu.lock anew; arguments go to `uv pip compile`
+    python3 run.py lock [arguments]      resolve requirements/{cpu,gpu}.lock anew; arguments go to `uv pip compile`
 
 Needs Python 3.11 or 3.12 and nothing else. Installs the versions of requirements/cpu.lock, and again only when that
 file or pyproject.toml changed. Exit code 1 if the installation fails, 2 for bad usage, 130 after Ctrl-C, 143 after
@@ -28,6 +28,7 @@ BIN = VENV / "bin"
 STAMP = VENV / "installed"
 REQUIREMENTS = ROOT / "requirements"
 LOCK = REQUIREMENTS / "cpu.lock"
+GPU_LOCK = REQUIREMENTS / "gpu.lock"
 EXTRAS = ("cpu", "dev", "bench", "docs", "eval", "train")
 TORCH = "2.13.0"
 
@@ -94,17 +95,21 @@ def _install() -> None:
 
 
 def _lock(arguments: list[str]) -> int:
-    """Resolve the lock file anew for every Python that the project supports, and return the exit code."""
+    """Resolve both lock files anew and return the exit code: that of a CPU for every Python that the project supports,
+    that of an NVIDIA GPU for Python 3.12 on Linux, x86-64."""
     read = "import importlib.metadata; print(*importlib.metadata.requires('torch'), sep='\\n')"
     torch = subprocess.run([str(BIN / "python"), "-c", read], stdout=subprocess.PIPE, text=True, check=True).stdout
-    command = [str(BIN / "uv"), "pip", "compile", "--universal", "--python-version", "3.11", "--generate-hashes"]
-    command += ["--no-annotate", "--custom-compile-command", "python3 run.py lock", "--quiet", "-o", str(LOCK)]
+    compile_ = [str(BIN / "uv"), "pip", "compile", "--generate-hashes", "--no-annotate", "--quiet", *arguments]
+    compile_ += ["--custom-compile-command", "python3 run.py lock"]
+    gpu = [*compile_, "--python-version", "3.12", "--python-platform", "x86_64-manylinux_2_28", "-o", str(GPU_LOCK)]
+    command = [*compile_, "--universal", "--python-version", "3.11", "-o", str(LOCK)]
     for extra in EXTRAS:
         command += ["--extra", extra]
+        gpu += ["--extra", extra] if extra != "cpu" else []
     for overrides in ("cpu-overrides.txt", "lock-overrides.txt"):
         command += ["--override", str(REQUIREMENTS / overrides)]
-    done = subprocess.run([*command, *arguments, "pyproject.toml", "-"], cwd=ROOT, input=torch, text=True, check=False)
-    return done.returncode
+    done = subprocess.run([*command, "pyproject.toml", "-"], cwd=ROOT, input=torch, text=True, check=False)
+    return done.returncode or subprocess.run([*gpu, "pyproject.toml"], cwd=ROOT, check=False).returncode
 
 
 def main(arguments: list[str]) -> int:

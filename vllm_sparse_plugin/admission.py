@@ -21,7 +21,7 @@ from sparse_kernels.sparse_decode.refusals import decode_refusals
 from vllm_sparse_plugin import compat, connectors
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
 from vllm_sparse_plugin.config.routing import Routing, identify
-from vllm_sparse_plugin.engine_settings import settings_of
+from vllm_sparse_plugin.engine_settings import resolved, settings_of
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.metrics.live import expose
 from vllm_sparse_plugin.names import SCHEDULER
@@ -86,14 +86,13 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         # vLLM makes a configuration of it to load a draft model; what drafts is checked with the model.
         return
     name = compat.chosen_backend(vllm_config, backends)
-    settings = settings_of(vllm_config)
     check.remember(None)
     if name is None:
-        if settings.given is not None:
+        if settings_of(vllm_config).given is not None:
             allowed = choices(backend.lower() for backend in backends)
             raise ConfigurationError(f"{KEY}: got settings but no attention backend of ours, allowed: {allowed}")
         return
-    config = settings.resolve(backends[name])
+    config = resolved(vllm_config, backends[name])
     for field, got, allowed in _unsupported(vllm_config, config):
         raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
     announce(config, vllm_config.cache_config.cache_dtype)
@@ -163,6 +162,11 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
                 f"a multiple of {multiple}"
                 + (f" (pages of {config.selector.page_size} tokens)" if config.selector else ""),
             )
+    selector = config.selector
+    if selector is not None and not selector.has_kernel() and on_cuda:
+        policy = f"policy {selector.name()}, whose select has no kernel"
+        expect(config.stop_rule is None, f"{KEY}.stopping", f"a rule with {policy}", "null with it on a GPU")
+        expect(config.lossless is None, f"{KEY}.lossless", f"a section with {policy}", "null with it on a GPU")
     if config.coverage is not None:
         field, got = f"{KEY}.selection.coverage", config.coverage
         eight_bits = cache.cache_dtype in EIGHT_BIT_CACHES

@@ -10,6 +10,7 @@ import functools
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -181,7 +182,7 @@ def hook_platform(
 
 
 def hook_model_runners(
-    attach: Callable[[Any], None],
+    building: Callable[[Any], AbstractContextManager[None]],
     spread: Callable[[Any], Any],
     added: Callable[[Any, Any], None],
     begin_step: Callable[[Any, Lengths | None], bool],
@@ -201,7 +202,7 @@ def hook_model_runners(
     they say, and when a backend may ask for a step without its full graph.
 
     Args:
-        attach: takes a runner.
+        building: takes a runner; returns a context in which the runner builds its metadata builders.
         spread: takes and returns the specifications by the names of the layers.
         added: takes a runner and its new requests, each with `req_id` and `sampling_params`.
         begin_step: takes a runner, and what gives query tokens and context of each request of its next step, None for a
@@ -213,7 +214,7 @@ def hook_model_runners(
         runner: Any = getattr(sys.modules.get(module), "GPUModelRunner", None)
         if runner is None or _HOOKED in vars(runner):
             continue
-        runner.initialize_kv_cache = _showing(runner.initialize_kv_cache, attach)
+        runner.initialize_kv_cache = _showing(runner.initialize_kv_cache, building)
         runner.get_kv_cache_spec = _spreading(runner.get_kv_cache_spec, spread)
         if hasattr(runner, "add_requests"):
             runner.add_requests = _telling(runner.add_requests, added)
@@ -304,19 +305,33 @@ def _making(choose: Callable[..., Any], make: Callable[[VllmConfig, torch.device
     return init_speculator
 
 
+def _current_config_of(runner: Any) -> AbstractContextManager[Any]:
+    """Makes a runner's configuration vLLM's current one, which the class methods of a backend read.
+
+    vLLM does so when it builds a model, but not when it asks for the specifications of its cache.
+    """
+    from vllm.config import set_current_vllm_config
+
+    context: AbstractContextManager[Any] = set_current_vllm_config(runner.vllm_config)
+    return context
+
+
 def _spreading(get_kv_cache_spec: Callable[..., Any], spread: Callable[[Any], Any]) -> Callable[..., Any]:
     @functools.wraps(get_kv_cache_spec)
     def specifications(runner: Any) -> Any:
-        return spread(get_kv_cache_spec(runner))
+        with _current_config_of(runner):
+            return spread(get_kv_cache_spec(runner))
 
     return specifications
 
 
-def _showing(initialize_kv_cache: Callable[..., Any], attach: Callable[[Any], None]) -> Callable[..., Any]:
+def _showing(
+    initialize_kv_cache: Callable[..., Any], building: Callable[[Any], AbstractContextManager[None]]
+) -> Callable[..., Any]:
     @functools.wraps(initialize_kv_cache)
     def initialize(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        attach(runner)
-        return initialize_kv_cache(runner, *args, **kwargs)
+        with building(runner), _current_config_of(runner):
+            return initialize_kv_cache(runner, *args, **kwargs)
 
     return initialize
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_sparse_plugin.compat import chosen_backend
 from vllm_sparse_plugin.config import ResolvedConfig
-from vllm_sparse_plugin.engine_settings import settings_of
+from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.names import BACKENDS
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def with_block_contents(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
     name = chosen_backend(vllm_config, BACKENDS)
     if name is None:
         return vllm_config
-    config = settings_of(vllm_config).resolve(BACKENDS[name])
+    config = resolved(vllm_config, BACKENDS[name])
     contents = block_contents(config, kv_cache_config)
     if not contents:
         return vllm_config

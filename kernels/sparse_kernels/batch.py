@@ -40,6 +40,11 @@ class DecodeBatch:
     scores: torch.Tensor | None = None
     """`[num_tokens, num_kv_heads, at least as many pages as a context has]` bfloat16, of pages that have been scored
     already, see `page_score.score_pages`; None where a selection scores them."""
+    pages: torch.Tensor | None = None
+    """`[num_tokens, num_kv_heads, selection.k]` int32, contiguous: the complete pages that each row attends, in this
+    order, besides the incomplete page. Nothing is scored or selected then. -1 stands for no page, and so does every
+    number that is not a complete page of the context. A row with a budget takes its pages from the first `budget`
+    places. Rows that are attended whole ignore their list. None where a selection chooses the pages."""
 
     @property
     def num_tokens(self) -> int:
@@ -65,24 +70,30 @@ class DecodeBatch:
         """Returns how many query heads share a KV head."""
         return self.query.shape[1] // num_kv_heads
 
-    def num_pages(self, page_size: int) -> torch.Tensor:
-        """Returns the complete pages of each query token's context: `[num_tokens]` int32."""
+    def context_lens(self) -> torch.Tensor:
+        """Returns the tokens of each query token's context, itself included: `[num_tokens]` int32, at most 0 for
+        padding."""
         contexts = self.seq_lens
         if self.tokens_per_request > 1:
             from_end = torch.arange(self.tokens_per_request - 1, -1, -1, dtype=torch.int32, device=contexts.device)
             contexts = (contexts[:, None] - from_end).flatten()
-        return (contexts // page_size).clamp(min=0)
+        return contexts
+
+    def num_pages(self, page_size: int) -> torch.Tensor:
+        """Returns the complete pages of each query token's context: `[num_tokens]` int32."""
+        return (self.context_lens() // page_size).clamp(min=0)
 
     def requests(self, first: int, last: int) -> DecodeBatch:
         """Returns the batch of the requests from `first` to before `last`."""
         tokens = slice(first * self.tokens_per_request, last * self.tokens_per_request)
         dense = None if self.dense_requests is None else self.dense_requests[first:last]
         budgets, scores = self.budgets, None if self.scores is None else self.scores[tokens]
+        pages = None if self.pages is None else self.pages[tokens]
         if budgets is not None:
             budgets = budgets[tokens] if budgets.dim() == 2 else budgets[first:last]
         return DecodeBatch(
             self.query[tokens], self.block_table[first:last], self.seq_lens[first:last], dense, self.dense_tokens,
-            self.query_scale, self.max_context, budgets, scores,
+            self.query_scale, self.max_context, budgets, scores, pages,
         )  # fmt: skip
 
     def token_budgets(self) -> torch.Tensor | None:
@@ -322,6 +333,11 @@ class DecodeOutput:
     """`[num_tokens, num_kv_heads]` int32, under a stop rule: pages read before the stop, 0 for skipped groups."""
     counters: torch.Tensor | None = None
     """`[num_kv_heads, 4]` int64 that rows which may stop and are not skipped add to: see `stopping.count_reads`."""
+    pages: torch.Tensor | None = None
+    """`[num_tokens, num_kv_heads, selection.k]` int32, contiguous: where `sparse_decode` writes the pages that it
+    chose, -1 behind the last. Rows that are attended whole, skipped groups and padding get -1. As `DecodeBatch.pages`
+    of a step with the same arguments, they give the same output. The order is the one in which pages are attended; it
+    differs between platforms. Not together with `DecodeBatch.pages`."""
 
     @classmethod
     def like(cls, query: torch.Tensor) -> DecodeOutput:
@@ -332,7 +348,8 @@ class DecodeOutput:
     def tokens(self, first: int, last: int) -> DecodeOutput:
         """Returns the output of the query tokens from `first` to before `last`."""
         pages_read = None if self.pages_read is None else self.pages_read[first:last]
-        return DecodeOutput(self.heads[first:last], pages_read, self.counters)
+        pages = None if self.pages is None else self.pages[first:last]
+        return DecodeOutput(self.heads[first:last], pages_read, self.counters, pages)
 
     def check(self, batch: DecodeBatch, num_kv_heads: int) -> None:
         """Raises ValueError unless there is room for a batch's output, and for what is counted of it."""
@@ -346,6 +363,14 @@ class DecodeOutput:
             if tuple(tensor.shape) != shape or tensor.device != batch.query.device:
                 allowed = f"{list(shape)} on {batch.query.device}"
                 raise ValueError(f"{name}: got {list(tensor.shape)} on {tensor.device}, allowed: {allowed}")
+
+
+def check_pages(name: str, pages: torch.Tensor, shape: tuple[int, int, int], device: torch.device) -> None:
+    """Raises ValueError unless lists of pages are contiguous int32 of a shape and on a device."""
+    if pages.dtype != torch.int32 or tuple(pages.shape) != shape or pages.device != device or not pages.is_contiguous():
+        got = f"{str(pages.dtype).removeprefix('torch.')} {list(pages.shape)} on {pages.device}"
+        got += "" if pages.is_contiguous() else ", not contiguous"
+        raise ValueError(f"{name}: got {got}, allowed: int32 {list(shape)} on {device}, contiguous")
 
 
 def _check_heads(query: torch.Tensor, num_kv_heads: int, head_size: int) -> None:

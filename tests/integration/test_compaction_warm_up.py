@@ -46,6 +46,7 @@ from sparse_kernels.token_prefill import api as voting, triton as prefill
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl
+from vllm_sparse_plugin.attention.cuda.start_up import warm_up_compaction
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.requests.rows import BatchRows
 from vllm_sparse_plugin.compaction.step import StepCompaction
@@ -113,7 +114,8 @@ def launches(settings, share, eight_bits):
     stored = torch.uint8 if eight_bits else torch.bfloat16
     compiled.clear()
     rows = BLOCK + layout.rows(BLOCK)
-    impl.warm_up_compaction(
+    layer.impl = impl
+    warm_up_compaction(
         layer, SimpleNamespace(num_states=rows, dtype=stored),
         SimpleNamespace(dtype=torch.bfloat16, max_model_len=LONGEST), step, torch.device("cpu"),
     )

@@ -25,9 +25,10 @@ from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadataBuilder,
 )
 
-from vllm_sparse_plugin.attention import cuda
-from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder
-from vllm_sparse_plugin.attention.engine_config import ModelSize
+from vllm_sparse_plugin.attention.base import ModelSize
+from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder, flash, start_up
+from vllm_sparse_plugin.attention.cuda import builder as builder_module
+from vllm_sparse_plugin.attention.cuda import layer as layer_module
 from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
@@ -39,7 +40,7 @@ from vllm_sparse_plugin.metrics.live import LayerQuality
 from vllm_sparse_plugin.metrics.sampling import Sample, StepSampler
 from vllm_sparse_plugin.policies import EveryPage
 from vllm_sparse_plugin.requests.arguments import EVERY_PAGE
-from vllm_sparse_plugin.requests.limits import StepBudgets, StepNumbers
+from vllm_sparse_plugin.requests.limits import StepLimits, StepNumbers
 from vllm_sparse_plugin.requests.rows import BatchRows
 
 HEADS, GROUP, SIZE, BLOCK = 2, 2, 64, 64
@@ -71,10 +72,10 @@ def common_metadata(query_lens: list[int], seq_lens: list[int], prefilling: list
     )
 
 
-def budgets_of(preset: str, *arguments: dict | None, **settings: object) -> StepBudgets:
+def budgets_of(preset: str, *arguments: dict | None, **settings: object) -> StepLimits:
     """Those of a server whose requests say so."""
     config = resolve(settings if preset == "dense" else BUDGET | settings, preset)
-    return StepBudgets(config, asking(*arguments), 16, torch.device("cpu"))
+    return StepLimits(config, asking(*arguments), 16, torch.device("cpu"))
 
 
 @pytest.fixture
@@ -107,7 +108,7 @@ def builder(monkeypatch):
     made.any_dense_decode = False
     made.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=1000))
     made.dense_requests = StepNumbers(False, 16, torch.bool, torch.device("cpu"))
-    made.budgets = budgets_of("dense")
+    made.limits = budgets_of("dense")
     return made
 
 
@@ -215,8 +216,8 @@ def test_a_step_that_verifies_as_many_drafts_of_every_request_attends_at_once(
 ):
     builder.answers_sparsely, builder.verifies_at_once, builder.any_dense_layer = False, True, has_dense_layers
     common = common_metadata([3, 3], [300, 500], [False, False])
-    kernel = mock.Mock(side_effect=cuda.multi_token_decode)
-    monkeypatch.setattr(cuda, "multi_token_decode", kernel)
+    kernel = mock.Mock(side_effect=layer_module.multi_token_decode)
+    monkeypatch.setattr(layer_module, "multi_token_decode", kernel)
     output, dense, metadata = run(layer, builder, common)
     assert kernel.call_count == 1
     assert (metadata.decode, metadata.prefill) == ([], None)
@@ -294,7 +295,7 @@ def test_requests_of_all_kinds_read_what_they_say(layer, builder, new):
         rows = slice(request * new, (request + 1) * new)
         expected[request], dense = (part[rows] for part in run(layer, builder, common)[:2])
         assert torch.allclose(expected[request], dense, atol=2e-2, rtol=2e-2) == (tokens is None)
-    builder.budgets = budgets_of(plain.selector.name(), *KINDS, compaction=None)
+    builder.limits = budgets_of(plain.selector.name(), *KINDS, compaction=None)
     layer.bind(replace(plain, most_pages=1024))
     output, _, metadata = run(layer, builder, common)
     (decode,) = metadata.decode
@@ -318,15 +319,15 @@ def test_a_server_with_a_coverage_serves_budgets_beside_it(layer, builder):
         counted.append(found.budgets)
         return found
 
-    with mock.patch.object(cuda, "count_rows", counting):
-        builder.budgets = StepBudgets(config, asking(*kinds), 16, torch.device("cpu"))
+    with mock.patch.object(layer_module, "count_rows", counting):
+        builder.limits = StepLimits(config, asking(*kinds), 16, torch.device("cpu"))
         common = common_metadata([2] * 4, [900, 700, 800, 600], [False] * 4)
         output, dense, metadata = run(layer, builder, common)
     (decode,) = metadata.decode
     assert decode.budgets is None
-    assert decode.coverage.share.tolist() == pytest.approx([0.6, 0, 0.6, 0.9])
-    assert decode.coverage.least.tolist() == [4, 16, 4, 4]
-    assert decode.coverage.most.tolist() == [64, 16, 64, 64]
+    assert decode.limits.share.tolist() == pytest.approx([0.6, 0, 0.6, 0.9])
+    assert decode.limits.least.tolist() == [4, 16, 4, 4]
+    assert decode.limits.most.tolist() == [64, 16, 64, 64]
     (counts,) = counted
     assert counts[2:4].eq(16).all()
     assert 4 < counts[:2].min() < counts[6:].min()
@@ -341,7 +342,7 @@ def test_a_server_with_a_coverage_serves_budgets_beside_it(layer, builder):
 
 def test_budgets_lie_in_a_tensor_that_stays_and_is_written_when_they_change(builder, monkeypatch):
     written: list[int] = []
-    builder.budgets = budgets_of("unique", *KINDS)
+    builder.limits = budgets_of("unique", *KINDS)
     copied = torch.Tensor.copy_
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *given, **more: written.append(1) or copied(self, *given))
     (first,) = builder.build(0, common_metadata([1] * 6, [300] * 6, [False] * 6)).decode
@@ -354,17 +355,17 @@ def test_budgets_lie_in_a_tensor_that_stays_and_is_written_when_they_change(buil
     # A prompt's single tokens are dense as well.
     (mixed,) = builder.build(0, common_metadata([1] * 5, [300] * 5, [True, False, True, False, False])).decode
     assert mixed.dense.tolist() == [True, False, True, False, False]
-    builder.budgets._rows = asking(None, None, {"sparse_budget_tokens": 8192})
+    builder.limits._requested._rows = asking(None, None, {"sparse_budget_tokens": 8192})
     (later,) = builder.build(0, common_metadata([1] * 3, [300] * 3, [False] * 3)).decode
     assert later.budgets.tolist() == [8, 8, 1024]
     assert not later.dense.any()
     assert len({decode.budgets.data_ptr() for decode in (first, same, mixed, later)}) == 1
-    builder.budgets._rows = None
+    builder.limits._requested._rows = None
     assert builder.build(0, common_metadata([1] * 3, [300] * 3, [False] * 3)).decode[0].budgets.tolist() == [8] * 3
 
 
 def test_runs_of_a_step_have_their_own_budgets(layer, builder):
-    builder.budgets = budgets_of("unique", *KINDS[:3])
+    builder.limits = budgets_of("unique", *KINDS[:3])
     common = common_metadata([4, 1, 70], [900, 800, 600], [False, False, True])
     _, _, metadata = run(layer, builder, common)
     assert [decode.budgets.tolist() for decode in metadata.decode] == [[8], [16]]
@@ -374,7 +375,7 @@ def test_what_is_counted_of_reads_are_the_budgets_of_the_requests(builder):
     seen = []
     builder.reads = SimpleNamespace(step=lambda common, longest, budgets, log: seen.append(budgets))
     builder.build(0, common_metadata([1, 1], [300, 500], [False, False]))
-    builder.budgets = budgets_of("unique", *KINDS[:3])
+    builder.limits = budgets_of("unique", *KINDS[:3])
     builder.build(0, common_metadata([1] * 4, [300] * 4, [False] * 4))
     assert seen[0] is None
     assert seen[1].tolist() == [8, 16, EVERY_PAGE, 8]
@@ -382,7 +383,7 @@ def test_what_is_counted_of_reads_are_the_budgets_of_the_requests(builder):
 
 @pytest.mark.parametrize("stopping", [None, {}])
 def test_where_no_request_has_a_budget_all_launches_are_those_of_the_settings(builder, stopping):
-    builder.budgets = budgets_of("unique", None, {"sparse": "dense"}, stopping=stopping)
+    builder.limits = budgets_of("unique", None, {"sparse": "dense"}, stopping=stopping)
     (decode,) = builder.build(0, common_metadata([1, 1], [300, 500], [False, False])).decode
     assert (decode.budgets is None) == (stopping is not None)
     assert decode.dense.tolist() == [False, True]
@@ -493,7 +494,7 @@ def test_under_a_coverage_a_sampled_token_is_measured_by_what_it_read(layer, bui
     settings = {"selection": {"coverage": 0.6, "min_budget_tokens": 32, "max_budget_tokens": 512}}
     config = resolve(BUDGET | settings, "unique")
     layer.bind(replace(plan_of(config), most_pages=1024))
-    builder.budgets = StepBudgets(
+    builder.limits = StepLimits(
         config, asking(None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_coverage": 0.9}), 16,
         torch.device("cpu"),
     )  # fmt: skip
@@ -578,7 +579,8 @@ def test_measuring_is_warmed_up_and_leaves_no_trace(layer, monkeypatch):
     layer.bind(replace(layer.plan, quality=LayerQuality(counts, 3, 8)))
     layer.num_queries_per_kv = GROUP
     rows = BLOCK + (layer.plan.statistics.rows(BLOCK) if layer.plan.statistics else 0)
-    layer.warm_up_meter(SCALES, SimpleNamespace(num_states=rows, dtype=torch.bfloat16), 1000, torch.device("cpu"))
+    module = SimpleNamespace(**vars(SCALES), impl=layer)
+    start_up.warm_up_meter(module, SimpleNamespace(num_states=rows, dtype=torch.bfloat16), 1000, torch.device("cpu"))
     assert warnings == []
     assert len(measured) == 1
     assert counts.eq(0).all()
@@ -746,7 +748,7 @@ def test_prompts_keep_tokens_beside_requests_that_decode(layer, builder, preset)
 @pytest.mark.parametrize("eight_bits", [False, True])
 def test_flash_attention_3_is_asked_for_pages_of_one_token(layer, monkeypatch, eight_bits):
     asked = {}
-    monkeypatch.setattr(cuda.fa_utils, "flash_attn_varlen_func", lambda **given: asked.update(given), raising=False)
+    monkeypatch.setattr(flash.fa_utils, "flash_attn_varlen_func", lambda **given: asked.update(given), raising=False)
     query, sinks = torch.zeros(6, HEADS * GROUP, SIZE), torch.zeros(HEADS * GROUP)
     rows = torch.zeros(2, 40, dtype=torch.int32)
     scale = torch.ones(1) if eight_bits else None
@@ -755,7 +757,7 @@ def test_flash_attention_3_is_asked_for_pages_of_one_token(layer, monkeypatch, e
         torch.zeros(90, 1, HEADS, SIZE), rows, torch.tensor([20, 30], dtype=torch.int32), 5, 40,
         Softmax(SCALE, 3.0, sinks), scale, scale, scale, torch.empty_like(query),
     )  # fmt: skip
-    layer._attend_kept(kept)
+    flash.attend_kept(kept)
     for name, tensor in {
         "q": query, "k": kept.keys, "v": kept.values, "out": kept.output, "cu_seqlens_q": kept.query_start,
         "seqused_k": kept.counts, "block_table": rows, "s_aux": sinks,
@@ -771,19 +773,19 @@ def test_flash_attention_is_asked_for_virtual_sequences(layer, builder, monkeypa
     """The call that a GPU makes: page tables of one head, no sinks of its own, scales of every sequence."""
     asked = {}
 
-    def flash(**given):
+    def virtual(**given):
         asked.update(given)
         given["out"].zero_()
         return given["out"], torch.zeros(1)
 
-    monkeypatch.setattr(cuda.fa_utils, "flash_attn_varlen_func", flash, raising=False)
+    monkeypatch.setattr(flash.fa_utils, "flash_attn_varlen_func", virtual, raising=False)
     layer.vllm_flash_attn_version, layer.supports_quant_query_input = 3, True
     sequences = VirtualSequences(
         torch.zeros(6, GROUP, SIZE), torch.zeros(9, 16, 1, SIZE), torch.zeros(9, 16, 1, SIZE),
         torch.tensor([0, 3, 6], dtype=torch.int32), 3, torch.tensor([20, 30], dtype=torch.int32), 32,
         torch.zeros(2, 2, dtype=torch.int32),
     )  # fmt: skip
-    attend = layer._varlen_attention(SCALES)
+    attend = flash.varlen_attention(layer, SCALES)
     assert attend(sequences, torch.empty(6, GROUP, SIZE), wants_lse=False) is None
     assert attend(sequences, torch.empty(6, GROUP, SIZE), wants_lse=True) is not None
     assert asked["causal"] is True
@@ -801,7 +803,7 @@ def test_flash_attention_is_asked_for_virtual_sequences(layer, builder, monkeypa
 def test_the_profile_of_memory_leaves_room_for_sparse_prefill_and_votes(layer, monkeypatch, preset):
     asked = []
     empty = torch.empty
-    monkeypatch.setattr(cuda.torch, "empty", lambda *size, **more: asked.append(size) or empty(*size, **more))
+    monkeypatch.setattr(torch, "empty", lambda *size, **more: asked.append(size) or empty(*size, **more))
     config = resolve(None, preset)
     module = SimpleNamespace(attn_backend=SimpleNamespace(config=lambda: config))
     layer.kv_cache_dtype, layer.model_size, layer.num_queries_per_kv = "auto", ModelSize(4096, 32), GROUP
@@ -928,7 +930,7 @@ def in_triton(interpreted):
     """Has layers attend with rolling positions in Triton's interpreter, within its context."""
     from sparse_kernels.rolling_attention import triton
 
-    return mock.patch.object(cuda, "attend_rolling", triton.attend_rolling)
+    return mock.patch.object(layer_module, "attend_rolling", triton.attend_rolling)
 
 
 def test_decoding_requests_and_prompts_see_their_sinks_directly_before_their_windows(layer, builder, in_triton):
@@ -984,9 +986,7 @@ def test_a_builder_warms_compaction_up_in_one_layer_of_each_shape(monkeypatch, c
     warmed = []
 
     def layer_of(heads: int) -> SimpleNamespace:
-        impl = SimpleNamespace(
-            bind=lambda plan: None, plan=plan, warm_up_compaction=lambda *given: warmed.append(given)
-        )
+        impl = SimpleNamespace(bind=lambda plan: None, plan=plan)
         backend = SimpleNamespace(config=lambda: resolve(None, "dense"), statistics_layout=lambda spec: None)
         return SimpleNamespace(num_heads=heads, head_size=SIZE, num_kv_heads=HEADS, impl=impl, attn_backend=backend)
 
@@ -1003,10 +1003,11 @@ def test_a_builder_warms_compaction_up_in_one_layer_of_each_shape(monkeypatch, c
         SparseCUDAMetadataBuilder, "_init_reorder_batch_threshold",
         lambda self, number, **_: setattr(self, "reorder_batch_threshold", number),
     )  # fmt: skip
-    monkeypatch.setattr(cuda, "get_layers_from_vllm_config", lambda *_: layers)
-    monkeypatch.setattr(cuda, "Meter", mock.Mock())
-    monkeypatch.setattr(cuda, "plan_compaction", lambda *_: step)
-    monkeypatch.setattr(cuda, "plan_layers", lambda *_: group)
+    monkeypatch.setattr(builder_module, "get_layers_from_vllm_config", lambda *_: layers)
+    monkeypatch.setattr(builder_module, "Meter", mock.Mock())
+    monkeypatch.setattr(builder_module, "plan_compaction", lambda *_: step)
+    monkeypatch.setattr(builder_module, "plan_layers", lambda *_: group)
+    monkeypatch.setattr(builder_module, "warm_up_compaction", lambda *given: warmed.append(given))
     model, spec, device = SimpleNamespace(max_model_len=1000), object(), torch.device("cpu")
     SparseCUDAMetadataBuilder(
         spec,
@@ -1028,10 +1029,10 @@ def test_a_warm_up_that_fails_is_said_and_leaves_no_cache_bound(layer, monkeypat
 
     monkeypatch.setattr(layer, "compact", fail, raising=False)
     rows = BLOCK + layer.plan.statistics.rows(BLOCK)
-    module = SimpleNamespace(**vars(SCALES), query_quant=None)
+    module = SimpleNamespace(**vars(SCALES), query_quant=None, impl=layer)
     spec = SimpleNamespace(num_states=rows, dtype=torch.bfloat16)
     model = SimpleNamespace(dtype=torch.bfloat16, max_model_len=1000)
-    layer.warm_up_compaction(module, spec, model, compaction, torch.device("cpu"))
+    start_up.warm_up_compaction(module, spec, model, compaction, torch.device("cpu"))
     (line,) = warnings
     assert line.startswith("vllm_sparse_ compaction of process ")
     assert line.endswith("its kernels are compiled when a prompt needs them (OutOfMemoryError: CUDA out of memory)")

@@ -1,6 +1,7 @@
 """What people install and watch: the archives of a release, a server from its wheel, and the dashboard's queries."""
 
 import json
+import re
 import subprocess
 import sys
 import sysconfig
@@ -76,6 +77,22 @@ def test_the_source_archive_has_what_the_wheel_is_built_of_alone(archives):
         tops = {name.split("/")[1] for name in source.getnames() if "/" in name}
     assert {"LICENSE", "README.md", "configs", "kernels", "pyproject.toml", "setup.py", "vllm_sparse_plugin"} <= tops
     assert not tops & {"bench", "docker", "models", "research", "tests"}
+
+
+def test_links_of_the_description_work_on_a_package_index(archives):
+    with zipfile.ZipFile(archives[1]) as wheel:
+        (name,) = (name for name in wheel.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = wheel.read(name).decode()
+    assert "\nAuthor: the vllm-sparse-plugin authors\n" in metadata
+    version = re.search(r"^Version: (.*)$", metadata, re.MULTILINE)[1]
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)\s]+)\)", metadata.partition("\n\n")[2])
+    ours = [(mark, link) for mark, link in links if "vllm-sparse-plugin/" in link]
+    assert len(ours) > 10
+    assert [link for _, link in links if not link.startswith(("https://", "#"))] == []
+    for mark, link in ours:
+        form, tag, path = re.search(r"/(blob|raw)/(v[^/]*)/([^#]*)", link).groups()
+        assert (form, tag) == ("raw" if mark else "blob", f"v{version}")
+        assert (ROOT / path).exists(), link
 
 
 def test_an_installed_wheel_is_what_is_imported(program):

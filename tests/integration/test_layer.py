@@ -8,7 +8,8 @@ from support.layer import LayerHarness, Request
 from support.paged import assert_as_accurate, dense_attention
 
 from bench.common.layer import LayerBatch
-from vllm_sparse_plugin.attention import cpu, packing
+from vllm_sparse_plugin.attention import packing
+from vllm_sparse_plugin.attention.cpu import layer as layer_module
 from vllm_sparse_plugin.metrics import request_log
 from vllm_sparse_plugin.metrics.live import LayerQuality
 from vllm_sparse_plugin.metrics.sampling import Sample
@@ -127,7 +128,7 @@ def test_the_warm_up_reads_no_block_beyond_its_table(model, monkeypatch, page_si
         seen.append((int(tokens.context_lens.max()), tokens.block_table))
         return attend_pages(tokens, *arguments)
 
-    monkeypatch.setattr(cpu, "attend_pages", attend)
+    monkeypatch.setattr(layer_module, "attend_pages", attend)
     settings = {"selection": {"page_size": page_size, "budget_tokens": 4 * page_size}, "min_context_tokens": 0}
     LayerHarness(model, settings=settings, block_size=block_size)
     ((context, table),) = seen
@@ -292,7 +293,9 @@ def recent_query(request: Request, heads: int) -> torch.Tensor:
 @pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 3, 8).bfloat16()], ids=["plain", "sinks"])
 def test_a_stopped_step_is_exact_over_what_it_read(model, backend, sinks, monkeypatch):
     seen = []
-    monkeypatch.setattr(cpu, "attend_pages", lambda *arguments: seen.append(arguments[2]) or attend_pages(*arguments))
+    monkeypatch.setattr(
+        layer_module, "attend_pages", lambda *arguments: seen.append(arguments[2]) or attend_pages(*arguments)
+    )
     settings = COMPOSED[backend] | {"stopping": STOPPING, "min_context_tokens": 0}
     extras = {} if sinks is None else {"sinks": sinks}
     harness = LayerHarness(model, settings=settings, backend=backend, **extras)

@@ -22,7 +22,7 @@ SHAPE = {"GROUP": 4, "HEAD_SIZE": 128, "PAGES_PER_BLOCK": 8}
 LAUNCH = {"WARPS": 8, "BLOCKS_PER_SM": 2}
 SCORE = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": INT8, "CHUNK": 1024, "PIPELINED": 0, "BY_HEAD": 0}
 ATTEND = {**SHAPE, **LAUNCH, "QUERY": BF16, "KV": BF16, "OUTPUT": BF16, "PAGE_SIZE": 8, "CLUSTER": 1}
-DECODE = {**ATTEND, "RECORD": INT8, "FUSED": 0, "LISTED": 0, "STOP_TILES": 0}
+DECODE = {**ATTEND, "RECORD": INT8, "FUSED": 0, "LISTED": 0, "GIVEN": 0, "WRITTEN": 0, "STOP_TILES": 0}
 SPLIT = {
     **SHAPE,
     **LAUNCH,
@@ -43,6 +43,7 @@ BY_HEAD = SCORE | {"BY_HEAD": 1}
 COUNT = {"QUERY": BF16, "KV": BF16, "GROUP": 4, "HEAD_SIZE": 128, "WARPS": 16, "CLUSTER": 1}
 SELECTED = SPLIT | {"SELECTED": 1, "LEAST_TOKENS": 128, "PAGE_SIZE": 8}
 ONE_BLOCK_PER_SM = {"BLOCKS_PER_SM": 1}
+GIVEN = {"LISTED": 1, "GIVEN": 1}
 
 CASES = {
     "score int8": ("page_score/score.cu", SCORE),
@@ -67,6 +68,11 @@ CASES = {
     "attend large": ("sparse_attention/attend.cu", ATTEND | ONE_BLOCK_PER_SM | {"GROUP": 16, "HEAD_SIZE": 256}),
     "decode": ("sparse_decode/decode.cu", DECODE),
     "decode pages of 32": ("sparse_decode/decode.cu", DECODE | {"GROUP": 3, "PAGE_SIZE": 32, "PAGES_PER_BLOCK": 2}),
+    "decode a given list, one block": ("sparse_decode/decode.cu", DECODE | GIVEN),
+    "decode and write the selection, one block": (
+        "sparse_decode/decode.cu",
+        DECODE | {"WRITTEN": 1, "GROUP": 3, "PAGE_SIZE": 32, "PAGES_PER_BLOCK": 2},
+    ),
     "route": ("group_routing/route.cu", ROUTE),
     "route fp8": (
         "group_routing/route.cu",
@@ -123,6 +129,23 @@ HOPPER = {
     **{f"count cluster of {size}": ("page_coverage/count.cu", COUNT | {"CLUSTER": size}) for size in (2, 8)},
     "decode a list": ("sparse_decode/decode.cu", DECODE | ONE_BLOCK_PER_SM | {"LISTED": 1, "CLUSTER": 8, "WARPS": 16}),
     "decode a list until it stops": ("sparse_decode/decode.cu", DECODE | {"LISTED": 1, "CLUSTER": 4, "STOP_TILES": 64}),
+    "decode a given list": (
+        "sparse_decode/decode.cu",
+        DECODE | ONE_BLOCK_PER_SM | GIVEN | {"CLUSTER": 8, "WARPS": 16},
+    ),
+    "decode a given list until it stops, groups of 16, pages of 32": (
+        "sparse_decode/decode.cu",
+        DECODE | ONE_BLOCK_PER_SM | GIVEN | {"CLUSTER": 4, "GROUP": 16, "PAGE_SIZE": 32, "STOP_TILES": 64},
+    ),
+    "decode and write the selection": (
+        "sparse_decode/decode.cu",
+        DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "WRITTEN": 1, "CLUSTER": 8, "WARPS": 16},
+    ),
+    "decode that stops and write the selection": (
+        "sparse_decode/decode.cu",
+        DECODE | {"FUSED": 1, "WRITTEN": 1, "CLUSTER": 4, "STOP_TILES": 64},
+    ),
+    "decode a list and write it": ("sparse_decode/decode.cu", DECODE | {"LISTED": 1, "WRITTEN": 1, "CLUSTER": 2}),
     "attend cluster": ("sparse_attention/attend.cu", ATTEND | {"CLUSTER": 8}),
     "decode fused": ("sparse_decode/decode.cu", DECODE | {"FUSED": 1}),
     "decode cluster": ("sparse_decode/decode.cu", DECODE | ONE_BLOCK_PER_SM | {"FUSED": 1, "CLUSTER": 8, "WARPS": 16}),

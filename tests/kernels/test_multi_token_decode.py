@@ -157,6 +157,23 @@ def test_pieces_without_tokens_count_for_nothing(monkeypatch):
     assert_as_accurate(run(made, Softmax(0.25)), exact, single, roundings=2)
 
 
+@pytest.mark.parametrize("pieces", [False, True], ids=["one piece", "several pieces"])
+def test_a_key_that_is_nan_makes_the_outputs_nan_that_attend_to_it(pieces, monkeypatch):
+    """As dense attention has it, and in no other output."""
+    from sparse_kernels.multi_token_decode import triton
+
+    if pieces:
+        monkeypatch.setattr(triton, "_LEAST_TOKENS", 16)
+    made = make_requests([300, 301, 90], 4, dtype=torch.bfloat16)
+    for request, token in ((0, 17), (1, 298)):  # the second is one of the newest: one query token comes before it
+        block, within = made.batch.block_table[request, token // 64], token % 64
+        made.cache.keys.view[block, 1, within // 8, 0, within % 8, 5] = torch.nan
+        made.keys[request][token, 1, 5] = torch.nan
+    expected, found = made.expected(Softmax(0.25), torch.float64), run(made, Softmax(0.25))
+    assert expected.isnan().any(dim=-1).sum() == 4 * (4 + 3)
+    assert torch.equal(found.isnan(), expected.isnan())
+
+
 def test_packed_blocks_are_refused():
     from sparse_kernels.multi_token_decode import triton
 

@@ -16,7 +16,7 @@ from vllm.engine.arg_utils import EngineArgs
 from bench.common.layer import BareLayer, LayerBatch
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import Selection
-from vllm_sparse_plugin.requests.rows import attach
+from vllm_sparse_plugin.requests.rows import building
 
 
 @functools.cache
@@ -86,9 +86,9 @@ class LayerHarness:
         # It is its own model runner, which knows the requests of a step.
         self.requests: dict[str, Request] = {}
         self.input_batch = SimpleNamespace(num_reqs=0, req_ids=[], num_prompt_tokens=np.zeros(0, dtype=int))
-        attach(self)
         heads = num_heads, num_kv_heads, head_size
-        self.bare = BareLayer.build(config, heads, block_size, layer_index, device, **attention)
+        with building(self):
+            self.bare = BareLayer.build(config, heads, block_size, layer_index, device, **attention)
         self.layer, self.spec, self.builder = self.bare.layer, self.bare.spec, self.bare.builder
         self.backend = self.layer.get_attn_backend()
         if isa is not None:

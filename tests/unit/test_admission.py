@@ -929,7 +929,7 @@ def test_blocks_that_vllm_chooses_for_several_backends_hold_whole_units_on_cuda(
     from vllm.platforms.interface import Platform
     from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
-    from vllm_sparse_plugin.attention.cuda import SparseCUDABackend
+    from vllm_sparse_plugin.attention.cuda.backend import SparseCUDABackend
 
     names = {"preset": preset, "get_name": staticmethod(preset.upper)}
     backend = type(preset.upper(), (SparseCUDABackend,), names)
@@ -949,7 +949,7 @@ def test_block_size_that_an_fp8_cache_cannot_have_on_cuda(folder, monkeypatch):
 def test_blocks_of_an_fp8_cache_are_as_long_as_its_statistics_need(folder, monkeypatch):
     from vllm.config import set_current_vllm_config
 
-    from vllm_sparse_plugin.attention.cuda import SparseCUDABackend
+    from vllm_sparse_plugin.attention.cuda.backend import SparseCUDABackend
 
     backend = type("UNIQUE", (SparseCUDABackend,), {"preset": "unique"})
     config = engine_config(folder(head_dim=128))

@@ -22,10 +22,11 @@ def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, cwd="/", timeout=300)
 
 
-def locked() -> list[tuple[str, Version, Marker | None]]:
-    """Name, version and condition of every package of the lock file; each must have its hashes."""
+def locked(platform: str = "cpu") -> list[tuple[str, Version, Marker | None]]:
+    """Name, version and condition of every package of a lock file; each must have its hashes."""
     found = []
-    for entry in re.split(r"^(?=[a-z0-9])", (ROOT / "requirements" / "cpu.lock").read_text(), flags=re.MULTILINE)[1:]:
+    text = (ROOT / "requirements" / f"{platform}.lock").read_text()
+    for entry in re.split(r"^(?=[a-z0-9])", text, flags=re.MULTILINE)[1:]:
         name, version, marker = re.match(r"([\w.-]+)==(\S+)(?: ; (.+))? \\\n", entry).groups()
         assert "    --hash=sha256:" in entry, name
         found.append((name, Version(version), Marker(marker) if marker else None))
@@ -53,8 +54,17 @@ def test_the_lock_has_what_the_project_asks_for(python):
     assert len(versions) > 150
 
 
-def test_the_lock_names_no_registry():
-    assert "://" not in (ROOT / "requirements" / "cpu.lock").read_text()
+def test_the_lock_of_a_gpu_has_what_the_project_asks_for():
+    versions = {name: version for name, version, _ in locked("gpu")}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = [line for extra in EXTRAS if extra != "cpu" for line in project["optional-dependencies"][extra]]
+    for requirement in map(Requirement, [*project["dependencies"], *extras]):
+        assert versions[canonicalize_name(requirement.name)] in requirement.specifier, requirement
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu"])
+def test_a_lock_names_no_registry(platform):
+    assert "://" not in (ROOT / "requirements" / f"{platform}.lock").read_text()
 
 
 def test_every_extra_is_locked():

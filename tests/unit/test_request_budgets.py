@@ -15,7 +15,7 @@ from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.requests import check
 from vllm_sparse_plugin.requests.arguments import EVERY_PAGE, pages_of_request, takes_budgets, varies_pages
-from vllm_sparse_plugin.requests.rows import BatchRows, attach, note
+from vllm_sparse_plugin.requests.rows import BatchRows, building, note
 
 vllm_sparse_plugin.register()
 
@@ -220,7 +220,7 @@ def test_the_newer_runner_shows_requests_as_it_takes_them(monkeypatch):
     monkeypatch.setattr(compat, "_RUNNER_MODULES", ("a.runner",))
     monkeypatch.setitem(sys.modules, "a.runner", module)
     for _ in range(2):
-        compat.hook_model_runners(attach, lambda specs: specs, note, lambda *step: False, print)
+        compat.hook_model_runners(building, lambda specs: specs, note, lambda *step: False, print)
     runner = GPUModelRunner()
     rows = BatchRows(runner)
 

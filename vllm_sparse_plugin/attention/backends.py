@@ -20,11 +20,11 @@ def _backend(name: str) -> type:
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
-        from vllm_sparse_plugin.attention.cpu import SparseCPUBackend
+        from vllm_sparse_plugin.attention.cpu.backend import SparseCPUBackend
 
         base: type = SparseCPUBackend
     elif current_platform.is_cuda():
-        from vllm_sparse_plugin.attention.cuda import SparseCUDABackend
+        from vllm_sparse_plugin.attention.cuda.backend import SparseCUDABackend
 
         base = SparseCUDABackend
     else:

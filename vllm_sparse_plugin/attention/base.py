@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import groupby
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from sparse_kernels.batch import Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compaction import CompactionRule, ObservationWindow, PromptBlocks, add_votes, compact_prompt
 from sparse_kernels.page_statistics import StatisticsLayout
-from vllm.config import VllmConfig
+from vllm.config import VllmConfig, get_current_vllm_config, get_current_vllm_config_or_none
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import AttentionType
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin import compat
-from vllm_sparse_plugin.attention import engine_config
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
 from vllm_sparse_plugin.compaction.step import Observed, StepCompaction
-from vllm_sparse_plugin.config import ResolvedConfig
+from vllm_sparse_plugin.config import ResolvedConfig, resolve
+from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.lossless.drafter import SparseDrafter
 from vllm_sparse_plugin.metrics import request_log, sampling
@@ -39,6 +40,11 @@ class SparseBackend:
     """Preset of the registered name."""
     supports_kv_cache_update_bypass: ClassVar[bool] = False
     """False, because a fused operation that writes keys and values itself would leave their statistics unwritten."""
+
+    if TYPE_CHECKING:
+
+        @staticmethod
+        def get_name() -> str: ...
 
     @classmethod
     def supports_attn_type(cls, attn_type: str) -> bool:
@@ -63,8 +69,15 @@ class SparseBackend:
 
     @classmethod
     def config(cls) -> ResolvedConfig:
-        """Returns the configuration of the engine being loaded."""
-        return engine_config.current(cls.preset)
+        """Returns the settings of the engine that is being loaded; those of the preset where none is."""
+        vllm_config = get_current_vllm_config_or_none()
+        return resolve(None, cls.preset) if vllm_config is None else resolved(vllm_config, cls.preset)
+
+    @classmethod
+    def hook_runner(cls) -> None:
+        """Hooks the model runner of this process. vLLM asks a backend for the class of its layers when it builds a
+        model, which is after it has imported its runner and before the runner sets up its cache."""
+        compat.hook_model_runners(_building, spread, rows.note, sampling.begin_step, request_log.finish)
 
     @classmethod
     def statistics_layout(cls, spec: AttentionSpec) -> StatisticsLayout | None:
@@ -83,6 +96,22 @@ class SparseBackend:
         return compacted(spec, compaction.retention())
 
 
+class ModelSize(NamedTuple):
+    """Size of the model that a layer belongs to."""
+
+    longest_context: int
+    """In tokens."""
+    num_layers: int
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig) -> ModelSize:
+        """Returns the size of an engine's model; zeros without a model."""
+        model = vllm_config.model_config
+        if model is None:
+            return cls(0, 0)
+        return cls(model.max_model_len, model.get_num_layers(vllm_config.parallel_config))
+
+
 class SparseImpl:
     """One attention layer; each platform derives it together with vLLM's dense implementation there."""
 
@@ -92,6 +121,11 @@ class SparseImpl:
     """The layer's cache as decoding tokens see it."""
     statistics_cache: KVCache | None
     """The layer's cache with its statistics, in the pages of these; None if it keeps none."""
+    num_heads: int
+    num_kv_heads: int
+    num_queries_per_kv: int
+    head_size: int
+    kv_cache_dtype: str
     sinks: torch.Tensor | None
     scale: float
     logits_soft_cap: float
@@ -99,9 +133,7 @@ class SparseImpl:
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.model_size = engine_config.remember()
-        # Specifications are spread by compaction alone; vLLM asks for them once all layers are there.
-        compat.hook_model_runners(_attach, spread, rows.note, sampling.begin_step, request_log.finish)
+        self.model_size = ModelSize.of(get_current_vllm_config())
         if self.alibi_slopes is not None:
             raise ConfigurationError("model: got ALiBi position biases, allowed: models with rotary positions")
         self._bound_cache: torch.Tensor | None = None
@@ -202,12 +234,15 @@ class SparseImpl:
         return Softmax(self.scale, self.logits_soft_cap, None if sink_logits is None else sink_logits.detach())
 
 
-def _attach(runner: Any) -> None:
-    """Shows a model runner to those of us who ask it what vLLM's metadata does not say."""
-    rows.attach(runner)
+@contextmanager
+def _building(runner: Any) -> Iterator[None]:
+    """Gives metadata builders and drafters the model runner that builds them: vLLM's metadata of a step names neither
+    requests nor the lengths of their prompts."""
     drafter = getattr(runner, "drafter", None)
     if isinstance(drafter, SparseDrafter):
         drafter.attach(runner)
+    with rows.building(runner):
+        yield
 
 
 class DecodeRun(NamedTuple):

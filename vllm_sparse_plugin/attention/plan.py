@@ -81,6 +81,11 @@ class LayerPlan:
         return isinstance(self.selector, ScoredSelection)
 
     @property
+    def selects_in_torch(self) -> bool:
+        """Whether the policy's `select` chooses the pages, because the decode kernel has no form of it."""
+        return self.selector is not None and not self.selector.has_kernel()
+
+    @property
     def is_sparse(self) -> bool:
         """Whether decoding tokens of this layer attend in our kernels."""
         return self.selector is not None or self.routing is not None

@@ -19,7 +19,7 @@ from vllm.forward_context import set_forward_context
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin import compat
-from vllm_sparse_plugin.engine_settings import settings_of
+from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.lossless.pace import DraftPace, Load
 from vllm_sparse_plugin.metrics import live
 from vllm_sparse_plugin.names import BACKENDS
@@ -35,7 +35,7 @@ class SparseDrafter:
     def __init__(self, vllm_config: VllmConfig) -> None:
         backend = compat.chosen_backend(vllm_config, BACKENDS)
         assert backend is not None
-        rule = settings_of(vllm_config).resolve(BACKENDS[backend]).draft_rule
+        rule = resolved(vllm_config, BACKENDS[backend]).draft_rule
         assert rule is not None
         self.vllm_config = vllm_config
         self.rule = rule

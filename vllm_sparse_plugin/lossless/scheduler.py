@@ -11,7 +11,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.config import DraftRule
-from vllm_sparse_plugin.engine_settings import settings_of
+from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.lossless.pace import DraftPace, Load
 from vllm_sparse_plugin.metrics import live
 from vllm_sparse_plugin.names import BACKENDS
@@ -27,7 +27,7 @@ class PacedScheduler(AsyncScheduler):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         backend = compat.chosen_backend(self.vllm_config, BACKENDS)
         assert backend is not None
-        rule = settings_of(self.vllm_config).resolve(BACKENDS[backend]).draft_rule
+        rule = resolved(self.vllm_config, BACKENDS[backend]).draft_rule
         assert rule is not None
         table: list[int] = self.dynamic_sd_lookup
         self.lengths = StepLengths(self, rule, sorted(set(table[1:])))

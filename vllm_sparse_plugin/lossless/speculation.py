@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from vllm_sparse_plugin import compat
-from vllm_sparse_plugin.engine_settings import settings_of
+from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.lossless.pace import lengths_of
 from vllm_sparse_plugin.names import DRAFTER, SCHEDULER
 
@@ -31,7 +31,7 @@ def speculate_if_lossless(vllm_config: VllmConfig, backends: Mapping[str, str]) 
     name, model = compat.chosen_backend(vllm_config, backends), vllm_config.model_config
     if name is None or model is None or model.runner_type == "draft" or vllm_config.speculative_config is not None:
         return
-    lossless = settings_of(vllm_config).resolve(backends[name]).lossless
+    lossless = resolved(vllm_config, backends[name]).lossless
     if lossless is None:
         return
     speculative = SpeculativeConfig(

@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_sparse_plugin import compat
-from vllm_sparse_plugin.engine_settings import settings_of
+from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.names import BACKENDS
 
 
@@ -39,7 +39,7 @@ class SparseSpeculator(DraftModelSpeculator):
         super().__init__(vllm_config, device)
         backend = compat.chosen_backend(vllm_config, BACKENDS)
         assert backend is not None
-        rule = settings_of(vllm_config).resolve(BACKENDS[backend]).draft_rule
+        rule = resolved(vllm_config, BACKENDS[backend]).draft_rule
         assert rule is not None
         self.rule = rule
         self.graphs: CudaGraphManager | None = None

@@ -57,6 +57,9 @@ class Selection(Policy):
 
     reads_every_page: ClassVar[bool] = False
     """Whether all pages may be read, whatever the budget."""
+    capturable: ClassVar[bool] = False
+    """Whether a CUDA graph may hold `select`: it never waits for the device, and its shapes do not depend on data. Read
+    only where `select` runs in torch on a GPU."""
     page_size: Literal[8, 16, 32] = 8
     """Tokens per page, the unit of selection; divides vLLM's block size."""
     budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 512
@@ -64,6 +67,19 @@ class Selection(Policy):
     page is read on top. Contexts that fit the budget are served dense."""
     sink_pages: Annotated[int, Field(ge=0, le=64)] = 1
     """Leading pages that are always read: they hold the attention sinks."""
+
+    @classmethod
+    def has_kernel(cls) -> bool:
+        """Returns whether the decode kernel makes the choice of `select` itself, as `page_selection` describes it.
+
+        A class that overrides `select` alone has no kernel: its `select` runs in torch everywhere, and the decode
+        kernel attends to the pages that it returns.
+        """
+
+        def depth(name: str) -> int:
+            return next(index for index, parent in enumerate(cls.__mro__) if name in vars(parent))
+
+        return depth("page_selection") <= depth("select")
 
     @model_validator(mode="after")
     def _budget_holds_whole_pages(self) -> Self:
@@ -111,12 +127,12 @@ class Selection(Policy):
             statistics: views into the cache, for policies with a `statistics_layout`.
             block_table: `[num_tokens, max_blocks]` int64, physical block ids.
             num_pages: `[num_tokens]` int64, complete pages of each token's context.
-            budgets: `[num_tokens]` int64, pages that each token reads, for tokens of requests with a budget of their
-                own; None for the policy's. Not on CUDA.
+            budgets: `[num_tokens]` int64, pages that each token reads, where requests set budgets of their own; None
+                for the budget of the policy. Always None on a GPU and for policies without a kernel.
 
         Returns:
-            `[num_tokens, num_kv_heads, budget_pages]` int64 (on CUDA int32), logical page indices, -1 for none; with
-            budgets as many as the row with the most has.
+            `[num_tokens, num_kv_heads, k]` integer, logical page indices in any order, -1 for none. Without `budgets`
+            k is the same in every step.
         """
         raise NotImplementedError
 
@@ -143,7 +159,7 @@ class Selection(Policy):
         return newest.gather(-1, torch.where(slot < count, place, slot))
 
     def page_selection(self) -> PageSelection:
-        """Returns the selection as the fused decode kernel takes it."""
+        """Returns the selection as the decode kernel takes it; see `has_kernel`."""
         from sparse_kernels.batch import PageSelection
 
         return PageSelection(self.budget_pages, self.sink_pages)

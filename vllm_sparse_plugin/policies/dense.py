@@ -8,6 +8,7 @@ from vllm_sparse_plugin.policies.base import Policy, Selection
 
 if TYPE_CHECKING:
     import torch
+    from sparse_kernels.batch import PageSelection
     from sparse_kernels.page_statistics import PageStatistics
 
 
@@ -42,6 +43,9 @@ class EveryPage(Selection):
     @property
     def budget_pages(self) -> int:
         return 0
+
+    def page_selection(self) -> PageSelection:
+        return super().page_selection()
 
     def select(
         self,

@@ -8,6 +8,7 @@ from vllm_sparse_plugin.policies.base import Selection
 
 if TYPE_CHECKING:
     import torch
+    from sparse_kernels.batch import PageSelection
     from sparse_kernels.page_statistics import PageStatistics
 
 
@@ -23,6 +24,9 @@ class StreamingLLMSelection(Selection):
     departure = "The sinks and the window are whole pages, and keys keep the positions of the text."
     policy: Literal["streaming_llm"] = "streaming_llm"
     """Name of the selection policy."""
+
+    def page_selection(self) -> PageSelection:
+        return super().page_selection()
 
     def select(
         self,

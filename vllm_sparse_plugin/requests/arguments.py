@@ -77,6 +77,8 @@ def _against_budgets(config: ResolvedConfig) -> str | None:
     """Returns what leaves no room for budgets of requests, if anything does."""
     if not isinstance(config.selection, Selection):
         return f"policy {config.selection.name()}"
+    if not config.selection.has_kernel():
+        return f"policy {config.selection.name()}, whose select has no kernel"
     if config.stop_rule is not None:
         return "stopping"
     if config.compaction is not None and config.compaction.retention().slides:

@@ -1,4 +1,4 @@
-"""Keeps what the requests of a step read where captured CUDA graphs find it."""
+"""How many pages the requests of a step read: what each asks for, and tensors of it that CUDA graphs may read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from sparse_kernels.page_coverage import Coverage
+from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_sparse_plugin.config import ResolvedConfig
@@ -16,100 +17,139 @@ from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.requests.arguments import ARGUMENTS, EVERY_PAGE, pages_of_request, takes_budgets
 from vllm_sparse_plugin.requests.rows import BatchRows
 
+logger = init_logger(f"vllm.{__name__}")
+
+
+class RequestedPages:
+    """What the requests of a step ask to read."""
+
+    def __init__(self, config: ResolvedConfig, rows: BatchRows | None, on_gpu: bool) -> None:
+        """Initialises without requests.
+
+        Args:
+            config: the server's settings.
+            rows: the requests of the batches; None for none that ask for anything.
+            on_gpu: whether the server runs on a GPU.
+        """
+        self._config, self._rows, self._on_gpu = config, rows, on_gpu
+        self._known: dict[tuple[Any, ...], PagesRead | None] = {}
+
+    def of_step(self, common: CommonAttentionMetadata) -> list[PagesRead | None]:
+        """Returns what each request of a step asks to read, in order; None for a request that asks for nothing. The
+        list is empty if no request asks, and leaves out rows that pad the batch."""
+        arguments = [] if self._rows is None else self._rows.arguments(common)
+        asked = [self._look_up(each) if each else None for each in arguments]
+        # A dummy run may be smaller than the batch that the runner still has.
+        return asked[: common.num_reqs] if any(asked) else []
+
+    def _look_up(self, arguments: Mapping[str, Any]) -> PagesRead | None:
+        given = tuple(arguments.get(name) for name in ARGUMENTS)
+        key = tuple(map(repr, given))
+        if key not in self._known:
+            try:
+                self._known[key] = pages_of_request(arguments, self._config, on_gpu=self._on_gpu)
+            except ValueError as error:
+                # The frontend refuses such a request. One that skipped the check must not end the engine for others.
+                logger.warning("%s; the request reads what the settings of the server say", error)
+                self._known[key] = None
+        return self._known[key]
+
 
 class StepNumbers:
     """A number for each request of a step, in a tensor that is never reallocated."""
 
-    def __init__(self, usual: float, count: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Takes the number of a request of which nothing is said, and the requests of a step at most."""
-        self.tensor = torch.full((count,), usual, dtype=dtype, device=device)
-        self._usual = usual
+    def __init__(self, default: float, count: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Fills the tensor with the default.
+
+        Args:
+            default: the number of a request that asks for none.
+            count: requests of a step, at most.
+            dtype: of the tensor.
+            device: of the tensor.
+        """
+        self.tensor = torch.full((count,), default, dtype=dtype, device=device)
+        self._default = default
         self._written: list[float] = []
 
     def write(self, numbers: Sequence[float]) -> None:
-        """Writes the numbers of a step's first requests, unless they are there; the others get the usual one."""
+        """Writes the numbers of a step's first requests, unless they are there; other requests get the default."""
         wanted = list(numbers)
-        while wanted and wanted[-1] == self._usual:
+        while wanted and wanted[-1] == self._default:
             wanted.pop()
         if wanted == self._written:
             return
-        every = [*wanted, *[self._usual] * (len(self.tensor) - len(wanted))]
-        # Memory of its own for each copy: torch gives it to nobody else before the copy is over.
+        every = [*wanted, *[self._default] * (len(self.tensor) - len(wanted))]
+        # A new host tensor for each copy: torch does not reuse its memory before the copy is over.
         host = torch.tensor(every, dtype=self.tensor.dtype, pin_memory=self.tensor.is_cuda)
         self.tensor.copy_(host, non_blocking=True)
         self._written = wanted
 
 
-class StepBudgets:
-    """What the requests of a step say of the pages that they read."""
+class StepLimits:
+    """How many pages the requests of a step read, in tensors that CUDA graphs may read."""
 
-    pages: StepNumbers | None
-    """Complete pages that a selection reads of each request; None where no request has a budget of its own, and under a
+    budgets: StepNumbers | None
+    """Complete pages that a selection reads of each request; None where requests cannot set a budget, and under a
     coverage."""
-    limits: tuple[StepNumbers, StepNumbers, StepNumbers] | None
-    """Under a coverage the share of each request, and the pages that it reads at least and at most."""
 
     def __init__(self, config: ResolvedConfig, rows: BatchRows | None, max_requests: int, device: torch.device) -> None:
-        """Takes our configuration, the requests of the batches, and how many of them a step has at most."""
-        self._config, self._rows = config, rows
-        self._pages_of: dict[tuple[Any, ...], PagesRead | None] = {}
-        self._usual = EVERY_PAGE if config.selector is None else config.selector.budget_pages
-        self.pages, self.limits = None, None
+        """Makes the tensors.
+
+        Args:
+            config: the server's settings.
+            rows: see `RequestedPages`.
+            max_requests: requests of a step, at most.
+            device: of the tensors.
+        """
+        self._requested = RequestedPages(config, rows, on_gpu=True)
+        self._default = PagesRead(EVERY_PAGE, EVERY_PAGE) if config.selector is None else config.selector.pages_read
+        self._limits: tuple[StepNumbers, StepNumbers, StepNumbers] | None = None
+        self.budgets = None
         if config.selector is not None and config.coverage is not None:
-            read = config.selector.pages_read
-            self.limits = (
+            read = self._default
+            self._limits = (
                 StepNumbers(read.share, max_requests, torch.float32, device),
                 StepNumbers(read.least, max_requests, torch.int64, device),
                 StepNumbers(read.most, max_requests, torch.int64, device),
             )
         elif config.selector is not None and takes_budgets(config):
-            self.pages = StepNumbers(self._usual, max_requests, torch.int32, device)
+            self.budgets = StepNumbers(self._default.most, max_requests, torch.int32, device)
 
     def step(self, common: CommonAttentionMetadata) -> Sequence[PagesRead | None]:
-        """Writes the budgets of a step's requests.
+        """Writes the limits of a step's requests, and returns what they ask for; see `RequestedPages.of_step`."""
+        asked = self._requested.of_step(common)
+        # A request that reads everything is attended whole, whatever its budget.
+        read = [self._default if each is None or each.least >= EVERY_PAGE else each for each in asked]
+        if self.budgets is not None:
+            self.budgets.write([each.most for each in read])
+        if self._limits is not None:
+            share, least, most = self._limits
+            share.write([each.share for each in read])
+            least.write([each.least for each in read])
+            most.write([each.most for each in read])
+        return asked
 
-        Returns:
-            What each request reads, in order, None for what the settings say; empty if none says anything. Rows that
-            pad the batch are left out.
-        """
-        arguments = [] if self._rows is None else self._rows.arguments(common)
-        own = [self._look_up(each) if each else None for each in arguments]
-        # A dummy run may be smaller than the batch that the runner still has.
-        own = own[: common.num_reqs] if any(own) else []
-        if self.pages is not None:
-            # A request that reads everything is attended whole, whatever its budget.
-            self.pages.write([self._usual if of is None or of.least >= EVERY_PAGE else of.most for of in own])
-        if self.limits is not None:
-            assert self._config.selector is not None
-            usual = self._config.selector.pages_read
-            given = [usual if of is None or of.least >= EVERY_PAGE else of for of in own]
-            share, least, most = self.limits
-            share.write([of.share for of in given])
-            least.write([of.least for of in given])
-            most.write([of.most for of in given])
-        return own
-
-    def coverage_of(self, requests: slice) -> Coverage | None:
-        """Returns until what share some of the requests read; None without a coverage."""
-        if self.limits is None:
+    def of(self, requests: slice) -> Coverage | None:
+        """Returns the limits of some of the requests under a coverage; None without a coverage."""
+        if self._limits is None:
             return None
-        return Coverage(*(numbers.tensor[requests] for numbers in self.limits))
+        return Coverage(*(numbers.tensor[requests] for numbers in self._limits))
 
-    def _look_up(self, arguments: Mapping[str, Any]) -> PagesRead | None:
-        given = tuple(arguments.get(name) for name in ARGUMENTS)
-        if given not in self._pages_of:
-            self._pages_of[given] = pages_of_request(arguments, self._config, on_gpu=True)
-        return self._pages_of[given]
-
-    def by_request(self, own: Sequence[PagesRead | None], num_reqs: int) -> NDArray[np.int64] | None:
-        """Returns the pages that each request of a step reads, `[num_reqs]`; None for those of the settings.
+    def by_request(self, asked: Sequence[PagesRead | None], num_reqs: int) -> NDArray[np.int64] | None:
+        """Returns the pages that each request of a step reads at most, `[num_reqs]`; None if no request asks.
 
         Args:
-            own: what `step` returned.
+            asked: what `step` returned.
             num_reqs: requests of the step, those that pad it included.
         """
-        if not own:
+        if not asked:
             return None
-        pages = np.full(num_reqs, self._usual, dtype=np.int64)
-        pages[: len(own)] = [self._usual if of is None else of.most for of in own]
+        pages = np.full(num_reqs, self._default.most, dtype=np.int64)
+        pages[: len(asked)] = [self._default.most if each is None else each.most for each in asked]
         return pages
+
+
+def stack_limits(read: Sequence[PagesRead]) -> Coverage:
+    """Returns the limits of some requests or tokens as tensors on the host."""
+    least, most, share = zip(*read, strict=True)
+    return Coverage(torch.tensor(share, dtype=torch.float32), torch.tensor(least), torch.tensor(most))

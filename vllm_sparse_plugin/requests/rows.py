@@ -5,7 +5,9 @@ vLLM's metadata of a step does not say it, but its model runners know, each in i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
@@ -74,7 +76,8 @@ class BatchRows:
         return request_id in runner.requests
 
 
-_current: list[BatchRows] = []
+_building: ContextVar[BatchRows | None] = ContextVar("building", default=None)
+"""The rows of the model runner that is building its metadata builders."""
 _noted: WeakKeyDictionary[Any, dict[str | None, Mapping[str, Any]]] = WeakKeyDictionary()
 """Of each of the newer model runners, the `extra_args` of the requests that have some."""
 
@@ -96,31 +99,42 @@ def note(runner: Any, new: Iterable[Any]) -> None:
         del noted[name]
 
 
-def attach(runner: Any) -> None:
-    """Remembers the model runner that is about to build its layers' metadata builders."""
-    _current[:] = [BatchRows(runner)]
+@contextmanager
+def building(runner: Any) -> Iterator[None]:
+    """Names the model runner that builds metadata builders within the context.
+
+    Raises:
+        ConfigurationError: for a runner of another kind than those of vLLM 0.32 and 0.33.
+    """
+    token = _building.set(BatchRows(runner))
+    try:
+        yield
+    finally:
+        _building.reset(token)
 
 
 def current_if_any() -> BatchRows | None:
-    """Returns the rows of the model runner that builds the layers' metadata builders now; None for layers without one,
-    which only tests and benchmarks have: a runner of vLLM's shows itself before."""
-    return _current[0] if _current else None
+    """Returns the rows of the model runner that builds metadata builders; None outside `building`, which happens only
+    in tests and benchmarks."""
+    return _building.get()
 
 
 def loading_runner() -> Any | None:
-    """Returns the model runner that builds the layers' metadata builders now, if there is one."""
-    return _current[0]._runner() if _current else None
+    """Returns the model runner that builds metadata builders; None outside `building`."""
+    rows = _building.get()
+    return None if rows is None else rows._runner()
 
 
 def current() -> BatchRows:
-    """Returns the rows of the model runner that builds the layers' metadata builders now.
+    """Returns the rows of the model runner that builds metadata builders.
 
     Raises:
-        ConfigurationError: if none has been seen.
+        ConfigurationError: outside `building`.
     """
-    if not _current:
+    rows = _building.get()
+    if rows is None:
         raise _unknown("an unknown one")
-    return _current[0]
+    return rows
 
 
 def _unknown(runner: str) -> ConfigurationError:

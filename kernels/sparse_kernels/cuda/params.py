@@ -15,9 +15,8 @@ import torch
 from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.cuda.launch import SINK_FORMATS
-from sparse_kernels.group_routing import GROUP_SCORES, GroupRouting
 from sparse_kernels.page_statistics import PageStatistics
-from sparse_kernels.stopping import StopRule
+from sparse_kernels.rules import GROUP_SCORES, GroupRouting, StopRule
 
 _Pointer, _Int, _Long, _Float = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
 _Fields = Sequence[tuple[str, Any]]
@@ -202,7 +201,7 @@ class DecodeParams(ctypes.Structure):
         ("query", QueryParams), ("cache", CacheParams), ("statistics", StatisticsParams), ("scores", _Pointer),
         ("scores_stride", _Long), ("contexts", ContextParams), ("selection", SelectionParams),
         ("routing", RoutingParams), ("softmax", SoftmaxParams), ("stop", StopParams), ("output", OutputParams),
-        ("pages", _Pointer),
+        ("pages", _Pointer), ("chosen", _Pointer),
     ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from sparse_kernels.batch import DecodeBatch
 from sparse_kernels.cache import KVCache
 from sparse_kernels.cuda.launch import FORMATS, kernel
 from sparse_kernels.cuda.params import CacheParams, ContextParams, QueryParams, RouteParams, RoutingParams, pointer
-from sparse_kernels.group_routing.api import GroupRouting
+from sparse_kernels.rules import GroupRouting
 
 _SOURCE = Path(__file__).with_name("route.cu")
 _MOST_WARPS = 8

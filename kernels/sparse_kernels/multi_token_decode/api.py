@@ -21,7 +21,7 @@ def multi_token_decode(
     their size. How a context is cut follows from its length and from the number of requests.
 
     Args:
-        batch: the requests; what it says of budgets, scores and dense requests is of no account.
+        batch: the requests. Budgets, scores and dense requests are ignored.
         cache: their keys and values; on a GPU of 16 bits, one contiguous row per token.
         softmax: how logits become weights.
         output: where to write; a new tensor of the query's dtype if left out.
@@ -44,5 +44,7 @@ def multi_token_decode(
     softmax.check(batch.query.shape[1])
     output = DecodeOutput.like(batch.query) if output is None else output
     output.check(batch, cache.num_kv_heads)
+    if batch.pages is not None or output.pages is not None:
+        raise ValueError("pages: got lists of pages, allowed: None where every page is read")
     triton.multi_token_decode(batch, cache, softmax, output.heads)
     return output.heads

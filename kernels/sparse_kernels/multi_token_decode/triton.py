@@ -106,14 +106,14 @@ def _add_pieces(
         peak = tl.maximum(largest, tl.max(peaks, axis=0))
         base = tl.where(peak == float("-inf"), 0.0, peak)
         weights, shrunk = tl.exp2(peaks - base), tl.exp2(largest - base)
-        # A piece beyond the context has left no sums.
-        there = (totals > 0)[:, None] & (dim < HEAD_SIZE)[None, :]
+        # A piece beyond the context has left no sums. A NaN is not 0, and must reach the output.
+        there = (totals != 0)[:, None] & (dim < HEAD_SIZE)[None, :]
         of_pieces = tl.load(sums_ptr + part[:, None] * HEAD_SIZE + dim[None, :], mask=there, other=0.0)
         total = total * shrunk + tl.sum(totals * weights, axis=0)
         sums = sums * shrunk + tl.sum(of_pieces * weights[:, None], axis=0)
         largest = peak
     # A request without a context has seen nothing.
-    sums = sums / tl.where(total > 0, total, 1.0)
+    sums = sums / tl.where(total != 0, total, 1.0)
     place = output_ptr + token * output_strides[0] + head * output_strides[1] + dim
     tl.store(place, sums.to(output_ptr.dtype.element_ty), mask=dim < HEAD_SIZE)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, Softmax
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, Softmax, check_pages
 from sparse_kernels.cache import KVCache
-from sparse_kernels.group_routing import GroupRouting
+from sparse_kernels.rules import GroupRouting, StopRule
 from sparse_kernels.sparse_decode import reference
-from sparse_kernels.stopping import StopRule
 
 
 def sparse_decode(
@@ -30,6 +29,9 @@ def sparse_decode(
     With a `rule`, attention may stop early (ART, arXiv 2606.00024; see `stopping.pages_until_stable`): pages that are
     always selected are read first, then the others best score first, or newest first without statistics. Contexts
     that are attended whole because they are short or their request says so are read to the end.
+
+    Pages may come from outside and go outside: `batch.pages` are attended without scoring or selection, and the chosen
+    pages are written to `output.pages`. What one layer or step chose can so serve another.
 
     Args:
         batch: the requests that decode.
@@ -60,6 +62,12 @@ def sparse_decode(
         rule.check(cache.page_size)
     output = DecodeOutput.like(batch.query) if output is None else output
     output.check(batch, cache.num_kv_heads)
+    lists = batch.num_tokens, cache.num_kv_heads, selection.k
+    for name, pages in (("pages", batch.pages), ("output.pages", output.pages)):
+        if pages is not None:
+            check_pages(name, pages, lists, batch.query.device)
+    if batch.pages is not None and output.pages is not None:
+        raise ValueError("output.pages: got room for pages, allowed: None where the batch has pages")
     if batch.num_tokens == 0:
         return output.heads
     implementation = reference.sparse_decode

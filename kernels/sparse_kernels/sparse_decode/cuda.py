@@ -7,11 +7,15 @@ capability 9.0 there are no clusters, and scoring is a launch of its own; so it 
 
 What does not fit one launch takes several: contexts of more pages than a block numbers are selected from in launches of
 their own; and large budgets and groups are attended in pieces that another launch adds up.
+
+Where the batch has pages, a launch reads them as it reads a selection of another launch. A launch that writes its
+selection is compiled apart, so that the others do not carry it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,15 +36,15 @@ from sparse_kernels.cuda.params import (
     StopParams,
     pointer,
 )
-from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.group_routing.cuda import skipped_groups
 from sparse_kernels.limits import MAX_K, MAX_PAGES, DecodeShape
+from sparse_kernels.page_lists import attended_pages, chosen_pages
 from sparse_kernels.page_score.cuda import format_of, launch_scores
 from sparse_kernels.page_topk.cuda import list_pages, select_pages
+from sparse_kernels.rules import GroupRouting, StopRule
 from sparse_kernels.sparse_decode.launches import Launch, fixed_bytes, in_pieces, launch_of, shared_bytes, values_bytes
 from sparse_kernels.split_attention.cuda import Reading, attend_selection
 from sparse_kernels.split_attention.pieces import MAX_SPLITS, PIECES_BYTES
-from sparse_kernels.stopping import StopRule
 
 _SOURCE = Path(__file__).with_name("decode.cu")
 
@@ -56,7 +60,7 @@ def sparse_decode(
     launch: Launch | None = None,
 ) -> None:
     """See `api.sparse_decode`."""
-    statistics, device = cache.statistics, batch.query.device
+    statistics, device = None if batch.pages is not None else cache.statistics, batch.query.device
     if selection.k > MAX_K and (rule is not None or launch is not None):
         raise ValueError(f"k: got {selection.k}, allowed on CUDA with a rule or in one launch: up to {MAX_K}")
     max_pages = _max_pages(batch, cache)
@@ -72,6 +76,8 @@ def sparse_decode(
         launch = launch_of(rows, shape, record_bytes, capability)
     if batch.scores is not None or (statistics is not None and not statistics.kind.is_fused):
         launch = launch._replace(fused=False)
+    if batch.pages is not None:
+        launch = launch._replace(fused=False, listed=True)
     macros = {
         "QUERY": FORMATS[batch.query.dtype],
         "KV": FORMATS[cache.keys.view.dtype],
@@ -83,6 +89,8 @@ def sparse_decode(
         "PAGES_PER_BLOCK": cache.keys.pages_per_block,
         "FUSED": int(launch.fused),
         "LISTED": int(launch.listed),
+        "GIVEN": int(batch.pages is not None),
+        "WRITTEN": int(output.pages is not None),
         "CLUSTER": launch.cluster,
         "WARPS": launch.warps,
         "BLOCKS_PER_SM": launch.blocks_per_sm,
@@ -93,7 +101,7 @@ def sparse_decode(
     compiled = kernel(_SOURCE, device, macros, 32 * launch.warps)
     block_bytes = shared_bytes(launch, shape)
     compiled.reserve_shared(block_bytes, launch.blocks_per_sm)
-    scores = pages = None
+    scores, pages = None, batch.pages
     if statistics is not None and not launch.fused:
         skipped = None if routing is None else skipped_groups(batch, cache, routing)
         scores = _scores(batch, cache, selection, skipped, max_pages)
@@ -115,6 +123,7 @@ def sparse_decode(
         StopParams.of(rule),
         OutputParams.of(output),
         pointer(pages),
+        pointer(output.pages),
     )
     compiled.launch((launch.cluster, cache.num_kv_heads, batch.num_tokens), params, block_bytes)
 
@@ -135,11 +144,58 @@ def decode_in_pieces(
     for part, room in _requests_at_once(batch, cache, selection, max_pages, output):
         skipped = None if routing is None else skipped_groups(part, cache, routing, counts=True)
         pages = None
-        if cache.statistics is not None:
+        if part.pages is not None:
+            part, pages = _without_gaps(part, cache.page_size)
+        elif cache.statistics is not None:
             scores = _scores(part, cache, selection, skipped, max_pages)
             pages = list_pages(scores, part, cache.page_size, selection, skipped)
+        if room.pages is not None:
+            room.pages.copy_(_selected(part, cache.page_size, selection, skipped, pages))
         reading = Reading(skipped=skipped, selection=selection, pages=pages)
         attend_selection(part, cache, softmax, reading, room)
+
+
+def _without_gaps(batch: DecodeBatch, page_size: int) -> tuple[DecodeBatch, torch.Tensor]:
+    """Moves the pages of each list to its front, and makes their number the budget of the row.
+
+    A row that fits its budget keeps it, since that is why it is attended whole.
+    """
+    assert batch.pages is not None
+    num_pages, budgets = batch.num_pages(page_size), _budgets(batch, batch.pages.shape[2])
+    pages = attended_pages(batch.pages, num_pages, budgets)
+    counts = (pages >= 0).sum(dim=-1, dtype=torch.int32)
+    counts = torch.where(num_pages[:, None] <= budgets, budgets, counts)
+    return replace(batch, budgets=counts), pages.int()
+
+
+def _selected(
+    batch: DecodeBatch,
+    page_size: int,
+    selection: PageSelection,
+    skipped: torch.Tensor | None,
+    pages: torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns a selection as `DecodeOutput.pages` holds it. `pages` are the lists that rows are attended by; None for
+    the sink pages and the newest."""
+    num_pages, contexts, budgets = batch.num_pages(page_size), batch.context_lens(), _budgets(batch, selection.k)
+    unselected = (contexts <= batch.dense_tokens)[:, None]
+    if batch.dense_requests is not None:
+        unselected = unselected | batch.dense_requests.repeat_interleave(batch.tokens_per_request)[:, None]
+    if skipped is not None:
+        unselected = unselected | skipped.bool()
+    if pages is None:
+        slot = torch.arange(selection.k, device=contexts.device)
+        newest = (num_pages[:, None] - budgets)[..., None] + slot
+        pages = torch.where(slot < selection.sink_pages, slot, newest)
+    return chosen_pages(pages, num_pages, selection.k, budgets).masked_fill(unselected[..., None], -1)
+
+
+def _budgets(batch: DecodeBatch, k: int) -> torch.Tensor:
+    """Returns the pages that each row reads at most: int32 that broadcasts to `[num_tokens, num_kv_heads]`."""
+    budgets = batch.token_budgets()
+    if budgets is None:
+        return torch.full((1, 1), k, dtype=torch.int32, device=batch.query.device)
+    return (budgets if budgets.dim() == 2 else budgets[:, None]).clamp(max=k)
 
 
 def _max_pages(batch: DecodeBatch, cache: KVCache) -> int:

@@ -14,6 +14,11 @@ constexpr bool FUSED = SK_FUSED;
 // The selection comes from memory; then nothing is scored.
 constexpr bool LISTED = SK_LISTED;
 static_assert(!(FUSED && LISTED), "who selects?");
+// The caller made the list, which may have entries that are no page.
+constexpr bool GIVEN = SK_GIVEN;
+// The selection is written to memory.
+constexpr bool WRITTEN = SK_WRITTEN;
+static_assert(!GIVEN || (LISTED && !WRITTEN), "a given selection is a list, which the caller has");
 // There are this many tiles of pages between two stop tests; 0 where attention reads everything.
 constexpr int STOP_TILES = SK_STOP_TILES;
 
@@ -36,7 +41,8 @@ struct DecodeParams {
     SoftmaxParams softmax;
     StopParams stop;
     OutputParams output;
-    const int* pages;   // [rows, selection.k] if LISTED, best first; null: the sink pages and the newest.
+    const int* pages;   // [rows, selection.k] if LISTED, best first or as GIVEN; null: the sink pages and the newest.
+    int* chosen;        // [rows, selection.k] if WRITTEN: the selection in reading order, -1 behind its last page.
 };
 
 struct StageMemory {
@@ -146,6 +152,7 @@ struct Row {
 #pragma unroll 1
         for (int i = rank * THREADS + thread; i < GROUP * HEAD_SIZE; i += CLUSTER * THREADS) out[i] = 0;
         if (STOP_TILES && p.output.pages_read && rank == 0 && thread == 0) p.output.pages_read[row] = 0;
+        if constexpr (WRITTEN) write_selection(0);
     }
 
     // Asks for the statistics of the block's pages [first, last). A launch with few rows only waits for memory, so it had
@@ -222,6 +229,45 @@ struct Row {
         for (int slot = thread; slot < k; slot += THREADS) selected[slot] = listed[slot];
     }
 
+    // Fills `selected` with the entries of the given list that are complete pages of the context, in their order, and
+    // returns their number. Every block of a cluster does it for itself.
+    DEVICE int read_given(int num_pages) const {
+        const int* given = p.pages + row * (i64)p.selection.k;
+        auto exists = [&](int page) { return (u32)page < (u32)num_pages; };
+        bool gaps = false;
+#pragma unroll 1
+        for (int slot = thread; slot < k; slot += THREADS) {
+            selected[slot] = given[slot];
+            gaps |= !exists(selected[slot]);
+        }
+        if (!__syncthreads_or(gaps)) return k;
+        if (warp == 0) {
+            int count = 0;
+#pragma unroll 1
+            for (int first = 0; first < k; first += WARP) {
+                int page = first + lane < k ? selected[first + lane] : -1;
+                u32 listed = __ballot_sync(FULL, exists(page));
+                // All lanes have read, and none writes behind what they have read.
+                if (exists(page)) selected[count + __popc(listed & ((1u << lane) - 1))] = page;
+                count += __popc(listed);
+                __syncwarp();
+            }
+            if (lane == 0) shared.select.num_candidates = count;
+        }
+        __syncthreads();
+        return shared.select.num_candidates;
+    }
+
+    // Writes the first `count` pages of the selection, and -1 in the places behind them. Each block writes those that it
+    // has selected.
+    DEVICE void write_selection(int count) const {
+        int* chosen = p.chosen + row * (i64)p.selection.k;
+#pragma unroll 1
+        for (int slot = thread; slot < p.selection.k; slot += THREADS)
+            if ((TILES_PER_PAGE > Chained::PER_BLOCK ? 0 : Chained::block_of(slot * TILES_PER_PAGE)) == rank)
+                chosen[slot] = slot < count ? selected[slot] : -1;
+    }
+
     // Fills `selected` with the sink pages and the newest ones, newest first where attention may stop.
     DEVICE void select_newest(int num_pages) const {
         int sink_pages = p.selection.sink_pages;
@@ -278,10 +324,19 @@ sparse_decode(const __grid_constant__ DecodeParams p) {
     int first = FUSED ? min(row.rank * share, num_pages) : 0, last = min(first + share, num_pages);
     if (FUSED && CLUSTER == 8 && selecting) row.prefetch_statistics(first, last);
     row.prepare_query(x);
-    if (selecting) row.select_best(num_pages, padded, first, last, share);
+    if constexpr (GIVEN) {
+        if (!dense) row.k = row.read_given(num_pages);
+        // The blocks of a row decide alike.
+        if (!dense && row.k == 0 && tail == 0) {
+            row.write_zeros();
+            return;
+        }
+        Peers::arrive();
+    } else if (selecting) row.select_best(num_pages, padded, first, last, share);
     else if (LISTED && !dense && p.pages) row.read_selection();
     else row.select_newest(num_pages);
     __syncthreads();
+    if constexpr (WRITTEN) row.write_selection(dense ? 0 : row.k);
     if (!(FUSED && selecting)) Peers::wait();
     row.attend(dense, num_pages, tail);
 }

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import torch
 
 from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.group_routing import GROUP_SCORES, GroupRouting
-from sparse_kernels.group_routing.reference import score_groups
+from sparse_kernels.page_lists import attended_pages, chosen_pages
 from sparse_kernels.page_score.reference import score_pages
 from sparse_kernels.page_topk import best_first
 from sparse_kernels.page_topk.reference import select_pages
-from sparse_kernels.sparse_attention.reference import attend_pages
-from sparse_kernels.stopping import StopRule, count_reads
-from sparse_kernels.stopping.reference import pages_until_stable
-
-ReadingOrder = Callable[[QueryTokens, int], torch.Tensor | None]
-"""Takes one query token and its number in the batch, and gives the pages it may read, `[1, num_kv_heads, n]` in the
-order in which they are read, -1 for none; None for a context that is attended whole."""
+from sparse_kernels.rules import GroupRouting, StopRule
+from sparse_kernels.split_attention.reference import decode_tokens, sinks_then_newest
 
 
 def sparse_decode(
@@ -34,15 +25,25 @@ def sparse_decode(
 ) -> None:
     """See `api.sparse_decode`."""
     budgets = batch.token_budgets()
+    if output.pages is not None:
+        output.pages.fill_(-1)
 
     def order(token: QueryTokens, index: int) -> torch.Tensor | None:
         num_pages = token.num_pages(cache.page_size)
         counts = torch.full((cache.num_kv_heads,), selection.k, device=num_pages.device)
         if budgets is not None:
             counts = counts.minimum(budgets[index].long())
-        k = int(counts.max())
         if int(num_pages) <= int(counts.min()):
             return None
+        if batch.pages is not None:
+            return attended_pages(batch.pages[index : index + 1], num_pages, counts[None])
+        pages = select(token, index, num_pages, counts)
+        if output.pages is not None:
+            output.pages[index] = chosen_pages(pages, num_pages, selection.k, counts[None])[0]
+        return pages
+
+    def select(token: QueryTokens, index: int, num_pages: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        k = int(counts.max())
         if cache.statistics is None:
             return sinks_then_newest(token, int(num_pages), selection.sink_pages, k)
         if batch.scores is not None:
@@ -55,63 +56,3 @@ def sparse_decode(
         return best_first(pages, scores, num_pages, selection.sink_pages, selection.recent_pages)
 
     decode_tokens(batch, cache, softmax, order, routing, rule, output)
-
-
-def sinks_then_newest(token: QueryTokens, num_pages: int, sink_pages: int, count: int) -> torch.Tensor:
-    """Returns the first `count` of a context's pages in that order, for every KV head: `[1, num_kv_heads, count]`."""
-    slot = torch.arange(count, device=token.query.device)
-    pages = torch.where(slot < sink_pages, slot, num_pages - 1 - (slot - sink_pages))
-    return pages.expand(1, token.query.shape[1], -1)
-
-
-def decode_tokens(
-    batch: DecodeBatch,
-    cache: KVCache,
-    softmax: Softmax,
-    order: ReadingOrder,
-    routing: GroupRouting | None,
-    rule: StopRule | None,
-    output: DecodeOutput,
-) -> None:
-    """Attends with each decoding token alone, over pages in an order. Arguments are those of `api.sparse_decode`."""
-    num_kv_heads = cache.num_kv_heads
-    scale = softmax.scale if batch.query_scale is None else softmax.scale * float(batch.query_scale)
-    softmax = replace(softmax, scale=scale)
-    output.heads.zero_()
-    if output.pages_read is not None:
-        output.pages_read.zero_()
-    for index in range(batch.num_tokens):
-        request, position = divmod(index, batch.tokens_per_request)
-        context = int(batch.seq_lens[request]) - (batch.tokens_per_request - 1 - position)
-        if context <= 0:
-            continue
-        query = batch.query[index : index + 1].float().unflatten(1, (num_kv_heads, -1))
-        table = batch.block_table[request : request + 1].long()
-        token = QueryTokens(query, table, torch.tensor([context], device=query.device))
-        exempt = context <= batch.dense_tokens
-        if batch.dense_requests is not None:
-            exempt = exempt or bool(batch.dense_requests[request])
-        active = torch.ones(num_kv_heads, dtype=torch.bool, device=query.device)
-        if routing is not None and not exempt:
-            group_scores = score_groups(query, cache.keys, table[:, 0], GROUP_SCORES.index(routing.score))
-            active = ~(group_scores >= routing.thresholds(token.context_lens))[0]
-            if routing.counts is not None:
-                routing.counts.add_(torch.stack([~active, torch.ones_like(active)], dim=1))
-        pages = None if exempt else order(token, index)
-        may_stop = pages is not None
-        if pages is None:
-            every_page = torch.arange(context // cache.page_size, device=query.device)
-            pages = every_page.expand(1, num_kv_heads, -1)
-        if rule is not None:
-            count = (pages >= 0).sum(dim=-1)
-            if may_stop:
-                count = pages_until_stable(token, cache, pages, softmax, rule)
-                pages = torch.where(torch.arange(pages.shape[-1], device=query.device) < count[..., None], pages, -1)
-            if output.pages_read is not None:
-                output.pages_read[index] = count[0] * active
-            if output.counters is not None and may_stop:
-                reads = count_reads(count, token.context_lens, cache.page_size, rule.block_tokens)
-                output.counters.add_(reads[0] * active[:, None])
-        attended = attend_pages(token, cache, pages, softmax)
-        output.heads[index] = attended[0].to(output.heads.dtype)
-        output.heads[index].unflatten(0, (num_kv_heads, -1))[~active] = 0

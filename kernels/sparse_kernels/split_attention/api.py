@@ -6,7 +6,7 @@ import torch
 
 from sparse_kernels.batch import DecodeBatch, DecodeOutput, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.group_routing import GroupRouting
+from sparse_kernels.rules import GroupRouting
 from sparse_kernels.split_attention import reference
 from sparse_kernels.split_attention.pieces import MAX_SPLITS, Stopping
 
@@ -60,6 +60,8 @@ def split_attention(
         stopping.rule.check(cache.page_size)
     output = DecodeOutput.like(batch.query) if output is None else output
     output.check(batch, cache.num_kv_heads)
+    if batch.pages is not None or output.pages is not None:
+        raise ValueError("pages: got lists of pages, allowed: None where every page is read")
     if batch.num_tokens == 0:
         return output.heads
     implementation = reference.split_attention

@@ -37,9 +37,9 @@ from sparse_kernels.cuda.params import (
     pointer,
 )
 from sparse_kernels.cuda.shared_memory import is_wide, piece_bytes
-from sparse_kernels.group_routing import GroupRouting
 from sparse_kernels.group_routing.cuda import skipped_groups
 from sparse_kernels.limits import MAX_GROUP, shared_bytes_of
+from sparse_kernels.rules import GroupRouting
 from sparse_kernels.split_attention.pieces import (
     MAX_SPLITS,
     Stopping,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sparse_kernels.stopping import StopRule
+from sparse_kernels.rules import StopRule
 
 MAX_SPLITS = 64
 """Pieces of a context, at most, that are attended side by side without a rule."""

@@ -1,6 +1,6 @@
 """Finds how far a row of attention is read until its output is stable (ART)."""
 
+from sparse_kernels.rules import PROBE_SIZE, StopRule, probe_elements
 from sparse_kernels.stopping.api import count_reads, pages_until_stable
-from sparse_kernels.stopping.rule import PROBE_SIZE, StopRule, probe_elements
 
 __all__ = ["PROBE_SIZE", "StopRule", "count_reads", "pages_until_stable", "probe_elements"]

@@ -6,8 +6,8 @@ import torch
 
 from sparse_kernels.batch import QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
+from sparse_kernels.rules import StopRule
 from sparse_kernels.stopping import reference
-from sparse_kernels.stopping.rule import StopRule
 
 
 def pages_until_stable(

@@ -12,7 +12,7 @@ import torch
 from sparse_kernels.batch import QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compiled import CHUNK_TOKENS, FASTMATH, add_products, exp, parallel_kernel, sink_array, unpack_page
-from sparse_kernels.stopping.rule import StopRule, probe_elements
+from sparse_kernels.rules import StopRule, probe_elements
 from sparse_kernels.threads import use_threads
 
 

@@ -6,8 +6,8 @@ import torch
 
 from sparse_kernels.batch import QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
+from sparse_kernels.rules import StopRule, probe_elements
 from sparse_kernels.sparse_attention.reference import logits_and_values
-from sparse_kernels.stopping.rule import StopRule, probe_elements
 
 
 def partial_outputs(

@@ -1,0 +1,235 @@
+"""Splits each step into tokens that attend sparsely and tokens that attend densely."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from sparse_kernels.page_coverage import Coverage
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionMetadataBuilder,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_sparse_plugin.attention import packing
+from vllm_sparse_plugin.attention.base import SparseBackend, plan_compaction, report_memory
+from vllm_sparse_plugin.attention.cpu.metadata import (
+    DecodeTokens,
+    DenseTokens,
+    PromptTokens,
+    RollingTokens,
+    SparseCPUMetadata,
+    prompts_of,
+    subset,
+)
+from vllm_sparse_plugin.attention.metering import Meter
+from vllm_sparse_plugin.attention.plan import plan_layers
+from vllm_sparse_plugin.attention.prefill import PromptRound, plan_rounds, reads_less
+from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
+from vllm_sparse_plugin.policies.base import PagesRead
+from vllm_sparse_plugin.policies.dense import EveryPage
+from vllm_sparse_plugin.requests import rows
+from vllm_sparse_plugin.requests.arguments import EVERY_PAGE
+from vllm_sparse_plugin.requests.limits import RequestedPages, stack_limits
+
+
+class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
+    """Splits each step into tokens that attend sparsely and tokens that attend densely."""
+
+    isa: str
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        backend: type[SparseBackend] = next(iter(layers.values())).attn_backend
+        self.sparse = backend.config()
+        self.page_size = (self.sparse.selector or EveryPage()).page_size
+        self.isa = packing.supported_isa(self.isa)
+        self._set_isa_to_layers(layer_names)
+        statistics = backend.statistics_layout(kv_cache_spec)
+        self.summarised_tokens = statistics.page_size if statistics else self.page_size
+        if self.sparse.runs_kernels:
+            for page_size in {self.page_size, self.summarised_tokens}:
+                packing.check_packing(self.isa, self.block_size, self.head_dim, page_size, self.dtype)
+        # Lossless mode takes no budgets of requests, and its drafting steps have rows of their own.
+        served = rows.current_if_any() if self.sparse.lossless is None else None
+        self.requested = RequestedPages(self.sparse, served, on_gpu=False)
+        assert self.reorder_batch_threshold is not None
+        self.meter = Meter(self.sparse, vllm_config, self.reorder_batch_threshold)
+        self.compaction = plan_compaction(layers, self.sparse, kv_cache_spec, vllm_config, device)
+        group = plan_layers(layers, self.sparse, vllm_config, self.block_size, statistics, device)
+        self.counts = group.counts
+        self.reads = group.reads
+        plans = group.plans.values()
+        self.routes = any(plan.routing is not None for plan in plans)
+        self.attends_sparsely = {(plan.is_sparse, plan.prefill is not None) for plan in plans}
+        self.prefill_rule, self.group_sizes = group.prefill_rule, group.group_sizes
+        self.window = self.sparse.rolling_window
+        for name, layer in layers.items():
+            layer.impl.isa = self.isa
+            layer.impl.bind(group.plans[name])
+        impls = [layer.impl for layer in layers.values() if layer.impl.plan.needs_cache_views]
+        for impl in {(impl.num_heads, impl.plan.is_sparse): impl for impl in impls}.values():
+            impl.warm_up(self.kv_cache_spec)
+        if statistics is not None:
+            report_memory(backend.get_name(), vllm_config, self.kv_cache_spec, statistics, len(layers))
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> SparseCPUMetadata:
+        return self._build(common_prefix_len, common_attn_metadata, fast_build, self.sparse.lossless is None)
+
+    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> SparseCPUMetadata:
+        return self._build(0, common_attn_metadata, fast_build=True, selects=True)
+
+    def _build(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, selects: bool
+    ) -> SparseCPUMetadata:
+        """Builds the metadata of a step; `selects` says whether decoding tokens may attend sparsely in it."""
+        if self.compaction is not None:
+            common = self.compaction.condense(common)
+        whole = super().build(common_prefix_len, common, fast_build)
+        metadata = SparseCPUMetadata(**{field.name: getattr(whole, field.name) for field in fields(whole)})
+
+        if not self.sparse.runs_kernels:
+            return metadata
+        if self.compaction is not None:
+            metadata.observed = self.compaction.observed
+        for counts in self.counts:
+            counts.step()
+        limits = self._limits(common)
+        if self.reads is not None and selects:
+            # What a coverage reads is not known from lengths.
+            budgets, covers = None, torch.zeros(0, dtype=torch.bool)
+            if limits is not None:
+                covers = limits.share > 0
+                budgets = torch.where(covers, EVERY_PAGE, limits.most).numpy()
+            log = self.meter.log_of(common, covers.numpy())
+            self.reads.step(common, self.reorder_batch_threshold, budgets, log)
+
+        page_size = self.summarised_tokens
+        slots = common.slot_mapping[: common.num_actual_tokens]
+        filled = slots[(slots >= 0) & (slots % page_size == page_size - 1)]
+        if len(filled):
+            metadata.filled = filled // self.block_size, filled % self.block_size // page_size
+
+        query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
+        request_of_token = torch.repeat_interleave(query_lens)
+        decoding = self._sparse_requests(common, query_lens, limits)
+        prefilling = self._sparse_prompts(common, query_lens)
+        decoding &= selects
+        if decoding.any():
+            tokens = decoding[request_of_token].nonzero().squeeze(1)
+            request = request_of_token[tokens]
+            from_end = common.query_start_loc[1:][request] - 1 - tokens
+            context_lens = (common.seq_lens[request] - from_end).long()
+            block_table = common.block_table_tensor[request].long()
+            own = None if limits is None else limits[request]
+            metadata.decode = DecodeTokens(tokens, block_table, context_lens, own)
+            if self.meter.sample is not None:
+                with dropping(UNMEASURED):
+                    self._sample(self.meter.sample, metadata.decode, common, request)
+        if prefilling.any():
+            tokens = prefilling[request_of_token].nonzero().squeeze(1)
+            metadata.prompts = PromptTokens(tokens, self._round(subset(common, prefilling, query_lens, tokens)))
+        for decodes, prefills in self.attends_sparsely:
+            sparsely = torch.zeros_like(decoding)
+            if decodes:
+                sparsely |= decoding
+            if prefills:
+                sparsely |= prefilling
+            if not sparsely.any():
+                continue
+            metadata.rest[decodes, prefills] = self._rest(common_prefix_len, common, fast_build, ~sparsely)
+        if self.window is not None:
+            rolling = (query_lens > 0) & self.window.leaves_out(common.seq_lens - 1)
+            if rolling.any():
+                tokens = rolling[request_of_token].nonzero().squeeze(1)
+                prompts = prompts_of(subset(common, rolling, query_lens, tokens))
+                rest = self._rest(common_prefix_len, common, fast_build, ~rolling)
+                metadata.rolling = RollingTokens(tokens, prompts, rest)
+        return metadata
+
+    def _sample(
+        self, sample: Sample, decode: DecodeTokens, common: CommonAttentionMetadata, request: torch.Tensor
+    ) -> None:
+        """Notes the token that a sample is of: one that leaves something out, if there is any.
+
+        Args:
+            sample: what is measured of the step.
+            decode: the tokens that attend sparsely.
+            common: the step.
+            request: `[num_tokens]` int64, the request of each of them.
+        """
+        assert self.sparse.selector is not None
+        least = self.sparse.selector.pages_read.least if decode.limits is None else decode.limits.least
+        # Where groups are routed, tokens within their budget are here too.
+        candidates = (decode.context_lens // self.page_size > least).nonzero().squeeze(1).tolist()
+        if candidates:
+            token = candidates[sample.token % len(candidates)]
+            decode.masses = self.meter.masses_of(common, int(request[token]))
+            decode.sampled = sample._replace(token=token)
+
+    def _rest(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, requests: torch.Tensor
+    ) -> DenseTokens | None:
+        """Makes a batch of some of the requests, `[num_reqs]` bool, that attend densely; None if without tokens."""
+        query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
+        tokens = requests[torch.repeat_interleave(query_lens)].nonzero().squeeze(1)
+        if not len(tokens):
+            return None
+        rest = subset(common, requests, query_lens, tokens)
+        return DenseTokens(tokens, super().build(common_prefix_len, rest, fast_build))
+
+    def _round(self, common: CommonAttentionMetadata) -> PromptRound:
+        """Makes one round of all prompts: the reference takes one tile, or one request, after the other."""
+        assert self.prefill_rule is not None
+        prompts = prompts_of(common)
+        most_tokens = len(prompts) * max(prompts.longest)
+        (whole,) = plan_rounds(prompts, self.prefill_rule, self.group_sizes, most_tokens)
+        return whole
+
+    def _sparse_prompts(self, common: CommonAttentionMetadata, query_lens: torch.Tensor) -> torch.Tensor:
+        """Finds prompts that may leave out something of their context: `[num_reqs]` bool."""
+        assert self.reorder_batch_threshold is not None
+        sparse = query_lens > self.reorder_batch_threshold
+        rule = self.prefill_rule
+        if rule is None:
+            return torch.zeros_like(sparse)
+        return sparse & torch.tensor([reads_less(rule, length) for length in common.seq_lens.tolist()])
+
+    def _limits(self, common: CommonAttentionMetadata) -> Coverage | None:
+        """Returns how much each request reads in a decode step; None if all read what the settings say."""
+        if not self.sparse.is_sparse:
+            return None
+        asked = self.requested.of_step(common)
+        default = self.sparse.selector.pages_read if self.sparse.selector else PagesRead(0, 0)
+        if not asked and not default.share:
+            return None
+        # Rows that pad a batch have no request.
+        asked += [None] * (common.num_reqs - len(asked))
+        return stack_limits([each or default for each in asked])
+
+    def _sparse_requests(
+        self, common: CommonAttentionMetadata, query_lens: torch.Tensor, limits: Coverage | None
+    ) -> torch.Tensor:
+        """Finds decoding requests that are routed, or whose context exceeds their budget: `[num_reqs]` bool."""
+        assert self.reorder_batch_threshold is not None
+        if not self.sparse.is_sparse:
+            return torch.zeros_like(query_lens, dtype=torch.bool)
+        sparse = (query_lens > 0) & (query_lens <= self.reorder_batch_threshold)
+        if not self.routes and self.sparse.selector is not None:
+            usual = self.sparse.selector.budget_pages
+            sparse &= common.seq_lens // self.page_size > (usual if limits is None else limits.least)
+        if limits is not None:
+            sparse &= limits.least < EVERY_PAGE
+        sparse &= common.seq_lens >= self.sparse.config.min_context_tokens
+        if common.is_prefilling is not None:
+            sparse &= ~common.is_prefilling
+        return sparse

@@ -1,0 +1,232 @@
+"""One attention layer on a CPU."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from sparse_kernels.batch import Prompts, QueryTokens
+from sparse_kernels.cache import KVCache
+from sparse_kernels.group_routing import route_groups
+from sparse_kernels.page_coverage import Coverage
+from sparse_kernels.page_statistics import update_page_statistics
+from sparse_kernels.rolling_attention import attend_rolling
+from sparse_kernels.sparse_attention import attend_pages
+from sparse_kernels.stopping import count_reads
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionBackendImpl,
+    CPUAttentionMetadata,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_sparse_plugin.attention import packing
+from vllm_sparse_plugin.attention.base import SparseImpl
+from vllm_sparse_plugin.attention.cpu.metadata import DecodeTokens, SparseCPUMetadata
+from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts
+from vllm_sparse_plugin.attention.stopping import select_until_stable
+from vllm_sparse_plugin.metrics.sampling import UNMEASURED, dropping
+from vllm_sparse_plugin.policies.dense import every_page
+from vllm_sparse_plugin.policies.scored import ScoredSelection
+from vllm_sparse_plugin.requests.limits import stack_limits
+
+
+class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
+    """One attention layer."""
+
+    isa: str
+    """Instruction set of vLLM's attention kernel, which decides how blocks are packed."""
+
+    def warm_up(self, spec: AttentionSpec) -> None:
+        """Compiles what this layer needs, on a cache of its own, so that no request waits for it."""
+        self.bind_cache(torch.zeros(2, self.num_kv_heads, spec.num_states, 2 * self.head_size, dtype=spec.dtype))
+        first = torch.zeros(1, dtype=torch.int64)
+        self._update_statistics((first, first))
+        if self.plan.is_sparse:
+            grouped = torch.zeros(1, self.num_kv_heads, self.num_queries_per_kv, self.head_size, dtype=spec.dtype)
+            # A page may be as large as a block; what comes after it is in the next one.
+            token = QueryTokens(grouped, torch.arange(2).unsqueeze(0), first + self.plan.page_size + 1)
+            usual = self.plan.selector.pages_read if self.plan.selector is not None else None
+            limits = stack_limits([usual]) if usual is not None and usual.share else None
+            self._attend(token, self.cache, self.all_heads, limits)
+            if self.plan.routing is not None:
+                route_groups(token, self.cache.keys, self.plan.routing)
+        if self.plan.counters is not None:
+            # Nobody asked for this token.
+            self.plan.counters.zero_()
+        self._bound_cache = None
+
+    def _make_views(self, kv_cache: torch.Tensor) -> None:
+        self.token_rows = kv_cache[:, :, : self.plan.block_size]
+        if not self.plan.needs_cache_views:
+            return
+        self.all_heads = torch.arange(self.num_kv_heads)[None]
+
+        def in_pages(page_size: int) -> KVCache:
+            return KVCache(*packing.paged_keys_and_values(self.token_rows, self.isa, page_size))
+
+        self._make_caches(kv_cache, in_pages)
+        if self.plan.routing is not None:
+            self.cache_by_head = self.cache.by_head
+
+    def _update_statistics(self, filled: tuple[torch.Tensor, torch.Tensor]) -> None:
+        """Writes the statistics of pages, by blocks and indices within them, if the layer keeps any."""
+        cache = self.statistics_cache if self.plan.statistics is not None else None
+        if cache is not None:
+            assert cache.statistics is not None
+            update_page_statistics(cache.keys, cache.statistics, *filled)
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        super().do_kv_cache_update(layer, key, value, kv_cache[:, :, : self.plan.block_size], slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: CPUAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if attn_metadata is None:
+            return output
+        assert isinstance(attn_metadata, SparseCPUMetadata)
+        scales = output_scale, output_block_scale
+        attend = partial(self._attend_all, layer, query, key, value, attn_metadata, output, scales)
+        self.run_step(layer, query, kv_cache, attn_metadata.observed, attend)
+        return output
+
+    def _attend_all(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        attn_metadata: SparseCPUMetadata,
+        output: torch.Tensor,
+        output_scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> None:
+        """Attends with all tokens of a step; arguments are those of `forward`."""
+
+        def dense(query: torch.Tensor, metadata: CPUAttentionMetadata, output: torch.Tensor) -> torch.Tensor:
+            return super(SparseCPUImpl, self).forward(
+                layer, query, key, value, self.token_rows, metadata, output, *output_scales
+            )
+
+        # A layer that shares the cache of another finds the statistics there.
+        if attn_metadata.filled and self.kv_sharing_target_layer_name is None:
+            self._update_statistics(attn_metadata.filled)
+        if attn_metadata.rolling is not None:
+            rolling = attn_metadata.rolling
+            if (whole := rolling.rest) is not None:
+                output[whole.tokens] = dense(query[whole.tokens], whole.metadata, torch.empty_like(query[whole.tokens]))
+            output[rolling.tokens] = self._attend_rolling(query[rolling.tokens], rolling.prompts)
+            return
+        decode = attn_metadata.decode if self.plan.is_sparse else None
+        prompts = attn_metadata.prompts if self.plan.prefill is not None else None
+        if decode is None and prompts is None:
+            dense(query, attn_metadata, output)
+            return
+        rest = attn_metadata.rest[self.plan.is_sparse, self.plan.prefill is not None]
+        if rest is not None:
+            output[rest.tokens] = dense(query[rest.tokens], rest.metadata, torch.empty_like(output[rest.tokens]))
+        if decode is not None:
+            output[decode.tokens] = self._decode(query[decode.tokens], decode)
+        if prompts is not None:
+            output[prompts.tokens] = self._prefill(query[prompts.tokens], prompts.part)
+
+    def _prefill(self, query: torch.Tensor, part: PromptRound) -> torch.Tensor:
+        """Attends with prompts; takes and returns `[num_tokens, num_heads, head_size]`."""
+        assert self.plan.prefill is not None
+        output = torch.empty_like(query)
+        batch = part.prompts.batch(query)
+        attend_prompts(
+            self.plan.prefill, part, batch, self.prompt_cache, self.softmax, output, PromptKernels()
+        )  # fmt: skip
+        return output
+
+    def _attend_rolling(self, query: torch.Tensor, prompts: Prompts) -> torch.Tensor:
+        """Attends with rolling positions; takes and returns `[num_tokens, num_heads, head_size]`."""
+        assert self.plan.rolling is not None
+        window, rotation = self.plan.rolling
+        return attend_rolling(prompts.batch(query), self.cache, self.softmax, window, rotation, torch.empty_like(query))
+
+    def _decode(self, query: torch.Tensor, decode: DecodeTokens) -> torch.Tensor:
+        """Routes, selects and attends; takes and returns `[num_tokens, num_heads, head_size]`."""
+        grouped = query.unflatten(1, (self.num_kv_heads, self.num_queries_per_kv))
+        tokens = QueryTokens(grouped, decode.block_table, decode.context_lens)
+        routing = self.plan.routing
+        skipped = None if routing is None else route_groups(tokens, self.cache.keys, routing)
+        if decode.sampled is not None:
+            with dropping(UNMEASURED):
+                self._measure(tokens, decode, skipped)
+        if routing is None or skipped is None:
+            return self._attend(tokens, self.cache, self.all_heads, decode.limits)
+        if routing.counts is not None:
+            asked = torch.full((self.num_kv_heads,), len(query))
+            routing.counts.add_(torch.stack([skipped.sum(dim=0), asked], dim=1))
+        # The groups that are left form a batch of their own, each a token of a cache of one KV head.
+        token, head = (~skipped).nonzero(as_tuple=True)
+        blocks = tokens.block_table[token] * self.num_kv_heads + head[:, None]
+        active = QueryTokens(grouped[token, head].unsqueeze(1), blocks, tokens.context_lens[token])
+        output = torch.zeros_like(grouped)
+        limits = None if decode.limits is None else decode.limits[token]
+        output[token, head] = self._attend(active, self.cache_by_head, head[:, None], limits)
+        return output.flatten(1, 2)
+
+    def _attend(
+        self, tokens: QueryTokens, cache: KVCache, heads: torch.Tensor, limits: Coverage | None
+    ) -> torch.Tensor:
+        """Attends with tokens to the pages that the layer reads.
+
+        Args:
+            tokens: the query tokens.
+            cache: what they attend to.
+            heads: `[num_tokens or 1, num_kv_heads]` int64, which KV heads of the layer those of the cache are.
+            limits: see `DecodeTokens`.
+        """
+        pages, reads = self._pages(tokens, cache, limits)
+        if reads is not None and self.plan.counters is not None:
+            self.plan.counters.index_add_(0, heads.expand(reads.shape[:2]).flatten(), reads.flatten(0, 1))
+        return attend_pages(tokens, cache, pages, self.softmax)
+
+    def _pages(
+        self, tokens: QueryTokens, cache: KVCache, limits: Coverage | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Returns the pages that the layer reads and, where lengths do not tell how many those are, what `count_reads`
+        says of them."""
+        plan, num_pages = self.plan, tokens.num_pages(cache.page_size)
+        if plan.selector is None:
+            return every_page(num_pages, cache.num_kv_heads), None
+        if limits is not None and limits.share.any():
+            assert isinstance(plan.selector, ScoredSelection)
+            pages, counts = plan.selector.select_covering(tokens, cache, self.softmax, limits)
+            return pages, count_reads(counts, tokens.context_lens, cache.page_size, cache.page_size)
+        if plan.stop_rule is None:
+            budgets = None if limits is None else limits.most
+            return plan.selector.select(tokens.query, cache.statistics, tokens.block_table, num_pages, budgets), None
+        return select_until_stable(plan.selector, plan.stop_rule, tokens, cache, self.softmax)
+
+    def _measure(self, tokens: QueryTokens, decode: DecodeTokens, skipped: torch.Tensor | None) -> None:
+        """Measures the selection of one of the tokens, of the groups that are not skipped, if the sample is of this
+        layer; `skipped` is `[num_tokens, num_kv_heads]` bool."""
+        plan, sample = self.plan, decode.sampled
+        if plan.quality is None or plan.selector is None or sample is None or not plan.quality.measures(sample):
+            return
+        one = slice(sample.token, sample.token + 1)
+        token = tokens[one]
+        pages, _ = self._pages(token, self.cache, None if decode.limits is None else decode.limits[one])
+        plan.quality.record(
+            token, int(token.context_lens), self.cache, pages, self.softmax, plan.selector.page_selection(),
+            decode.masses, None if skipped is None else skipped[one],
+        )  # fmt: skip

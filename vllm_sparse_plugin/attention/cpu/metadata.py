@@ -1,0 +1,111 @@
+"""What a step of a batch is told to each layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from sparse_kernels.batch import Prompts
+from sparse_kernels.page_coverage import Coverage
+from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backends.cpu_attn import (
+    CPUAttentionMetadata,
+)
+
+from vllm_sparse_plugin.attention.prefill import PromptRound
+from vllm_sparse_plugin.compaction.step import Observed
+from vllm_sparse_plugin.metrics.sampling import Sample
+
+
+@dataclass
+class DecodeTokens:
+    """The query tokens of a step that attend sparsely."""
+
+    tokens: torch.Tensor
+    """`[num_tokens]` int64, positions in the batch."""
+    block_table: torch.Tensor
+    """`[num_tokens, max_blocks]` int64."""
+    context_lens: torch.Tensor
+    """`[num_tokens]` int64, tokens that each may attend, itself included."""
+    limits: Coverage | None
+    """How much each reads, where a request of the step says something of its own or the layers have a coverage."""
+    sampled: Sample | None = None
+    """Index of the token whose selection is measured, and in which layers; None for none."""
+    masses: torch.Tensor | None = None
+    """Where the estimated masses of its request are added up; None where nobody asks for them."""
+
+
+class PromptTokens(NamedTuple):
+    """The prompts of a step that attend sparsely."""
+
+    tokens: torch.Tensor
+    """`[num_tokens]` int64, positions in the batch."""
+    part: PromptRound
+    """What they attend to."""
+
+
+class DenseTokens(NamedTuple):
+    """The query tokens of a step that attend densely, in the layers that do so with them."""
+
+    tokens: torch.Tensor
+    """`[num_tokens]` int64, positions in the batch."""
+    metadata: CPUAttentionMetadata
+    """Metadata of the batch that they form."""
+
+
+class RollingTokens(NamedTuple):
+    """The requests of a step whose newest tokens leave out something of their contexts, and see the sinks nearer."""
+
+    tokens: torch.Tensor
+    """`[num_tokens]` int64, positions in the batch."""
+    prompts: Prompts
+    """Where they are, decoding requests included."""
+    rest: DenseTokens | None
+    """The other requests; None for none."""
+
+
+@dataclass
+class SparseCPUMetadata(CPUAttentionMetadata):
+    """vLLM's CPU metadata for the whole batch, and what sparse layers do instead."""
+
+    filled: tuple[torch.Tensor, torch.Tensor] | None = None
+    """`[num_filled]` int64 each, blocks and indices within them of the pages that this step completes, if any."""
+    decode: DecodeTokens | None = None
+    """Tokens that attend sparsely; None if there are none."""
+    prompts: PromptTokens | None = None
+    """Prompts that attend sparsely; None if there are none."""
+    rolling: RollingTokens | None = None
+    """Requests that attend with rolling positions, in all layers; None if there are none."""
+    observed: list[Observed] = field(default_factory=list)
+    """Tokens of prompts whose queries are kept for a vote."""
+    rest: dict[tuple[bool, bool], DenseTokens | None] = field(default_factory=dict)
+    """What is left of the batch where `decode` and where `prompts` attend sparsely; None for nothing."""
+
+
+def prompts_of(common: CommonAttentionMetadata) -> Prompts:
+    """Returns where the tokens of a batch lie."""
+    start, lengths = common.query_start_loc.int(), common.seq_lens.int()
+    query_lens = tuple((start[1:] - start[:-1]).tolist())
+    return Prompts(start, common.block_table_tensor.int(), lengths, query_lens, tuple(lengths.tolist()))
+
+
+def subset(
+    common: CommonAttentionMetadata, requests: torch.Tensor, query_lens: torch.Tensor, tokens: torch.Tensor
+) -> CommonAttentionMetadata:
+    """Returns the batch that some of the requests form, with all of their tokens."""
+    lens = query_lens[requests]
+    start = torch.zeros(len(lens) + 1, dtype=common.query_start_loc.dtype)
+    torch.cumsum(lens, 0, out=start[1:])
+    seq_lens = common.seq_lens[requests]
+    return common.replace(
+        query_start_loc=start,
+        query_start_loc_cpu=start,
+        seq_lens=seq_lens,
+        num_reqs=len(lens),
+        num_actual_tokens=len(tokens),
+        max_query_len=int(lens.max()),
+        max_seq_len=int(seq_lens.max()),
+        block_table_tensor=common.block_table_tensor[requests],
+        slot_mapping=common.slot_mapping[tokens],
+    )

@@ -1,0 +1,297 @@
+"""Splits each step into requests that decode and requests that prefill."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sparse_kernels.batch import Prompts
+from sparse_kernels.split_attention import pieces_of, rows_at_once, splits_for, stop_scratch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention import Attention
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionMetadataBuilder,
+)
+from vllm.v1.attention.backends.utils import split_decodes_and_prefills
+from vllm.v1.kv_cache_interface import AttentionSpec
+
+from vllm_sparse_plugin import compat
+from vllm_sparse_plugin.attention.base import (
+    DecodeRun,
+    SparseBackend,
+    decode_runs,
+    plan_compaction,
+    report_memory,
+)
+from vllm_sparse_plugin.attention.cuda.metadata import (
+    DecodeRequests,
+    SampledToken,
+    SparseCUDAMetadata,
+    first_requests,
+    without_first,
+)
+from vllm_sparse_plugin.attention.cuda.start_up import warm_up_compaction, warm_up_meter
+from vllm_sparse_plugin.attention.metering import Meter
+from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
+from vllm_sparse_plugin.attention.prefill import plan_rounds, reads_less
+from vllm_sparse_plugin.engine_settings import resolved
+from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
+from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.policies.base import PagesRead
+from vllm_sparse_plugin.requests import rows
+from vllm_sparse_plugin.requests.arguments import EVERY_PAGE
+from vllm_sparse_plugin.requests.limits import StepLimits, StepNumbers
+
+
+class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
+    """Splits each step into requests that decode and requests that prefill."""
+
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+    supports_update_block_table = False
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: AttentionSpec) -> AttentionCGSupport:
+        name = compat.chosen_backend(vllm_config, BACKENDS)
+        selector = None if name is None else resolved(vllm_config, BACKENDS[name]).selector
+        if selector is not None and not selector.has_kernel() and not selector.capturable:
+            return AttentionCGSupport.NEVER
+        return cls._cudagraph_support
+
+    def __init__(
+        self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.supports_draft_decode_metadata_update = False
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        layers = get_layers_from_vllm_config(vllm_config, Attention, layer_names)
+        backend: type[SparseBackend] = next(iter(layers.values())).attn_backend
+        sparse = backend.config()
+        statistics = backend.statistics_layout(kv_cache_spec)
+        assert self.reorder_batch_threshold is not None
+        self.meter = Meter(sparse, vllm_config, self.reorder_batch_threshold)
+        self.selector, self.dense_tokens = sparse.selector, sparse.config.min_context_tokens - 1
+        # Lossless mode goes without sparse prefill, so a step that answers leaves nothing out.
+        self.answers_sparsely = sparse.lossless is None
+        # FlashAttention rounds weights to 8 bits over a cache of 8 bits. A token that is verified has to be what it is
+        # alone, so all tokens run that kernel there.
+        self.verifies_at_once = not self.answers_sparsely and kv_cache_spec.dtype.itemsize > 1
+        self.rolls = sparse.rolling_window is not None
+        self.compaction = plan_compaction(layers, sparse, kv_cache_spec, vllm_config, device)
+        # Captured graphs read these tensors.
+        max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
+        self.dense_requests = StepNumbers(False, max_requests, torch.bool, device)
+        self.limits = StepLimits(sparse, rows.current_if_any(), max_requests, device)
+        group = plan_layers(layers, sparse, vllm_config, self.block_size, statistics, device)
+        self.counts = group.counts
+        self.reads = group.reads
+        max_tokens = max_requests * self.reorder_batch_threshold
+        scratch = self._stop_scratch(layers, group.plans, max_tokens)
+        for name, layer in layers.items():
+            layer.impl.bind(group.plans[name])
+            layer.impl.splits = splits_for(max_tokens, layer.num_heads, layer.head_size)
+            layer.impl.scratch = scratch
+        metered = {(layer.num_heads, layer.head_size): layer for layer in layers.values() if layer.impl.plan.quality}
+        for layer in metered.values():
+            warm_up_meter(layer, kv_cache_spec, vllm_config.model_config.max_model_len, device)
+        if self.compaction is not None:
+            for layer in {(layer.num_heads, layer.head_size): layer for layer in layers.values()}.values():
+                warm_up_compaction(layer, kv_cache_spec, vllm_config.model_config, self.compaction, device)
+        self.any_dense_layer = not all(plan.is_sparse for plan in group.plans.values())
+        self.any_sparse_layer = any(plan.is_sparse for plan in group.plans.values())
+        self.prefill_rule, self.group_sizes = group.prefill_rule, group.group_sizes
+        self.any_dense_decode = any(plan.prefill and not plan.is_sparse for plan in group.plans.values())
+        if statistics is not None:
+            report_memory(backend.get_name(), vllm_config, kv_cache_spec, statistics, len(layers))
+
+    def _stop_scratch(
+        self, layers: dict[str, Attention], plans: dict[str, LayerPlan], max_tokens: int
+    ) -> torch.Tensor | None:
+        """Makes the scratch that layers which may stop anywhere share, one after the other; None if none may."""
+        # vLLM may pad the rows of a block table.
+        context_tokens = self.vllm_config.model_config.max_model_len + 64 * self.block_size
+        scratch: torch.Tensor | None = None
+        for name, layer in layers.items():
+            stopping = plans[name].stopping()
+            if stopping is None:
+                continue
+            most_rows = rows_at_once(
+                pieces_of(context_tokens, stopping.rule), layer.num_heads // layer.num_kv_heads, layer.head_size
+            )
+            rows = min(max_tokens * layer.num_kv_heads, most_rows)
+            wanted = stop_scratch(stopping.rule, rows, context_tokens, self.device)
+            scratch = wanted if scratch is None or len(wanted) > len(scratch) else scratch
+        return scratch
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> SparseCUDAMetadata:
+        return self._build(common_prefix_len, common_attn_metadata, fast_build, self.answers_sparsely)
+
+    def build_for_drafting(self, common_attn_metadata: CommonAttentionMetadata, draft_index: int) -> SparseCUDAMetadata:
+        return self._build(0, common_attn_metadata, fast_build=True, selects=True)
+
+    def _build(
+        self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, selects: bool
+    ) -> SparseCUDAMetadata:
+        """Builds the metadata of a step; `selects` says whether decoding tokens may attend sparsely in it."""
+        if self.compaction is not None:
+            common = self.compaction.condense(common)
+        for counts in self.counts:
+            counts.step()
+        asked = self.limits.step(common)
+        if self.reads is not None and selects:
+            self.reads.step(
+                common, self.reorder_batch_threshold, self.limits.by_request(asked, common.num_reqs),
+                self.meter.log_of(common),
+            )  # fmt: skip
+        runs, prompts = self._split(common) if selects else ([], None)
+        num_decodes = sum(run.num_requests for run in runs)
+        num_decode_tokens = sum(run.num_tokens for run in runs)
+        whole, verifies = None, not selects and self.verifies_at_once and self._verifies(common)
+        # Where positions roll, and where drafts are verified, no layer runs FlashAttention.
+        if not self.rolls and not verifies and (self.any_dense_layer or not num_decodes):
+            whole = super().build(common_prefix_len, common, fast_build)
+            metadata = SparseCUDAMetadata(**{item.name: getattr(whole, item.name) for item in fields(whole)})
+        else:
+            metadata = SparseCUDAMetadata(
+                num_actual_tokens=common.num_actual_tokens,
+                max_query_len=common.max_query_len,
+                query_start_loc=common.query_start_loc,
+                max_seq_len=common.max_seq_len,
+                seq_lens=common.seq_lens,
+                block_table=common.block_table_tensor,
+                slot_mapping=common.slot_mapping,
+            )
+        metadata.num_decode_tokens = num_decode_tokens
+        metadata.observed = [] if self.compaction is None else self.compaction.observed
+        if num_decodes:
+            whole_requests = self._write_dense_requests(common, num_decodes, asked)
+            if self.meter.sample is not None:
+                with dropping(UNMEASURED):
+                    metadata.sampled = self._sampled(self.meter.sample, common, runs, asked, whole_requests)
+            dense, budgets = self.dense_requests.tensor, self.limits.budgets
+            for run in runs:
+                those = slice(run.first_request, run.first_request + run.num_requests)
+                tokens = slice(run.first_token, run.first_token + run.num_tokens)
+                metadata.decode.append(
+                    DecodeRequests(
+                        tokens, common.block_table_tensor[those], common.seq_lens[those], dense[those],
+                        None if budgets is None else budgets.tensor[those], self.limits.of(those),
+                    )
+                )  # fmt: skip
+        if verifies:
+            every = slice(0, common.num_actual_tokens)
+            nobody = self.dense_requests.tensor[: common.num_reqs]
+            metadata.verified = DecodeRequests(every, common.block_table_tensor, common.seq_lens, nobody)
+        elif num_decodes < common.num_reqs:
+            if num_decodes:
+                # The schedule that FlashAttention plans ahead lies in one buffer, which the whole batch's may hold.
+                prefills = without_first(common, num_decodes, num_decode_tokens)
+                metadata.prefill = super().build(common_prefix_len, prefills, fast_build=True)
+            else:
+                metadata.prefill = whole
+        if prompts is not None:
+            assert self.prefill_rule is not None
+            most_tokens = self.vllm_config.model_config.max_model_len
+            metadata.rounds = plan_rounds(prompts, self.prefill_rule, self.group_sizes, most_tokens)
+            if num_decodes and self.any_dense_decode:
+                decodes = first_requests(common, num_decodes, num_decode_tokens)
+                metadata.dense_decode = super().build(common_prefix_len, decodes, fast_build=True)
+        return metadata
+
+    def _split(self, common: CommonAttentionMetadata) -> tuple[list[DecodeRun], Prompts | None]:
+        """Returns the requests that decode, and the others if some of them attend sparsely.
+
+        Where all layers are dense there are none that decode, unless others attend sparsely: vLLM then takes the batch
+        as it is.
+        """
+        rule = self.prefill_rule
+        if rule is None and not self.any_sparse_layer:
+            return [], None
+        runs = self._decode_runs(common)
+        first = sum(run.num_requests for run in runs)
+        bound = common.seq_lens_cpu_upper_bound
+        if rule is None or first == common.num_reqs:
+            return runs if self.any_sparse_layer else [], None
+        others = common.num_reqs - first
+        longest = [common.max_seq_len] * others if bound is None else bound[first:].tolist()
+        if not any(reads_less(rule, length) for length in longest):
+            return runs if self.any_sparse_layer else [], None
+        starts = common.query_start_loc_cpu[first:]
+        prompts = Prompts(
+            common.query_start_loc[first:] - sum(run.num_tokens for run in runs),
+            common.block_table_tensor[first:],
+            common.seq_lens[first:],
+            tuple((starts[1:] - starts[:-1]).tolist()),
+            tuple(longest),
+        )
+        return runs, prompts
+
+    def _decode_runs(self, common: CommonAttentionMetadata) -> list[DecodeRun]:
+        longest = self.reorder_batch_threshold
+        assert longest is not None
+        num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
+        _, num_prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=longest, require_uniform=True)
+        if num_prefills == 0 and num_tokens % num_reqs == 0:
+            # A graph's batch may be padded by requests without query tokens.
+            return [DecodeRun(0, num_reqs, 0, num_tokens)]
+        start = common.query_start_loc_cpu
+        return decode_runs((start[1:] - start[:-1]).tolist(), longest)
+
+    def _verifies(self, common: CommonAttentionMetadata) -> bool:
+        """Whether a step that attends densely has as many tokens of every request: the newest one and its drafts."""
+        assert self.reorder_batch_threshold is not None
+        per_request = common.max_query_len
+        is_uniform = common.num_actual_tokens == per_request * common.num_reqs
+        return is_uniform and 1 < per_request <= self.reorder_batch_threshold
+
+    def _write_dense_requests(
+        self, common: CommonAttentionMetadata, num_decodes: int, asked: Sequence[PagesRead | None]
+    ) -> NDArray[np.bool_]:
+        """Writes, and returns, which of the first requests are attended whole."""
+        dense = np.zeros(num_decodes, dtype=bool)
+        if common.is_prefilling is not None:
+            # It may leave out the requests that pad a graph's batch.
+            prefilling = common.is_prefilling.numpy()[:num_decodes]
+            dense[: len(prefilling)] |= prefilling
+        for request, pages in enumerate(asked[:num_decodes]):
+            dense[request] |= pages is not None and pages.least >= EVERY_PAGE
+        self.dense_requests.write(dense.tolist() if dense.any() else [])
+        return dense
+
+    def _sampled(
+        self,
+        sample: Sample,
+        common: CommonAttentionMetadata,
+        runs: Sequence[DecodeRun],
+        asked: Sequence[PagesRead | None],
+        whole_requests: NDArray[np.bool_],
+    ) -> SampledToken | None:
+        """Returns the decoding token that a sample is of: one that leaves something out, if there is any."""
+        bound = common.seq_lens_cpu_upper_bound
+        if self.selector is None or bound is None:
+            return None
+        tokens: list[tuple[int, SampledToken]] = []
+        for run in runs:
+            per_request = run.num_tokens // run.num_requests
+            for place in range(run.num_requests):
+                request = run.first_request + place
+                if request >= len(bound) or whole_requests[request]:
+                    continue
+                of_request = asked[request] if request < len(asked) else None
+                reads = self.selector.pages_read if of_request is None else of_request
+                for position in range(per_request):
+                    index = run.first_token + place * per_request + position
+                    longest = int(bound[request]) - (per_request - 1 - position)
+                    num_pages = longest // self.selector.page_size
+                    if longest > self.dense_tokens and num_pages > reads.least:
+                        most = min(reads.most, num_pages)
+                        tokens.append((request, SampledToken(index, longest, most, sample)))
+        if not tokens:
+            return None
+        request, sampled = tokens[sample.token % len(tokens)]
+        return sampled._replace(masses=self.meter.masses_of(common, request))

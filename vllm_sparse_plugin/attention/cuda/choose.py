@@ -1,0 +1,30 @@
+"""Chooses pages in torch, for policies that the decode kernel has no form of."""
+
+from __future__ import annotations
+
+import torch
+from sparse_kernels.batch import DecodeBatch
+from sparse_kernels.cache import KVCache
+
+from vllm_sparse_plugin.policies import Selection
+
+
+def choose_pages(selector: Selection, batch: DecodeBatch, cache: KVCache) -> torch.Tensor:
+    """Returns the pages that a policy's `select` chooses for the tokens of a batch.
+
+    Args:
+        selector: the policy.
+        batch: the tokens that decode.
+        cache: the layer's cache, with statistics if the policy has some.
+
+    Returns:
+        `[num_tokens, num_kv_heads, k]` int32, -1 for none, as `DecodeBatch.pages` takes them.
+    """
+    per_request = batch.tokens_per_request
+    query = batch.query if batch.query.dtype.itemsize > 1 else batch.query.to(torch.bfloat16)
+    position = torch.arange(per_request, device=query.device)
+    context_lens = batch.seq_lens.long()[:, None] - (per_request - 1 - position)
+    num_pages = context_lens.flatten().clamp(min=0) // selector.page_size
+    block_table = batch.block_table.long().repeat_interleave(per_request, dim=0)
+    grouped = query.unflatten(1, (cache.num_kv_heads, -1))
+    return selector.select(grouped, cache.statistics, block_table, num_pages).int().contiguous()

@@ -1,0 +1,70 @@
+"""Calls vLLM's FlashAttention for sparse prefill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from sparse_kernels.block_prefill import VarlenAttention, VirtualSequences
+from sparse_kernels.token_prefill import KeptAttention
+from vllm.v1.attention.backends import fa_utils
+from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
+
+
+def attend_kept(kept: KeptAttention) -> None:
+    """Runs vLLM's FlashAttention 3 over the tokens that are kept, as pages of one token."""
+
+    def by_head(scale: torch.Tensor | None) -> torch.Tensor | None:
+        return None if scale is None else scale.expand(len(kept.counts), kept.keys.shape[2])
+
+    fa_utils.flash_attn_varlen_func(
+        q=kept.query,
+        k=kept.keys,
+        v=kept.values,
+        out=kept.output,
+        cu_seqlens_q=kept.query_start,
+        max_seqlen_q=kept.max_query_tokens,
+        seqused_k=kept.counts,
+        max_seqlen_k=kept.max_seq_tokens,
+        softmax_scale=kept.softmax.scale,
+        causal=True,
+        softcap=kept.softmax.softcap,
+        block_table=kept.rows,
+        fa_version=3,
+        s_aux=kept.softmax.sink_logits,
+        q_descale=by_head(kept.query_scale),
+        k_descale=by_head(kept.key_scale),
+        v_descale=by_head(kept.value_scale),
+        # How many pieces a context is cut into would follow from the batch.
+        num_splits=1,
+    )
+
+
+def varlen_attention(impl: FlashAttentionImpl, layer: Any) -> VarlenAttention:
+    """Returns vLLM's FlashAttention over virtual sequences."""
+
+    def attend(sequences: VirtualSequences, output: torch.Tensor, wants_lse: bool) -> torch.Tensor | None:
+        shape = len(sequences.lengths), 1
+        # Learned sinks differ by head, and a virtual sequence has one set for all: the operation adds them.
+        attended = fa_utils.flash_attn_varlen_func(
+            q=sequences.queries,
+            k=sequences.keys,
+            v=sequences.values,
+            out=output,
+            cu_seqlens_q=sequences.query_rows,
+            max_seqlen_q=sequences.max_rows,
+            seqused_k=sequences.lengths,
+            max_seqlen_k=sequences.max_length,
+            softmax_scale=impl.scale,
+            causal=True,
+            softcap=impl.logits_soft_cap,
+            block_table=sequences.page_table,
+            return_softmax_lse=wants_lse,
+            fa_version=impl.vllm_flash_attn_version,
+            q_descale=layer._q_scale.expand(shape) if impl.supports_quant_query_input else None,
+            k_descale=layer._k_scale.expand(shape),
+            v_descale=layer._v_scale.expand(shape),
+        )
+        return attended[1] if wants_lse else None
+
+    return attend

@@ -1,0 +1,198 @@
+"""One attention layer on an NVIDIA GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from sparse_kernels.batch import DecodeBatch, DecodeOutput, PageSelection, PrefillBatch
+from sparse_kernels.cache import KVCache
+from sparse_kernels.compaction import ObservationWindow
+from sparse_kernels.multi_token_decode import multi_token_decode
+from sparse_kernels.page_coverage import count_rows
+from sparse_kernels.page_statistics import write_cache
+from sparse_kernels.rolling_attention import attend_rolling
+from sparse_kernels.sparse_decode import sparse_decode
+from sparse_kernels.split_attention import split_attention
+from vllm.v1.attention.backends.flash_attn import (
+    FlashAttentionImpl,
+    FlashAttentionMetadata,
+)
+
+from vllm_sparse_plugin.attention.base import (
+    SparseImpl,
+)
+from vllm_sparse_plugin.attention.cuda.choose import choose_pages
+from vllm_sparse_plugin.attention.cuda.flash import attend_kept, varlen_attention
+from vllm_sparse_plugin.attention.cuda.measure import measure_token
+from vllm_sparse_plugin.attention.cuda.metadata import DecodeRequests, SparseCUDAMetadata
+from vllm_sparse_plugin.attention.cuda.scales import query_scale, scaled
+from vllm_sparse_plugin.attention.cuda.start_up import reserve_scratch
+from vllm_sparse_plugin.attention.prefill import PromptKernels, PromptRound, attend_prompts
+from vllm_sparse_plugin.metrics.sampling import UNMEASURED, dropping
+
+
+class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
+    """One attention layer."""
+
+    supports_dcp: bool = False
+    can_return_lse_for_decode: bool = False
+    splits: int
+    """Pieces of a context, at most, where every page is read to the end."""
+    scratch: torch.Tensor | None
+    """See `Stopping.scratch`; only where every page may be read."""
+
+    def _make_views(self, kv_cache: torch.Tensor) -> None:
+        if kv_cache.dtype == torch.uint8:
+            kv_cache = kv_cache.view(torch.float8_e4m3fn)
+        self.token_rows = kv_cache[:, :, : self.plan.block_size]
+        self._make_caches(kv_cache, lambda page_size: KVCache.from_rows(self.token_rows, page_size))
+
+    def do_kv_cache_update(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        self.bind_cache(kv_cache)
+        scales: Any = layer
+        cache = self.statistics_cache or self.cache
+        write_cache(
+            key, value, self.token_rows, cache.statistics, slot_mapping, cache.page_size, scales._k_scale,
+            scales._v_scale,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: FlashAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if attn_metadata is None:
+            reserve_scratch(self, layer, query)
+            return output.fill_(0)
+        assert isinstance(attn_metadata, SparseCUDAMetadata)
+        scales = output_scale, output_block_scale
+        attend = partial(self._attend_all, layer, query, key, value, attn_metadata, output, scales)
+        self.run_step(layer, query, kv_cache, attn_metadata.observed, attend)
+        return output
+
+    def _attend_all(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        attn_metadata: SparseCUDAMetadata,
+        output: torch.Tensor,
+        output_scales: tuple[torch.Tensor | None, torch.Tensor | None],
+    ) -> None:
+        """Attends with all tokens of a step; arguments are those of `forward`."""
+
+        def dense(metadata: FlashAttentionMetadata, first: int) -> None:
+            # A layer that shares the cache of another has no keys and values of its own.
+            new_keys, new_values = (None if new is None else new[first:] for new in (key, value))
+            super(SparseCUDAImpl, self).forward(
+                layer, query[first:], new_keys, new_values, self.token_rows, metadata, output[first:], *output_scales
+            )
+
+        if self.plan.rolling is not None:
+            self._attend_rolling(layer, query, attn_metadata, output)
+            return
+        verified = attn_metadata.verified
+        if verified is not None:
+            heads = DecodeOutput(output[verified.tokens])
+            multi_token_decode(self._batch_of(layer, query, verified), scaled(self.cache, layer), self.softmax, heads)
+            return
+        rounds = attn_metadata.rounds if self.plan.prefill is not None else []
+        if not self.plan.is_sparse and not rounds:
+            dense(attn_metadata, 0)
+            return
+        first = attn_metadata.num_decode_tokens
+        if self.plan.is_sparse:
+            self._decode_all(layer, query, attn_metadata, output)
+        elif attn_metadata.dense_decode is not None:
+            dense(attn_metadata.dense_decode, 0)
+        if rounds:
+            self._prefill(layer, query[first:], rounds, output[first:])
+        elif attn_metadata.prefill is not None:
+            dense(attn_metadata.prefill, first)
+
+    def _attend_rolling(
+        self, layer: Any, query: torch.Tensor, metadata: SparseCUDAMetadata, output: torch.Tensor
+    ) -> None:
+        """Attends with rolling positions; the tensors of the metadata are buffers of vLLM's, which graphs may read."""
+        assert self.plan.rolling is not None
+        window, rotation = self.plan.rolling
+        batch = PrefillBatch(
+            query, metadata.query_start_loc, metadata.block_table, metadata.seq_lens, metadata.max_query_len,
+            metadata.max_seq_len,
+        )  # fmt: skip
+        attend_rolling(batch, scaled(self.cache, layer), self.softmax, window, rotation, output)
+
+    def _decode_all(self, layer: Any, query: torch.Tensor, metadata: SparseCUDAMetadata, output: torch.Tensor) -> None:
+        """Attends with the decoding tokens of a step."""
+        cache = scaled(self.cache, layer)
+        for decode in metadata.decode:
+            batch = self._batch_of(layer, query, decode)
+            if decode.limits is not None and self.plan.page_selection is not None:
+                counters = None if self.plan.routing else self.plan.counters
+                batch = count_rows(batch, cache, self.plan.page_selection, self.softmax, decode.limits, counters)
+            self._decode(batch, cache, DecodeOutput(output[decode.tokens], counters=self.plan.counters))
+            sampled = metadata.sampled
+            if sampled is not None and decode.tokens.start <= sampled.token < decode.tokens.stop:
+                with dropping(UNMEASURED):
+                    measure_token(self.plan, self.softmax, batch, cache, sampled.token - decode.tokens.start, sampled)
+
+    def _batch_of(self, layer: Any, query: torch.Tensor, requests: DecodeRequests) -> DecodeBatch:
+        """Returns the requests with a layer's queries."""
+        return DecodeBatch(
+            query[requests.tokens], requests.block_table, requests.seq_lens, requests.dense, self.plan.dense_tokens,
+            query_scale(query, layer), self.plan.max_context, requests.budgets,
+        )  # fmt: skip
+
+    def _voting(self, layer: Any, window: ObservationWindow) -> tuple[ObservationWindow, KVCache]:
+        with_scale = replace(window, query_scale=query_scale(window.query, layer))
+        return with_scale, scaled(self.prompt_cache, layer)
+
+    def _prefill(self, layer: Any, query: torch.Tensor, rounds: list[PromptRound], output: torch.Tensor) -> None:
+        """Attends with the prompts of a step: `query` and `output` are those of their tokens."""
+        assert self.plan.prefill is not None
+        cache, scale = scaled(self.prompt_cache, layer), query_scale(query, layer)
+        kernels = PromptKernels()
+        if query.is_cuda:
+            # Other versions of FlashAttention take no pages of one token: the operation's own kernel does.
+            by_token = attend_kept if self.vllm_flash_attn_version == 3 else None
+            kernels = PromptKernels(varlen_attention(self, layer), by_token)
+        for part in rounds:
+            batch = part.prompts.batch(query[part.tokens], scale)
+            attend_prompts(self.plan.prefill, part, batch, cache, self.softmax, output[part.tokens], kernels)
+
+    def _decode(self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput) -> None:
+        """Attends with decoding tokens to what the plan has them read."""
+        plan = self.plan
+        selection = plan.selection_of(batch)
+        if plan.selects_in_torch:
+            assert plan.selector is not None
+            batch = replace(batch, pages=choose_pages(plan.selector, batch, cache))
+            assert batch.pages is not None
+            selection = PageSelection(batch.pages.shape[2])
+        if selection is None:
+            split_attention(
+                batch, cache, self.softmax, routing=plan.routing, stopping=plan.stopping(self.scratch),
+                splits=self.splits, output=output,
+            )  # fmt: skip
+        else:
+            sparse_decode(
+                batch, cache, self.softmax, selection, routing=plan.routing, rule=plan.stop_rule, output=output
+            )
