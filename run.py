@@ -8,12 +8,14 @@
     python3 run.py lock [arguments]      resolve requirements/{cpu,gpu}.lock anew; arguments go to `uv pip compile`
 
 Needs Python 3.11 or 3.12 and nothing else. Installs the versions of requirements/cpu.lock, and again only when that
-file or pyproject.toml changed.
+file or pyproject.toml changed. Exit code 1 if the installation fails, 2 for bad usage, 130 after Ctrl-C, 143 after
+SIGTERM; the same command goes on with an installation that was stopped.
 """
 
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import venv
@@ -36,14 +38,26 @@ def _step(what: str, *commands: list[str]) -> None:
     print(f"run.py: {what}", file=sys.stderr)
     outputs = []
     for command in commands:
-        result = subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-        )
-        if result.returncode == 0:
+        returned, output = _run(command)
+        if returned == 0:
             return
-        outputs.append(f"$ {' '.join(command)}\n{result.stdout}")
+        outputs.append(f"$ {' '.join(command)}\n{output}")
     print("\n".join(outputs), file=sys.stderr)
     sys.exit(f"run.py: {what}: failed, see above")
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """Run a command; return its exit code and its output. It and what it started end with this process."""
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        return process.returncode, output
 
 
 def _install() -> None:
@@ -56,7 +70,10 @@ def _install() -> None:
     into = ["--python", python]
     print(f"run.py: making {VENV}", file=sys.stderr)
     # Only an environment that this script finished is emptied, never somebody's own.
-    venv.create(VENV, with_pip=True, clear=STAMP.exists())
+    try:
+        venv.create(VENV, with_pip=True, clear=STAMP.exists())
+    except subprocess.CalledProcessError:
+        sys.exit("run.py: Python: got one without pip, allowed: one with ensurepip, in Debian the package python3-venv")
     _step("installing uv", [python, "-m", "pip", "install", "uv"])
     # The CPU build has the local version +cpu. pip finds it where it is configured to; uv knows where it is published.
     _step(
@@ -114,7 +131,13 @@ def main(arguments: list[str]) -> int:
     if name == "exec" and not rest:
         print("run.py: exec: got no command, allowed: a command of the environment and its arguments", file=sys.stderr)
         return 2
-    _install()
+    try:
+        _install()
+    except OSError as error:
+        print(
+            f"run.py: {error.filename or VENV}: got {error.strerror!r}, allowed: a place to write to", file=sys.stderr
+        )
+        return 1
     if name == "lock":
         return _lock(rest)
     if name != "setup":
@@ -134,5 +157,15 @@ def _become(command: list[str]) -> NoReturn:
     os.execve(program, [program, *command[1:]], environment)
 
 
+def _end(number: int, _frame: object) -> NoReturn:
+    """Let SIGTERM end this process like an exception, so that no installer outlives it."""
+    sys.exit(128 + number)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    signal.signal(signal.SIGTERM, _end)
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        print("run.py: stopped by Ctrl-C; the same command goes on", file=sys.stderr)
+        sys.exit(130)

@@ -21,6 +21,8 @@ class StubServer:
     models: tuple[str, ...] = ("stub",)
     max_model_len: int | None = 8192
     forces: bool = True
+    ends: frozenset[int] = frozenset()
+    """Ids that end a request, forced or not, as vLLM has it, unless the request ignores them."""
     logprob: float = -0.5
     """Of every token."""
     predictions: list[dict[int, float]] | None = None
@@ -73,6 +75,9 @@ def serve(stub: StubServer) -> Iterator[StubServer]:
             forced = (request.get("vllm_xargs") or {}).get("forced_token_ids", []) if stub.forces else []
             room = request["max_tokens"] - len(forced)
             tokens = forced + (stub.answer([*request["prompt"], *forced])[:room] if room else [])
+            if not request.get("ignore_eos"):
+                end = next((place for place, token in enumerate(tokens) if token in stub.ends), len(tokens))
+                tokens = tokens[: end + 1]
             choice: dict[str, Any] = {"index": 0, "text": stub.decode(tokens), "finish_reason": "stop"}
             if request.get("return_token_ids"):
                 choice["token_ids"] = tokens

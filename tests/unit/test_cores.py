@@ -1,10 +1,12 @@
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_sparse_plugin.tools import cores
 from vllm_sparse_plugin.tools.cli import vllm_commands
 from vllm_sparse_plugin.tools.cores import BIND, bind_to_every_core, core_left_free
+from vllm_sparse_plugin.tools.cpu_memory import SPACE
 
 
 @pytest.fixture
@@ -59,7 +61,8 @@ def test_serve_says_on_small_machines_that_a_core_is_left_free(machine, monkeypa
     monkeypatch.setattr(cores, "_SYSTEM", system)
     monkeypatch.setattr(bind_to_every_core, "__defaults__", (system,))
     monkeypatch.setattr(vllm_commands, "_run", lambda *_: None)
-    vllm_commands.serve(None)
+    monkeypatch.setenv(SPACE, "2")
+    vllm_commands.serve(SimpleNamespace(args=["MODEL"]))
     expected = f"vllm-sparse: vLLM leaves one of 2 cores to its scheduler; {BIND}=0,1 gives the model all of them.\n"
     assert capsys.readouterr().err == (expected if says else "")
     assert (core_left_free() is not None) == says

@@ -400,6 +400,16 @@ def test_diagnose_refuses_prompts(case, monkeypatch, capsys, tmp_path):
     assert sentence in refused(monkeypatch, capsys, "--prompts", str(path))
 
 
+@pytest.mark.parametrize(("tokens", "budget"), [(5, 64), (8, 64), (60, 64), (300, 1024)])
+def test_nothing_is_missed_where_everything_is_read(tokens, budget):
+    """With fewer tokens than a page has there is no page that an oracle could choose."""
+    query, keys = torch.randn(3, 2, 4, 32), torch.randn(2, tokens, 32, dtype=torch.bfloat16)
+    inputs = LayerInputs(query.bfloat16(), keys, torch.randn_like(keys), 0.2)
+    quality = PagedLayer(inputs, UniqueSelection(budget_tokens=budget)).quality()
+    assert (quality.recall == 1).all()
+    torch.testing.assert_close(quality.mass, torch.ones(3, 2))
+
+
 def test_diagnose_of_prompts(monkeypatch, capsys, tmp_path):
     prompts, report = tmp_path / "prompts.jsonl", tmp_path / "report.jsonl"
     text = " ".join(f"line {i}: return value_{i * 37 % 101}" for i in range(80))

@@ -1,8 +1,12 @@
 import functools
 import json
 import math
+import os
 import re
+import shutil
+import signal
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +15,7 @@ import pytest
 from support.completions import StubServer, serve
 from transformers import AutoTokenizer
 
+from vllm_sparse_plugin.config import KEY
 from vllm_sparse_plugin.tools.cli import evaluate, main
 from vllm_sparse_plugin.tools.eval.endpoints import EndpointError, Reply, Request
 from vllm_sparse_plugin.tools.eval.results import ResultFile, read_results
@@ -115,11 +120,185 @@ def test_a_run_from_the_question_forces_its_tokens(run, stub, output):
         forced = asked["vllm_xargs"]["forced_token_ids"]
         assert asked["prompt"] + forced == prompt
         assert tokenizer().decode(forced).startswith("\nWhat is the special magic number for ")
-        assert (asked["min_tokens"], asked["max_tokens"]) == (len(forced), len(forced) + 16)
+        assert asked["max_tokens"] == len(forced) + 16
         assert asked["return_token_ids"] is True
         assert result.forced_tokens == len(forced)
         assert result.completion == f" {result.answers[0]}"
     assert [each.digest for each in after.values()] == [each.digest for each in before.values()]
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\\n{{ message.content }}<|im_end|>\\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\\n{% endif %}"
+)
+LLAMA = (
+    "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\\n\\n"
+    "{{ message.content }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\\n\\n{% endif %}"
+)
+
+
+@pytest.fixture(params=["ChatML", "Llama"])
+def chat_model(request, tmp_path) -> tuple[Path, int]:
+    """A tokenizer whose template ends each message with an end token, and that token: ChatML's is the end of the
+    tokenizer, Llama 3.1's another one of its generation_config.json."""
+    folder = tmp_path / "chat"
+    chat = AutoTokenizer.from_pretrained(MODEL)
+    marks = ["<|im_start|>", "<|im_end|>"] if request.param == "ChatML" else [
+        "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>",
+    ]  # fmt: skip
+    chat.add_special_tokens({"additional_special_tokens": marks})
+    chat.chat_template = CHATML if request.param == "ChatML" else LLAMA
+    end = chat.convert_tokens_to_ids(marks[-1])
+    if request.param == "ChatML":
+        chat.eos_token = marks[-1]
+    chat.save_pretrained(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [chat.eos_token_id, end]}))
+    return folder, end
+
+
+def test_a_forced_end_of_a_message_does_not_end_the_request(run, stub, output, chat_model):
+    folder, end = chat_model
+    answer = tokenizer().encode(" 1234567", add_special_tokens=False)
+    stub.ends, stub.answer = frozenset({end}), lambda _: [*answer, end, *answer]
+    base = ("--base-url", stub.url, "--tokenizer", str(folder), "--output", str(output))
+    code, _, err = run(*NEEDLES, "--chat", "--decode-from", "question", base=base)
+    assert (code, err) == (0, "")
+    assert all(end in asked["vllm_xargs"]["forced_token_ids"] for asked in stub.requests)
+    # Behind a forced end vLLM ends the answer at none: it is cut here.
+    assert {result.completion for result in read_results(output).results.values()} == {" 1234567"}
+
+
+def test_a_prompt_with_a_chat_template_is_scored_to_its_end(run, stub, output, chat_model, tmp_path):
+    folder, end = chat_model
+    chat, prompts = AutoTokenizer.from_pretrained(folder), tmp_path / "prompts.jsonl"
+    messages = [{"role": "user", "content": "x = 1\n" * 40}]
+    text = chat.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    prompts.write_text(json.dumps({"prompt": text}))
+    stub.ends = frozenset({end})
+    base = ("--base-url", stub.url, "--tokenizer", str(folder), "--output", str(output))
+    code, _, err = run("--completions", str(prompts), "--scored-tokens", "32", base=base)
+    assert (code, err) == (0, "")
+    (asked,) = stub.requests
+    assert end in asked["vllm_xargs"]["forced_token_ids"][:-1]
+    assert next(iter(read_results(output).results.values())).forced_tokens == 32
+
+
+def test_an_end_that_the_tokenizer_does_not_know_is_named(run, stub, output):
+    ends = tokenizer().encode(" number", add_special_tokens=False)
+    stub.ends = frozenset(ends)
+    said = refused(run(*NEEDLES, "--decode-from", "question"), 3)
+    assert said == (
+        f"the model stub ended a request at the forced token {ends[0]}; --tokenizer must be a folder whose "
+        "generation_config.json has it as `eos_token_id`; the same command goes on from here"
+    )
+
+
+class ScoringEngine:
+    """Answers whatever it is asked; counts how often one was started."""
+
+    started = 0
+
+    def __init__(self, *_: object) -> None:
+        type(self).started += 1
+
+    def complete(self, requests: Iterable[Request]) -> Iterator[Reply]:
+        for request in requests:
+            assert request.ignores_end
+            yield Reply([], [-0.5] * len(request.forced), 0.1, (), None)
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def evaluate_in_process(run, tmp_path, output, monkeypatch):
+    """Scores a prompt with a copy of needle-8m in a folder of the same name; returns what was refused."""
+    monkeypatch.setattr(ScoringEngine, "started", 0)
+    monkeypatch.setitem(sys.modules, "vllm_sparse_plugin.tools.eval.engine", SimpleNamespace(Engine=ScoringEngine))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "x = 1\n" * 400}))
+
+    def call(model: Path, *arguments: str) -> str | None:
+        base = ("--in-process", "--model", str(model), "--output", str(output))
+        result = run("--completions", str(prompts), "--scored-tokens", "8", *arguments, base=base)
+        return None if result[0] == 0 else refused(result)
+
+    return call
+
+
+@pytest.mark.parametrize("change", ["weights", "config.json", "tokenizer_config.json"])
+def test_results_of_a_model_are_not_taken_for_those_of_another_one(evaluate_in_process, output, tmp_path, change):
+    first, second = tmp_path / "a" / "model", tmp_path / "b" / "model"
+    for folder in (first, second):
+        shutil.copytree(MODEL, folder)
+    assert evaluate_in_process(first) is None
+    # The same model elsewhere: nothing is left to do, and no engine starts.
+    assert evaluate_in_process(second) is None
+    assert ScoringEngine.started == 1
+    before = output.read_bytes()
+    changed = second / ("model.safetensors" if change == "weights" else change)
+    if change == "weights":
+        content = bytearray(changed.read_bytes())
+        content[-1] ^= 1
+        changed.write_bytes(content)
+    else:
+        changed.write_text(json.dumps(json.loads(changed.read_text()) | {"note": 1}))
+    assert evaluate_in_process(second).startswith(f"output: got {str(output)!r} made with contents {{")
+    assert ScoringEngine.started == 1
+    assert output.read_bytes() == before
+
+
+def test_a_file_that_settings_name_may_not_change_under_a_run(evaluate_in_process, output, tmp_path):
+    settings, template = tmp_path / "my.yaml", tmp_path / "chat.jinja"
+    settings.write_text("selection: {policy: unique, budget_tokens: 512}\n")
+    template.write_text("{{ messages }}")
+    given = ("--attention-backend", "unique", "--additional-config", json.dumps({KEY: {"config": str(settings)}}))
+    given += ("--engine-args", json.dumps({"chat_template": str(template)}))
+    assert evaluate_in_process(MODEL, *given) is None
+    settings.write_text("# the same\nselection: {budget_tokens: 512, policy: unique}\n")
+    assert evaluate_in_process(MODEL, *given) is not None  # the file differs
+    settings.write_text("selection: {policy: unique, budget_tokens: 512}\n")
+    assert evaluate_in_process(MODEL, *given) is None
+    template.write_text("{{ messages[0] }}")
+    assert "made with contents" in evaluate_in_process(MODEL, *given)
+    settings.write_text("selection: {policy: nope}\n")
+    assert evaluate_in_process(MODEL, *given).startswith("sparse_attention.selection")
+
+
+def test_a_preset_may_not_change_under_a_run(evaluate_in_process, monkeypatch):
+    from vllm_sparse_plugin.config import sources
+
+    given = ("--attention-backend", "unique")
+    assert evaluate_in_process(MODEL, *given) is None
+    read = sources._read_preset
+
+    def other(field: str, name: str) -> dict:
+        found = read(field, name)
+        return found | {"selection": found["selection"] | {"budget_tokens": 1024}}
+
+    monkeypatch.setattr(sources, "_read_preset", other)
+    assert "made with contents" in evaluate_in_process(MODEL, *given)
+
+
+def test_ctrl_c_does_not_wait_for_a_server_that_does_not_answer(run, stub, output):
+    never = threading.Event()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def answer(_: list[int]) -> list[int]:
+        os.kill(os.getpid(), signal.SIGINT)
+        never.wait()
+        return []
+
+    stub.answer = answer
+    try:
+        code, _, err = run(*NEEDLES)
+        assert (code, err) == (130, "Ctrl-C: stopping; once more kills what still runs\n")
+        # A thread that is no daemon would keep the process from ending.
+        assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
+    finally:
+        never.set()
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -549,7 +728,8 @@ def test_a_missing_extra_is_named(run, monkeypatch):
     for arguments in ((*NEEDLES,), ("show", "x"), ("compare", "x", "y")):
         message = refused(run(*arguments, base=() if "x" in arguments else None))
         assert message == (
-            "vllm-sparse eval: got no no-such-package, allowed: with the extra, pip install 'vllm-sparse-plugin[eval]'"
+            "vllm-sparse eval: got no no-such-package, allowed: with the packages of its extra, "
+            "pip install no-such-package"
         )
 
 

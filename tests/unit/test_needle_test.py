@@ -14,6 +14,7 @@ from vllm_sparse_plugin.tools import server
 from vllm_sparse_plugin.tools.cli import main, needle_test
 from vllm_sparse_plugin.tools.eval.items import Item
 from vllm_sparse_plugin.tools.provenance import describe_run
+from vllm_sparse_plugin.tools.reports import Report
 
 STUB = Path(__file__).parents[1] / "support" / "stub_server.py"
 ANSWERS = {"1": "11", "2": "22", "3": "33"}
@@ -105,9 +106,62 @@ def test_a_server_that_fails_ends_the_command_in_one_sentence(needles):
 def test_ctrl_c_stops_the_servers_and_ends_the_command_in_one_sentence(needles):
     done = needles(answers={"dense": ANSWERS, "unique": ANSWERS}, interrupts=True)
     assert done.code == 130
-    assert done.err == "needles: stopped by Ctrl-C, and so are the servers\n"
+    assert done.err == "Ctrl-C: stopping; once more kills what still runs\n"
     assert done.pids.keys() == {"dense", "unique"}
     assert not any(map(is_running, done.pids.values()))
+
+
+def test_ctrl_c_again_while_servers_stop_kills_them_at_once(needles):
+    done = needles(answers={"dense": ANSWERS, "unique": ANSWERS}, interrupts=True, insists=True)
+    assert done.code == 130
+    assert done.err == "Ctrl-C: stopping; once more kills what still runs\n"
+    assert done.pids.keys() == {"dense", "unique"}
+    assert not any(map(is_running, done.pids.values()))
+
+
+def test_answers_that_cannot_be_written_are_still_compared(needles, tmp_path, monkeypatch):
+    report = tmp_path / "report.jsonl"
+    write = Report._write
+
+    def fail(self, row):
+        if "completion" in row:
+            self._error = OSError(28, "No space left on device")
+        write(self, row)
+
+    monkeypatch.setattr(Report, "_write", fail)
+    done = needles("--json", str(report), answers={"dense": ANSWERS, "unique": ANSWERS})
+    assert done.code == 2
+    assert "unique reaches 1.000 of the accuracy" in done.out
+    assert done.err == (
+        f"error: json: got {str(report)!r} (No space left on device), allowed: a file that can be written\n"
+    )
+
+
+VLLM_LOG = """\
+WARNING 11-25 [system_utils.py:325] Found ulimit of 1024. Consider raising it. OSError: [Errno 24] Too many open files
+(EngineCore pid=9) ERROR 11-25 [core.py:1001] EngineCore failed to start.
+(EngineCore pid=9) ERROR 11-25 [core.py:1001] Traceback (most recent call last):
+(EngineCore pid=9) ERROR 11-25 [core.py:1001]   File "x.py", line 1, in load
+(EngineCore pid=9) ERROR 11-25 [core.py:1001] KeyError: 'model.embed'
+(EngineCore pid=9) ERROR 11-25 [core.py:1001] During handling of the above exception, another exception occurred:
+(EngineCore pid=9) ERROR 11-25 [core.py:1001] ValueError: Decrease --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE.
+(APIServer pid=7)   File "y.py", line 2, in wait
+(APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("log", "error"),
+    [
+        (VLLM_LOG, "ValueError: Decrease --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE."),
+        ("INFO: all is well\n", None),
+        ("", None),
+        ("RuntimeError: Engine core initialization failed.", "RuntimeError: Engine core initialization failed."),
+        (VLLM_LOG + "error: block_size: got 40, allowed: 32\n", "error: block_size: got 40, allowed: 32"),
+    ],
+)
+def test_the_last_error_of_a_log_that_is_no_aftermath_is_the_cause(log, error):
+    assert server.last_error(log) == error
 
 
 def test_on_a_gpu_one_server_has_ended_when_the_next_one_starts(needles, monkeypatch):

@@ -50,6 +50,117 @@ def test_every_preset_has_a_row_and_compaction_fits_more(folder):
     assert longest["streaming_llm"] > longest["snapkv"] > longest["dense"]
 
 
+def rows_of(output: str) -> dict[str, list[str]]:
+    lines = [line for line in output.splitlines() if line.startswith("│")]
+    return {cells[0]: cells[1:] for cells in ([cell.strip() for cell in line.split("│")[1:-1]] for line in lines)}
+
+
+SIZES = ("--gpu-memory", "80GiB", "--weights", "16GiB")
+
+
+def test_blocks_are_those_that_a_server_would_choose(folder):
+    from vllm_sparse_plugin.admission import CUDA_KERNEL_BLOCK
+    from vllm_sparse_plugin.attention import cuda
+    from vllm_sparse_plugin.tools.cli import plan
+
+    assert (plan._KERNEL_BLOCK, plan._PREFERRED_BLOCK) == (CUDA_KERNEL_BLOCK, cuda._PREFERRED_BLOCK)
+    rows = rows_of(run("--model", str(folder), *SIZES))
+    assert {cells[0] for cells in rows.values()} == {"64"}
+    eight_bits = rows_of(run("--model", str(folder), *SIZES, "--kv-cache-dtype", "fp8"))
+    assert (eight_bits["dense"][0], eight_bits["unique"][0]) == ("64", "256")
+    assert int(eight_bits["dense"][-1]) == 2 * int(rows["dense"][-1])
+    assert int(eight_bits["unique"][-1]) > 1.8 * int(rows["unique"][-1])
+
+
+def test_a_preset_that_does_not_fit_is_marked_and_the_table_goes_on(folder):
+    output = run("--model", str(folder), *SIZES, "--block-size", "96")
+    rows = rows_of(output)
+    assert set(rows) == set(preset_names())
+    assert rows["unique_paper"] == ["-"] * 6
+    assert "-" not in rows["dense"]
+    assert "-" not in rows["zipvl"]
+    assert "unique_paper is refused: block_size: got 96, allowed: a multiple of 64\n" in output
+
+
+def test_settings_that_are_given_have_a_row_of_their_own(folder):
+    settings = {"sparse_attention": {"compaction": {"method": "snapkv", "budget_tokens": 1024}}}
+    given = ("--model", str(folder), *SIZES, "--additional-config", json.dumps(settings))
+    rows = rows_of(run(*given))
+    assert next(iter(rows)) == "unique, as given"
+    assert int(rows["unique, as given"][-1]) > 10 * int(rows["unique"][-1])
+    assert next(iter(rows_of(run(*given, "--attention-backend", "quest")))) == "quest, as given"
+    coverage = {"sparse_attention": {"selection": {"coverage": 0.9}}}
+    output = run("--model", str(folder), *SIZES, "--additional-config", json.dumps(coverage), "--kv-cache-dtype", "fp8")
+    assert rows_of(output)["unique, as given"][0] == "-"
+    assert "unique, as given is refused: sparse_attention.selection.coverage: got 0.9 with a KV cache of 8 " in output
+    with pytest.raises(ConfigurationError, match=r"^sparse_attention\.topk: unknown key"):
+        run("--model", str(folder), *SIZES, "--additional-config", '{"sparse_attention": {"topk": 1}}')
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "int4", "nonsense", "int8_per_token_head", ""])
+def test_a_type_of_cache_that_is_not_served_is_refused(folder, dtype):
+    allowed = "auto, bfloat16, float16, fp8 or fp8_e4m3"
+    with pytest.raises(ConfigurationError, match=f"^kv_cache_dtype: got '{dtype}', allowed: {allowed}$"):
+        run("--model", str(folder), *SIZES, "--kv-cache-dtype", dtype)
+
+
+@pytest.mark.parametrize(("bits", "served"), [(8, True), (4, False)])
+def test_a_quantised_checkpoint_brings_its_type_of_cache(folder, bits, served):
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"kv_cache_scheme": {"type": "float", "num_bits": bits}}
+    (folder / "config.json").write_text(json.dumps(config))
+    if served:
+        assert "8 bits an element" in run("--model", str(folder), *SIZES)
+        assert "16 bits an element" in run("--model", str(folder), *SIZES, "--kv-cache-dtype", "bfloat16")
+    else:
+        with pytest.raises(ConfigurationError, match=r"^kv_cache_dtype: got 'float of 4 bits', allowed: auto, "):
+            run("--model", str(folder), *SIZES)
+
+
+def test_a_name_of_the_hub_is_a_folder_of_its_cache(folder, monkeypatch):
+    import huggingface_hub
+
+    snapshot = folder / "models--org--name" / "snapshots" / "abc123"
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text((folder / "config.json").read_text())
+
+    def download(name: str, local_files_only: bool) -> str:
+        assert local_files_only
+        if name != "org/name":
+            raise FileNotFoundError
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert run("--model", "org/name", *SIZES).startswith("name: 57.6 GiB for the KV cache")
+    with pytest.raises(ConfigurationError, match=r"^model: got '.*other', allowed: a folder"):
+        run("--model", "org/other", *SIZES)
+
+
+def test_names_of_presets_are_whole_where_the_terminal_is_narrow(folder):
+    result = CliRunner().invoke(app, ["plan", "--model", str(folder), *SIZES], env={"COLUMNS": "80"})
+    assert all(name in result.output for name in preset_names())
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("gpu_memory", "9" * 400 + "GiB"), ("gpu_memory", "1e23"), ("gpu_memory_utilization", "nan"),
+        ("gpu_memory_utilization", "0"), ("gpu_memory_utilization", "inf"),
+    ],
+)  # fmt: skip
+def test_numbers_out_of_range_are_one_sentence(folder, option, value):
+    with pytest.raises(ConfigurationError, match=f"^{option}: got "):
+        run("--model", str(folder), "--weights", "1GiB", f"--{option.replace('_', '-')}", value)
+
+
+@pytest.mark.parametrize("zero", ["num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size"])
+def test_a_model_without_heads_or_layers_is_one_sentence(folder, zero):
+    config = json.loads((folder / "config.json").read_text()) | {zero: 0}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigurationError, match=r"^model: got .*, allowed: a folder with a config.json"):
+        run("--model", str(folder), *SIZES)
+
+
 def test_classes_of_layers_share_the_pool():
     config = resolve(None, "pyramidkv")
     tables, blocks = _pool(config, LLAMA, 2**35, 64)

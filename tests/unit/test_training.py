@@ -430,8 +430,104 @@ def test_a_killed_run_goes_on_where_it_was(model, tmp_path):
     assert {name.split(".")[-2] for name in changed} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
     }  # fmt: skip
-    with pytest.raises(ConfigurationError, match=r"^output: got .*, which has a run with other settings or data"):
+    with pytest.raises(ConfigurationError, match=r"^output: got .*, which has a run with other settings, allowed: "):
         Trainer(run_of(model, straight, SETTINGS.model_copy(update={"seed": 1})), rows(), TOKENIZER, "cpu")
+
+
+def half_of_a_run(model: Path, output: Path) -> None:
+    def kill(row):
+        if row.get("loss") and row["step"] == 3:
+            raise KilledError
+
+    with pytest.raises(KilledError):
+        Trainer(run_of(model, output), rows(), TOKENIZER, "cpu").train(kill)
+
+
+def test_a_run_does_not_go_on_with_another_base_model(model, tmp_path):
+    half_of_a_run(model, tmp_path / "out")
+    log = (tmp_path / "out" / LOG).read_text()
+    # The same name and the same shapes, and other weights: a folder elsewhere, or weights replaced in place.
+    other = tmp_path / model.name
+    shutil.copytree(model, other)
+    assert Trainer(run_of(other, tmp_path / "out"), rows(), TOKENIZER, "cpu").steps == 2
+    content = bytearray((other / "model.safetensors").read_bytes())
+    content[-2] ^= 1
+    (other / "model.safetensors").write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"^output: got .*, which has a run with another base model, allowed:"):
+        Trainer(run_of(other, tmp_path / "out"), rows(), TOKENIZER, "cpu")
+    assert (tmp_path / "out" / LOG).read_text().splitlines()[1:] == log.splitlines()[1:5]  # up to step 2
+
+
+@pytest.mark.parametrize("damage", ["half of the last line", "bytes that are no text", "no line break"])
+def test_a_log_that_was_left_half_written_does_not_end_a_run(model, tmp_path, damage):
+    half_of_a_run(model, tmp_path)
+    log = (tmp_path / LOG).read_bytes()
+    damaged = {
+        "half of the last line": log[:-30],
+        "bytes that are no text": log + b"\xff\xfe",
+        "no line break": log[:-1],
+    }
+    (tmp_path / LOG).write_bytes(damaged[damage])
+    again = Trainer(run_of(model, tmp_path), rows(), TOKENIZER, "cpu")
+    assert again.steps == 2
+    assert [row["step"] for row in again.log] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("content", ["", "\n", "{", '{"date": "2026', "[]"])
+def test_a_log_without_its_first_line(model, tmp_path, content):
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / LOG).write_text(content)
+    # Nothing was trained yet: the run begins.
+    assert Trainer(run_of(model, tmp_path / "new"), rows(), TOKENIZER, "cpu").steps == 0
+    half_of_a_run(model, tmp_path / "old")
+    (tmp_path / "old" / LOG).write_text(content)
+    with pytest.raises(
+        ConfigurationError, match=r"^output: got .*, which has checkpoints without the beginning of tra"
+    ):
+        Trainer(run_of(model, tmp_path / "old"), rows(), TOKENIZER, "cpu")
+    assert (tmp_path / "old" / LOG).read_text() == content
+
+
+def test_a_checkpoint_that_cannot_be_read_is_one_sentence(model, tmp_path):
+    half_of_a_run(model, tmp_path)
+    log = (tmp_path / LOG).read_text()
+    last = tmp_path / "checkpoints" / "last.json"
+    kept = last.read_text()
+    for damage in (
+        lambda: last.write_text(""),
+        lambda: [last.write_text(kept), *(file.write_bytes(b"\0") for file in last.parent.glob("2/*.bin"))],
+        lambda: shutil.rmtree(last.parent / "2"),
+    ):
+        damage()
+        with pytest.raises(
+            ConfigurationError, match=r"^output: got .*, whose checkpoints cannot be read \(.+\), allowe"
+        ):
+            Trainer(run_of(model, tmp_path), rows(), TOKENIZER, "cpu")
+    assert (tmp_path / LOG).read_text() == log
+
+
+def test_a_folder_with_a_model_of_another_origin_is_not_written_over(model, tmp_path):
+    folder = tmp_path / "mine"
+    shutil.copytree(model, folder)
+    with pytest.raises(ConfigurationError, match=r"^output: got .*, which has a model already, allowed: a new folder$"):
+        Trainer(run_of(model, folder), rows(), TOKENIZER, "cpu")
+
+
+def test_a_disk_that_fills_up_ends_a_run_in_one_sentence_and_keeps_the_last_state(model, tmp_path, monkeypatch):
+    half_of_a_run(model, tmp_path)
+    trainer = Trainer(run_of(model, tmp_path), rows(), TOKENIZER, "cpu")
+    for error in (OSError(28, "No space left on device"), RuntimeError("[enforce fail] PytorchStreamWriter failed")):
+
+        def save(folder: str, error=error, **_: object) -> None:
+            Path(folder).mkdir(exist_ok=True)
+            raise error
+
+        monkeypatch.setattr(trainer._accelerator, "save_state", save)
+        with pytest.raises(
+            ConfigurationError, match=r"^output: got .* \(.*(space|failed).*\), allowed: a folder that can"
+        ):
+            trainer._save()
+    assert Trainer(run_of(model, tmp_path), rows(), TOKENIZER, "cpu").steps == 2
 
 
 def test_whole_weights_learn_a_text(model, tmp_path):

@@ -2,7 +2,8 @@
 
 import json
 import math
-import subprocess
+import os
+import signal
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -11,9 +12,10 @@ import pytest
 import yaml
 
 from vllm_sparse_plugin.config import KEY, resolve
+from vllm_sparse_plugin.tools import endings
 from vllm_sparse_plugin.tools.cli import main, tune
 
-KEPT = {"dense": 4, "unique-256": 2, "unique-1024": 3, "unique-4096": 4, "unique-8192": 4, "art": 4}
+KEPT = {"dense": 4, "unique-256": 2, "unique-1024": 3, "unique-4096": 4, "unique-8192": 4, "art": 4, "backend-dense": 4}
 """Of four positions of a prompt, those whose most likely token is that of dense attention."""
 
 
@@ -38,22 +40,19 @@ def prompts(tmp_path) -> Path:
 def evaluations(monkeypatch) -> list[list[str]]:
     """Commands that were run, each of which wrote what `KEPT` says."""
     commands: list[list[str]] = []
-    run = subprocess.run
 
-    def evaluate(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        if "--label" not in command:
-            return run(command, **options)  # what the commit is
+    def evaluate(command: list[str]) -> tuple[int, str]:
         commands.append(command)
         given = dict(pairwise(command))
         label, path = given["--label"], Path(given["--output"])
-        share = {"dense": 1.0, "art": 0.9}.get(label) or int(label.split("-")[1]) / 8192
+        share = {"dense": 1.0, "art": 0.9, "backend-dense": 1.0}.get(label) or int(label.split("-")[1]) / 8192
         asked = len(Path(given["--completions"]).read_text().splitlines())
         found = (result(label, i, share) for i in range(asked))
         rows = [{"settings": {"label": label, "decode_from": "prompt"}}, *found]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return subprocess.CompletedProcess(command, 0, "", "")
+        return 0, ""
 
-    monkeypatch.setattr(tune.subprocess, "run", evaluate)
+    monkeypatch.setattr(tune, "_run", evaluate)
     return commands
 
 
@@ -106,7 +105,8 @@ def test_what_reads_least_of_what_keeps_the_target_is_chosen(run, evaluations, t
     tokens = int(chosen.split("-")[1])
     assert resolve({"config": str(preset)}, "unique").selection.budget_tokens == tokens
     assert str(preset) in out.splitlines()[-1]
-    assert out.splitlines()[-1].startswith("vllm serve a-model --attention-backend unique --additional-config ")
+    serve = "vllm-sparse serve a-model --attention-backend unique --additional-config "
+    assert out.splitlines()[-1].startswith(serve)
 
 
 def test_the_interval_of_one_prompt_is_unknown(run, evaluations, prompts, tmp_path):
@@ -153,6 +153,84 @@ def test_a_backend_without_a_budget_is_a_preset_without_settings(run, evaluation
     assert yaml.safe_load((tmp_path / "out" / "sparse.yaml").read_text()) == {}
 
 
+def test_a_run_says_what_it_does_where_there_is_no_terminal(run, evaluations):
+    out = run("--budget", "4096", "--target", "0.5")[1]
+    assert [line for line in out.splitlines() if line.endswith("in an engine of its own")] == [
+        f"{name}: decoding the prompts in an engine of its own" for name in ("dense", "unique-4096")
+    ]
+
+
+def test_our_backend_without_selection_is_not_taken_for_the_reference(run, evaluations):
+    run("--attention-backend", "dense", "--attention-backend", "DENSE")
+    options = [dict(pairwise(command)) for command in evaluations]
+    assert [each["--label"] for each in options] == ["dense", "backend-dense"]
+    assert len({each["--output"] for each in options}) == 2
+
+
+def test_the_table_is_printed_and_the_last_preset_kept_where_the_disk_is_full(run, evaluations, tmp_path, monkeypatch):
+    assert run(*BUDGETS, "--target", "0.5")[0] == 0
+    kept = (tmp_path / "out" / "sparse.yaml").read_text()
+
+    write = Path.write_text
+
+    def fail(self, *given: object, **options: object) -> int:
+        if self.suffix == ".part":
+            raise OSError(28, "No space left on device")
+        return write(self, *given, **options)
+
+    monkeypatch.setattr(Path, "write_text", fail)
+    code, out, err = run(*BUDGETS, "--target", "0.75")
+    assert (code, len(rows(out))) == (2, 3)
+    assert err.startswith(
+        f"error: output: got {str(tmp_path / 'out' / 'frontier.jsonl')!r} (No space left on device), "
+    )
+    assert len(err.splitlines()) == 1
+    assert (tmp_path / "out" / "sparse.yaml").read_text() == kept
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_the_engine_too(monkeypatch, tmp_path, number):
+    """The evaluation and what it has started ignore the first signal, as an engine that loads a model may."""
+    child = tmp_path / "child.py"
+    child.write_text(
+        "import os, pathlib, signal, subprocess, sys, time\n"
+        "for number in (signal.SIGTERM, signal.SIGINT):\n"
+        "    signal.signal(number, signal.SIG_IGN)\n"
+        "if len(sys.argv) > 2:\n"
+        "    engine = subprocess.Popen([sys.executable, __file__, sys.argv[1]])\n"
+        "    pathlib.Path(sys.argv[1]).write_text(f'{os.getpid()} {engine.pid}')\n"
+        "    os.kill(os.getppid(), int(sys.argv[2]))\n"
+        "    while True:\n"
+        "        os.kill(os.getppid(), int(sys.argv[2]))\n"
+        "        time.sleep(0.05)\n"
+        "signal.pause()\n"
+    )
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    command = [sys.executable, str(child), str(tmp_path / "pids"), str(int(number))]
+    try:
+        with pytest.raises(SystemExit) as ended:
+            endings.run(lambda: tune._run(command))
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert ended.value.code == 128 + number
+    evaluation, engine = map(int, (tmp_path / "pids").read_text().split())
+    with pytest.raises(ProcessLookupError):
+        os.kill(evaluation, 0)
+    while is_running(engine):  # it was killed a moment ago; the limit of the test is the limit of this
+        os.sched_yield()
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and no zombie, whom its parent, the first process, has yet to reap."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 REFUSED = {
     "target": (("--target", "1.5"), "target: got 1.5, allowed: more than 0, up to 1"),
     "backend": (("--attention-backend", "nope"), "attention_backend: got 'nope', allowed: "),
@@ -176,7 +254,7 @@ def test_bad_input_is_refused_before_any_engine_starts(run, evaluations, case):
     [(2, "completions: got 3 tokens"), (3, "the engine of dense ended with exit code 3: completions: got 3 tokens")],
 )
 def test_what_an_evaluation_says_is_passed_on(run, monkeypatch, returned, said):
-    failed = subprocess.CompletedProcess([], returned, "", "WARNING\nerror: completions: got 3 tokens\nlate log line\n")
-    monkeypatch.setattr(tune.subprocess, "run", lambda *_, **__: failed)
+    log = "WARNING\nerror: completions: got 3 tokens\nlate log line\n"
+    monkeypatch.setattr(tune, "_run", lambda _: (returned, log))
     code, _, err = run()
     assert (code, err) == (returned, f"error: {said}\n")

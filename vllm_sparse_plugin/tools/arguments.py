@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +11,9 @@ import typer
 
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.names import BACKENDS
-from vllm_sparse_plugin.tools.json_lines import read_json_lines
+from vllm_sparse_plugin.tools import endings
+from vllm_sparse_plugin.tools.files import read_json_lines
+from vllm_sparse_plugin.tools.models import folder_of, read_config, text_config
 
 NEEDLE_MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 """The model that a checkout brings along and a wheel does not."""
@@ -36,7 +36,11 @@ AttentionBackends = Annotated[
 ]
 AdditionalConfig = Annotated[str, typer.Option(help="JSON, as given to vLLM's --additional-config.", metavar="JSON")]
 ModelFolder = Annotated[
-    Path | None, typer.Option(help="Model folder; models/needle-8m if left out, in a checkout.", metavar="PATH")
+    Path | None,
+    typer.Option(
+        help="Model folder, or name in Hugging Face's cache; models/needle-8m if left out, in a checkout.",
+        metavar="PATH",
+    ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of generated documents and questions.")]
 Device = Annotated[str | None, typer.Option(help="Torch device; the GPU if there is one.")]
@@ -59,14 +63,14 @@ def find_preset(backend: str, backends: Iterable[str] = tuple(BACKENDS)) -> str:
 
 
 def find_model(folder: Path | None) -> Path:
-    """The folder of a model: needle-8m's if none is given, where there is a checkout.
+    """The folder of a model: that of a name in Hugging Face's cache, and needle-8m's if none is given in a checkout.
 
     Raises:
         ConfigurationError: if none is given and needle-8m is not there.
     """
     if folder is None and not NEEDLE_MODEL.is_dir():
         raise ConfigurationError("model: got none, allowed outside of a checkout: the folder of a model")
-    return (folder or NEEDLE_MODEL).resolve()
+    return folder_of(folder or NEEDLE_MODEL).resolve()
 
 
 def open_tokenizer(folder: Path) -> Any:
@@ -79,16 +83,27 @@ def open_tokenizer(folder: Path) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError):
-        raise ConfigurationError(f"model: got {str(folder)!r}, allowed: a folder with a tokenizer") from None
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:  # a damaged file raises errors of many kinds
+        reason = "" if isinstance(error, OSError) else f" ({' '.join(str(error).split()):.120})"
+        raise ConfigurationError(f"model: got {str(folder)!r}{reason}, allowed: a folder with a tokenizer") from None
 
 
-def default_device() -> str:
-    """Torch's name of the GPU, or of the CPU where there is none."""
+def find_device(name: str | None) -> str:
+    """Torch's name of a device: that of the GPU if none is given, or of the CPU where there is no GPU.
+
+    Raises:
+        ConfigurationError: if torch has no such device.
+    """
     import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    devices = [*(["cuda"] if gpus else []), "cpu", *gpus]
+    if name is None:
+        return devices[0]
+    if name not in devices:
+        raise ConfigurationError(f"device: got {name!r}, allowed with this torch on this machine: {choices(devices)}")
+    return name
 
 
 def parse_additional_config(text: str, field: str = "additional_config") -> dict[str, Any]:
@@ -113,9 +128,9 @@ def model_limits(model: Path) -> tuple[int, int]:
         ConfigurationError: if its config.json does not say.
     """
     try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        config = text_config(read_config(model))
         return int(config["max_position_embeddings"]), int(config["num_hidden_layers"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         raise ConfigurationError(
             f"model: got {str(model)!r}, allowed: a folder with a config.json that has max_position_embeddings and "
             "num_hidden_layers"
@@ -142,28 +157,6 @@ def read_prompts(path: Path, option: str = "prompts") -> list[dict[str, str]]:
     return found
 
 
-def require_extra(extra: str, packages: Mapping[str, str]) -> None:
-    """Refuse to run without the packages of an extra.
-
-    Args:
-        extra: its name, which is that of the command too.
-        packages: the distributions by their modules.
-
-    Raises:
-        ConfigurationError: if one is missing.
-    """
-    missing = [package for module, package in packages.items() if importlib.util.find_spec(module) is None]
-    if missing:
-        raise ConfigurationError(
-            f"vllm-sparse {extra}: got no {', '.join(missing)}, allowed: with the extra, "
-            f"pip install 'vllm-sparse-plugin[{extra}]'"
-        )
-
-
 def run_app(app: typer.Typer) -> None:
-    """Run a command line; bad input ends in one sentence and exit code 2."""
-    try:
-        app()
-    except ConfigurationError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    """Run a command line; bad input ends in one sentence and exit code 2, see `endings`."""
+    endings.run(app)

@@ -26,6 +26,11 @@ def is_cpu_build() -> bool:
     return False
 
 
+def serve_command() -> str:
+    """Return the command that starts a server; the CPU build of vLLM has none of its own that works."""
+    return "vllm-sparse serve" if is_cpu_build() else "vllm serve"
+
+
 def bind_to_every_core(system: Path = _SYSTEM) -> dict[str, str]:
     """Return the variable that gives vLLM every core of this machine.
 

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import IO, Any, Literal
 
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.models import name_of
+from vllm_sparse_plugin.tools.reports import Report
 
 _ROOT = Path(__file__).parents[2]
 _PACKAGES = (
@@ -34,7 +35,7 @@ def describe_run(model: Path | None = None, commit: str | None = None, packages:
     about: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": f"{_program()} {shlex.join(_shown(argument) for argument in sys.argv[1:])}".rstrip(),
-        **({"model": model.name} if model else {}),
+        **({"model": name_of(model)} if model else {}),
         "versions": {"python": platform.python_version(), **_versions((*_PACKAGES, *packages))},
         "hardware": {**describe_gpu(), "processor": _processor(), "cores": os.cpu_count()},
     }
@@ -57,16 +58,50 @@ def open_output(path: Path, option: str, mode: Literal["w", "a"] = "w") -> IO[st
         ) from None
 
 
-@contextmanager
-def open_report(path: Path | None, model: Path, option: str, commit: str | None = None) -> Iterator[IO[str]]:
-    """Open a JSON lines file and write the line that describes the run; without a path nothing is kept.
+def check_output(path: Path, option: str) -> None:
+    """Refuse a file that cannot be written, before there is anything to write; leave what is there as it is.
 
     Raises:
-        ConfigurationError: names `option` if the file cannot be written.
+        ConfigurationError: names `option`.
     """
-    with open_output(path or Path(os.devnull), option) as file:
-        print(json.dumps(describe_run(model, commit)), file=file, flush=True)
-        yield file
+    is_there = path.exists()
+    if is_there and not path.is_file():
+        raise ConfigurationError(f"{option}: got {str(path)!r} (no regular file), allowed: a file that can be written")
+    open_output(path, option, "a").close()
+    if not is_there:
+        path.unlink()
+
+
+def write_output(path: Path, text: str, option: str) -> None:
+    """Write a file at once: it has all of the text or stays as it was.
+
+    Raises:
+        ConfigurationError: names `option` if it cannot be written.
+    """
+    target = path.resolve()
+    part = target.with_name(f".{target.name}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        part.replace(target)
+    except OSError as error:
+        with suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise ConfigurationError(
+            f"{option}: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
+        ) from None
+
+
+@contextmanager
+def open_report(path: Path | None, model: Path, option: str, commit: str | None = None) -> Iterator[Report]:
+    """Open a JSON lines file whose first line describes the run; without a path nothing is kept.
+
+    Raises:
+        ConfigurationError: names `option` if the file cannot be written. Where that shows in the middle of a run, it is
+            raised at the end of the block, so that the run can print what it has found.
+    """
+    with closing(Report(path, option, lambda: describe_run(model, commit))) as report:
+        yield report
+    report.check()
 
 
 def describe_gpu() -> dict[str, str]:

@@ -18,13 +18,22 @@ from pathlib import Path
 from openai import DefaultHttpxClient, OpenAI, OpenAIError
 from rich.console import Console
 
+from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.cores import bind_to_every_core
+from vllm_sparse_plugin.tools.endings import undisturbed
 from vllm_sparse_plugin.tools.eval.endpoints import EndpointError
 from vllm_sparse_plugin.tools.eval.progress import show_progress
 
 _ANSWER_SECONDS = 600
+_STOP_SECONDS = 10
 _CAUSE = re.compile(r"(?<![\w.])((?:[\w.]*(?:Error|Exception)|error): \S.*)")
-"""What a line of a log says of an error, without what vLLM writes before it."""
+"""The part of a log line that names an error, without what vLLM writes before it."""
+_MINOR = re.compile(r"\b(?:DEBUG|INFO|WARNING)\b")
+"""Marks a log line that does not explain why a server ended."""
+_AFTERMATH = re.compile(
+    r"Engine core initialization failed|See root cause above|WorkerProc initialization failed|EngineDeadError"
+)
+"""Marks an error that follows from the one before it."""
 
 
 class ServerError(RuntimeError):
@@ -56,7 +65,7 @@ class ServerSettings:
     folder: Path | None = None
     """Folder that the server runs in; None for that of this process."""
     log_lines: int = 20
-    """How much of the log's end a failure shows; 0 for one sentence with the first error of the log."""
+    """How much of the log's end a failure shows; 0 for one sentence with the last error of the log."""
     every_core: bool = False
     """Whether a CPU build of vLLM gets every core, unless the user has said which."""
 
@@ -69,7 +78,8 @@ class LaunchedServer:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         self.name, self.settings = name, settings
-        self.log = Path(tempfile.mkstemp(prefix=f"vllm-sparse-{name}-", suffix=".log")[1])
+        self._is_stopped = False
+        self.log = _make_log(name)
         self.client = OpenAI(
             base_url=f"http://127.0.0.1:{port}/v1",
             api_key="none",
@@ -117,9 +127,12 @@ class LaunchedServer:
             raise ServerError(f"the {self.name} server {self._reason(error)}{self._end_of_log()}") from error
 
     def stop(self) -> None:
-        """End the server and whatever it started."""
-        self.client.close()
-        stop_group(self.process)
+        """End the server and everything that it started; without effect if that was done."""
+        with undisturbed():
+            if not self._is_stopped:
+                self.client.close()
+                stop_group(self.process, _STOP_SECONDS)
+            self._is_stopped = True
 
     def _reason(self, error: Exception) -> str:
         if self.process.poll() is not None:
@@ -137,18 +150,22 @@ class LaunchedServer:
         if self.settings.log_lines:
             tail = "\n".join(text.splitlines()[-self.settings.log_lines :])
             return f"; the end of its log {self.log}:\n{tail}"
-        cause = _CAUSE.search(text)
-        return f" ({cause[1].strip()}); its log is {self.log}" if cause else f"; its log is {self.log}"
+        cause = last_error(text)
+        return f" ({cause}); its log is {self.log}" if cause else f"; its log is {self.log}"
 
 
 @contextmanager
 def launch_server(name: str, settings: ServerSettings) -> Iterator[LaunchedServer]:
     """Start `vllm-sparse serve` without waiting for it; stop it at the end, and keep its log if something failed."""
-    server = LaunchedServer(name, settings)
+    server = None
     try:
+        # A signal must not come between the start of the process and the block that ends it.
+        with undisturbed():
+            server = LaunchedServer(name, settings)
         yield server
     finally:
-        server.stop()
+        if server is not None:
+            server.stop()
     server.log.unlink(missing_ok=True)
 
 
@@ -179,6 +196,18 @@ def _command(settings: ServerSettings, port: int) -> list[str]:
     return command
 
 
+def last_error(log: str) -> str | None:
+    """Return the last error that a log names, None without one.
+
+    An error that follows from another one, such as that of the process that waited for the failed one, counts only
+    where the log has no other.
+    """
+    lines = [line for line in log.splitlines() if not _MINOR.search(line)]
+    errors = [found[1].strip() for line in lines if (found := _CAUSE.search(line))]
+    causes = [error for error in errors if not _AFTERMATH.search(error)]
+    return (causes or errors or [None])[-1]
+
+
 def unwind_on_termination() -> None:
     """Let a termination signal end this process like any exit, so that no server outlives the command."""
 
@@ -190,11 +219,32 @@ def unwind_on_termination() -> None:
     signal.signal(signal.SIGTERM, unwind)
 
 
-def stop_group(process: subprocess.Popen[bytes]) -> None:
-    """End a process that leads a group of its own, and whatever it started."""
-    process.terminate()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(30)
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def stop_group(process: subprocess.Popen[bytes], seconds: float = 30) -> None:
+    """End a process that leads a group of its own, and everything that it started.
+
+    Signals to this process do not cut it short. A second one kills the group at once.
+
+    Args:
+        process: leads the group.
+        seconds: how long it may take to end by itself.
+    """
+    with undisturbed() as is_urgent:
+        process.terminate()
+        end = time.monotonic() + seconds
+        while process.poll() is None and time.monotonic() < end and not is_urgent():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _make_log(name: str) -> Path:
+    try:
+        descriptor, path = tempfile.mkstemp(prefix=f"vllm-sparse-{name}-", suffix=".log")
+    except OSError as error:
+        raise ConfigurationError(
+            f"TMPDIR: got no folder for a server's log ({error.strerror}), allowed: one that can be written"
+        ) from None
+    os.close(descriptor)
+    return Path(path)

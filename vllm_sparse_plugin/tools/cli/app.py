@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from vllm_sparse_plugin import __version__
 from vllm_sparse_plugin.tools.arguments import run_app
+from vllm_sparse_plugin.tools.endings import explain_pipes
 
 
 class Command(NamedTuple):
@@ -69,6 +70,11 @@ class LazyGroup(TyperGroup):
             self.commands[args[0]] = load(args[0])
         return super().resolve_command(ctx, args)
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command that the arguments name."""
+        with explain_pipes():
+            return super().invoke(ctx)
+
 
 def load(name: str) -> Any:
     """Import a command and make it one of click's.
@@ -116,5 +122,5 @@ def _vllm_sparse(
 
 
 def main() -> None:
-    """Runs the command line; bad input ends in one sentence and exit code 2."""
+    """Runs the command line; it ends in one sentence and a documented exit code, see `endings`."""
     run_app(app)

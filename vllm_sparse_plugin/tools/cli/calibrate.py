@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -22,14 +21,17 @@ from vllm_sparse_plugin.tools.arguments import (
     Device,
     ModelFolder,
     Seed,
-    default_device,
+    find_device,
     find_model,
     model_limits,
     open_tokenizer,
     read_prompts,
 )
+from vllm_sparse_plugin.tools.caches import ensure_caches
+from vllm_sparse_plugin.tools.endings import open_console
+from vllm_sparse_plugin.tools.models import name_of
 from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS, QUESTIONS_PER_DOCUMENT, TASKS, build_questions
-from vllm_sparse_plugin.tools.provenance import open_report
+from vllm_sparse_plugin.tools.provenance import check_output, open_report, write_output
 
 if TYPE_CHECKING:
     from vllm_sparse_plugin.tools.diagnostics.calibration import Outcome, Text, Verdict
@@ -113,25 +115,30 @@ def calibrate(
         raise ConfigurationError(f"dense_layers: got {dense_layers}, allowed: 0 to {layers - 1}")
     tasks = _check_tasks(task or list(DEFAULT_TASKS))
     given = _read_texts(prompts)
-    preset = _writable(output or Path(f"sinkrouter-{folder.name}.yaml"))
+    preset = output or Path(f"sinkrouter-{name_of(folder)}.yaml")
+    check_output(preset, "output")
     # Imported late: bad input need not wait for them.
+    torch_device = find_device(device)
+    ensure_caches()
     from vllm_sparse_plugin.tools.diagnostics import calibration
     from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel
 
     tokenizer = open_tokenizer(folder)
-    console = Console()
+    console = open_console()
     with console.status("Writing the documents"):
         documents = _documents(tokenizer, given, prompts, tasks, lengths, seed)
-    with open_report(json_path, folder, "json") as report, Progress(console=console, transient=True) as progress:
-        captured = CapturingModel(folder, device or default_device())
-        bar = progress.add_task("Running the model", total=documents.num_tokens)
-        outcome = calibration.calibrate(
-            captured, documents.fitting, documents.judging, skip_ratio, lambda tokens: progress.advance(bar, tokens),
-            score, dense_layers, _origin(folder, documents.data),
-        )  # fmt: skip
-        print(json.dumps({**asdict(outcome), "routing": outcome.routing.model_dump()}), file=report)
-    preset.write_text(_preset(outcome.routing, outcome.verdict), encoding="utf-8")
-    _print(outcome, preset, console)
+    with open_report(json_path, folder, "json") as report:
+        with Progress(console=console, transient=True) as progress:
+            captured = CapturingModel(folder, torch_device)
+            bar = progress.add_task("Running the model", total=documents.num_tokens)
+            outcome = calibration.calibrate(
+                captured, documents.fitting, documents.judging, skip_ratio,
+                lambda tokens: progress.advance(bar, tokens), score, dense_layers, _origin(folder, documents.data),
+            )  # fmt: skip
+        report.add({**asdict(outcome), "routing": outcome.routing.model_dump()})
+        _print(outcome, console)
+        write_output(preset, _preset(outcome.routing, outcome.verdict), "output")
+        console.print(f"Wrote {preset}.", markup=False, highlight=False, soft_wrap=True)
 
 
 def _check_tasks(tasks: list[str]) -> list[str]:
@@ -149,16 +156,6 @@ def _read_texts(prompts: Path | None) -> list[str] | None:
     if len(texts) < 2:
         raise ConfigurationError(f"prompts: got one in {str(prompts)!r}, allowed: two or more")
     return texts
-
-
-def _writable(path: Path) -> Path:
-    try:
-        path.touch()
-    except OSError as error:
-        raise ConfigurationError(
-            f"output: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
-        ) from None
-    return path
 
 
 def _documents(
@@ -182,11 +179,10 @@ def _origin(folder: Path, data: str) -> dict[str, str | None]:
     return {"model": identity.model, "revision": identity.revision, "data": data, "date": date}
 
 
-def _print(outcome: Outcome, preset: Path, console: Console) -> None:
+def _print(outcome: Outcome, console: Console) -> None:
     for table in _tables(outcome):
         console.print(table)
     console.print(f"AUPRC of the score as a sign of a sink group: {_number(outcome.auprc)}.")
-    console.print(f"Wrote {preset}.")
     recommended = f"Routing is {'' if outcome.verdict.route else 'NOT '}recommended for {outcome.routing.model}: "
     console.print(recommended, end="")
     console.print(f"{outcome.verdict.reason}.", highlight=False)

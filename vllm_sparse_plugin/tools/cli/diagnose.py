@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
@@ -22,7 +20,7 @@ from vllm_sparse_plugin.tools.arguments import (
     Device,
     ModelFolder,
     Seed,
-    default_device,
+    find_device,
     find_model,
     find_preset,
     model_limits,
@@ -30,6 +28,8 @@ from vllm_sparse_plugin.tools.arguments import (
     parse_additional_config,
     read_prompts,
 )
+from vllm_sparse_plugin.tools.caches import ensure_caches
+from vllm_sparse_plugin.tools.endings import open_console
 from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS, STRESS_TASKS, TASKS, build_questions
 from vllm_sparse_plugin.tools.provenance import open_report
 
@@ -108,27 +108,29 @@ def diagnose(
     if given is None:
         _check_needles(context, tasks, questions, limit)
     # Imported late: bad input need not wait for it.
+    torch_device = find_device(device)
+    ensure_caches()
     from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel
 
     tokenizer = open_tokenizer(folder)
-    console = Console()
+    console = open_console()
     if given is None:
         with console.status("Writing the questions"):
             given = _needle_prompts(tokenizer, tasks, context, questions, seed)
     encoded = [_encode(tokenizer, entry, queries, limit) for entry in given]
     rows: list[dict[str, Any]] = []
     with open_report(json_path, folder, "json") as report:
-        captured = CapturingModel(folder, device or default_device())
+        captured = CapturingModel(folder, torch_device)
         for prompt in track(encoded, "Comparing", console=console, transient=True):
             for index, inputs in enumerate(captured.run(prompt.tokens, prompt.queries)):
                 if inputs is None or (layer and index not in layer):
                     continue
                 for row in _rows(prompt, index, inputs, compared):
                     rows.append(row)
-                    print(json.dumps(row), file=report, flush=True)
-    if not rows:
-        raise ConfigurationError("layer: got none that selects pages, allowed: a layer of full attention")
-    console.print(_table(rows, by))
+                    report.add(row)
+        if not rows:
+            raise ConfigurationError("layer: got none that selects pages, allowed: a layer of full attention")
+        console.print(_table(rows, by))
 
 
 def _needle_prompts(tokenizer: Any, tasks: list[str], context: int, questions: int, seed: int) -> list[dict[str, str]]:
@@ -174,6 +176,8 @@ def _check_needles(context: int, tasks: list[str], questions: int, limit: int) -
 
 def _encode(tokenizer: Any, given: dict[str, str], queries: int, limit: int) -> _Prompt:
     tokens = tokenizer.encode(given["prompt"])
+    if not tokens:
+        raise ConfigurationError(f"prompts: got no token in {given['name']}, allowed: one or more")
     completion = tokenizer.encode(given["completion"], add_special_tokens=False) if given["completion"] else []
     if completion:
         # The last token asks for what comes after it.

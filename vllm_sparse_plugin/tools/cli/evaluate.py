@@ -7,41 +7,38 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
+from vllm_sparse_plugin.config import KEY, trained_section
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.arguments import (
     Seed,
     complete_backend,
     parse_additional_config,
     read_prompts,
-    require_extra,
 )
+from vllm_sparse_plugin.tools.caches import ensure_caches
+from vllm_sparse_plugin.tools.endings import FAILED, UNWRITABLE, open_console
+from vllm_sparse_plugin.tools.extras import METRICS, TABLES, require_packages
+from vllm_sparse_plugin.tools.files import digest_of
+from vllm_sparse_plugin.tools.models import end_tokens, fingerprint, folder_of, read_config
 from vllm_sparse_plugin.tools.provenance import describe_run
 
 if TYPE_CHECKING:
     from vllm_sparse_plugin.tools.eval.endpoints import Endpoint, Server
     from vllm_sparse_plugin.tools.eval.items import PlannedItem, Prompter
 
-_EXTRA = {"matplotlib": "matplotlib", "scipy": "scipy"}
-"""Modules of the extra `eval`, and the packages that bring them."""
-_EXTRA_OF_FILES = {
-    "jieba": "jieba",
-    "pytrec_eval": "pytrec-eval-terrier",
-    "rapidfuzz": "rapidfuzz",
-    "rouge": "rouge",
-}
-"""Those that only the metrics of --file take."""
+_EXTRA, _EXTRA_OF_FILES = TABLES, METRICS
 _CONTEXT = 4096
+_LONGEST_PATH = 4096
 _QUESTIONS = 20
-_WIDTH = 160
 _ENGINE, _ITEMS, _FILES = "Engine in this process", "Questions", "Files of questions"
 """Headings under which the help lists options."""
 
@@ -220,7 +217,7 @@ def evaluate(
     """
     if command.invoked_subcommand is not None:
         return
-    require_extra("eval", _EXTRA | _EXTRA_OF_FILES if file else _EXTRA)
+    require_packages("eval", _EXTRA | _EXTRA_OF_FILES if file else _EXTRA)
     if output is None:
         raise ConfigurationError("output: got none, allowed: a file for the results")
     engine = _engine_arguments(in_process, attention_backend, additional_config, engine_args)
@@ -232,13 +229,16 @@ def evaluate(
     )  # fmt: skip
     answerer = _find_answerer(None if in_process else base_url, model, engine, concurrency, max(asked.lengths))
     settings = {
-        "label": label or Path(answerer.model).name,
-        "model": Path(answerer.model).name,
-        "tokenizer": Path(tokenizer or answerer.model).name,
+        "label": _printable(label or Path(answerer.model).name),
+        "model": _printable(Path(answerer.model).name),
+        "tokenizer": _printable(Path(tokenizer or answerer.model).name),
         "decode_from": decode_from,
         "chat": chat,
         "engine": engine,
+        "contents": _contents(answerer, tokenizer or answerer.model),
     }
+    if in_process:
+        ensure_caches()
     prompter = _open_prompter(tokenizer or answerer.model, chat)
     _ask_missing(_plan(asked, prompter, answerer.server, settings), answerer, prompter, output)
     show([output], plot)
@@ -255,6 +255,52 @@ def _check_choices(decode_from: str, plot: Path | None) -> None:
     if decode_from not in results.DECODE_FROM:
         raise ConfigurationError(f"decode_from: got {decode_from!r}, allowed: {' or '.join(results.DECODE_FROM)}")
     report.check_plot(plot)
+
+
+def _contents(answerer: _Answerer, tokenizer: str) -> dict[str, str | None]:
+    """Digests of everything that results depend on and that names do not tell: what is changed in place, or has the
+    name of something else.
+
+    Raises:
+        ConfigurationError: for settings of sparse attention that cannot be served.
+    """
+    found = {"tokenizer": fingerprint(tokenizer, tokenizer=True)}
+    if answerer.server is not None:
+        return found
+    from vllm_sparse_plugin.tools.eval.reading import resolve_arguments
+
+    folder = folder_of(answerer.model)
+    trained = None
+    with suppress(OSError, ValueError):
+        trained = read_config(folder).get(KEY)
+    resolved = resolve_arguments(answerer.engine, trained_section(SimpleNamespace(**{KEY: trained})))
+    if resolved is not None:
+        # The values of presets and of the file that `config` names.
+        values = resolved.config.model_dump_json(by_alias=True)
+        found["sparse_attention"] = hashlib.sha256(values.encode()).hexdigest()[:16]
+    return found | {"model": fingerprint(answerer.model)} | dict(_files_of(answerer.engine, "engine"))
+
+
+def _files_of(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
+    """The digest of each file and each model that arguments of the engine name, by where they name it."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _files_of(each, f"{name}.{key}")
+    elif isinstance(value, list):
+        for index, each in enumerate(value):
+            yield from _files_of(each, f"{name}.{index}")
+    elif isinstance(value, str) and (os.sep in value or Path(value).suffix) and len(value) < _LONGEST_PATH:
+        with suppress(OSError, ValueError):
+            path = Path(value)
+            if path.is_dir():
+                yield name, fingerprint(path)
+            elif path.is_file():
+                yield name, digest_of(path)
+
+
+def _printable(name: str) -> str:
+    """A name whose bytes that are no UTF-8 are written as such; no file of JSON and no picture takes them."""
+    return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _engine_arguments(
@@ -320,7 +366,7 @@ def _plan(asked: _Asked, prompter: Prompter, server: Server | None, settings: di
 
     names, left_out = tasks.choose_tasks(asked.tasks, asked.files)
     for name in left_out:
-        _open_console().print(f"{name} is left out: it needs a file, --{tasks.FILE_OPTIONS[name]}.")
+        open_console().print(f"{name} is left out: it needs a file, --{tasks.FILE_OPTIONS[name]}.")
     items = tasks.plan_tasks(names, asked.files, prompter, asked.lengths, asked.count, asked.seed)
     if asked.texts:
         items += tasks.plan_perplexity(asked.texts, prompter, asked.lengths, asked.count, asked.scored_tokens)
@@ -372,12 +418,19 @@ def _ask_missing(plan: _Plan, answerer: _Answerer, prompter: Prompter, output: P
         forcing = plan.scores_text or decode_from == "question"
         with answerer.endpoint(plan.most_tokens, forcing) as endpoint, output.open("a", encoding="utf-8") as lines:
             print(json.dumps({**answerer.about(), "settings": plan.settings}), file=lines, flush=True)
-            console = _open_console()
+            console = open_console()
             for result in results.ask(endpoint, missing, decode_from, prompter, metrics.score, console, title):
                 print(result.model_dump_json(), file=lines, flush=True)
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        raise ConfigurationError(
+            f"output: got {str(output)!r} ({error.strerror}), allowed: a file that can be written; the same command "
+            "goes on from here"
+        ) from None
     except EndpointError as error:
         print(f"error: the model {answerer.model} {error}; the same command goes on from here", file=sys.stderr)
-        raise typer.Exit(3) from None
+        raise typer.Exit(FAILED) from None
 
 
 @app.command("show")
@@ -386,13 +439,13 @@ def show(
     plot: Plot = None,
 ) -> None:
     """Print the scores of runs side by side, and draw them."""
-    require_extra("eval", _EXTRA)
+    require_packages("eval", _EXTRA)
     from vllm_sparse_plugin.tools.eval.report import check_plot, plot_scores, score_table
     from vllm_sparse_plugin.tools.eval.results import read_results
 
     check_plot(plot)
     files = [read_results(path) for path in results]
-    _open_console().print(score_table(files))
+    open_console().print(score_table(files))
     if plot:
         plot_scores(files, plot)
 
@@ -407,24 +460,18 @@ def compare(
 
     Of text, it also prints how often both expect the same next token.
     """
-    require_extra("eval", _EXTRA)
+    require_packages("eval", _EXTRA)
     from vllm_sparse_plugin.tools.eval.report import check_plot, difference_table, fidelity_table, plot_differences
     from vllm_sparse_plugin.tools.eval.results import read_results
 
     check_plot(plot)
     files = read_results(first), read_results(second)
-    console = _open_console()
+    console = open_console()
     console.print(difference_table(*files))
     if (next_tokens := fidelity_table(*files)) is not None:
         console.print(next_tokens)
     if plot:
         plot_differences(*files, plot)
-
-
-def _open_console() -> Console:
-    """A console whose tables are not squeezed where there is no terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=_WIDTH)
 
 
 def _open_prompter(name: str, chat: bool) -> Prompter:
@@ -433,11 +480,13 @@ def _open_prompter(name: str, chat: bool) -> Prompter:
     from vllm_sparse_plugin.tools.eval.items import Prompter
 
     try:
-        return Prompter(AutoTokenizer.from_pretrained(name, local_files_only=True), chat)
-    except (OSError, ValueError):
+        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # a damaged file raises errors of many kinds
+        reason = "" if isinstance(error, OSError) else f" ({' '.join(str(error).split()):.120})"
         raise ConfigurationError(
-            f"tokenizer: got {name!r}, allowed: a folder with a tokenizer, or a name in Hugging Face's cache"
+            f"tokenizer: got {name!r}{reason}, allowed: a folder with a tokenizer, or a name in Hugging Face's cache"
         ) from None
+    return Prompter(tokenizer, chat, end_tokens(name))
 
 
 def _digests(paths: Sequence[Path]) -> dict[str, str]:
@@ -448,6 +497,8 @@ def _digests(paths: Sequence[Path]) -> dict[str, str]:
     """
     names = [path.name for path in paths]
     for name in names:
+        if _printable(name) != name:
+            raise ConfigurationError(f"file: got the name {name!r}, allowed: names of UTF-8 text")
         if names.count(name) > 1:
             raise ConfigurationError(f"file: got {name} twice, allowed: files of different names")
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in paths}
+    return {path.name: digest_of(path) for path in paths}

@@ -15,7 +15,7 @@ from itertools import groupby
 from math import sqrt
 from pathlib import Path
 from statistics import NormalDist
-from typing import IO, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -32,21 +32,24 @@ from vllm_sparse_plugin.tools.arguments import (
     open_tokenizer,
     parse_additional_config,
 )
+from vllm_sparse_plugin.tools.caches import ensure_caches
 from vllm_sparse_plugin.tools.cores import is_cpu_build
+from vllm_sparse_plugin.tools.endings import FAILED, open_console
 from vllm_sparse_plugin.tools.eval.endpoints import Server
 from vllm_sparse_plugin.tools.eval.items import Item, PlannedItem, Prompter
 from vllm_sparse_plugin.tools.eval.progress import show_progress
 from vllm_sparse_plugin.tools.eval.results import Result, ask
 from vllm_sparse_plugin.tools.eval.tasks import needle_items
+from vllm_sparse_plugin.tools.models import head_size_of, read_config, text_config
 from vllm_sparse_plugin.tools.needles import QUICK_TASKS, STRESS_TASKS, TASKS, check_questions, first_line
 from vllm_sparse_plugin.tools.provenance import open_report
+from vllm_sparse_plugin.tools.reports import Report
 from vllm_sparse_plugin.tools.server import (
     LaunchedServer,
     ServerError,
     ServerSettings,
     launch_server,
     run_server,
-    unwind_on_termination,
 )
 
 _DENSE = "dense"
@@ -97,8 +100,7 @@ def needle_test(
 ) -> None:
     """Ask sparse servers and a dense one the same needle questions and compare their accuracy.
 
-    Exit code 0 if every backend reaches the accuracy needed, 1 if not, 2 for bad input, 3 if a server fails, 130 after
-    Ctrl-C.
+    Exit code 0 if every backend reaches the accuracy needed, 1 if not, 2 for bad input, 3 if a server fails.
     """
     model = find_model(model)
     backends = attention_backend or ["unique"]
@@ -114,27 +116,24 @@ def needle_test(
     reference = _VLLM if _DENSE in map(str.lower, backends) else _DENSE
     servers = {reference: dense}
     servers |= {name: replace(dense, backend=name, additional_config=additional_config) for name in backends}
-    console = Console()
-    unwind_on_termination()
+    console = open_console()
+    if keep and len(backends) > 1:
+        raise ConfigurationError(f"attention_backend: got {len(backends)} of them, allowed with keep: one")
+    ensure_caches()
     try:
         if keep:
-            if len(backends) > 1:
-                raise ConfigurationError(f"attention_backend: got {len(backends)} of them, allowed with keep: one")
             _keep(servers[backends[0]], console)
             return
         with open_report(json_path, model, "json") as report:
             results = _ask_all(servers, plan, report, console)
+            for name in backends:
+                console.print(_table(name, results[name], reference, results[reference], kv_read_shares[name]))
+            enough = [_enough(name, reference, results, min_ratio, console) for name in backends]
+            if not everything:
+                console.print(_MORE, highlight=False, soft_wrap=True)
     except ServerError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(3) from None
-    except KeyboardInterrupt:
-        print("needles: stopped by Ctrl-C, and so are the servers", file=sys.stderr)
-        raise typer.Exit(130) from None
-    for name in backends:
-        console.print(_table(name, results[name], reference, results[reference], kv_read_shares[name]))
-    enough = [_enough(name, reference, results, min_ratio, console) for name in backends]
-    if not everything:
-        console.print(_MORE, highlight=False, soft_wrap=True)
+        raise typer.Exit(FAILED) from None
     if not all(enough):
         raise typer.Exit(1)
 
@@ -170,7 +169,7 @@ def _prompter(model: Path) -> Prompter:
 
 
 def _ask_all(
-    servers: dict[str, ServerSettings], plan: _Plan, report: IO[str], console: Console
+    servers: dict[str, ServerSettings], plan: _Plan, report: Report, console: Console
 ) -> dict[str, list[Result]]:
     """Ask every server everything, one server after the other.
 
@@ -184,19 +183,27 @@ def _ask_all(
     while waiting:
         starting, waiting = waiting[:at_once], waiting[at_once:]
         with ExitStack() as running:
-            launched = [running.enter_context(launch_server(name, settings)) for name, settings in starting]
-            title = f"Starting the {' and the '.join(name for name, _ in starting)} server"
-            with show_progress(console, title):
-                items = items or plan.items(servers[starting[0][0]].model)
+            launched: list[LaunchedServer] = []
+            try:
+                for name, settings in starting:
+                    launched.append(running.enter_context(launch_server(name, settings)))
+                title = f"Starting the {' and the '.join(name for name, _ in starting)} server"
+                with show_progress(console, title):
+                    items = items or plan.items(servers[starting[0][0]].model)
+                    for server in launched:
+                        server.wait_until_ready()
                 for server in launched:
-                    server.wait_until_ready()
-            for server in launched:
-                results[server.name] = _ask(server, items, report, console)
-                server.stop()
+                    results[server.name] = _ask(server, items, report, console)
+                    server.stop()
+            except BaseException:
+                # The others then end while the first one is waited for.
+                for server in launched:
+                    server.process.terminate()
+                raise
     return results
 
 
-def _ask(server: LaunchedServer, items: list[Item], report: IO[str], console: Console) -> list[Result]:
+def _ask(server: LaunchedServer, items: list[Item], report: Report, console: Console) -> list[Result]:
     """Ask one server everything; print a line for each task and context, and write one for each answer."""
     planned = [PlannedItem(item.id, partial(_built, item)) for item in items]
     results: list[Result] = []
@@ -206,7 +213,7 @@ def _ask(server: LaunchedServer, items: list[Item], report: IO[str], console: Co
         for (task, context_tokens), part in groupby(asked, _row):
             answered = []
             for result in part:
-                print(json.dumps(_record(server.name, result)), file=report, flush=True)
+                report.add(_record(server.name, result))
                 answered.append(result)
             seconds = sum(result.seconds for result in answered)
             console.print(
@@ -227,9 +234,9 @@ def _check(
     Returns the share of the KV cache's bytes that each backend reads, by context in tokens.
     """
     try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        limit, head_size = int(config["max_position_embeddings"]), int(config["head_dim"])
-    except (OSError, ValueError, KeyError, TypeError):
+        config = text_config(read_config(model))
+        limit, head_size = int(config["max_position_embeddings"]), head_size_of(config)
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError):
         raise ConfigurationError(
             f"model: got {str(model)!r}, allowed: a folder with a config.json that has max_position_embeddings and "
             "head_dim"

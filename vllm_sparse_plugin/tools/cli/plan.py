@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
-import json
+import math
 import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
-from vllm_sparse_plugin.config import ResolvedConfig, Retention, preset_names, requests_at_once, resolve
-from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.config import (
+    KEY,
+    ResolvedConfig,
+    Retention,
+    preset_names,
+    read_trained_section,
+    requests_at_once,
+    resolve,
+)
+from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
-from vllm_sparse_plugin.tools.arguments import ModelFolder, find_model
+from vllm_sparse_plugin.tools.arguments import (
+    AdditionalConfig,
+    AttentionBackend,
+    ModelFolder,
+    find_model,
+    find_preset,
+    parse_additional_config,
+)
+from vllm_sparse_plugin.tools.endings import open_console
+from vllm_sparse_plugin.tools.models import head_size_of, name_of, read_config, text_config
 
+_CACHE_DTYPES = ("auto", "bfloat16", "float16", *EIGHT_BIT_CACHES)
+"""What our backends serve on a GPU."""
+_KERNEL_BLOCK, _PREFERRED_BLOCK = 16, 64
+"""Tokens that FlashAttention's blocks are a multiple of, and those of the blocks that our backends ask for."""
+_MOST_TOKENS = 1 << 30
 _UNITS = {"": 1, "B": 1, **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)},
           **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("KMGT", 1)}}  # fmt: skip
 
@@ -29,16 +51,25 @@ class CacheShape(NamedTuple):
     itemsize: int
     """Bytes of an element."""
 
-    def block_bytes(self, config: ResolvedConfig, block_size: int) -> int:
-        """Returns the bytes of a block of one layer, page statistics included.
+    def block_size(self, config: ResolvedConfig, given: int | None) -> int:
+        """Returns the tokens of a block: as a server chooses them, unless they are given.
 
         Raises:
-            ConfigurationError: if the block does not hold whole statistics.
+            ConfigurationError: if the block that is given does not hold whole pages and statistics.
         """
+        layout = config.statistics_layout(self.head_size, self.itemsize)
+        pages = config.selector.page_size if config.selector else 1
+        multiple = math.lcm(_KERNEL_BLOCK, pages, layout.unit_tokens if layout else 1)
+        if given is None:
+            return math.lcm(_PREFERRED_BLOCK, multiple)
+        if given % multiple:
+            raise ConfigurationError(f"block_size: got {given}, allowed: a multiple of {multiple}")
+        return given
+
+    def block_bytes(self, config: ResolvedConfig, block_size: int) -> int:
+        """Returns the bytes of a block of one layer, page statistics included."""
         rows, layout = block_size, config.statistics_layout(self.head_size, self.itemsize)
         if layout is not None:
-            if block_size % layout.unit_tokens:
-                raise ConfigurationError(f"block_size: got {block_size}, allowed: a multiple of {layout.unit_tokens}")
             rows += layout.rows(block_size)
         return rows * self.kv_heads * 2 * self.head_size * self.itemsize
 
@@ -46,21 +77,31 @@ class CacheShape(NamedTuple):
 def plan(
     model: ModelFolder = None,
     gpu_memory: Annotated[str, typer.Option(help="Memory of the GPU, such as 80GiB.")] = "80GiB",
-    gpu_memory_utilization: Annotated[float, typer.Option(help="As given to vLLM.", min=0.01, max=1.0)] = 0.92,
+    gpu_memory_utilization: Annotated[float, typer.Option(help="As given to vLLM.")] = 0.92,
     weights: Annotated[
         str | None, typer.Option(help="What the model takes of it; the size of its safetensors if left out.")
     ] = None,
-    context: Annotated[int, typer.Option(help="Longest prompt, in tokens.", min=4)] = 32768,
-    block_size: Annotated[int, typer.Option(help="As given to vLLM.", min=16)] = 64,
+    context: Annotated[int, typer.Option(help="Longest prompt, in tokens.", min=4, max=_MOST_TOKENS)] = 32768,
+    block_size: Annotated[
+        int | None, typer.Option(help="As given to vLLM; chosen as by a server if left out.", min=1, max=_MOST_TOKENS)
+    ] = None,
     kv_cache_dtype: Annotated[str, typer.Option(help="As given to vLLM's --kv-cache-dtype.")] = "auto",
+    attention_backend: AttentionBackend = "unique",
+    additional_config: AdditionalConfig = "{}",
 ) -> None:
     """Print how many requests fit a GPU's memory with every preset, without starting anything.
 
     All of them decode but one, which prefills. Activations and CUDA graphs take a share that vLLM measures when it
-    starts and that is not known here: take the numbers for an upper bound, and compare the rows.
+    starts and that is not known here: take the numbers for an upper bound, and compare the rows. A preset that a server
+    would refuse has no numbers. With `--additional-config` there is a row for `--attention-backend` with these
+    settings.
     """
     folder = find_model(model)
-    shape = _shape_of(folder, 1 if kv_cache_dtype in EIGHT_BIT_CACHES else 2)
+    preset = find_preset(attention_backend)
+    settings = parse_additional_config(additional_config).get(KEY)
+    shape = _shape_of(folder, kv_cache_dtype)
+    if not 0 < gpu_memory_utilization <= 1:
+        raise ConfigurationError(f"gpu_memory_utilization: got {gpu_memory_utilization}, allowed: more than 0, up to 1")
     taken = (
         _bytes_of("weights", weights) if weights else sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     )
@@ -69,16 +110,57 @@ def plan(
     memory = int(_bytes_of("gpu_memory", gpu_memory) * gpu_memory_utilization) - taken
     if memory <= 0:
         raise ConfigurationError(f"gpu_memory: got {gpu_memory}, allowed: more than {taken / 2**30:.1f} GiB of weights")
+    trained = read_trained_section(folder)
+    if settings is not None:
+        resolve(settings, preset, trained)
     prompts = sorted({max(1, context // part) for part in (16, 4, 2, 1)})
-    table = Table("preset", "tokens of cache", *(f"requests of {prompt:,}" for prompt in prompts))
-    for preset in sorted(preset_names(), key=lambda name: (name != "dense", name)):
-        config = resolve(None, preset)
-        tables, num_blocks = _pool(config, shape, memory, block_size)
-        fits = [str(requests_at_once(tables, num_blocks, prompt, block_size)) for prompt in prompts]
-        table.add_row(preset, f"{num_blocks * block_size // len(tables):,}", *fits)
-    console = Console()
-    console.print(f"{folder.name}: {memory / 2**30:.1f} GiB for the KV cache, in blocks of {block_size} tokens")
+    table = Table(
+        Column("preset", no_wrap=True), "block", "tokens of cache", *(f"requests of {prompt:,}" for prompt in prompts)
+    )
+    refused = []
+    for name, given, of_preset in _rows(settings, attention_backend.lower(), preset):
+        try:
+            config = resolve(given, of_preset, trained)
+            _expect_served(config, shape)
+            tokens = shape.block_size(config, block_size)
+            tables, num_blocks = _pool(config, shape, memory, tokens)
+        except ConfigurationError as error:
+            refused.append(f"{name} is refused: {error}")
+            table.add_row(name, *["-"] * (2 + len(prompts)))
+            continue
+        fits = [str(requests_at_once(tables, num_blocks, prompt, tokens)) for prompt in prompts]
+        table.add_row(name, str(tokens), f"{num_blocks * tokens // len(tables):,}", *fits)
+    console = open_console()
+    console.print(f"{name_of(folder)}: {memory / 2**30:.1f} GiB for the KV cache, {shape.itemsize * 8} bits an element")
     console.print(table)
+    for sentence in refused:
+        console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+
+
+def _rows(settings: Any, backend: str, preset: str) -> Iterator[tuple[str, Any, str]]:
+    """Name, settings and preset of each row, dense attention first."""
+    if settings is not None:
+        yield f"{backend}, as given", settings, preset
+    for name in sorted(preset_names(), key=lambda name: (name != "dense", name)):
+        yield name, None, name
+
+
+def _expect_served(config: ResolvedConfig, shape: CacheShape) -> None:
+    """Refuses what a server refuses for its type of cache.
+
+    Raises:
+        ConfigurationError: has the sentence.
+    """
+    if shape.itemsize > 1:
+        return
+    if config.coverage is not None:
+        raise ConfigurationError(
+            f"{KEY}.selection.coverage: got {config.coverage} with a KV cache of 8 bits, allowed: null with it"
+        )
+    if config.rolling_window is not None:
+        raise ConfigurationError(
+            f"{KEY}.compaction.positions: got rolling with a KV cache of 8 bits, allowed: text with it"
+        )
 
 
 def _pool(
@@ -92,22 +174,46 @@ def _pool(
     return [*kept], memory // (layer_bytes * (shape.layers // len(kept)))
 
 
-def _shape_of(folder: Path, itemsize: int) -> CacheShape:
+def _shape_of(folder: Path, cache_dtype: str) -> CacheShape:
+    """Reads what the cache takes from a config.json.
+
+    Raises:
+        ConfigurationError: if it does not say, or for a type of cache that is not served.
+    """
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        whole = read_config(folder)
+        config = text_config(whole)
         heads = int(config["num_attention_heads"])
-        head_size = config.get("head_dim") or int(config["hidden_size"]) // heads
-        kv_heads = config.get("num_key_value_heads") or heads
-        return CacheShape(int(config["num_hidden_layers"]), int(kv_heads), int(head_size), itemsize)
-    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError):
+        kv_heads = config.get("num_key_value_heads")
+        shape = CacheShape(
+            int(config["num_hidden_layers"]), heads if kv_heads is None else int(kv_heads), head_size_of(config), 2
+        )
+        if min(shape) < 1:
+            raise ValueError
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError):
         raise ConfigurationError(
             f"model: got {str(folder)!r}, allowed: a folder with a config.json that has num_hidden_layers, "
             "num_attention_heads and hidden_size"
         ) from None
+    if cache_dtype == "auto":
+        cache_dtype = _declared_dtype(whole)
+    if cache_dtype not in _CACHE_DTYPES:
+        raise ConfigurationError(f"kv_cache_dtype: got {cache_dtype!r}, allowed: {choices(_CACHE_DTYPES)}")
+    return shape._replace(itemsize=1 if cache_dtype in EIGHT_BIT_CACHES else 2)
+
+
+def _declared_dtype(config: Mapping[str, Any]) -> str:
+    """Returns the type of cache that a quantised checkpoint asks for, in vLLM's words; `auto` without one."""
+    quantization = config.get("quantization_config")
+    scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
+    if not isinstance(scheme, Mapping):
+        return "auto"
+    kind, bits = scheme.get("type"), scheme.get("num_bits")
+    return "fp8" if (kind, bits) == ("float", 8) else f"{kind} of {bits} bits"
 
 
 def _bytes_of(field: str, text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?i?B|)", text)
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,18})?) ?([KMGT]?i?B|)", text)
     if match is None or match[2] not in _UNITS:
         raise ConfigurationError(f"{field}: got {text!r}, allowed: a size such as 80GiB")
     return int(float(match[1]) * _UNITS[match[2]])

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from vllm_sparse_plugin import __version__
 from vllm_sparse_plugin.config import KEY, SparseAttentionConfig, read_trained_section, resolve
+from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.notices import notices_of
 from vllm_sparse_plugin.tools.arguments import (
     AdditionalConfig,
@@ -18,6 +18,8 @@ from vllm_sparse_plugin.tools.arguments import (
     find_preset,
     parse_additional_config,
 )
+from vllm_sparse_plugin.tools.endings import open_console
+from vllm_sparse_plugin.tools.models import folder_of, read_config
 
 
 def show_config(
@@ -36,17 +38,26 @@ def show_config(
     Below it stands what a server with this configuration says of it when it starts.
     """
     preset = find_preset(attention_backend)
-    trained = read_trained_section(model) if model is not None else None
+    trained = None if model is None else _trained_section(model)
     resolved = resolve(parse_additional_config(additional_config).get(KEY), preset, trained)
     notices = notices_of(resolved, kv_cache_dtype)
     title = f"vllm_sparse_plugin {__version__}, attention backend {attention_backend}"
     table = Table("field", "value", "from", title=title)
     for name, value in _flatten(resolved.config):
         table.add_row(name, str(value), resolved.sources.get(name, "default"))
-    console = Console()
+    console = open_console()
     console.print(table)
     for notice in notices:
         console.print(notice, highlight=False, markup=False, soft_wrap=True)
+
+
+def _trained_section(model: Path) -> dict[str, Any] | None:
+    folder = folder_of(model)
+    try:
+        read_config(folder)
+    except (OSError, ValueError):
+        raise ConfigurationError(f"model: got {str(model)!r}, allowed: a folder with a config.json") from None
+    return read_trained_section(folder)
 
 
 def _flatten(config: SparseAttentionConfig) -> list[tuple[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import shlex
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,18 +16,19 @@ from vllm_sparse_plugin.tools.arguments import (
     AttentionBackend,
     Device,
     ModelFolder,
-    default_device,
+    find_device,
     find_model,
     find_preset,
     model_limits,
     open_tokenizer,
     parse_additional_config,
-    require_extra,
 )
+from vllm_sparse_plugin.tools.caches import ensure_caches
+from vllm_sparse_plugin.tools.cores import serve_command
+from vllm_sparse_plugin.tools.endings import open_console
+from vllm_sparse_plugin.tools.extras import TRAINING, require_packages
+from vllm_sparse_plugin.tools.files import digest_of
 from vllm_sparse_plugin.tools.provenance import describe_run
-
-_EXTRA = {"accelerate": "accelerate", "matplotlib": "matplotlib", "peft": "peft"}
-"""Modules of the extra `train`, and the packages that bring them."""
 
 Data = Annotated[
     Path,
@@ -58,7 +59,7 @@ def train(
     keeps; the model learns to say what it says when it reads everything. The trained model is served with what it was
     trained with by itself: the settings are in its config.json.
     """
-    require_extra("train", _EXTRA)
+    require_packages("train", TRAINING)
     # Imported late: bad input need not wait for it.
     from vllm_sparse_plugin.tools.training.attention import ServedSelection
     from vllm_sparse_plugin.tools.training.data import pack, read_documents
@@ -87,6 +88,11 @@ def train(
         raise ConfigurationError(
             f"settings.sequence_tokens: got {chosen.sequence_tokens}, allowed: the model's {limit}"
         )
+    torch_device = find_device(device)
+    if torch_device.startswith("cuda:"):
+        raise ConfigurationError(
+            f"device: got {device!r}, allowed for training: cpu or cuda, with CUDA_VISIBLE_DEVICES to choose GPUs"
+        )
     tokenizer = open_tokenizer(folder)
     decoded_tokens = chosen.decoded_tokens if chosen.dense_prompts else None
     rows = pack(read_documents(data, tokenizer), chosen.sequence_tokens, chosen.seed, decoded_tokens)
@@ -102,16 +108,18 @@ def train(
             f"data: got documents of up to {longest} tokens, allowed: some of more than {whole}, since the selection "
             "reads shorter ones whole"
         )
-    digest = hashlib.sha256(data.read_bytes()).hexdigest()[:16]
-    run = Run(folder, output, served, section, chosen, describe_run(folder, packages=tuple(_EXTRA)), digest)
-    console = Console()
-    trainer = Trainer(run, rows, tokenizer, device or default_device())
+    about = describe_run(folder, packages=tuple(TRAINING))
+    run = Run(folder, output, served, section, chosen, about, digest_of(data))
+    console = open_console()
+    ensure_caches()
+    trainer = Trainer(run, rows, tokenizer, torch_device)
     with console.status("Training") as status:
         trainer.train(lambda row: _report(row, console, status))
-    console.print(f"The model is in {output}, its curves in {output / CURVES}.", highlight=False, soft_wrap=True)
     console.print(
-        f"Serve it: vllm serve {output} --attention-backend {attention_backend}", highlight=False, soft_wrap=True
+        f"The model is in {output}, its curves in {output / CURVES}.", markup=False, highlight=False, soft_wrap=True
     )
+    serve = f"{serve_command()} {shlex.quote(str(output))} --attention-backend {attention_backend}"
+    console.print(f"Serve it: {serve}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _report(row: dict[str, Any], console: Console, status: Any) -> None:

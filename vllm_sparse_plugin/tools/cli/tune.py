@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,18 +15,22 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 import yaml
-from rich.console import Console
 
 from vllm_sparse_plugin.config import KEY, resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.arguments import complete_backend, find_preset, parse_additional_config, read_prompts
-from vllm_sparse_plugin.tools.provenance import describe_run, open_output
+from vllm_sparse_plugin.tools.cores import serve_command
+from vllm_sparse_plugin.tools.endings import BAD_INPUT, FAILED, open_console, undisturbed
+from vllm_sparse_plugin.tools.extras import TABLES, require_packages
+from vllm_sparse_plugin.tools.provenance import check_output, describe_run, write_output
+from vllm_sparse_plugin.tools.server import last_error, stop_group
 
 if TYPE_CHECKING:
     from vllm_sparse_plugin.tools.eval.statistics import Estimate
 
 BUDGETS = (256, 512, 1024, 2048, 4096)
 _DENSE = "dense"
+_STOP_SECONDS = 10
 
 Model = Annotated[str, typer.Option(help="Folder or name of the model.")]
 Prompts = Annotated[
@@ -78,6 +84,7 @@ class Setting:
 
     def preset(self, model: str, about: str) -> str:
         """A file for the key `config` of `sparse_attention` that has the settings."""
+        model = " ".join(model.split())
         return f"# For {model}, written by vllm-sparse tune: {about}.\n{yaml.safe_dump(self.section, sort_keys=False)}"
 
 
@@ -105,6 +112,7 @@ def tune(
     `--additional-config '{"sparse_attention": {"config": "PATH"}}'`. Exit code 1 if none keeps the target, 2 for bad
     input, 3 if an engine fails.
     """
+    require_packages("tune", TABLES)
     if not 0 < target <= 1:
         raise ConfigurationError(f"target: got {target}, allowed: more than 0, up to 1")
     settings = list(_settings(attention_backend or ["unique"], budget or BUDGETS))
@@ -116,27 +124,31 @@ def tune(
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(f"output: got {str(folder)!r} ({error.strerror}), allowed: a folder") from None
+    frontier, picture, preset = (folder / name for name in ("frontier.jsonl", "frontier.png", "sparse.yaml"))
+    for path in (frontier, picture, preset):
+        check_output(path, "output")
+    from vllm_sparse_plugin.tools.eval.progress import show_progress
     from vllm_sparse_plugin.tools.eval.results import read_results
     from vllm_sparse_plugin.tools.eval.tuning import choose, frontier_table, judge, plot_frontier
 
-    console = Console()
+    console = open_console()
     shared = ["--in-process", "--model", model, "--completions", str(prompts), "--scored-tokens", str(scored_tokens)]
     results = {}
     for setting in (Setting(_DENSE, None, {}), *settings):
         path = folder / f"{setting.name}.jsonl"
-        with console.status(f"{setting.name}: decoding the prompts in an engine of its own"):
+        with show_progress(console, f"{setting.name}: decoding the prompts in an engine of its own"):
             _evaluate([*shared, "--engine-args", engine_args, *setting.options()], setting.name, path)
         results[setting.name] = read_results(path)
     candidates = [judge(each.name, measure, results[_DENSE], results[each.name]) for each in settings]
-    with open_output(folder / "frontier.jsonl", "output") as file:
-        file.write(json.dumps(describe_run(Path(model)) | {"scored_tokens": scored_tokens}) + "\n")
-        for setting, candidate in zip(settings, candidates, strict=True):
-            found = {measured: _as_row(kept) for measured, kept in candidate.kept.items()}
-            row = {"setting": setting.name, "section": setting.section, "kv_read_share": candidate.kv_read_share}
-            file.write(json.dumps(row | found) + "\n")
     chosen = choose(candidates, target)
     console.print(frontier_table(candidates, measure, chosen))
-    plot_frontier(candidates, measure, target, folder / "frontier.png")
+    lines: list[dict[str, Any]] = [describe_run(Path(model)) | {"scored_tokens": scored_tokens}]
+    for setting, candidate in zip(settings, candidates, strict=True):
+        found = {measured: _as_row(kept) for measured, kept in candidate.kept.items()}
+        lines.append({"setting": setting.name, "section": setting.section, "kv_read_share": candidate.kv_read_share})
+        lines[-1] |= found
+    write_output(frontier, "".join(json.dumps(line) + "\n" for line in lines), "output")
+    plot_frontier(candidates, measure, target, picture)
     if chosen is None:
         console.print(
             f"None that leaves anything out keeps {target:g} of dense attention's {measure}: serve dense, "
@@ -144,14 +156,14 @@ def tune(
         )
         raise typer.Exit(1)
     setting = next(each for each in settings if each.name == chosen.name)
-    preset = folder / "sparse.yaml"
     about = f"{measure} {chosen.quality.value:.3f} on {chosen.quality.count} prompts of {prompts.name}"
-    preset.write_text(setting.preset(name, about), encoding="utf-8")
+    write_output(preset, setting.preset(name, about), "output")
     if chosen.quality.low < target:
         console.print(f"The interval of {chosen.name} reaches below {target:g}; more prompts would say more.")
     print(f"Wrote {preset}. To serve with it:")
     additional = json.dumps({KEY: {"config": str(preset)}})
-    print(f"vllm serve {model} --attention-backend {setting.backend} --additional-config '{additional}'")
+    options = ["--attention-backend", str(setting.backend), "--additional-config", additional]
+    print(f"{serve_command()} {shlex.join([model, *options])}")
 
 
 def _settings(backends: Sequence[str], budgets: Sequence[int]) -> Iterator[Setting]:
@@ -160,11 +172,12 @@ def _settings(backends: Sequence[str], budgets: Sequence[int]) -> Iterator[Setti
     Raises:
         ConfigurationError: for an unknown backend or a budget that it does not take.
     """
-    for backend in dict.fromkeys(backends):
+    for backend in dict.fromkeys(map(str.lower, backends)):
         preset = find_preset(backend)
         selection = resolve(None, preset).selection
         if "budget_tokens" not in type(selection).model_fields:
-            yield Setting(backend, backend, {})
+            # Results of dense attention of vLLM's own have that name.
+            yield Setting("backend-dense" if backend == _DENSE else backend, backend, {})
             continue
         for tokens in dict.fromkeys(budgets):
             section = {"selection": {"policy": selection.policy, "budget_tokens": tokens}}
@@ -179,12 +192,30 @@ def _evaluate(options: list[str], label: str, path: Path) -> None:
         typer.Exit: after a sentence, with code 2 if it refuses the options and with code 3 if its engine fails.
     """
     command = [sys.executable, "-m", "vllm_sparse_plugin", "eval", *options, "--label", label, "--output", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if not done.returncode:
+    code, log = _run(command)
+    if not code:
         return
-    lines = [line for line in done.stderr.splitlines() if line.strip()] or ["nothing was said"]
-    said = next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), lines[-1])
-    refused = done.returncode == 2
-    about = "" if refused else f"the engine of {label} ended with exit code {done.returncode}: "
+    refusals = [line.removeprefix("error: ") for line in log.splitlines() if line.startswith("error: ")]
+    said = refusals[-1] if refusals else last_error(log) or "it gave no reason"
+    is_refused = code == BAD_INPUT
+    about = "" if is_refused else f"the engine of {label} ended with exit code {code}: "
     print(f"error: {about}{said}", file=sys.stderr)
-    raise typer.Exit(2 if refused else 3)
+    raise typer.Exit(BAD_INPUT if is_refused else FAILED)
+
+
+def _run(command: list[str]) -> tuple[int, str]:
+    """Run a command and return its exit code and what it wrote to stderr; end it with this one, its engine too."""
+    with tempfile.TemporaryFile() as log:
+        process = None
+        try:
+            # A signal must not come between the start of the process and the block that ends it.
+            with undisturbed():
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True
+                )
+            code = process.wait()
+        finally:
+            if process is not None:
+                stop_group(process, _STOP_SECONDS)
+        log.seek(0)
+        return code, log.read().decode(errors="replace")

@@ -19,6 +19,7 @@ from sparse_kernels.paging import PagedTensor
 
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.metrics.quality import Context, Quality, measure
+from vllm_sparse_plugin.tools.models import explain_load, load_causal_lm, name_of
 
 if TYPE_CHECKING:
     from vllm_sparse_plugin.policies import Selection
@@ -89,24 +90,17 @@ class CapturingModel:
             ConfigurationError: if transformers cannot load the model; when it runs, if its attention is of a form that
                 is not reproduced here.
         """
-        from transformers import AttentionInterface, AutoModelForCausalLM
-        from transformers.utils.logging import disable_progress_bar
+        from transformers import AttentionInterface
 
-        disable_progress_bar()
         # Every model has a name of its own, because transformers fetches the function by its name at every call.
         attention = f"vllm_sparse_capture_{id(self)}"
         AttentionInterface.register(attention, self._attend)
-        try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                folder, attn_implementation=attention, dtype=torch.bfloat16
-            )
+        model = load_causal_lm(folder, attention, torch.bfloat16)
+        with explain_load(folder):
             model.to(device).eval()
-        except (OSError, ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())
-            raise ConfigurationError(f"model: got {folder.name!r} ({reason}), allowed: one of transformers") from None
         self._model = model
         self._device = device
-        self._name = folder.name
+        self._name = name_of(folder)
         self._layers: list[LayerInputs | None] = []
         self._newest = 0
         self._skip: Skip | None = None
@@ -206,10 +200,12 @@ class PagedLayer:
         num_pages = layer.context_lens // selection.page_size
         pages = selection.select(layer.query, self.statistics, self.block_table, num_pages)
         context = Context([layer.keys], [layer.values], self.summaries)
-        return measure(
+        quality = measure(
             layer.query, context, layer.context_lens, pages, selection.page_size, Softmax(layer.scale),
             selection.page_selection(),
         )  # fmt: skip
+        # Without a complete page the oracle chooses none, and nothing of its choice is missing.
+        return quality._replace(recall=quality.recall.masked_fill(num_pages[:, None] == 0, 1.0))
 
 
 def in_blocks(rows: torch.Tensor, block_size: int, page_size: int) -> PagedTensor:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
@@ -41,6 +43,8 @@ class Request:
     """Token ids that are decoded first, whatever the model would say."""
     answer_tokens: int
     """Tokens to decode freely after those, at most."""
+    ignores_end: bool = False
+    """Whether end tokens do not end it: where forced tokens may be end tokens. The answer may then go on after one."""
 
 
 @dataclass(frozen=True)
@@ -105,24 +109,42 @@ class Server:
         """Answer with a few requests under way at a time; more are made ready meanwhile."""
         waiting: deque[Future[Reply]] = deque()
         remaining = iter(requests)
-        pool = ThreadPoolExecutor(self._concurrency)
+        asked: SimpleQueue[tuple[Request, Future[Reply]] | None] = SimpleQueue()
+        # The threads of a pool would keep a command that is interrupted from ending until the server answers.
+        for _ in range(self._concurrency):
+            Thread(target=self._work, args=(asked,), daemon=True).start()
         try:
             while True:
                 for request in islice(remaining, 2 * self._concurrency - len(waiting)):
-                    waiting.append(pool.submit(self._complete, request))
+                    waiting.append(Future())
+                    asked.put((request, waiting[-1]))
                 if not waiting:
                     return
                 yield waiting.popleft().result()
         finally:
-            pool.shutdown(cancel_futures=True)
+            with suppress(Empty):
+                while True:
+                    asked.get_nowait()
+            for _ in range(self._concurrency):
+                asked.put(None)
+
+    def _work(self, asked: SimpleQueue[tuple[Request, Future[Reply]] | None]) -> None:
+        """Answer what is asked, one request after the other, until None or a failure."""
+        while (each := asked.get()) is not None:
+            request, future = each
+            try:
+                future.set_result(self._complete(request))
+            except BaseException as error:
+                future.set_exception(error)
+                return
 
     def _complete(self, request: Request) -> Reply:
         scored = request.answer_tokens == 0
         extra: dict[str, Any] = {"logprobs": ALTERNATIVES, "return_tokens_as_token_ids": True} if scored else {}
         if request.forced:
-            # Without `min_tokens` a forced token could end the request.
+            # `min_tokens` would not help: vLLM looks for end tokens first.
             arguments = {FORCED_TOKENS_ARGUMENT: request.forced}
-            extra |= {"vllm_xargs": arguments, "min_tokens": len(request.forced), "return_token_ids": True}
+            extra |= {"vllm_xargs": arguments, "ignore_eos": request.ignores_end, "return_token_ids": True}
         begin = time.perf_counter()
         try:
             completion = self._client.completions.create(
@@ -172,6 +194,11 @@ def after_forced(request: Request, token_ids: list[int]) -> list[int]:
         EndpointError: if they were not forced.
     """
     count = len(request.forced)
+    if token_ids and token_ids == request.forced[: len(token_ids)] and len(token_ids) < count:
+        raise EndpointError(
+            f"ended a request at the forced token {token_ids[-1]}; --tokenizer must be a folder whose "
+            "generation_config.json has it as `eos_token_id`"
+        )
     if token_ids[:count] != request.forced:
         raise EndpointError(f"does not force tokens; start it with --logits-processors {FORCED_TOKENS_PROCESSOR}")
     return token_ids[count:]

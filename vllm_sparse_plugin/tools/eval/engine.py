@@ -81,7 +81,7 @@ class Engine:
                 SamplingParams(
                     temperature=0,
                     max_tokens=len(request.forced) + request.answer_tokens,
-                    min_tokens=len(request.forced),
+                    ignore_eos=request.ignores_end,
                     logprobs=ALTERNATIVES if request.answer_tokens == 0 else None,
                     extra_args={FORCED_TOKENS_ARGUMENT: request.forced} if request.forced else None,
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import takewhile
 from operator import eq
@@ -61,8 +61,13 @@ class PlannedItem:
 class Prompter:
     """Turns texts into prompts: with the special tokens of the model, and in its chat template if asked to."""
 
-    def __init__(self, tokenizer: Any, chat: bool = False) -> None:
+    def __init__(self, tokenizer: Any, chat: bool = False, end_tokens: Collection[int] = ()) -> None:
         """Take a transformers tokenizer.
+
+        Args:
+            tokenizer: of the model.
+            chat: whether to use its chat template.
+            end_tokens: ids at which the model ends an answer, besides that of the tokenizer.
 
         Raises:
             ConfigurationError: if a chat template is asked for and there is none.
@@ -71,6 +76,8 @@ class Prompter:
             raise ConfigurationError("chat: got a tokenizer without a chat template, allowed: one with a template")
         self._tokenizer = tokenizer
         self._chat = chat
+        self.end_tokens = frozenset({*end_tokens, tokenizer.eos_token_id} - {None})
+        """Ids at which the model ends an answer."""
 
     @property
     def begin(self) -> list[int]:

@@ -7,7 +7,6 @@ What is too long is cut in the middle, as both do.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +26,7 @@ from vllm_sparse_plugin.tools.eval.benchmarks import (
     tasks_of,
 )
 from vllm_sparse_plugin.tools.eval.items import Item, PlannedItem, Prompter
+from vllm_sparse_plugin.tools.files import parse_json, read_json, read_text
 from vllm_sparse_plugin.tools.needles import longest_fit
 
 _ALLOWED = "JSON lines of LongBench, LongBench-Pro, InfiniteBench, MileBench or Video-MME"
@@ -147,13 +147,11 @@ def read_prompts(path: Path) -> dict[str, str]:
     """
     allowed = "JSON of prompts with {context} by data set"
     try:
-        prompts = json.loads(path.read_text(encoding="utf-8"))
+        prompts = read_json(path, "prompts", allowed)
         for prompt in prompts.values():
             head, mark, tail = prompt.partition("{context}")
             if not mark or not (head + tail).format(input="").strip():
                 raise ValueError(f"a prompt without {{context}} or words: {prompt!r:.40}")
-    except OSError as error:
-        raise ConfigurationError(f"prompts: got {str(path)!r} ({error.strerror}), allowed: {allowed}") from None
     except (ValueError, KeyError, IndexError, AttributeError) as error:
         raise ConfigurationError(f"prompts: got {str(path)!r} ({error!s:.80}), allowed: {allowed}") from None
     return dict(prompts)
@@ -248,19 +246,13 @@ def _records(path: Path) -> Iterator[_AnyRecord]:
 
 def _parse(path: Path) -> list[Any]:
     """The records of a file of JSON lines, or of one JSON list."""
-    number = 0
-    try:
-        text = path.read_text(encoding="utf-8")
-        if text.lstrip().startswith("["):
-            return list(json.loads(text))
-        records = []
-        for number, line in enumerate(text.split("\n"), 1):  # noqa: B007 - named in the sentence below
-            if line.strip():
-                records.append(json.loads(line))
-    except OSError as error:
-        raise ConfigurationError(f"file: got {str(path)!r} ({error.strerror}), allowed: {_ALLOWED}") from None
-    except ValueError as error:
-        raise ConfigurationError(f"file: got line {number} of {str(path)!r} ({error}), allowed: {_ALLOWED}") from None
+    text = read_text(path, "file", _ALLOWED)
+    if text.lstrip().startswith("["):
+        return list(parse_json(text, path, "file", _ALLOWED))
+    records = []
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            records.append(parse_json(line, path, "file", _ALLOWED, number))
     if not records:
         raise ConfigurationError(f"file: got {str(path)!r} without a record, allowed: {_ALLOWED}")
     return records

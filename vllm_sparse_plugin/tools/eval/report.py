@@ -14,6 +14,7 @@ from vllm_sparse_plugin.tools.eval.fidelity import agreement, overlap
 from vllm_sparse_plugin.tools.eval.items import NLL, TEXT_TASKS
 from vllm_sparse_plugin.tools.eval.results import Result, ResultFile
 from vllm_sparse_plugin.tools.eval.statistics import Difference, Estimate, estimate_difference, estimate_mean
+from vllm_sparse_plugin.tools.provenance import check_output
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -163,6 +164,8 @@ def plot_scores(files: Sequence[ResultFile], path: Path) -> None:
     places = _order([each for _, each in found])
     tasks = list(dict.fromkeys(task for task, _ in places))
     contexts = sorted({context for _, context in places})
+    if not tasks:
+        raise ConfigurationError("plot: got files without a result, allowed: files with one or more")
     figure, panels = _panels(len(tasks))
     for panel, task in zip(panels, tasks, strict=False):
         for i, (label, each) in enumerate(found):
@@ -209,10 +212,13 @@ def check_plot(path: Path | None) -> None:
     """Refuse a picture that could not be drawn, before anything is computed.
 
     Raises:
-        ConfigurationError: for a name with another ending.
+        ConfigurationError: for a name with another ending, and for a file that cannot be written.
     """
-    if path is not None and path.suffix not in PLOT_SUFFIXES:
+    if path is None:
+        return
+    if path.suffix not in PLOT_SUFFIXES:
         raise ConfigurationError(f"plot: got {str(path)!r}, allowed: a name that ends in {' or '.join(PLOT_SUFFIXES)}")
+    check_output(path, "plot")
 
 
 def _places(results: Sequence[Result]) -> dict[Place, list[Result]]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.eval.endpoints import Endpoint, Request
 from vllm_sparse_plugin.tools.eval.items import NLL, Item, PlannedItem, Prompter
 from vllm_sparse_plugin.tools.eval.progress import show_progress
+from vllm_sparse_plugin.tools.files import MOST_BYTES, read_text
+from vllm_sparse_plugin.tools.provenance import check_output
 
 DECODE_FROM = ("prompt", "question")
 """Where decoding begins: after the whole prompt, or at the question, whose tokens are then forced."""
@@ -88,14 +93,20 @@ def ask(
             item = each.build()
             forced = item.question if decode_from == "question" or item.metric == NLL else []
             prompt = item.context if forced else item.context + item.question
-            asked.append((item, Request(prompt, forced, item.answer_tokens)))
+            # vLLM ends a request at a forced end token, too. Where nothing else follows, all of them are forced.
+            ignores_end = bool(forced) and (item.answer_tokens == 0 or not prompter.end_tokens.isdisjoint(forced))
+            asked.append((item, Request(prompt, forced, item.answer_tokens, ignores_end)))
             yield asked[-1][1]
 
     with show_progress(console, f"{title}: {len(planned)} questions", len(planned)) as advance:
         scores: list[float] = []
         for reply in endpoint.complete(requests()):
             item, request = asked.popleft()
-            completion = reply.answer if isinstance(reply.answer, str) else prompter.decode(reply.answer)
+            completion = reply.answer
+            if not isinstance(completion, str):
+                completion = prompter.decode(
+                    list(takewhile(lambda token: token not in prompter.end_tokens, completion))
+                )
             if item.metric == NLL:
                 value = -sum(reply.logprobs) / len(reply.logprobs)
             else:
@@ -132,25 +143,29 @@ def check_results(path: Path, settings: dict[str, Any]) -> ResultFile:
         ConfigurationError: if the file was made with other settings, is no such file or cannot be written.
     """
     settings = json.loads(json.dumps(settings))
+    check_output(path, "output")
+    if not path.exists():
+        return ResultFile(path, settings)
     try:
-        with path.open("a+b") as file:
-            file.seek(0)
-            content = file.read()
-            if not content:
-                return ResultFile(path, settings)
-            whole = content.rfind(b"\n") + 1
-            held = _parse(path, content[:whole] or content)
-            file.truncate(whole)
+        if (size := path.stat().st_size) > MOST_BYTES:
+            raise OSError(errno.EFBIG, f"{size} bytes")
+        content = path.read_bytes()
+        if not content:
+            return ResultFile(path, settings)
+        whole = content.rfind(b"\n") + 1
+        held = _parse(path, content[:whole] or content)
+        for name in dict.fromkeys((*settings, *held.settings)):
+            before, now = held.settings.get(name), settings.get(name)
+            if before != now:
+                raise ConfigurationError(
+                    f"output: got {str(path)!r} made with {name} {before!r}, allowed: one made with {now!r}, or a new "
+                    "file"
+                )
+        os.truncate(path, whole)
     except OSError as error:
         raise ConfigurationError(
             f"output: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
         ) from None
-    for name in dict.fromkeys((*settings, *held.settings)):
-        before, now = held.settings.get(name), settings.get(name)
-        if before != now:
-            raise ConfigurationError(
-                f"output: got {str(path)!r} made with {name} {before!r}, allowed: one made with {now!r}, or a new file"
-            )
     return held
 
 
@@ -160,10 +175,7 @@ def read_results(path: Path) -> ResultFile:
     Raises:
         ConfigurationError: if it is none.
     """
-    try:
-        return _parse(path, path.read_bytes())
-    except OSError as error:
-        raise ConfigurationError(f"results: got {str(path)!r} ({error.strerror}), allowed: {_ALLOWED}") from None
+    return _parse(path, read_text(path, "results", _ALLOWED).encode())
 
 
 def _parse(path: Path, content: bytes) -> ResultFile:
@@ -180,7 +192,7 @@ def _parse(path: Path, content: bytes) -> ResultFile:
                 results[result.id] = result
         if settings is None or not isinstance(settings.get("label"), str):
             raise ValueError("without settings")
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         reason = "an unknown record" if isinstance(error, ValidationError) else str(error)
         raise ConfigurationError(
             f"results: got {str(path)!r} (line {number}: {reason:.80}), allowed: {_ALLOWED}"

@@ -7,7 +7,6 @@ can be made as long as it may be.
 
 from __future__ import annotations
 
-import json
 import random
 import string
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from typing import Any
 
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.eval.items import Item, Prompter
+from vllm_sparse_plugin.tools.files import read_json
 from vllm_sparse_plugin.tools.needles import library_text, longest_fit, made_up_word, magic_needles, with_needles
 
 _NOISE = "The river runs past the mill. Rain falls on the hills. A cart waits at the gate. So the day goes on.\n"
@@ -292,9 +292,7 @@ def _file_task(
     option: str, path: Path, allowed: str, parse: Callable[[Any], tuple[list[_Question], list[str]]]
 ) -> Task:
     try:
-        questions, documents = parse(json.loads(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise ConfigurationError(f"{option}: got {str(path)!r} ({error.strerror}), allowed: {allowed}") from None
+        questions, documents = parse(read_json(path, option, allowed))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ConfigurationError(f"{option}: got {str(path)!r} ({reason:.80}), allowed: {allowed}") from None

@@ -11,6 +11,7 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools import needles
 from vllm_sparse_plugin.tools.eval import ruler
 from vllm_sparse_plugin.tools.eval.items import COMPLETION, NLL, PERPLEXITY, Item, PlannedItem, Prompter
+from vllm_sparse_plugin.tools.files import read_text
 
 FILE_OPTIONS = {"qa_1": "squad", "qa_2": "hotpotqa"}
 """Tasks over a file of the user, and the option that names it."""
@@ -106,13 +107,7 @@ def plan_perplexity(
     Raises:
         ConfigurationError: if a file cannot be read or there is too little text.
     """
-    texts = []
-    for path in paths:
-        try:
-            texts.append(path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
-            raise ConfigurationError(f"text: got {str(path)!r} ({reason}), allowed: a file of text") from None
+    texts = [read_text(path, "text", "a file of text") for path in paths]
     tokens = prompter.encode_plain("\n".join(texts))
     begin = prompter.begin
     planned = []

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from sparse_kernels.masked_attention import Packing
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.json_lines import read_json_lines
+from vllm_sparse_plugin.tools.files import read_json_lines
 
 
 class Document(NamedTuple):

@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from vllm_sparse_plugin.config import KEY
-from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.models import load_causal_lm
 from vllm_sparse_plugin.tools.training.settings import TrainingSettings
 
 ADAPTER = "adapter"
@@ -30,17 +30,9 @@ def load_model(folder: Path, attention: HasName, dtype: torch.dtype) -> Any:
     """Returns a model of transformers.
 
     Raises:
-        ConfigurationError: if transformers cannot load it.
+        ConfigurationError: if transformers cannot load it, or weights are missing.
     """
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=attention.name, dtype=dtype)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigurationError(f"model: got {folder.name!r} ({reason}), allowed: one of transformers") from None
+    model = load_causal_lm(folder, attention.name, dtype)
     model.config.use_cache = False
     return model
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import random
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.tools.files import can_be_made
+from vllm_sparse_plugin.tools.models import fingerprint
 from vllm_sparse_plugin.tools.training.attention import PackedAttention, ServedSelection, Shares
 from vllm_sparse_plugin.tools.training.curves import draw_curves
 from vllm_sparse_plugin.tools.training.data import Row
@@ -27,6 +31,8 @@ from vllm_sparse_plugin.tools.training.settings import Step, TrainingSettings, s
 LOG, CURVES = "training.jsonl", "training.png"
 """Files of the output folder beside the model."""
 _CHECKPOINTS, _LAST = "checkpoints", "last.json"
+_TORCH_WRITER = "PytorchStreamWriter"
+"""Named by the errors of torch's files."""
 _BETAS = (0.9, 0.95)
 Loader = Callable[[Path, HasName, torch.dtype], Any]
 """Makes a model of transformers."""
@@ -57,11 +63,12 @@ class Run:
     data: str = ""
     """Digest of the data."""
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, Any]:
         """What must not change. What is kept of the weights before training is decided when the model is written."""
         settings = self.settings.model_dump(exclude={"kept_share"})
-        return {"settings": settings, "sparse_attention": self.section, "data": self.data}
+        model = fingerprint(self.model)
+        return {"model": model, "settings": settings, "sparse_attention": self.section, "data": self.data}
 
 
 class Trainer:
@@ -78,12 +85,14 @@ class Trainer:
             load: makes a model of the folder, an attention function and a dtype.
 
         Raises:
-            ConfigurationError: if transformers cannot load the model, or the folder is that of another run.
+            ConfigurationError: if transformers cannot load the model, or the folder is that of another run, is damaged
+                or cannot be written.
         """
         from accelerate import Accelerator
 
         settings = run.settings
         self._run, self._tokenizer = run, tokenizer
+        log = self._find_state()
         self._measured = rows[-1]
         self._rows = rows[:-1] if len(rows) > 1 else rows
         # Updates of low rank are float32 beside weights of 16 bits; whole weights are float32, and multiplied in 16.
@@ -108,7 +117,7 @@ class Trainer:
         """Steps that are done."""
         self.log: list[dict[str, Any]] = []
         """Rows of the log after its first."""
-        self._go_on()
+        self._go_on(log)
 
     def train(self, report: Callable[[dict[str, Any]], None] = lambda row: None) -> None:
         """Do the steps that are left, then write the model and the curves.
@@ -129,8 +138,9 @@ class Trainer:
         state = self._accelerator.get_state_dict(self._model)
         if self.is_main_process:
             run = self._run
-            write_model(state, run.model, self._attention, settings, run.section, self._tokenizer, run.output)
-            draw_curves(self.log, run.output / CURVES)
+            with _refusing(run.output):
+                write_model(state, run.model, self._attention, settings, run.section, self._tokenizer, run.output)
+                draw_curves(self.log, run.output / CURVES)
 
     @property
     def is_main_process(self) -> bool:
@@ -254,57 +264,137 @@ class Trainer:
         rows = [self._rows[_order(count, seed + number // count)[number % count]] for number in numbers]
         return rows, rows[place * per_device : (place + 1) * per_device]
 
-    def _go_on(self) -> None:
-        """Takes up a run that was killed, or begins the log of a new one."""
-        run, accelerator = self._run, self._accelerator
-        path, last = run.output / LOG, run.output / _CHECKPOINTS / _LAST
-        if path.exists():
-            first, *rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            if first.get("identity") != run.identity:
-                raise ConfigurationError(
-                    f"output: got {str(run.output)!r}, which has a run with other settings or data, allowed: a new "
-                    "folder, or the same settings and data to go on"
-                )
-            if last.exists():
-                self.steps = json.loads(last.read_text(encoding="utf-8"))["steps"]
-                accelerator.load_state(str(last.parent / str(self.steps)))
-            elif (run.output / "config.json").exists():
-                raise ConfigurationError(
-                    f"output: got {str(run.output)!r}, which has a trained model without its {_CHECKPOINTS}, "
-                    "allowed: a new folder"
-                )
-            self.log = [row for row in rows if row["step"] <= self.steps] if self.steps else []
+    def _find_state(self) -> list[dict[str, Any]]:
+        """Returns the rows of the log of a run that was killed; none for a new run.
+
+        Raises:
+            ConfigurationError: if the folder has something else, or cannot be written.
+        """
+        output = self._run.output
+        with _refusing(output):
+            if not can_be_made(output):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            first, rows = _read_log(output / LOG)
+            has_state, has_model = self._last.exists(), (output / "config.json").exists()
+        if first is not None:
+            self._expect_same(first.get("identity"))
+            if has_model and not has_state:
+                self._refuse(f"which has a trained model without its {_CHECKPOINTS}")
+        elif has_state:
+            self._refuse(f"which has {_CHECKPOINTS} without the beginning of {LOG}")
+        elif has_model:
+            self._refuse("which has a model already")
+        return rows
+
+    def _go_on(self, rows: list[dict[str, Any]]) -> None:
+        """Takes up a run that was killed, or begins the log of a new one.
+
+        Args:
+            rows: of the log, as `_find_state` returns them.
+        """
+        run, accelerator, path = self._run, self._accelerator, self._run.output / LOG
+        if self._last.exists():
+            self._load()
+        self.log = [row for row in rows if row["step"] <= self.steps] if self.steps else []
         # Nobody reads a log that is being written.
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
-            try:
+            with _refusing(run.output):
                 run.output.mkdir(parents=True, exist_ok=True)
                 first = run.about | {"identity": run.identity, "kept_share": run.settings.kept_share}
-                lines = [first, *self.log]
-                path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
-            except OSError as error:
-                raise ConfigurationError(
-                    f"output: got {str(run.output)!r} ({error.strerror}), allowed: a folder that can be written"
-                ) from None
+                part = path.with_name(f".{LOG}.part")
+                part.write_text("".join(json.dumps(line) + "\n" for line in (first, *self.log)), encoding="utf-8")
+                part.replace(path)
         accelerator.wait_for_everyone()
+
+    def _expect_same(self, before: Any) -> None:
+        """Refuses to go on with a run about something else."""
+        now = json.loads(json.dumps(self._run.identity))
+        before = before if isinstance(before, dict) else {}
+        names = {
+            "model": "another base model", "settings": "other settings", "data": "other data",
+            "sparse_attention": "another selection",
+        }  # fmt: skip
+        if other := [text for name, text in names.items() if before.get(name) != now[name]]:
+            raise ConfigurationError(
+                f"output: got {str(self._run.output)!r}, which has a run with {choices(other)}, allowed: a new folder, "
+                "or the same model, settings and data to go on"
+            )
+
+    @property
+    def _last(self) -> Path:
+        """The file that names the state that was kept last."""
+        return self._run.output / _CHECKPOINTS / _LAST
+
+    def _load(self) -> None:
+        """Loads that state."""
+        try:
+            steps = int(json.loads(self._last.read_text(encoding="utf-8"))["steps"])
+            self._accelerator.load_state(str(self._last.parent / str(steps)))
+        except Exception as error:  # torch and pickle raise errors of many kinds
+            reason = " ".join(str(error).split()) or type(error).__name__
+            self._refuse(f"whose {_CHECKPOINTS} cannot be read ({reason:.120})")
+        self.steps = steps
+
+    def _refuse(self, got: str) -> NoReturn:
+        raise ConfigurationError(f"output: got {str(self._run.output)!r}, {got}, allowed: a new folder")
 
     def _note(self, row: dict[str, Any], report: Callable[[dict[str, Any]], None]) -> None:
         self.log.append(row)
         if self.is_main_process:
-            with (self._run.output / LOG).open("a", encoding="utf-8") as file:
+            with _refusing(self._run.output), (self._run.output / LOG).open("a", encoding="utf-8") as file:
                 print(json.dumps(row), file=file)
             report(row)
 
     def _save(self) -> None:
         """Keeps the state of this step, and that of no other."""
         folder = self._run.output / _CHECKPOINTS
-        self._accelerator.save_state(str(folder / str(self.steps)), safe_serialization=False)
+        with _refusing(self._run.output):
+            self._accelerator.save_state(str(folder / str(self.steps)), safe_serialization=False)
         self._accelerator.wait_for_everyone()
         if self.is_main_process:
-            part = folder / f".{_LAST}"
-            part.write_text(json.dumps({"steps": self.steps}), encoding="utf-8")
-            part.replace(folder / _LAST)
-            for old in folder.iterdir():
-                if old.is_dir() and old.name != str(self.steps):
-                    shutil.rmtree(old)
+            with _refusing(self._run.output):
+                part = folder / f".{_LAST}"
+                part.write_text(json.dumps({"steps": self.steps}), encoding="utf-8")
+                part.replace(folder / _LAST)
+                for old in folder.iterdir():
+                    if old.is_dir() and old.name != str(self.steps):
+                        shutil.rmtree(old)
         self._accelerator.wait_for_everyone()
+
+
+def _read_log(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
+    """Returns the first line of a log and the rows after it, without those that were left half written; None for the
+    first where there is none."""
+    if not path.exists():
+        return None, []
+    values: list[Any] = []
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):
+        try:
+            values.append(json.loads(line))
+        except (ValueError, RecursionError):
+            values.append(None)
+    first, *rows = values
+    whole = [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    return (first, whole) if isinstance(first, dict) else (None, [])
+
+
+@contextmanager
+def _refusing(output: Path) -> Iterator[None]:
+    """Says where and why a run cannot be written.
+
+    Raises:
+        ConfigurationError: for errors of the disk, which torch and safetensors report as errors of their own.
+    """
+    try:
+        yield
+    except ConfigurationError:
+        raise
+    except Exception as error:
+        own = type(error).__module__.partition(".")[0] in ("safetensors", "safetensors_rust")
+        if not isinstance(error, OSError) and not own and _TORCH_WRITER not in str(error):
+            raise
+        reason = error.strerror if isinstance(error, OSError) else " ".join(str(error).split())
+        raise ConfigurationError(
+            f"output: got {str(output)!r} ({reason}), allowed: a folder that can be written"
+        ) from None

@@ -1,0 +1,95 @@
+"""`run.py`, the script that installs the project, when it is stopped or cannot write."""
+
+import importlib.util
+import os
+import runpy
+import shutil
+import signal
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def script(tmp_path) -> Path:
+    """A copy, whose environment is a folder of the test."""
+    shutil.copy(ROOT / "run.py", tmp_path)
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (tmp_path / "requirements").mkdir()
+    (tmp_path / "requirements" / "cpu.lock").touch()
+    return tmp_path / "run.py"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "run.py: stopped by Ctrl-C; the same command goes on"),
+        (
+            OSError(28, "No space left on device", "/x"),
+            1,
+            "run.py: /x: got 'No space left on device', allowed: a place ",
+        ),
+        (
+            subprocess.CalledProcessError(1, "ensurepip"),
+            1,
+            "run.py: Python: got one without pip, allowed: one with ensu",
+        ),
+    ],
+)
+def test_a_setup_that_is_stopped_ends_in_one_sentence(script, monkeypatch, capsys, error, code, said):
+    def create(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(venv, "create", create)
+    monkeypatch.setattr(sys, "argv", [str(script), "setup"])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    lines = capsys.readouterr().err.splitlines()
+    if isinstance(ended.value.code, str):  # the interpreter prints it, and ends with 1
+        lines.append(ended.value.code)
+        ended.value.code = 1
+    assert ended.value.code == code
+    assert lines[0].startswith("run.py: making ")
+    assert lines[1].startswith(said)
+    assert len(lines) == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_installer_ends_with_the_script(script, tmp_path, number):
+    child = tmp_path / "installer.py"
+    child.write_text(
+        "import os, pathlib, signal, subprocess, sys\n"
+        "build = subprocess.Popen([sys.executable, '-c', 'import signal; signal.pause()'])\n"
+        "pathlib.Path(sys.argv[1]).write_text(f'{os.getpid()} {build.pid}')\n"
+        "os.kill(os.getppid(), int(sys.argv[2]))\n"
+        "signal.pause()\n"
+    )
+    spec = importlib.util.spec_from_file_location("run_script", script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    before = [signal.signal(signal.SIGTERM, module._end), signal.signal(signal.SIGINT, signal.default_int_handler)]
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
+            module._run([sys.executable, str(child), str(tmp_path / "pids"), str(int(number))])
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+    for pid in (tmp_path / "pids").read_text().split():
+        while is_running(pid):
+            os.sched_yield()
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

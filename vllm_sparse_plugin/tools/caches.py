@@ -1,0 +1,34 @@
+"""Gives compiled kernels a folder where the user has none that can be written, as in containers and services."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import os
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from vllm_sparse_plugin.tools.files import can_be_made
+
+_NUMBA = "NUMBA_CACHE_DIR"
+"""Numba's environment variable; without a folder that it can write Numba refuses to compile."""
+
+
+def ensure_caches() -> None:
+    """Point Numba to a folder that is removed at the end, where neither the home nor the package can be written."""
+    if _NUMBA in os.environ or _numba_has_a_folder():
+        return
+    with suppress(OSError):  # without any folder there is nothing to point to
+        folder = tempfile.mkdtemp(prefix="vllm-sparse-numba-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ[_NUMBA] = folder
+
+
+def _numba_has_a_folder() -> bool:
+    """Return whether Numba can write beside the kernels or to the user's cache."""
+    kernels = importlib.util.find_spec("sparse_kernels")
+    beside = [Path(place) for place in kernels.submodule_search_locations or ()] if kernels else []
+    users = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
+    return any(can_be_made(folder) for folder in (*beside, Path(users)))

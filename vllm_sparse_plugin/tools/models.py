@@ -1,0 +1,180 @@
+"""Models that commands are given: their folders, their names, what they are made of, and loading them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from vllm_sparse_plugin.errors import ConfigurationError
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_CONTENT = {
+    ".bin", ".gguf", ".jinja", ".json", ".model", ".pt", ".pth", ".py", ".safetensors", ".tiktoken", ".txt"
+}  # fmt: skip
+"""Endings of the files that a model consists of."""
+_TOKENIZER = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|.*\.(tiktoken|jinja)$")
+"""Names of the files of a tokenizer."""
+_MOST_CONFIG_BYTES = 1 << 24
+_WHOLE_BYTES = 1 << 26
+"""Files up to this size are compared whole, larger ones by `_PIECES` pieces."""
+_PIECES, _PIECE_BYTES = 256, 1 << 16
+
+
+def folder_of(model: str | Path) -> Path:
+    """Return the folder of a model: itself, or that of a name in Hugging Face's cache; else the path as it is given."""
+    path = Path(model)
+    if path.exists() or not _HUB_NAME.fullmatch(str(model)):
+        return path
+    # Imported late: folders need nothing of it.
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(model), local_files_only=True))
+    except (OSError, ValueError):  # not in the cache, or no name
+        return path
+
+
+def name_of(folder: Path) -> str:
+    """Return the name of a model without its organisation; a folder of Hugging Face's cache is named by a commit."""
+    folder = folder.resolve()
+    if _is_snapshot(folder):
+        return folder.parent.parent.name.rpartition("--")[2]
+    return folder.name
+
+
+def fingerprint(model: str | Path, tokenizer: bool = False) -> str | None:
+    """Return a text that differs where the contents of a model differ; None for a model that is not on this machine.
+
+    A model of Hugging Face's cache has its commit. A folder has a digest of its files. Of files above 64 MiB it takes
+    the size and 256 pieces: training changes weights nearly everywhere.
+
+    Args:
+        model: folder, file or name.
+        tokenizer: whether to look at the files of the tokenizer alone.
+    """
+    folder = folder_of(model)
+    if folder.is_dir() and _is_snapshot(folder.resolve()):
+        return folder.resolve().name
+    files = [folder] if folder.is_file() else sorted(folder.glob("*")) if folder.is_dir() else []
+    digest = hashlib.sha256()
+    for file in files:
+        if file.is_file() and file.suffix in _CONTENT and (not tokenizer or _TOKENIZER.match(file.name)):
+            _add(file, digest)
+    return digest.hexdigest()[:16] if files else None
+
+
+def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """Return the config.json of a model, or another file of JSON beside it.
+
+    Raises:
+        OSError: if it cannot be read.
+        ValueError: if it is no JSON object.
+    """
+    with (folder / name).open("rb") as file:
+        content = file.read(_MOST_CONFIG_BYTES + 1)
+    try:
+        config = json.loads(content) if len(content) <= _MOST_CONFIG_BYTES else None
+    except RecursionError:
+        config = None
+    if not isinstance(config, dict):
+        raise ValueError("no JSON object")
+    return config
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the part of a config.json that describes the language model, where the model has others beside it."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
+
+
+def head_size_of(config: Mapping[str, Any]) -> int:
+    """Return the elements of a head, from the part of a config.json that `text_config` returns.
+
+    Raises:
+        KeyError, TypeError, ValueError, ArithmeticError: if it does not say.
+    """
+    if config.get("head_dim") is not None:
+        return int(config["head_dim"])
+    return int(config["hidden_size"]) // int(config["num_attention_heads"])
+
+
+def end_tokens(model: str | Path) -> frozenset[int]:
+    """Return the ids at which vLLM ends an answer, from the generation_config.json of a model or else its config.json;
+    the tokenizer may have one more."""
+    for name in ("generation_config.json", "config.json"):
+        with suppress(OSError, ValueError):
+            found = read_config(folder_of(model), name).get("eos_token_id")
+            if found is not None:
+                return frozenset(each for each in (found if isinstance(found, list) else [found]) if type(each) is int)
+    return frozenset()
+
+
+def load_causal_lm(folder: Path, attention: str, dtype: Any) -> Any:
+    """Return a model of transformers.
+
+    Args:
+        folder: the model's.
+        attention: name of the attention function.
+        dtype: torch's type of the weights.
+
+    Raises:
+        ConfigurationError: if transformers cannot load it, or weights are missing or have other shapes.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()  # what it warns of is refused below
+    with explain_load(folder):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, attn_implementation=attention, dtype=dtype, output_loading_info=True, trust_remote_code=False
+        )
+    logging.set_verbosity(verbosity)
+    model, found = loaded
+    # transformers would go on with random numbers in their place.
+    wrong = [*found["missing_keys"], *(str(name) for name, *_ in found["mismatched_keys"])]
+    if wrong:
+        raise ConfigurationError(
+            f"model: got {name_of(folder)!r} without {len(wrong)} weights that its config.json asks for, such as "
+            f"{min(wrong)}, allowed: weights and a config.json of the same model"
+        )
+    return model
+
+
+@contextmanager
+def explain_load(folder: Path) -> Iterator[None]:
+    """Turn whatever goes wrong while a model is loaded into a refusal; the libraries raise errors of many kinds.
+
+    Raises:
+        ConfigurationError: has the reason.
+    """
+    try:
+        yield
+    except (MemoryError, ConfigurationError):
+        raise
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigurationError(f"model: got {name_of(folder)!r} ({reason}), allowed: one of transformers") from None
+
+
+def _is_snapshot(folder: Path) -> bool:
+    return folder.parent.name == "snapshots"
+
+
+def _add(file: Path, digest: Any) -> None:
+    size = file.stat().st_size
+    digest.update(f"{file.name} {size}\n".encode("utf-8", "surrogateescape"))
+    with file.open("rb") as opened:
+        if size <= _WHOLE_BYTES:
+            while piece := opened.read(_PIECE_BYTES):
+                digest.update(piece)
+            return
+        for number in range(_PIECES):
+            opened.seek(number * (size - _PIECE_BYTES) // (_PIECES - 1))
+            digest.update(opened.read(_PIECE_BYTES))
