@@ -26,7 +26,6 @@ from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.metrics.live import expose
 from vllm_sparse_plugin.names import SCHEDULER
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce
-from vllm_sparse_plugin.requests import check
 from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
 
 if TYPE_CHECKING:
@@ -86,7 +85,6 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         # vLLM makes a configuration of it to load a draft model; what drafts is checked with the model.
         return
     name = compat.chosen_backend(vllm_config, backends)
-    check.remember(None)
     if name is None:
         if settings_of(vllm_config).given is not None:
             allowed = choices(backend.lower() for backend in backends)
@@ -103,7 +101,6 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         vllm_config.speculative_config.attention_backend = compat.backend_member(name)
     if config.runs_kernels or config.compaction:
         expose()
-    check.remember(config)
 
 
 def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[str, Any, str]]:
