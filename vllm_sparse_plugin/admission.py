@@ -91,6 +91,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
             raise ConfigurationError(f"{KEY}: got settings but no attention backend of ours, allowed: {allowed}")
         return
     config = resolved(vllm_config, backends[name])
+    _name_declared_cache_dtype(vllm_config)
     for field, got, allowed in _unsupported(vllm_config, config):
         raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
     announce(config, vllm_config.cache_config.cache_dtype)
@@ -101,6 +102,21 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         vllm_config.speculative_config.attention_backend = compat.backend_member(name)
     if config.runs_kernels or config.compaction:
         expose()
+
+
+def _name_declared_cache_dtype(vllm_config: VllmConfig) -> None:
+    """Writes the type of the KV cache that a checkpoint of compressed-tensors declares into the configuration.
+
+    vLLM does so when it builds the first attention layer, which is after admission and after the choice of the block
+    size.
+    """
+    cache = vllm_config.cache_config
+    if cache.cache_dtype == "auto" and _declares_cache_dtype(vllm_config):
+        cache.cache_dtype = "fp8"
+
+
+def _declares_cache_dtype(vllm_config: VllmConfig) -> bool:
+    return getattr(vllm_config.quant_config, "kv_cache_scheme", None) is not None
 
 
 def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[str, Any, str]]:
@@ -125,7 +141,11 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
     cache_dtypes = ("auto", "bfloat16") if on_cpu else ("auto", "bfloat16", "float16", *EIGHT_BIT_CACHES)
-    expect(cache.cache_dtype in cache_dtypes, "kv_cache_dtype", cache.cache_dtype, choices(cache_dtypes))
+    got = cache.cache_dtype
+    if got == "fp8" and _declares_cache_dtype(vllm_config):
+        # Such a checkpoint is served with another type where the user names one.
+        got, cache_dtypes = f"{got}, which the model's checkpoint declares", cache_dtypes[1:]
+    expect(cache.cache_dtype in cache_dtypes, "kv_cache_dtype", got, choices(cache_dtypes))
     if model is not None:
         architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])
         expect(not model.use_mla, "model", f"{architecture} with MLA", "models with multi-head or grouped attention")
