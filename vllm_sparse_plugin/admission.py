@@ -104,6 +104,32 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         expose()
 
 
+def check_layers(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
+    """Checks that attention layers of a worker have the backend that is chosen: some models bring one of their own.
+
+    Args:
+        vllm_config: vLLM's configuration once the model is loaded.
+        backends: our backends' names and presets.
+
+    Raises:
+        ConfigurationError: if the worker has attention layers and none of them has the backend.
+    """
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    name = compat.chosen_backend(vllm_config, backends)
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    found = {layer.get_attn_backend() for layer in layers.values()}
+    names = sorted({backend.get_name() for backend in found if not backend.is_ssm()})
+    if name is None or not names or name in names:
+        return
+    architecture = ", ".join(getattr(vllm_config.model_config.hf_config, "architectures", None) or ["unknown"])
+    raise ConfigurationError(
+        f"model: got {architecture}, whose attention layers have backends of their own ({', '.join(names)}), allowed "
+        f"with attention backend {name.lower()}: models whose layers take the backend that is chosen"
+    )
+
+
 def _name_declared_cache_dtype(vllm_config: VllmConfig) -> None:
     """Writes the type of the KV cache that a checkpoint of compressed-tensors declares into the configuration.
 

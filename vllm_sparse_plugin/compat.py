@@ -108,13 +108,15 @@ def hook_platform(
     names: Mapping[str, str],
     prepare: Callable[[VllmConfig], None],
     admit: Callable[[VllmConfig], None],
+    check_layers: Callable[[VllmConfig], None],
 ) -> None:
-    """Adds three steps to the active platform, all without effect unless one of our backends is chosen.
+    """Adds four steps to the active platform, all without effect unless one of our backends is chosen.
 
     `apply_config_platform_defaults` then also sets up what vLLM derives other settings from, such as the sizes of
     CUDA graphs. `check_and_update_config` also refuses what we cannot serve, in the process that the user started,
-    before any worker exists. On CPU, `get_attn_backend_cls` then returns our class. Arguments pass through as they
-    come, so that a new one of vLLM's reaches the platform.
+    before any worker exists. On CPU, `get_attn_backend_cls` then returns our class. `update_block_size_for_backend`,
+    which every worker calls once its model is loaded, also checks the layers. Arguments pass through as they come, so
+    that a new one of vLLM's reaches the platform.
 
     Why: vLLM offers backends no start-up check, and its CPU platform ignores every selected backend but its own.
     An out-of-tree platform could do both, but only one may be active, whoever needs it, and it would replace the
@@ -125,6 +127,7 @@ def hook_platform(
         names: our backends' names and presets.
         prepare: changes a configuration whose defaults are being filled in; may raise `ConfigurationError`.
         admit: raises `ConfigurationError` for a complete configuration that we cannot serve.
+        check_layers: raises `ConfigurationError` for a configuration whose loaded layers we cannot serve.
     """
     from vllm.platforms import current_platform
 
@@ -134,6 +137,7 @@ def hook_platform(
     apply_config_platform_defaults = platform.apply_config_platform_defaults
     check_and_update_config = platform.check_and_update_config
     get_attn_backend_cls = platform.get_attn_backend_cls
+    update_block_size_for_backend = platform.update_block_size_for_backend
 
     def followed_by(step: Callable[..., Any], ours: Callable[[VllmConfig], None]) -> Callable[..., Any]:
         @functools.wraps(step)
@@ -162,6 +166,7 @@ def hook_platform(
     platform.apply_config_platform_defaults = staticmethod(followed_by(apply_config_platform_defaults, prepare))
     platform.check_and_update_config = staticmethod(followed_by(check_and_update_config, admit))
     platform.get_attn_backend_cls = staticmethod(select)
+    platform.update_block_size_for_backend = staticmethod(followed_by(update_block_size_for_backend, check_layers))
     setattr(platform, _HOOKED, True)
 
 

@@ -28,7 +28,7 @@ def register() -> None:
     if untested := compat.untested_vllm():
         raise UntestedVLLMError(untested)
     compat.register_backend_names(BACKENDS)
-    compat.hook_platform(BACKENDS, prepare_if_chosen, admit_if_chosen)
+    compat.hook_platform(BACKENDS, prepare_if_chosen, admit_if_chosen, check_layers_if_chosen)
     compat.hook_requests(check_request, cache_salt_of)
     compat.hook_lookahead()
     compat.hook_speculators(make_speculator)
@@ -97,3 +97,15 @@ def admit_if_chosen(vllm_config: VllmConfig) -> None:
 
         admit(vllm_config, BACKENDS)
         compat.hook_requests(check_request, cache_salt_of, load=True)
+
+
+def check_layers_if_chosen(vllm_config: VllmConfig) -> None:
+    """Checks the layers of a worker's model where one of our backends is chosen; imports nothing else.
+
+    Raises:
+        ConfigurationError: if no layer has it.
+    """
+    if compat.chosen_backend(vllm_config, BACKENDS):
+        from vllm_sparse_plugin.admission import check_layers
+
+        check_layers(vllm_config, BACKENDS)

@@ -5,7 +5,7 @@
 
 import pytest
 from support.engines import in_fresh_process
-from support.families import serve
+from support.families import serve, start_with_layers_of_their_own
 
 from bench.families.cells import OK
 
@@ -17,3 +17,13 @@ def test_a_family_decodes_what_dense_attention_and_the_reference_do(family):
     cells = in_fresh_process(serve, family, WAYS)
     assert [(cell.way, cell.status, cell.reason) for cell in cells] == [(way, OK, "") for way in WAYS]
     assert all(cell.judged_steps for cell in cells)
+
+
+@pytest.mark.parametrize(("layers", "is_refused"), [(8, True), (7, False)])
+def test_a_model_none_of_whose_layers_takes_the_backend_is_refused(layers, is_refused):
+    sentence = (
+        "model: got LlamaForCausalLM, whose attention layers have backends of their own (CPU_ATTN), allowed with "
+        "attention backend unique: models whose layers take the backend that is chosen"
+    )
+    said = in_fresh_process(start_with_layers_of_their_own, "unique", layers)
+    assert said == (sentence if is_refused else None)

@@ -338,7 +338,10 @@ def test_a_cache_that_the_checkpoint_declares_is_checked_as_one_that_the_user_na
     on_cuda(monkeypatch)
     for given, expected in (
         ({"block_size": 32}, r"^block_size: got 32, .*: a multiple of 256 \(pages of 8 tokens\)$"),
-        ({"additional_config": settings(coverage=0.9)}, r"^sparse_attention.selection.coverage: got 0.9 with a KV cache"),
+        (
+            {"additional_config": settings(coverage=0.9)},
+            r"^sparse_attention.selection.coverage: got 0.9 with a KV cache",
+        ),
     ):
         config = engine_config(model, kv_cache_dtype="bfloat16", **given)
         config.cache_config.cache_dtype = "auto"
