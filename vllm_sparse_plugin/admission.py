@@ -19,7 +19,7 @@ from sparse_kernels.limits import (
 from sparse_kernels.sparse_decode.refusals import decode_refusals
 
 from vllm_sparse_plugin import compat, connectors
-from vllm_sparse_plugin.config import KEY, ResolvedConfig
+from vllm_sparse_plugin.config import KEY, ResolvedConfig, check_additional_config
 from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.engine_settings import resolved, settings_of
 from vllm_sparse_plugin.errors import ConfigurationError, choices
@@ -90,6 +90,8 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
             allowed = choices(backend.lower() for backend in backends)
             raise ConfigurationError(f"{KEY}: got settings but no attention backend of ours, allowed: {allowed}")
         return
+    if isinstance(vllm_config.additional_config, Mapping):
+        check_additional_config(vllm_config.additional_config)
     config = resolved(vllm_config, backends[name])
     _name_declared_cache_dtype(vllm_config)
     for field, got, allowed in _unsupported(vllm_config, config):
@@ -125,8 +127,8 @@ def check_layers(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         return
     architecture = ", ".join(getattr(vllm_config.model_config.hf_config, "architectures", None) or ["unknown"])
     raise ConfigurationError(
-        f"model: got {architecture}, whose attention layers have backends of their own ({', '.join(names)}), allowed "
-        f"with attention backend {name.lower()}: models whose layers take the backend that is chosen"
+        f"model: got {architecture} with attention backends of its own, allowed with attention backend {name.lower()}: "
+        f"models that take the chosen backend in place of {', '.join(names)}"
     )
 
 
@@ -166,7 +168,9 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
-    cache_dtypes = ("auto", "bfloat16") if on_cpu else ("auto", "bfloat16", "float16", *EIGHT_BIT_CACHES)
+    cache_dtypes: tuple[str, ...] = (
+        ("auto", "bfloat16") if on_cpu else ("auto", "bfloat16", "float16", *EIGHT_BIT_CACHES)
+    )
     got = cache.cache_dtype
     if got == "fp8" and _declares_cache_dtype(vllm_config):
         # Such a checkpoint is served with another type where the user names one.

@@ -22,8 +22,8 @@ def test_a_family_decodes_what_dense_attention_and_the_reference_do(family):
 @pytest.mark.parametrize(("layers", "is_refused"), [(8, True), (7, False)])
 def test_a_model_none_of_whose_layers_takes_the_backend_is_refused(layers, is_refused):
     sentence = (
-        "model: got LlamaForCausalLM, whose attention layers have backends of their own (CPU_ATTN), allowed with "
-        "attention backend unique: models whose layers take the backend that is chosen"
+        "model: got LlamaForCausalLM with attention backends of its own, allowed with attention backend unique: models "
+        "that take the chosen backend in place of CPU_ATTN"
     )
     said = in_fresh_process(start_with_layers_of_their_own, "unique", layers)
     assert said == (sentence if is_refused else None)

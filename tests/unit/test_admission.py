@@ -313,6 +313,13 @@ def test_positions_roll_on_both_platforms_in_a_cache_of_16_bits(folder, monkeypa
         admit(config, BACKENDS)
 
 
+@pytest.mark.parametrize("key", ["sparse_atention", "selection"])
+def test_settings_at_the_wrong_place_are_refused_with_a_backend_of_ours_alone(key, folder):
+    given = {"additional_config": {key: {"page_size": 16}, "another_plugin": {}}}
+    assert refusal(folder(), **given).startswith(f"additional_config: got the key '{key}'")
+    engine_config(folder(), attention_backend=None, **given)
+
+
 DECLARED_FP8 = {
     "quantization_config": {
         "quant_method": "compressed-tensors",
