@@ -19,14 +19,13 @@ from sparse_kernels.limits import (
 from sparse_kernels.sparse_decode.refusals import decode_refusals
 
 from vllm_sparse_plugin import compat, connectors
-from vllm_sparse_plugin.config import KEY, ResolvedConfig
+from vllm_sparse_plugin.config import KEY, ResolvedConfig, check_additional_config
 from vllm_sparse_plugin.config.routing import Routing, identify
 from vllm_sparse_plugin.engine_settings import resolved, settings_of
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.metrics.live import expose
 from vllm_sparse_plugin.names import SCHEDULER
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce
-from vllm_sparse_plugin.requests import check
 from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
 
 if TYPE_CHECKING:
@@ -86,13 +85,15 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         # vLLM makes a configuration of it to load a draft model; what drafts is checked with the model.
         return
     name = compat.chosen_backend(vllm_config, backends)
-    check.remember(None)
     if name is None:
         if settings_of(vllm_config).given is not None:
             allowed = choices(backend.lower() for backend in backends)
             raise ConfigurationError(f"{KEY}: got settings but no attention backend of ours, allowed: {allowed}")
         return
+    if isinstance(vllm_config.additional_config, Mapping):
+        check_additional_config(vllm_config.additional_config)
     config = resolved(vllm_config, backends[name])
+    _name_declared_cache_dtype(vllm_config)
     for field, got, allowed in _unsupported(vllm_config, config):
         raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
     announce(config, vllm_config.cache_config.cache_dtype)
@@ -103,7 +104,47 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         vllm_config.speculative_config.attention_backend = compat.backend_member(name)
     if config.runs_kernels or config.compaction:
         expose()
-    check.remember(config)
+
+
+def check_layers(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
+    """Checks that attention layers of a worker have the backend that is chosen: some models bring one of their own.
+
+    Args:
+        vllm_config: vLLM's configuration once the model is loaded.
+        backends: our backends' names and presets.
+
+    Raises:
+        ConfigurationError: if the worker has attention layers and none of them has the backend.
+    """
+    from vllm.config import get_layers_from_vllm_config
+    from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+
+    name = compat.chosen_backend(vllm_config, backends)
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    found = {layer.get_attn_backend() for layer in layers.values()}
+    names = sorted({backend.get_name() for backend in found if not backend.is_ssm()})
+    if name is None or not names or name in names:
+        return
+    architecture = ", ".join(getattr(vllm_config.model_config.hf_config, "architectures", None) or ["unknown"])
+    raise ConfigurationError(
+        f"model: got {architecture} with attention backends of its own, allowed with attention backend {name.lower()}: "
+        f"models that take the chosen backend in place of {', '.join(names)}"
+    )
+
+
+def _name_declared_cache_dtype(vllm_config: VllmConfig) -> None:
+    """Writes the type of the KV cache that a checkpoint of compressed-tensors declares into the configuration.
+
+    vLLM does so when it builds the first attention layer, which is after admission and after the choice of the block
+    size.
+    """
+    cache = vllm_config.cache_config
+    if cache.cache_dtype == "auto" and _declares_cache_dtype(vllm_config):
+        cache.cache_dtype = "fp8"
+
+
+def _declares_cache_dtype(vllm_config: VllmConfig) -> bool:
+    return getattr(vllm_config.quant_config, "kv_cache_scheme", None) is not None
 
 
 def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[str, Any, str]]:
@@ -127,8 +168,14 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
     model = vllm_config.model_config
     parallel = vllm_config.parallel_config
     cache = vllm_config.cache_config
-    cache_dtypes = ("auto", "bfloat16") if on_cpu else ("auto", "bfloat16", "float16", *EIGHT_BIT_CACHES)
-    expect(cache.cache_dtype in cache_dtypes, "kv_cache_dtype", cache.cache_dtype, choices(cache_dtypes))
+    cache_dtypes: tuple[str, ...] = (
+        ("auto", "bfloat16") if on_cpu else ("auto", "bfloat16", "float16", *EIGHT_BIT_CACHES)
+    )
+    got = cache.cache_dtype
+    if got == "fp8" and _declares_cache_dtype(vllm_config):
+        # Such a checkpoint is served with another type where the user names one.
+        got, cache_dtypes = f"{got}, which the model's checkpoint declares", cache_dtypes[1:]
+    expect(cache.cache_dtype in cache_dtypes, "kv_cache_dtype", got, choices(cache_dtypes))
     if model is not None:
         architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])
         expect(not model.use_mla, "model", f"{architecture} with MLA", "models with multi-head or grouped attention")

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copyreg
 import functools
+import importlib
 import importlib.metadata
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS, DRAFTER
@@ -107,18 +108,17 @@ def hook_platform(
     names: Mapping[str, str],
     prepare: Callable[[VllmConfig], None],
     admit: Callable[[VllmConfig], None],
-    check_request: Callable[[Any], None],
+    check_layers: Callable[[VllmConfig], None],
 ) -> None:
     """Adds four steps to the active platform, all without effect unless one of our backends is chosen.
 
     `apply_config_platform_defaults` then also sets up what vLLM derives other settings from, such as the sizes of
     CUDA graphs. `check_and_update_config` also refuses what we cannot serve, in the process that the user started,
-    before any worker exists. On CPU, `get_attn_backend_cls` then returns our class. `validate_request` also refuses
-    requests whose arguments we cannot serve. Arguments pass through as they come, so that a new one of vLLM's reaches
-    the platform.
+    before any worker exists. On CPU, `get_attn_backend_cls` then returns our class. `update_block_size_for_backend`,
+    which every worker calls once its model is loaded, also checks the layers. Arguments pass through as they come, so
+    that a new one of vLLM's reaches the platform.
 
-    Why: vLLM offers backends no start-up check and no check of requests, and its CPU platform ignores every selected
-    backend but its own.
+    Why: vLLM offers backends no start-up check, and its CPU platform ignores every selected backend but its own.
     An out-of-tree platform could do both, but only one may be active, whoever needs it, and it would replace the
     platform of every user who merely installs the plugin.
     Versions: 0.32, 0.33. Can go when the CPU platform honours a selected backend.
@@ -127,7 +127,7 @@ def hook_platform(
         names: our backends' names and presets.
         prepare: changes a configuration whose defaults are being filled in; may raise `ConfigurationError`.
         admit: raises `ConfigurationError` for a complete configuration that we cannot serve.
-        check_request: takes the parameters of a request; raises ValueError for those that we cannot serve.
+        check_layers: raises `ConfigurationError` for a configuration whose loaded layers we cannot serve.
     """
     from vllm.platforms import current_platform
 
@@ -137,7 +137,7 @@ def hook_platform(
     apply_config_platform_defaults = platform.apply_config_platform_defaults
     check_and_update_config = platform.check_and_update_config
     get_attn_backend_cls = platform.get_attn_backend_cls
-    validate_request = platform.validate_request
+    update_block_size_for_backend = platform.update_block_size_for_backend
 
     def followed_by(step: Callable[..., Any], ours: Callable[[VllmConfig], None]) -> Callable[..., Any]:
         @functools.wraps(step)
@@ -163,21 +163,10 @@ def hook_platform(
             raise ConfigurationError(f"attention backend {selected_backend.name.lower()}: {'; '.join(reasons)}")
         return str(selected_backend.get_path())
 
-    @functools.wraps(validate_request)
-    def validate(*args: Any, **kwargs: Any) -> Any:
-        try:
-            check_request(args[1] if len(args) > 1 else kwargs["params"])
-        except ValueError as error:
-            from vllm.exceptions import VLLMValidationError
-
-            # The server answers this one with status 400, and a ValueError with 500.
-            raise VLLMValidationError(str(error)) from None
-        return validate_request(*args, **kwargs)
-
     platform.apply_config_platform_defaults = staticmethod(followed_by(apply_config_platform_defaults, prepare))
     platform.check_and_update_config = staticmethod(followed_by(check_and_update_config, admit))
-    platform.validate_request = staticmethod(validate)
     platform.get_attn_backend_cls = staticmethod(select)
+    platform.update_block_size_for_backend = staticmethod(followed_by(update_block_size_for_backend, check_layers))
     setattr(platform, _HOOKED, True)
 
 
@@ -226,6 +215,84 @@ def hook_model_runners(
             determine = _mixing_determined(runner._determine_batch_execution_and_padding, begin_step)
             setattr(runner, "_determine_batch_execution_and_padding", determine)  # noqa: B010
         setattr(runner, _HOOKED, True)
+
+
+def hook_requests(
+    check: Callable[[VllmConfig, Mapping[str, Any] | None, bool, bool], None],
+    salt: Callable[[VllmConfig, Mapping[str, Any] | None, str | None], str | None],
+    load: bool = False,
+) -> None:
+    """Adds a check and a cache salt to the ways of a request into an engine. Idempotent.
+
+    `GenerateBaseServing._check_model` also checks the arguments of a request. Every endpoint calls it before it starts
+    an answer, and answers an error with status 400. `InputProcessor.process_inputs` also checks them, for programs
+    without a server. `EngineCore.preprocess_add_request` extends the cache salt of a request, with which vLLM then
+    hashes its blocks, and checks once more whether its prompt may grow: requests of other frontends come by there.
+
+    Why: vLLM has no check of requests that knows the engine, and hashes blocks by tokens, not by what was read.
+    Versions: 0.32, 0.33. Can go when backends may check requests and add to the hash of a block.
+
+    Args:
+        check: takes the configuration of an engine, `extra_args` of a request, whether it asks for beam search and
+            whether its prompt grows; raises ValueError for a request that cannot be served.
+        salt: takes the configuration, `extra_args` and the cache salt of a request; returns the salt to hash with.
+        load: whether to load the modules of vLLM's engine that are not loaded yet.
+    """
+
+    def hook(module: str, owner: str, name: str, wrap: Callable[[Any], Any], load: bool) -> None:
+        found = importlib.import_module(module) if load else sys.modules.get(module)
+        kind: Any = getattr(found, owner, None)
+        if kind is not None and not getattr(getattr(kind, name), _HOOKED, False):
+            wrapped = functools.wraps(getattr(kind, name))(wrap(getattr(kind, name)))
+            setattr(wrapped, _HOOKED, True)
+            setattr(kind, name, wrapped)
+
+    def refuse(error: ValueError) -> NoReturn:
+        from vllm.exceptions import VLLMValidationError
+
+        # The server answers this one with status 400, and a ValueError with 500.
+        raise VLLMValidationError(str(error)) from None
+
+    def processing(process: Callable[..., Any]) -> Callable[..., Any]:
+        def process_inputs(processor: Any, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                given, grows = getattr(params, "extra_args", None), bool(kwargs.get("resumable"))
+                check(processor.vllm_config, given, False, grows)
+            except ValueError as error:
+                refuse(error)
+            return process(processor, request_id, prompt, params, *args, **kwargs)
+
+        return process_inputs
+
+    def adding(preprocess: Callable[..., Any]) -> Callable[..., Any]:
+        def preprocess_add_request(core: Any, request: Any) -> Any:
+            given = getattr(request.sampling_params, "extra_args", None)
+            if request.resumable:
+                check(core.vllm_config, None, False, True)
+            request.cache_salt = salt(core.vllm_config, given, request.cache_salt)
+            return preprocess(core, request)
+
+        return preprocess_add_request
+
+    def serving(check_model: Callable[..., Any]) -> Callable[..., Any]:
+        async def check_model_and_arguments(server: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+            refused = await check_model(server, request, *args, **kwargs)
+            if refused is not None:
+                return refused
+            given = getattr(request, "vllm_xargs", None)
+            given = given or getattr(getattr(request, "sampling_params", None), "extra_args", None)
+            try:
+                check(server.engine_client.vllm_config, given, bool(getattr(request, "use_beam_search", False)), False)
+            except ValueError as error:
+                return server.create_error_response(str(error))
+            return None
+
+        return check_model_and_arguments
+
+    hook("vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", processing, load)
+    hook("vllm.v1.engine.core", "EngineCore", "preprocess_add_request", adding, load)
+    # A program without a server needs none of its modules.
+    hook("vllm.entrypoints.generate.base.serving", "GenerateBaseServing", "_check_model", serving, load=False)
 
 
 def hook_lookahead() -> None:

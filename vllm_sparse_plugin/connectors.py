@@ -1,10 +1,11 @@
 """Tells vLLM's KV connectors what the blocks of our backends hold.
 
 A block that leaves its engine, to a file, another store or another engine, is found again by its tokens, the model's
-name and the numbers that vLLM knows of its layout. Page statistics are part of the block, but in none of these: those
-of another kind or format may take as many bytes, and a page would be scored by the wrong numbers. Sparse prefill
-changes the keys and values themselves. So our connectors are vLLM's, constructed with a model name that ends in what
-the statistics are and how prompts attend: files get other names, and the handshake of two engines fails.
+name and the numbers that vLLM knows of its layout. None of these says what the page statistics in a block are. None
+says what its tokens attended to, and their keys and values follow from that: those of a prompt from the settings of
+sparse prefill, those of decoded tokens from the settings of sparse decode. So our connectors are vLLM's, constructed
+with a model name that ends in a name of the statistics and of these settings. Files then get other names, and the
+handshake of two engines with other settings fails.
 
 vLLM finds the classes here because admission names this module in `kv_connector_module_path`.
 """
@@ -30,6 +31,13 @@ CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector
 STATISTICS_VERSION = 1
 """Version of the bytes of page statistics, raised whenever a name comes to stand for other bytes;
 `test_connectors.py` holds some of them."""
+
+_OF_DECODE = {
+    "selection", "routing", "stopping", "compaction", "speculation", "first_dense_layers", "min_context_tokens",
+}  # fmt: skip
+"""Settings that decide what a decoding token attends to."""
+_ORIGIN = {"routing": {"model", "revision", "data", "date"}}
+"""Settings that only say where others come from."""
 
 
 def __getattr__(name: str) -> Any:
@@ -75,7 +83,7 @@ def block_contents(config: ResolvedConfig, kv_cache_config: KVCacheConfig) -> st
         kv_cache_config: the blocks of all layers, as vLLM lays them out.
 
     Returns:
-        The name; empty if blocks hold keys and values of dense prefill alone.
+        The name; empty if blocks hold keys and values of dense attention alone.
     """
     from vllm.v1.kv_cache_interface import AttentionSpec
 
@@ -89,8 +97,10 @@ def block_contents(config: ResolvedConfig, kv_cache_config: KVCacheConfig) -> st
             if isinstance(spec, AttentionSpec) and spec.tokens_per_state != 1
         }
     prefill = config.config.prefill
-    # Keys and values after the first layer are those of a prefill with these very settings.
-    settings = "" if prefill is None else f"prefill-{_digest(prefill.model_dump_json())}"
+    settings = [] if prefill is None else [f"prefill-{_digest(prefill.model_dump_json())}"]
+    # In lossless mode all tokens have the keys and values of dense attention.
+    if config.lossless is None and (config.is_sparse or config.compaction is not None):
+        settings.append(f"decode-{_digest(config.config.model_dump_json(include=_OF_DECODE, exclude=_ORIGIN))}")
     parts = []
     for block_size, head_size, dtype, itemsize in sorted(shapes):
         if layout := config.statistics_layout(head_size, itemsize):
@@ -98,7 +108,7 @@ def block_contents(config: ResolvedConfig, kv_cache_config: KVCacheConfig) -> st
                 f"{layout.kind.name}-{layout.format}-page{layout.page_size}-block{block_size}-head{head_size}-{dtype}"
             )
     statistics = [f"statistics{STATISTICS_VERSION}", *parts] if parts else []
-    return "+".join([*statistics, settings] if settings else statistics)
+    return "+".join([*statistics, *settings])
 
 
 def _digest(text: str) -> str:

@@ -28,21 +28,33 @@ def register() -> None:
     if untested := compat.untested_vllm():
         raise UntestedVLLMError(untested)
     compat.register_backend_names(BACKENDS)
-    compat.hook_platform(BACKENDS, prepare_if_chosen, admit_if_chosen, check_request)
+    compat.hook_platform(BACKENDS, prepare_if_chosen, admit_if_chosen, check_layers_if_chosen)
+    compat.hook_requests(check_request, cache_salt_of)
     compat.hook_lookahead()
     compat.hook_speculators(make_speculator)
 
 
-def check_request(params: Any) -> None:
-    """Checks the parameters of a request that has arguments of plugins; imports nothing for others.
+def check_request(
+    vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, beam_search: bool, streams_input: bool
+) -> None:
+    """Checks a request that has arguments of plugins or a growing prompt; imports nothing for others.
 
     Raises:
-        ValueError: if a backend of ours is chosen and cannot serve them.
+        ValueError: if one of our backends is chosen and cannot serve the request.
     """
-    if getattr(params, "extra_args", None):
-        from vllm_sparse_plugin.requests.check import check_arguments
+    if (arguments or streams_input) and compat.chosen_backend(vllm_config, BACKENDS):
+        from vllm_sparse_plugin.requests import check
 
-        check_arguments(params.extra_args)
+        check.check_request(vllm_config, arguments, beam_search, streams_input)
+
+
+def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, salt: str | None) -> str | None:
+    """Returns the salt to hash a request's blocks with; imports nothing for a request without arguments of plugins."""
+    if not arguments or compat.chosen_backend(vllm_config, BACKENDS) is None:
+        return salt
+    from vllm_sparse_plugin.requests import check
+
+    return check.cache_salt_of(vllm_config, arguments, salt)
 
 
 class UntestedVLLMError(RuntimeError):
@@ -84,3 +96,16 @@ def admit_if_chosen(vllm_config: VllmConfig) -> None:
         from vllm_sparse_plugin.admission import admit
 
         admit(vllm_config, BACKENDS)
+        compat.hook_requests(check_request, cache_salt_of, load=True)
+
+
+def check_layers_if_chosen(vllm_config: VllmConfig) -> None:
+    """Checks the layers of a worker's model where one of our backends is chosen; imports nothing else.
+
+    Raises:
+        ConfigurationError: if no layer has it.
+    """
+    if compat.chosen_backend(vllm_config, BACKENDS):
+        from vllm_sparse_plugin.admission import check_layers
+
+        check_layers(vllm_config, BACKENDS)

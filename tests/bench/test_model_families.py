@@ -4,7 +4,8 @@
 """
 
 import pytest
-from support.engines import collect_in_fresh_process
+from support.engines import collect_in_fresh_process, in_fresh_process
+from support.families import start_with_layers_of_their_own
 
 from bench.robustness.families.cells import OK
 from bench.robustness.families.engines import run_family
@@ -17,3 +18,13 @@ def test_a_family_decodes_what_dense_attention_and_the_reference_do(family):
     cells = collect_in_fresh_process(run_family, family, WAYS)
     assert [(cell.way, cell.status, cell.reason) for cell in cells] == [(way, OK, "") for way in WAYS]
     assert all(cell.judged_steps for cell in cells)
+
+
+@pytest.mark.parametrize(("layers", "is_refused"), [(8, True), (7, False)])
+def test_a_model_none_of_whose_layers_takes_the_backend_is_refused(layers, is_refused):
+    sentence = (
+        "model: got LlamaForCausalLM with attention backends of its own, allowed with attention backend unique: models "
+        "that take the chosen backend in place of CPU_ATTN"
+    )
+    said = in_fresh_process(start_with_layers_of_their_own, "unique", layers)
+    assert said == (sentence if is_refused else None)

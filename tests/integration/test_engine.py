@@ -20,6 +20,16 @@ from vllm_sparse_plugin.tools.needles import build_questions, is_correct
 from vllm_sparse_plugin.tools.server import ServerError, ServerSettings, run_server
 
 CONTEXT = 4096
+DENSE = {"sparse": "dense"}
+_CHAT = [{"role": "user", "content": "?"}]
+ENDPOINTS = {
+    "completions": {"prompt": "?"},
+    "chat/completions": {"messages": _CHAT},
+    "chat/completions/batch": {"messages": [_CHAT]},
+    "responses": {"input": "?"},
+    "messages": {"messages": _CHAT, "max_tokens": 1},
+}
+"""Endpoints that answer with a status before they generate, and what they are asked."""
 QUALITY = ("attention_mass", "estimated_mass", "page_recall", "output_cosine")
 
 
@@ -79,10 +89,19 @@ def unique_server(questions, tmp_path_factory):
             for q in questions
         ]
         read_share = [metric(client, f"vllm_sparse_kv_read_share_{part}") for part in ("sum", "count")]
-        with pytest.raises(BadRequestError) as refused:
-            client.completions.create(
-                model=MODEL.name, prompt="?", extra_body={"vllm_xargs": {"sparse_budget_tokens": 12}}
+        refused = {
+            (path, stream): client._client.post(
+                f"{client.base_url}{path}",
+                json=asked | {"model": MODEL.name, "stream": stream, "vllm_xargs": {"sparse_budget_tokens": 12}},
             )
+            for path, asked in ENDPOINTS.items()
+            for stream in (False, True)
+        }
+        beams = {"use_beam_search": True, "vllm_xargs": DENSE}
+        with pytest.raises(BadRequestError, match="sparse: got a value with beam search, allowed: none"):
+            client.completions.create(model=MODEL.name, prompt="?", n=2, extra_body=beams)
+        samples = client.completions.create(model=MODEL.name, prompt="?", n=2, extra_body={"vllm_xargs": DENSE})
+        assert len(samples.choices) == 2
         folder = tmp_path_factory.mktemp("eval")
         asked = ["--task", "multikey", "--task", "niah_multiquery", "--questions", "1"]
         runs = [
@@ -91,7 +110,7 @@ def unique_server(questions, tmp_path_factory):
         ]
         text = write_needle_text(folder / "text.txt", MODEL)
         runs.append(evaluate(client, folder / "text.jsonl", *text.options))
-        return (first, hits, together, texts), quality, runs, read_share, refused.value
+        return (first, hits, together, texts), quality, runs, read_share, refused
 
 
 @pytest.fixture(scope="module")
@@ -149,12 +168,11 @@ def test_a_server_measures_its_selections(unique_server):
     assert 512 / (CONTEXT + 100) < read / in_context < 519 / (CONTEXT - 600)
 
 
-def test_a_request_with_a_bad_budget_is_answered_with_a_sentence(unique_server):
-    refused = unique_server[4]
-    assert refused.status_code == 400
-    sentence = "sparse_budget_tokens: got 12, allowed: a multiple of page_size (8), from "
-    assert refused.body["message"].startswith(sentence)
-    assert "\n" not in refused.body["message"]
+def test_a_request_with_a_bad_budget_is_answered_with_a_sentence_by_every_endpoint(unique_server):
+    sentence = "sparse_budget_tokens: got 12, allowed: a multiple of page_size (8), from 24 to 1048576"
+    for endpoint, reply in unique_server[4].items():
+        assert reply.status_code == 400, endpoint
+        assert reply.json()["error"]["message"] == sentence, endpoint
 
 
 def test_small_prefill_chunks_and_no_prefix_cache_give_the_same_answers(questions, answers):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from sparse_kernels.batch import QueryTokens
 from sparse_kernels.sparse_attention import attend_pages
-from support.engines import run_engine
+from support.engines import Engine, run_engine
 from support.layer import LayerHarness, Request
 from vllm.exceptions import VLLMValidationError
 
@@ -191,3 +191,34 @@ def test_an_engine_serves_every_kind_and_survives_a_bad_one():
     assert mixed == [*alone, *reversed(alone)]
     assert alone[2] == alone[3]
     assert len({tuple(tokens) for tokens in alone}) == 3
+
+
+SMALL_BLOCKS = {"block_size": 32, "max_num_batched_tokens": 8192}
+DENSE = {"sparse": "dense"}
+LOW = {"sparse_budget_tokens": 24}
+
+
+def test_a_request_takes_no_cached_blocks_of_requests_that_read_less():
+    """Follow-ups have the log probabilities of an engine whose cache has seen no decoding token."""
+    rng = random.Random(4)
+    prompt = [0, *(rng.randrange(3, 4000) for _ in range(1200))]
+    config = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
+    with run_engine("unique", config, **SMALL_BLOCKS) as engine:
+        answers = engine.answer([prompt], 200, True, [None]) + engine.answer([prompt], 200, True, [LOW])
+        usual, low = ([*prompt, *answer, 5] for answer in answers)
+        asked = (low, DENSE), (usual, DENSE), (low, None)
+
+        def follow_up(engine: Engine, turn: list[int], arguments: dict | None) -> tuple[dict[int, float], float]:
+            before = engine.metric("vllm:prefix_cache_hits_total")
+            (expected,) = engine.expect([turn], arguments)
+            return expected, engine.metric("vllm:prefix_cache_hits_total") - before
+
+        found = [follow_up(engine, *each) for each in asked]
+        # Requests that read the same go on sharing, whether the argument or the settings say how much they read.
+        for turn, arguments in ((low, LOW), (usual, None), (usual, {"sparse_budget_tokens": 64})):
+            assert follow_up(engine, turn, arguments)[1] >= 1376
+    with run_engine("unique", config, **SMALL_BLOCKS) as engine:
+        engine.expect([prompt])
+        # The prompts of these are the same, and so is what is taken from the cache.
+        assert [follow_up(engine, *each) for each in asked] == found
+    assert [hits for _, hits in found] == [0, 1184, 1184]

@@ -107,9 +107,14 @@ class Engine:
         of_each = [None] * len(prompts) if arguments is None else list(arguments)
         return self._pool.submit(_answer, list(prompts), max_tokens, ignore_eos, of_each, adapter).result()
 
-    def expect(self, prompts: Sequence[list[int]]) -> list[dict[int, float]]:
-        """Log probabilities of the likeliest tokens after each of a batch of prompts, by token."""
-        return self._pool.submit(_expect, list(prompts)).result()
+    def expect(
+        self, prompts: Sequence[list[int]], arguments: dict[str, Any] | None = None, max_tokens: int = 1
+    ) -> list[dict[int, float]]:
+        """Log probabilities of the likeliest tokens behind each of a batch of prompts, by token.
+
+        With more than one of `max_tokens` these are the log probabilities of the last token.
+        """
+        return self._pool.submit(_expect, list(prompts), arguments, max_tokens).result()
 
     def sample(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Sampled]:
         """Tokens that follow each of a batch of prompts, drawn at temperature 1, with the likeliest at each place."""
@@ -196,13 +201,17 @@ def _answer(
     return [list(done.outputs[0].token_ids) for done in answers]
 
 
-def _expect(prompts: list[list[int]]) -> list[dict[int, float]]:
+def _expect(
+    prompts: list[list[int]], arguments: dict[str, Any] | None, max_tokens: int
+) -> list[dict[int, float]]:  # fmt: skip
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=0, max_tokens=1, logprobs=20)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=20, extra_args=arguments
+    )  # fmt: skip
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     done = _llm.generate(inputs, sampling, use_tqdm=False)
-    return [{token: each.logprob for token, each in one.outputs[0].logprobs[0].items()} for one in done]
+    return [{token: each.logprob for token, each in one.outputs[0].logprobs[-1].items()} for one in done]
 
 
 def _sample(prompts: list[list[int]], max_tokens: int) -> list[Sampled]:

@@ -313,6 +313,49 @@ def test_positions_roll_on_both_platforms_in_a_cache_of_16_bits(folder, monkeypa
         admit(config, BACKENDS)
 
 
+@pytest.mark.parametrize("key", ["sparse_atention", "selection"])
+def test_settings_at_the_wrong_place_are_refused_with_a_backend_of_ours_alone(key, folder):
+    given = {"additional_config": {key: {"page_size": 16}, "another_plugin": {}}}
+    assert refusal(folder(), **given).startswith(f"additional_config: got the key '{key}'")
+    engine_config(folder(), attention_backend=None, **given)
+
+
+DECLARED_FP8 = {
+    "quantization_config": {
+        "quant_method": "compressed-tensors",
+        "format": "dense",
+        "config_groups": {},
+        "kv_cache_scheme": {
+            "type": "float", "num_bits": 8, "strategy": "tensor", "symmetric": True, "dynamic": False
+        },
+    }
+}  # fmt: skip
+"""What a checkpoint of compressed-tensors says of its KV cache in config.json."""
+
+
+def test_a_cache_that_the_checkpoint_declares_is_checked_as_one_that_the_user_names(folder, monkeypatch):
+    model = folder(head_dim=128, **DECLARED_FP8)
+    sentence = "kv_cache_dtype: got fp8, which the model's checkpoint declares, allowed with attention backend"
+    assert refusal(model) == f"{sentence} unique: bfloat16"
+    explicit = engine_config(model, kv_cache_dtype="bfloat16")
+    assert explicit.cache_config.cache_dtype == "bfloat16"
+    plain = engine_config(model, attention_backend=None)
+    assert plain.cache_config.cache_dtype == "auto"
+    # The block size that a user gave, and a coverage, are checked on a GPU alone.
+    on_cuda(monkeypatch)
+    for given, expected in (
+        ({"block_size": 32}, r"^block_size: got 32, .*: a multiple of 256 \(pages of 8 tokens\)$"),
+        (
+            {"additional_config": settings(coverage=0.9)},
+            r"^sparse_attention.selection.coverage: got 0.9 with a KV cache",
+        ),
+    ):
+        config = engine_config(model, kv_cache_dtype="bfloat16", **given)
+        config.cache_config.cache_dtype = "auto"
+        with pytest.raises(ConfigurationError, match=expected):
+            admit(config, BACKENDS)
+
+
 def test_workers_of_tensor_parallelism_and_8_bit_caches_compact(folder, monkeypatch):
     config = engine_config(folder(head_dim=64), **COMPACTING, tensor_parallel_size=2)
     admit(config, BACKENDS)

@@ -18,6 +18,7 @@ from vllm_sparse_plugin.config import (
     ResolvedConfig,
     SparseAttentionConfig,
     Speculation,
+    check_additional_config,
     describe_fields,
     describe_policies,
     preset_names,
@@ -555,6 +556,21 @@ BAD_FILES = {
     "text": ("unique", "got a str, allowed: a YAML mapping"),
     "impossible boolean": ("selection: !!bool x\n", "got text that is not YAML, allowed: a YAML mapping"),
     "impossible date": ("selection: 2020-13-45\n", "got text that is not YAML, allowed: a YAML mapping"),
+    "section twice": (
+        "selection: {page_size: 16}\nmin_context_tokens: 0\nselection: {sink_pages: 2}\n",
+        "got the key 'selection' a second time at line 3, allowed: each key once",
+    ),
+    "setting twice": (
+        "selection: {page_size: 16, page_size: 8}\n",
+        "got the key 'page_size' a second time at line 1, allowed: each key once",
+    ),
+    "aliases of aliases": (
+        "a0: &a0 [0, 1]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10)),
+        "got more than 100,000 values, allowed: up to 100,000",
+    ),
+    "levels within levels": ("a: " + "[" * 20 + "]" * 20, "got more than 16 nested levels, allowed: up to 16"),
+    "endless levels": ("[" * 100_000, "got more than 16 nested levels, allowed: up to 16"),
+    "alias of itself": ("a: &a [*a]\n", "got settings that contain themselves, allowed: a finite mapping"),
 }
 
 
@@ -588,6 +604,64 @@ def test_binary_file_is_refused(tmp_path):
     assert refusal({"config": str(path)}) == (
         f"{KEY}.config: got {str(path)!r} (no file of UTF-8 text), allowed: a readable YAML file"
     )
+
+
+@pytest.mark.parametrize("size", [(1 << 20) + 1, 3 << 20])
+def test_a_large_file_is_refused(size, tmp_path):
+    file = write(tmp_path, "#" + "é" * (size // 2))
+    assert refusal({"config": file}) == f"{KEY}.config: got {file!r} (more than 1 MiB), allowed: a readable YAML file"
+
+
+def test_a_file_without_an_end_is_refused():
+    sentence = "got '/dev/zero' (more than 1 MiB), allowed: a readable YAML file"
+    assert refusal({"config": "/dev/zero"}) == f"{KEY}.config: {sentence}"
+
+
+def test_anchors_and_thresholds_of_a_large_model_are_within_the_bounds(tmp_path):
+    heads = "[" + ", ".join(["0.5"] * 128) + "]"
+    file = write(tmp_path, f"routing: {{threshold: [&a {heads}{', *a' * 127}], dense_layers: 0}}\n")
+    assert resolve({"config": file}, "dense").routing.shape == (128, (128,) * 128)
+
+
+@pytest.mark.parametrize(
+    "given_settings",
+    [
+        {"routing": {"threshold": 10**400}},
+        {"routing": {"threshold": 10**5000}},
+        {"routing": {"threshold": [[10**400]]}},
+        {"routing": {"cubic": [0, 0, 0, -(10**400)]}},
+        {"min_context_tokens": 10**5000},
+        {"stopping": {"scale_tolerance": 10**400}},
+        {"selection": {"lambda": 10**5000}},
+        {"selection": {"policy": "x" * 10**6}},
+        {"y" * 10**6: 1},
+    ],
+    ids=range(9),
+)
+def test_what_is_long_is_refused_in_a_short_sentence(given_settings):
+    assert len(refusal(given_settings)) < 600
+
+
+OUTSIDE = {
+    "sparse_atention": "did you mean 'sparse_attention'",
+    "sparse-attention": "did you mean 'sparse_attention'",
+    "Sparse_Attention": "did you mean 'sparse_attention'",
+    "sparse_attn": "did you mean 'sparse_attention'",
+    "selection": 'allowed: {"sparse_attention": {"selection": ...}}',
+    "min_context_tokens": 'allowed: {"sparse_attention": {"min_context_tokens": ...}}',
+}
+
+
+@pytest.mark.parametrize("key", OUTSIDE)
+def test_settings_outside_of_ours_are_refused(key):
+    with pytest.raises(ConfigurationError, match=f"^additional_config: got the key {key!r}") as caught:
+        check_additional_config({KEY: 1, key: 2})
+    assert OUTSIDE[key] in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_settings_of_other_plugins_are_left_alone():
+    check_additional_config({KEY: 1, "ascend_scheduler_config": 2, "config": 3, "attention": 4, "sparsity": 5, 6: 7})
 
 
 @pytest.mark.parametrize("path", ["a\0b", "\ud800"], ids=ascii)

@@ -36,6 +36,17 @@ CONTENTS = {
     "quest": {"backend": "quest"},
     "sparse prefill": {"prefill": {"method": "blocks"}},
     "sparse prefill of another density": {"prefill": {"method": "blocks", "density": 0.2}},
+    "sparse prefill before dense decode": {"backend": "dense", "prefill": {"method": "blocks"}},
+    "another budget": {"selection": {"budget_tokens": 256}},
+    "a coverage": {"selection": {"coverage": 0.9}},
+    "means without an offset": {"backend": "mean"},
+    "a dense layer": {"first_dense_layers": 1},
+    "another shortest context": {"min_context_tokens": 512},
+    "skipped groups": {"routing": {"threshold": 0.5}},
+    "attention that stops": {"stopping": {}},
+    "dense attention that stops": {"backend": "art"},
+    "dense attention with skipped groups": {"backend": "sinkrouter"},
+    "sinks and a window": {"backend": "streaming_llm", "compaction": None},
 }
 """Settings of engines whose blocks hold something else each."""
 
@@ -76,10 +87,8 @@ def test_files_and_handshakes_are_apart_unless_blocks_hold_the_same(model, monke
     for name, settings in (
         CONTENTS
         | {
-            "quarters again": {"selection": {"budget_tokens": 256}},
-            "mean": {"backend": "mean"},
-            "dense layers": {"first_dense_layers": 1},
-            "sparse prefill before dense decode": {"backend": "dense", "prefill": {"method": "blocks"}},
+            "quarters again": {"selection": {"budget_tokens": 512}, "diagnostics": {"sample_every": 7}},
+            "skipped groups again": {"routing": {"threshold": 0.5, "data": "another text", "date": "today"}},
         }
     ).items():
         config, cache = engine(model, "OffloadingConnector", {"cpu_bytes_to_use": 1 << 20}, settings)
@@ -92,19 +101,17 @@ def test_files_and_handshakes_are_apart_unless_blocks_hold_the_same(model, monke
         hashes[name] = compute_nixl_compatibility_hash(seen, "UNIQUE")
         assert config.model_config.model == model
     for names in (folders, hashes):
-        assert names["quarters again"] == names["quarters"]
-        assert names["mean"] == names["means in int8"]
-        assert names["dense layers"] == names["quarters"]
-        assert names["sparse prefill before dense decode"] == names["sparse prefill"]
+        for name in ("quarters", "skipped groups"):
+            assert names[f"{name} again"] == names[name]
         assert len(set(names.values())) == len(CONTENTS)
     assert Path(folders["quarters"]).name.startswith(
-        model.replace("/", "_") + "+statistics1+quarters-int4-page8-block128-head64-bfloat16_"
+        model.replace("/", "_") + "+statistics1+quarters-int4-page8-block128-head64-bfloat16+decode-"
     )
 
 
-@pytest.mark.parametrize("backend", ["streaming_llm", "dense", None])
-def test_blocks_without_statistics_keep_vllms_names(backend, model):
-    settings = {"backend": backend or "unique", "compaction": None}
+@pytest.mark.parametrize("backend", ["dense", None])
+def test_blocks_of_dense_attention_keep_vllms_names(backend, model):
+    settings = {"backend": backend or "unique"}
     config, cache = engine(model, "OffloadingConnector", {"cpu_bytes_to_use": 1 << 20}, settings)
     if backend is None:
         config.attention_config.backend = None

@@ -280,6 +280,11 @@ def test_what_vllm_adds_to_the_hooked_methods_passes_through():
                 seen.append(["select", num_heads, num_kv_heads])
                 return "path"
 
+            @classmethod
+            def update_block_size_for_backend(cls, vllm_config, stage=None):
+                seen.append(["update", stage])
+                return "updated"
+
         import vllm.platforms
 
         vllm.platforms._current_platform = Newer()
@@ -298,13 +303,14 @@ def test_what_vllm_adds_to_the_hooked_methods_passes_through():
             current_platform.check_and_update_config(vllm_config=config),
             current_platform.get_attn_backend_cls(None, attn_selector_config=None, num_heads=8, num_kv_heads=2),
             current_platform.get_attn_backend_cls(selected_backend=None, attn_selector_config=None),
+            current_platform.update_block_size_for_backend(config, stage=3),
         ]
         print(json.dumps({"hooked": "_vllm_sparse_plugin_hooked" in vars(Newer), "seen": seen, "results": results}))
     """
     assert run_python(code) == {
         "hooked": True,
-        "seen": [["check", 2], ["check", None], ["select", 8, 2], ["select", None, None]],
-        "results": ["checked", "checked", "path", "path"],
+        "seen": [["check", 2], ["check", None], ["select", 8, 2], ["select", None, None], ["update", 3]],
+        "results": ["checked", "checked", "path", "path", "updated"],
     }
 
 

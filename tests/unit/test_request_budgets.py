@@ -9,6 +9,9 @@ import pytest
 from vllm import SamplingParams
 from vllm.exceptions import VLLMValidationError
 from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.input_processor import InputProcessor
 
 import vllm_sparse_plugin
 from vllm_sparse_plugin import compat
@@ -20,10 +23,29 @@ from vllm_sparse_plugin.requests.rows import BatchRows, building, note
 vllm_sparse_plugin.register()
 
 
-@pytest.fixture
-def served():
-    yield check.remember
-    check.remember(None)
+def engine_config(backend: str | None, settings: dict | None = None) -> SimpleNamespace:
+    """What the check reads of a configuration of vLLM."""
+    member = None if backend is None else AttentionBackendEnum[backend.upper()]
+    return SimpleNamespace(
+        attention_config=SimpleNamespace(backend=member, backend_per_kind={}),
+        speculative_config=None,
+        additional_config={"sparse_attention": settings or {}},
+        model_config=None,
+    )
+
+
+def enter(vllm_config: SimpleNamespace, params: SamplingParams, **more: object) -> str:
+    """A request on its way through vLLM's input processor; what lies behind the check is left out."""
+    processor = InputProcessor.__new__(InputProcessor)
+    processor.vllm_config = vllm_config
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InputProcessor, "_validate_params", lambda *_: (_ for _ in ()).throw(EnteredError))
+        with pytest.raises(EnteredError):
+            processor.process_inputs("a", {"prompt_token_ids": [1]}, params, ("generate",), **more)
+
+
+class EnteredError(Exception):
+    """The check has let a request pass."""
 
 
 @pytest.mark.parametrize(
@@ -106,24 +128,97 @@ BOUNDS = "allowed: a multiple of page_size (8), from 24 to 1048576"
             "streaming_llm", {}, {"sparse": "dense"},
             "sparse: got dense with a server whose compaction is sparse, allowed: none",
         ),
+        (
+            "unique", {}, {"sparse_budget": 512},
+            "sparse_budget: unknown argument (did you mean 'sparse_budget_tokens'?), allowed: sparse, "
+            "sparse_budget_tokens or sparse_coverage",
+        ),
+        (
+            "dense", {}, {"sparse_budget_tokens": None, "sparsely": None},
+            "sparsely: unknown argument (did you mean 'sparse'?), allowed: sparse, sparse_budget_tokens or "
+            "sparse_coverage",
+        ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_served_is_answered_with_a_sentence(backend, settings, arguments, sentence, served):
-    served(resolve(settings, backend))
+def test_what_cannot_be_served_is_answered_with_a_sentence(backend, settings, arguments, sentence):
     with pytest.raises(VLLMValidationError) as refusal:
-        current_platform.validate_request({}, SamplingParams(extra_args=arguments))
+        enter(engine_config(backend, settings), SamplingParams(extra_args=arguments))
     assert str(refusal.value) == sentence
 
 
-def test_requests_are_vllms_own_without_a_backend_of_ours(served):
+def test_a_stream_of_inputs_is_refused_with_compaction_alone():
+    for backend in ("snapkv", "streaming_llm"):
+        with pytest.raises(VLLMValidationError, match=r"^prompt: got a stream of inputs with a server that compacts"):
+            enter(engine_config(backend), SamplingParams(), resumable=True)
+    for backend in ("unique", None):
+        enter(engine_config(backend), SamplingParams(), resumable=True)
+    enter(engine_config("snapkv"), SamplingParams())
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0)])
+def test_each_engine_of_a_program_judges_its_own_requests(order):
+    params = SamplingParams(extra_args={"sparse_budget_tokens": 24})
+    engines = [engine_config("unique"), engine_config("unique", {"selection": {"page_size": 16}}), engine_config(None)]
+    for index in order:
+        if index == 1:
+            with pytest.raises(VLLMValidationError, match="a multiple of page_size"):
+                enter(engines[index], params)
+        else:
+            enter(engines[index], params)
+
+
+def test_requests_are_vllms_own_without_a_backend_of_ours():
     bad = SamplingParams(extra_args={"sparse_budget_tokens": 16})
-    served(None)
-    current_platform.validate_request({}, bad)
-    served(resolve(None, "unique"))
+    enter(engine_config(None), bad)
     with pytest.raises(VLLMValidationError, match="sparse_budget_tokens"):
-        current_platform.validate_request(processed_inputs={}, params=bad)
-    current_platform.validate_request({}, SamplingParams())
-    current_platform.validate_request({}, SamplingParams(extra_args={"another": 1}))
+        enter(engine_config("unique"), bad)
+    enter(engine_config("unique"), SamplingParams())
+    enter(engine_config("unique"), SamplingParams(extra_args={"another": 1}))
+
+
+def core_request(arguments: dict | None, salt: str | None = None, resumable: bool = False) -> SimpleNamespace:
+    sampling = SamplingParams(extra_args=arguments)
+    return SimpleNamespace(sampling_params=sampling, cache_salt=salt, resumable=resumable)
+
+
+def hashed_with(
+    vllm_config: SimpleNamespace, arguments: dict | None, salt: str | None = None, resumable: bool = False
+) -> str | None:
+    """The cache salt with which the engine makes the request."""
+    core, request = EngineCore.__new__(EngineCore), core_request(arguments, salt, resumable)
+    core.vllm_config, core.mm_receiver_cache = vllm_config, None
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "vllm.v1.engine.core.Request.from_engine_core_request",
+            lambda request, _: made.append(request.cache_salt) or SimpleNamespace(use_structured_output=False),
+        )
+        core.request_block_hasher, request.current_wave = None, 0
+        core.preprocess_add_request(request)
+    return made[0]
+
+
+def test_requests_that_read_the_same_share_their_blocks_and_no_others():
+    usual = engine_config("unique", {"selection": {"budget_tokens": 64}})
+    kinds = [{"sparse": "dense"}, {"sparse_budget_tokens": 24}, {"sparse_budget_tokens": 32}, {"sparse_coverage": 0.5}]
+    salts = [hashed_with(usual, kind) for kind in kinds]
+    assert len({None, *salts}) == 5
+    assert salts == [hashed_with(usual, kind | {"other": 1}) for kind in kinds]
+    for same in (None, {}, {"other": 1}, {"sparse_budget_tokens": 64}, {"sparse_budget_tokens": 63}):
+        assert hashed_with(usual, same) is None
+        assert hashed_with(usual, same, "mine") == "mine"
+    assert hashed_with(usual, kinds[0], "mine") not in (*salts, "mine", None)
+    assert hashed_with(engine_config(None), kinds[0]) is None
+    # What is dense anyway reads the same.
+    assert hashed_with(engine_config("dense"), kinds[0]) is None
+    assert hashed_with(engine_config("sinkrouter"), kinds[0]) is not None
+    assert hashed_with(engine_config("art"), kinds[0]) is not None
+
+
+def test_a_stream_of_inputs_that_comes_by_another_way_is_refused_too():
+    with pytest.raises(ValueError, match=r"^prompt: got a stream of inputs"):
+        hashed_with(engine_config("snapkv"), None, resumable=True)
+    assert hashed_with(engine_config("unique"), None, resumable=True) is None
 
 
 @pytest.mark.parametrize(
@@ -140,18 +235,18 @@ def test_requests_are_vllms_own_without_a_backend_of_ours(served):
         ({}, {"sparse_coverage": 0.9}, "none with a server that has no coverage"),
     ],
 )
-def test_a_gpu_has_room_for_so_many_pages(monkeypatch, served, settings, arguments, allowed):
+def test_a_gpu_has_room_for_so_many_pages(monkeypatch, settings, arguments, allowed):
     """One launch has room for 1,024 pages; a server that reads more has launches for as many."""
-    served(resolve({"selection": settings}, "unique"))
+    engine = engine_config("unique", {"selection": settings})
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     ((name, got),) = arguments.items()
     with pytest.raises(ValueError, match=f"^{re.escape(f'{name}: got {got}, allowed on a GPU: {allowed}')}$"):
-        check.check_arguments(arguments)
+        check.check_request(engine, arguments)
     most = int(allowed.rsplit(" ", 1)[-1]) if name == "sparse_budget_tokens" else 8192
     for good in ({"sparse_budget_tokens": most}, {"sparse": "dense"}):
-        check.check_arguments(good)
+        check.check_request(engine, good)
     if "coverage" in settings:
-        check.check_arguments({"sparse_coverage": 0.99})
+        check.check_request(engine, {"sparse_coverage": 0.99})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from vllm_sparse_plugin.config.prefill import BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.retention import Retention, requests_at_once
 from vllm_sparse_plugin.config.routing import ModelIdentity, Routing, identify
 from vllm_sparse_plugin.config.schema import KEY, Diagnostics, ResolvedConfig, SparseAttentionConfig
-from vllm_sparse_plugin.config.sources import preset_names, resolve
+from vllm_sparse_plugin.config.sources import check_additional_config, preset_names, resolve
 from vllm_sparse_plugin.config.speculation import Speculation
 from vllm_sparse_plugin.config.stopping import Stopping
 from vllm_sparse_plugin.config.trained import read_trained_section, section_of, trained_section
@@ -31,6 +31,7 @@ __all__ = [
     "Speculation",
     "Stopping",
     "ZipVLPrefill",
+    "check_additional_config",
     "describe_fields",
     "describe_policies",
     "identify",

@@ -15,6 +15,9 @@ from vllm_sparse_plugin.config.schema import KEY, SECTIONS, SOURCES, VARIANTS, S
 from vllm_sparse_plugin.errors import choices
 from vllm_sparse_plugin.policies import POLICIES
 
+_MOST_SHOWN = 200
+"""Characters of a value in a sentence."""
+
 
 def describe_fields() -> list[tuple[str, str, Any, str]]:
     """Returns every field of the schema, for documentation: (dotted name, allowed values, default, description)."""
@@ -69,7 +72,7 @@ def sentence_of(error: ErrorDetails, sources: Mapping[str, str]) -> str:
     """
     variants = VARIANTS.get(str(error["loc"][0])) if error["loc"] else None
     names = variants.by_name if variants else {}
-    path = [str(part) for depth, part in enumerate(error["loc"]) if depth != 1 or part not in names]
+    path = [str(part)[:_MOST_SHOWN] for depth, part in enumerate(error["loc"]) if depth != 1 or part not in names]
     name = ".".join([KEY, *path])
     origin = sources.get(".".join(path))
     where = f" (from {origin})" if origin and origin != "additional config" else ""
@@ -84,9 +87,18 @@ def sentence_of(error: ErrorDetails, sources: Mapping[str, str]) -> str:
             return f"{name}{where}: unknown key{hint}, allowed: {choices(known)}"
         case "union_tag_invalid" | "union_tag_not_found" if variants:
             got = got.get(variants.tag) if isinstance(got, dict) else got
-            return f"{name}.{variants.tag}{where}: got {got!r}, allowed: {choices(sorted(names))}"
+            return f"{name}.{variants.tag}{where}: got {_shown(got)}, allowed: {choices(sorted(names))}"
     field = _field(path, error["loc"])
-    return f"{name}{where}: got {got!r}, allowed: {allowed_by(field) if field else 'a mapping of settings'}"
+    return f"{name}{where}: got {_shown(got)}, allowed: {allowed_by(field) if field else 'a mapping of settings'}"
+
+
+def _shown(got: Any) -> str:
+    """Returns a value as a sentence names it, cut where it is long."""
+    try:
+        text = repr(got)
+    except ValueError:  # Python writes no integer of more than 4,300 digits.
+        return "a number of very many digits"
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def _known_keys(section: tuple[int | str, ...]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
 
@@ -156,6 +155,7 @@ def _nested(value: Any, depth: int, most: float) -> Any:
     """
     if isinstance(value, (list, tuple)) and depth and value:
         return tuple(_nested(item, depth - 1, most) for item in value)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or abs(value) > most:
+    # NaN is within no bounds, and an integer of any length can be compared.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -most <= value <= most:
         raise ValueError
     return float(value)

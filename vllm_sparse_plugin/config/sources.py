@@ -6,14 +6,14 @@ the YAML file named by `config`, and the keys given in `--additional-config '{"s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
+from vllm_sparse_plugin.config import files
 from vllm_sparse_plugin.config.messages import sentence_of
 from vllm_sparse_plugin.config.schema import KEY, REPLACED, VARIANTS, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.config.trained import SWITCH, TRAINED, applies, check_trained
@@ -29,6 +29,31 @@ def preset_names() -> list[str]:
     """Returns the names of the presets in `configs/`."""
     folder = resources.files("vllm_sparse_plugin.configs")
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+
+
+def check_additional_config(keys: Iterable[Any]) -> None:
+    """Checks the keys beside `sparse_attention`, which may belong to other plugins.
+
+    Args:
+        keys: of `--additional-config`.
+
+    Raises:
+        ConfigurationError: for a section or a setting that belongs inside of `sparse_attention`, and for a name that
+            is nearly `sparse_attention`.
+    """
+    for key in keys:
+        if not isinstance(key, str) or key == KEY:
+            continue
+        if key in SparseAttentionConfig.model_fields:
+            raise ConfigurationError(
+                f"additional_config: got the key {key!r} outside of {KEY}, allowed: "
+                f'{{"{KEY}": {{"{key}": ...}}}}'
+            )  # fmt: skip
+        if difflib.get_close_matches(key.lower(), [KEY], cutoff=0.8):
+            raise ConfigurationError(
+                f"additional_config: got the key {key!r:.80} (did you mean {KEY!r}?), allowed: {KEY}, and names of "
+                "other plugins that are less like it"
+            )
 
 
 def resolve(
@@ -56,7 +81,8 @@ def resolve(
     if preset is not None:
         layers.append((f"preset {preset}", _read_preset(f"{KEY}.preset", preset)))
     if file is not None:
-        layers.append((f"{FILE}{file}", _read_file(file)))
+        field = f"{KEY}.config"
+        layers.append((f"{FILE}{file}", files.parse(f"{field} {file!r}", files.read_text(field, file))))
     layers.append((ADDITIONAL_CONFIG, inline))
     if trained is None or not follows:
         return _merged(layers)
@@ -87,32 +113,7 @@ def _read_preset(field: str, name: Any) -> dict[str, Any]:
     if name not in preset_names():
         raise ConfigurationError(f"{field}: got {name!r}, allowed: {choices(preset_names())}")
     text = resources.files("vllm_sparse_plugin.configs").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
-    return _parse(f"preset {name}", text)
-
-
-def _read_file(path: Any) -> dict[str, Any]:
-    if not isinstance(path, str):
-        raise ConfigurationError(f"{KEY}.config: got {path!r}, allowed: the path of a YAML file")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "no file of UTF-8 text"
-        raise ConfigurationError(f"{KEY}.config: got {path!r} ({reason}), allowed: a readable YAML file") from None
-    return _parse(f"{KEY}.config {path!r}", text)
-
-
-def _parse(origin: str, text: str) -> dict[str, Any]:
-    try:
-        values = yaml.safe_load(text)
-    except (yaml.YAMLError, LookupError, ValueError) as error:  # PyYAML leaks those of impossible dates and numbers
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}" if mark else ""
-        raise ConfigurationError(f"{origin}: got text that is not YAML{where}, allowed: a YAML mapping") from None
-    if values is None:
-        return {}
-    if not isinstance(values, dict):
-        raise ConfigurationError(f"{origin}: got a {type(values).__name__}, allowed: a YAML mapping")
-    return values
+    return files.parse(f"preset {name}", text)
 
 
 def _merge(

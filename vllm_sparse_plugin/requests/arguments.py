@@ -13,6 +13,8 @@ from vllm_sparse_plugin.policies.base import PagesRead
 
 DENSE, BUDGET, COVERAGE = ARGUMENTS = ("sparse", "sparse_budget_tokens", "sparse_coverage")
 """Arguments of a request that are ours."""
+PREFIX = "sparse"
+"""Every argument that begins with this is meant for us."""
 EVERY_PAGE = 1 << 40
 """Pages that no context has: the request is served dense."""
 _MOST_TOKENS = 1 << 20

@@ -1,37 +1,101 @@
-"""Checks what requests say of their own attention, in the process that takes them."""
+"""Checks requests where they enter an engine, and separates the cached blocks of those that read differently."""
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from vllm_sparse_plugin.compat import chosen_backend
 from vllm_sparse_plugin.config import ResolvedConfig
-from vllm_sparse_plugin.requests.arguments import ARGUMENTS, pages_of_request
+from vllm_sparse_plugin.engine_settings import resolved
+from vllm_sparse_plugin.errors import choices
+from vllm_sparse_plugin.names import BACKENDS
+from vllm_sparse_plugin.requests.arguments import ARGUMENTS, PREFIX, pages_of_request
 
-_served: list[ResolvedConfig] = []
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
-
-def remember(config: ResolvedConfig | None) -> None:
-    """Keeps the configuration that requests of this process are served with; None for an engine without our backends.
-
-    vLLM makes its configuration in every process that takes requests, and asks the platform about each of them without
-    it.
-    """
-    _served[:] = [] if config is None else [config]
+_SEPARATOR = "\n"
+"""Stands between the cache salt of a client and the name of what its request reads."""
 
 
-def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Refuses a request whose arguments cannot be served; without effect unless one of our backends is chosen.
+def check_request(
+    vllm_config: VllmConfig,
+    arguments: Mapping[str, Any] | None,
+    beam_search: bool = False,
+    streams_input: bool = False,
+) -> None:
+    """Refuses a request that an engine cannot serve; without effect for an engine with another backend.
 
     Args:
+        vllm_config: configuration of the engine.
         arguments: `extra_args` of the request.
+        beam_search: whether the request asks for beam search.
+        streams_input: whether the request is a session whose prompt grows.
 
     Raises:
-        ValueError: if they cannot be served.
+        ValueError: names the argument, what it got and what is allowed.
     """
-    given = [name for name in ARGUMENTS if name in arguments]
-    if not _served or not given:
+    given = [name for name in arguments or () if name.startswith(PREFIX)]
+    if not given and not streams_input:
         return
+    config = _served(vllm_config)
+    if config is None:
+        return
+    if streams_input and config.compaction is not None:
+        # The scheduler and the workers would compact prompts of different lengths.
+        raise ValueError("prompt: got a stream of inputs with a server that compacts prompts, allowed: a whole prompt")
+    for name in given:
+        _expect_known(name)
+    if given and beam_search:
+        # vLLM starts new requests for every token of a beam, without these arguments.
+        raise ValueError(f"{', '.join(given)}: got a value with beam search, allowed: none")
+    pages_of_request(arguments, config, on_gpu=_on_gpu())
+
+
+def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, salt: str | None) -> str | None:
+    """Returns the cache salt with which the blocks of a request are hashed.
+
+    Keys of decoded tokens follow from what the tokens before them read. So a request that reads something else than
+    the settings say shares blocks only with requests that read the same.
+
+    Args:
+        vllm_config: configuration of the engine.
+        arguments: `extra_args` of the request.
+        salt: the salt that the client gave, or None.
+    """
+    if not any(name in ARGUMENTS for name in arguments or ()):
+        return salt
+    config = _served(vllm_config)
+    if config is None:
+        return salt
+    try:
+        pages = pages_of_request(arguments, config, on_gpu=_on_gpu())
+    except ValueError:
+        # A frontend without this check let it pass. The workers serve it with the settings.
+        return salt
+    usual = config.selector.pages_read if config.selector is not None else None
+    if pages is None or pages == usual or not config.is_sparse:
+        return salt
+    return f"{salt or ''}{_SEPARATOR}reads {pages.least} to {pages.most} pages, {pages.share!r} of the weight"
+
+
+def _served(vllm_config: VllmConfig) -> ResolvedConfig | None:
+    """Returns the settings of an engine; None if it has none of our backends."""
+    name = chosen_backend(vllm_config, BACKENDS)
+    return None if name is None else resolved(vllm_config, BACKENDS[name])
+
+
+def _expect_known(name: str) -> None:
+    if name in ARGUMENTS:
+        return
+    close = difflib.get_close_matches(name, ARGUMENTS, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    raise ValueError(f"{name:.80}: unknown argument{hint}, allowed: {choices(ARGUMENTS)}")
+
+
+def _on_gpu() -> bool:
     from vllm.platforms import current_platform
 
-    pages_of_request(arguments, _served[0], on_gpu=not current_platform.is_cpu())
+    return not current_platform.is_cpu()

@@ -1,0 +1,29 @@
+"""Models whose layers bring an attention backend of their own."""
+
+import functools
+
+from support.engines import MODEL
+
+
+def start_with_layers_of_their_own(backend: str, layers: int) -> str | None:
+    """Starts an engine whose first layers bring vLLM's attention backend along; returns what the start ends with."""
+    from vllm import LLM
+    from vllm.model_executor.layers.attention import Attention
+    from vllm.model_executor.models.utils import extract_layer_index
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    from vllm_sparse_plugin.errors import ConfigurationError
+
+    make = Attention.__init__
+
+    @functools.wraps(make)
+    def make_layer(layer: Attention, *args: object, prefix: str = "", **kwargs: object) -> None:
+        own = {"attn_backend": CPUAttentionBackend} if extract_layer_index(prefix) < layers else {}
+        make(layer, *args, prefix=prefix, **kwargs | own)
+
+    Attention.__init__ = make_layer
+    try:
+        LLM(str(MODEL), attention_backend=backend, max_model_len=2048, enforce_eager=True, load_format="dummy")
+    except ConfigurationError as error:
+        return str(error)
+    return None
