@@ -9,11 +9,11 @@ from sparse_kernels.batch import DecodeBatch, PageSelection, Softmax
 from sparse_kernels.sparse_decode import sparse_decode
 from support.paged import PagedBatch, make_batch
 
-from bench.robustness.families.cells import FAILED, NOT_SERVED, OK, REFUSED, Cell, unless_raised
 from bench.common.continuations import Continuation, logprob_error
+from bench.pages.families import FILES, families, read_cells
+from bench.robustness.families.cells import FAILED, NOT_SERVED, OK, REFUSED, Cell, unless_raised
 from bench.robustness.families.referee import Referee, watch
 from bench.robustness.families.table import FAMILIES, FEATURES, FEATURES_OF, WAYS
-from bench.pages.families import FILES, families, read_cells
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
