@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
 
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve, trained_section
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_RESOLVED = "_vllm_sparse_resolved"
-"""Attribute of a vLLM configuration that keeps its resolved settings. It travels with the configuration to the workers,
-so the workers need no YAML file of the user."""
+_resolved: dict[int, tuple[ref[VllmConfig], EngineSettings, str, ResolvedConfig]] = {}
+"""The resolved settings of each living configuration of vLLM, by its identity. A configuration cannot keep them itself:
+vLLM copies configurations field by field and refuses attributes that are no field."""
 
 
 class EngineSettings(NamedTuple):
@@ -41,9 +42,10 @@ def resolved(vllm_config: VllmConfig, preset: str) -> ResolvedConfig:
     Raises:
         ConfigurationError: see `config.resolve`.
     """
-    settings, kept = settings_of(vllm_config), vars(vllm_config).get(_RESOLVED)
-    if kept is None or kept[:2] != (settings, preset):
-        kept = settings, preset, resolve(settings.given, preset, settings.trained)
-        vars(vllm_config)[_RESOLVED] = kept
-    config: ResolvedConfig = kept[2]
-    return config
+    settings, key = settings_of(vllm_config), id(vllm_config)
+    kept = _resolved.get(key)
+    if kept is None or kept[0]() is not vllm_config or kept[1:3] != (settings, preset):
+        config = resolve(settings.given, preset, settings.trained)
+        kept = ref(vllm_config, lambda _: _resolved.pop(key, None)), settings, preset, config
+        _resolved[key] = kept
+    return kept[3]

@@ -46,7 +46,7 @@ def attention(harness: LayerHarness, request: Request, sinks: torch.Tensor | Non
     if sinks is not None:
         # A sink is a key without direction and value, whose logit is its own.
         keys, values = (torch.nn.functional.pad(part, (0, 0, 0, 1)) for part in (keys, values))
-        mask = torch.cat([mask, sinks.float()[:, None, None].expand(-1, new, 1)], dim=-1)
+        mask = torch.cat([mask, sinks.float().cpu()[:, None, None].expand(-1, new, 1)], dim=-1)
     scale = harness.layer.impl.scale
     output = scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True)
     return output.transpose(0, 1)
