@@ -4,12 +4,14 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.needle_text import write_needle_text
 
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.eval.endpoints import EndpointError, Request
 from vllm_sparse_plugin.tools.eval.engine import Engine
 from vllm_sparse_plugin.tools.eval.results import read_results
 
@@ -37,6 +39,23 @@ def test_an_engine_in_the_process_decodes_under_its_policy(tmp_path):
     assert prose.score > 2
     assert len(prose.predictions) == prose.forced_tokens
     assert all(0.5 < sum(map(math.exp, at.values())) <= 1.001 for at in prose.predictions)
+
+
+def test_a_forced_end_token_does_not_end_a_request():
+    """vLLM looks for end tokens before it looks at `min_tokens`."""
+    engine = Engine(str(MODEL), {"enforce_eager": True}, 256, forcing=True, batch=2)
+    end, text = 1, list(range(100, 180))
+    requests = [Request(text, [7, end, 8, end], 0, ignores_end=True), Request(text, [7, end, 8], 4, ignores_end=True)]
+    try:
+        scored, answered = engine.complete(requests)
+        with pytest.raises(
+            EndpointError, match=r"^ended a request at the forced token 1; --tokenizer must"
+        ):
+            list(engine.complete([replace(requests[0], ignores_end=False)]))
+    finally:
+        engine.close()
+    assert len(scored.logprobs) == 4
+    assert len(answered.answer) == 4
 
 
 REFUSED = {

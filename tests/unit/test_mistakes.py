@@ -45,6 +45,8 @@ INPUTS: dict[str, tuple[list[str], str]] = {
     "eval compare": (["eval", "compare", "good.jsonl"], ""),
 }
 """Commands that read a file, and the option that names it; without a name it is an argument."""
+RESULTS = (json.dumps({"settings": {"label": "x", "decode_from": "prompt"}}) + "\n").encode()
+"""A file of `eval` without an answer."""
 CONTENTS: dict[str, bytes | None] = {
     "missing": None,
     "empty": b"",
@@ -111,19 +113,27 @@ def put(name: str, content: bytes | None) -> Path:
     return path
 
 
-@pytest.mark.parametrize("mistake", [*CONTENTS, "a folder", "endless"])
-@pytest.mark.parametrize("case", INPUTS)
+ANY_TEXT_WILL_DO = [("eval --text", mistake) for mistake in ("half-written", "a lone surrogate", "nested")]
+
+
+@pytest.mark.parametrize(
+    ("case", "mistake"),
+    [
+        (case, mistake)
+        for case in INPUTS
+        for mistake in (*CONTENTS, "a folder", "endless")
+        if (case, mistake) not in ANY_TEXT_WILL_DO
+    ],
+)
 def test_a_file_that_cannot_be_used(run, case, mistake):
     command, option = INPUTS[case]
-    Path("good.jsonl").write_text(json.dumps({"settings": {"label": "x", "decode_from": "prompt"}}) + "\n")
+    put("good.jsonl", RESULTS)
     if "--file" in command:
         record = {"dataset": "trec", "context": "x", "input": "y", "answers": ["z"], "all_classes": ["z"]}
         Path("good.jsonl").write_text(json.dumps(record) + "\n")
     bad = Path("/dev/zero") if mistake == "endless" else put("bad", CONTENTS.get(mistake))
     if mistake == "a folder":
         bad.mkdir()
-    if option == "text" and mistake in ("a lone surrogate", "half-written", "nested"):
-        pytest.skip("any text will do")
     before = sorted(path.name for path in Path().iterdir())
     named = [f"--{option}", str(bad)] if option else [str(bad)]
     said = sentence_of(run(*command, *named))
@@ -132,15 +142,20 @@ def test_a_file_that_cannot_be_used(run, case, mistake):
     assert sorted(path.name for path in Path().iterdir()) == before
 
 
-@pytest.mark.parametrize("mistake", BAD_MODELS)
-@pytest.mark.parametrize("command", ["show-config", "plan", "needles", "diagnose", "calibrate", "train"])
+@pytest.mark.parametrize(
+    ("command", "mistake"),
+    [
+        (command, mistake)
+        for command in ("show-config", "plan", "needles", "diagnose", "calibrate", "train")
+        for mistake in BAD_MODELS
+        if (command, mistake) != ("show-config", "numbers that are none")  # it looks at no number
+    ],
+)
 def test_a_model_whose_config_cannot_be_used(run, command, mistake):
     Path("model").mkdir()
     put("model/config.json", BAD_MODELS[mistake])
     data = put("data.jsonl", WHOLE.encode())
     more = ["--data", data, "--output", "new"] if command == "train" else []
-    if command == "show-config" and mistake == "numbers that are none":
-        pytest.skip("it looks at no number")
     assert sentence_of(run(command, "--model", "model", *more)).startswith("model: got ")
     assert sorted(path.name for path in Path().iterdir()) == ["data.jsonl", "model"]
 
@@ -215,27 +230,27 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("place", ["/dev/full", "missing/file", "a folder", "a file"])
-@pytest.mark.parametrize("case", OUTPUTS)
+FOLDERS = ("tune", "train")
+"""Those whose output is a folder."""
+
+
+@pytest.mark.parametrize(
+    ("case", "place"),
+    [(case, place) for case in FOLDERS for place in ("/dev/full", "a file")]
+    + [(case, place) for case in OUTPUTS if case not in FOLDERS for place in ("/dev/full", "missing/file", "a folder")],
+)
 def test_an_output_that_cannot_be_written(run, monkeypatch, case, place):
     command, option = OUTPUTS[case]
     put("data.jsonl", WHOLE.encode())
     put("long.jsonl", (json.dumps({"prompt": "x = 1\n" * 800, "completion": "y = 2\n" * 800}) + "\n").encode() * 2)
-    put("results.jsonl", (json.dumps({"settings": {"label": "x", "decode_from": "prompt"}}) + "\n").encode())
-    wants_folder = case in ("tune", "train")
-    if place == ("missing/file" if wants_folder else "a file"):
-        pytest.skip("it is made, or written to")
-    if place in ("a folder", "a file"):
-        (Path("there.png").mkdir if place == "a folder" else Path("there.png").touch)()
-        if wants_folder and place == "a folder":
-            pytest.skip("it is written to")
-        place = "there.png"
-    elif option == "plot":
-        if place == "/dev/full":
-            Path("full.png").symlink_to(place)
-            place = "full.png"
-        else:
-            place = "missing/file.png"
+    put("results.jsonl", RESULTS)
+    if place == "a folder":
+        Path("there.png").mkdir()
+    elif place == "a file":
+        Path("there.png").touch()
+    elif place == "/dev/full":
+        Path("full.png").symlink_to(place)  # pictures are named so
+    place = {"/dev/full": "full.png", "missing/file": "missing/file.png"}.get(place, "there.png")
     # Nothing is measured before this is known.
     monkeypatch.setattr(endings, "open_console", lambda: pytest.fail("it began"))
     before = sorted(path.name for path in Path().iterdir())
@@ -310,7 +325,11 @@ def test_a_package_that_is_missing(run, monkeypatch, case, module):
 
 def test_a_package_that_goes_missing_within_a_run_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    put("results.jsonl", (json.dumps({"settings": {"label": "x", "decode_from": "prompt"}}) + "\n").encode())
+    answer = {
+        "id": "kv/4096/0", "task": "kv", "context_tokens": 4096, "prompt_tokens": 1, "forced_tokens": 0, "digest": "0",
+        "answers": ["a"], "completion": "a", "metric": "exact_first_line", "score": 1, "seconds": 1,
+    }  # fmt: skip
+    put("results.jsonl", RESULTS + json.dumps(answer).encode() + b"\n")
     said = sentence_of(run("eval", "show", "results.jsonl", "--plot", "x.png"))
     assert said.startswith("matplotlib: got no such package, allowed: pip install ")
 
@@ -355,6 +374,18 @@ def test_a_signal_ends_the_command_in_one_sentence(run, monkeypatch, command, nu
     assert sorted(path.name for path in Path().iterdir()) == ["data.jsonl", "long.jsonl"]
 
 
+def test_the_exit_code_stays_where_ctrl_c_comes_while_a_text_is_executed(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    (tmp_path / "command.py").write_text(
+        "import signal\n"
+        "from vllm_sparse_plugin.tools import endings\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "endings.run(lambda: exec('signal.raise_signal(signal.SIGINT)'))\n"
+    )
+    done = subprocess.run([sys.executable, "-m", "command"], cwd=tmp_path, stderr=subprocess.PIPE, text=True)
+    assert sentence_of((done.returncode, done.stderr), 130).startswith("Ctrl-C: stopping; ")
+
+
 def test_signals_that_a_shell_has_switched_off_stay_so(run, monkeypatch):
     seen = []
     from vllm_sparse_plugin.tools.cli import show_config
@@ -395,7 +426,7 @@ def test_memory_that_runs_out_is_no_traceback(run, monkeypatch):
 def test_names_with_bytes_that_are_no_text(run, monkeypatch):
     name = os.fsdecode(b"\xff.jsonl")
     put(name, WHOLE.encode())
-    put("answers.jsonl", (json.dumps({"settings": {"label": "x", "decode_from": "prompt"}}) + "\n").encode())
+    put("answers.jsonl", RESULTS)
     assert sentence_of(run("eval", "show", name)).startswith("results: got '\\udcff.jsonl' (line 1: ")
     base = ["eval", "--in-process", "--model", MODEL, "--output", "new"]
     said = sentence_of(run(*base, "--completions", name))

@@ -145,6 +145,7 @@ WARNING 11-25 [system_utils.py:325] Found ulimit of 1024. Consider raising it. O
 (EngineCore pid=9) ERROR 11-25 [core.py:1001] KeyError: 'model.embed'
 (EngineCore pid=9) ERROR 11-25 [core.py:1001] During handling of the above exception, another exception occurred:
 (EngineCore pid=9) ERROR 11-25 [core.py:1001] ValueError: Decrease --kv-cache-memory-bytes or VLLM_CPU_KVCACHE_SPACE.
+(EngineCore pid=9) RuntimeError: Worker failed with error 'x', please check the stack trace above for the root cause
 (APIServer pid=7)   File "y.py", line 2, in wait
 (APIServer pid=7) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}
 """

@@ -60,10 +60,10 @@ SIZES = ("--gpu-memory", "80GiB", "--weights", "16GiB")
 
 def test_blocks_are_those_that_a_server_would_choose(folder):
     from vllm_sparse_plugin.admission import CUDA_KERNEL_BLOCK
-    from vllm_sparse_plugin.attention import cuda
+    from vllm_sparse_plugin.attention.cuda import backend
     from vllm_sparse_plugin.tools.cli import plan
 
-    assert (plan._KERNEL_BLOCK, plan._PREFERRED_BLOCK) == (CUDA_KERNEL_BLOCK, cuda._PREFERRED_BLOCK)
+    assert (plan._KERNEL_BLOCK, plan._PREFERRED_BLOCK) == (CUDA_KERNEL_BLOCK, backend._PREFERRED_BLOCK)
     rows = rows_of(run("--model", str(folder), *SIZES))
     assert {cells[0] for cells in rows.values()} == {"64"}
     eight_bits = rows_of(run("--model", str(folder), *SIZES, "--kv-cache-dtype", "fp8"))

@@ -1,5 +1,6 @@
 """What `vllm-sparse serve` does before vLLM's own command line runs."""
 
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,20 +43,21 @@ def model_of(folder: Path, gib: int) -> str:
 @pytest.mark.parametrize(
     ("available", "weights", "container", "nodes", "space"),
     [
-        (32, 16, None, 1, 8),  # half of what is left beside the weights
-        (32, None, None, 1, 8),  # weights that are not here yet count as half of the memory
-        (256, 16, None, 2, 60),  # each worker has the memory of one node
-        (256, 16, (40, 8), 1, 8),  # a container has less than the machine
+        (48, 16, None, 1, 8),  # a quarter of what is left beside the weights
+        (64, None, None, 1, 8),  # weights that are not here yet count as half of the memory
+        (144, 16, None, 2, 16),  # each worker has the memory of one node
+        (256, 16, (60, 12), 1, 8),  # a container has less than the machine
         (2, 16, None, 1, 1),
+        (1024, 16, None, 1, 32),
     ],
 )
-def test_a_cache_takes_half_of_what_is_free(
+def test_a_cache_takes_a_part_of_what_is_free(
     machine, monkeypatch, tmp_path, available, weights, container, nodes, space
 ):
     machine(available, container, nodes)
     model = "org/unknown" if weights is None else model_of(tmp_path, weights)
-    assert choose_space([model, "--port", "80"]).startswith(
-        f"{SPACE}={space}: the KV cache takes {space} GiB, half of "
+    assert choose_space([model, "--port", "80"]) == (
+        f"{SPACE}={space}: the KV cache takes {space} GiB of memory. Set the variable to choose another size."
     )
     assert cpu_memory.os.environ[SPACE] == str(space)
     monkeypatch.delenv(SPACE)
@@ -83,7 +85,7 @@ def test_a_gpu_has_its_own_memory(machine, monkeypatch):
 
 
 def test_serve_says_in_one_line_what_it_has_chosen(machine, monkeypatch, capsys):
-    machine(32)
+    machine(64)
     monkeypatch.setattr(vllm_commands, "core_left_free", lambda: None)
     monkeypatch.setattr(vllm_commands, "_run", lambda *_: None)
     vllm_commands.serve(SimpleNamespace(args=["MODEL"]))
@@ -120,3 +122,16 @@ def test_our_names_and_those_of_vllm_are_passed_on(monkeypatch, name):
 def test_a_refusal_has_the_form_of_all_others():
     with pytest.raises(ConfigurationError, match=r"^attention_backend: got 'x', allowed: "):
         vllm_commands._expect_vllms("x")
+
+
+def test_vllm_handles_signals_by_itself(monkeypatch):
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    seen = []
+    monkeypatch.setenv(SPACE, "1")
+    monkeypatch.setattr(
+        vllm_commands, "_run", lambda *_: seen.extend(map(signal.getsignal, (signal.SIGINT, signal.SIGTERM)))
+    )
+    monkeypatch.setattr(sys, "argv", ["vllm-sparse", "serve", "MODEL"])
+    with pytest.raises(SystemExit):
+        main()
+    assert seen == handlers

@@ -1,6 +1,7 @@
 """How much memory vLLM's CPU build takes for the KV cache, where the user has not said.
 
-By itself it takes 92 % of all memory, whatever the model, and does not start where less is free.
+By itself it takes 92 % of all memory, whatever the model, and does not start where less is free. All of the cache is
+written when a server starts, so a large one makes the start slow.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from vllm_sparse_plugin.tools.models import folder_of
 SPACE = "VLLM_CPU_KVCACHE_SPACE"
 """vLLM's environment variable: GiB of KV cache of a worker. It overrides the options of `_OPTIONS`."""
 _OPTIONS = ("kv-cache-memory-bytes", "gpu-memory-utilization")
+_SHARE, _MOST_GIB = 4, 32
 _SYSTEM = Path("/sys/devices/system")
 _MEMORY = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -25,8 +27,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 def choose_space(arguments: Sequence[str]) -> str | None:
     """Set the variable for this process and return a sentence about it; without effect where the user has chosen.
 
-    It is half of the memory that is free beside the model's weights, and at least 1 GiB. Weights whose size is unknown
-    count as half of the memory.
+    It is a quarter of the memory that is free beside the model's weights, from 1 to 32 GiB. Weights whose size is
+    unknown count as half of the memory.
 
     Args:
         arguments: of `vllm serve`.
@@ -39,12 +41,9 @@ def choose_space(arguments: Sequence[str]) -> str | None:
     weights = _weights(arguments)
     beside = available - (available // 2 if weights is None else weights)
     nodes = max(1, len(list(_SYSTEM.glob("node/node[0-9]*"))))
-    space = max(1, beside // 2 // nodes >> 30)
+    space = min(max(beside // _SHARE // nodes >> 30, 1), _MOST_GIB)
     os.environ[SPACE] = str(space)
-    return (
-        f"{SPACE}={space}: the KV cache takes {space} GiB, half of the memory that is free beside the weights. Set the "
-        "variable to choose another size."
-    )
+    return f"{SPACE}={space}: the KV cache takes {space} GiB of memory. Set the variable to choose another size."
 
 
 def available_memory() -> int | None:

@@ -41,6 +41,8 @@ UNWRITABLE = {
 """Errors of a disk or of its permissions."""
 _WIDTH = 160
 """Columns of tables where there is no terminal."""
+_handlers: dict[signal.Signals, Any] = {}
+"""What handled signals before the command began."""
 _signals: list[float] = []
 """When signals came since the command began, by `time.monotonic`."""
 
@@ -75,6 +77,9 @@ def run(command: Callable[[], Any]) -> None:
             stream.reconfigure(errors="backslashreplace")
     with _ending_signals():
         code, sentence = _outcome(command)
+    # `python -m` forgets the exit code and dies by SIGINT if Ctrl-C came while a text was executed, as dataclasses do
+    # when they are imported. Python takes that back when it executes the next text.
+    exec("pass")
     if sentence:
         print(f"error: {' '.join(sentence.splitlines())}", file=sys.stderr)
     sys.exit(code)
@@ -128,7 +133,7 @@ def _outcome(command: Callable[[], Any]) -> tuple[Any, str | None]:
         except SystemExit as ended:
             code = ended.code
         sys.stdout.flush()
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # without Typer, which turns it into an exit
         return 128 + signal.SIGINT, None  # the handler has said it
     except ConfigurationError as error:
         return BAD_INPUT, str(error)
@@ -182,17 +187,27 @@ def _ending_signals() -> Iterator[None]:
         yield
         return
     _signals.clear()
-    previous = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number, handler in previous.items():
+    _handlers.update({number: signal.getsignal(number) for number in _SIGNALS})
+    for number, handler in _handlers.items():
         # A shell lets jobs in the background, and `nohup`, ignore some of them.
         if handler in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _interrupt)
     try:
         yield
     finally:
-        for number, handler in previous.items():
-            if handler is not None:
-                signal.signal(number, handler)
+        if _signals:
+            # Nothing is left to stop, and one more would end the interpreter in the middle of its own end.
+            for number in _handlers:
+                signal.signal(number, signal.SIG_IGN)
+        else:
+            leave_signals()
+
+
+def leave_signals() -> None:
+    """Give signals back to what handled them before the command began; for programs that handle them by themselves."""
+    for number, handler in _handlers.items():
+        if handler is not None:
+            signal.signal(number, handler)
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> None:

@@ -31,7 +31,7 @@ _CAUSE = re.compile(r"(?<![\w.])((?:[\w.]*(?:Error|Exception)|error): \S.*)")
 _MINOR = re.compile(r"\b(?:DEBUG|INFO|WARNING)\b")
 """Marks a log line that does not explain why a server ended."""
 _AFTERMATH = re.compile(
-    r"Engine core initialization failed|See root cause above|WorkerProc initialization failed|EngineDeadError"
+    r"Engine core initialization failed|[Rr]oot cause|WorkerProc initialization failed|EngineDeadError"
 )
 """Marks an error that follows from the one before it."""
 

@@ -10,7 +10,7 @@ from typer.core import TyperGroup
 
 from vllm_sparse_plugin import __version__
 from vllm_sparse_plugin.tools.arguments import run_app
-from vllm_sparse_plugin.tools.endings import explain_pipes
+from vllm_sparse_plugin.tools.endings import explain_pipes, leave_signals
 
 
 class Command(NamedTuple):
@@ -23,7 +23,7 @@ class Command(NamedTuple):
     help: str
     """The first sentence of its docstring."""
     passes_on: bool = False
-    """Whether it takes any arguments, `--help` too, to give them to another program."""
+    """Whether it takes any arguments, `--help` too, to give them to another program, which handles signals."""
 
 
 COMMANDS: dict[str, Command] = {
@@ -67,6 +67,8 @@ class LazyGroup(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """The command that the arguments name, imported, and the arguments that are left."""
         if args and args[0] in COMMANDS:
+            if COMMANDS[args[0]].passes_on:
+                leave_signals()
             self.commands[args[0]] = load(args[0])
         return super().resolve_command(ctx, args)
 
