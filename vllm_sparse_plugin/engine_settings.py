@@ -10,9 +10,15 @@ from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve, trained_sect
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_RESOLVED = "_vllm_sparse_resolved"
-"""Attribute of a vLLM configuration that keeps its resolved settings. It travels with the configuration to the workers,
-so the workers need no YAML file of the user."""
+
+class _AdditionalConfig(dict[str, Any]):
+    """The value of `--additional-config`, which keeps the resolved settings.
+
+    They travel with vLLM's configuration to the workers, so the workers need no YAML file of the user. An attribute of
+    the configuration itself would do the same, but vLLM copies a configuration by its fields and knows no other.
+    """
+
+    kept: tuple[EngineSettings, str, ResolvedConfig] | None = None
 
 
 class EngineSettings(NamedTuple):
@@ -41,9 +47,13 @@ def resolved(vllm_config: VllmConfig, preset: str) -> ResolvedConfig:
     Raises:
         ConfigurationError: see `config.resolve`.
     """
-    settings, kept = settings_of(vllm_config), vars(vllm_config).get(_RESOLVED)
-    if kept is None or kept[:2] != (settings, preset):
-        kept = settings, preset, resolve(settings.given, preset, settings.trained)
-        vars(vllm_config)[_RESOLVED] = kept
-    config: ResolvedConfig = kept[2]
+    settings, additional = settings_of(vllm_config), vllm_config.additional_config
+    kept = additional.kept if isinstance(additional, _AdditionalConfig) else None
+    if kept is not None and kept[:2] == (settings, preset):
+        return kept[2]
+    config = resolve(settings.given, preset, settings.trained)
+    if additional is None or isinstance(additional, dict):
+        keeping = _AdditionalConfig(additional or {})
+        keeping.kept = settings, preset, config
+        vllm_config.additional_config = keeping
     return config
