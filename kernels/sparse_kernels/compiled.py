@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import uuid
 from collections.abc import Callable, Set
 from typing import Any
@@ -14,6 +16,7 @@ from sparse_kernels.threads import start_threads
 
 FASTMATH = {"reassoc", "contract"}
 """Reassociation lets the compiler use vector registers; NaN and infinity keep their meaning."""
+_logger = logging.getLogger(f"vllm.{__name__}")
 _UNROLLED = 8
 """Products summed in registers before the sum goes back to memory; divides every page and head size."""
 CHUNK_TOKENS = 64
@@ -29,7 +32,7 @@ def sink_array(softmax: Softmax) -> np.ndarray:
 
 
 def compiled_kernel(fastmath: bool | Set[str] = False, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """Return the decorator of a compiled function; what it compiles is kept on disk.
+    """Return the decorator of a compiled function; what it compiles is kept on disk, where that is possible.
 
     Args:
         fastmath: what floating-point arithmetic may do, as Numba's option of that name.
@@ -40,10 +43,19 @@ def compiled_kernel(fastmath: bool | Set[str] = False, parallel: bool = False) -
         def compiled(cache: bool) -> Any:
             return numba.njit(fastmath=fastmath, nogil=True, parallel=parallel, cache=cache)(function)
 
-        kept = compiled(cache=True)
-        files = getattr(getattr(kept, "_cache", None), "_cache_file", None)
+        try:
+            kept = compiled(cache=True)
+        except RuntimeError as error:
+            # No folder for the files of this function can be written.
+            _say_once(error)
+            return compiled(cache=False)
+        cache = getattr(kept, "_cache", None)
         # Another version of Numba may name files otherwise: then every process compiles for itself.
-        return kept if _name_files_apart(files) else compiled(cache=False)
+        if not _name_files_apart(getattr(cache, "_cache_file", None)):
+            return compiled(cache=False)
+        for step in ("load_overload", "save_overload"):
+            setattr(cache, step, _optional(getattr(cache, step)))
+        return kept
 
     return decorate
 
@@ -66,6 +78,30 @@ def _name_files_apart(files: Any) -> bool:
     stem = index.removesuffix(".nbi")
     files._data_name = lambda _: f"{stem}.{uuid.uuid4().hex}.nbc"
     return True
+
+
+def _optional(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a step of Numba's cache that returns None where it fails: without it, the process compiles."""
+
+    @functools.wraps(step)
+    def tried(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return step(*args, **kwargs)
+        except Exception as error:  # a full disk, a folder that is gone, a file that is cut
+            _say_once(error)
+            return None
+
+    return tried
+
+
+_said: list[str] = []
+
+
+def _say_once(error: Exception) -> None:
+    if not _said:
+        _said.append(str(error))
+        reason = f"{type(error).__name__}: {error}"
+        _logger.warning("compiled CPU kernels are not kept on disk, so every start compiles them (%s)", reason)
 
 
 @numba.njit(nogil=True, forceinline=True)

@@ -24,7 +24,8 @@ SLIDING = {"method": "streaming_llm", "budget_tokens": 104, "sink_tokens": 8, "m
 
 def harness_of(model: str, backend: str = "dense", compaction: dict | None = None, **settings: object) -> LayerHarness:
     """A layer in small blocks; what decodes is sparse at any length."""
-    settings = {"compaction": compaction, "min_context_tokens": 0} | settings
+    always = {} if backend == "dense" else {"min_context_tokens": 0}
+    settings = {"compaction": compaction} | always | settings
     return LayerHarness(model, settings=settings, backend=backend, block_size=BLOCK, num_blocks=120)
 
 

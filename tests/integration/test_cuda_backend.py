@@ -626,7 +626,8 @@ def prefills_sparsely(layer, builder, preset: str, rule: PromptRule = RULE) -> t
     """Gives builder and layer a rule for prompts; returns what is counted."""
     counters = torch.zeros(HEADS, COUNTERS, dtype=torch.int64)
     method = "zipvl" if isinstance(rule, TokenRule) else "blocks"
-    sparse = resolve({"min_context_tokens": 0, "prefill": {"method": method}}, preset)
+    shortest = {} if preset in ("dense", "zipvl") else {"min_context_tokens": 0}
+    sparse = resolve({"prefill": {"method": method}, **shortest}, preset)
     layer.bind(plan_of(sparse, prefill=PrefillPlan(rule, counters)))
     builder.prefill_rule = rule
     builder.any_dense_decode = not layer.plan.is_sparse
@@ -921,7 +922,7 @@ def rolls(layer, builder, window: RollingWindow = WINDOW) -> None:
     """Has builder and layer attend with rolling positions."""
     compaction = {"method": "streaming_llm", "budget_tokens": window.cache_tokens, "positions": "rolling"}
     plan = RollingPlan(window, Rotation(torch.cat([ANGLES.cos(), ANGLES.sin()], dim=1)))
-    layer.bind(plan_of(resolve({"min_context_tokens": 0, "compaction": compaction}, "dense"), rolling=plan))
+    layer.bind(plan_of(resolve({"compaction": compaction}, "dense"), rolling=plan))
     builder.rolls, builder.any_sparse_layer, builder.any_dense_layer = True, False, True
 
 

@@ -279,7 +279,7 @@ STOPPING = {"scale_tolerance": 0.2, "direction_tolerance": 0.05, "patience": 1, 
 COMPOSED = {
     "unique": {"selection": {"budget_tokens": 512}},
     "quest": {"selection": {"budget_tokens": 512}},
-    "streaming_llm": {"selection": {"budget_tokens": 512, "sink_pages": 2}},
+    "streaming_llm": {"selection": {"budget_tokens": 512, "sink_pages": 2}, "compaction": None},
     "art": {},
 }
 
@@ -349,7 +349,8 @@ SAMPLED = {**SMALL, "diagnostics": {"sample_every": 2}}
 def test_sampled_steps_measure_what_was_read(model, backend, monkeypatch):
     recorded = []
     monkeypatch.setattr(LayerQuality, "record", lambda self, *arguments: recorded.append((self, arguments)))
-    harness = LayerHarness(model, settings=SAMPLED, backend=backend, layer_index=3, sinks=torch.randn(8).bfloat16())
+    settings, sinks = SAMPLED | {"compaction": None}, torch.randn(8).bfloat16()
+    harness = LayerHarness(model, settings=settings, backend=backend, layer_index=3, sinks=sinks)
     requests = [harness.request(n) for n in (200, 20, 333)]
     harness.step([(request, n) for request, n in zip(requests, (200, 20, 333), strict=True)])
     outputs = []

@@ -19,10 +19,16 @@ POLICIES = ("unique", "dense", "streaming_llm", "quest", "art")
 
 
 def harness_of(model: str, backend: str = "unique", layer_index: int = 0, **prefill: object) -> LayerHarness:
-    settings = {"prefill": FEW | prefill, "min_context_tokens": 64}
-    if backend not in ("dense", "art"):
-        settings["selection"] = {"budget_tokens": 64, "page_size": 16}
+    settings = {"prefill": FEW | prefill, **decoding(backend)}
     return LayerHarness(model, settings=settings, backend=backend, layer_index=layer_index)
+
+
+def decoding(backend: str) -> dict[str, object]:
+    """Settings with which a backend decodes sparsely from short contexts on, in pages of 16 tokens."""
+    shortest: dict[str, object] = {} if backend in ("dense", "zipvl") else {"min_context_tokens": 64}
+    if backend not in ("dense", "zipvl", "art"):
+        shortest["selection"] = {"budget_tokens": 64, "page_size": 16}
+    return shortest
 
 
 def is_dense(harness: LayerHarness, request, output: torch.Tensor, token: int) -> bool:
@@ -106,9 +112,7 @@ def test_statistics_for_prefill_leave_decode_steps_their_bits(model, backend):
     """StreamingLLM's pages are of 16 tokens and ART's too, the statistics' of 8."""
     outputs = []
     for prefill in (None, FEW | {"min_context_tokens": 4096}):
-        settings = {"prefill": prefill, "min_context_tokens": 64}
-        if backend == "streaming_llm":
-            settings["selection"] = {"budget_tokens": 64, "page_size": 16}
+        settings = {"prefill": prefill, **decoding(backend)}
         harness = LayerHarness(model, settings=settings, backend=backend)
         assert (harness.layer.impl.plan.statistics is None) == (prefill is None)
         generator = torch.Generator().manual_seed(5)
@@ -124,9 +128,7 @@ KEEPING = {"method": "zipvl", "tau": 0.6, "recent_probes": 8, "random_probes": 8
 
 
 def keeping_harness(model: str, backend: str = "zipvl", layer_index: int = 0, **changes: object) -> LayerHarness:
-    settings = {"prefill": KEEPING | changes, "min_context_tokens": 64}
-    if backend != "zipvl":
-        settings["selection"] = {"budget_tokens": 64, "page_size": 16}
+    settings = {"prefill": KEEPING | changes, **decoding(backend)}
     return LayerHarness(model, settings=settings, backend=backend, layer_index=layer_index)
 
 

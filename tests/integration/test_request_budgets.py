@@ -135,7 +135,8 @@ def test_routed_groups_are_those_of_the_budget_and_a_dense_request_has_none(mode
 def test_a_coverage_reads_what_it_needs_between_its_limits(model):
     """Of the settings and of a request alike; the kernels that it counts by are held to their formula elsewhere."""
     selection = {"budget_tokens": 64, "min_budget_tokens": 32, "max_budget_tokens": 256}
-    settings = SETTINGS | {"selection": selection | {"coverage": 0.8}}
+    limits = {name: tokens for name, tokens in selection.items() if name != "budget_tokens"}
+    settings = SETTINGS | {"selection": limits | {"coverage": 0.8}}
     covering = LayerHarness(model, settings=settings, num_blocks=60)
     plain = LayerHarness(model, settings=SETTINGS | {"selection": selection}, num_blocks=60)
     requests = [harness.request(900) for harness in (covering, plain)]
@@ -165,7 +166,7 @@ def test_a_coverage_reads_what_it_needs_between_its_limits(model):
 
 def test_launches_have_room_for_a_coverage_in_lossless_mode(model):
     """Drafts are no requests with budgets, but their rows read up to the cap of the coverage."""
-    settings = {"selection": {"coverage": 0.9, "budget_tokens": 64}, "lossless": {}, "min_context_tokens": 0}
+    settings = {"selection": {"coverage": 0.9}, "lossless": {}, "min_context_tokens": 0}
     plan = LayerHarness(model, settings=settings, num_blocks=60).layer.impl.plan
     assert plan.most_pages == 1024 == plan.selector.pages_read.most
 

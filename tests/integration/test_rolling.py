@@ -68,7 +68,7 @@ class RollingHarness(LayerHarness):
 
 
 def harness_of(model: str, positions: str) -> RollingHarness:
-    settings = {"compaction": {**ROLLING, "positions": positions}, "min_context_tokens": 0}
+    settings = {"compaction": {**ROLLING, "positions": positions}}
     return RollingHarness(model, settings=settings, backend="dense", block_size=BLOCK, num_blocks=120)
 
 

@@ -1,8 +1,12 @@
+from pathlib import Path
+
 import numba
 import numpy as np
 import pytest
+from numba.core.caching import CacheImpl
 from sparse_kernels import compiled
 from sparse_kernels.compiled import parallel_kernel
+from support.logs import said
 
 
 def kernel_of(constant: int):
@@ -18,6 +22,12 @@ def filled(kernel) -> list[int]:
     output = np.zeros(3, np.int64)
     kernel(output)
     return output.tolist()
+
+
+@pytest.fixture
+def warnings(monkeypatch) -> list[str]:
+    monkeypatch.setattr(compiled, "_said", [])
+    return said(monkeypatch, "vllm.sparse_kernels.compiled", "warning")
 
 
 def test_processes_that_compile_at_once_never_run_each_others_code(tmp_path, monkeypatch):
@@ -48,3 +58,41 @@ def test_code_is_not_kept_where_its_files_cannot_be_named_apart(files, monkeypat
     monkeypatch.setattr(compiled, "_name_files_apart", lambda _: rename(files))
     assert filled(kernel_of(3)) == [3] * 3
     assert not list(tmp_path.rglob("*.nb?"))
+
+
+def test_kernels_run_where_no_folder_can_be_written(monkeypatch, warnings):
+    """As for a user without a home, on a read-only root."""
+    monkeypatch.setattr(CacheImpl, "_locator_classes", [])
+    assert filled(kernel_of(4)) == [4] * 3
+    assert filled(kernel_of(5)) == [5] * 3
+    (line,) = warnings
+    assert line.startswith("compiled CPU kernels are not kept on disk, so every start compiles them (RuntimeError: ")
+
+
+def replace_by_a_file(folder: Path) -> None:
+    """Nothing can be written or read below it any more."""
+    for file in sorted(folder.rglob("*"), reverse=True):
+        file.rmdir() if file.is_dir() else file.unlink()
+    folder.rmdir()
+    folder.write_text("")
+
+
+def cut_every_file(folder: Path) -> None:
+    for file in folder.rglob("*.nb?"):
+        file.write_bytes(file.read_bytes()[:3])
+
+
+@pytest.mark.parametrize("spoil", [replace_by_a_file, cut_every_file])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_kernels_run_where_the_folder_is_lost(spoil, when, monkeypatch, warnings, tmp_path):
+    folder = tmp_path / "cache"
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
+    # Another process has kept what it compiled.
+    assert filled(kernel_of(6)) == [6] * 3
+    kernel = kernel_of(6)
+    if when == "after":
+        assert filled(kernel) == [6] * 3
+        assert kernel.stats.cache_hits
+    spoil(folder)
+    assert filled(kernel) == [6] * 3
+    assert len(warnings) == (when == "before")

@@ -252,7 +252,8 @@ def test_a_number_out_of_range_is_refused_with_the_range(policy, name, field, en
 @pytest.mark.parametrize(("policy", "name", "field"), BOUNDED, ids=ids(BOUNDED))
 def test_both_ends_of_a_range_are_accepted(policy, name, field):
     # What else the budget must hold is tested on its own.
-    others = {"budget_tokens": 1 << 20} if "budget_tokens" in fields_of(policy) else {}
+    others = {"budget_tokens": 1 << 20} if "budget_tokens" in fields_of(policy) and name != "coverage" else {}
+    preset = "art" if name == "dense_sink_pages" else "unique"
     for value in bounds(field):
         if name in ("shortest", "longest"):
             value += (name == "shortest" and value > 1) * -1
@@ -260,7 +261,7 @@ def test_both_ends_of_a_range_are_accepted(policy, name, field):
             others = {"sink_pages": 0} | ({"recent_pages": 0} if "recent_pages" in fields_of(policy) else {})
         given_settings = setting(policy, name, value)
         given_settings.get("selection", {}).update({key: other for key, other in others.items() if key != name})
-        config = resolve(given_settings, "unique").config.model_dump(by_alias=True)
+        config = resolve(given_settings, preset).config.model_dump(by_alias=True)
         section = path_of(policy, name).removeprefix(f"{KEY}.").rpartition(".")[0]
         assert (config[section] if section else config)[name] == value
 
@@ -701,8 +702,9 @@ def test_one_form_of_threshold_replaces_the_other_of_an_earlier_source(tmp_path)
     assert resolved.routing == Routing(cubic=(0.5, 0.0, 0.25, 0.0), shortest=8, longest=64, model="a")
     assert "routing.threshold" not in resolved.sources
     again = resolve({"config": file, "routing": {"threshold": [0.25, 1]}}, "sinkrouter")
-    assert again.routing == Routing(threshold=(0.25, 1.0), shortest=8, longest=64, model="a")
+    assert again.routing == Routing(threshold=(0.25, 1.0), model="a")
     assert again.sources["routing.threshold"] == "additional config"
+    assert resolve({"config": file, "routing": {"threshold": None}}, "sinkrouter").routing == resolved.routing
 
 
 def test_routing_joins_any_selection_and_null_turns_it_off():
@@ -737,11 +739,141 @@ def test_compaction_is_off_unless_it_is_asked_for_and_null_turns_it_off():
 
 
 def test_budgets_of_compaction_replace_each_other_by_source(tmp_path):
-    file = write(tmp_path, "compaction: {budget_ratio: 0.25}\n")
+    file = write(tmp_path, "selection: {policy: dense}\ncompaction: {budget_ratio: 0.25}\n")
     share = resolve({"config": file}, "streaming_llm").compaction
     assert (share.budget_ratio, share.budget_tokens, share.sink_tokens) == (0.25, None, 8)
     number = resolve({"config": file, "compaction": {"budget_tokens": 256}}, "streaming_llm").compaction
     assert (number.budget_ratio, number.budget_tokens) == (None, 256)
+    assert resolve({"compaction": {"budget_ratio": None}}, "snapkv").compaction.budget_tokens == 1024
+
+
+def test_a_budget_and_a_coverage_replace_each_other_by_source(tmp_path):
+    file = write(tmp_path, "selection: {coverage: 0.9, max_budget_tokens: 4096}\n")
+    covering = resolve({"config": file}, "lossless")
+    assert (covering.coverage, covering.selection.max_budget_tokens) == (0.9, 4096)
+    again = resolve({"config": file, "selection": {"budget_tokens": 256}}, "lossless")
+    assert (again.coverage, again.selection.budget_tokens) == (None, 256)
+    assert resolve({"selection": {"coverage": None}}, "lossless").selection.budget_tokens == 2048
+
+
+def test_the_compaction_of_streaming_llm_keeps_the_window_of_the_policy(tmp_path):
+    """One knob says what decode steps read and what the cache keeps for them."""
+    settings = {"selection": {"budget_tokens": 256, "sink_pages": 2, "page_size": 16}, "min_context_tokens": 4096}
+    for preset in ("streaming_llm", "unique"):
+        given = {"preset": "streaming_llm"} | settings if preset == "unique" else settings
+        resolved = resolve(given, preset)
+        kept = resolved.compaction
+        assert (kept.budget_tokens, kept.sink_tokens, kept.min_context_tokens) == (256, 32, 4096)
+        assert resolved.sources["compaction.budget_tokens"] == "selection.budget_tokens"
+        assert resolved.sources["compaction.sink_tokens"] == "selection.sink_pages"
+        assert resolved.sources["compaction.min_context_tokens"] == "min_context_tokens"
+    agreed = {"compaction": {"budget_tokens": 256, "sink_tokens": 32}} | settings
+    assert resolve(agreed, "streaming_llm").compaction == kept
+    # Other policies have no window, and other methods no policy.
+    for other in ({"selection": {"policy": "dense"}}, {"selection": {"policy": "unique", "budget_tokens": 64}}):
+        kept = resolve(other | {"compaction": {"sink_tokens": 4}}, "streaming_llm").compaction
+        assert (kept.budget_tokens, kept.sink_tokens) == (512, 4)
+    assert resolve({"selection": {"policy": "streaming_llm"}}, "snapkv").compaction.budget_tokens == 1024
+
+
+POINTLESS = {
+    "another window": (
+        "streaming_llm", {"compaction": {"budget_tokens": 1024}},
+        "compaction.budget_tokens: got 1024 with policy streaming_llm, allowed: none, or 512 as "
+        "selection.budget_tokens",
+    ),
+    "other sinks": (
+        "streaming_llm", {"compaction": {"sink_tokens": 0}},
+        "compaction.sink_tokens: got 0 with policy streaming_llm, allowed: none, or 8 as selection.sink_pages",
+    ),
+    "another shortest context": (
+        "streaming_llm", {"compaction": {"min_context_tokens": 0}},
+        "compaction.min_context_tokens: got 0 with policy streaming_llm, allowed: none, or 1024 as min_context_tokens",
+    ),
+    "window as a share": (
+        "streaming_llm", {"compaction": {"budget_ratio": 0.25}},
+        "compaction.budget_ratio: got 0.25 with policy streaming_llm, allowed: null, since "
+        "selection.budget_tokens says how large the window is",
+    ),
+    "dense layers with compaction": (
+        "snapkv", {"first_dense_layers": 2},
+        "first_dense_layers: got 2 with policy dense, which selects no pages, allowed: 0",
+    ),
+    "dense layers with skipped groups": (
+        "sinkrouter", {"first_dense_layers": 2},
+        "first_dense_layers: got 2 with policy dense, which selects no pages, allowed: 0, or routing.dense_layers",
+    ),
+    "dense layers with sparse prefill": (
+        "zipvl", {"first_dense_layers": 2},
+        "first_dense_layers: got 2 with policy dense, which selects no pages, allowed: 0, or "
+        "prefill.first_dense_layers",
+    ),
+    "shortest context of compaction": (
+        "snapkv", {"min_context_tokens": 4096},
+        "min_context_tokens: got 4096 with decode steps that read the whole cache, allowed: none, or "
+        "compaction.min_context_tokens",
+    ),
+    "shortest context of prefill": (
+        "zipvl", {"min_context_tokens": 4096},
+        "min_context_tokens: got 4096 with decode steps that read the whole cache, allowed: none, or "
+        "prefill.min_context_tokens",
+    ),
+    "budget beside a coverage": (
+        "unique", {"selection": {"budget_tokens": 512, "coverage": 0.9}},
+        "selection.budget_tokens: got a value beside selection.coverage 0.9, allowed: one of the two; "
+        "max_budget_tokens limits a coverage",
+    ),
+    "shortest context of a threshold": (
+        "sinkrouter", {"routing": {"shortest": 16}},
+        "routing.shortest: got a value with a threshold, allowed: none, or with a cubic: a threshold is the same "
+        "for all contexts",
+    ),
+    "longest context of a threshold": (
+        "unique", {"routing": {"threshold": 0.5, "longest": 64}},
+        "routing.longest: got a value with a threshold, allowed: none, or with a cubic: a threshold is the same "
+        "for all contexts",
+    ),
+    "log of requests that read everything": (
+        "dense", {"diagnostics": {"log_requests": True}},
+        "diagnostics.log_requests: got true with policy dense, where no request has a line, allowed: false",
+    ),
+    "log of requests under a coverage": (
+        "unique", {"diagnostics": {"log_requests": True}, "selection": {"coverage": 0.9}},
+        "diagnostics.log_requests: got true with a coverage, where no request has a line, allowed: false",
+    ),
+    "log of requests that stop": (
+        "art", {"diagnostics": {"log_requests": True}},
+        "diagnostics.log_requests: got true with stopping, where no request has a line, allowed: false",
+    ),
+    "log of requests in lossless mode": (
+        "unique", {"diagnostics": {"log_requests": True}, "lossless": {}},
+        "diagnostics.log_requests: got true with lossless mode, where no request has a line, allowed: false",
+    ),
+    "samples of what reads everything": (
+        "snapkv", {"diagnostics": {"sample_every": 8}},
+        "diagnostics.sample_every: got 8 with policy dense, where nothing is measured, allowed: 0 or null",
+    ),
+    "samples in lossless mode": (
+        "lossless", {"preset": "lossless", "diagnostics": {"sample_every": 8}},
+        "diagnostics.sample_every: got 8 with lossless mode, where nothing is measured, allowed: 0 or null",
+    ),
+    "sinks of dense attention": (
+        "unique", {"stopping": {"dense_sink_pages": 2}},
+        "stopping.dense_sink_pages: got a value with policy unique, allowed: none, or selection.sink_pages",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", POINTLESS)
+def test_settings_without_an_effect_are_refused(case):
+    preset, given_settings, sentence = POINTLESS[case]
+    assert refusal(given_settings, preset) == f"{KEY}.{sentence}"
+
+
+def test_a_control_of_a_comparison_may_have_the_settings_of_what_it_is_compared_with():
+    given_settings = {"min_context_tokens": 0, "first_dense_layers": 2}
+    assert resolve(given_settings, "dense").selector is None
+    assert resolve({"stopping": {}} | given_settings, "dense").selector is not None
 
 
 def test_coverage_and_density_replace_each_other_by_source(tmp_path):

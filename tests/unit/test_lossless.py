@@ -16,7 +16,7 @@ SHORTEST = {
         {"selection": {"coverage": 0.9, "min_budget_tokens": 10000, "max_budget_tokens": 16384}},
         10008,
     ),
-    "no budget beside a coverage": ({"selection": {"coverage": 0.9, "budget_tokens": 10000}}, 8192),
+    "no budget beside a coverage": ({"preset": "unique_wide", "selection": {"coverage": 0.9}}, 8192),
 }
 
 

@@ -1,10 +1,15 @@
 """Metrics reach every worker that can have them, and never end an engine."""
 
+import errno
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from prometheus_client import CollectorRegistry
+from prometheus_client.mmap_dict import MmapedDict
 from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.paging import PagedTensor
@@ -95,3 +100,60 @@ def test_a_token_that_does_not_fit_the_memory_is_not_measured(warnings, monkeypa
     assert quality.counts.eq(0).all()
     (line,) = warnings
     assert line.endswith("a token cannot be measured (OutOfMemoryError: CUDA out of memory)")
+
+
+def add_keys(folder: Path, keys: int) -> None:
+    """Adds to so many series of a folder, a hundred bytes each, as a worker does."""
+    os.environ[live._OUR_FOLDER] = str(folder)
+    for key in range(keys):
+        live._add(f"series_{key:0100}", "A text.", 1, 1)
+
+
+ON_A_SMALL_DISK = """
+import logging, os, subprocess, sys
+from pathlib import Path
+
+subprocess.run(["mount", "-t", "tmpfs", "-o", "size=" + sys.argv[2], "none", sys.argv[1]], check=True)
+logging.basicConfig(level=logging.WARNING, stream=sys.stdout)
+from test_metrics import add_keys, live
+
+add_keys(Path(sys.argv[1]), 2000)
+print("files:", [file.stat().st_size for file in Path(sys.argv[1]).iterdir()])
+"""
+
+
+@pytest.mark.parametrize(("size", "left"), [("32k", []), ("96k", [1 << 16])])
+def test_a_full_disk_does_not_end_the_process(size, left, tmp_path):
+    """A write to a mapped page that the disk has no room for would be a SIGBUS."""
+    isolated = ["unshare", "--map-root-user", "--mount"]
+    if subprocess.run([*isolated, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("mounts no file system of its own here")
+    command = [*isolated, sys.executable, "-c", ON_A_SMALL_DISK, str(tmp_path), size]
+    paths = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=300, env=os.environ | {"PYTHONPATH": paths}
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = [line for line in done.stdout.splitlines() if "they are not published" in line]
+    assert len(said) == 1, done.stdout
+    assert "No space left on device" in said[0]
+    assert f"files: {left}" in done.stdout
+
+
+@pytest.mark.parametrize("refused", [None, errno.EOPNOTSUPP, errno.EINVAL])
+def test_a_file_has_all_of_its_bytes_on_any_file_system(refused, monkeypatch, tmp_path):
+    def refuse(*_: int) -> None:
+        raise OSError(refused, os.strerror(refused))
+
+    if refused is not None:
+        monkeypatch.setattr(os, "posix_fallocate", refuse)
+    file = live.ReservedFile(tmp_path / "summary_a.db")
+    keys = [f"a{number}" * 20 for number in range(2000)]
+    for number, key in enumerate(keys):
+        file.write_value(key, number, 0)
+        # No byte of the file is a hole.
+        assert (tmp_path / "summary_a.db").stat().st_blocks * 512 >= file._capacity
+    file.close()
+    again = live.ReservedFile(tmp_path / "summary_a.db")
+    assert [again.read_value(key)[0] for key in keys] == list(range(2000))
+    assert len(list(MmapedDict.read_all_values_from_file(str(tmp_path / "summary_a.db")))) == 2000

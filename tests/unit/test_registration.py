@@ -15,14 +15,14 @@ import pytest
 import torch
 import vllm.version
 from support.logs import said
-from vllm.config import AttentionConfig
+from vllm.config import AttentionConfig, replace
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.attention.selector import AttentionSelectorConfig
 
 import vllm_sparse_plugin
-from vllm_sparse_plugin import compat, registration
+from vllm_sparse_plugin import compat, engine_settings, registration
 from vllm_sparse_plugin.attention import backends
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
@@ -239,7 +239,7 @@ def test_vllm_goes_on_where_a_registration_fails(model):
     code = """
         import json, sys
         from vllm.platforms import current_platform
-        from vllm_sparse_plugin import compat, registration
+        from vllm_sparse_plugin import compat, engine_settings, registration
 
         def broken(*args):
             raise AttributeError("something that vLLM no longer has")
@@ -339,3 +339,20 @@ def test_the_name_is_known_before_general_plugins_are_loaded():
     code = "from vllm.config import AttentionConfig; print(AttentionConfig(backend='unique').backend.name)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.splitlines()[-1] == "UNIQUE"
+
+
+@pytest.mark.parametrize("given", [{}, {"additional_config": {"sparse_attention": {"config": "FILE"}}}], ids=str)
+def test_resolved_settings_travel_with_the_configuration_and_leave_it_a_configuration(model, given, tmp_path):
+    """A worker on another machine has no file of the user; vLLM copies configurations where a draft speculates."""
+    file = tmp_path / "settings.yaml"
+    file.write_text("selection: {budget_tokens: 256}\n")
+    given = json.loads(json.dumps(given).replace("FILE", str(file)))
+    config = EngineArgs(model=model, enforce_eager=True, attention_backend="unique", **given).create_engine_config()
+    digest, settings = config.compute_hash(), engine_settings.resolved(config, "unique")
+    copied = replace(config, cache_config=copy.copy(config.cache_config))
+    assert engine_settings.resolved(copied, "unique").config == settings.config
+    file.unlink()
+    worker = pickle.loads(pickle.dumps(config))
+    assert engine_settings.resolved(worker, "unique").config == settings.config
+    assert engine_settings.resolved(worker, "unique") is engine_settings.resolved(worker, "unique")
+    assert worker.compute_hash() == digest

@@ -128,12 +128,16 @@ SECTIONS: dict[str, dict[str, FieldInfo]] = {
     "diagnostics": fields_by_key(Diagnostics),
 }
 """Fields of the parts of the configuration that are mappings, by the keys that a user writes."""
-REPLACED: dict[str, tuple[str, str]] = {
-    "routing": ("threshold", "cubic"),
-    "prefill": ("density", "coverage"),
-    "compaction": ("budget_tokens", "budget_ratio"),
-}
-"""Two keys of a section that say one thing in two ways: one of a later source replaces the other."""
+REPLACED: dict[str, tuple[tuple[str, str], ...]] = {
+    "selection": (("coverage", "budget_tokens"), ("budget_tokens", "coverage")),
+    "routing": (
+        ("threshold", "cubic"), ("threshold", "shortest"), ("threshold", "longest"), ("cubic", "threshold"),
+    ),
+    "prefill": (("density", "coverage"), ("coverage", "density")),
+    "compaction": (("budget_tokens", "budget_ratio"), ("budget_ratio", "budget_tokens")),
+}  # fmt: skip
+"""Pairs of keys of a section: the first, given by a later source, takes the place of the second, which says the same in
+another way or belongs to it."""
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from vllm_sparse_plugin.config import files
+from vllm_sparse_plugin.config.effects import check_effects, with_one_window
 from vllm_sparse_plugin.config.messages import sentence_of
 from vllm_sparse_plugin.config.schema import KEY, REPLACED, VARIANTS, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.config.trained import SWITCH, TRAINED, applies, check_trained
@@ -84,12 +85,11 @@ def resolve(
         field = f"{KEY}.config"
         layers.append((f"{FILE}{file}", files.parse(f"{field} {file!r}", files.read_text(field, file))))
     layers.append((ADDITIONAL_CONFIG, inline))
-    if trained is None or not follows:
-        return _merged(layers)
-    if not applies(trained, _merged(layers).selection.name()):
-        return _merged(layers)
-    resolved = _merged([layers[0], (TRAINED, trained), *layers[1:]])
-    check_trained(trained, resolved.selection)
+    resolved = _merged(layers)
+    if trained is not None and follows and applies(trained, resolved.selection.name()):
+        resolved = _merged([layers[0], (TRAINED, trained), *layers[1:]])
+        check_trained(trained, resolved.selection)
+    check_effects(resolved)
     return resolved
 
 
@@ -103,7 +103,7 @@ def _merged(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> ResolvedConfig:
     except RecursionError:
         raise ConfigurationError(f"{KEY}: got settings that contain themselves, allowed: a finite mapping") from None
     try:
-        return ResolvedConfig(SparseAttentionConfig.model_validate(merged).without_auto(), sources)
+        return with_one_window(SparseAttentionConfig.model_validate(merged).without_auto(), sources)
     except ValidationError as error:
         sentence = sentence_of(error.errors()[0], sources)
         raise ConfigurationError(" ".join(sentence.splitlines())) from None
@@ -126,9 +126,9 @@ def _merge(
         into.clear()
         for name in [name for name in sources if name.startswith(prefix)]:
             del sources[name]
-    forms = REPLACED.get(section, ())
-    for form, replaced in (forms, forms[::-1]) if forms else ():
-        if form in values and replaced not in values:
+    for form, replaced in REPLACED.get(section, ()):
+        # `null` says nothing that could stand for the other.
+        if values.get(form) is not None and values.get(replaced) is None:
             into.pop(replaced, None)
             sources.pop(prefix + replaced, None)
     for key, value in values.items():

@@ -4,13 +4,14 @@ Workers are other processes than the one that serves `/metrics`. They add to fil
 multi-process mode; the process that the user starts makes the folder before it starts them, and reads it when it is
 asked. Where vLLM itself runs in that mode (several API servers), its folder is used and it reads the files.
 
-Metrics never end an engine: what cannot be published, as by a worker on another machine than the folder, is dropped,
-and the log says so once.
+Metrics never end an engine: what cannot be published is dropped, and the log says so once. Examples are a full disk and
+a worker on another machine than the folder.
 """
 
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import multiprocessing
 import os
@@ -97,6 +98,8 @@ PROMPT_READS = (
 """Summaries of `PrefillPlan.counters`."""
 COUNTED_STEPS = 16
 """Steps between two copies of what kernels count."""
+_FIRST_BYTES = 1 << 16
+"""Size of a new file, as of prometheus_client's."""
 
 
 _made_folder: str | None = None
@@ -133,10 +136,59 @@ def _make_folder() -> None:
     MultiProcessCollector(REGISTRY, path=folder)
 
 
+class ReservedFile(MmapedDict):
+    """The file of one process, whose bytes are reserved before they are mapped.
+
+    prometheus_client maps a sparse file. A write to a page of it that a full disk has no room for ends the process by
+    the signal SIGBUS, which nothing catches.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file, or makes it.
+
+        Raises:
+            OSError: if there is no room for it.
+        """
+        with path.open("ab") as file:
+            if not os.fstat(file.fileno()).st_size:
+                try:
+                    _reserve(file.fileno(), 0, _FIRST_BYTES)
+                except OSError:
+                    # What is left would be taken for a file with all of its bytes.
+                    path.unlink()
+                    raise
+        super().__init__(str(path))
+
+    def _init_value(self, key: str) -> None:
+        """Makes room for a key and its value; see `MmapedDict`."""
+        # The length of the key, the key with its padding, and two numbers.
+        end = self._used + 4 + len(key.encode()) + 8 + 16
+        if end > self._capacity:
+            # The file grows by doubling.
+            _reserve(self._f.fileno(), 0, max(2 * self._capacity, end))
+        super()._init_value(key)
+
+
+def _reserve(file: int, begin: int, size: int) -> None:
+    """Reserves bytes of a file.
+
+    Raises:
+        OSError: if there is no room for them.
+    """
+    try:
+        os.posix_fallocate(file, begin, size)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+        # This file system reserves nothing, but has room for what has been written.
+        missing = begin + size - os.fstat(file).st_size
+        os.pwrite(file, bytes(max(missing, 0)), os.fstat(file).st_size)
+
+
 @functools.cache
-def _file(folder: str) -> MmapedDict:
+def _file(folder: str) -> ReservedFile:
     # The first part of the name is the type of the metrics in it.
-    return MmapedDict(str(Path(folder) / f"summary_vllm-sparse-{os.getpid()}.db"))
+    return ReservedFile(Path(folder) / f"summary_vllm-sparse-{os.getpid()}.db")
 
 
 class LayerQuality:

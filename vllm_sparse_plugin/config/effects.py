@@ -1,0 +1,124 @@
+"""Settings that say one thing twice follow each other, and settings without an effect are refused.
+
+Only values of a user are refused: a preset, or the config.json of a trained model, may have values that a setting of
+the user makes pointless.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from vllm_sparse_plugin.config.compaction import StreamingLLMCompaction
+from vllm_sparse_plugin.config.schema import KEY, ResolvedConfig, SparseAttentionConfig
+from vllm_sparse_plugin.config.trained import TRAINED
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.policies import DensePolicy, StreamingLLMSelection
+
+_NOT_OF_A_USER = ("preset ", "backend preset ", TRAINED)
+"""Beginnings of the names of sources that the user of a server did not write."""
+
+
+def with_one_window(config: SparseAttentionConfig, sources: Mapping[str, str]) -> ResolvedConfig:
+    """Returns the configuration with the same window in the policy `streaming_llm` and in the compaction of that name.
+
+    The policy says what decode steps read, and the compaction what the cache keeps for them. So the settings of the
+    compaction follow from those of the policy.
+
+    Args:
+        config: valid settings.
+        sources: of their values.
+
+    Raises:
+        ConfigurationError: if a user gave the compaction another window than the policy has.
+    """
+    resolved = ResolvedConfig(config, dict(sources))
+    selection, compaction = resolved.selection, resolved.compaction
+    if not isinstance(selection, StreamingLLMSelection) or not isinstance(compaction, StreamingLLMCompaction):
+        return resolved
+    expect, policy = _expectation(sources), selection.name()
+    shortest = config.min_context_tokens
+    wanted = {
+        "budget_tokens": ("selection.budget_tokens", selection.budget_tokens),
+        "sink_tokens": ("selection.sink_pages", selection.sink_pages * selection.page_size),
+        "min_context_tokens": ("min_context_tokens", shortest),
+    }
+    ratio, budget, sinks = compaction.budget_ratio, selection.budget_tokens, wanted["sink_tokens"][1]
+    expect(ratio is None, f"{KEY}.compaction.budget_ratio", f"{ratio} with policy {policy}",
+           "null, since selection.budget_tokens says how large the window is")  # fmt: skip
+    got = compaction.budget_tokens
+    expect(got == budget, f"{KEY}.compaction.budget_tokens", f"{got} with policy {policy}",
+           f"none, or {budget} as selection.budget_tokens")  # fmt: skip
+    got = compaction.sink_tokens
+    expect(got == sinks, f"{KEY}.compaction.sink_tokens", f"{got} with policy {policy}",
+           f"none, or {sinks} as selection.sink_pages")  # fmt: skip
+    got = compaction.min_context_tokens
+    expect(got == shortest, f"{KEY}.compaction.min_context_tokens", f"{got} with policy {policy}",
+           f"none, or {shortest} as min_context_tokens")  # fmt: skip
+    changed = {name: tokens for name, (_, tokens) in wanted.items() if getattr(compaction, name) != tokens}
+    where = {name: source for name, source in sources.items() if name != "compaction.budget_ratio"}
+    where |= {f"compaction.{name}": wanted[name][0] for name in changed}
+    update = {"compaction": compaction.model_copy(update={"budget_ratio": None, **changed})}
+    return ResolvedConfig(config.model_copy(update=update), where)
+
+
+def check_effects(resolved: ResolvedConfig) -> None:
+    """Checks that the settings of a user have an effect.
+
+    Raises:
+        ConfigurationError: names a setting without one.
+    """
+    config, policy, expect = resolved.config, resolved.selection.name(), _expectation(resolved.sources)
+    prefill, compaction, routing = resolved.prefill, resolved.compaction, resolved.routing
+    diagnostics, coverage = config.diagnostics, resolved.coverage
+    # Without any of these nothing is sparse, and the settings are those of what is compared with it.
+    is_control = prefill is None and compaction is None and routing is None
+    others = ["0"]
+    if routing is not None:
+        others.append("or routing.dense_layers")
+    if prefill is not None:
+        others.append("or prefill.first_dense_layers")
+    expect(resolved.selector is not None or is_control or not config.first_dense_layers, f"{KEY}.first_dense_layers",
+           f"{config.first_dense_layers} with policy {policy}, which selects no pages", ", ".join(others))  # fmt: skip
+    usual = SparseAttentionConfig.model_fields["min_context_tokens"].default
+    section = "compaction" if compaction is not None else "prefill"
+    expect(resolved.is_sparse or is_control or config.min_context_tokens == usual, f"{KEY}.min_context_tokens",
+           f"{config.min_context_tokens} with decode steps that read the whole cache",
+           f"none, or {section}.min_context_tokens")  # fmt: skip
+    expect(coverage is None, f"{KEY}.selection.budget_tokens", f"a value beside selection.coverage {coverage}",
+           "one of the two; max_budget_tokens limits a coverage")  # fmt: skip
+    for_cubic = "none, or with a cubic: a threshold is the same for all contexts"
+    by_length = routing is None or routing.cubic is not None
+    expect(by_length, f"{KEY}.routing.shortest", "a value with a threshold", for_cubic)
+    expect(by_length, f"{KEY}.routing.longest", "a value with a threshold", for_cubic)
+    unlogged = _against_logs(resolved)
+    expect(unlogged is None or not diagnostics.log_requests, f"{KEY}.diagnostics.log_requests",
+           f"true with {unlogged}, where no request has a line", "false")  # fmt: skip
+    unmeasured = f"policy {policy}" if resolved.selector is None else "lossless mode"
+    measures = resolved.selector is not None and resolved.lossless is None
+    expect(measures or not diagnostics.sample_every, f"{KEY}.diagnostics.sample_every",
+           f"{diagnostics.sample_every} with {unmeasured}, where nothing is measured", "0 or null")  # fmt: skip
+    expect(config.stopping is None or policy == DensePolicy.name(), f"{KEY}.stopping.dense_sink_pages",
+           f"a value with policy {policy}", "none, or selection.sink_pages")  # fmt: skip
+
+
+def _against_logs(resolved: ResolvedConfig) -> str | None:
+    """Returns what leaves no lines to log for requests, if anything does."""
+    if resolved.lossless is not None:
+        return "lossless mode"
+    if resolved.config.stopping is not None:
+        return "stopping"
+    if resolved.coverage is not None:
+        return "a coverage"
+    return f"policy {resolved.selection.name()}" if resolved.selector is None else None
+
+
+def _expectation(sources: Mapping[str, str]) -> Callable[[bool, str, Any, str], None]:
+    """Returns what refuses a field that does not hold, if its value is a user's."""
+
+    def expect(holds: bool, field: str, got: Any, allowed: str) -> None:
+        source = sources.get(field.removeprefix(f"{KEY}."))
+        if not holds and source is not None and not source.startswith(_NOT_OF_A_USER):
+            raise ConfigurationError(f"{field}: got {got}, allowed: {allowed}")
+
+    return expect
