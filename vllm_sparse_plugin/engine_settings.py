@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import ref
 
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve, trained_section
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-_resolved: dict[int, tuple[ref[VllmConfig], EngineSettings, str, ResolvedConfig]] = {}
-"""The resolved settings of each living configuration of vLLM, by its identity. A configuration cannot keep them itself:
-vLLM copies configurations field by field and refuses attributes that are no field."""
+
+class _AdditionalConfig(dict[str, Any]):
+    """The value of `--additional-config`, which keeps the resolved settings.
+
+    They travel with vLLM's configuration to the workers, so the workers need no YAML file of the user. An attribute of
+    the configuration itself would do the same, but vLLM copies a configuration by its fields and knows no other.
+    """
+
+    kept: tuple[EngineSettings, str, ResolvedConfig] | None = None
 
 
 class EngineSettings(NamedTuple):
@@ -42,10 +47,13 @@ def resolved(vllm_config: VllmConfig, preset: str) -> ResolvedConfig:
     Raises:
         ConfigurationError: see `config.resolve`.
     """
-    settings, key = settings_of(vllm_config), id(vllm_config)
-    kept = _resolved.get(key)
-    if kept is None or kept[0]() is not vllm_config or kept[1:3] != (settings, preset):
-        config = resolve(settings.given, preset, settings.trained)
-        kept = ref(vllm_config, lambda _: _resolved.pop(key, None)), settings, preset, config
-        _resolved[key] = kept
-    return kept[3]
+    settings, additional = settings_of(vllm_config), vllm_config.additional_config
+    kept = additional.kept if isinstance(additional, _AdditionalConfig) else None
+    if kept is not None and kept[:2] == (settings, preset):
+        return kept[2]
+    config = resolve(settings.given, preset, settings.trained)
+    if additional is None or isinstance(additional, dict):
+        keeping = _AdditionalConfig(additional or {})
+        keeping.kept = settings, preset, config
+        vllm_config.additional_config = keeping
+    return config

@@ -48,9 +48,7 @@ def test_a_forced_end_token_does_not_end_a_request():
     requests = [Request(text, [7, end, 8, end], 0, ignores_end=True), Request(text, [7, end, 8], 4, ignores_end=True)]
     try:
         scored, answered = engine.complete(requests)
-        with pytest.raises(
-            EndpointError, match=r"^ended a request at the forced token 1; --tokenizer must"
-        ):
+        with pytest.raises(EndpointError, match=r"^ended a request at the forced token 1; --tokenizer must"):
             list(engine.complete([replace(requests[0], ignores_end=False)]))
     finally:
         engine.close()

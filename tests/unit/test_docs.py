@@ -31,7 +31,8 @@ STANDS_FOR = {
     f"{KEY}.{{SWITCH}}": (f"{KEY}.trained",),
     "settings.{name}": (),  # any setting of training, by its path
     "settings.{first['msg']}": (),
-    "vllm-sparse {extra}": ("vllm-sparse eval", "vllm-sparse train"),
+    "vllm-sparse {command}": ("vllm-sparse eval", "vllm-sparse train", "vllm-sparse tune"),
+    "{self._option}": (),  # the option of a report, which has an entry of its own
     "{option}": ("data", "json", "output", "squad", "hotpotqa", "prompts", "completions"),
     "{', '.join(engine)}": ("attention_backend", "additional_config", "engine_args"),
     "{', '.join(arguments)}": ("attention_backend", "additional_config", "engine_args"),
