@@ -110,8 +110,8 @@ class ZipVLPrefill(Section):
     """Seed of the draw."""
     first_dense_layers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Leading layers whose prefill stays dense."""
-    min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 0
-    """Shortest context that is made sparse."""
+    min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
+    """Shortest context whose chunk attends sparsely. The paper has none."""
 
     def rule(self) -> TokenRule:
         """Returns the settings as the operation takes them."""
