@@ -339,11 +339,13 @@ def hook_speculators(make: Callable[[VllmConfig, torch.device], Any]) -> None:
 
 
 def mend_rejection_sampling() -> None:
-    """Has vLLM's rejection sampler give each draft the temperature of its request, on a CPU. Idempotent.
+    """Has vLLM's rejection sampler give each draft the settings of its request, and sample steps without drafts, on a
+    CPU. Idempotent.
 
     Why: the CPU kernel that spreads a request's values over its drafts works on a copy where they are not int64, so
     temperatures, top-k and top-p of drafts were whatever the memory held, and sampled tokens had another distribution.
-    Versions: 0.32. Can go when `_expand_kernel_impl` writes what it was given.
+    And where no request of a step has a draft, a top-k without a top-p ended the engine: it takes the maximum of none.
+    Versions: 0.32. Can go when `_expand_kernel_impl` writes what it was given, and `apply_top_k_only` takes no rows.
     """
     from vllm.v1.sample import rejection_sampler
 
@@ -359,6 +361,16 @@ def mend_rejection_sampling() -> None:
         return replaced.repeat_interleave(numbers, output_size=num_tokens)
 
     rejection_sampler.expand_batch_to_tokens = expand
+    apply: Any = rejection_sampler.apply_top_k_top_p
+    if getattr(apply, _HOOKED, False):
+        return
+
+    @functools.wraps(apply)
+    def apply_top_k_top_p(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return apply(logits, *args, **kwargs) if len(logits) else logits
+
+    setattr(apply_top_k_top_p, _HOOKED, True)
+    rejection_sampler.apply_top_k_top_p = apply_top_k_top_p
 
 
 def _making(choose: Callable[..., Any], make: Callable[[VllmConfig, torch.device], Any]) -> Callable[..., Any]:

@@ -100,12 +100,17 @@ def admit_if_chosen(vllm_config: VllmConfig) -> None:
 
 
 def check_layers_if_chosen(vllm_config: VllmConfig) -> None:
-    """Checks the layers of a worker's model where one of our backends is chosen; imports nothing else.
+    """Checks the layers of a worker's model where one of our backends is chosen, and mends the sampling of drafts on a
+    CPU; imports nothing else.
 
     Raises:
-        ConfigurationError: if no layer has it.
+        ConfigurationError: if no layer has the backend.
     """
     if compat.chosen_backend(vllm_config, BACKENDS):
+        from vllm.platforms import current_platform
+
         from vllm_sparse_plugin.admission import check_layers
 
         check_layers(vllm_config, BACKENDS)
+        if vllm_config.speculative_config is not None and current_platform.is_cpu():
+            compat.mend_rejection_sampling()

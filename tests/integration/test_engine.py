@@ -186,6 +186,9 @@ def test_ngram_speculation_keeps_greedy_answers(questions, answers):
     with run_engine("unique", speculative_config=speculation) as engine:
         assert engine.answer([question.prompt for question in questions]) == answers[0]
         assert engine.metric("vllm:spec_decode_num_draft_tokens_total") > 0
+        # Nothing repeats in so short a prompt, so there is a step without a draft.
+        (few,) = engine.sample([[0, 5, 6, 7]], max_tokens=8, top_k=2)
+        assert all(len(place) == 2 for place in few.likeliest)
 
 
 def test_preempted_requests_finish_with_right_answers():

@@ -52,7 +52,8 @@ def lossless(questions, texts, tokenizer):
         beginnings = [[*texts[2], rng.randrange(3, 4000)] for _ in range(24)]
         sampled = engine.sample(beginnings, max_tokens=40)
         followed = engine.follow(tokenizer.decode(texts[2][1:]), DIGITS)
-    return answers, (undrafted, short), (drafted, accepted, hits), longest, sampled, followed
+        few = [engine.sample([text], max_tokens=16, top_k=2)[0] for text in (texts[3], texts[2])]
+    return answers, (undrafted, short), (drafted, accepted, hits), longest, sampled, followed, few
 
 
 def test_tokens_are_those_of_dense_decoding(lossless, questions, texts, tokenizer):
@@ -120,6 +121,13 @@ def test_sampled_tokens_have_the_distribution_that_the_model_gives_them(lossless
         drawn = sum(token == ranked[rank] for token, ranked, _ in places)
         deviation = math.sqrt(sum(p * (1 - p) for p in probabilities))
         assert abs(drawn - sum(probabilities)) < 4 * deviation, (drawn, sum(probabilities), deviation)
+
+
+def test_tokens_are_drawn_of_the_likeliest_with_drafts_and_without(lossless):
+    """A step without a draft, as of a short context, has no rows of drafts."""
+    for each in lossless[6]:
+        assert len(each.tokens) == 16
+        assert all(len(place) == 2 for place in each.likeliest)
 
 
 def test_what_drafts_write_is_never_read_and_statistics_are_those_of_verified_keys():

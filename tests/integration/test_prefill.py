@@ -124,7 +124,9 @@ def test_statistics_for_prefill_leave_decode_steps_their_bits(model, backend):
     assert torch.equal(*outputs)
 
 
-KEEPING = {"method": "zipvl", "tau": 0.6, "recent_probes": 8, "random_probes": 8, "seed": 3}
+KEEPING = {
+    "method": "zipvl", "tau": 0.6, "recent_probes": 8, "random_probes": 8, "seed": 3, "min_context_tokens": 0,
+}  # fmt: skip
 
 
 def keeping_harness(model: str, backend: str = "zipvl", layer_index: int = 0, **changes: object) -> LayerHarness:
@@ -176,6 +178,17 @@ def test_contexts_shorter_than_the_shortest_are_attended_whole(model):
     assert harness.layer.impl.plan.prefill.counters[0, 1] == 201
     harness.step([(harness.request(200), 200)])
     assert harness.metadata.prompts is None
+
+
+def test_short_contexts_are_attended_whole_unless_asked_otherwise(model):
+    """As with the other methods, so that short prompts have the tokens of dense attention."""
+    settings = {"prefill": {name: value for name, value in KEEPING.items() if name != "min_context_tokens"}}
+    harness = LayerHarness(model, settings=settings, backend="zipvl")
+    request, context = harness.request(1024), 0
+    for chunk, is_whole in ((30, True), (990, True), (4, False)):
+        harness.step([(request, chunk)])
+        context += chunk
+        assert (harness.metadata.prompts is None) == is_whole, context
 
 
 def test_layers_that_keep_every_token(model):

@@ -116,9 +116,10 @@ class Engine:
         """
         return self._pool.submit(_expect, list(prompts), arguments, max_tokens).result()
 
-    def sample(self, prompts: Sequence[list[int]], max_tokens: int) -> list[Sampled]:
-        """Tokens that follow each of a batch of prompts, drawn at temperature 1, with the likeliest at each place."""
-        return self._pool.submit(_sample, list(prompts), max_tokens).result()
+    def sample(self, prompts: Sequence[list[int]], max_tokens: int, top_k: int = 0) -> list[Sampled]:
+        """Tokens that follow each of a batch of prompts, drawn at temperature 1, with the two likeliest at each
+        place; of the `top_k` likeliest, unless it is 0."""
+        return self._pool.submit(_sample, list(prompts), max_tokens, top_k).result()
 
     def follow(self, prompt: str, regex: str) -> str:
         """Text that follows a prompt, greedily, and a regular expression."""
@@ -214,10 +215,12 @@ def _expect(
     return [{token: each.logprob for token, each in one.outputs[0].logprobs[-1].items()} for one in done]
 
 
-def _sample(prompts: list[list[int]], max_tokens: int) -> list[Sampled]:
+def _sample(prompts: list[list[int]], max_tokens: int, top_k: int) -> list[Sampled]:
     from vllm import SamplingParams
 
-    sampling = SamplingParams(temperature=1, max_tokens=max_tokens, ignore_eos=True, logprobs=2, seed=None)
+    sampling = SamplingParams(
+        temperature=1, max_tokens=max_tokens, ignore_eos=True, logprobs=2, seed=None, top_k=top_k
+    )  # fmt: skip
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
     return [
         Sampled(

@@ -901,7 +901,7 @@ def test_the_rule_of_tokens_is_what_the_settings_say():
     assert {name: getattr(rule, name) for name in given_settings} == given_settings
     # The shortest context that is made sparse.
     assert rule.dense_tokens == 4095
-    assert ZipVLPrefill().rule() == TokenRule()
+    assert ZipVLPrefill(min_context_tokens=0).rule() == TokenRule()
 
 
 def test_the_rule_of_blocks_is_what_the_settings_say():

@@ -107,8 +107,8 @@ class ZipVLPrefill(Section):
     """Seed of the draw."""
     first_dense_layers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Number of leading layers with dense prefill."""
-    min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 0
-    """Shorter contexts are prefilled dense."""
+    min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
+    """Shorter contexts are prefilled dense. The paper has no such limit."""
 
     def rule(self) -> TokenRule:
         """Returns the settings as the operation takes them."""

@@ -40,7 +40,6 @@ class SparseDrafter:
         self.vllm_config = vllm_config
         self.rule = rule
         self.watch = PaceWatch(rule.draft_tokens) if rule.is_adaptive else None
-        compat.mend_rejection_sampling()
 
     def load_model(self, model: Any) -> None:
         """Takes the model, which is its own draft."""
