@@ -51,6 +51,8 @@ def output(tmp_path) -> Path:
 
 @pytest.fixture
 def run(monkeypatch, capsys, stub, output):
+    monkeypatch.setenv("COLUMNS", "200")
+
     def call(*arguments: str, base: tuple[str, ...] | None = None) -> tuple[int, str, str]:
         if base is None:
             base = ("--base-url", stub.url, "--tokenizer", str(MODEL), "--output", str(output))

@@ -3,6 +3,7 @@
 import gc
 import inspect
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -126,11 +127,12 @@ def runners(request, monkeypatch):
     # Hooks change the class itself.
     methods = {name: method for base in (FakeRunner, request.param) for name, method in vars(base).items()}
     made = type("Runner", (), {name: method for name, method in methods.items() if callable(method)})
+    made.vllm_config = None
     monkeypatch.setattr(compat, "_RUNNER_MODULES", ("a.runner",))
     monkeypatch.setitem(sys.modules, "a.runner", SimpleNamespace(GPUModelRunner=made))
     for _ in range(2):
         compat.hook_model_runners(
-            lambda runner: None, lambda specs: specs, lambda *new: None, sampling.begin_step, request_log.finish
+            nullcontext, lambda specs: specs, lambda *new: None, sampling.begin_step, request_log.finish
         )
     return made(), made()
 

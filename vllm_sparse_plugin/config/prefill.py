@@ -35,7 +35,7 @@ class BlockPrefill(Section):
     first_dense_layers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Number of leading layers with dense prefill."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 8192
-    """Tiles that begin before this position read everything."""
+    """Tiles before this position are dense."""
     min_blocks: Annotated[int, Field(ge=1, le=1 << 16)] = 16
     """Smallest number of past key blocks that a tile reads, if it has that many."""
     sink_blocks: Annotated[int, Field(ge=0, le=64)] = 1
@@ -108,7 +108,7 @@ class ZipVLPrefill(Section):
     first_dense_layers: Annotated[int, Field(ge=0, le=1024)] = 0
     """Number of leading layers with dense prefill."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 1024
-    """Shorter contexts are prefilled dense. The paper has no such limit."""
+    """Shorter contexts are prefilled dense."""
 
     def rule(self) -> TokenRule:
         """Returns the settings as the operation takes them."""
