@@ -61,6 +61,8 @@ class GroupRouting:
         shape = tuple(self.coefficients.shape)
         if shape != (num_kv_heads, 4):
             raise ValueError(f"coefficients: got {list(shape)}, allowed: [{num_kv_heads}, 4]")
+        if self.coefficients.dtype != torch.float32:
+            raise ValueError(f"coefficients: got {self.coefficients.dtype}, allowed: torch.float32")
         if self.counts is not None and tuple(self.counts.shape) != (num_kv_heads, 2):
             raise ValueError(f"counts: got {list(self.counts.shape)}, allowed: [{num_kv_heads}, 2]")
 

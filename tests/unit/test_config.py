@@ -1,3 +1,4 @@
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_origin
@@ -940,6 +941,20 @@ def test_thresholds_of_a_layer():
     assert by_layer.shape == (2, ())
     assert by_layer.of_layer(1, heads, "cpu").coefficients.tolist() == [[0.25, 0, 0, 0]] * 2
     assert by_layer.of_layer(1, heads, "cpu").score == "max"
+
+
+def test_thresholds_are_float32_whatever_the_default_dtype():
+    """Models are loaded with a default of 16 bits, and kernels read thresholds as float32."""
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        routing = Routing(threshold=0.3).of_layer(0, range(2), "cpu")
+    finally:
+        torch.set_default_dtype(previous)
+    assert routing.coefficients.dtype == torch.float32
+    routing.check(2)
+    with pytest.raises(ValueError, match=r"^coefficients: got torch.bfloat16, allowed: torch.float32$"):
+        replace(routing, coefficients=routing.coefficients.bfloat16()).check(2)
     cubic = Routing(cubic=[0.5, 1, 2, 4], shortest=16, longest=64).of_layer(0, heads, "cpu")
     assert cubic.coefficients.tolist() == [[0.5, 1, 2, 4]] * 2
     assert (cubic.shortest, cubic.longest) == (16, 64)

@@ -115,7 +115,8 @@ class Routing(Section):
         import torch
         from sparse_kernels.group_routing import GroupRouting
 
-        coefficients = torch.zeros(len(kv_heads), 4)
+        # The kernels read float32, whatever dtype a model has made the default.
+        coefficients = torch.zeros(len(kv_heads), 4, dtype=torch.float32)
         if self.cubic is not None:
             coefficients[:] = torch.tensor(self.cubic)
             return GroupRouting(coefficients.to(device), self.score, self.shortest, self.longest, counts)
