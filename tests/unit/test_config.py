@@ -941,6 +941,9 @@ def test_thresholds_of_a_layer():
     assert by_layer.shape == (2, ())
     assert by_layer.of_layer(1, heads, "cpu").coefficients.tolist() == [[0.25, 0, 0, 0]] * 2
     assert by_layer.of_layer(1, heads, "cpu").score == "max"
+    cubic = Routing(cubic=[0.5, 1, 2, 4], shortest=16, longest=64).of_layer(0, heads, "cpu")
+    assert cubic.coefficients.tolist() == [[0.5, 1, 2, 4]] * 2
+    assert (cubic.shortest, cubic.longest) == (16, 64)
 
 
 def test_thresholds_are_float32_whatever_the_default_dtype():
@@ -955,9 +958,6 @@ def test_thresholds_are_float32_whatever_the_default_dtype():
     routing.check(2)
     with pytest.raises(ValueError, match=r"^coefficients: got torch.bfloat16, allowed: torch.float32$"):
         replace(routing, coefficients=routing.coefficients.bfloat16()).check(2)
-    cubic = Routing(cubic=[0.5, 1, 2, 4], shortest=16, longest=64).of_layer(0, heads, "cpu")
-    assert cubic.coefficients.tolist() == [[0.5, 1, 2, 4]] * 2
-    assert (cubic.shortest, cubic.longest) == (16, 64)
 
 
 KEYS = st.sampled_from(
