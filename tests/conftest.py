@@ -4,7 +4,9 @@ Folders of tests run in two processes, a file at a time in each. A file alone, `
 """
 
 import os
+import signal
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -104,3 +106,16 @@ def _inspect_models_in_this_process() -> None:
     registry = sys.modules.get("vllm.model_executor.models.registry")
     if registry is not None and not torch.cuda.is_available():
         registry._run_in_subprocess = lambda inspect: inspect()
+
+
+@pytest.fixture(autouse=True)
+def _default_signals() -> Iterator[None]:
+    """An engine in this process leaves handlers of signals behind; commands keep handlers that they find."""
+    main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
+    for number in before if main else ():
+        signal.signal(number, signal.SIG_DFL)
+    yield
+    for number, handler in before.items() if main else ():
+        if handler is not None:  # a handler that Python did not set
+            signal.signal(number, handler)
