@@ -3,11 +3,62 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Dtypes of queries that the GPU kernels take."""
+
+
+MOST_PIECES = 256
+"""Pieces, at most, of a long context that is attended whole: `MOST_PIECES` in whole.cuh."""
+WHOLE_TOKENS = 4096
+"""Longer contexts are cut into pieces where they are attended whole: `WHOLE_TOKENS` in whole.cuh."""
+
+
+class PiecesRoom(NamedTuple):
+    """Room for the pieces of listed requests."""
+
+    values: torch.Tensor
+    """`[requests * rows * MOST_PIECES * group_size * head_size]` float32."""
+    weights: torch.Tensor
+    """At least `[requests * rows * MOST_PIECES * group_size * 2]` float32."""
+    requests: int
+    """How many requests have room."""
+
+
+@dataclass(frozen=True)
+class WholeRequests:
+    """Lists long requests that are attended whole. On a GPU all thread blocks of a decode step share their pieces; a
+    request that is not listed is read by its own blocks, which takes longer and gives the same bits."""
+
+    requests: torch.Tensor
+    """`[1 + most]` int32: how many requests are listed, then which. CUDA graphs may read it."""
+    scratch: torch.Tensor
+    """`[n]` float32, see `scratch_numbers`. Calls which follow each other may share it."""
+    arrived: torch.Tensor
+    """`[most * rows of a request]` int32 zeros; every call leaves zeros behind."""
+    first_request: int = 0
+    """The number by which the list calls the first request of the batch."""
+
+    @staticmethod
+    def scratch_numbers(rows: int, group_size: int, head_size: int) -> int:
+        """Returns the float32 numbers of scratch that a request takes.
+
+        Args:
+            rows: query tokens of a request times KV heads.
+            group_size: query heads to a KV head.
+            head_size: elements of a head.
+        """
+        return rows * MOST_PIECES * group_size * (head_size + 2)
+
+    def room(self, rows: int, group_size: int, head_size: int) -> PiecesRoom:
+        """Divides the scratch; arguments are those of `scratch_numbers`."""
+        requests = len(self.scratch) // self.scratch_numbers(rows, group_size, head_size)
+        requests = min(requests, len(self.arrived) // rows)
+        values = requests * rows * MOST_PIECES * group_size * head_size
+        return PiecesRoom(self.scratch[:values], self.scratch[values:], requests)
 
 
 @dataclass(frozen=True)
@@ -45,6 +96,9 @@ class DecodeBatch:
     order, besides the incomplete page. Nothing is scored or selected then. -1 stands for no page, and so does every
     number that is not a complete page of the context. A row with a budget takes its pages from the first `budget`
     places. Rows that are attended whole ignore their list. None where a selection chooses the pages."""
+    whole: WholeRequests | None = None
+    """The long ones of the requests that are attended whole, as far as the host knows them; None for none. No output
+    depends on it."""
 
     @property
     def num_tokens(self) -> int:
@@ -91,9 +145,10 @@ class DecodeBatch:
         pages = None if self.pages is None else self.pages[tokens]
         if budgets is not None:
             budgets = budgets[tokens] if budgets.dim() == 2 else budgets[first:last]
+        whole = self.whole and replace(self.whole, first_request=self.whole.first_request + first)
         return DecodeBatch(
             self.query[tokens], self.block_table[first:last], self.seq_lens[first:last], dense, self.dense_tokens,
-            self.query_scale, self.max_context, budgets, scores, pages,
+            self.query_scale, self.max_context, budgets, scores, pages, whole,
         )  # fmt: skip
 
     def token_budgets(self) -> torch.Tensor | None:

@@ -29,6 +29,7 @@ from vllm_sparse_plugin.attention.base import ModelSize
 from vllm_sparse_plugin.attention.cuda import SparseCUDAImpl, SparseCUDAMetadataBuilder, flash, start_up
 from vllm_sparse_plugin.attention.cuda import builder as builder_module
 from vllm_sparse_plugin.attention.cuda import layer as layer_module
+from vllm_sparse_plugin.attention.cuda.whole import WHOLE_SCRATCH
 from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
@@ -109,6 +110,7 @@ def builder(monkeypatch):
     made.vllm_config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=1000))
     made.dense_requests = StepNumbers(False, 16, torch.bool, torch.device("cpu"))
     made.limits = budgets_of("dense")
+    made.whole = None
     return made
 
 
@@ -801,7 +803,7 @@ def test_flash_attention_is_asked_for_virtual_sequences(layer, builder, monkeypa
 
 
 @pytest.mark.parametrize("preset", ["unique_prefill", "zipvl", "unique", "snapkv", "h2o"])
-def test_the_profile_of_memory_leaves_room_for_sparse_prefill_and_votes(layer, monkeypatch, preset):
+def test_the_profile_of_memory_leaves_room_for_scratch(layer, monkeypatch, preset):
     asked = []
     empty = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *size, **more: asked.append(size) or empty(*size, **more))
@@ -820,7 +822,9 @@ def test_the_profile_of_memory_leaves_room_for_sparse_prefill_and_votes(layer, m
         "unique_prefill": of_blocks, "zipvl": 3 * 2 * query.numel() + 300 * 2**20, "snapkv": windows,
         "h2o": windows + 32 * 4 * HEADS * 4096,
     }  # fmt: skip
-    assert asked == ([(wanted[preset],)] if preset in wanted else [])
+    selects = config.selector is not None and not config.selector.reads_every_page
+    every = wanted.get(preset, 0) + (WHOLE_SCRATCH if selects else 0)
+    assert asked == ([(every,)] if every else [])
 
 
 class Runner(SimpleNamespace):

@@ -9,6 +9,7 @@ import sparse_kernels
 pytest.importorskip("cuda.core", reason="needs cuda-core")
 pytest.importorskip("cuda.bindings", reason="needs cuda-bindings")
 
+from sparse_kernels import batch
 from sparse_kernels.cuda import params
 from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, _known_architectures, architecture_of, compile_source
 from sparse_kernels.cuda.shared_memory import chain_bytes, merging_bytes, piece_bytes
@@ -279,7 +280,13 @@ def test_a_struct_that_the_host_fills_otherwise_does_not_compile(tmp_path: Path)
 
 
 def test_limits_of_the_host_are_those_of_the_device(tmp_path: Path) -> None:
-    text = f'#include "select.cuh"\nstatic_assert(MAX_CANDIDATES == {MAX_K}, "k");\n'
+    text = f"""
+    #include "select.cuh"
+    #include "whole.cuh"
+    static_assert(MAX_CANDIDATES == {MAX_K}, "k");
+    static_assert(MOST_PIECES == {batch.MOST_PIECES}, "pieces");
+    static_assert(WHOLE_TOKENS == {batch.WHOLE_TOKENS}, "tokens");
+    """
     compile_with(tmp_path / "limits.cu", text, {})
 
 

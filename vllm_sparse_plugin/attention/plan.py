@@ -86,6 +86,11 @@ class LayerPlan:
         return self.selector is not None and not self.selector.has_kernel()
 
     @property
+    def reads_selection(self) -> bool:
+        """Whether decoding tokens read chosen pages and no others."""
+        return self.selector is not None and not self.selector.reads_every_page
+
+    @property
     def is_sparse(self) -> bool:
         """Whether decoding tokens of this layer attend in our kernels."""
         return self.selector is not None or self.routing is not None

@@ -105,6 +105,28 @@ class ContextParams(ctypes.Structure):
         )  # fmt: skip
 
 
+class WholeParams(ctypes.Structure):
+    """Long requests that are attended whole, whose pieces all blocks of a launch share."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("requests", _Pointer), ("values", _Pointer), ("weights", _Pointer), ("arrived", _Pointer),
+        ("first_request", _Int), ("most_requests", _Int),
+    ]  # fmt: skip
+
+    @classmethod
+    def of(cls, batch: DecodeBatch, num_kv_heads: int) -> WholeParams:
+        """Fills in the long requests of a batch; null pointers where it lists none."""
+        listed = batch.whole
+        if listed is None:
+            return cls()
+        rows = batch.tokens_per_request * num_kv_heads
+        room = listed.room(rows, batch.group_size(num_kv_heads), batch.head_size)
+        return cls(
+            pointer(listed.requests), pointer(room.values), pointer(room.weights), pointer(listed.arrived),
+            listed.first_request, min(len(listed.requests) - 1, room.requests),
+        )  # fmt: skip
+
+
 class RoutingParams(ctypes.Structure):
     """The routing of one layer."""
 
@@ -201,7 +223,7 @@ class DecodeParams(ctypes.Structure):
         ("query", QueryParams), ("cache", CacheParams), ("statistics", StatisticsParams), ("scores", _Pointer),
         ("scores_stride", _Long), ("contexts", ContextParams), ("selection", SelectionParams),
         ("routing", RoutingParams), ("softmax", SoftmaxParams), ("stop", StopParams), ("output", OutputParams),
-        ("pages", _Pointer), ("chosen", _Pointer),
+        ("pages", _Pointer), ("chosen", _Pointer), ("whole", WholeParams), ("num_tokens", _Int),
     ]  # fmt: skip
 
 

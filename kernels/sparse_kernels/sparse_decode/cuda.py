@@ -14,6 +14,7 @@ selection is compiled apart, so that the others do not carry it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from sparse_kernels.cuda.params import (
     SoftmaxParams,
     StatisticsParams,
     StopParams,
+    WholeParams,
     pointer,
 )
 from sparse_kernels.group_routing.cuda import skipped_groups
@@ -124,8 +126,16 @@ def sparse_decode(
         OutputParams.of(output),
         pointer(pages),
         pointer(output.pages),
+        WholeParams.of(batch, cache.num_kv_heads),
+        batch.num_tokens,
     )
-    compiled.launch((launch.cluster, cache.num_kv_heads, batch.num_tokens), params, block_bytes)
+    grid = launch.cluster, cache.num_kv_heads, batch.num_tokens
+    if batch.whole is not None:
+        # Multiprocessors without a row share the pieces of whole contexts.
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        room = launch.blocks_per_sm * multiprocessors - math.prod(grid)
+        grid = grid[0], grid[1], batch.num_tokens + max(0, room // (launch.cluster * cache.num_kv_heads))
+    compiled.launch(grid, params, block_bytes)
 
 
 def decode_in_pieces(

@@ -5,6 +5,7 @@
 #include "score.cuh"
 #include "select.cuh"
 #include "stop.cuh"
+#include "whole.cuh"
 
 constexpr int QUERY = SK_QUERY, KV = SK_KV, RECORD = SK_RECORD, OUTPUT = SK_OUTPUT;
 constexpr int GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE, PAGE_SIZE = SK_PAGE_SIZE;
@@ -43,6 +44,8 @@ struct DecodeParams {
     OutputParams output;
     const int* pages;   // [rows, selection.k] if LISTED, best first or as GIVEN; null: the sink pages and the newest.
     int* chosen;        // [rows, selection.k] if WRITTEN: the selection in reading order, -1 behind its last page.
+    WholeParams whole;
+    int num_tokens;     // Query tokens of the batch. Blocks of later z share the pieces of whole contexts, no more.
 };
 
 struct StageMemory {
@@ -90,6 +93,9 @@ struct Attending<0> {
 };
 
 using Shared = typename Attending<STOP_TILES>::Shared;
+using Whole = WholeAttention<QUERY, OUTPUT, KV, GROUP, HEAD_SIZE, PAGES_PER_BLOCK * PAGE_SIZE, WARPS, DecodeParams>;
+// Half of the room for the sums of the chains: there is room for the weights of as many pieces, too.
+constexpr int WHOLE_ROOM = Chained::PER_BLOCK / 2;
 constexpr int FIXED_BYTES = (sizeof(Shared) + 15) / 16 * 16;
 static_assert(FIXED_BYTES == SK_FIXED_BYTES, "the host counts the shared memory of a block otherwise");
 static_assert(sizeof(typename Chained::Values) == SK_VALUES_BYTES, "the host counts the values of the chains otherwise");
@@ -277,6 +283,17 @@ struct Row {
             selected[slot] = slot < sink_pages ? slot : STOP_TILES ? num_pages - 1 - (slot - sink_pages) : num_pages - k + slot;
     }
 
+    // Attends all of a long context, unless the blocks of the launch share it.
+    DEVICE void attend_long(const QueryRows& x, int num_pages) const {
+        if constexpr (WRITTEN) write_selection(0);
+        if (STOP_TILES && p.output.pages_read && rank == 0 && thread == 0) p.output.pages_read[row] = num_pages;
+        Whole whole(p, shared.attention.query);
+        if (whole.lists(at.request) || rank > 0) return;
+        prepare_query(x);
+        __syncthreads();
+        whole.template attend_alone<WHOLE_ROOM>(at, token, head, (float*)&values);
+    }
+
     // Attends the selected pages, or all of a dense context, and the incomplete page.
     DEVICE void attend(bool dense, int num_pages, int tail) const {
         int page_tiles = (dense ? num_pages : k) * TILES_PER_PAGE;
@@ -301,14 +318,8 @@ struct Row {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
-#if SK_CLUSTER > 1
-    __cluster_dims__(CLUSTER, 1, 1)
-#endif
-sparse_decode(const __grid_constant__ DecodeParams p) {
-    extern __shared__ __align__(16) u8 memory[];
-    depend_on_previous();
-    release_next();
+// Attends one query token and KV head.
+DEVICE void attend_row(const DecodeParams& p, u8* memory) {
     Row row(p, memory);
     typename Row::QueryRows x;
     row.load_query(x);
@@ -317,6 +328,10 @@ sparse_decode(const __grid_constant__ DecodeParams p) {
         return;
     }
     int num_pages = row.at.context / PAGE_SIZE, tail = row.at.context % PAGE_SIZE;
+    if (is_long_and_whole(row.at)) {
+        row.attend_long(x, num_pages);
+        return;
+    }
     bool dense = row.at.whole || num_pages <= row.k;
     bool selecting = !LISTED && !dense && (FUSED ? p.statistics.vectors != nullptr : p.scores != nullptr);
     int padded = ceil_div(num_pages, 8) * 8;
@@ -339,4 +354,21 @@ sparse_decode(const __grid_constant__ DecodeParams p) {
     if constexpr (WRITTEN) row.write_selection(dense ? 0 : row.k);
     if (!(FUSED && selecting)) Peers::wait();
     row.attend(dense, num_pages, tail);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM)
+#if SK_CLUSTER > 1
+    __cluster_dims__(CLUSTER, 1, 1)
+#endif
+sparse_decode(const __grid_constant__ DecodeParams p) {
+    extern __shared__ __align__(16) u8 memory[];
+    depend_on_previous();
+    release_next();
+    int listed = p.whole.requests ? p.whole.requests[0] : 0;
+    if (blockIdx.z < p.num_tokens) attend_row(p, memory);
+    if (listed == 0) return;
+    // Peers no longer reach into the memory of this block: they have merged, or this row had nothing to merge.
+    Whole whole(p, ((Shared*)memory)->attention.query);
+    int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
+    whole.share(gridDim.y, p.num_tokens / p.contexts.tokens_per_request, block, gridDim.x * gridDim.y * gridDim.z);
 }

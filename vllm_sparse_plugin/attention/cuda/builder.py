@@ -35,6 +35,7 @@ from vllm_sparse_plugin.attention.cuda.metadata import (
     without_first,
 )
 from vllm_sparse_plugin.attention.cuda.start_up import warm_up_compaction, warm_up_meter
+from vllm_sparse_plugin.attention.cuda.whole import LayerHeads, WholeList
 from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import LayerPlan, plan_layers
 from vllm_sparse_plugin.attention.prefill import plan_rounds, reads_less
@@ -94,6 +95,11 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             layer.impl.bind(group.plans[name])
             layer.impl.splits = splits_for(max_tokens, layer.num_heads, layer.head_size)
             layer.impl.scratch = scratch
+        selecting = [layer for name, layer in layers.items() if group.plans[name].reads_selection]
+        heads = [
+            LayerHeads(each.num_kv_heads, each.num_heads // each.num_kv_heads, each.head_size) for each in selecting
+        ]
+        self.whole = WholeList(heads, self.reorder_batch_threshold, self.dense_tokens, device) if heads else None
         metered = {(layer.num_heads, layer.head_size): layer for layer in layers.values() if layer.impl.plan.quality}
         for layer in metered.values():
             warm_up_meter(layer, kv_cache_spec, vllm_config.model_config.max_model_len, device)
@@ -174,6 +180,9 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                 with dropping(UNMEASURED):
                     metadata.sampled = self._sampled(self.meter.sample, common, runs, asked, whole_requests)
             dense, budgets = self.dense_requests.tensor, self.limits.budgets
+            if self.whole is not None:
+                bound = common.seq_lens_cpu_upper_bound
+                self.whole.write(whole_requests, None if bound is None else bound.tolist())
             for run in runs:
                 those = slice(run.first_request, run.first_request + run.num_requests)
                 tokens = slice(run.first_token, run.first_token + run.num_tokens)
@@ -181,6 +190,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
                     DecodeRequests(
                         tokens, common.block_table_tensor[those], common.seq_lens[those], dense[those],
                         None if budgets is None else budgets.tensor[those], self.limits.of(those),
+                        None if self.whole is None else self.whole.of_run(run.first_request),
                     )
                 )  # fmt: skip
         if verifies:

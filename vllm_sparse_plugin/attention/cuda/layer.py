@@ -158,7 +158,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         """Returns the requests with a layer's queries."""
         return DecodeBatch(
             query[requests.tokens], requests.block_table, requests.seq_lens, requests.dense, self.plan.dense_tokens,
-            query_scale(query, layer), self.plan.max_context, requests.budgets,
+            query_scale(query, layer), self.plan.max_context, requests.budgets, whole=requests.whole,
         )  # fmt: skip
 
     def _voting(self, layer: Any, window: ObservationWindow) -> tuple[ObservationWindow, KVCache]:

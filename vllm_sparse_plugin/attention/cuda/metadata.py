@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+from sparse_kernels.batch import WholeRequests
 from sparse_kernels.page_coverage import Coverage
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
@@ -33,6 +34,8 @@ class DecodeRequests:
     """`[num_requests]` int32, pages that a selection reads of each; None where all have the settings' budget."""
     limits: Coverage | None = None
     """How much each request reads under a coverage; None without one."""
+    whole: WholeRequests | None = None
+    """The long ones of the requests that attend densely; None where no layer selects pages."""
 
 
 class SampledToken(NamedTuple):

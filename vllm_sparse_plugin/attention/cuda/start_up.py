@@ -16,6 +16,7 @@ from vllm_sparse_plugin.attention.base import SparseBackend, SparseImpl
 from vllm_sparse_plugin.attention.cuda.measure import measure_token
 from vllm_sparse_plugin.attention.cuda.metadata import SampledToken
 from vllm_sparse_plugin.attention.cuda.scales import scaled
+from vllm_sparse_plugin.attention.cuda.whole import WHOLE_SCRATCH
 from vllm_sparse_plugin.compaction.step import StepCompaction
 from vllm_sparse_plugin.config import BlockPrefill
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
@@ -36,8 +37,8 @@ _COLD = "its kernels are compiled when a prompt needs them"
 
 
 def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> None:
-    """Takes the memory of sparse prefill, or of compaction, for a moment: vLLM's profile of its memory then leaves
-    room for it."""
+    """Takes the memory of sparse prefill, compaction and dense requests for a moment: vLLM's profile of its memory
+    then leaves room for it."""
     backend: type[SparseBackend] = layer.attn_backend
     config, wanted, longest = backend.config(), 0, impl.model_size.longest_context
     if config.moves_tokens:
@@ -59,6 +60,9 @@ def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> None:
     elif config.prefill is not None:
         # Queries and outputs are gathered, and outputs are put back token by token.
         wanted = max(wanted, 3 * query.numel() * 2 + _TOKEN_SCRATCH)
+    if config.selector is not None and not config.selector.reads_every_page:
+        # It is taken when layers are planned, after the profile, and kept.
+        wanted += WHOLE_SCRATCH
     if not wanted:
         return
     torch.empty(wanted, dtype=torch.uint8, device=query.device)

@@ -1,0 +1,78 @@
+"""Lists the long requests of a step that attend densely, so that all thread blocks of a decode step share them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sparse_kernels.batch import WHOLE_TOKENS, WholeRequests
+
+from vllm_sparse_plugin.requests.limits import StepNumbers
+
+WHOLE_SCRATCH = 64 * 2**20
+"""Bytes of scratch: room for 15 requests of a layer with 32 query heads of 128."""
+
+
+class LayerHeads(NamedTuple):
+    """The attention heads of a layer."""
+
+    num_kv_heads: int
+    group_size: int
+    head_size: int
+
+
+class WholeList:
+    """The list, in tensors that CUDA graphs may read."""
+
+    def __init__(
+        self, layers: Iterable[LayerHeads], tokens_per_request: int, dense_tokens: int, device: torch.device
+    ) -> None:
+        """Makes the tensors.
+
+        Args:
+            layers: the layers whose decoding tokens select pages; at least one.
+            tokens_per_request: query tokens of a decoding request, at most.
+            dense_tokens: contexts of up to this many tokens attend densely.
+            device: of the tensors.
+        """
+        heads = set(layers)
+        numbers = WHOLE_SCRATCH // 4
+        self.most = min(
+            numbers // WholeRequests.scratch_numbers(tokens_per_request * kv_heads, group, size)
+            for kv_heads, group, size in heads
+        )
+        rows = self.most * tokens_per_request * max(each.num_kv_heads for each in heads)
+        self._scratch = torch.empty(numbers if self.most else 0, dtype=torch.float32, device=device)
+        self._arrived = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._listed = StepNumbers(0, 1 + self.most, torch.int32, device)
+        self._dense_tokens, self._tokens_per_request = dense_tokens, tokens_per_request
+
+    def write(self, dense: NDArray[np.bool_], longest: Sequence[int] | None) -> None:
+        """Lists the long requests of a step.
+
+        Args:
+            dense: `[num_requests]` bool, the requests that attend densely whatever their length.
+            longest: upper bounds of the requests' contexts; None if they are not known.
+        """
+        if longest is None:
+            listed = [request for request, is_dense in enumerate(dense.tolist()) if is_dense]
+        else:
+            # The requests that pad a batch may have no bound.
+            known = zip(dense.tolist(), longest, strict=False)
+            listed = [request for request, each in enumerate(known) if self._may_be_long(*each)]
+        listed = listed[: self.most]
+        self._listed.write([len(listed), *listed])
+
+    def _may_be_long(self, is_dense: bool, longest: int) -> bool:
+        # A bound counts the drafts of a step as accepted.
+        shortest = longest - 2 * self._tokens_per_request
+        return longest > WHOLE_TOKENS and (is_dense or shortest <= self._dense_tokens)
+
+    def of_run(self, first_request: int) -> WholeRequests | None:
+        """Returns the list for decoding requests that begin with `first_request`; None if there is no room for any."""
+        if not self.most:
+            return None
+        return WholeRequests(self._listed.tensor, self._scratch, self._arrived, first_request)
