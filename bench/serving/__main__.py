@@ -7,6 +7,7 @@ from bench.serving.capacity import capacity
 from bench.serving.compaction import compaction, compaction_variant
 from bench.serving.decode import decode, decode_variant
 from bench.serving.decode_cpu import decode_cpu
+from bench.serving.loads import loads, loads_variant
 from bench.serving.lossless import lossless, lossless_variant
 from bench.serving.plot import plot
 from bench.serving.prefill import prefill, prefill_variant
@@ -30,6 +31,8 @@ app.command(hidden=True)(compaction_variant)
 app.command()(decode)
 app.command(hidden=True)(decode_variant)
 app.command()(decode_cpu)
+app.command()(loads)
+app.command(hidden=True)(loads_variant)
 app.command()(lossless)
 app.command(hidden=True)(lossless_variant)
 app.command()(prefill)
