@@ -41,6 +41,7 @@ MERGE = {"GROUP": 4, "HEAD_SIZE": 128, "OUTPUT": BF16, "SPLITS": 64, "PARTS": 4}
 TOPK = {"WARPS": 32, "PER_THREAD": 64, "CANDIDATES": 0, "PAGES_PER_BLOCK": 0}
 LIST = {"CLUSTER": 1, "WARPS": 32}
 BY_HEAD = SCORE | {"BY_HEAD": 1}
+FIND = {**SHAPE, **LAUNCH, "QUERY": BF16, "RECORD": QUARTERS, "PAGE_SIZE": 8, "CHUNK": 8192, "PIPELINED": 1}
 COUNT = {"QUERY": BF16, "KV": BF16, "GROUP": 4, "HEAD_SIZE": 128, "WARPS": 16, "CLUSTER": 1}
 SELECTED = SPLIT | {"SELECTED": 1, "LEAST_TOKENS": 128, "PAGE_SIZE": 8}
 ONE_BLOCK_PER_SM = {"BLOCKS_PER_SM": 1}
@@ -60,6 +61,11 @@ CASES = {
     "count for heads of 256, fp16": (
         "page_coverage/count.cu",
         COUNT | {"GROUP": 1, "HEAD_SIZE": 256, "QUERY": FP16, "KV": FP16},
+    ),
+    "find candidates": ("sparse_decode/candidates.cu", FIND),
+    "find candidates by int8, groups of 3": (
+        "sparse_decode/candidates.cu",
+        FIND | {"RECORD": INT8, "GROUP": 3, "HEAD_SIZE": 80, "PIPELINED": 0, "BLOCKS_PER_SM": 3, "CHUNK": 128},
     ),
     "top-k": ("page_topk/topk.cu", TOPK),
     "top-k of candidates": ("page_topk/topk.cu", TOPK | {"CANDIDATES": 1, "PAGES_PER_BLOCK": 8, "PER_THREAD": 4}),
@@ -233,6 +239,7 @@ KERNEL_STRUCTS = {
     "ScoreParams": ("page_score/score.cu", CASES["score int8"]),
     "TopkParams": ("page_topk/topk.cu", CASES["top-k"]),
     "ListParams": ("page_topk/list.cu", CASES["list"]),
+    "FindParams": ("sparse_decode/candidates.cu", CASES["find candidates"]),
 }
 """Structs of one kernel, and the source that has each."""
 SHARED_STRUCTS = [name for name in STRUCTS if name not in KERNEL_STRUCTS]

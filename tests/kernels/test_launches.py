@@ -30,24 +30,21 @@ INT8, QUARTERS = 128, 256
         (24, NARROW, INT8, Launch(True, 4, 16, 1)),
         (25, NARROW, INT8, Launch(True, 2, 16, 1)),
         (66, NARROW, INT8, Launch(True, 2, 16, 1)),
-        (67, NARROW, INT8, Launch(True, 1, 16, 1)),
-        (132, NARROW, INT8, Launch(True, 1, 16, 1)),
-        (133, NARROW, INT8, Launch(True, 1, 8, 2)),
+        (67, NARROW, INT8, Launch(True, 1, 16, 1, most_fused=1 << 13)),
+        (132, NARROW, INT8, Launch(True, 1, 16, 1, most_fused=1 << 13)),
+        (133, NARROW, INT8, Launch(True, 1, 8, 2, most_fused=1 << 13)),
         (32, NARROW, QUARTERS, Launch(True, 2, 16, 1)),
         (33, NARROW, QUARTERS, Launch(True, 2, 8, 1)),
         (56, NARROW, QUARTERS, Launch(True, 2, 8, 1)),
         (57, NARROW, QUARTERS, Launch(True, 2, 8, 2)),
-        (67, NARROW, QUARTERS, Launch(True, 1, 8, 2)),
+        (67, NARROW, QUARTERS, Launch(True, 1, 8, 2, most_fused=1 << 13)),
         (67, WIDE, QUARTERS, Launch(True, 4, 8, 1)),
         (8, WIDE, INT8, Launch(True, 8, 8, 1)),
         (1000, WIDE, INT8, Launch(True, 4, 8, 1)),
         (1000, STOPPING, INT8, Launch(True, 4, 8, 2)),
         (1000, DecodeShape(16, 256, 4096, 64, stopping=True), INT8, Launch(True, 8, 8, 1)),
-        (224, DecodeShape(4, 128, 1 << 14, 64), QUARTERS, Launch(True, 1, 8, 2)),
-        (225, DecodeShape(4, 128, 1 << 14, 64), QUARTERS, Launch(False, 1, 8, 2)),
-        (8, DecodeShape(4, 128, 1 << 15, 64), INT8, Launch(True, 8, 16, 1)),
-        (8, DecodeShape(4, 128, (1 << 15) + 1, 64), INT8, Launch(False, 8, 16, 1)),
-        (8, DecodeShape(4, 128, (1 << 15) + 1, 64), 0, Launch(True, 8, 16, 1)),
+        (8, DecodeShape(4, 128, 1 << 24, 16), INT8, Launch(True, 8, 16, 1)),
+        (8, NARROW, 0, Launch(False, 8, 16, 1, listed=True)),
     ],
 )
 def test_the_launch_follows_from_rows_and_shape(
@@ -65,24 +62,37 @@ def test_without_clusters_a_row_has_one_block_that_does_not_score() -> None:
 
 @pytest.mark.parametrize("stopping", [False, True])
 @pytest.mark.parametrize("rows", [8, 1000])
-def test_pages_of_long_contexts_come_from_memory(rows: int, stopping: bool) -> None:
-    for record_bytes in (0, INT8, QUARTERS):
-        numbered, longer, longest = (
-            launch_of(rows, DecodeShape(4, 128, pages, 64, stopping), record_bytes, HOPPER)
-            for pages in (1 << 16, (1 << 16) + 1, 1 << 24)
+def test_a_launch_does_not_follow_from_the_longest_context(rows: int, stopping: bool) -> None:
+    """A server that serves a million tokens has the launch of one that serves 32K, and one launch before it."""
+    for record_bytes in (INT8, QUARTERS):
+        short, long = (
+            launch_of(rows, DecodeShape(4, 128, pages, 1024, stopping), record_bytes, HOPPER)
+            for pages in (4096, 1 << 17)
         )
-        assert not numbered.listed
-        assert longer == longest == numbered._replace(fused=False, listed=True)
-    shape = DecodeShape(4, 128, 1 << 16, 64, stopping)
-    listed = launch_of(rows, DecodeShape(4, 128, 1 << 24, 64, stopping), INT8, HOPPER)
-    assert shared_bytes(listed, shape) < shared_bytes(listed._replace(listed=False), shape)
+        assert short == long
+        assert short.candidates(DecodeShape(4, 128, 4096, 1024, stopping)) == 0
+        assert long.candidates(DecodeShape(4, 128, 1 << 17, 1024, stopping)) == 16 * 1024
+
+
+@pytest.mark.parametrize("rows", [8, 1000])
+def test_pages_come_from_memory_where_a_block_cannot_number_what_it_selects_from(rows: int) -> None:
+    shape = DecodeShape(4, 128, 1 << 24, 1024)
+    listed = launch_of(rows, shape, INT8, HOPPER)
+    assert listed.listed
+    assert not listed.fused
+    assert listed.keys(shape) == listed.candidates(shape) == 0
+
+
+def test_a_block_has_room_for_what_it_selects_from() -> None:
+    launch = Launch(True, 1, 8, 2, most_fused=8192, chunk=8192)
+    for pages, k, keys in ((8192, 64, 8192), (8193, 64, 8192), (1 << 17, 64, 8192), (1 << 17, 1024, 16384)):
+        assert launch.keys(DecodeShape(4, 128, pages, k)) == keys
+    assert launch._replace(fused=False).keys(DecodeShape(4, 128, 1 << 16, 64)) == 1 << 16
 
 
 def test_pages_come_from_memory_sooner_where_shared_memory_is_short() -> None:
     assert not launch_of(8, DecodeShape(4, 128, 1 << 15, 64), INT8, (8, 0)).listed
     assert launch_of(8, DecodeShape(4, 128, (1 << 15) + 1, 64), INT8, (8, 0)).listed
-    assert not launch_of(200, DecodeShape(4, 128, 1 << 14, 64), INT8, (12, 0)).listed
-    assert launch_of(200, DecodeShape(4, 128, 1 << 16, 64), INT8, (12, 0)).listed
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,24 @@ struct WholeParams {
     int most_requests;    // That there is room for.
 };
 
+// The best pages of each chunk of a long context, best first, equal ones in the order of the text. Chunk c has its places
+// from c * k on, where k is what the row reads.
+struct CandidateParams {
+    u16* keys;       // [rows, stride] in the order of scores (select.cuh); null where no context is long.
+    int* pages;      // [rows, stride]
+    i64 stride;      // A multiple of eight.
+    int chunk;       // Pages of a chunk.
+    int most_fused;  // Contexts of up to this many pages have no candidates: the blocks of their row score them.
+
+    DEVICE bool has(int num_pages) const { return keys && num_pages > most_fused; }
+
+    // The candidates of a context with more pages than are read.
+    DEVICE int count(int num_pages, int k) const {
+        int before = (num_pages - 1) / chunk;
+        return before * k + min(k, num_pages - before * chunk);
+    }
+};
+
 // The routing of one layer.
 struct RoutingParams {
     const float4* coefficients;  // The cubic of each KV head's threshold; null: nothing is skipped.

@@ -127,6 +127,14 @@ class WholeParams(ctypes.Structure):
         )  # fmt: skip
 
 
+class CandidateParams(ctypes.Structure):
+    """The best pages of each chunk of long contexts."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("keys", _Pointer), ("pages", _Pointer), ("stride", _Long), ("chunk", _Int), ("most_fused", _Int),
+    ]  # fmt: skip
+
+
 class RoutingParams(ctypes.Structure):
     """The routing of one layer."""
 
@@ -224,6 +232,16 @@ class DecodeParams(ctypes.Structure):
         ("scores_stride", _Long), ("contexts", ContextParams), ("selection", SelectionParams),
         ("routing", RoutingParams), ("softmax", SoftmaxParams), ("stop", StopParams), ("output", OutputParams),
         ("pages", _Pointer), ("chosen", _Pointer), ("whole", WholeParams), ("num_tokens", _Int),
+        ("candidates", CandidateParams),
+    ]  # fmt: skip
+
+
+class FindParams(ctypes.Structure):
+    """What `find_candidates` is told."""
+
+    _fields_: ClassVar[_Fields] = [
+        ("query", QueryParams), ("statistics", StatisticsParams), ("contexts", ContextParams),
+        ("selection", SelectionParams), ("skipped", _Pointer), ("candidates", CandidateParams),
     ]  # fmt: skip
 
 

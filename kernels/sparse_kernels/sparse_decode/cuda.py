@@ -26,6 +26,7 @@ from sparse_kernels.cache import KVCache
 from sparse_kernels.cuda.launch import FORMATS, kernel
 from sparse_kernels.cuda.params import (
     CacheParams,
+    CandidateParams,
     ContextParams,
     DecodeParams,
     OutputParams,
@@ -44,7 +45,16 @@ from sparse_kernels.page_lists import attended_pages, chosen_pages
 from sparse_kernels.page_score.cuda import format_of, launch_scores
 from sparse_kernels.page_topk.cuda import list_pages, select_pages
 from sparse_kernels.rules import GroupRouting, StopRule
-from sparse_kernels.sparse_decode.launches import Launch, fixed_bytes, in_pieces, launch_of, shared_bytes, values_bytes
+from sparse_kernels.sparse_decode.candidates import find_candidates
+from sparse_kernels.sparse_decode.launches import (
+    Launch,
+    fixed_bytes,
+    in_pieces,
+    launch_of,
+    listed_if_long,
+    shared_bytes,
+    values_bytes,
+)
 from sparse_kernels.split_attention.cuda import Reading, attend_selection
 from sparse_kernels.split_attention.pieces import MAX_SPLITS, PIECES_BYTES
 
@@ -77,7 +87,7 @@ def sparse_decode(
         rows = batch.num_tokens * cache.num_kv_heads
         launch = launch_of(rows, shape, record_bytes, capability)
     if batch.scores is not None or (statistics is not None and not statistics.kind.is_fused):
-        launch = launch._replace(fused=False)
+        launch = listed_if_long(launch._replace(fused=False), shape, MAX_PAGES, capability)
     if batch.pages is not None:
         launch = launch._replace(fused=False, listed=True)
     macros = {
@@ -103,8 +113,11 @@ def sparse_decode(
     compiled = kernel(_SOURCE, device, macros, 32 * launch.warps)
     block_bytes = shared_bytes(launch, shape)
     compiled.reserve_shared(block_bytes, launch.blocks_per_sm)
-    scores, pages = None, batch.pages
-    if statistics is not None and not launch.fused:
+    scores, pages, candidates = None, batch.pages, CandidateParams()
+    if statistics is not None and launch.candidates(shape):
+        found = find_candidates(batch, cache, selection, routing, launch, shape)
+        candidates = found.params(launch)
+    elif statistics is not None and not launch.fused:
         skipped = None if routing is None else skipped_groups(batch, cache, routing)
         scores = _scores(batch, cache, selection, skipped, max_pages)
         if launch.listed:
@@ -128,6 +141,7 @@ def sparse_decode(
         pointer(output.pages),
         WholeParams.of(batch, cache.num_kv_heads),
         batch.num_tokens,
+        candidates,
     )
     grid = launch.cluster, cache.num_kv_heads, batch.num_tokens
     if batch.whole is not None:

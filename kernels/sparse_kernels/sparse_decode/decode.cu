@@ -46,6 +46,7 @@ struct DecodeParams {
     int* chosen;        // [rows, selection.k] if WRITTEN: the selection in reading order, -1 behind its last page.
     WholeParams whole;
     int num_tokens;     // Query tokens of the batch. Blocks of later z share the pieces of whole contexts, no more.
+    CandidateParams candidates;  // If FUSED.
 };
 
 struct StageMemory {
@@ -213,6 +214,18 @@ struct Row {
         __syncthreads();
     }
 
+    // Reads the keys of the row's candidates.
+    DEVICE void read_candidates(int count) const {
+        const u16* from = p.candidates.keys + row * p.candidates.stride;
+        // What lies behind the last key is no key, but there is room for it.
+#pragma unroll 1
+        for (int i = 8 * thread; i < count; i += 8 * THREADS) *(uint4*)(keys + i) = load16(from + i);
+        Peers::arrive();
+        __syncthreads();
+        if (thread < ceil_div(count, 8) * 8 - count) keys[count + thread] = KEY_ABSENT;
+        __syncthreads();
+    }
+
     // Fills `selected` with the best pages, best first.
     DEVICE void select_best(int num_pages, int padded, int first, int last, int share) const {
         shared.select.clear(thread);
@@ -220,10 +233,24 @@ struct Row {
         __syncthreads();
         if constexpr (FUSED) score_pages(num_pages, padded, first, last, share);
         else read_scores(num_pages);
-        Select<WARPS>{shared.select, k, warp, lane}.run(SharedKeys<WARPS>{keys, padded, thread},
-                                                                    [&](int slot, int page) {
+        select(padded, [](int page) { return page; });
+    }
+
+    // The same of a context that has candidates.
+    DEVICE void select_candidates(int num_pages) const {
+        int count = p.candidates.count(num_pages, k);
+        const int* pages = p.candidates.pages + row * p.candidates.stride;
+        shared.select.clear(thread);
+        read_candidates(count);
+        select(ceil_div(count, 8) * 8, [&](int i) { return pages[i]; });
+    }
+
+    // Fills `selected` from `keys`; `page_of` says which page a key is of.
+    template <typename PageOf>
+    DEVICE void select(int padded, PageOf page_of) const {
+        Select<WARPS>{shared.select, k, warp, lane}.run(SharedKeys<WARPS>{keys, padded, thread}, [&](int slot, int i) {
             if (TILES_PER_PAGE > Chained::PER_BLOCK || Chained::block_of(slot * TILES_PER_PAGE) == rank)
-                selected[slot] = page;
+                selected[slot] = page_of(i);
         });
     }
 
@@ -334,10 +361,11 @@ DEVICE void attend_row(const DecodeParams& p, u8* memory) {
     }
     bool dense = row.at.whole || num_pages <= row.k;
     bool selecting = !LISTED && !dense && (FUSED ? p.statistics.vectors != nullptr : p.scores != nullptr);
+    bool scoring = FUSED && selecting && !p.candidates.has(num_pages);
     int padded = ceil_div(num_pages, 8) * 8;
     int share = FUSED ? ceil_div(padded, 8 * CLUSTER) * 8 : padded;
     int first = FUSED ? min(row.rank * share, num_pages) : 0, last = min(first + share, num_pages);
-    if (FUSED && CLUSTER == 8 && selecting) row.prefetch_statistics(first, last);
+    if (CLUSTER == 8 && scoring) row.prefetch_statistics(first, last);
     row.prepare_query(x);
     if constexpr (GIVEN) {
         if (!dense) row.k = row.read_given(num_pages);
@@ -347,12 +375,13 @@ DEVICE void attend_row(const DecodeParams& p, u8* memory) {
             return;
         }
         Peers::arrive();
-    } else if (selecting) row.select_best(num_pages, padded, first, last, share);
+    } else if (FUSED && selecting && !scoring) row.select_candidates(num_pages);
+    else if (selecting) row.select_best(num_pages, padded, first, last, share);
     else if (LISTED && !dense && p.pages) row.read_selection();
     else row.select_newest(num_pages);
     __syncthreads();
     if constexpr (WRITTEN) row.write_selection(dense ? 0 : row.k);
-    if (!(FUSED && selecting)) Peers::wait();
+    if (!scoring) Peers::wait();
     row.attend(dense, num_pages, tail);
 }
 

@@ -31,7 +31,8 @@ class Launch(NamedTuple):
     """How the work of a row is laid out; its result does not depend on it."""
 
     fused: bool
-    """Whether the launch scores, too; otherwise it takes scores from memory."""
+    """Whether the launch scores pages, or takes the candidates of long contexts; otherwise it takes scores from
+    memory."""
     cluster: int
     """Blocks that share a row; 1 before there were clusters."""
     warps: int
@@ -41,6 +42,24 @@ class Launch(NamedTuple):
     listed: bool = False
     """Whether the launch takes its pages from memory, where others have scored and selected. It needs no shared memory
     for a row's scores, so contexts may have any length."""
+    most_fused: int = 1 << 14
+    """Pages of a context, at most, that a fused launch scores. A launch before it finds the candidates of longer ones,
+    which more blocks score than a row has."""
+    chunk: int = 1 << 13
+    """Pages of which that launch keeps the best."""
+
+    def candidates(self, shape: DecodeShape) -> int:
+        """Returns the candidates of the longest context; 0 if the launch scores every context."""
+        if not self.fused or shape.max_pages <= self.most_fused:
+            return 0
+        return -(-shape.max_pages // self.chunk) * shape.k
+
+    def keys(self, shape: DecodeShape) -> int:
+        """Returns the pages and candidates, at most, that a block selects from."""
+        if self.listed:
+            return 0
+        candidates = self.candidates(shape)
+        return max(min(shape.max_pages, self.most_fused), candidates) if candidates else shape.max_pages
 
 
 MOST_PAGES_AT_ONCE = MAX_K
@@ -64,11 +83,9 @@ _STOPPING_LAUNCHES = (
     (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),
     (1 << 62, Launch(True, cluster=4, warps=8, blocks_per_sm=2)),
 )
-# A launch that only scores reads faster. That pays beyond this many pages, and with wide records from half as many on,
-# if the rows keep every multiprocessor busy already.
-_MANY_PAGES = 1 << 15
+# Where a row has one block, a longer context would occupy it long after other rows have ended.
+_MOST_FUSED_BY_ONE = 1 << 13
 _WIDE_RECORD_BYTES = 256
-_MANY_ROWS = 224
 # With wide records, more rows than the first number take half as many warps with twice the registers: as many loads are
 # on their way, and more cache is left. More rows than the second take half as many warps, and two blocks find room.
 _FEWER_WARPS = (32, 56)
@@ -92,7 +109,7 @@ def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: 
         raise ValueError(f"rule: got one on compute capability {capability[0]}.x, allowed: 9.0 or later")
     if not clusters:
         launch = Launch(False, 1, warps=8, blocks_per_sm=1 if wide else 2)
-        return _listed_if_long(launch, shape, MAX_PAGES_WITHOUT_CLUSTERS, capability)
+        return listed_if_long(launch, shape, MAX_PAGES_WITHOUT_CLUSTERS, capability)
     launches = _STOPPING_LAUNCHES if shape.stopping else _LAUNCHES
     launch = next(launch for most_rows, launch in launches if num_rows <= most_rows)
     if wide:
@@ -100,15 +117,17 @@ def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: 
     fewest, most = _FEWER_WARPS
     if not shape.stopping and record_bytes >= _WIDE_RECORD_BYTES and num_rows > fewest:
         launch = launch._replace(warps=8, blocks_per_sm=1 if wide or num_rows <= most else 2)
-    crowded = num_rows > _MANY_ROWS and record_bytes >= _WIDE_RECORD_BYTES
-    if record_bytes and shape.max_pages >= (_MANY_PAGES // 2 if crowded else _MANY_PAGES + 1):
-        launch = launch._replace(fused=False)
     launch = launch._replace(cluster=max(launch.cluster, least_cluster(shape.group_size, shape.head_size)))
-    return _listed_if_long(launch, shape, MAX_PAGES, capability)
+    if not record_bytes:
+        return launch._replace(fused=False, listed=True)
+    if launch.cluster == 1:
+        launch = launch._replace(most_fused=_MOST_FUSED_BY_ONE)
+    return listed_if_long(launch, shape, MAX_PAGES, capability)
 
 
-def _listed_if_long(launch: Launch, shape: DecodeShape, most_pages: int, capability: tuple[int, int]) -> Launch:
-    if shape.max_pages <= most_pages and shared_bytes(launch, shape) <= shared_bytes_of(capability):
+def listed_if_long(launch: Launch, shape: DecodeShape, most_keys: int, capability: tuple[int, int]) -> Launch:
+    """Returns a launch, or the one that takes its pages from memory if a block cannot select from as many keys."""
+    if launch.keys(shape) <= most_keys and shared_bytes(launch, shape) <= shared_bytes_of(capability):
         return launch
     return launch._replace(fused=False, listed=True)
 
@@ -141,7 +160,7 @@ def values_bytes(launch: Launch, shape: DecodeShape) -> int:
 
 def shared_bytes(launch: Launch, shape: DecodeShape) -> int:
     """Returns the shared memory of a block."""
-    values, keys = values_bytes(launch, shape), 0 if launch.listed else 2 * round_up(shape.max_pages, 8)
+    values, keys = values_bytes(launch, shape), 2 * round_up(launch.keys(shape), 8)
     # A single block no longer needs the keys when it attends.
     both = max(values, keys) if launch.cluster == 1 else values + keys
     return fixed_bytes(launch, shape) + both + 4 * shape.k
@@ -151,7 +170,7 @@ def most_shared_bytes(shape: DecodeShape, capability: tuple[int, int]) -> int:
     """Returns the most shared memory that a block takes, whatever the number of rows."""
     table = _STOPPING_LAUNCHES if shape.stopping else _LAUNCHES
     # A launch begins with the row after the last of another.
-    rows = {1, *(rows + 1 for rows in (*_FEWER_WARPS, _MANY_ROWS, *(most for most, _ in table[:-1])))}
+    rows = {1, *(rows + 1 for rows in (*_FEWER_WARPS, *(most for most, _ in table[:-1])))}
     return max(
         shared_bytes(launch_of(num_rows, shape, record_bytes, capability), shape)
         for num_rows in rows

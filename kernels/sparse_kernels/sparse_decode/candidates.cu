@@ -1,0 +1,67 @@
+// One block scores chunks of pages of one query token and KV head, and leaves the best of each chunk: as many as are
+// selected of the whole context. The best of these candidates are the best of all pages. It is for contexts of more pages
+// than the blocks of their row had better score.
+#include "score.cuh"
+#include "select.cuh"
+
+constexpr int QUERY = SK_QUERY, RECORD = SK_RECORD, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE, PAGE_SIZE = SK_PAGE_SIZE;
+constexpr int PAGES_PER_BLOCK = SK_PAGES_PER_BLOCK, CHUNK = SK_CHUNK;
+constexpr int WARPS = SK_WARPS, THREADS = WARPS * WARP, BLOCKS_PER_SM = SK_BLOCKS_PER_SM;
+
+using Score = ScoreQuery<RECORD, GROUP, HEAD_SIZE>;
+
+struct FindParams {
+    QueryParams query;
+    StatisticsParams statistics;
+    ContextParams contexts;
+    SelectionParams selection;
+    const u8* skipped;  // [rows], 1 for a row that needs no candidates; null for none.
+    CandidateParams candidates;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) find_candidates(const __grid_constant__ FindParams p) {
+    __shared__ typename Score::Shared prepared;
+    __shared__ __align__(16) typename Select<WARPS>::Shared shared;
+    __shared__ __align__(16) u16 keys[CHUNK];
+    depend_on_previous();
+    release_next();
+    int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
+    int head = blockIdx.y, token = blockIdx.z, row = token * gridDim.y + head;
+    QueryToken at(p.contexts, token);
+    int num_pages = at.context / PAGE_SIZE, k = p.selection.pages_of(at.request, row);
+    if (at.whole || num_pages <= max(k, p.candidates.most_fused) || (p.skipped && p.skipped[row])) return;
+    i64 first_query = first_query_element(p.query, token, head, GROUP);
+#pragma unroll 1
+    for (int r = warp; r < Score::ROWS; r += WARPS) {
+        float x[padded(HEAD_SIZE) / WARP];
+        load_row<QUERY, GROUP, HEAD_SIZE>(p.query.heads, first_query, p.query.head_stride, r, lane, x);
+        Score::prepare(prepared, r, x, p.statistics.std_weight, lane);
+    }
+    __syncthreads();
+    Score score;
+    score.load(prepared, lane);
+    Statistics statistics(p.statistics, head);
+#pragma unroll 1
+    for (int chunk = blockIdx.x; chunk * CHUNK < num_pages; chunk += gridDim.x) {
+        int first = chunk * CHUNK, count = min(CHUNK, num_pages - first), padded = ceil_div(count, 8) * 8;
+        u16* found = p.candidates.keys + row * p.candidates.stride + chunk * k;
+        int* pages = p.candidates.pages + row * p.candidates.stride + chunk * k;
+        auto put = [&](int slot, int i) { found[slot] = keys[i], pages[slot] = first + i; };
+        shared.clear(thread);
+        if (thread < padded - count) keys[count + thread] = KEY_ABSENT;
+        __syncthreads();
+        score_range<SK_PIPELINED, PAGES_PER_BLOCK>(score, statistics, at.table, first, first + count, warp, WARPS, lane,
+                                                   [&](int page, u16 bits) {
+            bool always = page < p.selection.sink_pages || page >= num_pages - p.selection.recent_pages;
+            keys[page - first] = (u16)(always ? KEY_ALWAYS : ordered_key(bits));
+        });
+        __syncthreads();
+        if (count > k) {
+            Select<WARPS>{shared, k, warp, lane}.run(SharedKeys<WARPS>{keys, padded, thread}, put);
+        } else {
+#pragma unroll 1
+            for (int i = thread; i < count; i += THREADS) put(i, i);
+        }
+        __syncthreads();
+    }
+}

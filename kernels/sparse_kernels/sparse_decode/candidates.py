@@ -1,0 +1,99 @@
+"""Finds the pages of long contexts that may be selected, on CUDA, in a launch before the one that decodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from sparse_kernels.batch import DecodeBatch, PageSelection
+from sparse_kernels.cache import KVCache
+from sparse_kernels.cuda.launch import FORMATS, kernel
+from sparse_kernels.cuda.params import (
+    CandidateParams,
+    ContextParams,
+    FindParams,
+    QueryParams,
+    SelectionParams,
+    StatisticsParams,
+    pointer,
+)
+from sparse_kernels.group_routing.cuda import skipped_groups
+from sparse_kernels.limits import DecodeShape
+from sparse_kernels.page_score.cuda import format_of, launch_of
+from sparse_kernels.rules import GroupRouting
+from sparse_kernels.sparse_decode.launches import Launch
+
+_SOURCE = Path(__file__).with_name("candidates.cu")
+_WAVES = 2
+"""How many times the blocks of a launch fill the GPU, where rows and chunks suffice."""
+
+
+class Candidates(NamedTuple):
+    """The best pages of each chunk of the contexts that have candidates: as many as a row reads."""
+
+    keys: torch.Tensor
+    """`[num_tokens * num_kv_heads, n]` int16, in the order of the scores."""
+    pages: torch.Tensor
+    """`[num_tokens * num_kv_heads, n]` int32."""
+
+    def params(self, launch: Launch) -> CandidateParams:
+        """Returns them as the kernels take them."""
+        return CandidateParams(
+            pointer(self.keys), pointer(self.pages), self.keys.stride(0), launch.chunk, launch.most_fused
+        )
+
+
+def find_candidates(
+    batch: DecodeBatch,
+    cache: KVCache,
+    selection: PageSelection,
+    routing: GroupRouting | None,
+    launch: Launch,
+    shape: DecodeShape,
+) -> Candidates:
+    """Scores the contexts of more than `launch.most_fused` pages, chunk by chunk, and keeps the best of each chunk.
+
+    Args:
+        batch: the requests that decode.
+        cache: their keys, values and statistics, of a kind that is fused.
+        selection: how many pages are read, and which whatever their scores.
+        routing: which groups are skipped; they need no candidates.
+        launch: the decode step's.
+        shape: what it is compiled for.
+    """
+    statistics, device = cache.statistics, batch.query.device
+    assert statistics is not None
+    skipped = None if routing is None else skipped_groups(batch, cache, routing)
+    rows, room = batch.num_tokens * cache.num_kv_heads, -(-launch.candidates(shape) // 8) * 8
+    found = Candidates(
+        torch.empty((rows, room), dtype=torch.int16, device=device),
+        torch.empty((rows, room), dtype=torch.int32, device=device),
+    )
+    scoring = launch_of(statistics)
+    macros = {
+        "QUERY": FORMATS[batch.query.dtype],
+        "RECORD": format_of(statistics),
+        "GROUP": shape.group_size,
+        "HEAD_SIZE": cache.head_size,
+        "PAGE_SIZE": cache.page_size,
+        "PAGES_PER_BLOCK": cache.keys.pages_per_block,
+        "CHUNK": launch.chunk,
+        "WARPS": scoring.warps,
+        "BLOCKS_PER_SM": scoring.blocks_per_sm,
+        "PIPELINED": int(scoring.pipelined),
+    }
+    compiled = kernel(_SOURCE, device, macros, 32 * scoring.warps, "find_candidates")
+    params = FindParams(
+        QueryParams.of(batch.query),
+        StatisticsParams.of(statistics, selection.std_weight),
+        ContextParams.of(batch),
+        SelectionParams.of(selection, batch.budgets),
+        pointer(skipped),
+        found.params(launch),
+    )
+    chunks = -(-shape.max_pages // launch.chunk)
+    filled = _WAVES * scoring.blocks_per_sm * torch.cuda.get_device_properties(device).multi_processor_count
+    compiled.launch((max(1, min(chunks, filled // rows)), cache.num_kv_heads, batch.num_tokens), params)
+    return found
