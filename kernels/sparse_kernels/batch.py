@@ -11,26 +11,26 @@ QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Dtypes of queries that the GPU kernels take."""
 
 
-MOST_PIECES = 256
-"""Pieces, at most, of a long context that is attended whole: `MOST_PIECES` in whole.cuh."""
+MOST_STRIPES = 16
+"""Stripes, at most, of a long context that is attended whole: `MOST_STRIPES` in whole.cuh."""
 WHOLE_TOKENS = 4096
-"""Longer contexts are cut into pieces where they are attended whole: `WHOLE_TOKENS` in whole.cuh."""
+"""Longer contexts are cut into stripes where they are attended whole: `WHOLE_TOKENS` in whole.cuh."""
 
 
-class PiecesRoom(NamedTuple):
-    """Room for the pieces of listed requests."""
+class StripesRoom(NamedTuple):
+    """Room for the stripes of listed requests."""
 
     values: torch.Tensor
-    """`[requests * rows * MOST_PIECES * group_size * head_size]` float32."""
+    """`[requests * rows * MOST_STRIPES * group_size * head_size]` float32."""
     weights: torch.Tensor
-    """At least `[requests * rows * MOST_PIECES * group_size * 2]` float32."""
+    """At least `[requests * rows * MOST_STRIPES * group_size * 2]` float32."""
     requests: int
     """How many requests have room."""
 
 
 @dataclass(frozen=True)
 class WholeRequests:
-    """Lists long requests that are attended whole. On a GPU all thread blocks of a decode step share their pieces; a
+    """Lists long requests that are attended whole. On a GPU all thread blocks of a decode step share their stripes; a
     request that is not listed is read by its own blocks, which takes longer and gives the same bits."""
 
     requests: torch.Tensor
@@ -51,14 +51,14 @@ class WholeRequests:
             group_size: query heads to a KV head.
             head_size: elements of a head.
         """
-        return rows * MOST_PIECES * group_size * (head_size + 2)
+        return rows * MOST_STRIPES * group_size * (head_size + 2)
 
-    def room(self, rows: int, group_size: int, head_size: int) -> PiecesRoom:
+    def room(self, rows: int, group_size: int, head_size: int) -> StripesRoom:
         """Divides the scratch; arguments are those of `scratch_numbers`."""
         requests = len(self.scratch) // self.scratch_numbers(rows, group_size, head_size)
         requests = min(requests, len(self.arrived) // rows)
-        values = requests * rows * MOST_PIECES * group_size * head_size
-        return PiecesRoom(self.scratch[:values], self.scratch[values:], requests)
+        values = requests * rows * MOST_STRIPES * group_size * head_size
+        return StripesRoom(self.scratch[:values], self.scratch[values:], requests)
 
 
 @dataclass(frozen=True)

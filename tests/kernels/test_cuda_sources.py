@@ -291,7 +291,7 @@ def test_limits_of_the_host_are_those_of_the_device(tmp_path: Path) -> None:
     #include "select.cuh"
     #include "whole.cuh"
     static_assert(MAX_CANDIDATES == {MAX_K}, "k");
-    static_assert(MOST_PIECES == {batch.MOST_PIECES}, "pieces");
+    static_assert(MOST_STRIPES == {batch.MOST_STRIPES}, "stripes");
     static_assert(WHOLE_TOKENS == {batch.WHOLE_TOKENS}, "tokens");
     """
     compile_with(tmp_path / "limits.cu", text, {})

@@ -134,9 +134,11 @@ def test_no_batch_takes_more_shared_memory_than_admission_counts(shape: DecodeSh
     assert most_shared_bytes(shape, HOPPER) == found
 
 
-def test_a_gpu_with_less_shared_memory_serves_shorter_contexts() -> None:
-    assert most_shared_bytes(DecodeShape(4, 128, 1 << 16, 64), HOPPER) > shared_bytes_of((12, 0))
-    assert most_shared_bytes(DecodeShape(4, 128, 1 << 14, 64), HOPPER) < shared_bytes_of((12, 0))
+@pytest.mark.parametrize("stopping", [False, True])
+@pytest.mark.parametrize("k", [64, MAX_K])
+def test_long_contexts_fit_a_gpu_with_less_shared_memory(stopping: bool, k: int) -> None:
+    for pages in (1 << 14, 1 << 16, 1 << 17, 1 << 24):
+        assert most_shared_bytes(DecodeShape(4, 128, pages, k, stopping), HOPPER) < shared_bytes_of((12, 0))
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), HOPPER])

@@ -52,16 +52,16 @@ def test_requests_that_pad_a_batch_have_no_bound() -> None:
 
 def test_no_more_are_listed_than_there_is_room_for() -> None:
     whole = whole_list()
-    assert whole.most == 15
-    whole.write(np.ones(40, dtype=bool), [50_000] * 40)
-    assert listed(whole) == list(range(15))
+    assert whole.most == 63
+    whole.write(np.ones(80, dtype=bool), [50_000] * 80)
+    assert listed(whole) == list(range(63))
     requests = whole.of_run(7)
     assert requests is not None
     assert requests.first_request == 7
     room = requests.room(8, 4, 128)
-    assert room.requests == 15
-    assert room.values.numel() == 15 * 8 * 256 * 512
-    assert room.weights.numel() >= 15 * 8 * 256 * 8
+    assert room.requests == 63
+    assert room.values.numel() == 63 * 8 * 16 * 512
+    assert room.weights.numel() >= 63 * 8 * 16 * 8
     assert requests.scratch.numel() * 4 == WHOLE_SCRATCH
 
 

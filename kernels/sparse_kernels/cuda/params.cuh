@@ -44,12 +44,12 @@ struct ContextParams {
     int dense_tokens;          // Contexts of up to this many tokens are attended whole.
 };
 
-// Long requests that are attended whole, whose pieces all blocks of a launch share (whole.cuh).
+// Long requests that are attended whole, whose stripes all blocks of a launch share (whole.cuh).
 struct WholeParams {
     const int* requests;  // How many are listed, then which, as `first_request` numbers the batch's first; null: none.
-    float* values;        // Per listed row and piece: [group * head size].
-    float* weights;       // Per listed row and piece: [group][2].
-    int* arrived;         // Per listed row: pieces that are stored. Zero between launches.
+    float* values;        // Per listed row and stripe: [group * head size].
+    float* weights;       // Per listed row and stripe: [group][2].
+    int* arrived;         // Per listed row: stripes that are stored. Zero between launches.
     int first_request;
     int most_requests;    // That there is room for.
 };

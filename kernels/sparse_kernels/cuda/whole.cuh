@@ -1,13 +1,13 @@
 // Attention to a long context that is read whole. The blocks of its row would still read it long after those of other
-// rows have ended, so it is cut into pieces of consecutive tokens, one for a warp, and every block of the launch takes
-// pieces of the requests that the host lists. A long context that is not listed is read by one block of its row.
-// The cut and the order of the sum follow from the context alone. Hence the bits do, too.
+// rows have ended. Hence it is cut into pieces of consecutive tokens, one for a warp, and stripes of pieces. All blocks of
+// the launch take stripes of the requests that the host lists. One block of its row reads a context that is not listed.
+// The cut and the order of the sums follow from the context alone, and so do the bits.
 #pragma once
 #include "merge.cuh"
 
 // Shorter contexts stay with the blocks of their row.
 constexpr int WHOLE_TOKENS = 4096;
-constexpr int MOST_PIECES = 256, LEAST_PIECE_TOKENS = 256;
+constexpr int STRIPE = 16, MOST_STRIPES = 16, LEAST_PIECE_TOKENS = 64;
 
 DEVICE bool is_long_and_whole(const QueryToken& at) { return at.whole && at.context > WHOLE_TOKENS; }
 
@@ -15,17 +15,18 @@ struct WholeCut {
     int context, length, pieces;
 
     DEVICE explicit WholeCut(int context) : context(context) {
-        length = max(LEAST_PIECE_TOKENS, ceil_div(ceil_div(context, MOST_PIECES), 64) * 64);
+        length = max(LEAST_PIECE_TOKENS, ceil_div(ceil_div(context, STRIPE * MOST_STRIPES), 64) * 64);
         pieces = ceil_div(context, length);
     }
 
+    DEVICE int stripes() const { return ceil_div(pieces, STRIPE); }
     DEVICE int first(int piece) const { return piece * length; }
     DEVICE int end(int piece) const { return min((piece + 1) * length, context); }
 };
 
-// The sum over the pieces of a row, in their order. A thread holds some elements of the output.
+// What has been summed up over pieces or stripes, in their order. A thread holds some elements of the output.
 template <int ELEMENTS>
-struct PieceSum {
+struct OrderedSum {
     float largest[ELEMENTS], total[ELEMENTS], value[ELEMENTS];
 
     DEVICE void clear() {
@@ -33,14 +34,14 @@ struct PieceSum {
         for (int e = 0; e < ELEMENTS; e++) largest[e] = -INFINITY_F, total[e] = value[e] = 0;
     }
 
-    // Adds a piece: its largest logit (base 2), the sum of its weights and its weighted values.
-    DEVICE void add(int e, float piece_largest, float piece_total, float piece_value) {
-        bool grows = piece_largest > largest[e];
-        float ratio = piece_largest == largest[e] ? 1.0f : fast_exp2(-fabsf(piece_largest - largest[e]));
+    // Adds the largest logit (base 2), the sum of weights and the weighted values of what comes next.
+    DEVICE void add(int e, float next_largest, float next_total, float next_value) {
+        bool grows = next_largest > largest[e];
+        float ratio = next_largest == largest[e] ? 1.0f : fast_exp2(-fabsf(next_largest - largest[e]));
         float before = grows ? ratio : 1.0f, weight = grows ? 1.0f : ratio;
-        total[e] = fmaf(piece_total, weight, total[e] * before);
-        value[e] = fmaf(piece_value, weight, value[e] * before);
-        largest[e] = fmaxf(largest[e], piece_largest);
+        total[e] = fmaf(next_total, weight, total[e] * before);
+        value[e] = fmaf(next_value, weight, value[e] * before);
+        largest[e] = fmaxf(largest[e], next_largest);
     }
 
     DEVICE float result(int e, float sink, float value_scale) {
@@ -61,22 +62,37 @@ DEVICE float2 load_l2(const float2* p) {
     return x;
 }
 
-// What the launch is compiled for. `Params` has what `DecodeParams` has.
-template <int QUERY, int OUTPUT, int KV, int GROUP, int HEAD_SIZE, int BLOCK_TOKENS, int WARPS, typename Params>
+// The launch is compiled for this. `Params` has what `DecodeParams` has. There is shared memory for ROOM pieces.
+template <int QUERY, int OUTPUT, int KV, int GROUP, int HEAD_SIZE, int BLOCK_TOKENS, int WARPS, int ROOM, typename Params>
 struct WholeAttention {
     using Chained = ChainedAttention<1, WARPS, KV, GROUP, HEAD_SIZE>;
     using Attend = typename Chained::Attend;
     using Query = typename Attend::Query;
     static constexpr int THREADS = WARPS * WARP, WIDTH = GROUP * HEAD_SIZE, ELEMENTS = ceil_div(WIDTH, THREADS);
-    using Sum = PieceSum<ELEMENTS>;
-    static constexpr int STRIPES = ceil_div(MOST_PIECES, WARPS);
+    using Sum = OrderedSum<ELEMENTS>;
+    struct Memory {
+        float values[ROOM][WIDTH];
+        float2 weights[ROOM][GROUP];
+    };
 
     const Params& p;
     Query& query;
+    Memory& memory;
     int thread, lane, warp;
 
-    DEVICE WholeAttention(const Params& params, Query& query)
-        : p(params), query(query), thread(threadIdx.x), lane(threadIdx.x % WARP), warp(threadIdx.x / WARP) {}
+    DEVICE WholeAttention(const Params& params, Query& query, void* memory)
+        : p(params), query(query), memory(*(Memory*)memory), thread(threadIdx.x), lane(threadIdx.x % WARP),
+          warp(threadIdx.x / WARP) {}
+
+    // Calls `f(which of the thread's elements, its place in the output)`.
+    template <typename F>
+    DEVICE void for_each_element(F f) const {
+#pragma unroll
+        for (int e = 0; e < ELEMENTS; e++) {
+            int i = thread + e * THREADS;
+            if (i < WIDTH) f(e, i);
+        }
+    }
 
     DEVICE void attend(Attend& attention, const QueryToken& at, const TokenRows& rows, const WholeCut& cut, int piece) const {
         int first = cut.first(piece), end = cut.end(piece);
@@ -88,59 +104,64 @@ struct WholeAttention {
         });
     }
 
-    // Stores what a warp has of a piece: `values[WIDTH]` and `weights[GROUP]`, the largest logit and the sum of weights.
-    DEVICE void store(const Attend& attention, float* values, float2* weights) const {
+    DEVICE void publish(const Attend& attention, int place) const {
 #pragma unroll
         for (int tile = 0; tile < Attend::TILES; tile++) {
             int h = 8 * tile + lane / 4;
             float total_weight = attention.total_weight(tile);
-            if (lane % 4 == 0 && h < GROUP) weights[h] = float2{attention.largest[tile], total_weight};
+            if (lane % 4 == 0 && h < GROUP) memory.weights[place][h] = float2{attention.largest[tile], total_weight};
         }
-        attention.for_each_four(lane, [&](int h, int d, float4 four) { *(float4*)(values + h * HEAD_SIZE + d) = four; });
+        attention.for_each_four(lane, [&](int h, int d, float4 four) {
+            *(float4*)(memory.values[place] + h * HEAD_SIZE + d) = four;
+        });
+    }
+
+    // Sums up a stripe. The query is prepared; all threads of the block call it.
+    DEVICE Sum attend_stripe(const QueryToken& at, const TokenRows& rows, const WholeCut& cut, int stripe) const {
+        Sum sum;
+        sum.clear();
+        int end = min((stripe + 1) * STRIPE, cut.pieces);
+#pragma unroll 1
+        for (int first = stripe * STRIPE; first < end; first += WARPS) {
+            int piece = first + warp, last = min(first + WARPS, end);
+            Attend attention;
+            if (piece < last) attend(attention, at, rows, cut, piece);
+#pragma unroll 1
+            for (int turn = first; turn < last; turn += ROOM) {
+                __syncthreads();
+                if (piece >= turn && piece < min(turn + ROOM, last)) publish(attention, piece - turn);
+                __syncthreads();
+                for_each_element([&](int e, int i) {
+#pragma unroll 1
+                    for (int n = 0; n < min(ROOM, last - turn); n++) {
+                        float2 weight = memory.weights[n][i / HEAD_SIZE];
+                        sum.add(e, weight.x, weight.y, memory.values[n][i]);
+                    }
+                });
+            }
+        }
+        return sum;
     }
 
     DEVICE void write(Sum& sum, int token, int head) const {
         u16* out = p.output.heads + token * p.output.token_stride + (i64)head * WIDTH;
         SinkLogits sink_logits(p.softmax, head, GROUP);
-#pragma unroll
-        for (int e = 0; e < ELEMENTS; e++) {
-            int i = thread + e * THREADS;
-            if (i >= WIDTH) continue;
+        for_each_element([&](int e, int i) {
             float sink = sink_logits ? sink_logits[i / HEAD_SIZE] * LOG2E : -INFINITY_F;
             out[i] = (u16)pack_pair<OUTPUT>(sum.result(e, sink, value_scale(p.cache)), 0);
-        }
+        });
     }
 
-    // The block attends a row by itself. The query is prepared; `memory` has room for `ROOM` pieces.
-    template <int ROOM>
-    DEVICE void attend_alone(const QueryToken& at, int token, int head, float* memory) const {
+    // The block attends a row by itself. The query is prepared.
+    DEVICE void attend_alone(const QueryToken& at, int token, int head) const {
         TokenRows rows(p.cache, head);
         WholeCut cut(at.context);
-        auto* weights = (float2*)(memory + ROOM * WIDTH);
         Sum sum;
         sum.clear();
 #pragma unroll 1
-        for (int first = 0; first < cut.pieces; first += WARPS) {
-            int piece = first + warp;
-            Attend attention;
-            if (piece < cut.pieces) attend(attention, at, rows, cut, piece);
-#pragma unroll 1
-            for (int turn = 0; turn < WARPS && first + turn < cut.pieces; turn += ROOM) {
-                __syncthreads();
-                int place = warp - turn;
-                if (piece < cut.pieces && place >= 0 && place < ROOM)
-                    store(attention, memory + place * WIDTH, weights + place * GROUP);
-                __syncthreads();
-#pragma unroll 1
-                for (int n = 0; n < min(min(ROOM, WARPS - turn), cut.pieces - first - turn); n++)
-#pragma unroll
-                    for (int e = 0; e < ELEMENTS; e++) {
-                        int i = thread + e * THREADS;
-                        if (i >= WIDTH) continue;
-                        float2 weight = weights[n * GROUP + i / HEAD_SIZE];
-                        sum.add(e, weight.x, weight.y, memory[n * WIDTH + i]);
-                    }
-            }
+        for (int stripe = 0; stripe < cut.stripes(); stripe++) {
+            Sum next = attend_stripe(at, rows, cut, stripe);
+            for_each_element([&](int e, int) { sum.add(e, next.largest[e], next.total[e], next.value[e]); });
         }
         write(sum, token, head);
     }
@@ -156,20 +177,19 @@ struct WholeAttention {
 
     DEVICE int count() const { return min(p.whole.requests[0], p.whole.most_requests); }
 
-    // The block takes its share of the pieces of all listed requests, as one of `blocks`. The block that stores the last
-    // piece of a row adds up the row.
+    // The block takes its share of the stripes of all listed requests, as one of `blocks`. The block that stores the last
+    // stripe of a row adds up the row.
     DEVICE void share(int heads, int requests, int block, int blocks) const {
         int per_request = p.contexts.tokens_per_request, listed_rows = count() * per_request * heads;
 #pragma unroll 1
-        for (int unit = block; unit < listed_rows * STRIPES; unit += blocks) {
+        for (int unit = block; unit < listed_rows * MOST_STRIPES; unit += blocks) {
             int row = unit % listed_rows, stripe = unit / listed_rows, head = row % heads, listed = row / heads / per_request;
             int request = p.whole.requests[1 + listed] - p.whole.first_request;
             if (request < 0 || request >= requests) continue;
             int token = request * per_request + row / heads % per_request;
             QueryToken at(p.contexts, token);
             WholeCut cut(at.context);
-            int first = stripe * WARPS, piece = first + warp, count = min(WARPS, cut.pieces - first);
-            if (!is_long_and_whole(at) || count <= 0) continue;
+            if (!is_long_and_whole(at) || stripe >= cut.stripes()) continue;
             __syncthreads();
             i64 first_query = first_query_element(p.query, token, head, GROUP);
 #pragma unroll 1
@@ -179,45 +199,40 @@ struct WholeAttention {
                 query.prepare(r, x, lane);
             }
             __syncthreads();
-            float* values = p.whole.values + (i64)row * MOST_PIECES * WIDTH;
-            auto* weights = (float2*)p.whole.weights + (i64)row * MOST_PIECES * GROUP;
-            if (piece < cut.pieces) {
-                Attend attention;
-                attend(attention, at, TokenRows(p.cache, head), cut, piece);
-                store(attention, values + (i64)piece * WIDTH, weights + piece * GROUP);
-            }
+            Sum sum = attend_stripe(at, TokenRows(p.cache, head), cut, stripe);
+            float* values = p.whole.values + (i64)row * MOST_STRIPES * WIDTH;
+            auto* weights = (float2*)p.whole.weights + (i64)row * MOST_STRIPES * GROUP;
+            for_each_element([&](int e, int i) {
+                values[stripe * WIDTH + i] = sum.value[e];
+                if (i % HEAD_SIZE == 0) weights[stripe * GROUP + i / HEAD_SIZE] = float2{sum.largest[e], sum.total[e]};
+            });
             __threadfence();
             __syncthreads();
             bool last = false;
-            if (thread == 0) last = atomicAdd(p.whole.arrived + row, count) + count == cut.pieces;
+            if (thread == 0) last = atomicAdd(p.whole.arrived + row, 1) + 1 == cut.stripes();
             if (!__syncthreads_or(last)) continue;
             __threadfence();
             if (thread == 0) p.whole.arrived[row] = 0;
-            add_up(values, weights, cut.pieces, token, head);
+            add_up(values, weights, cut.stripes(), token, head);
         }
     }
 
-    DEVICE void add_up(const float* values, const float2* weights, int pieces, int token, int head) const {
+    DEVICE void add_up(const float* values, const float2* weights, int stripes, int token, int head) const {
         Sum sum;
         sum.clear();
-        constexpr int IN_FLIGHT = ELEMENTS == 1 ? 16 : ELEMENTS <= 4 ? 8 : 2;
-#pragma unroll 1
-        for (int first = 0; first < pieces; first += IN_FLIGHT)
+        for_each_element([&](int e, int i) {
+            float value[MOST_STRIPES];
+            float2 weight[MOST_STRIPES];
 #pragma unroll
-            for (int e = 0; e < ELEMENTS; e++) {
-                int i = min(thread + e * THREADS, WIDTH - 1);
-                float value[IN_FLIGHT];
-                float2 weight[IN_FLIGHT];
-#pragma unroll
-                for (int n = 0; n < IN_FLIGHT; n++) {
-                    int piece = min(first + n, pieces - 1);
-                    value[n] = load_l2(values + (i64)piece * WIDTH + i);
-                    weight[n] = load_l2(weights + piece * GROUP + i / HEAD_SIZE);
-                }
-#pragma unroll
-                for (int n = 0; n < IN_FLIGHT; n++)
-                    if (first + n < pieces) sum.add(e, weight[n].x, weight[n].y, value[n]);
+            for (int n = 0; n < MOST_STRIPES; n++) {
+                int stripe = min(n, stripes - 1);
+                value[n] = load_l2(values + stripe * WIDTH + i);
+                weight[n] = load_l2(weights + stripe * GROUP + i / HEAD_SIZE);
             }
+#pragma unroll
+            for (int n = 0; n < MOST_STRIPES; n++)
+                if (n < stripes) sum.add(e, weight[n].x, weight[n].y, value[n]);
+        });
         write(sum, token, head);
     }
 };

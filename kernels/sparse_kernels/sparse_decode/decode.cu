@@ -94,9 +94,10 @@ struct Attending<0> {
 };
 
 using Shared = typename Attending<STOP_TILES>::Shared;
-using Whole = WholeAttention<QUERY, OUTPUT, KV, GROUP, HEAD_SIZE, PAGES_PER_BLOCK * PAGE_SIZE, WARPS, DecodeParams>;
-// Half of the room for the sums of the chains: there is room for the weights of as many pieces, too.
-constexpr int WHOLE_ROOM = Chained::PER_BLOCK / 2;
+// Pieces of a whole context lie where the sums of the chains do.
+constexpr int WHOLE_ROOM = Chained::PER_BLOCK / 2 < WARPS ? Chained::PER_BLOCK / 2 : WARPS;
+using Whole = WholeAttention<QUERY, OUTPUT, KV, GROUP, HEAD_SIZE, PAGES_PER_BLOCK * PAGE_SIZE, WARPS, WHOLE_ROOM, DecodeParams>;
+static_assert(sizeof(typename Whole::Memory) <= sizeof(typename Chained::Values), "the pieces find no room");
 constexpr int FIXED_BYTES = (sizeof(Shared) + 15) / 16 * 16;
 static_assert(FIXED_BYTES == SK_FIXED_BYTES, "the host counts the shared memory of a block otherwise");
 static_assert(sizeof(typename Chained::Values) == SK_VALUES_BYTES, "the host counts the values of the chains otherwise");
@@ -173,13 +174,13 @@ struct Row {
                      at.table[block + i / LINES] * p.statistics.block_stride + i % LINES * 128);
     }
 
-    DEVICE void prepare_query(const QueryRows& x) const {
+    DEVICE void prepare_query(const QueryRows& x, bool scoring) const {
 #pragma unroll
         for (int n = 0; n < PER_WARP; n++) {
             int r = warp + n * WARPS;
             if (r >= Score::ROWS) break;
             shared.attention.query.prepare(r, x[n], lane);
-            if (FUSED) Score::prepare(shared.score, r, x[n], p.statistics.std_weight, lane);
+            if (FUSED && scoring) Score::prepare(shared.score, r, x[n], p.statistics.std_weight, lane);
         }
     }
 
@@ -314,11 +315,11 @@ struct Row {
     DEVICE void attend_long(const QueryRows& x, int num_pages) const {
         if constexpr (WRITTEN) write_selection(0);
         if (STOP_TILES && p.output.pages_read && rank == 0 && thread == 0) p.output.pages_read[row] = num_pages;
-        Whole whole(p, shared.attention.query);
+        Whole whole(p, shared.attention.query, &values);
         if (whole.lists(at.request) || rank > 0) return;
-        prepare_query(x);
+        prepare_query(x, false);
         __syncthreads();
-        whole.template attend_alone<WHOLE_ROOM>(at, token, head, (float*)&values);
+        whole.attend_alone(at, token, head);
     }
 
     // Attends the selected pages, or all of a dense context, and the incomplete page.
@@ -366,7 +367,7 @@ DEVICE void attend_row(const DecodeParams& p, u8* memory) {
     int share = FUSED ? ceil_div(padded, 8 * CLUSTER) * 8 : padded;
     int first = FUSED ? min(row.rank * share, num_pages) : 0, last = min(first + share, num_pages);
     if (CLUSTER == 8 && scoring) row.prefetch_statistics(first, last);
-    row.prepare_query(x);
+    row.prepare_query(x, scoring);
     if constexpr (GIVEN) {
         if (!dense) row.k = row.read_given(num_pages);
         // The blocks of a row decide alike.
@@ -397,7 +398,7 @@ sparse_decode(const __grid_constant__ DecodeParams p) {
     if (blockIdx.z < p.num_tokens) attend_row(p, memory);
     if (listed == 0) return;
     // Peers no longer reach into the memory of this block: they have merged, or this row had nothing to merge.
-    Whole whole(p, ((Shared*)memory)->attention.query);
+    Whole whole(p, ((Shared*)memory)->attention.query, memory + FIXED_BYTES);
     int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
     whole.share(gridDim.y, p.num_tokens / p.contexts.tokens_per_request, block, gridDim.x * gridDim.y * gridDim.z);
 }
