@@ -11,7 +11,7 @@ QUERY_DTYPES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 """Dtypes of queries that the GPU kernels take."""
 
 
-MOST_STRIPES = 16
+MOST_STRIPES = 32
 """Stripes, at most, of a long context that is attended whole: `MOST_STRIPES` in whole.cuh."""
 WHOLE_TOKENS = 4096
 """Longer contexts are cut into stripes where they are attended whole: `WHOLE_TOKENS` in whole.cuh."""

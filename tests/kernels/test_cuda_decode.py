@@ -80,3 +80,47 @@ def test_scores_and_attention_equal_the_references(case: Case) -> None:
     tokens, cache, softmax = QueryTokens(grouped, table, inputs.seq_lens.long()), inputs.kv(case), inputs.softmax(case)
     actual = attend_pages(tokens, cache, pages, softmax)
     assert_close(actual, reference_attention(tokens, cache, pages, softmax))
+
+
+CHUNKED = {
+    "ragged": Case((60003, 9001, 3000, 8192, 8191, 8200, 1, 0)),
+    "pages of 32 in blocks of 64": Case((60003, 9001), page_size=32, k=32),
+    "quarters, group of 3, heads of 80": Case((60003, 9001), kind="quarters", format="int4", group=3, head_size=80),
+    "quarters, group of 16": Case((60003, 9001), kind="quarters", format="int4", group=16),
+    "bf16 means, three query tokens": Case((60003, 9001), format="bf16", queries=3),
+    "sketch, fp8 cache": Case((60003, 9001), kind="sketch", format="int2", block_size=256, eight_bit_cache=True),
+    "routed": Case((60003, 9001, 3000), num_kv_heads=4, skipped=0.5),
+    "short contexts whole": Case((60003, 9001, 3000), dense_tokens=10000),
+}
+
+
+@pytest.mark.parametrize("case", CHUNKED.values(), ids=CHUNKED)
+def test_candidates_of_many_chunks_hold_the_best_pages(case: Case) -> None:
+    from sparse_kernels.cuda.shared_memory import least_cluster
+    from sparse_kernels.sparse_decode.launches import Launch
+
+    inputs, least = Inputs(case), least_cluster(case.group, case.head_size)
+    fused = Launch(True, least, 8, 1)
+    expected = decode(inputs, case, fused)
+    for most_fused, chunk in ((0, 64), (1024, 128), (1024, 1024)):
+        for launch in (fused, Launch(True, 8, 16, 1)):
+            assert torch.equal(decode(inputs, case, launch._replace(most_fused=most_fused, chunk=chunk)), expected)
+
+
+def test_equal_scores_in_several_chunks_are_taken_in_the_order_of_the_text() -> None:
+    from sparse_kernels.sparse_decode.launches import Launch
+
+    case = Case((20003, 8000))
+    inputs = Inputs(case)
+    inputs.query = torch.zeros_like(inputs.query)
+    expected = decode(inputs, case, Launch(True, 1, 8, 1))
+    found = decode(inputs, case, Launch(True, 1, 8, 1, most_fused=0, chunk=64))
+    assert torch.equal(found, expected)
+
+
+def test_a_chunk_has_at_least_the_pages_that_are_read() -> None:
+    from sparse_kernels.sparse_decode.launches import Launch
+
+    case = Case((20003,))
+    with pytest.raises(ValueError, match="chunk: got 32 pages, allowed: at least k, 64"):
+        decode(Inputs(case), case, Launch(True, 1, 8, 1, most_fused=0, chunk=32))

@@ -43,7 +43,7 @@ INT8, QUARTERS = 128, 256
         (1000, WIDE, INT8, Launch(True, 4, 8, 1)),
         (1000, STOPPING, INT8, Launch(True, 4, 8, 2)),
         (1000, DecodeShape(16, 256, 4096, 64, stopping=True), INT8, Launch(True, 8, 8, 1)),
-        (8, DecodeShape(4, 128, 1 << 24, 16), INT8, Launch(True, 8, 16, 1)),
+        (8, DecodeShape(4, 128, 1 << 19, 64), INT8, Launch(True, 8, 16, 1, chunk=2048)),
         (8, NARROW, 0, Launch(False, 8, 16, 1, listed=True)),
     ],
 )
@@ -69,9 +69,14 @@ def test_a_launch_does_not_follow_from_the_longest_context(rows: int, stopping: 
             launch_of(rows, DecodeShape(4, 128, pages, 1024, stopping), record_bytes, HOPPER)
             for pages in (4096, 1 << 17)
         )
-        assert short == long
+        assert short == long._replace(chunk=short.chunk)
         assert short.candidates(DecodeShape(4, 128, 4096, 1024, stopping)) == 0
         assert long.candidates(DecodeShape(4, 128, 1 << 17, 1024, stopping)) == 16 * 1024
+
+
+def test_chunks_are_small_where_candidates_are_few() -> None:
+    for pages, k, chunk in ((17408, 1024, 2048), (17408, 64, 1024), (1 << 17, 1024, 8192), (1 << 17, 64, 1024)):
+        assert launch_of(200, DecodeShape(4, 128, pages, k), QUARTERS, HOPPER).chunk == chunk
 
 
 @pytest.mark.parametrize("rows", [8, 1000])

@@ -285,7 +285,7 @@ def launches(group: int, head_size: int) -> list[object]:
     # What has wide groups of wide heads needs a cluster to hold its sums.
     least = least_cluster(group, head_size)
     scored = [Launch(False, 2 * least, 8, 1), Launch(False, least, 8, 1, listed=True)]
-    found = [Launch(True, least, 8, 1, most_fused=most, chunk=chunk) for most, chunk in ((100, 128), (0, 4096))]
+    found = [Launch(True, least, 8, 1, most_fused=most, chunk=chunk) for most, chunk in ((100, 1024), (0, 4096))]
     return [Launch(True, least, 8, 1), Launch(True, 8, 16, 1), *found, *scored]
 
 

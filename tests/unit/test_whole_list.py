@@ -60,8 +60,8 @@ def test_no_more_are_listed_than_there_is_room_for() -> None:
     assert requests.first_request == 7
     room = requests.room(8, 4, 128)
     assert room.requests == 63
-    assert room.values.numel() == 63 * 8 * 16 * 512
-    assert room.weights.numel() >= 63 * 8 * 16 * 8
+    assert room.values.numel() == 63 * 8 * 32 * 512
+    assert room.weights.numel() >= 63 * 8 * 32 * 8
     assert requests.scratch.numel() * 4 == WHOLE_SCRATCH
 
 

@@ -7,7 +7,7 @@
 
 // Shorter contexts stay with the blocks of their row.
 constexpr int WHOLE_TOKENS = 4096;
-constexpr int STRIPE = 16, MOST_STRIPES = 16, LEAST_PIECE_TOKENS = 64;
+constexpr int STRIPE = 16, MOST_STRIPES = 32, LEAST_PIECE_TOKENS = 64;
 
 DEVICE bool is_long_and_whole(const QueryToken& at) { return at.whole && at.context > WHOLE_TOKENS; }
 
@@ -181,8 +181,9 @@ struct WholeAttention {
     // stripe of a row adds up the row.
     DEVICE void share(int heads, int requests, int block, int blocks) const {
         int per_request = p.contexts.tokens_per_request, listed_rows = count() * per_request * heads;
+        // The last blocks come first: they have no row.
 #pragma unroll 1
-        for (int unit = block; unit < listed_rows * MOST_STRIPES; unit += blocks) {
+        for (int unit = blocks - 1 - block; unit < listed_rows * MOST_STRIPES; unit += blocks) {
             int row = unit % listed_rows, stripe = unit / listed_rows, head = row % heads, listed = row / heads / per_request;
             int request = p.whole.requests[1 + listed] - p.whole.first_request;
             if (request < 0 || request >= requests) continue;
@@ -220,18 +221,22 @@ struct WholeAttention {
     DEVICE void add_up(const float* values, const float2* weights, int stripes, int token, int head) const {
         Sum sum;
         sum.clear();
+        constexpr int IN_FLIGHT = 16;
         for_each_element([&](int e, int i) {
-            float value[MOST_STRIPES];
-            float2 weight[MOST_STRIPES];
+#pragma unroll 1
+            for (int first = 0; first < stripes; first += IN_FLIGHT) {
+                float value[IN_FLIGHT];
+                float2 weight[IN_FLIGHT];
 #pragma unroll
-            for (int n = 0; n < MOST_STRIPES; n++) {
-                int stripe = min(n, stripes - 1);
-                value[n] = load_l2(values + stripe * WIDTH + i);
-                weight[n] = load_l2(weights + stripe * GROUP + i / HEAD_SIZE);
+                for (int n = 0; n < IN_FLIGHT; n++) {
+                    int stripe = min(first + n, stripes - 1);
+                    value[n] = load_l2(values + stripe * WIDTH + i);
+                    weight[n] = load_l2(weights + stripe * GROUP + i / HEAD_SIZE);
+                }
+#pragma unroll
+                for (int n = 0; n < IN_FLIGHT; n++)
+                    if (first + n < stripes) sum.add(e, weight[n].x, weight[n].y, value[n]);
             }
-#pragma unroll
-            for (int n = 0; n < MOST_STRIPES; n++)
-                if (n < stripes) sum.add(e, weight[n].x, weight[n].y, value[n]);
         });
         write(sum, token, head);
     }

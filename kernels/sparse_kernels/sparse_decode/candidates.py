@@ -62,7 +62,12 @@ def find_candidates(
         routing: which groups are skipped; they need no candidates.
         launch: the decode step's.
         shape: what it is compiled for.
+
+    Raises:
+        ValueError: if a chunk has fewer pages than are read.
     """
+    if launch.chunk < shape.k:
+        raise ValueError(f"chunk: got {launch.chunk} pages, allowed: at least k, {shape.k}")
     statistics, device = cache.statistics, batch.query.device
     assert statistics is not None
     skipped = None if routing is None else skipped_groups(batch, cache, routing)

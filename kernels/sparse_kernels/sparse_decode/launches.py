@@ -45,8 +45,8 @@ class Launch(NamedTuple):
     most_fused: int = 1 << 14
     """Pages of a context, at most, that a fused launch scores. A launch before it finds the candidates of longer ones,
     which more blocks score than a row has."""
-    chunk: int = 1 << 13
-    """Pages of which that launch keeps the best."""
+    chunk: int = MAX_K
+    """Pages of which that launch keeps the best, at least as many as are read."""
 
     def candidates(self, shape: DecodeShape) -> int:
         """Returns the candidates of the longest context; 0 if the launch scores every context."""
@@ -85,6 +85,8 @@ _STOPPING_LAUNCHES = (
 )
 # Where a row has one block, a longer context would occupy it long after other rows have ended.
 _MOST_FUSED_BY_ONE = 1 << 13
+# Small chunks occupy more blocks; large ones leave fewer candidates.
+_MOST_CANDIDATES, _MOST_CHUNK = 1 << 14, 1 << 13
 _WIDE_RECORD_BYTES = 256
 # With wide records, more rows than the first number take half as many warps with twice the registers: as many loads are
 # on their way, and more cache is left. More rows than the second take half as many warps, and two blocks find room.
@@ -122,6 +124,8 @@ def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: 
         return launch._replace(fused=False, listed=True)
     if launch.cluster == 1:
         launch = launch._replace(most_fused=_MOST_FUSED_BY_ONE)
+    while launch.candidates(shape) > _MOST_CANDIDATES and launch.chunk < _MOST_CHUNK:
+        launch = launch._replace(chunk=2 * launch.chunk)
     return listed_if_long(launch, shape, MAX_PAGES, capability)
 
 

@@ -12,7 +12,7 @@ from sparse_kernels.batch import WHOLE_TOKENS, WholeRequests
 
 from vllm_sparse_plugin.requests.limits import StepNumbers
 
-WHOLE_SCRATCH = 16 * 2**20
+WHOLE_SCRATCH = 32 * 2**20
 """Bytes of scratch: room for 63 requests of a layer with 32 query heads of 128."""
 
 
