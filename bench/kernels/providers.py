@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from sparse_kernels.batch import DecodeOutput
 from sparse_kernels.limits import MAX_K
-from sparse_kernels.page_coverage import Coverage
+from sparse_kernels.page_coverage import Limits
 from sparse_kernels.page_statistics import STATISTICS_FORMATS, RecordFormat
 from sparse_kernels.split_attention import Stopping, stop_scratch
 from sparse_kernels.stopping import StopRule
@@ -165,7 +165,7 @@ def _counted(loaded: list[Any], inputs: DecodeInputs) -> Call:
     batch, cache, softmax, selection = inputs.batch, inputs.cache, inputs.softmax, inputs.geometry.selection
     rows, device = len(batch.seq_lens), batch.query.device
     always = selection.sink_pages + selection.recent_pages
-    coverage = Coverage(
+    limits = Limits(
         torch.full((rows,), _COVERAGE, device=device),
         torch.full((rows,), max(always, 1), device=device),
         torch.full((rows,), MAX_K, device=device),
@@ -174,7 +174,7 @@ def _counted(loaded: list[Any], inputs: DecodeInputs) -> Call:
     most = replace(selection, k=MAX_K)
 
     def call() -> torch.Tensor:
-        counted = replace(count_rows(batch, cache, selection, softmax, coverage), budgets=budgets)
+        counted = replace(count_rows(batch, cache, selection, softmax, limits), budgets=budgets)
         output: torch.Tensor = sparse_decode(counted, cache, softmax, most)
         return output
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
     from sparse_kernels.cache import KVCache
-    from sparse_kernels.page_coverage import Coverage
+    from sparse_kernels.page_coverage import Limits
     from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
 
 
@@ -57,7 +57,7 @@ class ScoredSelection(Selection):
         return self._select(query, statistics, block_table, num_pages, budgets)[0]
 
     def select_covering(
-        self, tokens: QueryTokens, cache: KVCache, softmax: Softmax, coverage: Coverage
+        self, tokens: QueryTokens, cache: KVCache, softmax: Softmax, limits: Limits
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Chooses the fewest pages that reach an estimated share of the attention weight.
 
@@ -65,7 +65,7 @@ class ScoredSelection(Selection):
             tokens: the query tokens.
             cache: keys and statistics.
             softmax: how logits become weights.
-            coverage: the share of each token, and its limits.
+            limits: the share of each token, and its limits.
 
         Returns:
             Pages as of `select`, as many as the row with the most has, and how many each row has,
@@ -78,7 +78,7 @@ class ScoredSelection(Selection):
         assert cache.statistics is not None
         num_pages, selection = tokens.num_pages(self.page_size), self.page_selection()
         scores = score_pages(tokens.query, cache.statistics, tokens.block_table, num_pages, self.std_weight)
-        counts = count_pages(tokens, cache, scores, selection, softmax, coverage)
+        counts = count_pages(tokens, cache, scores, selection, softmax, limits)
         always = self.sink_pages, self.recent_pages
         # Where groups are routed, none may be left.
         k = max([self.reserved_pages, 1, *counts.flatten().tolist()])

@@ -2,6 +2,6 @@
 
 from sparse_kernels.page_coverage.api import count_pages, count_rows, row_page_logits
 from sparse_kernels.page_coverage.estimate import page_logits
-from sparse_kernels.page_coverage.rule import Coverage
+from sparse_kernels.page_coverage.rule import Limits
 
-__all__ = ["Coverage", "count_pages", "count_rows", "page_logits", "row_page_logits"]
+__all__ = ["Limits", "count_pages", "count_rows", "page_logits", "row_page_logits"]

@@ -10,7 +10,7 @@ from sparse_kernels.batch import DecodeBatch, PageSelection, QueryTokens, Softma
 from sparse_kernels.cache import KVCache
 from sparse_kernels.page_coverage import reference
 from sparse_kernels.page_coverage.estimate import page_logits
-from sparse_kernels.page_coverage.rule import Coverage
+from sparse_kernels.page_coverage.rule import Limits
 from sparse_kernels.page_score import score_pages
 from sparse_kernels.stopping import count_reads
 
@@ -24,7 +24,7 @@ def count_pages(
     scores: torch.Tensor,
     selection: PageSelection,
     softmax: Softmax,
-    coverage: Coverage,
+    limits: Limits,
 ) -> torch.Tensor:
     """Counts the best pages that carry a share of the attention weight, as the page statistics estimate it.
 
@@ -44,7 +44,7 @@ def count_pages(
         scores: `[num_tokens, num_kv_heads, max_pages]` bfloat16, see `score_pages`.
         selection: the pages that are always read; `k` does not count.
         softmax: how logits become weights.
-        coverage: the target of each token, and how many pages it reads at least and at most.
+        limits: the target share of each token, and how many pages it reads at least and at most.
 
     Returns:
         `[num_tokens, num_kv_heads]` int64 for `select_pages`. A row's number depends on that row alone.
@@ -59,14 +59,14 @@ def count_pages(
     if statistics is None or statistics.kind.codes is None:
         name = "none" if statistics is None else statistics.kind.name
         raise ValueError(f"statistics: got {name}, allowed: quarters or sketch")
-    coverage.check(num_tokens, selection.sink_pages + selection.recent_pages)
+    limits.check(num_tokens, selection.sink_pages + selection.recent_pages)
     if scores.shape[:2] != (num_tokens, num_kv_heads) or scores.dtype != torch.bfloat16:
         raise ValueError(
             f"scores: got {list(scores.shape)} {scores.dtype}, allowed: [{num_tokens}, {num_kv_heads}, pages] "
             "torch.bfloat16"
         )
     if num_tokens == 0:
-        return coverage.least[:, None].expand(0, num_kv_heads)
+        return limits.least[:, None].expand(0, num_kv_heads)
     implementation = reference.count_pages
     keys = cache.keys.view
     if keys.is_cuda and tokens.query.dtype.itemsize == keys.dtype.itemsize == 2:
@@ -77,7 +77,7 @@ def count_pages(
         from sparse_kernels.page_coverage import cpu
 
         implementation = cpu.count_pages
-    return implementation(tokens, cache, scores, selection, softmax, coverage)
+    return implementation(tokens, cache, scores, selection, softmax, limits)
 
 
 def count_rows(
@@ -85,7 +85,7 @@ def count_rows(
     cache: KVCache,
     selection: PageSelection,
     softmax: Softmax,
-    coverage: Coverage,
+    limits: Limits,
     counters: torch.Tensor | None = None,
 ) -> DecodeBatch:
     """Scores the pages of decoding requests and counts them as `count_pages` does, for `sparse_decode`.
@@ -98,7 +98,7 @@ def count_rows(
         cache: keys of 16 bits and statistics whose vectors are keys, without a spread.
         selection: the pages that are always read.
         softmax: how logits become weights.
-        coverage: the target and the limits of each request, of which nobody checks that they fit each other.
+        limits: those of each request. They are not checked.
         counters: `[num_kv_heads, 4]` int64, to which rows with more pages than they read at least add what
             `stopping.count_reads` says, unless they are attended whole; None to count nothing.
 
@@ -111,16 +111,16 @@ def count_rows(
     if batch.query.is_cuda:
         from sparse_kernels.page_coverage import cuda
 
-        return cuda.count_rows(batch, cache, selection, softmax, coverage, counters)
+        return cuda.count_rows(batch, cache, selection, softmax, limits, counters)
     from_end = torch.arange(queries - 1, -1, -1)
     contexts = (batch.seq_lens.long()[:, None] - from_end).flatten().clamp(min=0)
     request = torch.arange(batch.num_requests).repeat_interleave(queries)
     tokens = QueryTokens(batch.query.unflatten(1, (num_kv_heads, -1)), batch.block_table.long()[request], contexts)
     num_pages = tokens.num_pages(cache.page_size)
     scored = score_pages(tokens.query, statistics, tokens.block_table, num_pages, 0.0)
-    counts = count_pages(tokens, cache, scored, selection, softmax, coverage[request])
+    counts = count_pages(tokens, cache, scored, selection, softmax, limits[request])
     if counters is not None:
-        whole = (contexts <= batch.dense_tokens) | (num_pages <= coverage.least[request])
+        whole = (contexts <= batch.dense_tokens) | (num_pages <= limits.least[request])
         if batch.dense_requests is not None:
             whole |= batch.dense_requests[request]
         reads = count_reads(counts, contexts, cache.page_size, cache.page_size)

@@ -12,7 +12,7 @@ import torch
 from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compiled import FASTMATH, add_products, exp, parallel_kernel, unpack_codes, unpack_page, widen
-from sparse_kernels.page_coverage.rule import Coverage
+from sparse_kernels.page_coverage.rule import Limits
 from sparse_kernels.page_topk.cpu import ordered
 from sparse_kernels.threads import use_threads
 
@@ -164,7 +164,7 @@ def count_pages(
     scores: torch.Tensor,
     selection: PageSelection,
     softmax: Softmax,
-    coverage: Coverage,
+    limits: Limits,
 ) -> torch.Tensor:
     """See `api.count_pages`."""
     statistics, key_pages = cache.statistics, cache.keys.head_major
@@ -192,9 +192,9 @@ def count_pages(
         (selection.sink_pages, selection.recent_pages),
         np.float32(softmax.scale),
         np.float32(softmax.softcap),
-        coverage.share.numpy(),
-        coverage.least.numpy(),
-        coverage.most.numpy(),
+        limits.share.numpy(),
+        limits.least.numpy(),
+        limits.most.numpy(),
         counts.numpy(),
     )
     return counts

@@ -25,7 +25,7 @@ from sparse_kernels.cuda.params import (
     pointer,
 )
 from sparse_kernels.limits import CLUSTER_CAPABILITY
-from sparse_kernels.page_coverage.rule import Coverage
+from sparse_kernels.page_coverage.rule import Limits
 from sparse_kernels.page_score.cuda import HeadWeights, launch_of, launch_scores
 
 _SOURCE = Path(__file__).with_name("count.cu")
@@ -46,13 +46,13 @@ def count_rows(
     cache: KVCache,
     selection: PageSelection,
     softmax: Softmax,
-    coverage: Coverage,
+    limits: Limits,
     counters: torch.Tensor | None = None,
 ) -> DecodeBatch:
     """See `api.count_rows`."""
     shape = batch.num_tokens, cache.num_kv_heads, _width(batch, cache)
     scores = torch.empty(shape, dtype=torch.bfloat16, device=batch.query.device)
-    counts = _count(batch, cache, scores, True, selection, softmax, coverage, counters)
+    counts = _count(batch, cache, scores, True, selection, softmax, limits, counters)
     return replace(batch, budgets=counts, scores=scores)
 
 
@@ -62,14 +62,14 @@ def count_pages(
     scores: torch.Tensor,
     selection: PageSelection,
     softmax: Softmax,
-    coverage: Coverage,
+    limits: Limits,
 ) -> torch.Tensor:
     """See `api.count_pages`."""
     batch = batch_of(tokens)
     width = _width(batch, cache)
     if scores.shape[2] != width or not scores.is_contiguous():
         scores = torch.nn.functional.pad(scores, (0, width - scores.shape[2])).contiguous()
-    return _count(batch, cache, scores, False, selection, softmax, coverage, None).long()
+    return _count(batch, cache, scores, False, selection, softmax, limits, None).long()
 
 
 def row_page_logits(token: QueryTokens, cache: KVCache, num_pages: int, softmax: Softmax) -> torch.Tensor:
@@ -95,7 +95,7 @@ def _count(
     writes_scores: bool,
     selection: PageSelection,
     softmax: Softmax,
-    coverage: Coverage,
+    limits: Limits,
     counters: torch.Tensor | None,
 ) -> torch.Tensor:
     """Counts pages for rows `[num_tokens, num_kv_heads]`, and writes their scores unless those are given."""
@@ -121,7 +121,7 @@ def _count(
     assert statistics is not None
     chunk = launch_of(statistics).chunk
     for first in range(0, batch.num_requests, at_once):
-        part, limits = batch.requests(first, first + at_once), coverage[first : first + at_once]
+        part, asked = batch.requests(first, first + at_once), limits[first : first + at_once]
         rows = slice(first * queries, first * queries + part.num_tokens)
         of_part = scores[rows]
         written = of_part if writes_scores else torch.empty_like(of_part)
@@ -130,8 +130,8 @@ def _count(
         launch_scores(part, statistics, cache.page_size, 0.0, written, heads=heads)
         params = CountParams(
             QueryParams.of(part.query), CacheParams.of(cache), ContextParams.of(part), heads.params(),
-            pointer(of_part), pointer(masses), pointer(limits.share), pointer(limits.least),
-            pointer(limits.most), pointer(counts[rows]), pointer(counters), width, kept_pages, heads.sums.shape[3],
+            pointer(of_part), pointer(masses), pointer(asked.share), pointer(asked.least),
+            pointer(asked.most), pointer(counts[rows]), pointer(counters), width, kept_pages, heads.sums.shape[3],
             chunk, cache.page_size, cache.keys.pages_per_block,
         )  # fmt: skip
         compiled.launch((cluster, num_kv_heads, part.num_tokens), params, _KEPT_BYTES * kept_pages)

@@ -7,7 +7,7 @@ import torch
 from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.page_coverage.estimate import page_logits
-from sparse_kernels.page_coverage.rule import Coverage
+from sparse_kernels.page_coverage.rule import Limits
 from sparse_kernels.sparse_attention.reference import logits_and_values
 
 
@@ -62,15 +62,15 @@ def count_pages(
     scores: torch.Tensor,
     selection: PageSelection,
     softmax: Softmax,
-    coverage: Coverage,
+    limits: Limits,
 ) -> torch.Tensor:
     """See `api.count_pages`."""
-    counts = coverage.least[:, None].repeat(1, cache.num_kv_heads)
+    counts = limits.least[:, None].repeat(1, cache.num_kv_heads)
     assert cache.statistics is not None
     for index in range(len(tokens)):
-        token, least = tokens[index : index + 1], int(coverage.least[index])
+        token, least = tokens[index : index + 1], int(limits.least[index])
         num_pages = int(token.num_pages(cache.page_size))
-        if num_pages <= least or least == int(coverage.most[index]):
+        if num_pages <= least or least == int(limits.most[index]):
             continue
         known, always = known_logits(token, cache, selection, softmax)
         blocks = token.block_table[0, : -(-num_pages // cache.statistics.pages_per_block)].long()
@@ -79,6 +79,6 @@ def count_pages(
         # Those always read come first. A NaN ranks like -inf, as for `select_pages`.
         key = scores[index, :, :num_pages].float()
         key = key.masked_fill(key.isnan(), -torch.inf).masked_fill(always, torch.inf)
-        count = count_best(logits, known, always, key, float(coverage.share[index]))
-        counts[index] = count.clamp(least, min(int(coverage.most[index]), num_pages))
+        count = count_best(logits, known, always, key, float(limits.share[index]))
+        counts[index] = count.clamp(least, min(int(limits.most[index]), num_pages))
     return counts
