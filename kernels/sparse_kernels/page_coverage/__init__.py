@@ -1,4 +1,4 @@
-"""Says how many pages a decode step must read to reach a share of its attention weight, by the page statistics."""
+"""Counts the pages that a decode step must read to reach a share of its attention weight, from the page statistics."""
 
 from sparse_kernels.page_coverage.api import count_pages, count_rows, row_page_logits
 from sparse_kernels.page_coverage.estimate import page_logits

@@ -1,8 +1,8 @@
 """Counts the pages of a coverage on CUDA.
 
-The launch that scores leaves what every query head has of every page, and sums of that; another counts, by a cluster
-of blocks to each row (`count.cu`). No length is read on the host, what is added up does not follow from the batch, and
-rows that have nothing to count leave at once.
+The launch that scores also writes each query head's logits of every page and sums of them. Another launch counts, with
+one cluster of thread blocks per row (`count.cu`). The host reads no length. Sums do not depend on the batch. Rows with
+nothing to count return at once.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from sparse_kernels.page_score.cuda import HeadWeights, launch_of, launch_scores
 
 _SOURCE = Path(__file__).with_name("count.cu")
 _WARPS = 16
-"""Of a block. It is one number for all batches, since the sums of the known tokens follow it."""
+"""Warps of a thread block. All batches use one number, because the sums of the known tokens depend on it."""
 _LEAST_PAGES = 2048
-"""Of a row, at least, to each block of a cluster: each thread of the block has a run of them."""
+"""Smallest number of pages of a row per thread block of a cluster. Each thread has a run of pages."""
 _MOST_KEPT_PAGES = 1 << 14
-"""Pages of a row that a block keeps in shared memory, at most: two blocks find room in a multiprocessor of Hopper."""
+"""Most pages of a row that a thread block keeps in shared memory. Two thread blocks fit a multiprocessor of Hopper."""
 _KEPT_BYTES = 6
-"""Of a page: its mass and its score."""
+"""Bytes of a page in shared memory: its mass and its score."""
 _SCRATCH_BYTES = 1 << 28
-"""Memory, at most, for what the heads have of a batch's pages; a batch that needs more is counted in parts."""
+"""Memory for the logits of all heads. A batch that needs more is counted in parts."""
 
 
 def count_rows(
@@ -84,7 +84,7 @@ def row_page_logits(token: QueryTokens, cache: KVCache, num_pages: int, softmax:
 
 
 def _width(batch: DecodeBatch, cache: KVCache) -> int:
-    """Returns the pages of a row of scores: what a block table has room for, in runs of eight."""
+    """Returns the pages of a row of scores: the pages of a block table's row, rounded up to eight."""
     return -(-batch.block_table.shape[1] * cache.keys.pages_per_block // 8) * 8
 
 
@@ -98,7 +98,7 @@ def _count(
     limits: Limits,
     counters: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Counts pages for rows `[num_tokens, num_kv_heads]`, and writes their scores unless those are given."""
+    """Counts pages for rows `[num_tokens, num_kv_heads]`, and writes their scores if `writes_scores`."""
     queries, num_kv_heads, width = batch.tokens_per_request, cache.num_kv_heads, scores.shape[2]
     group_size, device = batch.group_size(num_kv_heads), scores.device
     counts = torch.empty((batch.num_tokens, num_kv_heads), dtype=torch.int32, device=device)
