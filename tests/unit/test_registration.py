@@ -203,7 +203,10 @@ def test_a_loaded_plugin_that_is_not_chosen_changes_and_imports_nothing(model):
     with_plugin = run_python(code, model, VLLM_PLUGINS="vllm_sparse_plugin")
     without = run_python(code, model, VLLM_PLUGINS="")
     assert (with_plugin.pop("loaded"), without.pop("loaded")) == (True, False)
-    assert (with_plugin.pop("ours"), without.pop("ours")) == (["", "compat", "errors", "names", "registration"], [])
+    assert (with_plugin.pop("ours"), without.pop("ours")) == (
+        ["", "compat", "compat.engine", "compat.runners", "errors", "names", "registration"],
+        [],
+    )
     assert with_plugin == without
     assert "numba" not in with_plugin["others"]
 

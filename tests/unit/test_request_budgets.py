@@ -312,7 +312,7 @@ def test_the_newer_runner_shows_requests_as_it_takes_them(monkeypatch):
             del self.req_states.index_to_req_id[self.req_states.req_id_to_index.pop(name)]
 
     module = SimpleNamespace(GPUModelRunner=GPUModelRunner)
-    monkeypatch.setattr(compat, "_RUNNER_MODULES", ("a.runner",))
+    monkeypatch.setattr(compat.runners, "_RUNNER_MODULES", ("a.runner",))
     monkeypatch.setitem(sys.modules, "a.runner", module)
     for _ in range(2):
         compat.hook_model_runners(building, lambda specs: specs, note, lambda *step: False, print)

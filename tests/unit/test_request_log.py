@@ -29,7 +29,7 @@ class Runner:
 
 
 def test_a_request_that_ends_says_what_it_has_read(lines, monkeypatch):
-    monkeypatch.setattr(compat, "_RUNNER_MODULES", ("a.runner",))
+    monkeypatch.setattr(compat.runners, "_RUNNER_MODULES", ("a.runner",))
     made = type("Runner", (), {name: method for name, method in vars(Runner).items() if callable(method)})
     monkeypatch.setitem(sys.modules, "a.runner", SimpleNamespace(GPUModelRunner=made))
     for _ in range(2):
