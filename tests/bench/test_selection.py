@@ -1,4 +1,4 @@
-"""The pipeline that compares page statistics, on drawn keys and on a tiny model with random weights."""
+"""The pipeline that compares page statistics, on random keys and on a tiny model with random weights."""
 
 import json
 

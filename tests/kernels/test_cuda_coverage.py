@@ -49,7 +49,7 @@ def test_a_coverage_is_counted_as_by_the_reference_and_read_as_a_budget_of_each_
     tokens = QueryTokens(grouped, inputs.block_table[request].long(), contexts.long())
     scores = score_pages(grouped, inputs.statistics, inputs.block_table[request], contexts // case.page_size, 0.0)
     expected = count_pages(tokens, cache, scores, selection, softmax, limits[request])  # type: ignore[arg-type]
-    # Of pages that reach the target by less than an error of float32, either may be the last.
+    # Of pages that reach the target within a float32 error, either may be the last.
     assert (counts - expected).abs().max() <= 2
     assert len(counts.unique()) > 3
     reads = count_reads(counts, contexts, case.page_size, case.page_size)
@@ -128,7 +128,7 @@ def test_estimates_of_a_row_are_those_of_its_records(case: Case) -> None:
     assert found is not None
     records = cache.statistics.summaries(inputs.block_table[0].long())[0]
     expected = page_logits(query[0], records, case.page_size, softmax)
-    # A query is rounded to 16 bits of its largest number, after a rotation for sketches.
+    # A query is rounded to 16 bits relative to its largest element, for sketches after a rotation.
     unit = float(query.float().norm(dim=-1).max()) / 32512
     allowed = softmax.scale * unit * float(records[:, :pages].abs().sum(dim=-1).max()) + 1e-5 * float(
         expected[..., :pages].abs().max()

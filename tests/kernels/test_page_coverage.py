@@ -1,4 +1,4 @@
-"""How many pages reach a share of the attention weight, beside its formula written down in float64."""
+"""The number of pages that reach a share of the attention weight, compared with its formula in float64."""
 
 import math
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def limits_of(share: float, least: int = 3, most: int = 1000) -> Limits:
 
 
 def reached(batch: PagedBatch, tokens: QueryTokens, scores: torch.Tensor, index: int, head: int, softmax: Softmax):
-    """Shares reached with 0, 1, 2 and more of the best pages besides those always read, in float64."""
+    """Shares reached with 0, 1, 2 and more of the best pages, plus those always read, in float64."""
     size, context = batch.page_size, CONTEXTS[index]
     pages = context // size
     query = tokens.query[index, head].double()
@@ -93,7 +93,7 @@ def test_the_fewest_best_pages_whose_estimated_share_reaches_the_target(kind, so
                         assert count == 3
                         continue
                     shares = by_row[index, head]
-                    # Of pages that reach the target by less than an error of float32, either may be the last.
+                    # Of pages that reach the target within a float32 error, either may be the last.
                     assert shares[count - 2] > share - 1e-5 or count == pages
                     assert count == 3 or shares[count - 3] < share + 1e-5
                     ways.add((share, "least" if count == 3 else "some"))
@@ -104,7 +104,7 @@ def test_the_fewest_best_pages_whose_estimated_share_reaches_the_target(kind, so
 def test_a_fast_count_is_that_of_the_reference_and_of_its_row_alone(kind):
     tokens, cache, scores = arguments(batch_of(kind), scale=2.0)
     limits = limits_of(0.9)
-    # Each row has limits of its own.
+    # Each row has different limits.
     limits.share[:] = torch.linspace(0.5, 0.99, len(CONTEXTS))
     limits.most[3] = 20
     counts = count_pages(tokens, cache, scores, SELECTION, Softmax(0.125), limits)
@@ -169,7 +169,7 @@ def test_bad_arguments_are_refused():
 
 
 def test_rows_of_decoding_requests_are_counted_each_to_its_limits():
-    """Two query tokens each. One request is attended whole, one fits what it reads at least, one has a fixed number."""
+    """Two query tokens each. One request is attended whole, one has few pages, one has a fixed number."""
     batch = make_batch([300, 20, 205, 299], 2, 64, statistics="int4", kind="quarters")
     query = torch.randn(8, 8, 64, generator=torch.Generator().manual_seed(2)).mul(2).bfloat16()
     limits = Limits(torch.tensor([0.9, 0.9, 0.0, 0.6]), torch.tensor([4, 4, 9, 4]), torch.tensor([1000, 1000, 9, 1000]))

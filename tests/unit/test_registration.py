@@ -92,7 +92,7 @@ def test_foreign_members_pickle_by_value_as_by_default():
 
 
 def test_members_unpickle_before_plugins_are_loaded_and_with_other_plugins_backends():
-    # As vLLM's spawned engine core does: it unpickles first and loads plugins later.
+    # Like vLLM's spawned engine core, which unpickles before it loads plugins.
     blob = pickle.dumps([member(name) for name in BACKENDS] + [AttentionConfig(backend="unique")])
     code = """
         import base64, json, pickle, sys
