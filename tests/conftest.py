@@ -1,6 +1,6 @@
-"""Shared fixtures: what the operations allocate is poisoned, so that an unwritten output fails.
+"""Shared fixtures. Memory that operations allocate is poisoned, so an unwritten output fails a test.
 
-Folders of tests run in two processes, a file at a time in each. A file alone, `-n 0` and `-p no:xdist` take one.
+Folders of tests run in two processes, one file at a time in each. A single file, `-n 0` and `-p no:xdist` use one.
 """
 
 import os
@@ -19,16 +19,16 @@ from torch.utils._device import _device_constructors
 ROOT = Path(__file__).parent.parent
 MODEL = ROOT / "models" / "needle-8m"
 
-# The engine of an `LLM` is spawned; it and the tests share two small machines' worth of cores.
+# The engine of an `LLM` is spawned. It shares the cores with the tests.
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
 if "PYTEST_XDIST_WORKER" in os.environ:
-    # What one of the processes has compiled, the other and the engines of both load.
+    # Both test processes and their engines share compiled kernels.
     os.environ["NUMBA_CACHE_DIR"] = str(ROOT / ".pytest_cache" / "numba")
 
 interpret_kernels()
 
-# torch notes once which functions follow `with torch.device(...)`; those that a test puts in their place do not.
+# torch collects the functions that follow `with torch.device(...)` once. Replacements made by tests do not follow it.
 _device_constructors()
 
 
@@ -36,7 +36,7 @@ _device_constructors()
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Choose how many processes run the tests, before pytest-xdist starts them."""
     option = config.option
-    # Each of them comes here, too, and would start more.
+    # Worker processes also call this function, and must not start more.
     if hasattr(config, "workerinput") or not hasattr(option, "numprocesses"):
         return
     folders = all(Path(argument).is_dir() for argument in config.args)
@@ -44,7 +44,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if option.numprocesses is None and folders and not alone:
         option.numprocesses = 2
     if option.numprocesses:
-        # Threads that wait do not spin: there are more of them than cores.
+        # Waiting threads must not spin: there are more threads than cores.
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if option.numprocesses and option.dist == "no":
         # Fixtures of a module and compiled kernels are shared within a file; the longest files come first.
@@ -58,12 +58,12 @@ def model() -> str:
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton kernels run in Triton's interpreter; tests that ask for it are skipped where they cannot."""
+    """Runs Triton kernels in Triton's interpreter. Tests with this fixture are skipped if this is impossible."""
     if find_spec("triton") is None:
         pytest.skip("Triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("beside a GPU Triton compiles its kernels, which are tested there")
-    # What Triton imports at the first launch must be interpreted too.
+    # Modules that Triton imports at the first launch must be interpreted too.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
@@ -74,7 +74,7 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _environment() -> Iterator[None]:
-    """An engine changes the variables of the process that starts it; the tests of another file begin without that."""
+    """Restores environment variables after each file, because engines change those of their process."""
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():
@@ -84,7 +84,7 @@ def _environment() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`torch.empty` called from the operations returns NaN (or a whole number), never lucky zeros."""
+    """`torch.empty` in the operations returns NaN (or an integer), so results of earlier calls cannot pass."""
 
     def poisoned(allocate):
         def wrapper(*args, **kwargs):
@@ -102,7 +102,7 @@ def _poison(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def _inspect_models_in_this_process() -> None:
-    """vLLM imports a model to look at it in a process of its own, so that CUDA is not initialised in this one."""
+    """Makes vLLM inspect models in this process. By default it uses a process without CUDA initialisation."""
     registry = sys.modules.get("vllm.model_executor.models.registry")
     if registry is not None and not torch.cuda.is_available():
         registry._run_in_subprocess = lambda inspect: inspect()
@@ -110,7 +110,7 @@ def _inspect_models_in_this_process() -> None:
 
 @pytest.fixture(autouse=True)
 def _default_signals() -> Iterator[None]:
-    """An engine in this process leaves handlers of signals behind; commands keep handlers that they find."""
+    """Restores signal handlers. An engine in this process replaces them, and commands keep the handlers they find."""
     main = threading.current_thread() is threading.main_thread()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP)}
     for number in before if main else ():

@@ -1,4 +1,4 @@
-"""Refuses at start, in one sentence, what the backends cannot serve."""
+"""Refuses unsupported configurations at start, each in one sentence."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig, ParallelConfig, VllmConfig
 
 CPU_KERNEL_BLOCK = 32
-"""vLLM's CPU attention packs blocks of a multiple of this many tokens."""
+"""vLLM's CPU attention requires block sizes that are multiples of this many tokens."""
 CUDA_KERNEL_BLOCK = 16
-"""FlashAttention reads blocks of a multiple of this many tokens."""
+"""FlashAttention requires block sizes that are multiples of this many tokens."""
 HYBRIDS = ("jamba", "lfm2", "nemotron_h", "qwen3_5_text", "qwen3_next")
-"""Model types with state-space layers beside attention that the tests hold to dense attention, statistics included."""
+"""Model types with state-space layers that tests compare with dense attention, statistics included."""
 LEARNED_SINKS = ("gpt_oss",)
 """Model types whose attention has learned sink logits."""
 SPECULATORS = ("ngram", "eagle", "eagle3", "mtp")
-"""Speculative methods that are served everywhere."""
+"""Speculative methods that are supported on every device."""
 CPU_SPECULATORS = (*SPECULATORS, "draft_model")
-"""Those that are served on a CPU. On a GPU the statistics of a draft model's pages were not those of its keys."""
+"""Speculative methods that are supported on a CPU. On a GPU the statistics of a draft model's pages differed from those
+of its keys."""
 NOISE = "DecodeBenchConnector"
-"""The KV connector that brings no blocks, but noise to measure time with."""
+"""The KV connector that fills blocks with noise, for time measurements."""
 SHARING_DRAFTS = ("gemma4_mtp", "step3p5_mtp")
-"""Model types of drafts that vLLM runs by a proposer of their own, on caches of the model."""
+"""Model types of drafts for which vLLM uses a separate proposer that reads the model's caches."""
 
 
 def drafts_with_attention(vllm_config: VllmConfig) -> bool:
-    """Returns whether a draft with attention layers of its own speculates."""
+    """Returns whether a draft with its own attention layers speculates."""
     speculative = vllm_config.speculative_config
     return speculative is not None and speculative.method != "ngram" and not compat.drafts_for_itself(vllm_config)
 
@@ -64,7 +65,7 @@ def block_multiple(vllm_config: VllmConfig, config: ResolvedConfig, kernel_block
 
 
 def _models(vllm_config: VllmConfig) -> list[ModelConfig]:
-    """Returns the model, and its draft if one with attention speculates."""
+    """Returns the model, and the draft model if it has attention layers."""
     models = [vllm_config.model_config]
     if drafts_with_attention(vllm_config) and vllm_config.speculative_config.draft_model_config is not None:
         models.append(vllm_config.speculative_config.draft_model_config)
@@ -72,17 +73,17 @@ def _models(vllm_config: VllmConfig) -> list[ModelConfig]:
 
 
 def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
-    """Checks a complete vLLM configuration against what our backends serve.
+    """Checks a complete vLLM configuration.
 
     Args:
         vllm_config: vLLM's configuration after its own checks.
-        backends: our backends' names and presets.
+        backends: names and presets of this plugin's backends.
 
     Raises:
-        ConfigurationError: names the field, what was given and what is allowed.
+        ConfigurationError: names the field, the value and the allowed values.
     """
     if vllm_config.model_config is not None and vllm_config.model_config.runner_type == "draft":
-        # vLLM makes a configuration of it to load a draft model; what drafts is checked with the model.
+        # vLLM creates this configuration to load a draft model. The draft is checked with the model.
         return
     name = compat.chosen_backend(vllm_config, backends)
     if name is None:
@@ -100,18 +101,18 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     if vllm_config.kv_transfer_config:
         vllm_config.kv_transfer_config.kv_connector_module_path = connectors.__name__
     if drafts_with_attention(vllm_config) and not vllm_config.use_v2_model_runner:
-        # vLLM's first model runner would choose another backend for the draft, whose blocks have no statistics.
+        # vLLM's first model runner would choose another backend for the draft, without statistics in its blocks.
         vllm_config.speculative_config.attention_backend = compat.backend_member(name)
     if config.runs_kernels or config.compaction:
         expose()
 
 
 def check_layers(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
-    """Checks that attention layers of a worker have the backend that is chosen: some models bring one of their own.
+    """Checks that the attention layers of a worker use the chosen backend: some models bring other backends.
 
     Args:
-        vllm_config: vLLM's configuration once the model is loaded.
-        backends: our backends' names and presets.
+        vllm_config: vLLM's configuration after the model is loaded.
+        backends: names and presets of this plugin's backends.
 
     Raises:
         ConfigurationError: if the worker has attention layers and none of them has the backend.
@@ -133,9 +134,9 @@ def check_layers(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
 
 
 def _name_declared_cache_dtype(vllm_config: VllmConfig) -> None:
-    """Writes the type of the KV cache that a checkpoint of compressed-tensors declares into the configuration.
+    """Sets the KV cache type that a compressed-tensors checkpoint declares.
 
-    vLLM does so when it builds the first attention layer, which is after admission and after the choice of the block
+    vLLM sets it when it builds the first attention layer. This is after admission and after the choice of the block
     size.
     """
     cache = vllm_config.cache_config
@@ -173,7 +174,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
     )
     got = cache.cache_dtype
     if got == "fp8" and _declares_cache_dtype(vllm_config):
-        # Such a checkpoint is served with another type where the user names one.
+        # The user may name another type for such a checkpoint.
         got, cache_dtypes = f"{got}, which the model's checkpoint declares", cache_dtypes[1:]
     expect(cache.cache_dtype in cache_dtypes, "kv_cache_dtype", got, choices(cache_dtypes))
     if model is not None:
@@ -201,7 +202,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             _expect_verifiable(expect, vllm_config, config)
         if not refusals:
             multiple = block_multiple(vllm_config, config, CPU_KERNEL_BLOCK if on_cpu else CUDA_KERNEL_BLOCK)
-            # vLLM may choose the block size after this, and asks the backend which ones it takes.
+            # vLLM may choose the block size later. It asks the backend for supported sizes.
             expect(
                 cache.block_size % multiple == 0 or not cache.user_specified_block_size,
                 "block_size",
@@ -219,13 +220,13 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         eight_bits = cache.cache_dtype in EIGHT_BIT_CACHES
         expect(not eight_bits, field, f"{got} with a KV cache of 8 bits", "null with it")
         expect(config.stop_rule is None, field, f"{got} with stopping", "null with it")
-    # With it vLLM no longer says of a request's last token whether it is part of the prompt.
+    # With it, vLLM does not say whether a request's last token is part of the prompt.
     expect(not cache.kv_sharing_fast_prefill, "kv_sharing_fast_prefill", "true", "false")
-    # Two half batches at once would share the scratch between a layer's kernels, and its counts.
+    # Two half batches at the same time would share the scratch memory and the counts of a layer.
     expect(not parallel.use_ubatching, "enable_dbo, ubatch_size", "batches in parts", "neither")
     skipped = cache.kv_cache_dtype_skip_layers
     mixed = cache.cache_dtype in EIGHT_BIT_CACHES and skipped
-    # Statistics rows of one-byte and two-byte caches do not divide each other.
+    # The statistics rows of one-byte and two-byte caches have no common block size.
     expect(not mixed, "kv_cache_dtype_skip_layers", ", ".join(skipped), f"none with {cache.cache_dtype}")
     dcp, pcp = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     expect(dcp == 1, "decode_context_parallel_size", dcp, "1")
@@ -233,7 +234,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
     if transfer := vllm_config.kv_transfer_config:
         connector, module = transfer.kv_connector, transfer.kv_connector_module_path
         allowed = f"one that keeps page statistics: {choices(connectors.CONNECTORS)}"
-        # vLLM makes a connector of what `--kv-offloading-size` says after this.
+        # vLLM makes a connector from `--kv-offloading-size` later.
         known = connector in connectors.CONNECTORS or (connector is None and cache.kv_offloading_size is not None)
         expect(known, "kv_connector", connector, allowed)
         expect(module in (None, connectors.__name__), "kv_connector_module_path", module, "none")
@@ -269,7 +270,7 @@ def _expect_known_drafts(
     kind = getattr(draft.hf_config, "model_type", None)
     expect(kind not in SHARING_DRAFTS, "speculative model", f"a draft of type {kind}",
            "drafts with a cache of their own")  # fmt: skip
-    # Its queries are a batch of their own kind, which nobody has looked at.
+    # Parallel drafting batches queries in an untested way.
     expect(not speculative.parallel_drafting, "speculative parallel_drafting", "true", "false")
     backend, attention = speculative.attention_backend, vllm_config.attention_config
     expect(backend in (None, attention.backend, *attention.backend_per_kind.values()), "speculative attention_backend",
@@ -293,7 +294,7 @@ def _expect_cuda_shapes(
     group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
     selector, stopping = config.selector, config.stop_rule is not None
     refusals = list(head_refusals(group, head_size, stopping))
-    # vLLM runs another FlashAttention there, which takes pages of its own size alone.
+    # vLLM runs another FlashAttention there, which supports only its own page size.
     expect(
         config.block_prefill is None or head_size < 256 or capability < (10, 0),
         f"{KEY}.prefill",
@@ -334,7 +335,7 @@ def _expect_routable(expect: Callable[[bool, str, Any, str], None], vllm_config:
     model = vllm_config.model_config
     field = f"{KEY}.routing"
     has_sink_logits = model.hf_config.model_type in LEARNED_SINKS
-    # These models attend to learned sink logits where others attend to the first token: there is nothing to route by.
+    # These models use learned sink logits instead of attention to the first token. Routing has no signal.
     expect(
         not has_sink_logits,
         "model",
@@ -367,7 +368,7 @@ def _expect_compactable(expect: Callable[[bool, str, Any, str], None], vllm_conf
     allowed = "null"
 
     def refuse(holds: bool, got: str) -> None:
-        # Each of them would need a proof of its own that nothing reads what is given back.
+        # None of these cases has been proven safe: a layer might read blocks that were given back.
         expect(not holds, f"{KEY}.compaction", got, allowed)
 
     text = model.hf_text_config
@@ -392,7 +393,7 @@ def _expect_rolling(expect: Callable[[bool, str, Any, str], None], config: Resol
         expect(not holds, f"{KEY}.compaction.positions", f"rolling {got}", "text")
 
     refuse(cache_dtype in EIGHT_BIT_CACHES, "with a KV cache of 8 bits")
-    # The window is all that a token reads, and its kernel knows nothing else.
+    # Every token reads only the window, and its kernel supports no other selection.
     policy = config.selection.name()
     expect(policy == "dense", "selection.policy", f"{policy} with compaction.positions rolling", "dense")
     for section in ("routing", "stopping", "prefill"):

@@ -1,13 +1,13 @@
-"""Tells vLLM's KV connectors what the blocks of our backends hold.
+"""Tells vLLM's KV connectors what the blocks of this plugin's backends hold.
 
-A block that leaves its engine, to a file, another store or another engine, is found again by its tokens, the model's
-name and the numbers that vLLM knows of its layout. None of these says what the page statistics in a block are. None
-says what its tokens attended to, and their keys and values follow from that: those of a prompt from the settings of
-sparse prefill, those of decoded tokens from the settings of sparse decode. So our connectors are vLLM's, constructed
-with a model name that ends in a name of the statistics and of these settings. Files then get other names, and the
-handshake of two engines with other settings fails.
+A block may leave its engine, to a file, another store or another engine. It is found again by its tokens, the model's
+name and vLLM's numbers of its layout. These do not describe the page statistics in a block. They also do not describe
+what its tokens attended to, which decides their keys and values. For prompts this depends on the settings of sparse
+prefill, for decoded tokens on the settings of sparse decode. The connectors here are vLLM's, constructed with a longer
+model name. Its suffix names the statistics and these settings. Files of other settings then have other names, and the
+handshake of engines with different settings fails.
 
-vLLM finds the classes here because admission names this module in `kv_connector_module_path`.
+vLLM finds the classes here because admission sets `kv_connector_module_path` to this module.
 """
 
 from __future__ import annotations
@@ -27,17 +27,16 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector", "DecodeBenchConnector")
-"""KV connectors that move whole blocks, statistics rows included, or, to measure time, fill them with noise."""
+"""Supported KV connectors: they move whole blocks with statistics rows, or fill blocks with noise to measure time."""
 STATISTICS_VERSION = 1
-"""Version of the bytes of page statistics, raised whenever a name comes to stand for other bytes;
-`test_connectors.py` holds some of them."""
+"""Version of the bytes of page statistics. Raise it when a name gets other bytes. `test_connectors.py` has examples."""
 
 _OF_DECODE = {
     "selection", "routing", "stopping", "compaction", "speculation", "first_dense_layers", "min_context_tokens",
 }  # fmt: skip
 """Settings that decide what a decoding token attends to."""
 _ORIGIN = {"routing": {"model", "revision", "data", "date"}}
-"""Settings that only say where others come from."""
+"""Settings that only describe the origin of others."""
 
 
 def __getattr__(name: str) -> Any:
@@ -61,7 +60,7 @@ def _connector(name: str) -> type:
 
 
 def with_block_contents(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> VllmConfig:
-    """Returns the configuration with a model name that ends in what the blocks hold besides keys and values."""
+    """Returns the configuration with a model name whose suffix describes the contents of blocks."""
     name = chosen_backend(vllm_config, BACKENDS)
     if name is None:
         return vllm_config
@@ -76,20 +75,20 @@ def with_block_contents(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
 
 
 def block_contents(config: ResolvedConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Names all that the bytes of a block follow from besides the model, as a part of a file's name.
+    """Returns a name for everything except the model that the bytes of a block depend on, usable in a file name.
 
     Args:
         config: the settings of the backend.
-        kv_cache_config: the blocks of all layers, as vLLM lays them out.
+        kv_cache_config: vLLM's layout of the blocks of all layers.
 
     Returns:
-        The name; empty if blocks hold keys and values of dense attention alone.
+        The name; empty if blocks hold only keys and values of dense attention.
     """
     from vllm.v1.kv_cache_interface import AttentionSpec
 
     shapes = set()
     for group in kv_cache_config.kv_cache_groups:
-        # A group of layers of different shapes has a specification for each.
+        # A group of layers of different shapes has several specifications.
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
         shapes |= {
             (spec.block_size, spec.head_size, str(spec.dtype).removeprefix("torch."), spec.dtype.itemsize)

@@ -1,7 +1,7 @@
-"""What a user should know of a configuration that is served: a sentence each, logged at start, shown by `show-config`.
+"""Notices about a supported configuration: one sentence each, logged at start and shown by `show-config`.
 
-What cannot be served ends the start (`admission.py`). What stands here is served as it was asked for, and surprises
-those who do not know it. A setting that its user changed and that has no effect is refused: nothing else would tell.
+Unsupported configurations end the start (`admission.py`). A notice describes a supported setting with a surprising
+effect. A setting of the user without an effect is refused.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from vllm_sparse_plugin.policies import InfLLMSelection, UniqueSelection
 from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 EIGHT_BIT_CACHES = ("fp8", "fp8_e4m3")
-"""vLLM's names of the KV cache's types of one byte that our backends serve."""
+"""vLLM's names of the supported one-byte types of the KV cache."""
 FEW_PAGES = 64
-"""Pages of more than 8 tokens lose single facts when fewer than this many are read, the paper's budget; measured by
-the study of page scores."""
+"""With pages of more than 8 tokens, selections below this number of pages miss single facts. 64 is the paper's budget;
+the study of page scores measured the effect."""
 
 
 class Situation(NamedTuple):
-    """What notices depend on."""
+    """The configuration that notices depend on."""
 
     config: ResolvedConfig
     cache_itemsize: int
@@ -33,13 +33,13 @@ class Situation(NamedTuple):
 
     @property
     def unique(self) -> UniqueSelection | None:
-        """The selection, if it is UNIQUE's."""
+        """The selection if its policy is UNIQUE; else None."""
         selection = self.config.selection
         return selection if isinstance(selection, UniqueSelection) else None
 
     @property
     def statistics(self) -> str | None:
-        """What UNIQUE keeps of a page's keys in this cache; None for another policy."""
+        """UNIQUE's statistics of a page in this cache; None for another policy."""
         return self.unique.statistics_in(self.cache_itemsize) if self.unique else None
 
     @property
@@ -50,24 +50,24 @@ class Situation(NamedTuple):
 
     @property
     def has_lambda_without_effect(self) -> bool:
-        """Whether the user set a lambda that weighs nothing."""
+        """Whether the user set a lambda without an effect."""
         source = self.config.sources.get("selection.lambda", "")
         is_from_user = source == ADDITIONAL_CONFIG or source.startswith(FILE)
         return is_from_user and self.statistics in ("quarters", "sketch")
 
     @property
     def has_statistics_of_its_cache(self) -> bool:
-        """Whether UNIQUE keeps something else than in a 16-bit cache."""
+        """Whether UNIQUE stores other statistics than in a 16-bit cache."""
         return self.unique is not None and self.statistics != self.unique.statistics_in(cache_itemsize=2)
 
     @property
     def has_threshold_of_no_model(self) -> bool:
-        """Whether groups are skipped by a threshold that was not calibrated."""
+        """Whether routing uses a threshold that was not calibrated."""
         return self.config.routing is not None and self.config.routing.model is None
 
 
 class Notice(NamedTuple):
-    """A sentence and when it is said."""
+    """A sentence and its condition."""
 
     applies: Callable[[Situation], bool]
     sentence: Callable[[Situation], str]
@@ -130,14 +130,14 @@ NOTICES: tuple[Notice, ...] = (
 
 
 def notices_of(config: ResolvedConfig, cache_dtype: str) -> list[str]:
-    """The sentences that apply.
+    """Returns the sentences that apply.
 
     Args:
         config: the configuration.
         cache_dtype: vLLM's name of the KV cache's type, such as `auto`.
 
     Raises:
-        ConfigurationError: for a lambda that the user changed and that has no effect.
+        ConfigurationError: for a lambda of the user that has no effect.
     """
     situation = Situation(config, 1 if cache_dtype in EIGHT_BIT_CACHES else 2)
     unique = situation.unique
@@ -150,7 +150,7 @@ def notices_of(config: ResolvedConfig, cache_dtype: str) -> list[str]:
 
 
 def announce(config: ResolvedConfig, cache_dtype: str) -> None:
-    """Logs the sentences that apply, each once, in the process that the user started; arguments as of `notices_of`.
+    """Logs the sentences that apply, each once, in the process that the user started; arguments as `notices_of`.
 
     Raises:
         ConfigurationError: as `notices_of`.

@@ -1,4 +1,4 @@
-"""Makes the attention backends known to vLLM, in every process and however often it asks."""
+"""Registers the attention backends in vLLM, in every process. Repeated calls have no effect."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 
 def announce() -> None:
-    """Registers the backends' names, if this is a vLLM that we know. Idempotent."""
+    """Registers the names of the backends if the vLLM version is tested. Idempotent."""
     if compat.untested_vllm() is None:
         compat.register_backend_names(BACKENDS)
 
 
 def register() -> None:
-    """Registers the backends and the checks that run once one of them is chosen. Idempotent.
+    """Registers the backends, and the checks that run if one of them is chosen. Idempotent.
 
     Raises:
-        UntestedVLLMError: for a vLLM that we do not know, which is left as it is.
+        UntestedVLLMError: for an untested version of vLLM, which does not change.
     """
     if untested := compat.untested_vllm():
         raise UntestedVLLMError(untested)
@@ -37,10 +37,10 @@ def register() -> None:
 def check_request(
     vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, beam_search: bool, streams_input: bool
 ) -> None:
-    """Checks a request that has arguments of plugins or a growing prompt; imports nothing for others.
+    """Checks a request with arguments for plugins or a growing prompt. Other requests import nothing.
 
     Raises:
-        ValueError: if one of our backends is chosen and cannot serve the request.
+        ValueError: if one of this plugin's backends is chosen and cannot serve the request.
     """
     if (arguments or streams_input) and compat.chosen_backend(vllm_config, BACKENDS):
         from vllm_sparse_plugin.requests import check
@@ -49,7 +49,7 @@ def check_request(
 
 
 def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, salt: str | None) -> str | None:
-    """Returns the salt to hash a request's blocks with; imports nothing for a request without arguments of plugins."""
+    """Returns the salt for hashes of a request's blocks. A request without arguments for plugins imports nothing."""
     if not arguments or compat.chosen_backend(vllm_config, BACKENDS) is None:
         return salt
     from vllm_sparse_plugin.requests import check
@@ -58,7 +58,7 @@ def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, 
 
 
 class UntestedVLLMError(RuntimeError):
-    """The vLLM that is installed is none that this version is tested with."""
+    """The installed version of vLLM is not tested with this version of the plugin."""
 
     def __init__(self, version: str) -> None:
         first, end = (".".join(map(str, release)) for release in compat.TESTED_VLLM)
@@ -66,14 +66,14 @@ class UntestedVLLMError(RuntimeError):
 
 
 def make_speculator(vllm_config: VllmConfig, device: torch.device) -> Any:
-    """Returns what drafts in lossless mode inside vLLM's second model runner."""
+    """Returns the drafter of lossless mode for vLLM's second model runner."""
     from vllm_sparse_plugin.lossless.speculator import SparseSpeculator
 
     return SparseSpeculator(vllm_config, device)
 
 
 def prepare_if_chosen(vllm_config: VllmConfig) -> None:
-    """Sets up lossless mode in a configuration that chooses one of our backends and asks for it.
+    """Sets up lossless mode if a configuration chooses one of this plugin's backends and asks for it.
 
     Raises:
         ConfigurationError: if the settings are wrong.
@@ -85,7 +85,7 @@ def prepare_if_chosen(vllm_config: VllmConfig) -> None:
 
 
 def admit_if_chosen(vllm_config: VllmConfig) -> None:
-    """Checks a complete configuration that chooses one of our backends or has settings for one; imports nothing else.
+    """Checks a complete configuration that chooses one of this plugin's backends or has settings for them.
 
     Raises:
         ConfigurationError: if it cannot be served.
@@ -100,8 +100,8 @@ def admit_if_chosen(vllm_config: VllmConfig) -> None:
 
 
 def check_layers_if_chosen(vllm_config: VllmConfig) -> None:
-    """Checks the layers of a worker's model where one of our backends is chosen, and mends the sampling of drafts on a
-    CPU; imports nothing else.
+    """Checks the layers of a worker's model if one of this plugin's backends is chosen. On a CPU it also corrects
+    vLLM's sampling of drafts.
 
     Raises:
         ConfigurationError: if no layer has the backend.

@@ -1,1 +1,1 @@
-"""What the measurements share: models, engines, child processes, result files and their readers."""
+"""Shared parts of the measurements: models, engines, child processes, result files and their readers."""

@@ -1,4 +1,4 @@
-"""Commands as child processes that never outlive this one."""
+"""Runs commands as child processes, which end with this process."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from vllm_sparse_plugin.tools.server import stop_group
 
 
 def python_path() -> str:
-    """PYTHONPATH of a child process that imports this package, wherever it runs."""
+    """PYTHONPATH of a child process that imports this package from any folder."""
     return os.pathsep.join([str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
 
 
 def run_python(module: str, arguments: list[str], seconds: float, log: Path | None = None) -> int | None:
-    """Run `python -m module arguments`, with its output in `log` or where this process prints.
+    """Run `python -m module arguments`. The output goes to `log`, or to the output of this process.
 
     Returns:
-        The exit code, or None if it was ended because it took longer than `seconds`.
+        The exit code, or None if the child was ended after `seconds`.
     """
     with (log or Path(os.devnull)).open("wb") as file:
         process = subprocess.Popen(

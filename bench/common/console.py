@@ -1,4 +1,4 @@
-"""Where the benchmarks print."""
+"""The console of the benchmarks."""
 
 from __future__ import annotations
 
@@ -8,6 +8,6 @@ _WIDTH = 200
 
 
 def open_console() -> Console:
-    """A console whose tables are not squeezed where there is no terminal: a log has no width of its own."""
+    """A console that does not shorten tables if the output is no terminal."""
     console = Console()
     return console if console.is_terminal else Console(width=_WIDTH)

@@ -1,4 +1,4 @@
-"""What engines decode with log probabilities, and where two of them differ."""
+"""Tokens decoded with log probabilities, and the first difference between two engines."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from typing import Any
 
 LOGPROB_TOLERANCE = 0.1
-"""Largest change of a log probability by another order of summation: attention's outputs are rounded to bfloat16 in
-every layer, and what follows amplifies it."""
+"""Largest change of a log probability by another order of summation. Outputs of attention are rounded to bfloat16 in
+every layer, and later layers amplify the error."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What was decoded after a prompt."""
+    """The tokens decoded after a prompt."""
 
     tokens: list[int]
     logprobs: list[dict[int, float]]
-    """Of each step's likeliest tokens."""
+    """Log probabilities of each step's likeliest tokens."""
 
     def first_difference(self, other: Sequence[int]) -> tuple[int, float] | None:
-        """Returns where other tokens part from these, and how much likelier this token is there.
+        """Returns the first position where other tokens differ, and by how much this token is likelier there.
 
-        A continuation that ends sooner parts infinitely far. None where both are the same.
+        The difference is infinite if the other tokens end earlier. None if both are equal.
         """
         for step, (mine, theirs) in enumerate(zip(self.tokens, other, strict=False)):
             if mine != theirs:
@@ -32,23 +32,23 @@ class Continuation:
 
 
 def continuation(request: Any) -> Continuation:
-    """Takes what vLLM returns for a request with log probabilities."""
+    """Converts vLLM's output of a request with log probabilities."""
     completion = request.outputs[0]
     logprobs = [{token: entry.logprob for token, entry in step.items()} for step in completion.logprobs]
     return Continuation(list(completion.token_ids), logprobs)
 
 
 def gap_at_first_difference(expected: Continuation, found: Continuation) -> float | None:
-    """How much likelier the first engine finds its own token where two answers part; None if they do not."""
+    """How much likelier the first engine finds its own token at the first difference; None without a difference."""
     parted = expected.first_difference(found.tokens)
     return None if parted is None else parted[1]
 
 
 def logprob_error(dense: Continuation, other: Continuation) -> float:
-    """The largest difference of a token's log probability up to where the continuations part.
+    """The largest difference of a token's log probability up to the first different token.
 
-    Where they part, the difference is how much likelier dense attention finds its own token, which is little if two
-    tokens were about as likely.
+    At this token, the difference is how much likelier dense attention finds its own token. It is small if two tokens
+    were about equally likely.
     """
     parted = dense.first_difference(other.tokens)
     same = len(dense.tokens) if parted is None else parted[0]

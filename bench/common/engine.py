@@ -1,4 +1,4 @@
-"""Variants of the engine to compare, and engines inside this process."""
+"""Engine variants to compare, and engines inside this process."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ KV_CACHE_DTYPES = ("auto", "fp8")
 
 
 DECODE_GRAPHS = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
-"""Decode graphs without the wait for torch.compile, which leaves attention alone."""
+"""Decode graphs without torch.compile, which takes time and does not change attention."""
 
 
 class WrongBackendError(RuntimeError):
-    """vLLM runs another attention backend than it was asked for."""
+    """vLLM runs another attention backend than the requested one."""
 
 
 @contextmanager
 def exits_for_wrong_backend() -> Iterator[None]:
-    """End the command in one sentence and with exit code 3 where vLLM chose another backend."""
+    """End the command in one sentence and with exit code 3 if vLLM chose another backend."""
     try:
         yield
     except WrongBackendError as error:
@@ -50,7 +50,7 @@ def exits_for_wrong_backend() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Variant:
-    """An attention backend and a type of the KV cache."""
+    """An attention backend and a KV cache type."""
 
     backend: str | None
     """Name as vLLM registers it; None for the platform's own choice."""
@@ -65,7 +65,7 @@ class Variant:
             ConfigurationError: for anything else.
         """
         name, _, dtype = text.partition(":")
-        # Ours of that name is no variant: what is compared here is vLLM as it comes.
+        # The plugin's backend named `dense` is not a variant: the comparison is with vLLM's own backend.
         known = list(dict.fromkeys([DENSE, *(backend.lower() for backend in (*DENSE_BACKENDS, *BACKENDS))]))
         dtype = dtype or "auto"
         if name.lower() not in known or dtype not in KV_CACHE_DTYPES:
@@ -83,7 +83,7 @@ class Variant:
 
     @property
     def sparse(self) -> bool:
-        """Whether the backend is one of ours."""
+        """Whether the backend belongs to this plugin."""
         return self.backend in BACKENDS
 
     def additional_config(self, text: str | None) -> str | None:
@@ -102,7 +102,7 @@ class Variant:
         """Return the backend of the layers.
 
         Raises:
-            WrongBackendError: if it is not the one that was asked for, or there are several.
+            WrongBackendError: if it is not the requested one, or if there are several.
         """
         if len(used) != 1 or self.backend not in (None, used[0]):
             raise WrongBackendError(f"{self.name}: vLLM runs {' and '.join(used) or 'no attention backend'}")
@@ -119,16 +119,16 @@ def parse_variants(values: Iterable[str]) -> list[Variant]:
 
 
 def force_routing(model: Model, additional_config: str | None, skip_ratio: float) -> str:
-    """Settings with which our backends skip a share of the KV groups whatever the data: of drawn weights no threshold
-    would, and so the time does not depend on them.
+    """Settings that make this plugin's backends skip a fixed share of the KV groups. With random weights no threshold
+    reaches a given share, and the measured time must not depend on the weights.
 
     Args:
         model: gives layers and KV heads.
         additional_config: JSON to add to.
-        skip_ratio: share of the groups of all layers but the leading ones that are not routed.
+        skip_ratio: share of the groups to skip, over all layers except the leading dense ones.
 
     Raises:
-        ConfigurationError: for a share that is none, or JSON that is no object.
+        ConfigurationError: for an invalid share, or JSON that is not an object.
     """
     if not 0 <= skip_ratio <= 1:
         raise ConfigurationError(f"skip_ratio: got {skip_ratio}, allowed: 0 to 1")
@@ -148,8 +148,8 @@ def engine_options(model: Model, variant: Variant, additional_config: str | None
     Args:
         model: the model.
         variant: the backend and the type of the KV cache.
-        additional_config: JSON for our backends.
-        **options: further arguments; None leaves one out.
+        additional_config: JSON for this plugin's backends.
+        **options: further arguments; None omits one.
     """
     from vllm.platforms import current_platform
 
@@ -177,7 +177,7 @@ def engine(model: Model, variant: Variant, additional_config: str | None, **opti
     Raises:
         WrongBackendError: if vLLM chose another attention backend.
     """
-    # vLLM's CPU build would take nearly all memory.
+    # By default vLLM's CPU build takes nearly all memory.
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     with engine_in_process(**engine_options(model, variant, additional_config, **options)) as llm:
         if model.drawn_weights:

@@ -10,18 +10,18 @@ from openai import OpenAI
 
 _SECONDS = 60.0
 _QUIET_SECONDS = 60.0
-"""How long a server may take to notice that nobody waits any more."""
+"""Time that a server may need to notice that clients have disconnected."""
 
 
 def metrics_text(client: OpenAI) -> str:
-    """What the `/metrics` of a client's server serves; raises httpx's HTTPError."""
+    """The text of a server's `/metrics`; raises httpx's HTTPError."""
     url = str(client.base_url).removesuffix("v1/") + "metrics"
     # Clients of openai bring one of two versions of httpx; a proxy of the environment must not see local requests.
     return httpx.get(url, timeout=_SECONDS, trust_env=False).text
 
 
 def read_metrics(text: str) -> dict[str, float]:
-    """The samples of what `/metrics` serves, by name and summed over labels."""
+    """The samples of a `/metrics` text by name, summed over labels."""
     found: dict[str, float] = {}
     for line in text.splitlines():
         if line and not line.startswith("#"):
@@ -31,13 +31,13 @@ def read_metrics(text: str) -> dict[str, float]:
 
 
 def is_busy(metrics: Mapping[str, float]) -> bool:
-    """Whether a server computes for somebody, or keeps blocks for somebody."""
+    """Whether a server computes requests or keeps blocks for them."""
     names = "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"
     return any(metrics[name] for name in names)
 
 
 def wait_until_quiet(read: Callable[[], Mapping[str, float]]) -> None:
-    """Waits until a server has noticed that nobody waits for it any more, or for a minute.
+    """Waits until a server has no requests left, at most a minute.
 
     Args:
         read: returns the server's metrics.

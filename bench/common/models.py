@@ -1,4 +1,4 @@
-"""Models to measure with: the small one of this repository, and the shape of a large one with drawn weights."""
+"""Models to measure: the small one of this repository, and the shape of a large one with random weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NEEDED = (
 )  # fmt: skip
 
 CHARS_PER_TOKEN = 8
-"""More than any tokenizer has over source code, so that a piece of it is long enough."""
+"""More characters per token than any tokenizer has on source code, so that a piece is long enough."""
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "architectures": ["LlamaForCausalLM"],
@@ -55,7 +55,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
     },
 }
-"""Configurations of models whose weights do not matter for time."""
+"""Configurations of models. Time does not depend on their weights."""
 for _name, _tokens in (("512k", 1 << 19), ("1m", 1 << 20)):
     SHAPES[f"llama-3.1-8b-{_name}"] = SHAPES["llama-3.1-8b"] | {"max_position_embeddings": _tokens}
 
@@ -65,15 +65,15 @@ class Model:
     """A folder that vLLM can load."""
 
     folder: Path
-    """Its last part is the name in results."""
+    """The folder; its last part is the name in results."""
     drawn_weights: bool
-    """There is no checkpoint: load dummy weights and call `BenchWorker.draw_weights`."""
+    """Whether there is no checkpoint: load dummy weights and call `BenchWorker.draw_weights`."""
     config: dict[str, Any]
-    """Of config.json."""
+    """The contents of config.json."""
 
     @property
     def vocabulary(self) -> int:
-        """Token ids below this exist."""
+        """Number of token ids."""
         return int(self.config["vocab_size"])
 
     def kv_bytes_per_token(self, kv_cache_dtype: str) -> int:
@@ -84,7 +84,7 @@ class Model:
 
     @property
     def matrix_elements(self) -> int:
-        """Weights that every token is multiplied with."""
+        """Weights in matrices that every token is multiplied by."""
         config = self.config
         hidden = config["hidden_size"]
         heads = 2 * (config["num_attention_heads"] + config["num_key_value_heads"]) * config["head_dim"]
@@ -92,7 +92,7 @@ class Model:
         return int(config["num_hidden_layers"] * layer + self.vocabulary * hidden)
 
     def prefill_flops(self, begin: int, end: int) -> float:
-        """Floating-point operations to compute the tokens from `begin` to `end` of one prompt."""
+        """Floating-point operations for the tokens from `begin` to `end` of one prompt."""
         config = self.config
         width = config["num_hidden_layers"] * config["num_attention_heads"] * config["head_dim"]
         return float(2 * self.matrix_elements * (end - begin) + 2 * width * (end**2 - begin**2))
@@ -102,7 +102,7 @@ class Model:
 def open_model(name: str) -> Iterator[Model]:
     """Yield the model of a folder, or of a shape in a temporary folder.
 
-    A shape gets the tokenizer of needle-8m, which is all that prompts of a given length need.
+    A shape uses the tokenizer of needle-8m, which is enough for prompts of a given length.
 
     Raises:
         ConfigurationError: if `name` is neither.
@@ -147,14 +147,14 @@ def _read_config(name: str, folder: Path) -> dict[str, Any]:
 
 
 def library_tokens(tokenizer: Any, start: int, count: int) -> list[int]:
-    """The first tokens of a stretch of the interpreter's library; `start` is where it begins, in characters."""
+    """The first tokens of a section of Python's library source that begins at character `start`."""
     tokens: list[int] = tokenizer.encode(library_text(start, count * CHARS_PER_TOKEN))
     return tokens[:count]
 
 
 def manual_tokens(tokenizer: Any, start: int, count: int) -> list[int]:
-    """The first tokens of a stretch of Python's reference manual, which is prose; arguments are those of
-    `library_tokens`. It goes round."""
+    """The first tokens of a section of Python's reference manual; arguments are those of `library_tokens`. The text
+    repeats from its start."""
     from pydoc_data.topics import topics
 
     manual = "\n\n".join(topics[name] for name in sorted(topics))

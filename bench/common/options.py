@@ -1,12 +1,12 @@
-"""The grammar of the options that the benchmarks and the research share.
+"""The options that the benchmarks and the research share.
 
-- An option that takes several values is repeated, or takes them separated by commas: `--variant a --variant b` is
+- An option with several values is repeated, or its values are separated by commas: `--variant a --variant b` is
   `--variant a,b`.
 - A size is a positive integer, with `K` for 1024: `--context 4K,32K`.
-- A grid of decode steps names the batches of a context: `--grid 32K=1,8 --grid 128K=1`; several contexts with the same
-  batches share an option, as in `--grid 8K,32K=1,8`.
-- `--output` is the result file, `--time-limit` says for how many seconds a command may measure, and `--commit` what is
-  measured where the checkout cannot say it.
+- A grid of decode steps gives the batches of each context: `--grid 32K=1,8 --grid 128K=1`. Contexts with the same
+  batches can share an option, as in `--grid 8K,32K=1,8`.
+- `--output` is the result file, `--time-limit` the seconds that a command may measure, and `--commit` the measured
+  commit if the checkout does not know it.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Seed = Annotated[int, typer.Option("--seed", help="Of documents and needles.")]
 
 
 def usable_device(device: str) -> str:
-    """Returns the name of a torch device that works here.
+    """Returns the name of a torch device that works on this machine.
 
     Raises:
-        ConfigurationError: for another.
+        ConfigurationError: for another device.
     """
     import torch
 
@@ -66,7 +66,7 @@ class GridRow(BaseModel):
 
 
 def size_text(number: int) -> str:
-    """Whole multiples of 1024 as people say them: 32768 is `32K`."""
+    """Sizes with K for whole multiples of 1024: 32768 is `32K`."""
     return f"{number // 1024}K" if number % 1024 == 0 and number else str(number)
 
 
@@ -90,19 +90,19 @@ def split_values(values: Iterable[str]) -> list[str]:
 
 
 def parse_sizes(option: str, values: Iterable[str]) -> tuple[int, ...]:
-    """Parse the sizes of an option, each of them once.
+    """Parse the sizes of an option, without duplicates.
 
     Raises:
-        ConfigurationError: names the option and the value that is no size.
+        ConfigurationError: names the option and the invalid value.
     """
     return _parse_each(option, values, parse_size, "positive integers separated by commas, such as 1,8,32K")
 
 
 def parse_shares(option: str, values: Iterable[str]) -> tuple[float, ...]:
-    """Parse the shares of an option, each of them once.
+    """Parse the shares of an option, without duplicates.
 
     Raises:
-        ConfigurationError: names the option and the value that is no share.
+        ConfigurationError: names the option and the invalid value.
     """
 
     def parse(text: str) -> float:
@@ -125,7 +125,7 @@ def _parse_each(option: str, values: Iterable[str], parse: Callable[[str], _Valu
 
 
 def parse_names(option: str, values: Iterable[str], allowed: Sequence[str]) -> tuple[str, ...]:
-    """Parse the names of an option, each of them once.
+    """Parse the names of an option, without duplicates.
 
     Raises:
         ConfigurationError: names the option and the value that is not allowed.
@@ -138,11 +138,11 @@ def parse_names(option: str, values: Iterable[str], allowed: Sequence[str]) -> t
 
 
 def parse_grid(texts: Iterable[str], largest: bool = True) -> tuple[GridRow, ...]:
-    """Parse `CONTEXT=BATCH,BATCH,...` once for each context, such as `2048=1,6,24` or `8K,128K=1,max`.
+    """Parse `CONTEXT=BATCH,BATCH,...` values such as `2048=1,6,24` or `8K,128K=1,max`.
 
     Args:
         texts: values of the option.
-        largest: whether `max` is a batch.
+        largest: whether `max` is allowed as a batch.
 
     Returns:
         The rows, sorted by context.
@@ -168,7 +168,7 @@ def parse_grid(texts: Iterable[str], largest: bool = True) -> tuple[GridRow, ...
 
 
 class ClientRow(BaseModel):
-    """Requests that are asked at once."""
+    """Requests that are sent at the same time."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -178,7 +178,7 @@ class ClientRow(BaseModel):
 
 
 def parse_loads(texts: Iterable[str]) -> tuple[ClientRow, ...]:
-    """Parse `CONTEXT=REQUESTS` such as `32K=32`, each of them once.
+    """Parse `CONTEXT=REQUESTS` values such as `32K=32`, without duplicates.
 
     Raises:
         ConfigurationError: for anything else.

@@ -1,4 +1,4 @@
-"""Pages with generated blocks: every number in a block follows from a result file or from the code.
+"""Pages with generated blocks. Every number in a block comes from a result file or from the code.
 
 A page marks the place of a block by two comments,
 
@@ -34,12 +34,12 @@ _REPOSITORY = re.compile(r"\]\(repository:([^)#]+)")
 
 @dataclass(frozen=True)
 class Block:
-    """What a block shows."""
+    """The content of a block."""
 
     text: str
     """Markdown; `link` makes its links to files of the repository."""
     sources: Sequence[Path] = ()
-    """The result files of its numbers."""
+    """The result files that the numbers come from."""
 
 
 def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -50,7 +50,7 @@ def table(headings: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def group_rows(rows: Iterable[Sequence[str]]) -> list[list[str]]:
-    """Joins rows that differ in their first cell alone; names that do not fit into one cell take another row."""
+    """Joins rows that differ only in their first cell. Names that do not fit one cell get another row."""
     lines: dict[tuple[str, ...], list[str]] = {}
     for name, *cells in rows:
         found = lines.setdefault(tuple(cells), [])
@@ -62,12 +62,12 @@ def group_rows(rows: Iterable[Sequence[str]]) -> list[list[str]]:
 
 
 def link(text: str, path: Path, anchor: str = "") -> str:
-    """A link to a file of the repository; `fill` makes it relative to the page it stands on."""
+    """A link to a file of the repository. `fill` makes it relative to its page."""
     return f"[{text}](repository:{path.relative_to(ROOT).as_posix()}{anchor})"
 
 
 def wrap(text: str, indent: str) -> str:
-    """Wraps a paragraph; code spans may go on in the next line, words and links are not cut."""
+    """Wraps a paragraph. Code spans may continue on the next line; words and links are not split."""
     return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
@@ -128,13 +128,13 @@ def fill(page: Path, text: str, generators: Sequence[str], blocks: Mapping[str, 
     """Rewrite the blocks of a page.
 
     Args:
-        page: where the text stands, for its links.
+        page: the page of the text, for its links.
         text: of the page.
-        generators: names of the generator that mark its blocks; the first is written.
-        blocks: what makes each block, by name.
+        generators: names of the generator in the markers of its blocks; the first one is written.
+        blocks: functions that make the blocks, by name.
 
     Returns:
-        The text with every block of the generator as it should be.
+        The text with all blocks of the generator up to date.
 
     Raises:
         ConfigurationError: for an unknown block, one that has no end, one that stands there twice, or a line that is
@@ -188,7 +188,7 @@ def block_names(text: str, generators: Sequence[str]) -> list[str]:
 
 
 def write_or_check(command: str, contents: Mapping[Path, str], check: bool) -> None:
-    """Write generated pages, or refuse what is not as it should be.
+    """Write generated pages, or refuse pages that are out of date.
 
     Args:
         command: what writes them.

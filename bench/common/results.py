@@ -1,4 +1,4 @@
-"""Result files: JSON lines, one that describes the run and then one for each measurement."""
+"""Result files: JSON lines, one for the run and then one for each measurement."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ RESULTS = ROOT / "results"
 
 @dataclass(frozen=True)
 class Run:
-    """One run and what it measured."""
+    """One run and its measurements."""
 
     about: dict[str, Any]
-    """What `describe_run` says."""
+    """The result of `describe_run`."""
     rows: list[Row]
     """The measurements, in order."""
 
@@ -42,7 +42,7 @@ class Run:
 
     @property
     def commit(self) -> str | None:
-        """The measured commit, with a `+` where files differed from it; None where the run did not record one."""
+        """The measured commit, with a `+` if files differed from it; None if the run did not record it."""
         return self.about.get("commit")
 
     @property
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def hardware(self) -> str:
-        """Accelerator, driver, processor and number of cores, as far as they were recorded."""
+        """Accelerator, driver, processor and number of cores, if recorded."""
         hardware = self.about["hardware"]
         driver = [f"driver {hardware['driver']}"] if hardware.get("driver") else []
         names = [str(hardware[name]) for name in ("gpu", "processor") if name in hardware]
@@ -88,7 +88,7 @@ def read_runs(path: Path) -> list[Run]:
 
 
 def read_run(path: Path) -> Run:
-    """Read a result file of one run, or all measurements of a run that later runs went on with.
+    """Read a result file of one run, or all measurements of a run that later runs continued.
 
     Raises:
         ConfigurationError: if the file cannot be read or is no result file.
@@ -98,15 +98,15 @@ def read_run(path: Path) -> Run:
 
 
 class ResultFile:
-    """A result file that is open for writing: each line is on disk as soon as it is written."""
+    """A result file that is open for writing. Each line is flushed to disk."""
 
     def __init__(self, path: Path, about: Mapping[str, Any] | None = None, append: bool = False) -> None:
         """Opens a file.
 
         Args:
-            path: of the file; its folder must be there.
-            about: describes the run; None to go on with the last run of the file.
-            append: whether the run is added to a file that is there.
+            path: of the file; its folder must exist.
+            about: describes the run; None to continue the last run of the file.
+            append: whether to add the run to an existing file.
 
         Raises:
             ConfigurationError: if the file cannot be written.

@@ -1,1 +1,1 @@
-"""Measures the operations of `sparse_kernels` on a GPU, each beside its rivals: `python -m bench.kernels --help`."""
+"""Measures the operations of `sparse_kernels` and their rivals on a GPU: `python -m bench.kernels --help`."""

@@ -5,7 +5,7 @@ from vllm_sparse_plugin.tools.arguments import run_app
 
 
 def main() -> None:
-    """Runs the command line; bad input ends in one sentence and exit code 2."""
+    """Runs the command line. Bad input ends in one sentence and exit code 2."""
     run_app(app)
 
 

@@ -1,4 +1,4 @@
-"""Bandwidth of the device's memory when it is only read: what shares are shares of."""
+"""Read bandwidth of the device's memory, the reference for shares of bandwidth."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 _BLOCKS = (4096, 8192, 16384)
-"""Elements of an iteration to try; the fastest counts."""
+"""Elements per iteration to try; the fastest result counts."""
 _ITERATIONS = 16
 _REPEATS = 10
 

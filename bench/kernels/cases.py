@@ -1,4 +1,4 @@
-"""What is measured: the model's shape, the cases of each kind of operation, and the grid they are taken from."""
+"""The measured cases: the model's shape, the cases of each kind of operation, and their grid."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Geometry:
     recent_pages: int = 1
     std_weight: float = 0.75
     dense_tokens: int = BlockRule.dense_tokens
-    """Of a prompt, what begins before this position is dense."""
+    """Tokens of a prompt before this position are dense."""
 
     @property
     def pages_per_block(self) -> int:
@@ -38,7 +38,7 @@ class Geometry:
 
     @property
     def selection(self) -> PageSelection:
-        """Which pages a decode step reads."""
+        """The pages that a decode step reads."""
         return PageSelection(self.k, self.sink_pages, self.recent_pages, self.std_weight)
 
     @property
@@ -47,7 +47,7 @@ class Geometry:
         return float(self.head_size**-0.5)
 
     def layout(self, statistics: RecordFormat) -> StatisticsLayout:
-        """How the statistics of a block lie in its rows; the cache is bfloat16."""
+        """The layout of the statistics of a block; the cache is bfloat16."""
         kind = next(kind for kind in KINDS.values() if statistics in kind.formats)
         return StatisticsLayout(self.page_size, self.head_size, statistics, kind=kind)
 
@@ -59,14 +59,14 @@ class Geometry:
 
 @dataclass(frozen=True)
 class DecodeCase:
-    """A decode step: one new token, or as many as are said, for each of `batch` requests."""
+    """A decode step: `tokens` new tokens for each of `batch` requests."""
 
     batch: int
     context: int
     group: int
-    """Query heads of a KV head."""
+    """Query heads per KV head."""
     format: RecordFormat = DEFAULT_FORMAT
-    """How the statistics of pages are stored: `int4` are quarters, `int2` sketches, the others means."""
+    """The format of page statistics: `int4` is quarters, `int2` sketches, other formats means."""
     tokens: int = 1
     """Query tokens of each request: the newest of its context."""
 
@@ -79,8 +79,8 @@ class DecodeCase:
     def lengths(self, geometry: Geometry) -> list[int]:
         """Tokens of each request, the new one included.
 
-        They differ by the position within a page: of eight requests one completes a page, as one step of eight
-        does. The first request does, so a batch of one pays for it every time.
+        Lengths differ in their position within a page: one of eight requests completes a page, as on average. The first
+        request does, so a batch of one always includes this cost.
         """
         return [self.context - request % geometry.page_size for request in range(self.batch)]
 
@@ -89,20 +89,20 @@ class DecodeCase:
         return self.batch * -(-self.context // geometry.block_size)
 
     def skipped_groups(self, geometry: Geometry) -> int:
-        """KV groups that are made to be skipped where groups are routed."""
+        """KV groups that are skipped in a case with routing."""
         return round(SKIPPED * self.batch * geometry.num_kv_heads)
 
     def fields(self) -> dict[str, Any]:
-        """The case as it is written to result files."""
+        """The columns of the case in result files."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class PrefillCase:
-    """A step of one prompt: its last tokens so far attend to all of it."""
+    """A step of one prompt: its newest tokens attend to the prompt so far."""
 
     context: int
-    """Tokens of the prompt so far, those of the chunk included; a multiple of the block size."""
+    """Tokens of the prompt so far, the chunk included; a multiple of the block size."""
     chunk: int
     """Query tokens; a multiple of the block size."""
     group: int
@@ -110,7 +110,7 @@ class PrefillCase:
 
     @property
     def name(self) -> str:
-        """As of a `DecodeCase`."""
+        """See `DecodeCase.name`."""
         return f"1q{size_text(self.chunk)}s{size_text(self.context)} g{self.group}"
 
     def blocks(self, geometry: Geometry) -> int:
@@ -118,7 +118,7 @@ class PrefillCase:
         return -(-self.context // geometry.block_size)
 
     def fields(self) -> dict[str, Any]:
-        """The case as it is written to result files."""
+        """The columns of the case in result files."""
         return asdict(self)
 
 
@@ -135,7 +135,7 @@ class TopKCase:
         return f"{self.rows} x {size_text(self.pages)}"
 
     def fields(self) -> dict[str, Any]:
-        """The case as it is written to result files."""
+        """The columns of the case in result files."""
         return asdict(self)
 
 
@@ -150,18 +150,18 @@ OPS = (
     "decode", "route", "route_unique", "topk", "score", "attend", "stop", "write", "pieces", "budgets", "coverage",
     "verify", "prefill",
 )  # fmt: skip
-"""Most telling first: a run that is cut short has these."""
+"""Most important first, so that an interrupted run has these."""
 _OF_ONE_GROUP = ("route", "route_unique", "topk", "write", "pieces", "budgets", "coverage", "verify", "prefill")
-"""Measured with the first group size alone."""
+"""Operations that are measured only with the first group size."""
 _VERIFIED_TOKENS = (9, 5, 3)
-"""Query tokens of steps that verify drafts: one more than there are drafts."""
+"""Query tokens of steps that verify drafts: the number of drafts plus one."""
 SKIPPED = 0.6
-"""Share of the KV groups that are made to be skipped where groups are routed."""
+"""Share of the KV groups that are skipped in cases with routing."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """Cases to measure, as one value for each dimension."""
+    """Cases to measure: values for each dimension."""
 
     ops: Sequence[str] = OPS
     steps: Sequence[GridRow] = parse_grid(["2K,8K,32K,128K,512K=1,4,8,32"])
@@ -174,11 +174,11 @@ class Grid:
     chunks: Sequence[int] = (8192, 2048)
 
     def plan(self) -> list[tuple[str, Case]]:
-        """Operations and cases in the order they are measured.
+        """Operations and cases in the order of measurement.
 
-        The first group size comes first, with everything that does not depend on it; formats other than the first
-        come last, because each lays out and fills the cache anew. Of those the second has the whole decode of the first
-        group too; in the others only scoring is measured, since nothing else reads the statistics.
+        The first group size comes first, with everything that does not depend on it. Formats other than the first come
+        last, because each needs a new cache. For the second format, the whole decode step of the first group is
+        measured too. For other formats only scoring is measured, because nothing else reads the statistics.
         """
         first_group, first_format = self.groups[0], self.formats[0]
         plan: list[tuple[str, Case]] = []
@@ -216,4 +216,4 @@ QUICK = Grid(
     pages=(4096, 16384),
     prompts=(131072,),
 )
-"""A grid for two minutes on a rented machine."""
+"""A small grid that takes two minutes."""

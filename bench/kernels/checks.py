@@ -1,7 +1,7 @@
-"""The correctness gate: what a provider computes against the torch references, before it is timed.
+"""The correctness gate: compares each provider with the torch references before it is timed.
 
-Every check takes the calls to judge, by name: the provider called directly, with poisoned allocations, and the
-replayed graph that will be timed. Of large batches a few requests are compared.
+Every check takes calls by name: the provider called directly, with poisoned allocations, and the replayed graph that
+will be timed. For large batches a few requests are compared.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from bench.kernels.workload import DecodeInputs, TopKInputs, needles
 Calls = Mapping[str, Callable[[], Any]]
 
 _ATTENTION_ERROR = 1e-2
-"""Largest relative error (Frobenius norm) of an attention output whose weights are rounded to bfloat16."""
+"""Largest relative error (Frobenius norm) of an attention output with weights rounded to bfloat16."""
 _BF16_STEP = torch.finfo(torch.bfloat16).eps
 
 
 class CheckError(Exception):
-    """A provider computes something else than the reference."""
+    """The result of a provider differs from the reference."""
 
 
 @contextmanager
 def poisoned_allocations() -> Iterator[None]:
-    """What `torch.empty` returns is NaN or the largest integer, never lucky results of an earlier run."""
+    """`torch.empty` returns NaN or the largest integer, so results of an earlier run cannot pass."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -46,7 +46,7 @@ def poisoned_allocations() -> Iterator[None]:
 
 
 def scores(inputs: DecodeInputs, calls: Calls) -> None:
-    """Scores of the complete pages are within one bfloat16 step of the reference; other positions are free."""
+    """Scores of the complete pages are within one bfloat16 step of the reference. Other positions are not checked."""
     rows = _requests(inputs)
     geometry = inputs.geometry
     expected = score_pages(
@@ -67,7 +67,7 @@ def scores(inputs: DecodeInputs, calls: Calls) -> None:
 
 
 def exact_selection(inputs: TopKInputs, calls: Calls) -> None:
-    """Pages are the reference's, in any order."""
+    """Pages are those of the reference, in any order."""
     expected = select_pages(inputs.scores, inputs.num_pages, inputs.geometry.k, 0, 0).sort(dim=-1).values
     for name, call in calls.items():
         actual = call().long().sort(dim=-1).values
@@ -76,7 +76,7 @@ def exact_selection(inputs: TopKInputs, calls: Calls) -> None:
 
 
 def equal_scores(inputs: TopKInputs, calls: Calls) -> None:
-    """Distinct positions `[rows, k]` whose scores are the best ones: rivals may order and break ties as they like."""
+    """Distinct positions `[rows, k]` with the best scores. Rivals may use any order and break ties in any way."""
     rows = inputs.rows.float()
     best = rows.topk(min(inputs.geometry.k, inputs.case.pages), dim=-1).values
     for name, call in calls.items():
@@ -90,7 +90,7 @@ def equal_scores(inputs: TopKInputs, calls: Calls) -> None:
 
 
 def mapped_pages(inputs: TopKInputs, calls: Calls) -> None:
-    """As `equal_scores`, of positions that went through the block table."""
+    """As `equal_scores`, for positions mapped through the block table."""
     per_block = inputs.geometry.pages_per_block
     logical = inputs.block_table.argsort(dim=1).repeat_interleave(inputs.geometry.num_kv_heads, dim=0)
 
@@ -110,7 +110,7 @@ def attended(inputs: DecodeInputs, calls: Calls) -> None:
 
 
 def sparse_decode(inputs: DecodeInputs, calls: Calls, skipped: torch.Tensor | None = None) -> None:
-    """Scoring, selecting and attending end to end, with pages that leave no doubt which are the best."""
+    """Scoring, selecting and attending end to end, with pages whose best ones are unambiguous."""
     rows = _requests(inputs)
     geometry = inputs.geometry
     with needles(inputs, rows):
@@ -129,13 +129,13 @@ def dense(inputs: DecodeInputs, calls: Calls) -> None:
 
 
 def routed(inputs: DecodeInputs, calls: Calls) -> None:
-    """Attention over the whole context, zero for the groups that are to be skipped."""
+    """Attention over the whole context, zero for skipped groups."""
     skipped = _skipped(inputs)
     _dense(inputs, calls, inputs.lengths, skipped)
 
 
 def routed_sparse_decode(inputs: DecodeInputs, calls: Calls) -> None:
-    """The same of a fused decode step over selected pages."""
+    """The same for a fused decode step over selected pages."""
     sparse_decode(inputs, calls, _skipped(inputs))
 
 
@@ -155,7 +155,7 @@ def copied(inputs: DecodeInputs, calls: Calls) -> None:
 
 
 def selected_lengths(inputs: DecodeInputs) -> list[int]:
-    """Tokens that sparse attention reads of each request."""
+    """Tokens that sparse attention reads for each request."""
     page, k = inputs.geometry.page_size, inputs.geometry.k
     return [min(length // page, k) * page + length % page for length in inputs.lengths]
 
@@ -173,14 +173,14 @@ def require_close(actual: torch.Tensor, expected: torch.Tensor, name: str) -> No
     """Raise CheckError unless every head of an attention output is close to the reference's."""
     if actual.shape != expected.shape:
         raise CheckError(f"{name}: the output has shape {tuple(actual.shape)}, not {tuple(expected.shape)}")
-    # Each request and head by itself, so that one wrong row of many is not lost in the sum.
+    # Requests and heads are compared separately, so that one wrong row is not lost in a sum.
     difference = (actual.float() - expected.float()).norm(dim=-1) / expected.float().norm(dim=-1)
     if not bool((difference <= _ATTENTION_ERROR).all()):
         raise CheckError(f"{name}: relative error {_largest(difference):.3g}, allowed {_ATTENTION_ERROR:g}")
 
 
 def _skipped(inputs: DecodeInputs) -> torch.Tensor:
-    """`[batch, num_query_heads]` bool, the heads of groups that are to be skipped: those of the largest scores."""
+    """`[batch, num_query_heads]` bool, the heads of groups to skip: those of the largest scores."""
     scores = inputs.group_scores.flatten()
     skipped = torch.zeros_like(scores, dtype=torch.bool)
     skipped[scores.topk(inputs.case.skipped_groups(inputs.geometry)).indices] = True
@@ -190,7 +190,7 @@ def _skipped(inputs: DecodeInputs) -> torch.Tensor:
 def _require_routed(
     output: torch.Tensor, rows: list[int], expected: torch.Tensor, skipped: torch.Tensor | None, name: str
 ) -> None:
-    """Zeros of every request where groups are to be skipped and nowhere else, and some requests' other outputs."""
+    """Outputs are zero exactly for skipped groups, in every request; other outputs of some requests are compared."""
     if skipped is None:
         require_close(output[rows], expected, name)
         return
@@ -208,7 +208,7 @@ def _attend(inputs: DecodeInputs, rows: list[int], pages: torch.Tensor) -> torch
 
 
 def _dense(inputs: DecodeInputs, calls: Calls, lengths: list[int], skipped: torch.Tensor | None = None) -> None:
-    # Of a request with several query tokens the first sees the least.
+    # Of several query tokens the first sees the shortest context.
     tokens = inputs.case.tokens
     rows = sorted({0, tokens - 1, inputs.case.batch * tokens - 1})
     expected = torch.stack(
@@ -235,7 +235,7 @@ def _written(inputs: DecodeInputs, calls: Calls, with_statistics: bool) -> None:
     block, offset = inputs.slots // geometry.block_size, inputs.slots % geometry.block_size
     page = offset // geometry.page_size
     completed = (offset % geometry.page_size == geometry.page_size - 1).nonzero().squeeze(1)
-    # Views of the same memory: what is compared, and what is put back.
+    # Views of the same memory, to compare and to restore.
     tables = [inputs.token_rows, *statistics.parts]
     before = [_gathered(table, block) for table in tables]
     keys = inputs.keys.gather(
@@ -265,7 +265,7 @@ def _written(inputs: DecodeInputs, calls: Calls, with_statistics: bool) -> None:
 
 
 def _bytes(table: torch.Tensor) -> torch.Tensor:
-    """Bits compare equal where values are NaN, and can be gathered where 8-bit floats cannot."""
+    """Bits compare equal for NaN, and can be gathered; 8-bit floats cannot."""
     return table.view(torch.uint8 if table.element_size() == 1 else torch.int16)
 
 
@@ -291,7 +291,7 @@ def _require_statistics(
         if codes:
             packed, steps = codes.pack(vectors)
             wanted_scale = steps.float()
-            # What few bits keep of the outer elements is far from them.
+            # Codes of few bits clip the outer elements.
             vectors = codes.unpack(packed) * codes.per_vector(wanted_scale).unsqueeze(-1)
         else:
             wanted_scale = quantise(vectors, table.vectors.dtype)[1].float()

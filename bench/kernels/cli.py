@@ -21,14 +21,14 @@ from bench.kernels.timing import COLD_REPEATS, WARM_REPEATS
 from vllm_sparse_plugin.errors import ConfigurationError
 
 _RESERVED_BYTES = 10 << 30
-"""Device memory kept for what is not the cache: the references' float32 copies, workspaces, graphs."""
+"""Device memory outside the cache: float32 copies of the references, workspaces, graphs."""
 _FORMATS = ("svg", "png")
 
 app = make_app("Measure the kernels on a GPU, each beside its rivals.")
 
 
 def grid_of(quick: bool, only: list[str] | None, grid: list[str] | None, groups: list[str] | None) -> Grid:
-    """The default or the quick grid with what the options replace.
+    """The default or the quick grid, changed by the options.
 
     Raises:
         ConfigurationError: for a value of an option that is not allowed.
@@ -42,7 +42,7 @@ def grid_of(quick: bool, only: list[str] | None, grid: list[str] | None, groups:
 
 
 def cache_blocks(plan: list[tuple[str, Case]], geometry: Geometry, free_bytes: int) -> int:
-    """Blocks of the largest case of the plan that fits into free memory."""
+    """Blocks of the largest case that fits into free memory."""
     cases = [case for _, case in plan if not isinstance(case, TopKCase)]
     largest = max((geometry.block_elements(case.format) for case in cases), default=1) * 2
     return max((blocks for case in cases if (blocks := case.blocks(geometry)) * largest <= free_bytes), default=1)
@@ -66,7 +66,7 @@ def run(
 ) -> None:
     """Check and time every case; print tables and write one line for each provider and case.
 
-    Exits with 1 if a provider computes something wrong or crashes, or if one of our own is missing.
+    Exits with 1 if a provider is wrong or crashes, or if an operation of this project is missing.
     """
     deadline = time.monotonic() + time_limit
     cases = grid_of(quick, only, grid, groups)
@@ -75,10 +75,10 @@ def run(
             "device: got a machine with no CUDA device, allowed: one with a GPU; `table` and `plot` work without one"
         )
     if not build:
-        # Building its operators takes minutes each, silently.
+        # Building its operators takes minutes each without output.
         os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
 
-    # Triton's interpreter and compiler are chosen when its kernels are imported.
+    # Triton's interpreter or compiler is chosen when its kernels are imported.
     from bench.kernels.bandwidth import read_bandwidth
     from bench.kernels.environment import describe
     from bench.kernels.providers import PROVIDERS

@@ -1,4 +1,4 @@
-"""What a result file says about the machine and the code, beyond what every result file says."""
+"""The machine and the code, in addition to the standard header of result files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _output(*command: str) -> str | None:
 
 
 def commit() -> str | None:
-    """Commit of the checkout, `+changes` where files differ from it; None outside a checkout."""
+    """Commit of the checkout, `+changes` if files differ from it; None outside a checkout."""
     head = _output("git", "-C", str(ROOT), "rev-parse", "HEAD")
     if head is None:
         return None
@@ -31,7 +31,7 @@ def commit() -> str | None:
 
 
 def describe_device(device: torch.device) -> dict[str, Any]:
-    """The GPU, its driver, and its clocks at this moment: ask while it works."""
+    """The GPU, its driver, and its current clocks. Call it while the GPU works."""
     properties = torch.cuda.get_device_properties(device)
     fields = ("driver_version", "clocks.sm", "clocks.mem")
     index = str(device.index or 0)

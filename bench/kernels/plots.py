@@ -1,4 +1,4 @@
-"""Figures of a result file; needs no GPU."""
+"""Figures of a result file. Needs no GPU."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ FIGURES = (
 
 
 def draw(run: Run, folder: Path, formats: Sequence[str]) -> list[Path]:
-    """Draws what the run measured and returns the files."""
+    """Draws the measurements and returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     measured = [row for row in run.rows if row["status"] == MEASURED]
     figures: dict[str, Figure] = {}

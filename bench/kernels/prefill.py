@@ -1,8 +1,8 @@
-"""Sparse prefill: the calls of the whole and of its parts, and what is correct of them.
+"""Sparse prefill: calls and checks of the whole and of its parts.
 
-The whole is judged by itself: what it reads must be as good as the best by the scores of the reference, since rounding
-decides between blocks whose scores are nearly equal, and what it writes must be the attention of the reference over
-that. The parts are judged one by one, each on what the kernels before it made. Of a chunk three tiles are compared.
+The whole is checked by itself. Its blocks must be about as good as the best by the reference's scores, because rounding
+decides between nearly equal scores. Its output must be the reference's attention over these blocks. Each part is
+checked on the output of the kernels before it. Three tiles of a chunk are compared.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from bench.kernels.workload import PrefillInputs
 DENSITY = BlockRule.density
 SPARSER = 0.05
 _LOST_MASS = 1e-2
-"""Share of the best blocks' scores that a choice may lack: logits are kept as float16, so that the scores of two blocks
-cannot be told apart if they differ by less than this."""
+"""Share of the best blocks' scores that a choice may miss. Logits are float16, so smaller differences between two
+blocks' scores are not visible."""
 _SCORE_ERROR = 1e-2
 _KEY_ERROR = 1e-5
-"""Of the largest key: a rotation adds up to 256 float32 terms, in any order, and what cancels leaves this much."""
+"""Relative to the largest key. A rotation adds up to 256 float32 terms in any order; cancellation leaves this error."""
 _LAST_TOKENS = 16
-"""Tokens of a chunk whose dense attention is compared: over 128K tokens it takes gigabytes in float32."""
+"""Tokens of a chunk whose dense attention is compared. More would need gigabytes in float32 over 128K tokens."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What the host knows of a tile, when it asks."""
+    """A tile's numbers on the host."""
 
     index: int
     first_token: int
@@ -60,15 +60,15 @@ class Tile:
 
 @dataclass(frozen=True)
 class Launches:
-    """The launches of a sparse prefill, each on what those before it made.
+    """The launches of a sparse prefill, each on the output of the launches before it.
 
-    The plan of the tiles is made here: an engine makes it once per step for all layers.
+    The tiles are planned here; an engine plans them once per step for all layers.
     """
 
     inputs: PrefillInputs
     rule: BlockRule
     kernels: ModuleType
-    """`sparse_kernels.block_prefill.triton`, which may only be imported once Triton's compiler is chosen."""
+    """`sparse_kernels.block_prefill.triton`. Import it only after Triton's compiler is chosen."""
 
     @cached_property
     def tiles(self) -> Tiles:
@@ -87,13 +87,13 @@ class Launches:
         return self.by_token(self.rows())
 
     def by_token(self, rows: torch.Tensor) -> torch.Tensor:
-        """Outputs as they were asked for."""
+        """Outputs in the order of tokens."""
         output = torch.empty(self.inputs.query.shape, dtype=rows.dtype, device=rows.device)
         self.kernels.ungroup(rows, None, None, self.tiles, output)
         return output
 
     def summaries(self) -> torch.Tensor:
-        """The keys that stand for pages, `[num_kv_heads, num_pages, summary_keys, head_size]`."""
+        """The summary keys of pages, `[num_kv_heads, num_pages, summary_keys, head_size]`."""
         inputs = self.inputs
         found = self.kernels.page_summaries(
             inputs.cache.statistics, inputs.batch, self.tiles, inputs.geometry.page_size, torch.bfloat16
@@ -102,7 +102,7 @@ class Launches:
         return keys
 
     def scores(self, rows: torch.Tensor) -> torch.Tensor:
-        """Scores of past blocks, the keys that stand for pages included."""
+        """Scores of past blocks, including the computation of summary keys."""
         inputs = self.inputs
         scores: torch.Tensor = self.kernels.score_past(
             rows, inputs.batch, self.tiles, inputs.cache, self.rule, inputs.softmax.scale
@@ -111,7 +111,7 @@ class Launches:
 
     @property
     def entries(self) -> PageEntries:
-        """How the pages of a head are numbered."""
+        """The page numbers of a head."""
         return PageEntries.of(self.inputs.cache.keys, self.rule.block_tokens)
 
     def choice(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -122,7 +122,7 @@ class Launches:
         return pages, lengths
 
     def sequences(self, rows: torch.Tensor, pages: torch.Tensor, lengths: torch.Tensor) -> VirtualSequences:
-        """What attention reads."""
+        """The sequences that attention reads."""
         cache, entries = self.inputs.cache, self.entries
         return VirtualSequences(
             rows, entries.pages_of(cache.keys), entries.pages_of(cache.values),
@@ -140,10 +140,10 @@ class Launches:
             yield found[index]
 
     def reference_scores(self, tile: Tile) -> torch.Tensor:
-        """`[num_kv_heads, past_blocks]` float32, what the reference says of a tile's past."""
+        """`[num_kv_heads, past_blocks]` float32, the reference's scores of a tile's past."""
         inputs, rule, page_size = self.inputs, self.rule, self.inputs.geometry.page_size
         assert inputs.cache.statistics is not None
-        # Chunks and contexts are whole blocks, and so is what a tile sees.
+        # Chunks and contexts are whole blocks, and so is the context of a tile.
         blocks = inputs.prompts.block_table[0, : tile.end // inputs.geometry.block_size].long()
         keys, spread = reference.page_summaries(inputs.cache.statistics, blocks)
         query = inputs.batch.grouped(inputs.geometry.num_kv_heads)[tile.tokens]
@@ -154,10 +154,10 @@ class Launches:
         return reference.measure_blocks(logits, rule)[:, : tile.past_blocks]
 
     def read_blocks(self, tile: Tile, pages: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """`[num_kv_heads, past_blocks]` bool, what a choice has a tile read.
+        """`[num_kv_heads, past_blocks]` bool, the blocks that a tile reads.
 
         Raises:
-            CheckError: if page numbers are not those of some past blocks in order, then of the tile's own.
+            CheckError: if the pages are not those of past blocks in order, followed by the tile's own.
         """
         inputs, entries, past = self.inputs, self.entries, tile.past_blocks
         heads, block_tokens = inputs.geometry.num_kv_heads, self.rule.block_tokens
@@ -299,7 +299,7 @@ def check_dense(inputs: PrefillInputs, calls: Calls) -> None:
 
 
 def check_whole(inputs: PrefillInputs, calls: Calls, density: float = DENSITY) -> None:
-    """Each tile attends to as many past blocks as the rule says, about the best ones, and to its own."""
+    """Each tile attends to the required number of past blocks, about the best ones, and to its own blocks."""
     plan = launches(inputs, density)
     choice = plan.choice(plan.scores(plan.rows()))
     tiles = {tile: plan.read_blocks(tile, *choice) for tile in plan.checked_tiles()}
@@ -313,14 +313,14 @@ def check_whole(inputs: PrefillInputs, calls: Calls, density: float = DENSITY) -
 
 
 def check_regrouped(inputs: PrefillInputs, calls: Calls) -> None:
-    """Queries are where they were."""
+    """Queries are in their original places."""
     for name, call in calls.items():
         if not torch.equal(call(), inputs.query):
             raise CheckError(f"{name}: queries that were grouped and ungrouped differ from themselves")
 
 
 def check_summaries(inputs: PrefillInputs, calls: Calls) -> None:
-    """Keys of every page are within one bfloat16 step of the reference, but for sums that cancel."""
+    """Keys of every page are within one bfloat16 step of the reference, except for sums that cancel."""
     assert inputs.cache.statistics is not None
     expected = reference.page_summaries(inputs.cache.statistics, inputs.prompts.block_table[0].long())[0].float()
     allowed = torch.finfo(torch.bfloat16).eps * expected.abs() + _KEY_ERROR * expected.abs().max()
@@ -331,7 +331,7 @@ def check_summaries(inputs: PrefillInputs, calls: Calls) -> None:
 
 
 def check_scores(inputs: PrefillInputs, calls: Calls) -> None:
-    """Scores of three tiles are the reference's but for the rounding of logits to float16."""
+    """Scores of three tiles equal the reference's up to the rounding of logits to float16."""
     plan = launches(inputs)
     expected = {tile: plan.reference_scores(tile) for tile in plan.checked_tiles()}
     for name, call in calls.items():
@@ -343,7 +343,7 @@ def check_scores(inputs: PrefillInputs, calls: Calls) -> None:
 
 
 def check_choice(inputs: PrefillInputs, calls: Calls) -> None:
-    """The blocks are exactly those that the reference chooses by the same scores."""
+    """The blocks are exactly those that the reference chooses from the same scores."""
     plan = launches(inputs)
     scores = plan.scores(plan.rows())
     for name, call in calls.items():
@@ -356,7 +356,7 @@ def check_choice(inputs: PrefillInputs, calls: Calls) -> None:
 
 
 def check_attention(inputs: PrefillInputs, calls: Calls) -> None:
-    """Three tiles attend to the blocks that were chosen for them."""
+    """Three tiles attend to their chosen blocks."""
     plan = launches(inputs)
     choice = plan.choice(plan.scores(plan.rows()))
     expected = {tile: plan.attention(tile, plan.read_blocks(tile, *choice)) for tile in plan.checked_tiles()}
@@ -367,7 +367,7 @@ def check_attention(inputs: PrefillInputs, calls: Calls) -> None:
 
 
 def _require_good(plan: Launches, tile: Tile, read: torch.Tensor) -> None:
-    """Raise CheckError unless a tile reads as many blocks as it should and none that is worse than another one."""
+    """Raise CheckError unless a tile reads the required number of blocks and none is worse than an unread one."""
     if not bool((read.sum(dim=1) == tile.reads).all()):
         raise CheckError(f"tile {tile.index}: reads {read.sum(dim=1).tolist()} past blocks, not {tile.reads}")
     scores = plan.reference_scores(tile)

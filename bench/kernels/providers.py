@@ -1,6 +1,6 @@
-"""Who computes what: the operations, and for each the provider under test and its rivals.
+"""The operations, and for each the provider under test and its rivals.
 
-A provider is loaded once, and what it cannot load is its rivals' gain: the reason is recorded for each of its cases.
+A provider is loaded once. If this fails, the reason is recorded for each of its cases.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from sparse_kernels.batch import DecodeOutput
 from sparse_kernels.limits import MAX_K
-from sparse_kernels.page_coverage import Coverage
+from sparse_kernels.page_coverage import Limits
 from sparse_kernels.page_statistics import STATISTICS_FORMATS, RecordFormat
 from sparse_kernels.split_attention import Stopping, stop_scratch
 from sparse_kernels.stopping import StopRule
@@ -29,12 +29,12 @@ Call = Callable[[], Any]
 _NUM_SPLITS = 32
 """vLLM's `flash_attn_max_num_splits_for_cuda_graph`."""
 _COVERAGE = 0.95
-"""Share of the attention weight whose pages are counted."""
+"""Share of the attention weight of the coverage."""
 _FLASHINFER_WORKSPACE = 512 << 20
 ART = StopRule(scale_tolerance=1e-5, direction_tolerance=1e-3, patience=5, block_tokens=512)
-"""The paper's rule, in blocks that a block of threads reads in a few microseconds."""
+"""The paper's rule, with test intervals that a thread block reads in a few microseconds."""
 IN_VAIN = ART._replace(scale_tolerance=0.0)
-"""Tests everything and never stops."""
+"""Tests after every interval and never stops."""
 ENDLESS = ART._replace(patience=1 << 20)
 """The paper's p = infinity."""
 
@@ -54,30 +54,30 @@ class Provider(Generic[Inputs]):
 
     name: str
     load: Callable[[], Any]
-    """Imports and builds; what it raises makes the provider unavailable for the whole run."""
+    """Imports and builds. If it raises, the provider is unavailable for the whole run."""
     prepare: Callable[[Any, Inputs], Call]
-    """Takes what `load` returned and gives the call to check and to time."""
+    """Takes the result of `load` and returns the call to check and to time."""
     check: Callable[[Inputs, checks.Calls], None]
     traffic: Callable[[Any, Geometry], int]
     """Bytes of a case."""
     formats: Sequence[RecordFormat] | None = None
-    """Formats of statistics it can read; None for all, or where there are none."""
+    """Formats of statistics that it can read; None for all, or without statistics."""
 
     def serves(self, case: Case) -> bool:
-        """Whether a case is one for this provider."""
+        """Whether the provider supports a case."""
         return self.formats is None or not isinstance(case, DecodeCase) or case.format in self.formats
 
 
 @dataclass(frozen=True)
 class Op(Generic[Inputs]):
-    """An operation: where its inputs come from, and who provides it, the one under test first."""
+    """An operation: the source of its inputs, and its providers, the one under test first."""
 
     inputs: Callable[[Workload, Any], Inputs]
     providers: Sequence[Provider[Inputs]]
 
     @property
     def subject(self) -> str:
-        """The provider whose speed-up over the others is reported."""
+        """The provider whose speed-up over its rivals is reported."""
         return self.providers[0].name
 
 
@@ -91,7 +91,7 @@ def _write(write_cache: Any, inputs: DecodeInputs) -> Call:
 
 
 def _attention_caches(inputs: DecodeInputs) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values `[num_blocks, block_size, num_kv_heads, head_size]`, as vLLM hands them to its kernels."""
+    """Keys and values `[num_blocks, block_size, num_kv_heads, head_size]`, as vLLM passes them to its kernels."""
     keys, values = inputs.token_rows.transpose(1, 2).split(inputs.geometry.head_size, dim=-1)
     return keys, values
 
@@ -120,7 +120,7 @@ def _attend(loaded: list[Any], inputs: DecodeInputs) -> Call:
 
 
 def _split(loaded: list[Any], inputs: DecodeInputs, skipped_groups: int | None) -> Call:
-    """Dense attention with so many groups skipped; None for none asked for."""
+    """Dense attention with `skipped_groups` groups skipped; None without routing."""
     (split_attention,) = loaded
     routing = None if skipped_groups is None else inputs.routing(skipped_groups)
     batch, cache, softmax = inputs.batch, inputs.cache, inputs.softmax
@@ -143,9 +143,9 @@ def _fused(loaded: list[Any], inputs: DecodeInputs, skipped_groups: int | None =
 
 
 def _budgets(loaded: list[Any], inputs: DecodeInputs, most_pages: int | None) -> Call:
-    """A decode step without the write, with a budget that is said for each request; None for one for all.
+    """A decode step without the write, with a budget per request; None for one budget of all.
 
-    All have the same, so that the same is read, but there is room for the largest that a request may have.
+    All budgets are equal, so the same pages are read. There is room for the largest budget of a request.
     """
     (sparse_decode,) = loaded
     batch, selection = inputs.batch, inputs.geometry.selection
@@ -157,15 +157,15 @@ def _budgets(loaded: list[Any], inputs: DecodeInputs, most_pages: int | None) ->
 
 
 def _counted(loaded: list[Any], inputs: DecodeInputs) -> Call:
-    """A decode step without the write, before which the pages of a coverage are counted.
+    """A decode step without the write, after counting the pages of a coverage.
 
-    It attends to the pages of a fixed budget all the same, said for each row, so that the same is read.
+    It attends to the pages of a fixed budget, given for each row, so that the same pages are read.
     """
     sparse_decode, count_rows = loaded
     batch, cache, softmax, selection = inputs.batch, inputs.cache, inputs.softmax, inputs.geometry.selection
     rows, device = len(batch.seq_lens), batch.query.device
     always = selection.sink_pages + selection.recent_pages
-    coverage = Coverage(
+    limits = Limits(
         torch.full((rows,), _COVERAGE, device=device),
         torch.full((rows,), max(always, 1), device=device),
         torch.full((rows,), MAX_K, device=device),
@@ -174,7 +174,7 @@ def _counted(loaded: list[Any], inputs: DecodeInputs) -> Call:
     most = replace(selection, k=MAX_K)
 
     def call() -> torch.Tensor:
-        counted = replace(count_rows(batch, cache, selection, softmax, coverage), budgets=budgets)
+        counted = replace(count_rows(batch, cache, selection, softmax, limits), budgets=budgets)
         output: torch.Tensor = sparse_decode(counted, cache, softmax, most)
         return output
 
@@ -182,7 +182,7 @@ def _counted(loaded: list[Any], inputs: DecodeInputs) -> Call:
 
 
 def _one_launch(loaded: list[Any], inputs: DecodeInputs) -> Call:
-    """A decode step whose pages one launch attends to, whatever the budget."""
+    """A decode step that attends in one launch, for any budget."""
     sparse_decode, launch_of, shape_of = loaded
     geometry, batch, cache = inputs.geometry, inputs.batch, inputs.cache
     max_pages = batch.block_table.shape[1] * geometry.pages_per_block
@@ -200,7 +200,7 @@ def _one_launch(loaded: list[Any], inputs: DecodeInputs) -> Call:
 
 
 def _in_pieces(loaded: list[Any], inputs: DecodeInputs) -> Call:
-    """The same in pieces that another launch adds up."""
+    """The same in pieces, which another launch adds up."""
     (decode_in_pieces,) = loaded
     batch, cache, softmax, selection = inputs.batch, inputs.cache, inputs.softmax, inputs.geometry.selection
     output = torch.empty_like(inputs.query)
@@ -213,7 +213,7 @@ def _in_pieces(loaded: list[Any], inputs: DecodeInputs) -> Call:
 
 
 def _stopping(loaded: list[Any], inputs: DecodeInputs, rule: StopRule) -> Call:
-    """Dense attention by our kernel, newest tokens first under a rule."""
+    """Dense attention by this project's kernel, newest tokens first under a stop rule."""
     (split_attention,) = loaded
     geometry, table = inputs.geometry, inputs.block_table
     rows = len(inputs.query) * geometry.num_kv_heads
@@ -315,13 +315,13 @@ def _flash_attention(loaded: list[Any], inputs: DecodeInputs, lengths: Sequence[
 
 
 def _load_sparse_prefill() -> list[Any]:
-    """What attends to virtual sequences; imports the kernels now rather than in the first case."""
+    """Attention over virtual sequences. Imports the kernels now instead of in the first case."""
     prefill.load_kernels()
     return _load_flash_attention()
 
 
 def _load_flashinfer_decode() -> Any:
-    """The wrapper and its workspace; builds or loads the kernels now rather than in the first case."""
+    """The wrapper and its workspace. Builds or loads the kernels now instead of in the first case."""
     wrapper, get_module = imported(
         "flashinfer:BatchDecodeWithPagedKVCacheWrapper", "flashinfer.prefill:get_batch_prefill_module"
     )()
@@ -364,7 +364,7 @@ def _flashinfer_decode(loaded: Any, inputs: DecodeInputs) -> Call:
 
 
 def _load_flashinfer_topk() -> list[Any]:
-    """`top_k` and `top_k_page_table_transform`; builds or loads their module now rather than in the first case."""
+    """`top_k` and `top_k_page_table_transform`. Builds or loads their module now instead of in the first case."""
     (get_module,) = imported("flashinfer.topk:get_topk_module")()
     get_module()
     return imported("flashinfer:top_k", "flashinfer.topk:top_k_page_table_transform")()
@@ -693,4 +693,4 @@ PROVIDERS: dict[str, Op[Any]] = {
     ),
     "prefill": Op(Workload.prefill_inputs, _PREFILL),
 }
-"""Every operation and who provides it."""
+"""Every operation and its providers."""

@@ -18,7 +18,7 @@ def read_results(path: Path) -> Run:
     """The run and the rows of a result file.
 
     Raises:
-        ConfigurationError: if it is not one of this command.
+        ConfigurationError: if it is not a result file of this command.
     """
     run = read_run(path)
     if "read_bandwidth_gb_s" not in run.about:
@@ -27,7 +27,7 @@ def read_results(path: Path) -> Run:
 
 
 def print_results(console: Console, run: Run) -> None:
-    """A table for each operation, and what is missing from them."""
+    """Prints a table for each operation, and the cases without a result."""
     about, rows = run.about, run.rows
     for op in dict.fromkeys(row["op"] for row in rows):
         console.print(_table(op, [row for row in rows if row["op"] == op]))

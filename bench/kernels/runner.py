@@ -1,4 +1,4 @@
-"""Checks and times every case: one row for each provider, whatever becomes of it."""
+"""Checks and times every case: one row for each provider, whatever the outcome."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class DeviceLostError(Exception):
 
 
 def reason_of(error: BaseException) -> str:
-    """One line about an error without the paths of this machine."""
+    """One line about an error, without paths of this machine."""
     first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     return _PATH.sub(r"\1", f"{type(error).__name__}: {first}".rstrip(": "))[:300]
 
@@ -54,10 +54,10 @@ class Runner:
         """Prepares a run.
 
         Args:
-            ops: who provides each operation.
+            ops: the providers of each operation.
             workload: makes the inputs of cases.
             timer: times calls.
-            bandwidth: bytes per second that shares are shares of.
+            bandwidth: bytes per second, the reference of shares.
             emit: takes each row as soon as it is known.
             seconds_left: time until the run has to stop.
         """
@@ -70,7 +70,7 @@ class Runner:
         self._loaded: dict[Callable[[], Any], tuple[Any, str | None]] = {}
 
     def run(self, plan: Sequence[tuple[str, Case]]) -> list[Row]:
-        """Measures what there is time and memory for; the rest is recorded as left out."""
+        """Measures the cases that fit time and memory. The others are recorded as left out."""
         rows: list[Row] = []
         lost: str | None = None
         for op_name, case in plan:
@@ -94,7 +94,7 @@ class Runner:
         return f"its cache takes {self._workload.cache_bytes(case) / 1e9:.1f} GB, more than the device has free"
 
     def _fill(self, op_name: str, case: Case, status: str, reason: str) -> list[Row]:
-        """One row like any other for each provider of a case that was not measured."""
+        """Returns one complete row for each provider of a case that was not measured."""
         return [
             {**self._head(op_name, provider, case), "status": status, "reason": reason}
             for provider in self._ops[op_name].providers
@@ -123,7 +123,7 @@ class Runner:
             if reason is not None:
                 row.update(status=UNAVAILABLE, reason=reason)
                 continue
-            # Flushed: a provider that kills the process is known by it.
+            # Flushed, so that a provider that kills the process can be identified.
             print(f"{op_name} {case.name}: {provider.name}", file=sys.stderr, flush=True)
             try:
                 recordings[provider.name] = self._record(provider, loaded, inputs)
@@ -144,12 +144,12 @@ class Runner:
         return rows
 
     def _load(self, provider: Provider[Any]) -> tuple[Any, str | None]:
-        """What the provider loads, or why it cannot: tried once."""
+        """The loaded provider, or the reason why it cannot be loaded. It is tried once."""
         if provider.load not in self._loaded:
             try:
                 self._loaded[provider.load] = provider.load(), None
-            except Exception as error:  # whatever a rival's import or build may raise
-                # The error itself would keep the tensors of this case alive.
+            except Exception as error:  # a rival's import or build may raise anything
+                # Keeping the error would keep the tensors of this case alive.
                 self._loaded[provider.load] = None, reason_of(error)
         return self._loaded[provider.load]
 
@@ -182,7 +182,7 @@ class Runner:
 
 
 def _add_speed_ups(rows: list[Row], subject_name: str) -> None:
-    """How many times as long as the subject each rival takes, in the subject's row."""
+    """Adds to the subject's row how many times its time each rival takes."""
     measured = {row["provider"]: row for row in rows if row["status"] == MEASURED}
     subject = measured.pop(subject_name, None)
     if subject is not None:
@@ -193,7 +193,7 @@ def _add_speed_ups(rows: list[Row], subject_name: str) -> None:
 
 
 def is_broken(row: Row, ops: Mapping[str, Op[Any]]) -> bool:
-    """Whether a row is a reason for the command to fail: wrong, crashed, or the subject itself missing."""
+    """Whether a row makes the command fail: a wrong result, a crash, or a missing subject."""
     if row["status"] in (WRONG, FAILED):
         return True
     return bool(row["status"] == UNAVAILABLE and row["provider"] == ops[row["op"]].subject)

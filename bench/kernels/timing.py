@@ -1,5 +1,5 @@
-"""How a call is timed: cold, one replay of its graph at a time with the L2 cache swept before; warm, many copies of
-it back to back in one graph.
+"""Two ways to time a call. Cold: one replay of its graph at a time, after clearing the L2 cache. Warm: many copies of
+it in one graph.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COLD_REPEATS = 40
 WARM_REPEATS = 20
 _WARM_COPIES = 20
 _WARM_US = 2000.0
-"""Copies of a long call stop here: what their graph adds is small beside it."""
+"""Target time of a warm graph. The overhead of a graph is small compared with this."""
 
 
 @dataclass(frozen=True)
@@ -42,28 +42,28 @@ class Timing:
     cold: Spread
     warm: Spread
     warm_copies: int
-    """Calls in the graph of the warm time, which is divided by it."""
+    """Calls in the graph of the warm time. The time is divided by this."""
 
     def fields(self) -> dict[str, Any]:
-        """The times as they are written to result files."""
+        """The columns of the times in result files."""
         return {"cold": asdict(self.cold), "warm": {**asdict(self.warm), "copies": self.warm_copies}}
 
 
 class Recording(Protocol):
-    """A call made ready to be timed."""
+    """A call that is ready to be timed."""
 
     def replay(self) -> Any:
-        """Runs the call once more, exactly as it is timed, and returns its output."""
+        """Runs the call once, exactly as it is timed, and returns its output."""
 
 
 class Timer(Protocol):
-    """Something that times calls."""
+    """An object that times calls."""
 
     def record(self, call: Callable[[], Any]) -> Recording:
-        """Warms a call up and makes it ready. Raises whatever the call raises."""
+        """Warms a call up and prepares it. Raises whatever the call raises."""
 
     def measure(self, recordings: Mapping[str, Any]) -> dict[str, Timing]:
-        """Times recorded calls, taking turns."""
+        """Times recorded calls in turns."""
 
 
 def warm_copies(microseconds: float) -> int:
@@ -80,7 +80,7 @@ class GraphRecording:
     many: torch.cuda.CUDAGraph
     copies: int
     call: Callable[[], Any]
-    """Keeps what the graphs point to alive: workspaces, schedules."""
+    """Keeps alive what the graphs point to: workspaces, schedules."""
 
     def replay(self) -> Any:
         """Replays the graph of one call."""
@@ -100,7 +100,7 @@ class GraphTimer:
         self._sweep, _ = self._capture(self._sweep_l2, 1)
 
     def _sweep_l2(self) -> None:
-        # Reading after writing leaves no dirty lines whose write-back would fall into the measured call.
+        # Reading after writing leaves no dirty lines, so the measured call does not pay for their write-back.
         self._swept.zero_()
         torch.sum(self._swept, dim=0, out=self._total)
 
@@ -109,7 +109,7 @@ class GraphTimer:
         output = None
         with torch.cuda.graph(graph):
             for _ in range(copies):
-                # The last copy's output is let go first, so that all copies write the same memory.
+                # The last copy's output is released first, so that all copies write the same memory.
                 output = None
                 output = call()
         return graph, output
@@ -161,8 +161,8 @@ class GraphTimer:
             for name, graph in graphs.items():
                 begin, end = events[name][repeat]
                 if sweep:
-                    # Takes the device longer than the host needs to queue what follows, so the graph never waits
-                    # for the host between its events.
+                    # This takes the device longer than the host needs to queue the rest, so the graph never waits for
+                    # the host between its events.
                     self._sweep.replay()
                 else:
                     graph.replay()
@@ -173,5 +173,5 @@ class GraphTimer:
         return {name: [1e3 * begin.elapsed_time(end) for begin, end in pairs] for name, pairs in events.items()}
 
     def launch_floor(self) -> Timing:
-        """Times of a graph that does next to nothing: what of a cold time is launch and events."""
+        """Times of a nearly empty graph: the part of a cold time that is launch and events."""
         return self.measure({"nothing": self.record(lambda: self._total.add_(1))})["nothing"]

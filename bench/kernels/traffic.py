@@ -1,6 +1,6 @@
-"""Bytes an operation cannot do without, counted from shapes: each input read once, each output written once.
+"""Bytes that an operation must move, from shapes: each input read once, each output written once.
 
-A rival is charged the bytes of what it computes, not of how: intermediate results of several launches count nothing.
+A rival is charged for the same bytes: intermediate results of several launches do not count.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def dense(case: DecodeCase, geometry: Geometry) -> int:
 
 
 def selected_tokens(case: DecodeCase, geometry: Geometry) -> int:
-    """Dense attention over as many tokens as `attend` reads."""
+    """Dense attention over the number of tokens that `attend` reads."""
     numbers = case.batch * geometry.num_kv_heads * geometry.k * 4
     return attend(case, geometry) - numbers
 
@@ -87,7 +87,7 @@ def _active_share(case: DecodeCase, geometry: Geometry) -> float:
 
 
 def routed(case: DecodeCase, geometry: Geometry) -> int:
-    """Dense attention of the groups that are not skipped, whose tokens are as many on average; all of the output."""
+    """Dense attention of the groups that are not skipped, and all of the output."""
     tokens = sum(case.lengths(geometry)) * _token_bytes(geometry)
     return round(_active_share(case, geometry) * tokens) + 2 * _query_bytes(case, geometry)
 
@@ -108,7 +108,7 @@ def _prompt_records(case: PrefillCase, geometry: Geometry) -> int:
 
 
 def _past_scores(case: PrefillCase, geometry: Geometry) -> int:
-    """Float32 scores that the tiles of a chunk give to the blocks before them."""
+    """Float32 scores of the past blocks of a chunk's tiles."""
     tiles = range(case.context - case.chunk, case.context, geometry.block_size)
     return sum(begin // geometry.block_size for begin in tiles) * geometry.num_kv_heads * 4
 
@@ -119,7 +119,7 @@ def dense_prefill(case: PrefillCase, geometry: Geometry) -> int:
 
 
 def sparse_prefill(case: PrefillCase, geometry: Geometry) -> int:
-    """The same and the statistics: some tile may read any block."""
+    """The same plus the statistics: some tile may read any block."""
     return dense_prefill(case, geometry) + _prompt_records(case, geometry)
 
 
@@ -140,5 +140,5 @@ def prefill_scores(case: PrefillCase, geometry: Geometry) -> int:
 
 
 def prefill_choice(case: PrefillCase, geometry: Geometry) -> int:
-    """Scores in; the page numbers that it writes are few beside them."""
+    """Scores in. The page numbers out are negligible."""
     return _past_scores(case, geometry)

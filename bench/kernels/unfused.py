@@ -1,7 +1,7 @@
-"""Page scores in three launches, as one would first write them: products, scale and spread, largest of the group.
+"""Page scores in three separate launches: products, scale and spread, largest of the group.
 
-The same 8-bit means (or bfloat16 ones) are read from the same paged cache; what the launches hand each other is
-float32 in memory. The yardstick for fusing them.
+They read the same means (8-bit or bfloat16) from the same paged cache. Intermediate results are float32 in memory. This
+is the baseline for fused scoring.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def score_pages(
     num_pages: torch.Tensor,
     std_weight: float,
 ) -> torch.Tensor:
-    """Page scores, the arguments and the result as `sparse_kernels.page_score.score_pages` on a GPU."""
+    """Page scores; arguments and result are those of `sparse_kernels.page_score.score_pages` on a GPU."""
     num_tokens, num_kv_heads, group, head_size = query.shape
     pages_per_block = statistics.pages_per_block
     width = block_table.shape[1] * pages_per_block
@@ -139,7 +139,7 @@ def score_pages(
     grid = (rows, triton.cdiv(width, _PAGES))
     products = torch.empty((rows, group, width), dtype=torch.float32, device=query.device)
     scores = torch.empty((num_tokens, num_kv_heads, width), dtype=torch.bfloat16, device=query.device)
-    # Of a record of one vector.
+    # Scales of a record with one vector.
     scale = None if statistics.scales is None else statistics.scales[..., 0]
     vectors, spread = statistics.vectors, statistics.spread
     assert spread is not None

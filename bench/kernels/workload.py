@@ -1,4 +1,4 @@
-"""Tensors of the cases: one large cache that every case takes its blocks from, and random scores."""
+"""Tensors of the cases: one large cache for all cases, and random scores."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from sparse_kernels.paging import PagedTensor
 from bench.kernels.cases import CacheCase, Case, DecodeCase, Geometry, PrefillCase, TopKCase
 
 _FILL_BLOCKS = 1024
-"""Blocks filled at a time: the statistics of their pages take a few hundred megabytes on the way."""
+"""Blocks filled at a time. Computing their statistics takes a few hundred megabytes."""
 _NEEDLE_LENGTH = 10.0
-"""How far a needle's keys are moved towards the query. Random scores at 128 dimensions have a standard deviation of
-about 4 and a needle gains 110, so the selection leaves no page to rounding."""
+"""Distance that a needle's keys move towards the query. Random scores at 128 dimensions have a standard deviation of
+about 4 and a needle gains 110, so rounding cannot change the selection."""
 _RECENT_LENGTH = 3.0
-"""How many times its newest key a query is. At 128 dimensions that key has a logit of about 34 and 512K others, whose
-logits have a standard deviation of 3, a total weight of exp(18)."""
+"""Factor between a query and its newest key. At 128 dimensions that key has a logit of about 34. 512K other keys, with
+logits of standard deviation 3, have a total weight of exp(18)."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,10 @@ class DecodeInputs:
     seq_lens: torch.Tensor
     """`[batch]` int32, the new token included."""
     query: torch.Tensor
-    """`[batch * tokens, num_query_heads, head_size]` bfloat16, those of a request one after the other."""
+    """`[batch * tokens, num_query_heads, head_size]` bfloat16, the tokens of a request one after the other."""
     new_keys: torch.Tensor
-    """`[batch, num_kv_heads, head_size]`: what the cache holds at the new token's slot already, so that writing it
-    again and again leaves the cache as it is."""
+    """`[batch, num_kv_heads, head_size]`: equal to the cache's contents at the new token's slot, so that repeated
+    writes leave the cache unchanged."""
     new_values: torch.Tensor
     slots: torch.Tensor
     """`[batch]` int64, where the new tokens lie."""
@@ -65,7 +65,7 @@ class DecodeInputs:
 
     @property
     def tokens(self) -> QueryTokens:
-        """The same query tokens, for the operations that take them one by one."""
+        """The same query tokens, for operations that take single tokens."""
         return QueryTokens(self.grouped_query, self.block_table, self.seq_lens)
 
     @property
@@ -85,11 +85,11 @@ class DecodeInputs:
 
     @property
     def group_scores(self) -> torch.Tensor:
-        """How routing scores each KV group, `[batch, num_kv_heads]` float32."""
+        """Routing scores of each KV group, `[batch, num_kv_heads]` float32."""
         return score_groups(self.grouped_query, self.keys, self.block_table[:, 0], GROUP_SCORES.index("mean"))
 
     def routing(self, skipped_groups: int) -> GroupRouting:
-        """Routing that skips so many of the groups, which random keys and queries leave to the threshold."""
+        """Routing whose threshold skips `skipped_groups` of the groups."""
         scores = self.group_scores.flatten().sort(descending=True).values
         around = torch.cat([scores[:1] + 1, scores, scores[-1:] - 1])[skipped_groups : skipped_groups + 2]
         coefficients = torch.zeros(self.geometry.num_kv_heads, 4, device=scores.device)
@@ -104,9 +104,9 @@ class DecodeInputs:
 
 @dataclass(frozen=True)
 class PrefillInputs:
-    """One step of one prompt, whose keys and values are in the cache already; the query is a view as in `DecodeInputs`.
+    """One step of one prompt, whose keys and values are already in the cache. The query is a view as in `DecodeInputs`.
 
-    Keys and queries are random: which blocks are the best is chance, how many are read is not.
+    Keys and queries are random, so the best blocks are random. Their number is not.
     """
 
     case: PrefillCase
@@ -205,10 +205,10 @@ class Workload:
         )
 
     def recent_inputs(self, case: DecodeCase) -> DecodeInputs:
-        """A decode step of mostly recent heads: of four KV heads three look for a key among the newest tokens.
+        """A decode step of mostly recent heads: three of four KV heads look for a key among the newest tokens.
 
-        Their queries are that key times a number, so large that all other tokens of the context together have less
-        than a millionth of the weight; the queries of every fourth head are normally distributed, and see everything.
+        Their queries are a multiple of that key, so large that all other tokens together have less than a millionth of
+        the weight. The queries of every fourth head are normally distributed, and attend to everything.
         """
         inputs = self.decode_inputs(case)
         recent = torch.arange(self.geometry.num_kv_heads, device=self.device) % 4 != 3
@@ -216,7 +216,7 @@ class Workload:
         return replace(inputs, query=query.flatten(1, 2).to(inputs.query.dtype))
 
     def verify_inputs(self, case: DecodeCase) -> DecodeInputs:
-        """A step that verifies drafts: several query tokens of each request, the newest of its context."""
+        """A step that verifies drafts: the newest tokens of each request are query tokens."""
         heads, size = self.geometry.num_kv_heads * (case.group + 2), self.geometry.head_size
         projected = self._normal(case.batch * case.tokens, heads, size)
         return replace(self.decode_inputs(case), query=projected[:, : self.geometry.num_kv_heads * case.group])
@@ -247,7 +247,7 @@ class Workload:
         return self.geometry.layout(statistics).views(self._cache[:, :, block_size:], block_size)
 
     def topk_inputs(self, case: TopKCase) -> TopKInputs:
-        """Random scores, and block tables of the length that goes with them."""
+        """Random scores, and block tables of matching length."""
         geometry = self.geometry
         tokens = case.rows // geometry.num_kv_heads
         scores = self._normal(tokens, geometry.num_kv_heads, case.pages)
@@ -270,13 +270,13 @@ class Workload:
         return torch.nn.functional.pad(pages, (0, geometry.k - pages.shape[-1]), value=-1).int()
 
     def _lay_out(self, statistics: RecordFormat) -> None:
-        """Random keys and values in every block, and the statistics that follow from them."""
+        """Fills every block with random keys and values, and computes their statistics."""
         if statistics == self._format:
             return
         geometry = self.geometry
         elements = self.max_blocks * geometry.block_elements(statistics)
         if self._memory.numel() < elements:
-            # Given back first: two caches of this size do not fit.
+            # Freed first: two caches of this size do not fit.
             self._cache = self._memory = self._memory.new_empty(0)
             self._memory = self._memory.new_empty(elements)
         rows = geometry.block_size + geometry.layout(statistics).rows(geometry.block_size)
@@ -297,11 +297,11 @@ class Workload:
 
 @contextmanager
 def needles(inputs: DecodeInputs, requests: list[int]) -> Iterator[None]:
-    """Makes the best pages of some requests so much better than the rest that rounding cannot change the selection.
+    """Makes the best pages of some requests much better than the rest, so that rounding cannot change the selection.
 
-    Scores are rounded to bfloat16, so among thousands of random pages several share the last place, and two correct
-    implementations that sum in another order select differently. Meanwhile as many pages as the selection has room
-    for are moved towards the query; afterwards the cache is as it was.
+    Scores are rounded to bfloat16. Several of thousands of random pages then share the last place, and two correct
+    implementations with different orders of sums may select differently. In the context, as many pages as the selection
+    has room for are moved towards the query. Afterwards the cache is restored.
     """
     geometry, statistics = inputs.geometry, inputs.statistics
     room = geometry.k - geometry.sink_pages - geometry.recent_pages
@@ -333,5 +333,5 @@ def needles(inputs: DecodeInputs, requests: list[int]) -> Iterator[None]:
 
 
 def _bits(table: torch.Tensor) -> torch.Tensor:
-    """8-bit floats cannot be indexed, their bits can."""
+    """Returns bytes of 8-bit floats, which can be indexed; 8-bit floats cannot."""
     return table.view(torch.uint8) if table.dtype == torch.float8_e4m3fn else table

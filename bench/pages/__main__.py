@@ -25,7 +25,7 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.arguments import run_app
 
 GENERATORS = ("bench.pages", "bench/update_readme.py")
-"""What marks the blocks: today's name, and the one before it."""
+"""Names of the generator in markers: the present name, and an earlier one."""
 _COMMAND = "python -m bench.pages"
 _PAGES = ("*.md", "docs/**/*.md", "research/*/README.md", "bench/*/README.md", "models/*/README.md")
 _TARGET = re.compile(r"\]\(([^()\s#]+)(?:#[^()\s]*)?\)")
@@ -34,13 +34,13 @@ app = make_app("The generated parts of the pages.")
 
 
 def find_pages() -> list[Path]:
-    """The pages that may hold blocks and name result files."""
+    """The pages that may hold blocks and links to result files."""
     pages = (page for pattern in _PAGES for page in ROOT.glob(pattern))
     return sorted(page for page in pages if page != INDEX)
 
 
 def find_uses(contents: Mapping[Path, str]) -> dict[Path, list[Path]]:
-    """The pages that link to each result file, whether the file exists or not."""
+    """The pages that link to each result file, including missing files."""
     uses: dict[Path, list[Path]] = {}
     for page, text in contents.items():
         for path in dict.fromkeys(linked_results(page, _TARGET.findall(text))):
@@ -49,7 +49,7 @@ def find_uses(contents: Mapping[Path, str]) -> dict[Path, list[Path]]:
 
 
 def find_faults(contents: Mapping[Path, str], uses: Mapping[Path, list[Path]]) -> Iterator[str]:
-    """Faults of pages and result files that rewriting the blocks does not repair."""
+    """Faults of pages and result files that rewriting the blocks cannot repair."""
 
     def name(path: Path) -> str:
         return path.relative_to(ROOT).as_posix()
@@ -71,7 +71,7 @@ def find_faults(contents: Mapping[Path, str], uses: Mapping[Path, list[Path]]) -
 
 @app.command()
 def pages(check: Annotated[bool, typer.Option("--check", help="Only say what is out of date.")] = False) -> None:
-    """Write the blocks of all pages, the index of results and the figures; exit code 2 where something is wrong."""
+    """Write the blocks of all pages, the index of results and the figures; exit code 2 if there are faults."""
     blocks = {name: cache(make) for name, make in SECTIONS.items()}
     texts = {page: page.read_text(encoding="utf-8") for page in find_pages()}
     contents = {page: fill(page, text, GENERATORS, blocks) for page, text in texts.items()}
@@ -92,7 +92,7 @@ def _draw(check: bool) -> None:
     try:
         drawn = {path: figures.draw(make) for path, make in figures.FIGURES.items()}
     except ImportError:
-        return  # matplotlib belongs to an extra
+        return  # matplotlib is part of an extra
     for path, content in drawn.items():
         if check and not figures.is_current(path, content):
             raise ConfigurationError(
@@ -104,7 +104,7 @@ def _draw(check: bool) -> None:
 
 
 def main() -> None:
-    """Runs the command line; bad input ends in one sentence and exit code 2."""
+    """Runs the command line. Bad input ends in one sentence and exit code 2."""
     run_app(app)
 
 

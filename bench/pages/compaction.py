@@ -1,4 +1,4 @@
-"""Blocks about caches that keep a part of a prompt."""
+"""Blocks about compaction."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from bench.common.results import RESULTS, Row, read_run
 SOAK = RESULTS / "h200" / "compaction" / "soak_10000.jsonl"
 _NOTHING = "Nothing yet."
 _ANSWERS_TOKENS = 8192
-"""The context of the answers that are shown."""
+"""The context length of the answers in the table."""
 _SETTINGS = (
     "snapkv, pool 5", "snapkv, pool 13", "pyramidkv, pool 5", "pyramidkv, pool 13", "h2o", "zipvl", "unique"
 )  # fmt: skip
 """Methods in the order of their columns."""
 _ASKED = {"inside": ("in the prompt", (1 / 4, 1 / 32)), "behind": ("after it", (1 / 4,))}
-"""Places of the question, what the table calls them, and the shares of the prompt that it shows."""
+"""Places of the question, their names in the table, and the shares of the prompt in the table."""
 
 
 def answers() -> Block:
-    """Right answers by model, place of the question, share that is kept and method."""
+    """Right answers by model, place of the question, share kept and method."""
     paths, lines = [], []
     for path in _files("answers"):
         run = read_run(path)
@@ -38,7 +38,7 @@ def answers() -> Block:
 
 
 def users() -> Block:
-    """Requests that run at once, and throughput, of whole runs by cache, clients and variant."""
+    """Requests that run at once, and throughput, over whole runs by cache, clients and variant."""
     paths, rows = [], []
     for path in _files("capacity"):
         whole = [row for row in read_run(path).rows if "window_seconds" not in row]
@@ -58,12 +58,12 @@ def users() -> Block:
 
 
 def speed() -> Block:
-    """Requests that run at once, and what a prefill and a decode step take."""
+    """Requests that run at once, and the times of a prefill and a decode step."""
     return _joined(users(), times())
 
 
 def checks() -> Block:
-    """What shows that nothing is read after it was given back."""
+    """Checks that blocks are not read after they were given back."""
     return _joined(identical(), soak())
 
 
@@ -72,7 +72,7 @@ def _joined(*blocks: Block) -> Block:
 
 
 def soak() -> Block:
-    """What many requests have left of a server whose cache shrinks."""
+    """Results of many requests to a server with compaction."""
     end = read_run(SOAK).rows[-1]
     text = (
         f"{end['clients']} clients sent {end['answers'] + end['hung_up']:,} requests in {end['seconds'] / 60:.0f} "
@@ -84,7 +84,7 @@ def soak() -> Block:
 
 
 def times() -> Block:
-    """What compaction adds to a prefill, and to requests that decode meanwhile."""
+    """The time that compaction adds to a prefill, and to requests that decode at the same time."""
     paths = _files("time")
     parts = [
         f"`{row['variant']}`: {row['prefill_seconds']:.2f} s for a prefill of {row['context_tokens']:,} tokens, and "
@@ -96,7 +96,7 @@ def times() -> Block:
 
 
 def identical() -> Block:
-    """How many answers are those of dense attention where the budget holds the whole prompt."""
+    """Number of answers equal to dense attention's if the budget holds the whole prompt."""
     paths = _files("identical")
     rows = [row for path in paths for row in read_run(path).rows]
     backends = ", ".join(f"`{name}`" for name in dict.fromkeys(row["variant"] for row in rows))
@@ -108,7 +108,7 @@ def identical() -> Block:
 
 
 def streams() -> Block:
-    """Perplexity at the end of a long text that is read through a window, by model and window."""
+    """Perplexity at the end of a long text read through a window, by model and window."""
     paths, parts = _files("stream"), []
     for path in paths:
         run = read_run(path)
@@ -123,7 +123,7 @@ def streams() -> Block:
 
 
 def _files(study: str) -> list[Path]:
-    """Result files of any machine; those of a study may be several."""
+    """Result files of a study on all machines."""
     return sorted(RESULTS.glob(f"*/compaction/{study}_*.jsonl"))
 
 

@@ -13,12 +13,12 @@ FILES: Mapping[str, Path] = {
     "CPU": RESULTS / "cpu-2core" / "deployments" / "all.jsonl",
     "GPU": RESULTS / "h200" / "deployments" / "all.jsonl",
 }
-"""The result files by device; one that is not there was not measured yet."""
+"""The result files by device. A missing file is not measured yet."""
 _NOT_RUN = "not run"
 
 
 def read_cells(path: Path) -> dict[str, Row]:
-    """The lines of a result file by deployment, the latest of each; none of a file that is not there."""
+    """The latest line of each deployment in a result file; empty for a missing file."""
     return {row["deployment"]: row for row in read_run(path).rows} if path.exists() else {}
 
 

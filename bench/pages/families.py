@@ -1,4 +1,4 @@
-"""The block about the families of models and the features of vLLM that whole engines were run with."""
+"""The block about families of models and features of vLLM that were run in whole engines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FILES: Mapping[str, Path] = {
     "CPU": RESULTS / "cpu-2core" / "families" / "all.jsonl",
     "GPU": RESULTS / "h200" / "families" / "all.jsonl",
 }
-"""The result files by device; one that is not there was not measured yet."""
+"""The result files by device. A missing file is not measured yet."""
 _NOT_RUN = "not run"
 _SIGNS = {OK: "yes", REFUSED: "refused", NOT_SERVED: "not in vLLM", FAILED: "fails", _NOT_RUN: _NOT_RUN}
 
@@ -23,7 +23,7 @@ _Cells = dict[tuple[str, str], Row]
 
 
 def read_cells(path: Path) -> _Cells:
-    """The cells of a result file by family and way, the latest of each; none of a file that is not there."""
+    """The latest cell of each family and way in a result file; empty for a missing file."""
     if not path.exists():
         return {}
     return {(row["family"], row["way"]): row for row in read_run(path).rows}
@@ -51,7 +51,7 @@ def _family_row(key: str, cells: list[_Cells]) -> list[str]:
 
 
 def _summary(cells: _Cells, family: str) -> str:
-    """The outcome of a family: one word, or the word of most ways, and the others."""
+    """The outcome of a family: one word, or the most frequent word and the exceptions."""
     signs = {way: _sign(cells, family, way) for way in WAYS}
     most = Counter(signs.values()).most_common(1)[0][0]
     others = [f"`{way}` {sign}" for way, sign in signs.items() if sign != most]

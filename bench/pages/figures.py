@@ -30,7 +30,7 @@ def _decode() -> Figure:
     computed, noise = ([read_steps(folder / f"{name}{suffix}.jsonl") for name in names] for suffix in ("", "_noise"))
     shared = [dense.keys() & sparse.keys() for dense, sparse in (computed, noise)]
     steps = sorted(shared[0] | shared[1])
-    # A step that was measured after prompts is shown so.
+    # A step that was measured after prompts is labelled.
     times = [
         [(after if step in shared[0] else filled)[step]["ms_per_token"] for step in steps]
         for after, filled in zip(computed, noise, strict=True)
@@ -55,7 +55,7 @@ def _decode() -> Figure:
 
 
 def draw_prefill() -> Figure:
-    """Time to first token by context, in the largest steps that were measured."""
+    """Time to first token by context, with the largest measured step size."""
     from matplotlib.figure import Figure
 
     measured = read_times(prefill_files(), "first_token", "chunk_tokens", "context_tokens")
@@ -86,7 +86,7 @@ def draw_prefill() -> Figure:
 
 
 def draw_frontier() -> Figure:
-    """Time per token of the largest batch of each context, and what is kept of dense attention, by budget."""
+    """Time per token of the largest batch of each context, and agreement with dense attention, by budget."""
     from matplotlib.figure import Figure
 
     times, kept = frontier.read_times(), frontier.read_kept()
@@ -108,7 +108,7 @@ def draw_frontier() -> Figure:
         values = [share.value for share in shares.values()]
         errors = zip(*((share.value - share.low, share.high - share.value) for share in shares.values()), strict=True)
         right.errorbar(list(shares), values, list(errors), fmt="o-", ms=4, capsize=2, label=name)
-    right.set_ylim(0.8, 1.01)  # what reads everything has nothing to estimate, and an interval beyond that
+    right.set_ylim(0.8, 1.01)  # dense attention has no interval; an interval may go beyond 1
     left.set_yscale("log", base=2)
     left.yaxis.set_major_formatter("{x:g}")
     left.set_ylabel("ms per token, Llama-3.1-8B's shape")
@@ -123,7 +123,7 @@ def draw_frontier() -> Figure:
 
 
 FIGURES: dict[Path, Callable[[], Figure]] = {FOLDER / "decode.svg": _decode, frontier.FIGURE: draw_frontier}
-"""What draws each figure whose results are there."""
+"""The function that draws each figure, for figures with results."""
 if prefill_files():
     FIGURES[FOLDER / "prefill.svg"] = draw_prefill
 
@@ -139,7 +139,7 @@ def draw(make: Callable[[], Figure]) -> bytes:
 
 
 def is_current(path: Path, content: bytes) -> bool:
-    """Whether a file shows what was drawn; one that another version of matplotlib drew is taken to."""
+    """Whether a file shows the drawn figure. A file from another version of matplotlib counts as current."""
     if not path.exists():
         return False
     written = path.read_bytes()

@@ -1,4 +1,4 @@
-"""The frontier: time per token by budget, beside what the budget keeps of dense attention."""
+"""The frontier: time per token, and agreement with dense attention, by budget."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from vllm_sparse_plugin.tools.eval.statistics import Estimate
 from vllm_sparse_plugin.tools.eval.tuning import MEASURES
 
 FIGURE = ROOT / "docs" / "figures" / "frontier.svg"
-"""What `figures.draw_frontier` draws."""
+"""The figure of `figures.draw_frontier`."""
 FOLDER = H200 / "frontier"
 _DEFAULT = 512
 """The budget of `unique`."""
 _NEEDLES = RESULTS / "h200" / "accuracy" / "quarters.jsonl"
 _NEEDLE_TOKENS = 16384
-"""The context of the needles."""
+"""The context length of the needles."""
 _PAGE_TOKENS = 8
-"""Of the pages that their budgets count."""
+"""Tokens of the pages that their budgets count."""
 
 Budget = int | None
 """Tokens; None for dense attention."""
@@ -40,7 +40,7 @@ def read_times() -> dict[Budget, Steps]:
 
 
 def read_kept() -> dict[int, dict[str, Estimate]]:
-    """What `vllm-sparse tune` found to be kept of dense attention, by budget and measure."""
+    """Agreement with dense attention as found by `vllm-sparse tune`, by budget and measure."""
     return {
         row["section"]["selection"]["budget_tokens"]: {name: Estimate(**row[name]) for name in MEASURES}
         for row in read_run(TUNED).rows
@@ -48,7 +48,7 @@ def read_kept() -> dict[int, dict[str, Estimate]]:
 
 
 def frontier() -> Block:
-    """Time per token, and what is kept of dense attention, by budget."""
+    """Time per token, and agreement with dense attention, by budget."""
     times, kept = read_times(), read_kept()
     budgets: list[Budget] = [None, *sorted({*kept, *(budget for budget in times if budget)})]
 
@@ -60,7 +60,7 @@ def frontier() -> Block:
         cells = {budget: f"{step['ms_per_token']:.2f}" for budget, step in found.items()}
         return line(f"{batch} x {context:,}, ms per token", cells)
 
-    rows = [time_line(*step) for step in dict(sorted(times[None])).items()]  # the most requests of each context
+    rows = [time_line(*step) for step in dict(sorted(times[None])).items()]  # the largest batch of each context
     rows.append(line("same next token", {budget: interval(of["agreement"]) for budget, of in kept.items()}))
     rows += [line("needles", _needles()), line("look-alikes", _look_alikes())]
     headings = ["requests and context", *("dense" if budget is None else f"{budget:,}" for budget in budgets)]
@@ -82,7 +82,7 @@ def _needles() -> dict[Budget, str]:
 
 
 def _look_alikes() -> dict[Budget, str]:
-    """The same where all of the context is needles."""
+    """The same for contexts that consist of needles only."""
     answers = {budget: read_run(path).rows for budget, path in LOOK_ALIKES.items()}
     where = {"context_tokens": _NEEDLE_TOKENS}
     cells: dict[Budget, str] = {

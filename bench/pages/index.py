@@ -31,7 +31,7 @@ def result_files() -> list[Path]:
 
 
 def is_misplaced(path: Path) -> bool:
-    """Whether a result file is anywhere but at MACHINE/STUDY/NAME.jsonl."""
+    """Whether the path of a result file is not MACHINE/STUDY/NAME.jsonl."""
     return len(path.relative_to(RESULTS).parts) != 3
 
 
@@ -59,6 +59,6 @@ def _short(commit: str | None) -> str:
 
 
 def linked_results(page: Path, targets: Sequence[str]) -> list[Path]:
-    """The result files among the targets of a page's links, whether they are there or not."""
+    """The result files among the targets of a page's links, including missing ones."""
     paths = (Path(os.path.normpath(page.parent / target)) for target in targets)
     return [path for path in paths if path.is_relative_to(RESULTS) and path.suffix == ".jsonl"]

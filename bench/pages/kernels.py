@@ -1,4 +1,4 @@
-"""Blocks about kernels on a GPU, each beside its rivals."""
+"""Blocks about kernels on a GPU and their rivals."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ BUDGETS = _FOLDER / "budgets.jsonl"
 COVERAGE = _FOLDER / "coverage.jsonl"
 _RIVALS = ("FlashAttention 3", "FlashInfer")
 _GROUPS = (4, 8)
-"""Query heads of a KV head."""
+"""Query heads per KV head."""
 
 _Times = dict[tuple[str, str], dict[str, Row]]
 """Rows by operation and case, and by provider."""
@@ -26,7 +26,7 @@ def _read_times(path: Path) -> _Times:
 
 
 def kernels_gpu() -> Block:
-    """The attention of a decode step beside dense attention, by the number of query heads of a KV head."""
+    """The attention of a decode step compared with dense attention, by query heads per KV head."""
     paths, rows = [_FOLDER / "all.jsonl", _FOLDER / "groups.jsonl"], []
     for path, group, batches in zip(paths, _GROUPS, ((1, 8, 32), (1, 8)), strict=True):
         times = _read_times(path)
@@ -44,7 +44,7 @@ def kernels_gpu() -> Block:
 
 
 def budgets_by_request() -> Block:
-    """What it takes that each request of a batch has a budget of its own."""
+    """The cost of separate budgets for the requests of a batch."""
     gaps = [
         by_request["warm"]["median_us"] / providers["unique, one for all"]["warm"]["median_us"] - 1
         for providers in _read_times(BUDGETS).values()
@@ -58,7 +58,7 @@ def budgets_by_request() -> Block:
 
 
 def coverage_cost() -> Block:
-    """How much longer attention takes with a coverage than with a budget that reads as many pages."""
+    """How much longer attention takes with a coverage than with a budget of as many pages."""
     ratios = []
     for providers in _read_times(COVERAGE).values():
         us = {name: row["warm"]["median_us"] for name, row in providers.items() if "warm" in row}
@@ -73,7 +73,7 @@ def coverage_cost() -> Block:
 
 
 def stop_gpu() -> Block:
-    """How many times as long dense attention takes as attention that may stop, and what the stop tests cost."""
+    """The time of dense attention relative to attention that may stop, and the cost of the stop tests."""
     path = _FOLDER / "stop.jsonl"
     us = {(row["case_name"], row["provider"]): row["cold"]["median_us"] for row in read_run(path).rows}
     rows, contexts = [], ("8K", "32K", "128K")

@@ -14,16 +14,16 @@ ZIPVL = FOLDER / "zipvl.jsonl"
 DENSE = "FlashAttention 3"
 
 Times = dict[tuple[Any, ...], dict[str, Row]]
-"""Rows by what was measured, and by the engine's name."""
+"""Rows by measurement, and by the engine's name."""
 
 
 def prefill_files() -> list[Path]:
-    """The result files of `bench.serving prefill` by tokens of a step, none until it was measured."""
+    """The result files of `bench.serving prefill` by tokens of a step; empty if not measured."""
     return sorted(FOLDER.glob("chunks_*.jsonl"))
 
 
 def engine_name(row: Row) -> str:
-    """The engine of a row: its backend, and what was set."""
+    """The engine of a row: its backend and its settings."""
     if row["attention_backend"] == "FLASH_ATTN":
         return DENSE if row["kv_cache_dtype"] == "auto" else f"{DENSE}, {row['kv_cache_dtype']}"
     return ", ".join([f"`{row['variant']}`", *_set(row["additional_config"])])
@@ -39,7 +39,7 @@ def _set(config: object, name: str = "") -> Iterator[str]:
 
 
 def read_times(paths: Sequence[Path], measurement: str, *keys: str) -> Times:
-    """The rows of a kind of measurement by some of their columns; the last counts where files repeat one."""
+    """The rows of a kind of measurement by some of their columns. If files repeat a row, the last one counts."""
     times: Times = {}
     for path in paths:
         for row in read_run(path).rows:
@@ -55,7 +55,7 @@ def engines(*all_times: Times) -> list[str]:
 
 
 def prefill_gpu() -> Block:
-    """Time to first token by context, then tokens per second of many prompts at once; empty until it was measured."""
+    """Time to first token by context, then throughput with many prompts at once; empty if not measured."""
     paths = prefill_files()
     loads = read_times(paths, "load", "context_tokens", "requests", "chunk_tokens")
     parts = [_first_tokens(paths)]
@@ -88,7 +88,7 @@ def zipvl_gpu() -> Block:
 
 
 def _first_tokens(paths: Sequence[Path]) -> str:
-    """A table of times to first token by prompt and engine; empty if none was measured."""
+    """A table of times to first token by prompt and engine; empty if not measured."""
     keys = ("context_tokens", "chunk_tokens")
     alone, hits = (read_times(paths, measurement, *keys) for measurement in ("first_token", "prefix_hit"))
     if not alone and not hits:

@@ -1,4 +1,4 @@
-"""Blocks about answers: needles, evaluations, calibration, and how selections compare."""
+"""Blocks about answers: needles, evaluations, calibration, and comparisons of selections."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _CPU = RESULTS / "cpu-2core"
 TUNED = _CPU / "tune" / "needle-8m.jsonl"
 LOOK_ALIKES = {budget: _CPU / "served" / f"look_alikes_{budget}.jsonl" for budget in (512, 2048)}
 _PAGE_TOKENS = 8
-"""Of the pages that its budgets count."""
+"""Tokens of the pages that its budgets count."""
 _NEEDLE_TOKENS = 16384
-"""The context of the needles by statistics."""
+"""The context length of the needles by statistics."""
 _EVALUATED = ["right", "share (95 %)", "minus dense, paired"]
 _WITNESS_MIXES = {
     "dense": "with `dense`",
@@ -28,9 +28,9 @@ _WITNESS_MIXES = {
     "unique": "with `unique`",
     "unique_routed": "with `unique` and routing",
 }
-"""Files of witness-6m, and what the text calls them."""
+"""Files of witness-6m, and their names in the text."""
 _POLICIES = ("dense", "unique", "quest", "mean", "infllm", "streaming_llm")
-"""Presets that differ in their policy alone, dense attention first."""
+"""Presets that differ only in their policy, dense attention first."""
 
 
 def mix_file(name: str) -> Path:
@@ -39,13 +39,13 @@ def mix_file(name: str) -> Path:
 
 
 def share_right(answers: list[Row], **where: Any) -> str:
-    """How many answers of some rows are right, of those whose columns have some values."""
+    """The share of right answers among rows with the given values of columns."""
     correct = [answer["correct"] for answer in answers if all(answer[key] == value for key, value in where.items())]
     return f"{sum(correct)}/{len(correct)}" if correct else "-"
 
 
 def answers_in_short() -> Block:
-    """Needles that are decoded, and next tokens of text, in a sentence each."""
+    """Decoded needles, and next tokens of text, in one sentence each."""
     paths = [_H200 / "needles" / f"{name}.jsonl" for name in ("512", "dense")]
     scores = [[result.score for result in read_results(path).results.values()] for path in paths]
     right = [f"{sum(found):.0f} of {len(found)}" for found in scores]
@@ -60,7 +60,7 @@ def answers_in_short() -> Block:
 
 
 def look_alikes() -> Block:
-    """The task that a small budget loses."""
+    """The task that fails with a small budget."""
     small, large = (read_run(path).rows for path in LOOK_ALIKES.values())
     rows = []
     for context in sorted({answer["context_tokens"] for answer in small}):
@@ -93,11 +93,11 @@ def accuracy_gpu() -> Block:
 
 
 _DRAFT_TOKENS = 8
-"""Of the drafts that are shown."""
+"""The number of draft tokens in the table."""
 
 
 def lossless_answers() -> Block:
-    """How many drafts of lossless mode are right, and whether its tokens are those of dense decoding."""
+    """The share of right drafts in lossless mode, and whether its tokens equal those of dense decoding."""
     files = {name: _H200 / "lossless" / f"{name.replace('-', '_')}.jsonl" for name in ("needle-8m", "witness-6m")}
     lines, rows = [], []
     for model, path in files.items():
@@ -119,7 +119,7 @@ def lossless_answers() -> Block:
 
 
 def _kinds(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
-    """Rows of needle tasks together, and those of code and of text."""
+    """Rows of all needle tasks together, then rows of code and of text."""
     by_kind: dict[str, list[Row]] = {}
     for row in rows:
         by_kind.setdefault(row["kind"] if row["kind"] in ("code", "text") else "needles", []).append(row)
@@ -127,7 +127,7 @@ def _kinds(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
 
 
 def _drafted(rows: Sequence[Row]) -> list[str]:
-    """Cells about drafts: same answers, share that is accepted, tokens per step."""
+    """Cells about drafts: equal answers, accepted share, tokens per step."""
     prompts, parted = sum(row["prompts"] for row in rows), sum(len(row["parted"]) for row in rows)
     drafts, drafted, accepted = (sum(row[name] for row in rows) for name in ("drafts", "drafted", "accepted"))
     return [f"{prompts - parted}/{prompts}", f"{accepted / drafted:.3f}", f"{1 + accepted / drafts:.2f}"]
@@ -139,7 +139,7 @@ def interval(found: Estimate | Difference, sign: str = "") -> str:
 
 
 def _evaluated(paths: Sequence[Path]) -> list[list[str]]:
-    """Rows of files of `vllm-sparse eval` about the same items, the first of them dense."""
+    """Rows of files of `vllm-sparse eval` with the same items; the first file is dense."""
     files = [read_results(path) for path in paths]
     dense = files[0].results
     rows = []
@@ -175,11 +175,11 @@ _TRAINED = {
         "before_dense": "before, dense", "before": "before", "after": "after", "after_dense": "after, dense",
     },
 }  # fmt: skip
-"""Files of a model before and after its training, and what the table calls them."""
+"""Files of a model before and after its training, and their names in the table."""
 
 
 def trained_served() -> Block:
-    """Needles decoded from the question, through vLLM, by a model before and after it was trained for its budget."""
+    """Needles decoded from the question, through vLLM, before and after training the model for its budget."""
     lines: list[list[str]] = []
     sources: list[Path] = []
     for folder, names in _TRAINED.items():
@@ -196,7 +196,7 @@ _NEXT_TOKEN_FILES = [_CPU / "next-tokens" / f"{name}.jsonl" for name in ("dense"
 
 
 def _agreements() -> list[float]:
-    """Shares of positions at which the runs after the first, which is dense, predict its next token."""
+    """The share of positions at which each sparse run predicts the same next token as the dense run."""
     dense, *others = (read_results(path).results for path in _NEXT_TOKEN_FILES)
     measure = MEASURES["agreement"]
     return [estimate_mean([measure(dense[name], found) for name, found in run.items()]).value for run in others]
@@ -210,7 +210,7 @@ def mixes() -> Block:
 
 
 def stopped_answers() -> Block:
-    """Needles decoded from the question under `art`, at long contexts, with the share of the KV cache that was read."""
+    """Needles decoded from the question under `art`, at long contexts, with the share of the KV cache read."""
     paths = sorted((_CPU / "art").glob("*.jsonl"))
     rows = []
     for path in paths:
@@ -228,7 +228,7 @@ def stopped_answers() -> Block:
 
 
 def calibrated() -> Block:
-    """What `vllm-sparse calibrate` says of a model with sink groups and of one without, and answers with both."""
+    """Results of `vllm-sparse calibrate` for a model with and one without sink groups, and answers with both."""
     paths = [_CPU / "calibrate" / f"{model}.jsonl" for model in ("witness-6m", "needle-8m")]
     rows = []
     for run in map(read_run, paths):

@@ -1,4 +1,4 @@
-"""The block about gains that recipes promise: one measured row for each load."""
+"""The block about the gains of recipes: one measured row for each load."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SERVE = H200 / "serve" / "unique_prefill.jsonl"
 
 
 def recipe_gains() -> Block:
-    """Dense attention beside the backend of each recipe, with prompts of 128K tokens where they were measured."""
+    """Dense attention and the backend of each recipe, with prompts of 128K tokens if measured."""
     rows = [*_decode(_WIDE, "`unique_wide`", (1, 6)), *_decode(_FP8, "`unique`, both with an fp8 cache", (12,))]
     rows += [*_cache_tokens(), *_capacity(), *_first_token()]
     headings = ["load on one H200", "unit", "dense", "plugin", "settings", "gain"]

@@ -60,4 +60,4 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "families": families.families,
     "deployments": deployments.deployments,
 }
-"""What makes each block."""
+"""The function that makes each block."""

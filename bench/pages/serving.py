@@ -13,12 +13,12 @@ H200 = RESULTS / "h200"
 FEW_CLIENTS = H200 / "serve" / "few_clients.jsonl"
 MANY_CLIENTS = tuple(H200 / "serve" / f"{name}.jsonl" for name in ("flash_attn", "unique"))
 _MANY = 32
-"""Clients that the second run has and the first has not."""
+"""Clients in the second run and not in the first."""
 ADAPTIVE = tuple(H200 / "lossless" / f"{name}.jsonl" for name in ("short", "adaptive"))
 METER = [H200 / "meter" / f"every_{steps}.jsonl" for steps in (0, SAMPLED_STEPS)]
-"""Decode steps of which none is measured, and one in so many."""
+"""Decode steps without measurements, and with one measured step per interval."""
 METER_CPU = [RESULTS / "cpu-2core" / "meter" / f"every_{steps}.jsonl" for steps in (0, 1)]
-"""The same on a CPU, where every step is measured."""
+"""The same on a CPU, with every step measured."""
 _DECODES = (
     ("bf16", "quarters", "flash_attn", "unique"),
     ("bf16, noise", "quarters", "flash_attn_noise", "unique_noise"),
@@ -26,7 +26,7 @@ _DECODES = (
     ("fp8, noise", "int8", "flash_attn_fp8_cache", "unique_fp8_cache"),
     ("fp8, noise", "int8", "flash_attn_1m", "unique_1m"),
 )
-"""KV cache, page statistics, and the files of dense and sparse decode steps."""
+"""KV cache, page statistics, and the result files of dense and sparse decode steps."""
 _CPU = RESULTS / "cpu-2core" / "decode" / "all.jsonl"
 
 Steps = dict[tuple[int, int], Row]
@@ -39,7 +39,7 @@ def read_steps(path: Path) -> Steps:
 
 
 def _pair_rows(dense_path: Path, sparse_path: Path) -> list[list[str]]:
-    """Rows of the steps that were measured both ways, and how many times as long the first takes."""
+    """Rows of the steps that both files have, with the ratio of times."""
     dense = read_steps(dense_path)
     rows = []
     for (context, batch), line in read_steps(sparse_path).items():
@@ -55,7 +55,7 @@ def _pair(dense: Path, sparse: Path) -> Block:
 
 
 def meter() -> Block:
-    """What measuring one token of one step in 1,024 adds to the time per token, on a CPU and on a GPU."""
+    """The time per token that measuring one token of one step in 1,024 adds, on a CPU and on a GPU."""
     every_step, lines = read_steps(METER_CPU[1]), []
     for (context, batch), line in read_steps(METER_CPU[0]).items():
         before = line["ms_per_token"]
@@ -71,7 +71,7 @@ def meter() -> Block:
 
 
 def decode_gpu() -> Block:
-    """Time per token on a GPU by context and batch, both sides measured on one host within minutes."""
+    """Time per token on a GPU by context and batch. Both sides were measured on one host within minutes."""
     folder = H200 / "decode-newer-vllm"
     return _pair(folder / "flash_attn.jsonl", folder / "unique.jsonl")
 
@@ -83,7 +83,7 @@ def decode_steps() -> Block:
         paths = [H200 / "decode" / f"{name}.jsonl" for name in names]
         sources += paths
         for context, batch, *times in _pair_rows(*paths):
-            # A step that was measured after prompts is shown so.
+            # A step that was measured after prompts is labelled.
             step = (context, batch, cache.partition(",")[0], record)
             if step not in shown:
                 shown.add(step)
@@ -93,7 +93,7 @@ def decode_steps() -> Block:
 
 
 def decode_routed() -> Block:
-    """Time per token without and with routed groups, of dense attention and of `unique`."""
+    """Time per token with and without routing, of dense attention and of `unique`."""
     pairs = (
         ("FlashAttention 3", "`sinkrouter`", "flash_attn", "sinkrouter"),
         ("FlashAttention 3", "`sinkrouter`", "flash_attn_512k", "sinkrouter_512k"),
@@ -109,7 +109,7 @@ def decode_routed() -> Block:
 
 
 def decode_stopping() -> Block:
-    """Time per token of attention that stops at a depth or never, beside dense attention."""
+    """Time per token of attention that stops at a depth or never, compared with dense attention."""
     paths = {name: H200 / "stopping" / f"{name}.jsonl" for name in ("flash_attn", "stops", "vain")}
     steps = {name: read_steps(path) for name, path in paths.items()}
     rule = next(iter(steps["stops"].values()))["additional_config"]["sparse_attention"]["termination"]
@@ -126,8 +126,8 @@ def decode_stopping() -> Block:
 
 
 def lossless_adaptive() -> Block:
-    """Time per token of lossless mode with adaptive drafts, by context, batch and the acceptance that was set, beside
-    dense decoding; and what the mode takes where it does not draft."""
+    """Time per token of lossless mode with adaptive drafts, by context, batch and set acceptance, compared with dense
+    decoding; and the cost of the mode without drafts."""
     found = [each for path in ADAPTIVE for each in _drafted(path)]
     parts = [_lossless_table([each for each in found if each[0]["tokens_per_step"] > 1])]
     if undrafted := [(row, row["ms_per_token"] / dense) for row, dense in found if row["tokens_per_step"] == 1]:
@@ -139,7 +139,7 @@ def lossless_adaptive() -> Block:
 
 
 def _drafted(path: Path) -> list[tuple[Row, float]]:
-    """The rows of lossless mode in order, each with the milliseconds per token of dense decoding."""
+    """The rows of lossless mode in order, each with the time per token of dense decoding in milliseconds."""
     rows = [row for row in read_run(path).rows if "ms_per_token" in row]
     dense = {(row["context_tokens"], row["batch"]): row["ms_per_token"] for row in rows if row["draft_tokens"] is None}
     drafted = [row for row in rows if row["draft_tokens"] is not None]
@@ -158,7 +158,7 @@ def _lossless_table(found: list[tuple[Row, float]]) -> str:
 
 
 def serve_prefill() -> Block:
-    """A server under long prompts, with dense and with sparse prefill."""
+    """A server with long prompts, with dense and with sparse prefill."""
     path = H200 / "serve" / "unique_prefill.jsonl"
     by_load: dict[tuple[int, int], dict[str, Row]] = {}
     for line in read_run(path).rows:

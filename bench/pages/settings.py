@@ -14,7 +14,7 @@ from vllm_sparse_plugin.config.routing import CUBIC, THRESHOLD
 
 _HEAD_SIZE = 128
 _OWNERS = re.compile(r"(\w+(, \w+)*): ")
-"""Names of the policies or methods that have a setting, before its description."""
+"""Names of the policies or methods with a setting, before its description."""
 _NUMBERS = {"integer": "int", "number": "float"}
 _RANGE = re.compile(r"an? (integer|number) from (\S+) to (\S+)")
 
@@ -36,7 +36,7 @@ def configuration() -> Block:
 
 
 def _merged(variants: Sequence[tuple[str, str, str]]) -> list[str]:
-    """Default and meaning of a key that models of a section may define in different ways."""
+    """Default and meaning of a key that models of a section may define differently."""
     defaults, owners, meanings = zip(*variants, strict=True)
     several = (f"`{default}` ({owner})" for default, owner, _ in variants)
     default = ", ".join(several) if len(set(defaults)) > 1 else f"`{defaults[0]}`"
@@ -49,7 +49,7 @@ def _merged(variants: Sequence[tuple[str, str, str]]) -> list[str]:
 
 
 def _kind(allowed: str) -> str:
-    """The type of a key in few words; the sentences about lists are left to its meaning."""
+    """The type of a key in few words. Lists are explained in its meaning."""
     if allowed in (THRESHOLD, CUBIC):
         allowed = allowed.partition(",")[0]
     number = _RANGE.fullmatch(allowed)
@@ -64,7 +64,7 @@ def _value(default: object) -> str:
 
 
 def statistics_memory() -> Block:
-    """What page statistics take of a cache, by policy and format."""
+    """Memory of page statistics relative to the cache, by policy and format."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for preset, formats in (
         ("unique", ("quarters", "sketch", "int8", "fp8", "bf16")),

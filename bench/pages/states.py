@@ -10,7 +10,7 @@ SOAKS = {
     "a CPU of 2 cores": RESULTS / "cpu-2core" / "soak" / "needle-8m.jsonl",
     "an H200": RESULTS / "h200" / "soak" / "needle-8m.jsonl",
 }
-"""Result files by what the server ran on."""
+"""Result files by the server's device."""
 _COUNTED = {
     "steps": "steps",
     "requests": "requests",
@@ -25,7 +25,7 @@ _COUNTED = {
 
 
 def fuzz() -> Block:
-    """Seeds, steps, events and faults of all policies."""
+    """Seeds, steps, events and faults, by policy."""
     rows = read_run(FUZZ).rows
     counts = [f"{sum(row[column] for row in rows):,}" for column in _COUNTED]
     faults = sum(bool(row["fault"]) for row in rows)
@@ -35,7 +35,7 @@ def fuzz() -> Block:
 
 
 def soak() -> Block:
-    """What clients got of a server, and what it held at the end."""
+    """Answers of a server to its clients, and its state at the end."""
     lines = []
     for place, path in SOAKS.items():
         end = read_run(path).rows[-1]

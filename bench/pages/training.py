@@ -1,4 +1,4 @@
-"""Blocks about training with the mask: passes of one layer, and steps of a large shape."""
+"""Blocks about training with the mask: passes of one layer, and steps of a large model shape."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ Passes = dict[int, dict[str, Row]]
 
 
 def pass_files() -> list[Path]:
-    """The result files of `bench.training run`, none until it was measured."""
+    """The result files of `bench.training run`; empty if not measured."""
     return sorted(FOLDER.glob("passes*.jsonl"))
 
 
 def step_files() -> list[Path]:
-    """The result files of `bench.training steps`, none until it was measured."""
+    """The result files of `bench.training steps`; empty if not measured."""
     return sorted(FOLDER.glob("steps*.jsonl"))
 
 
 def read_passes(path: Path) -> Passes:
-    """The rows of a file of passes that were measured."""
+    """The rows of measured passes in a file."""
     passes: Passes = {}
     for row in read_run(path).rows:
         if "both" in row:
@@ -37,7 +37,7 @@ def read_passes(path: Path) -> Passes:
 
 
 def strongest_dense(found: dict[str, Row]) -> Row | None:
-    """The dense pass that takes the least time forward and back, if one was measured."""
+    """The fastest dense pass, forward and backward; None if not measured."""
     dense = [row for name, row in found.items() if name in DENSE]
     return min(dense, key=_both, default=None)
 
@@ -47,7 +47,7 @@ def _both(row: Row) -> float:
 
 
 def passes() -> Block:
-    """How many times as long as the strongest dense pass one layer takes, forward and back, in a sentence."""
+    """The time of one layer relative to the fastest dense pass, forward and backward, in one sentence."""
     files, ratios = pass_files(), dict[str, dict[int, float]]()
     for path in files:
         for context, found in sorted(read_passes(path).items()):
@@ -71,7 +71,7 @@ def _settings(run: Run) -> dict[str, Any]:
 
 
 def _speed(rows: list[Row], hard: bool) -> str:
-    """The median of the steps with the soft or the hard mask but for the first, which compiles."""
+    """The median of the steps with the soft or the hard mask, without the first step, which compiles."""
     speeds = [row["tokens_per_second"] for row in rows if (row["temperature"] is None) == hard][1:]
     return f"{statistics.median(speeds):,.0f}" if speeds else "-"
 

@@ -1,4 +1,4 @@
-"""Accuracy of dense and sparse attention on needle questions, one engine for each setting, in one process.
+"""Accuracy of dense and sparse attention on needle questions, one engine per setting, in one process.
 
 python -m bench.quality accuracy --output accuracy.jsonl
 """
@@ -69,7 +69,7 @@ class Setting:
 
 
 class Job(BaseModel):
-    """What a process of engines needs to know."""
+    """The input of a process that runs engines."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -88,7 +88,7 @@ class Job(BaseModel):
 def all_settings(
     dense: Iterable[str], sparse: Iterable[str], pages: Sequence[int], statistics: Sequence[str]
 ) -> list[Setting]:
-    """Every dense variant, and every sparse one with every budget and format.
+    """Every dense variant, and every combination of sparse variant, budget and format.
 
     Raises:
         ConfigurationError: for an unknown variant, format or budget, or a variant in the wrong list.
@@ -106,7 +106,7 @@ def all_settings(
 
 
 def unfinished(settings: list[Setting], rows: list[dict[str, Any]], rows_each: int) -> int:
-    """Index of the first of `settings` that lacks some of its rows, the last one if none does."""
+    """Index of the first setting without all of its rows; the last index if all are complete."""
     written = Counter(row["setting"] for row in rows)
     return next((i for i, each in enumerate(settings) if written[each.name] < rows_each), len(settings) - 1)
 
@@ -132,7 +132,7 @@ def accuracy(
     time_limit: TimeLimit = 3600,
     commit: Commit = None,
 ) -> None:
-    """Ask engines of each setting the same needle questions; exit code 3 if one fails or time runs out."""
+    """Ask engines of all settings the same needle questions; exit code 3 if one fails or time runs out."""
     end = time.monotonic() + time_limit
     tasks, contexts = split_values(task or TASKS), parse_sizes("context", context or DEFAULT_CONTEXTS)
     budgets, kinds = parse_sizes("pages", pages or DEFAULT_PAGES), split_values(statistics or STATISTICS)
@@ -168,7 +168,7 @@ def accuracy(
                 if code is None:
                     failed.append(f"{settings[first].name} and what follows it: not done by the deadline")
                     break
-                # A process of its own for what comes after the engine that failed.
+                # The settings after a failed engine get a new process.
                 failed.append(f"{settings[first].name}: ended with exit code {code}")
                 settings = settings[first + 1 :]
     for lines in tables(read_run(output).rows):
@@ -180,14 +180,14 @@ def accuracy(
 
 
 def accuracy_engines(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
-    """Ask some engines in this process, as `accuracy` wants it, and append a row for each task and context."""
+    """Ask some engines in this process for `accuracy`, and append a row for each task and context."""
     job = Job.model_validate_json(text)
     questions = [Question(**each) for each in json.loads(Path(job.questions).read_text(encoding="utf-8"))]
     arguments = {"block_size": job.block_size, "gpu_memory_utilization": job.gpu_memory_utilization}
     with exits_for_wrong_backend(), open_model(job.model) as model, ResultFile(Path(job.output)) as file:
         for i, (variant, pages, statistics) in enumerate(job.engines):
             if i:
-                # The last references to the engine before this one are gone now.
+                # Nothing references the previous engine now.
                 free_engines()
             setting = Setting(Variant.parse(variant), pages, statistics)
             correct = _measure(setting, model, questions, arguments, file.write)
@@ -201,7 +201,7 @@ def _measure(
     arguments: dict[str, Any],
     write: Callable[[Row], None],
 ) -> int:
-    """Start an engine, ask everything, write a row for each task and context; return how many were answered."""
+    """Start an engine, ask all questions, write a row for each task and context; return the number of answers."""
     begin = time.perf_counter()
     tokenizer = load_tokenizer(model.folder)
     with engine(
@@ -226,7 +226,7 @@ def _measure(
 
 
 def _ask(llm: LLM, tokenizer: Any, questions: list[Question], write: Callable[[Row], None]) -> int:
-    """Ask everything, write a row for each task and context; return how many were answered."""
+    """Ask all questions, write a row for each task and context; return the number of answers."""
     from vllm import SamplingParams
 
     total = 0
@@ -253,7 +253,7 @@ def _ask(llm: LLM, tokenizer: Any, questions: list[Question], write: Callable[[R
 
 
 def tables(rows: list[dict[str, Any]]) -> list[Table]:
-    """Return a table for each sparse variant and format, with the dense variants in every one."""
+    """Return a table for each sparse variant and format. Every table includes the dense variants."""
     dense = list(dict.fromkeys(row["setting"] for row in rows if row["budget_pages"] is None))
     groups: dict[str, list[str]] = {}
     for row in rows:

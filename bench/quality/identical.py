@@ -1,4 +1,4 @@
-"""Whether attention that leaves nothing out answers as vLLM's own does, token by token.
+"""Compares attention that reads everything with vLLM's own attention, token by token.
 
 python -m bench.quality identical --output identical.jsonl
 """
@@ -32,12 +32,12 @@ _ALTERNATIVES = 20
 _SHORTEST, _LONGEST = 64, 2048
 """Tokens of the prompts."""
 _SETTINGS = {"compaction": {"budget_tokens": 1 << 14, "min_context_tokens": 0}, "selection": {"policy": DENSE}}
-"""A budget that no prompt with its answer exceeds."""
+"""A budget that exceeds every prompt with its answer."""
 _CONTINUATIONS = TypeAdapter(list[Continuation])
 
 
 class Job(BaseModel):
-    """What a process with an engine needs to know."""
+    """The input of a process with an engine."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -52,7 +52,7 @@ class Job(BaseModel):
 
 
 def build_prompts(tokenizer: Any, count: int, seed: int) -> list[list[int]]:
-    """Stretches of the interpreter's library, from the shortest to the longest in even steps."""
+    """Sections of Python's library source, from the shortest to the longest in even steps."""
     prompts = []
     for index in range(count):
         length = _SHORTEST + (_LONGEST - _SHORTEST) * index // max(count - 1, 1)
@@ -61,7 +61,7 @@ def build_prompts(tokenizer: Any, count: int, seed: int) -> list[list[int]]:
 
 
 def compare(name: str, dense: Sequence[Continuation], found: Sequence[Continuation]) -> Row:
-    """The row of a variant: answers that are those of dense attention, and the nats at which others part."""
+    """The row of a variant: the number of answers equal to dense attention's, and the nats at first differences."""
     gaps = map(gap_at_first_difference, dense, found)
     parted = [{"prompt": index, "gap": round(gap, 4)} for index, gap in enumerate(gaps) if gap is not None]
     ties = sum(each["gap"] < TIE for each in parted)
@@ -81,8 +81,8 @@ def identical(
     time_limit: TimeLimit = 3600,
     commit: Commit = None,
 ) -> None:
-    """Compare answers under a compaction that keeps everything with those of vLLM's own attention; exit code 3 where
-    they part at no tie, or an engine fails."""
+    """Compare answers under a compaction that keeps everything with those of vLLM's own attention; exit code 3 if
+    they differ at a token that is no tie, or if an engine fails."""
     end, console, failed = time.monotonic() + time_limit, open_console(), []
     with open_model(model) as opened, tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
         asked = Path(folder) / "prompts.json"
@@ -114,7 +114,7 @@ def identical(
 
 
 def identical_engine(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
-    """Answer the prompts in this process, as `identical` wants it."""
+    """Answer the prompts in this process for `identical`."""
     job = Job.model_validate_json(text)
     prompts = json.loads(Path(job.prompts).read_text(encoding="utf-8"))
     options = {

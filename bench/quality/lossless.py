@@ -1,4 +1,4 @@
-"""Lossless mode beside dense decoding, one engine for each setting: are the tokens the same, and how many drafts right?
+"""Compares lossless mode with dense decoding, one engine per setting: equal tokens, and the share of right drafts.
 
 python -m bench.quality lossless --output lossless.jsonl
 """
@@ -35,18 +35,18 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 PIECES = {"code": library_tokens, "text": manual_tokens}
-"""What is asked beside needle tasks: to go on with source code, and with prose."""
+"""Prompts in addition to needle tasks: source code and prose to continue."""
 TIE = 1.01 * 2**-3
-"""More than any lead, in log probability, of a token that a tie may have exchanged for another: one step of bfloat16
-between 16 and 32, where half of the likeliest logits of needle-8m lie in source code, and none lies higher."""
+"""Largest log-probability lead of a token that another order of sums can reverse: one bfloat16 step between 16 and 32.
+Half of the largest logits of needle-8m on source code lie there, and none lies higher."""
 _MAX_NUM_SEQS = 4
 _ANSWER = TypeAdapter(Continuation)
 _CACHE_BYTES = 2 << 30
-"""Of an engine, which leaves the rest of a GPU to others."""
+"""KV cache of an engine, which leaves the rest of a GPU free."""
 
 
 class Prompt(BaseModel):
-    """What an engine goes on with."""
+    """A text for an engine to continue."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -58,12 +58,12 @@ class Prompt(BaseModel):
 
     @property
     def group(self) -> tuple[str, int]:
-        """Prompts with the same one are asked together."""
+        """Prompts with the same value are asked together."""
         return self.kind, self.context_tokens
 
 
 class Job(BaseModel):
-    """What the process of an engine needs to know."""
+    """The input of a process with an engine."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -76,7 +76,7 @@ class Job(BaseModel):
     prompts: str
     """JSON lines file of `Prompt`."""
     answers: str
-    """JSON lines file of `Continuation`: dense decoding writes it, lossless mode is compared with it."""
+    """JSON lines file of `Continuation`. Dense decoding writes it; lossless mode is compared with it."""
     output: str
     """JSON lines file to append to."""
 
@@ -96,7 +96,7 @@ class Job(BaseModel):
 
 @dataclass(frozen=True)
 class Drafts:
-    """What vLLM has counted of drafts so far."""
+    """vLLM's counts of drafts so far."""
 
     drafts: int
     drafted: int
@@ -104,7 +104,7 @@ class Drafts:
     by_place: tuple[int, ...]
 
     def since(self, before: Drafts) -> Drafts:
-        """What was counted meanwhile."""
+        """The counts since an earlier state."""
         places = tuple(now - then for now, then in zip(self.by_place, before.by_place, strict=True))
         return Drafts(
             self.drafts - before.drafts, self.drafted - before.drafted, self.accepted - before.accepted, places
@@ -125,7 +125,7 @@ def lossless(
     time_limit: TimeLimit = 3600,
     commit: Commit = None,
 ) -> None:
-    """Go on with the same prompts densely and in lossless mode; exit code 3 if tokens differ by more than ties."""
+    """Continue the same prompts densely and in lossless mode; exit code 3 if tokens differ at more than ties."""
     end = time.monotonic() + time_limit
     tasks, contexts = split_values(task or ["kv", "multikey"]), parse_sizes("context", context or ["4K,8K,16K"])
     budgets = parse_sizes("budget", budget or ["512,2048"])
@@ -140,7 +140,7 @@ def lossless(
         with console.status("Writing the prompts"):
             found = _prompts(opened.folder, tasks, contexts, prompts, new_tokens, seed)
             _write_lines(asked, (prompt.model_dump_json() for prompt in found))
-        # Dense decoding comes first: the others are compared with it.
+        # Dense decoding comes first, for the comparison.
         for size, drafts in [(None, None), *product(budgets, lengths)]:
             job = Job(
                 model=str(opened.folder),
@@ -176,7 +176,7 @@ def lossless(
 def _prompts(
     folder: Path, tasks: Sequence[str], contexts: Sequence[int], count: int, new_tokens: int, seed: int
 ) -> Iterator[Prompt]:
-    """Needle questions, and source code and a manual that break off."""
+    """Needle questions, and truncated source code and prose."""
     tokenizer = load_tokenizer(folder)
     for context in contexts:
         for task in tasks:
@@ -185,14 +185,14 @@ def _prompts(
                 yield Prompt(kind=task, context_tokens=context, tokens=tokens, max_tokens=answer_tokens(task))
         for kind, piece in PIECES.items():
             for index in range(count):
-                # Pieces of the library have nothing in common; those of the manual end at other places.
+                # Pieces of the library do not overlap. Those of the manual have different ends.
                 start = (seed * count + index) * context * CHARS_PER_TOKEN
                 tokens = piece(tokenizer, start, context - new_tokens)
                 yield Prompt(kind=kind, context_tokens=context, tokens=tokens, max_tokens=new_tokens)
 
 
 def lossless_engine(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
-    """Go on with prompts in this process, as `lossless` wants it, and append a row for each context and kind."""
+    """Continue prompts in this process for `lossless`, and append a row for each context and kind."""
     job = Job.model_validate_json(text)
     prompts = [Prompt.model_validate_json(line) for line in Path(job.prompts).read_text(encoding="utf-8").splitlines()]
     options = {
@@ -215,7 +215,7 @@ def lossless_engine(text: Annotated[str, typer.Argument(metavar="JSON")]) -> Non
 
 
 def _measure(llm: LLM, job: Job, prompts: Sequence[Prompt]) -> Iterator[Row]:
-    """Goes on with all prompts, those of a kind and context at once; yields a row for each."""
+    """Continues all prompts, those of one kind and context at once; yields a row for each."""
     from vllm import SamplingParams
 
     path, found = Path(job.answers), list[Continuation]()
@@ -261,7 +261,7 @@ def _measure(llm: LLM, job: Job, prompts: Sequence[Prompt]) -> Iterator[Row]:
 
 
 def _drafts(llm: LLM) -> Drafts:
-    """What vLLM counts of drafts; nothing where it does not speculate."""
+    """vLLM's counts of drafts; zeros without speculation."""
     counted = {metric.name.removeprefix("vllm:spec_decode_num_"): metric for metric in llm.get_metrics()}
     names = ("drafts", "draft_tokens", "accepted_tokens")
     drafts, drafted, accepted = (int(getattr(counted.get(name), "value", 0)) for name in names)

@@ -15,7 +15,7 @@ from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS, STRESS_TASKS, T
 
 
 def check(model: Model, contexts: Sequence[int], tasks: Sequence[str], count: int) -> None:
-    """Raise ConfigurationError for what can be refused before anything is computed."""
+    """Raise ConfigurationError for bad input before anything is computed."""
     limit = int(model.config["max_position_embeddings"])
     for context in contexts:
         if not MIN_CONTEXT_TOKENS <= context <= limit:
@@ -32,11 +32,11 @@ def check(model: Model, contexts: Sequence[int], tasks: Sequence[str], count: in
 def write_questions(
     model: Model, contexts: Sequence[int], tasks: Sequence[str], count: int, seed: int, processes: int
 ) -> list[Question]:
-    """Return `count` questions for each context and task; documents are fitted to their length in parallel."""
-    load_tokenizer(model.folder)  # a folder without a tokenizer is refused here, not in a child
+    """Return `count` questions for each context and task. Documents are fitted to their length in parallel."""
+    load_tokenizer(model.folder)  # a folder without a tokenizer is refused here, before a child starts
     pairs = list(product(contexts, tasks))
     build = partial(_build, model.folder, count, seed)
-    # Spawned: the parent may have threads, and a CUDA context.
+    # Spawned, because the parent may have threads and a CUDA context.
     with ProcessPoolExecutor(min(processes, len(pairs)), multiprocessing.get_context("spawn")) as pool:
         return [question for questions in pool.map(build, pairs) for question in questions]
 

@@ -1,1 +1,1 @@
-"""Whether answers stay right: families of models, deployments, random schedules, and a server for a long time."""
+"""Correctness tests of whole engines: model families, deployments, random schedules, and long-running servers."""

@@ -15,7 +15,7 @@ app = make_app("Answers of sparse attention across models, deployments, schedule
 
 @app.callback()
 def _robustness() -> None:
-    """Ends children when it is ended itself."""
+    """Ends child processes when this process is ended."""
     unwind_on_termination()
 
 
@@ -27,7 +27,7 @@ app.command()(soak)
 
 
 def main() -> None:
-    """Runs the command line; bad input ends in one sentence and exit code 2."""
+    """Runs the command line. Bad input ends in one sentence and exit code 2."""
     run_app(app)
 
 

@@ -21,7 +21,7 @@ app = make_app("Speed of sparse and dense attention in vLLM.")
 
 @app.callback()
 def _serving() -> None:
-    """Ends children when it is ended itself."""
+    """Ends child processes when this process is ended."""
     unwind_on_termination()
 
 
@@ -43,7 +43,7 @@ app.command()(plot)
 
 
 def main() -> None:
-    """Runs the command line; bad input ends in one sentence and exit code 2."""
+    """Runs the command line. Bad input ends in one sentence and exit code 2."""
     run_app(app)
 
 

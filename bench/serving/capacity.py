@@ -1,12 +1,12 @@
-"""How many requests fit a cache at once, and what that gives: dense attention beside backends that give blocks back.
+"""Number of requests that fit a cache at once, and the throughput: dense attention and backends with compaction.
 
     python -m bench.serving capacity --output capacity.jsonl
     python -m bench.serving capacity --output try.jsonl --model needle-8m --input-tokens 1500 --output-tokens 64 \
         --concurrency 8 --cache-tokens 4096 --lead 10 --window 20
 
-A run of all requests takes a long time where few fit the cache. With `--window` the clients ask without end, and what
-is measured is the server between the end of the lead and that of the window. The first answers begin together, so the
-lead lets them do so, and a window should be several answers long.
+A run of all requests takes long if few fit the cache. With `--window` the clients ask without end. The server is
+measured from the end of the lead to the end of the window. The first answers begin together; the lead spreads them. A
+window should be several answers long.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from vllm_sparse_plugin.tools.provenance import describe_run
 
 VARIANTS = ("dense", "snapkv", "pyramidkv", "h2o", "streaming_llm")
 _CACHES = (str(134 * 1000), LARGEST)
-"""R-KV's setting, and what the GPU has room for."""
+"""R-KV's setting, and the largest cache of the GPU."""
 
 
 def parse_cache(text: str) -> int | None:
-    """The tokens of a cache; None for as many as there is room for.
+    """The tokens of a cache; None for the largest cache.
 
     Raises:
         ConfigurationError: for anything else.
@@ -103,10 +103,10 @@ def capacity(
                     most_clients = ("--max-num-seqs", str(max(clients)))
                     arguments, environment = (*server.arguments, *most_clients), dict(server.environment)
                     if tokens is not None:
-                        # The same memory for all; statistics and tables of their own take their part of it.
+                        # Equal memory for all. Statistics and tables take their part of it.
                         memory = tokens * opened.kv_bytes_per_token(each.kv_cache_dtype)
                         arguments += ("--kv-cache-memory-bytes", str(memory))
-                        # On a CPU it would count instead.
+                        # On a CPU this variable would have precedence.
                         environment["VLLM_CPU_KVCACHE_SPACE"] = None
                     limited = replace(server, arguments=arguments, environment=environment)
                     if not measure_loads(each, limited, opened, loads, end, console, write, apply):

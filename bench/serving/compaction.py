@@ -1,11 +1,11 @@
-"""What compaction takes: of a prompt's prefill, and of requests that decode meanwhile.
+"""The cost of compaction: for a prompt's prefill, and for requests that decode at the same time.
 
     python -m bench.serving compaction --variant dense,snapkv,pyramidkv,h2o --context 32K --output compaction.jsonl
 
-Some requests with short prompts, which keep everything, decode all the time. Prompts of a context come one after the
-other and decode a few tokens beside them. The gaps between the tokens of those that decode say how long each step took:
-the first steps behind the prompt, in one of which its tokens move, are compared with the later ones. What observing the
-queries of a prompt costs is the difference of the times to the first token of two variants.
+Some requests with short prompts, which keep everything, decode all the time. Prompts of one context come one after the
+other and decode a few tokens beside them. The gaps between tokens of the decoding requests give the time of each step.
+The first steps after the prompt, one of which moves its tokens, are compared with later steps. The cost of observing
+the queries of a prompt is the difference of the times to first token of two variants.
 
 One process per variant, one after the other.
 """
@@ -41,50 +41,50 @@ if TYPE_CHECKING:
     from vllm.v1.engine.llm_engine import LLMEngine
 
 _FIRST = 4
-"""Steps behind a prompt that are compared with the later ones: which of them moves its tokens depends on the engine."""
+"""Steps after a prompt that are compared with later steps. The engine decides which of them moves the tokens."""
 _LATER = 24
 _SHORT = 128
-"""Tokens of the prompts beside which others are computed."""
+"""Tokens of the short prompts."""
 
 
 class CompactionSettings(BackendSettings):
-    """What the process of one variant needs to know."""
+    """The input of the process of one variant."""
 
     contexts: tuple[int, ...]
     running: int
-    """Requests that decode meanwhile."""
+    """Requests that decode at the same time."""
     chunk: int
     """Tokens of an engine's step."""
 
     @property
     def answer_tokens(self) -> int:
-        """Tokens that are decoded behind a prompt."""
+        """Tokens that are decoded after a prompt."""
         return 1 + _FIRST + _LATER
 
     @property
     def longest(self) -> int:
         """Tokens of the longest request."""
-        # The short ones decode as long as there are prompts; each of these takes a step for each of its chunks.
+        # The short requests decode until all prompts are done. Each prompt takes a step per chunk.
         steps = sum((1 + self.repeats) * (-(-size // self.chunk) + self.answer_tokens + 8) for size in self.contexts)
         return max(max(self.contexts) + self.answer_tokens, _SHORT + 64 + 2 * steps)
 
 
 @dataclass
 class Timed:
-    """When tokens came, in seconds."""
+    """Arrival times of tokens, in seconds."""
 
     asked: float
     prompt: list[float] = field(default_factory=list)
-    """Of the request whose prompt is long."""
+    """Of the request with the long prompt."""
     beside: list[float] = field(default_factory=list)
-    """Of one that decodes beside it."""
+    """Of a request that decodes at the same time."""
 
 
 def columns(timed: Sequence[Timed]) -> Row:
-    """The columns of a row, from prompts of one context that were asked one after the other.
+    """The columns of a row, from consecutive prompts of one context.
 
-    The prefill is the time to the first token. What the steps behind it take beyond as many later ones is the time of
-    the compaction, and the longest of them beyond a later one the pause of those that decode.
+    The prefill is the time to first token. The compaction is the extra time of the first steps after it over as many
+    later steps. The pause of decoding requests is the extra time of the longest of them.
     """
     prefill, step, extra, pause = [], [], [], []
     for each in timed:
@@ -110,7 +110,7 @@ def columns(timed: Sequence[Timed]) -> Row:
 
 
 def compaction_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
-    """Measure one variant in this process, as `compaction` asks for it, and append a row for each context."""
+    """Measure one variant in this process for `compaction`, and append a row for each context."""
     settings = CompactionSettings.model_validate_json(text)
     with open_variant(settings) as (model, file):
         for row in _measure_variant(settings, model):
@@ -141,7 +141,7 @@ def _measure_variant(settings: CompactionSettings, model: Model) -> Iterator[Row
 
 
 def _measure_contexts(steps: LLMEngine, settings: CompactionSettings, model: Model) -> Iterator[Row]:
-    """Yields the columns of each context that an engine measures."""
+    """Yields the columns of each context, measured by one engine."""
     from vllm import SamplingParams, TokensPrompt
 
     draw = fresh_prompts(model.vocabulary)
@@ -203,7 +203,7 @@ def compaction(
     time_limit: TimeLimit = 3600,
     commit: Commit = None,
 ) -> None:
-    """Measure the compaction of prompts beside requests that decode; exit code 3 if a variant fails."""
+    """Measure the compaction of prompts next to decoding requests; exit code 3 if a variant fails."""
     end = time.monotonic() + time_limit
     variants, contexts = parse_variants(variant or VARIANTS), parse_sizes("context", context or ["32K"])
     with open_model(model) as opened:

@@ -1,14 +1,14 @@
-"""Decode time per token, nothing else: from the prefix cache, in one process, by context and batch.
+"""Decode time per token only: from the prefix cache, in one process, by context and batch.
 
     python -m bench.serving decode --variant flash_attn --variant unique --output decode.jsonl
 
 The prompts of a batch are computed once. Then 1 token and 1 + n tokens are generated from the prefix cache, and the
-difference is divided by n: median over repeats. Every request has KV blocks of its own. The prompts of a context begin
-with those of the shorter contexts, and those of a batch are the first of a larger one, so a token is computed once per
-variant as long as the cache has room. One process per variant, one after the other.
+difference is divided by n: median over repeats. Every request has separate KV blocks. The prompts of a context begin
+with those of shorter contexts, and the prompts of a batch are the first of a larger batch. A token is therefore
+computed once per variant while the cache has room. One process per variant, one after the other.
 
-With `--noise-cache` no prompt is computed: the whole cache is filled with noise at the start (vLLM's
-DecodeBenchConnector). For contexts that would take minutes to compute, where no content decides about time.
+With `--noise-cache` no prompt is computed: the whole cache is filled with noise at start (vLLM's
+DecodeBenchConnector). Use it for contexts that take minutes to compute, if contents do not affect time.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.provenance import describe_run
 
 DEFAULT_GRID = ("2K=1,6,24", "8K=1,8,24", "32K=1,8,24", "128K=1,4,6")
-# Round figures of one H200, for the forecast alone.
+# Round figures of one H200, only for the forecast.
 _FLOPS_PER_SECOND = 500e12
 _BYTES_PER_SECOND = 3.5e12
 _START_SECONDS = 60
@@ -48,11 +48,11 @@ NOISE = {
     "kv_role": "kv_both",
     "kv_connector_extra_config": {"startup_fill": True, "fill_mean": 0.0, "fill_std": 1.0},
 }
-"""What fills the KV cache of an engine with noise, for vLLM's `--kv-transfer-config`."""
+"""Fills the KV cache of an engine with noise, for vLLM's `--kv-transfer-config`."""
 
 
 class DecodeSettings(BackendSettings):
-    """What the process of one variant needs to know."""
+    """The input of the process of one variant."""
 
     grid: tuple[GridRow, ...]
     new_tokens: int
@@ -60,11 +60,11 @@ class DecodeSettings(BackendSettings):
     block_size: int | None
     max_num_batched_tokens: int | None
     noise_cache: bool
-    """Keys and values are noise, not those of prompts."""
+    """Whether keys and values are noise instead of those of prompts."""
 
 
 def draw_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
-    """Return random prompts, each with a first token of its own; shorter ones are beginnings of longer ones."""
+    """Return random prompts with distinct first tokens; shorter prompts are prefixes of longer ones."""
     prompts = []
     for i in range(count):
         rng = random.Random(i)
@@ -74,12 +74,12 @@ def draw_prompts(count: int, length: int, vocabulary: int) -> list[list[int]]:
 
 
 def forecast_seconds(model: Model, settings: DecodeSettings) -> float:
-    """Roughly how long one variant takes with dense attention on one H200, its start included."""
+    """A rough estimate of the time of one variant with dense attention on one H200, its start included."""
     kv_bytes = model.kv_bytes_per_token(Variant.parse(settings.variant).kv_cache_dtype)
     seconds = float(_START_SECONDS)
     computed: dict[int, int] = {}
     for row in settings.grid:
-        # How many fit is not known yet.
+        # The largest batch is not known yet.
         largest = max(batch or 1 for batch in row.batches)
         batches = [batch or min(2 * largest, settings.max_num_seqs) for batch in row.batches]
         for i in range(0 if settings.noise_cache else max(batches)):
@@ -100,7 +100,7 @@ def measure_batch(
     """Seconds of decoding a batch whose prompts are in the prefix cache, as columns of a row.
 
     Args:
-        generate: generates that many tokens for each prompt and returns how many tokens of each came from the cache.
+        generate: generates that many tokens for each prompt and returns the number of cached tokens of each.
         prompts: the batch.
         settings: repeats and new tokens.
         least: tokens of each prompt that must come from the cache for a time to count.
@@ -130,7 +130,7 @@ def measure_batch(
 
 
 def decode_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
-    """Measure one variant in this process, as `decode` asks for it, and append a row for each batch."""
+    """Measure one variant in this process for `decode`, and append a row for each batch."""
     settings = DecodeSettings.model_validate_json(text)
     with open_variant(settings) as (model, file):
         seconds = forecast_seconds(model, settings)
@@ -160,7 +160,7 @@ def _measure_variant(settings: DecodeSettings, model: Model, write: Callable[[Ro
         generate = generator(llm)
         cache = llm.llm_engine.vllm_config.cache_config
         block_size = cache.block_size
-        blocks = cache.num_gpu_blocks - 1  # one is vLLM's own
+        blocks = cache.num_gpu_blocks - 1  # vLLM reserves one
         prompts = draw_prompts(settings.max_num_seqs, longest, model.vocabulary)
         for row in settings.grid:
             fits = blocks // -(-row.context // block_size)
@@ -252,7 +252,7 @@ def decode(
 
 
 def _check(grid: tuple[GridRow, ...], model: Model, new_tokens: int, max_num_seqs: int) -> None:
-    """Raise ConfigurationError for what can be refused before an engine starts."""
+    """Raise ConfigurationError for bad input before an engine starts."""
     limit = int(model.config["max_position_embeddings"])
     for row in grid:
         if not new_tokens + 64 <= row.context <= limit:

@@ -1,9 +1,9 @@
-"""Decode time per token of dense and sparse attention in vLLM on a CPU, and where the time of a sparse layer goes.
+"""Decode time per token of dense and sparse attention in vLLM on a CPU, and the time of each operation of a layer.
 
     python -m bench.serving decode-cpu --output decode.jsonl
 
-Decoding alone: a prompt is computed once; then 1 token and 1 + n tokens are generated from the prefix cache, and the
-difference is divided by n. Medians over repeats; one server after the other in one run.
+A prompt is computed once. Then 1 token and 1 + n tokens are generated from the prefix cache, and the difference is
+divided by n. Medians over repeats; one server after the other in one run.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NEW_TOKENS = 64
 
 
 def decode_seconds(client: OpenAI, prompt: list[int], repeats: int) -> list[float]:
-    """Seconds per token of decoding alone, one value per repeat."""
+    """Seconds per token of decoding without prefill, one value per repeat."""
 
     def generate(tokens: int) -> float:
         begin = time.perf_counter()

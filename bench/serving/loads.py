@@ -1,4 +1,4 @@
-"""Decode time per token of batches whose requests are unlike: by load, server and variant.
+"""Decode time per token of batches with different requests, by load, server and variant.
 
     python -m bench.serving loads --variant flash_attn --variant unique --output loads.jsonl
 
@@ -41,18 +41,18 @@ _ALLOWED = "COUNTxCONTEXT, with :dense, :budget=TOKENS or :coverage=SHARE, joine
 
 
 class Requests(BaseModel):
-    """Requests of a load that are alike."""
+    """Equal requests of a load."""
 
     model_config = ConfigDict(frozen=True)
 
     count: int
     context: int
     arguments: dict[str, Any] = {}
-    """What they say of their attention, for a sparse backend."""
+    """Their arguments for a sparse backend."""
 
 
 class Load(BaseModel):
-    """Requests that decode side by side."""
+    """Requests that decode at the same time."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -76,7 +76,7 @@ class Load(BaseModel):
 
 
 def parse_mixed_loads(texts: Iterable[str]) -> tuple[Load, ...]:
-    """Parse loads such as `16x32K+1x128K:dense`, each of them once.
+    """Parse loads such as `16x32K+1x128K:dense`, without duplicates.
 
     Raises:
         ConfigurationError: for anything else.
@@ -107,7 +107,7 @@ def _parse_load(text: str) -> Load:
 
 
 class LoadSettings(BackendSettings):
-    """What the process of one engine needs to know."""
+    """The input of the process of one engine."""
 
     loads: tuple[Load, ...]
     max_model_len: int
@@ -116,11 +116,11 @@ class LoadSettings(BackendSettings):
 
 
 def loads_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
-    """Measure one engine in this process, as `loads` asks for it, and append a row for each load."""
+    """Measure one engine in this process for `loads`, and append a row for each load."""
     from vllm import SamplingParams, TokensPrompt
 
     settings = LoadSettings.model_validate_json(text)
-    # A model may be served with a context that it was not trained for: contents are noise.
+    # Contexts may exceed the model's training length: contents are noise.
     os.environ["VLLM_ALLOW_LONG_MAX_MODEL_LEN"] = "1"
     variant = Variant.parse(settings.variant)
     with (
@@ -199,7 +199,7 @@ def loads(
     time_limit: TimeLimit = 3600,
     commit: Commit = None,
 ) -> None:
-    """Measure decode time per token of batches of unlike requests; exit code 3 if an engine fails or is late."""
+    """Measure decode time per token of batches of different requests; exit code 3 if an engine fails or is late."""
     end = time.monotonic() + time_limit
     wanted = parse_mixed_loads(load or DEFAULT_LOADS)
     lengths = parse_sizes("max_model_len", max_model_len or ["136K"])

@@ -1,12 +1,12 @@
-"""Time per token that lossless mode emits, beside dense decoding, at an acceptance of drafts that is set.
+"""Time per emitted token in lossless mode and in dense decoding, at a given acceptance of drafts.
 
     python -m bench.serving lossless --acceptance 0.9,0.95,0.97 --output lossless.jsonl
 
-Drafts of drawn weights are never right, so vLLM accepts each with a probability that is given to it, its rejection
-sampler's synthetic mode, whatever dense attention says; time is that of an engine whose drafts are right as often. The
-KV cache is filled with noise, as in `decode --noise-cache`. Requests decode in the same steps until they have all
-begun; then the clock runs over whole steps, and time is divided by the tokens of a request that came out of them. One
-process for dense decoding and for each length of drafts, one after the other.
+Drafts of random weights are never right. vLLM therefore accepts each draft with a given probability, in the synthetic
+mode of its rejection sampler. The time is that of an engine whose drafts are right this often. The KV cache is filled
+with noise, as in `decode --noise-cache`. Requests decode in the same steps. After all have begun, whole steps are
+timed, and the time is divided by the emitted tokens per request. One process for dense decoding and for each length of
+drafts, one after the other.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ DEFAULT_ACCEPTANCE = ("0.9,0.95,0.97",)
 DraftLength = Literal["fixed", "adaptive"]
 _DENSE = "flash_attn"
 _BY_MODEL = "model"
-"""As an acceptance: drafts are accepted as the model says, which is all that a CPU can do."""
+"""Value of `--acceptance`: drafts are accepted by the model. It is the only value on a CPU."""
 _SETTLED = 2
-"""Steps in which every request has decoded before the clock runs."""
+"""Steps in which every request has decoded before timing begins."""
 _LEARNED = 32
-"""The same where the length of drafts follows from what the steps before were worth."""
+"""The same with adaptive draft lengths, which depend on earlier steps."""
 
 
 class LosslessSettings(EngineSettings):
-    """What the process of one length of drafts needs to know."""
+    """The input of the process of one draft length."""
 
     backend: str
-    """Ours, or what decodes densely."""
+    """The sparse backend, or the dense one."""
     draft_tokens: int | None
     """None for dense decoding."""
     draft_length: DraftLength
     min_context_tokens: int
-    """Shortest context that is drafted for."""
+    """Shortest context with drafts."""
     budget_tokens: int
     acceptance: tuple[float | None, ...]
-    """Probabilities with which each draft is accepted; None for what the model says."""
+    """Probabilities of accepting a draft; None for the model's decision."""
     grid: tuple[GridRow, ...]
     new_tokens: int
     max_num_seqs: int
@@ -67,7 +67,7 @@ class LosslessSettings(EngineSettings):
 
     @property
     def variant(self) -> str:
-        """For sentences and tables."""
+        """The name in sentences and tables."""
         if self.draft_tokens is None:
             return self.backend
         return f"lossless, {'' if self.draft_length == 'fixed' else 'up to '}{self.draft_tokens} drafts"
@@ -86,22 +86,22 @@ class LosslessSettings(EngineSettings):
 
     @property
     def settled(self) -> int:
-        """Steps before the clock runs."""
+        """Steps before timing begins."""
         return _SETTLED if self.draft_length == "fixed" else _LEARNED
 
     @property
     def room(self) -> int:
-        """Tokens that a request may emit: twice as many as are asked of it on average, since some are luckier."""
+        """Most tokens that a request may emit: twice the average, because acceptance is random."""
         return 2 * (self.repeats * self.new_tokens + 2 * self.settled * (1 + (self.draft_tokens or 0)))
 
 
 class Requests:
-    """Requests that decode together, and how many tokens have come out of them."""
+    """Requests that decode together, and their number of emitted tokens."""
 
     numbers = count()
 
     def __init__(self, engine: Any, prompts: list[list[int]], new_tokens: int) -> None:
-        """Gives the prompts to an engine of vLLM's."""
+        """Adds the prompts to a vLLM engine."""
         from vllm import SamplingParams, TokensPrompt
 
         self.engine = engine
@@ -125,15 +125,15 @@ class Requests:
             self.updates[output.request_id] += 1
 
     def settle(self, steps: int) -> None:
-        """Runs so many steps in which all requests decode."""
+        """Runs `steps` steps in which all requests decode."""
         while min(self.updates.values()) < 1 + steps:
             self.step()
 
     def measure(self, new_tokens: int) -> tuple[float, float, float]:
-        """Runs steps until that many tokens of a request have come out on average.
+        """Runs steps until each request has emitted that many tokens on average.
 
         Returns:
-            Seconds, tokens of a request, and steps of a request that they came out of.
+            Seconds, emitted tokens per request, and steps per request.
         """
         tokens, steps, begin = sum(self.emitted.values()), sum(self.updates.values()), time.perf_counter()
         while sum(self.emitted.values()) < tokens + new_tokens * len(self.names):
@@ -143,7 +143,7 @@ class Requests:
         return seconds, emitted / len(self.names), updates / len(self.names)
 
     def end(self) -> None:
-        """Takes the requests back."""
+        """Aborts the requests."""
         self.engine.abort_request(self.names)
         while self.engine.has_unfinished_requests():
             self.engine.step()
@@ -166,7 +166,7 @@ def measure_requests(engine: Any, prompts: list[list[int]], settings: LosslessSe
 
 
 def lossless_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
-    """Measure one length of drafts in this process, as `lossless` asks for it, and append a row for each batch."""
+    """Measure one draft length in this process for `lossless`, and append a row for each batch."""
     settings = LosslessSettings.model_validate_json(text)
     with open_variant(settings) as (model, file):
         _measure_variant(settings, model, file)
@@ -190,7 +190,7 @@ def _measure_variant(settings: LosslessSettings, model: Model, file: ResultFile)
     ) as (llm, backend):
         start_seconds = time.perf_counter() - begin
         cache = llm.llm_engine.vllm_config.cache_config
-        blocks = cache.num_gpu_blocks - 1  # one is vLLM's own
+        blocks = cache.num_gpu_blocks - 1  # vLLM reserves one
         prompts = draw_prompts(settings.max_num_seqs, longest, model.vocabulary)
         for row in settings.grid:
             fits = blocks // -(-row.context // cache.block_size)
@@ -280,7 +280,7 @@ def lossless(
 
 
 def _parse_rate(text: str) -> float | None:
-    """Returns a probability; None for what the model says."""
+    """Returns a probability; None for the model's decision."""
     if text == _BY_MODEL:
         return None
     try:
@@ -293,7 +293,7 @@ def _parse_rate(text: str) -> float | None:
 
 
 def _check(all_settings: list[LosslessSettings]) -> None:
-    """Raise ConfigurationError for what can be refused before an engine starts."""
+    """Raise ConfigurationError for bad input before an engine starts."""
     for settings in all_settings:
         for row in settings.grid:
             if row.context < settings.room + 64:
@@ -305,12 +305,12 @@ def _check(all_settings: list[LosslessSettings]) -> None:
 
 
 def drafts_text(row: Row) -> str:
-    """Returns how many tokens a row's steps draft."""
+    """Returns the number of draft tokens of a row's steps, as text."""
     return f"up to {row['draft_tokens']}" if row.get("draft_length") == "adaptive" else str(row["draft_tokens"])
 
 
 def table(rows: list[Row]) -> Table:
-    """Return one line for each context, batch, length of drafts and acceptance."""
+    """Return one line for each context, batch, draft length and acceptance."""
     dense = {
         (row["context_tokens"], row["batch"]): row.get("ms_per_token") for row in rows if row["draft_tokens"] is None
     }

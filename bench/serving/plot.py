@@ -56,7 +56,7 @@ def _draw(rows: list[dict[str, Any]], batches: list[int], title: str) -> Figure:
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     for panel, batch in zip(panels, batches, strict=True):
         for i, variant in enumerate(variants):
-            # The last measurement counts where files repeat one.
+            # If files repeat a measurement, the last one counts.
             found = {row["context_tokens"]: row for row in rows if row["variant"] == variant and row["batch"] == batch}
             contexts = sorted(found)
             if contexts:

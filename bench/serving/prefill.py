@@ -2,16 +2,16 @@
 
     python -m bench.serving prefill --variant flash_attn,unique_prefill --load 32K=32,128K=4 --output prefill.jsonl
 
-Prefix caching is on, as in a server, and every prompt has a first token of its own, so nothing is shared unless that is
-what is measured. A row is one of
+Prefix caching is on, as in a server. Every prompt has a distinct first token, so nothing is shared except in the
+measurement of prefix hits. A row is one of
 
-- `first_token`: prompts of a context, one after the other, that ask for one token each, after one that is not counted.
-- `prefix_hit`: the same where three quarters of each prompt are in the prefix cache.
-- `load`: some prompts at once that ask for 128 tokens each.
+- `first_token`: prompts of a context, one after the other, with one output token each, after one that is not counted.
+- `prefix_hit`: the same with three quarters of each prompt in the prefix cache.
+- `load`: several prompts at once with 128 output tokens each.
 
-Weights are drawn unless the model is a folder. What an answer of such a model says means nothing, and its time is that
-of a real one: at a fixed density sparse prefill reads a number of blocks that follows from the length of the prompt
-alone. A setting that reads as much as the text needs, such as `coverage`, has to be measured with a real model.
+Weights are random unless the model is a folder. Answers of such a model have no meaning, but its time is that of a real
+one: at a fixed density, the number of blocks that sparse prefill reads depends only on the length of the prompt. A
+setting that depends on the text, such as `coverage`, must be measured with a real model.
 
 One process per variant, one after the other.
 """
@@ -46,22 +46,22 @@ from vllm_sparse_plugin.tools.provenance import describe_run
 VARIANTS = ("flash_attn", "unique", "unique_prefill")
 GRID = ("8K", "32K", "64K", "128K")
 OUTPUT_TOKENS = 128
-"""Tokens that each request of a load asks for."""
+"""Output tokens of each request of a load."""
 FIRST_TOKEN: Literal["first_token"] = "first_token"
 PREFIX_HIT: Literal["prefix_hit"] = "prefix_hit"
 LOAD: Literal["load"] = "load"
 _ROOM = 256
-"""Tokens that an engine takes beyond the longest context."""
+"""Tokens of an engine beyond the longest context."""
 _GRACE = 90
-"""Seconds that a variant's process gets for the measurement it is at when its time is up."""
+"""Seconds to finish the current measurement after a variant's time is over."""
 
 
 class PrefillSettings(BackendSettings):
-    """What the process of one variant needs to know."""
+    """The input of the process of one variant."""
 
     contexts: tuple[int, ...]
     prefix_hit: bool
-    """Whether the longest context is measured after a prefix hit too."""
+    """Whether the longest context is also measured after a prefix hit."""
     loads: tuple[ClientRow, ...]
     chunk: int
     """Tokens of an engine's step."""
@@ -76,16 +76,16 @@ class PrefillSettings(BackendSettings):
 
 @dataclass(frozen=True)
 class Measurement:
-    """What one row says."""
+    """A measured row."""
 
     kind: Literal["first_token", "prefix_hit", "load"]
     context: int
     prompt_tokens: int
-    """The context, or what the model's limit leaves of it beside the answer."""
+    """The context, shortened if the model's limit leaves no room for the answer."""
     requests: int = 1
 
     def fields(self) -> Row:
-        """The measurement as it is written to result files."""
+        """The columns of the measurement in result files."""
         return {
             "measurement": self.kind,
             "context_tokens": self.context,
@@ -95,7 +95,7 @@ class Measurement:
 
 
 def plan(settings: PrefillSettings, max_model_len: int) -> list[Measurement]:
-    """The measurements in order; a prompt leaves room for its answer in an engine of `max_model_len` tokens."""
+    """The measurements in order. A prompt leaves room for its answer in an engine of `max_model_len` tokens."""
     alone = [(context, min(context, max_model_len - 1)) for context in sorted(settings.contexts)]
     loads = [(load.context, min(load.context, max_model_len - OUTPUT_TOKENS), load.requests) for load in settings.loads]
     return [
@@ -106,7 +106,7 @@ def plan(settings: PrefillSettings, max_model_len: int) -> list[Measurement]:
 
 
 def fresh_prompts(vocabulary: int) -> Callable[[int], list[int]]:
-    """Return a function that draws a prompt of so many tokens, each with a first token that no other one has."""
+    """Return a function that draws prompts of a given length with distinct first tokens."""
     firsts: Iterator[int] = iter(range(3, vocabulary))
 
     def draw(length: int) -> list[int]:
@@ -122,7 +122,7 @@ def measure(
     """Return the columns of a measurement.
 
     Raises:
-        RuntimeError: if a prompt came from the prefix cache that should not, or less of it than should.
+        RuntimeError: if a prompt has unexpected cached tokens, or too few of them.
     """
     if measurement.kind == LOAD:
         return _measure_load(measurement, generate, draw, settings)
@@ -146,7 +146,7 @@ def measure(
 def _measure_load(
     measurement: Measurement, generate: Generate, draw: Callable[[int], list[int]], settings: PrefillSettings
 ) -> Row:
-    # A step that prefills one request and decodes another has not been seen yet.
+    # Steps that prefill one request and decode another need a warm-up.
     warm_up = min(measurement.prompt_tokens, 2 * settings.chunk)
     generate([draw(warm_up) for _ in range(2)], 4)
     prompts = [draw(measurement.prompt_tokens) for _ in range(measurement.requests)]
@@ -174,7 +174,7 @@ def _timed(generate: Generate, prompts: list[list[int]], tokens: int) -> tuple[f
 
 
 def _require_cached(measurement: Measurement, cached: int, prefix: int) -> None:
-    """Of a prefix hit most of the prefix must come from the cache: its last, incomplete block does not."""
+    """Requires that most of a cached prefix is hit. Its last, incomplete block is not."""
     if measurement.kind == PREFIX_HIT:
         if not prefix // 2 < cached <= prefix:
             raise RuntimeError(f"{cached} of a prompt's tokens came from the prefix cache, not about {prefix}")
@@ -183,7 +183,7 @@ def _require_cached(measurement: Measurement, cached: int, prefix: int) -> None:
 
 
 def prefill_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
-    """Measure one variant in this process, as `prefill` asks for it, and append a row for each measurement."""
+    """Measure one variant in this process for `prefill`, and append a row for each measurement."""
     settings = PrefillSettings.model_validate_json(text)
     with open_variant(settings) as (model, file):
         _measure_variant(settings, model, file.write)
@@ -212,7 +212,7 @@ def _measure_variant(settings: PrefillSettings, model: Model, write: Callable[[R
             **variant_columns(variant, backend, settings.additional_config, model),
             "chunk_tokens": settings.chunk,
             "block_size": cache.block_size,
-            "kv_cache_tokens": (cache.num_gpu_blocks - 1) * cache.block_size,  # one block is vLLM's own
+            "kv_cache_tokens": (cache.num_gpu_blocks - 1) * cache.block_size,  # vLLM reserves one block
             "start_seconds": round(start_seconds, 1),
         }
         draw = fresh_prompts(model.vocabulary)
@@ -288,7 +288,7 @@ def prefill(
 
 
 def _check(settings: PrefillSettings, model: Model) -> None:
-    """Raise ConfigurationError for what can be refused before an engine starts."""
+    """Raise ConfigurationError for bad input before an engine starts."""
     limit, least = int(model.config["max_position_embeddings"]), 2 * OUTPUT_TOKENS
     for option, contexts in (("grid", settings.contexts), ("load", tuple(load.context for load in settings.loads))):
         for context in contexts:
@@ -299,7 +299,7 @@ def _check(settings: PrefillSettings, model: Model) -> None:
 
 
 def table(rows: list[Row]) -> Table:
-    """Return one line for each measurement, and for each variant its seconds, and its tokens per second of a load."""
+    """Return one line for each measurement: seconds of each variant, and tokens per second of a load."""
     variants = list(dict.fromkeys(row["variant"] for row in rows))
     lines = Table("measurement", "context", "requests", *variants, title="Prefill: seconds (tokens per second)")
     found: dict[tuple[str, int, int], dict[str, Row]] = {}

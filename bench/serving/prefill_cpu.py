@@ -1,8 +1,8 @@
-"""Prefill and decoding of one request on a CPU, and how many cores the server keeps busy meanwhile.
+"""Prefill and decoding of one request on a CPU, and the number of cores that the server uses.
 
     VLLM_CPU_OMP_THREADS_BIND=0-1 python -m bench.serving prefill-cpu --backend dense,unique --output threads.jsonl
 
-Each prompt is new to the server, so its first token is prefill. Decoding is the time of further tokens after that one.
+Each prompt is new to the server, so its first token measures prefill. The time of further tokens measures decoding.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _NEW_TOKENS = 64
 
 
 def measure(client: OpenAI, prompt: list[int]) -> dict[str, float]:
-    """Return seconds of prefill and of a decoded token, and the cores that were busy in either."""
+    """Return seconds of prefill and of a decoded token, and the busy cores in each."""
 
     def generate(tokens: int) -> tuple[float, float]:
         cpu, begin = _cpu_seconds(), time.perf_counter()
@@ -41,7 +41,7 @@ def measure(client: OpenAI, prompt: list[int]) -> dict[str, float]:
         return time.perf_counter() - begin, _cpu_seconds() - cpu
 
     prefill, prefill_cpu = generate(1)
-    # From here on the prompt comes from the prefix cache.
+    # From here on the prompt is in the prefix cache.
     first, first_cpu = generate(1)
     decode, decode_cpu = generate(1 + _NEW_TOKENS)
     return {
@@ -76,7 +76,7 @@ def prefill_cpu(
     console = open_console()
     with ResultFile(output, describe_run(NEEDLE_8M, commit) | {_BIND: os.environ.get(_BIND, "auto")}) as file:
         for name in names:
-            # Room for an answer, as in the needle test.
+            # Leaves room for an answer, as in the needle test.
             settings = ServerSettings(NEEDLE_8M, max(8192, max(contexts) + 128), None if name == DENSE else name)
             with run_server(name, settings, console) as client:
                 for size in contexts:

@@ -5,8 +5,8 @@
     python -m bench.serving serve --variant flash_attn,unique_prefill --workload random --load 32K=32,128K=4 \
         --output serve.jsonl
 
-Prefill is dense in `flash_attn` and `unique`, so what differs is the time per output token, and the time to the first
-token where decodes of other requests share a step with its prefill.
+Prefill is dense in `flash_attn` and `unique`. Differences are the time per output token, and the time to first token if
+other requests decode in the same step.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ WORKLOADS = (RANDOM, SHARED_PREFIX)
 _METRICS = ("ttft", "tpot", "itl")
 _PERCENTILES = (90, 99)
 _SUFFIX_SHARE = 32
-"""A request of `shared_prefix` brings this fraction of its input itself."""
+"""The unshared part of a `shared_prefix` request is 1 / this of its input."""
 LOADS = ("32K=1", "32K=8", "32K=32")
 _SHORTEST = 64
 """Tokens of the shortest prompt."""
 _LOG_LINES = 80
 _ADDED_TOKENS = 16
-"""What a tokenizer may add to a prompt of `vllm bench serve`, which vLLM counts."""
+"""Tokens that a tokenizer may add to a prompt of `vllm bench serve`. vLLM counts them."""
 ServedModel = Annotated[str, typer.Option("--model", help=f"{', '.join(SHAPES)} (drawn weights), or a folder.")]
 AdditionalConfig = Annotated[
     str | None,
@@ -71,7 +71,7 @@ _DECODE_GRAPHS = ("--compilation-config", json.dumps(DECODE_GRAPHS))
 
 @dataclass(frozen=True)
 class Load:
-    """What one run of `vllm bench serve` asks for."""
+    """The requests of one run of `vllm bench serve`."""
 
     workload: str
     """One of `WORKLOADS`."""
@@ -80,7 +80,7 @@ class Load:
     concurrency: int
     requests: int
     seed: int
-    """Different for each load of a server, so that no prompt is in the prefix cache."""
+    """Differs between the loads of a server, so that no prompt is in the prefix cache."""
 
     @property
     def prefix_tokens(self) -> int:
@@ -97,13 +97,13 @@ class Load:
         lengths = ["--prefix-repetition-prefix-len", str(self.prefix_tokens)]
         lengths += ["--prefix-repetition-suffix-len", str(self.input_tokens - self.prefix_tokens)]
         lengths += ["--prefix-repetition-output-len", str(self.output_tokens), "--prefix-repetition-num-prefixes", "1"]
-        # The warm-up asks the first request, which brings the prefix into the cache.
+        # The warm-up sends the first request, which fills the prefix cache.
         return [*arguments, "--dataset-name", "prefix_repetition", *lengths, "--num-warmups", "1"]
 
 
 Apply = Callable[[Load, OpenAI, Model, float], Row]
-"""Applies a load to the server of a client until a time of `time.monotonic`, and returns the columns that it measured.
-Raises ChildProcessError if that fails."""
+"""Applies a load to a client's server until a time of `time.monotonic`, and returns the measured columns. Raises
+ChildProcessError on failure."""
 
 
 def parse_result(result: dict[str, Any]) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def check_length(model: Model, input_tokens: int, output_tokens: int) -> int:
     """The longest context that a server needs for these prompts and answers.
 
     Raises:
-        ConfigurationError: if the model has no such contexts.
+        ConfigurationError: if the model does not support it.
     """
     longest = longest_prompt(model, output_tokens)
     if input_tokens > longest:
@@ -202,10 +202,10 @@ def longest_prompt(model: Model, output_tokens: int) -> int:
 
 
 def fit(context: int, model: Model, output_tokens: int) -> int:
-    """The tokens of a prompt of a context: it leaves room for its answer where it would take the model's whole context.
+    """The number of prompt tokens for a context. The prompt leaves room for its answer at the model's limit.
 
     Raises:
-        ConfigurationError: if the model has no such contexts.
+        ConfigurationError: if the model does not support the context.
     """
     limit = int(model.config["max_position_embeddings"])
     if not _SHORTEST <= context <= limit:
@@ -216,11 +216,11 @@ def fit(context: int, model: Model, output_tokens: int) -> int:
 
 
 def make_loads(workloads: Sequence[str], clients: Sequence[ClientRow], output_tokens: int, waves: int) -> list[Load]:
-    """Every workload with all clients.
+    """Every workload with every number of clients.
 
     Args:
         workloads: of `WORKLOADS`.
-        clients: how many at a time, and the tokens of their prompts.
+        clients: numbers of clients, and the tokens of their prompts.
         output_tokens: of an answer.
         waves: requests per client.
     """
@@ -239,7 +239,7 @@ def server_settings(
     server_arguments: list[str] | None,
     start_seconds: float,
 ) -> ServerSettings:
-    """How to start the server of a variant; arguments are those of `serve`."""
+    """Settings of a variant's server; arguments are those of `serve`."""
     arguments = ["--kv-cache-dtype", variant.kv_cache_dtype, "--worker-extension-cls", EXTENSION]
     if model.drawn_weights:
         arguments += ["--load-format", "dummy"]
@@ -255,7 +255,7 @@ def server_settings(
         variant.additional_config(additional_config),
         tuple(arguments),
         eager=not gpu,
-        # The development mode serves `collective_rpc`.
+        # `collective_rpc` needs the development mode.
         environment={"PYTHONPATH": python_path(), "VLLM_SERVER_DEV_MODE": "1"},
         start_seconds=start_seconds,
         log_lines=_LOG_LINES,
@@ -272,9 +272,9 @@ def measure_loads(
     write: Callable[[Row], None],
     apply: Apply | None = None,
 ) -> bool:
-    """Start a server, apply every load, stop it; False where that fails, and the standard error says why.
+    """Start a server, apply every load, stop it. On failure, print the reason to standard error and return False.
 
-    `apply` measures a load; `vllm bench serve` does if it is left out.
+    `apply` measures a load; None for `vllm bench serve`.
     """
     settings = replace(settings, start_seconds=max(min(settings.start_seconds, end - time.monotonic()), 1))
     try:
@@ -313,7 +313,7 @@ def measure_loads(
 
 
 def _apply(load: Load, client: OpenAI, model: Model, end: float) -> Row:
-    """Run `vllm bench serve` and return what it measured; raise ChildProcessError if it fails."""
+    """Run `vllm bench serve` and return its measurements; raise ChildProcessError if it fails."""
     with watch(lambda: metrics_text(client)) as watched:
         columns = _run_bench(load, str(client.base_url).removesuffix("/v1/"), model, end)
     return columns | watched.columns()

@@ -1,4 +1,4 @@
-"""Measures variants one after the other, each in a process of its own, which takes its settings as JSON."""
+"""Measures variants one after the other, each in a separate process that takes its settings as JSON."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 
 Generate = Callable[[list[list[int]], int], list[int]]
-"""Generates that many tokens for each prompt and returns how many tokens of each came from the prefix cache."""
+"""Generates that many tokens for each prompt and returns the number of cached tokens of each."""
 
 
 class EngineSettings(BaseModel):
-    """What every process of an engine needs to know."""
+    """The input of every process with an engine."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -42,14 +42,14 @@ class EngineSettings(BaseModel):
 
 
 class BackendSettings(EngineSettings):
-    """The same of an attention backend as it is configured."""
+    """The same with an attention backend and its configuration."""
 
     variant: str
     additional_config: str | None
 
 
 class VariantSettings(Protocol):
-    """The settings of one variant's process, a pydantic model."""
+    """Settings of one variant's process, a pydantic model."""
 
     @property
     def variant(self) -> str:
@@ -64,7 +64,7 @@ class VariantSettings(Protocol):
         """JSON lines file to append to."""
 
     def model_dump_json(self) -> str:
-        """Returns the settings as its process takes them."""
+        """Returns the settings as JSON for the process."""
 
 
 def measure_variants(
@@ -75,14 +75,14 @@ def measure_variants(
     seconds: Callable[[], float],
     table: Callable[[list[Row]], Table],
 ) -> None:
-    """Runs variants one after the other and shows what they measured; exit code 3 if one fails.
+    """Runs variants one after the other and shows their measurements; exit code 3 if one fails.
 
     Args:
         command: of `python -m bench.serving`; measures one variant.
         all_settings: its argument for each variant.
         about: describes the run.
         output: the result file.
-        seconds: how long the next variant may take.
+        seconds: returns the time limit of the next variant.
         table: makes the table of all rows.
     """
     with ResultFile(output, about):
@@ -97,7 +97,7 @@ def measure_variants(
 
 
 def _run_variant(command: str, settings: VariantSettings, seconds: float) -> list[str]:
-    """Runs a variant in a process that is ended after some seconds; returns why it failed, if it did."""
+    """Runs a variant in a process with a time limit; returns the reason of a failure, or nothing."""
     code = run_python("bench.serving", [command, settings.model_dump_json()], seconds)
     if code is None:
         return [f"{settings.variant} was not done by the deadline"]
@@ -116,20 +116,20 @@ def open_variant(settings: VariantSettings) -> Iterator[tuple[Model, ResultFile]
 
 
 def check_batches(row: GridRow, max_num_seqs: int) -> None:
-    """Raises ConfigurationError for batches of a context that an engine does not take."""
+    """Raises ConfigurationError for batches that exceed an engine's limit."""
     largest = max(batch or 1 for batch in row.batches)
     if largest > max_num_seqs:
         raise ConfigurationError(f"grid: got a batch of {largest}, allowed: at most max_num_seqs = {max_num_seqs}")
 
 
 def per_token(milliseconds: Sequence[float]) -> Row:
-    """The columns of times per token: their median, and what lies around it."""
+    """The columns of times per token: their median and spread."""
     names = ("ms_per_token", "ms_per_token_p20", "ms_per_token_p80")
     return {name: round(value, 4) for name, value in zip(names, spread(milliseconds), strict=True)}
 
 
 def generator(llm: LLM) -> Generate:
-    """Returns what generates tokens in an engine, the likeliest ones, as many as are asked for."""
+    """Returns a function that generates a given number of likeliest tokens in an engine."""
     from vllm import SamplingParams, TokensPrompt
 
     def generate(prompts: list[list[int]], tokens: int) -> list[int]:
@@ -141,12 +141,12 @@ def generator(llm: LLM) -> Generate:
 
 
 def variant_columns(variant: Variant, backend: str, additional_config: str | None, model: Model) -> Row:
-    """The columns that say what a row measures.
+    """The columns that identify a measurement.
 
     Args:
-        variant: what was asked for.
-        backend: what vLLM runs.
-        additional_config: JSON for our backends.
+        variant: the requested variant.
+        backend: the backend that vLLM uses.
+        additional_config: JSON for this plugin's backends.
         model: the model.
     """
     return {

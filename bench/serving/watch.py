@@ -1,4 +1,4 @@
-"""How many requests a server runs at once, and how full its cache is, while a load is applied."""
+"""The number of running requests and the use of the cache of a server under load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from bench.common.metrics import read_metrics
 from bench.common.results import Row
 
 _SECONDS = 0.5
-"""Between two looks."""
+"""Interval between samples."""
 _RUNNING, _WAITING = "vllm:num_requests_running", "vllm:num_requests_waiting"
 _USAGE, _PREEMPTIONS = "vllm:kv_cache_usage_perc", "vllm:num_preemptions_total"
 _TOKENS, _COMPLETED = "vllm:generation_tokens_total", "vllm:request_success_total"
@@ -22,15 +22,15 @@ _TOKENS, _COMPLETED = "vllm:generation_tokens_total", "vllm:request_success_tota
 
 @dataclass
 class Watched:
-    """What was seen of a server, look by look."""
+    """Samples of a server's metrics."""
 
     looks: list[dict[str, float]] = field(default_factory=list)
-    """The metrics at each look."""
+    """The metrics of each sample."""
     times: list[float] = field(default_factory=list)
-    """When that was, in seconds."""
+    """Times of the samples, in seconds."""
 
     def add(self, metrics: dict[str, float]) -> None:
-        """Count a look at `/metrics`."""
+        """Adds a sample of `/metrics`."""
         self.times.append(time.monotonic())
         self.looks.append(metrics)
 
@@ -38,14 +38,14 @@ class Watched:
         return [metrics.get(name, 0.0) for metrics in self.looks]
 
     def _grown(self, name: str) -> int:
-        """How much a counter grew from the first look to the last."""
+        """The increase of a counter from the first sample to the last."""
         seen = self._seen(name)
         return int(seen[-1] - seen[0]) if seen else 0
 
     def columns(self) -> Row:
         """The columns of a row."""
         running, waiting = self._seen(_RUNNING), self._seen(_WAITING)
-        # The cache is then what limits them, or the most that may run.
+        # The cache, or the limit of running requests, is then the bottleneck.
         limited = [number for number, others in zip(running, waiting, strict=True) if others]
         return {
             "running_most": int(max(running, default=0)),
@@ -55,10 +55,10 @@ class Watched:
         }
 
     def window_columns(self) -> Row:
-        """The columns of a row about what was done between the first look and the last.
+        """The columns of a row about the time between the first sample and the last.
 
         Raises:
-            ChildProcessError: if there is no time between them.
+            ChildProcessError: if this time is zero.
         """
         seconds = self.times[-1] - self.times[0] if self.times else 0.0
         if not seconds:
@@ -76,7 +76,7 @@ class Watched:
 
 @contextmanager
 def watch(read: Callable[[], str]) -> Iterator[Watched]:
-    """Look at a server first, last, and again and again between.
+    """Sample a server first, last, and repeatedly in between.
 
     Args:
         read: returns the text of its `/metrics`.
@@ -87,7 +87,7 @@ def watch(read: Callable[[], str]) -> Iterator[Watched]:
         try:
             watched.add(read_metrics(read()))
         except HTTPError:
-            return False  # who applies the load says what is wrong
+            return False  # the load reports the failure
         return True
 
     def look_again() -> None:

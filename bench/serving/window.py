@@ -1,4 +1,4 @@
-"""A server at work, measured for some time: clients ask again and again, and hang up when the time is over."""
+"""Measures a busy server for some time. Clients ask repeatedly, and disconnect at the end."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from bench.serving.watch import Watched, watch
 
 
 class Window(NamedTuple):
-    """When a server is measured whose clients all start at once."""
+    """When to measure a server whose clients all start at once."""
 
     lead_seconds: float
-    """How long they have asked before."""
+    """Seconds of load before the measurement."""
     seconds: float
 
 
 def measure_window(window: Window, load: Load, client: OpenAI, model: Model, end: float) -> Row:
-    """Apply a load without end, and measure what the server does in a window: tokens and requests by its own counters.
+    """Apply a load without end, and measure a window: tokens and requests by the server's counters.
 
     Args:
-        window: what is measured.
-        load: prompts and answers, and how many clients ask; `requests` is without effect.
+        window: the times of the measurement.
+        load: prompts and answers, and the number of clients; `requests` is ignored.
         client: of the server.
-        model: that it serves.
-        end: time of `time.monotonic` when the window must be over.
+        model: the served model.
+        end: latest end of the window on `time.monotonic`.
 
     Raises:
         ChildProcessError: if a request fails, or there is no time for the window.
@@ -62,7 +62,7 @@ async def _watch_clients(window: Window, load: Load, client: OpenAI, model: Mode
 
 
 async def _ask(http: AsyncClient, load: Load, model: Model, seed: str) -> None:
-    """Asks one prompt after the other, each of its own, and reads the answers as they are streamed."""
+    """Asks one distinct prompt after the other, and reads the streamed answers."""
     rng = random.Random(seed)
     tokens = range(3, model.vocabulary)
     while True:

@@ -1,1 +1,1 @@
-"""Forward and backward passes of attention under a page mask, beside dense attention."""
+"""Forward and backward passes of attention under a page mask, compared with dense attention."""

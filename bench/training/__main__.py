@@ -151,7 +151,7 @@ def _table(rows: list[Row]) -> Table:
 
 
 def main() -> None:
-    """Runs the command line; bad input ends in one sentence and exit code 2."""
+    """Runs the command line. Bad input ends in one sentence and exit code 2."""
     run_app(app)
 
 

@@ -1,4 +1,4 @@
-"""The passes that are compared: one layer's attention of one sequence, forward and backward."""
+"""The compared passes: one layer's attention of one sequence, forward and backward."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.common.results import Row, spread
 from vllm_sparse_plugin.policies import UniqueSelection
 
 MASKS: dict[str, float | None] = {"soft": 1.0, "hard": None}
-"""Passes under a mask, and T of the mask."""
+"""Passes under a mask, with T of the mask."""
 DENSE: dict[str, SDPBackend | None] = {
     "math": SDPBackend.MATH, "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION, "flash3": None
 }  # fmt: skip
@@ -27,7 +27,7 @@ _FLASH3 = "flash_attn_interface"
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the attention."""
+    """The shape of attention."""
 
     query_heads: int
     kv_heads: int
@@ -55,7 +55,7 @@ def is_available(name: str, device: str) -> bool:
 def forward_of(
     name: str, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], selection: UniqueSelection
 ) -> Callable[[], torch.Tensor]:
-    """Returns the forward pass of a name in `PASSES`, the page statistics included where there are any."""
+    """Returns the forward pass of a name in `PASSES`, page statistics included."""
     query, key, value = inputs
     tokens, _, head_size = query.shape
     scale = head_size**-0.5
@@ -92,7 +92,7 @@ def forward_of(
 
 
 def measure(forward: Callable[[], torch.Tensor], device: str, repeats: int) -> Row:
-    """Times a pass forward and back, after one that is not counted; returns milliseconds and the memory on top."""
+    """Times a pass forward and backward, after one that is not counted; returns milliseconds and additional memory."""
     on_gpu = device.startswith("cuda")
     before = torch.cuda.memory_allocated() if on_gpu else 0
     times: dict[str, list[float]] = {"forward": [], "backward": [], "both": []}

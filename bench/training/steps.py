@@ -1,4 +1,4 @@
-"""Steps of the trainer on a model of a large one's shape, whose weights are drawn."""
+"""Steps of the trainer on a large model shape with random weights."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ from vllm_sparse_plugin.tools.training.settings import TrainingSettings
 from vllm_sparse_plugin.tools.training.trainer import Run, Trainer
 
 _ROWS = 4
-"""That steps are trained on, over and over."""
+"""Number of rows that steps are trained on repeatedly."""
 
 
 def draw_rows(vocabulary: int, tokens: int, count: int) -> list[Row]:
-    """Returns rows of one document each, whose tokens are drawn, and one more, which is not trained on."""
+    """Returns rows of one document each with random tokens, and one more, which is not trained on."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(vocabulary, (count + 1, tokens), generator=generator).tolist()
     return [Row(row, [False] + [True] * (tokens - 1), Packing((tokens,)), (0,)) for row in drawn]
 
 
 def loader_of(model: Model, device: str, layers: int | None) -> Callable[[Path, HasName, torch.dtype], Any]:
-    """Returns what makes the model: its checkpoint, or its shape with weights that are drawn on the device.
+    """Returns a function that makes the model: from its checkpoint, or from its shape with random weights on the
+    device.
 
     Args:
         model: see `bench.common.models.open_model`.
         device: torch's name.
-        layers: of a shape, in place of its own number.
+        layers: number of layers of a shape, in place of its own; None to keep it.
     """
     if not model.drawn_weights:
         return load_model
@@ -58,15 +59,15 @@ def loader_of(model: Model, device: str, layers: int | None) -> Callable[[Path, 
 def open_trainer(
     model: Model, settings: TrainingSettings, preset: str, budget_tokens: int, device: str, layers: int | None
 ) -> Iterator[Trainer]:
-    """Yields a trainer whose folder lasts as long as it is used.
+    """Yields a trainer in a temporary folder.
 
     Args:
-        model: what is trained.
+        model: the model to train.
         settings: of the run.
         preset: of the selection.
-        budget_tokens: that is trained for.
+        budget_tokens: the budget to train for.
         device: torch's name.
-        layers: of a shape, in place of its own number.
+        layers: number of layers of a shape, in place of its own; None to keep it.
     """
     config = resolve({"selection": {"budget_tokens": budget_tokens}}, preset)
     rows = draw_rows(model.vocabulary, settings.sequence_tokens, _ROWS)

@@ -12,13 +12,13 @@ from sparse_kernels.paging import PagedTensor
 
 @dataclass(frozen=True)
 class KVCache:
-    """Keys, values and page statistics that lie in the same blocks."""
+    """Keys, values and page statistics in the same blocks."""
 
     keys: PagedTensor
     values: PagedTensor
-    """The values, with the keys' page size."""
+    """The values, with pages of the same size."""
     statistics: PageStatistics | None = None
-    """What is stored of each page's keys; None for a cache without statistics."""
+    """The records of each page's keys; None for a cache without statistics."""
     key_scale: torch.Tensor | None = None
     """One float32: a float8 key times this is the key; None for other caches."""
     value_scale: torch.Tensor | None = None
@@ -67,17 +67,16 @@ class KVCache:
 
     @property
     def by_head(self) -> KVCache:
-        """The same cache with every block of every KV head numbered on its own, see `PagedTensor.by_head`."""
+        """The same cache with the blocks of every KV head numbered separately, see `PagedTensor.by_head`."""
         statistics = None if self.statistics is None else self.statistics.by_head
         return replace(self, keys=self.keys.by_head, values=self.values.by_head, statistics=statistics)
 
     @property
     def rows(self) -> torch.Tensor:
-        """The token rows that `from_rows` has made the cache of: `[num_blocks, num_kv_heads, block_size,
-        2 * head_size]`, a view.
+        """The token rows given to `from_rows`: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, a view.
 
         Raises:
-            ValueError: if the cache does not store one row per token, its key and then its value.
+            ValueError: if the cache does not store one row per token, the key first and then the value.
         """
         keys, values = self.keys.view, self.values.view
         block, head, group, _, token, element = keys.stride() if keys.dim() == 6 else (0,) * 6
@@ -89,7 +88,7 @@ class KVCache:
         return keys.as_strided(shape, (block, head, token, 1))
 
     def scaled_by_keys(self, factor: float) -> float:
-        """Returns `factor` times `key_scale`: the factor of logits of queries with the keys as they are stored."""
+        """Returns `factor` times `key_scale`, the factor of logits for keys as they are stored."""
         return factor if self.key_scale is None else factor * float(self.key_scale)
 
     def check(self) -> None:
@@ -100,7 +99,7 @@ class KVCache:
             )
 
     def check_rows(self) -> None:
-        """Raises ValueError unless each token has one contiguous row of keys, and one of values at equal distances."""
+        """Raises ValueError unless the keys of each token are one contiguous row, and so are its values."""
         keys, values = self.keys.view, self.values.view
         if self.keys.token_dims != (0,) or keys.stride(-1) != 1 or keys.stride() != values.stride():
             raise ValueError("keys and values: got packed blocks, allowed on a GPU: one contiguous row per token")

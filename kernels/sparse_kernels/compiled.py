@@ -1,4 +1,4 @@
-"""The compiled CPU kernels share this. It imports Numba, so only they import it."""
+"""Shared parts of the compiled CPU kernels. It imports Numba, so only these kernels import it."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ FASTMATH = {"reassoc", "contract"}
 """Reassociation lets the compiler use vector registers; NaN and infinity keep their meaning."""
 _logger = logging.getLogger(f"vllm.{__name__}")
 _UNROLLED = 8
-"""Products summed in registers before the sum goes back to memory; divides every page and head size."""
+"""Products summed in registers before the sum is stored; divides every page and head size."""
 CHUNK_TOKENS = 64
-"""Tokens whose keys or values are unpacked before anything is computed with them: long rows, still in the cache."""
+"""Tokens whose keys or values are unpacked at a time: rows are long, and still fit the CPU cache."""
 
 
 def sink_array(softmax: Softmax) -> np.ndarray:
-    """Returns sink logits as the compiled kernels take them: `[num_query_heads]` float32, empty for none."""
+    """Returns sink logits for the compiled kernels: `[num_query_heads]` float32, empty without sink logits."""
     if softmax.sink_logits is None:
         return np.empty(0, np.float32)
-    # A model's sink logits are a parameter, which NumPy takes only without its gradient.
+    # A model's sink logits are a parameter. NumPy takes it only without its gradient.
     return softmax.sink_logits.detach().float().numpy()
 
 
 def compiled_kernel(fastmath: bool | Set[str] = False, parallel: bool = False) -> Callable[[Callable[..., Any]], Any]:
-    """Return the decorator of a compiled function; what it compiles is kept on disk, where that is possible.
+    """Return the decorator of a compiled function. Compiled code is kept on disk if possible.
 
     Args:
-        fastmath: what floating-point arithmetic may do, as Numba's option of that name.
+        fastmath: the permitted floating-point transformations, as Numba's option of this name.
         parallel: whether `numba.prange` is a loop over threads.
     """
 
@@ -46,11 +46,11 @@ def compiled_kernel(fastmath: bool | Set[str] = False, parallel: bool = False) -
         try:
             kept = compiled(cache=True)
         except RuntimeError as error:
-            # No folder for the files of this function can be written.
+            # No folder for this function's files can be written.
             _say_once(error)
             return compiled(cache=False)
         cache = getattr(kept, "_cache", None)
-        # Another version of Numba may name files otherwise: then every process compiles for itself.
+        # Another version of Numba may name files differently. Then every process compiles.
         if not _name_files_apart(getattr(cache, "_cache_file", None)):
             return compiled(cache=False)
         for step in ("load_overload", "save_overload"):
@@ -67,10 +67,10 @@ def parallel_kernel(fastmath: bool | Set[str] = False) -> Callable[[Callable[...
 
 
 def _name_files_apart(files: Any) -> bool:
-    """Let every process that keeps compiled code on disk write files of its own; returns whether it will.
+    """Give every process separate file names for compiled code; returns whether this succeeded.
 
-    Numba numbers them by the index that it has read, without a lock. Of two processes that compile for other shapes at
-    once, one would overwrite what the index says is the other's, and the next process would run it.
+    Numba numbers files by an index that it reads without a lock. If two processes compile for different shapes at the
+    same time, one overwrites a file that the index assigns to the other. The next process would run the wrong code.
     """
     index = getattr(files, "_index_name", None)
     if index is None or not hasattr(files, "_data_name"):
@@ -81,13 +81,13 @@ def _name_files_apart(files: Any) -> bool:
 
 
 def _optional(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a step of Numba's cache that returns None where it fails: without it, the process compiles."""
+    """Return a step of Numba's cache that returns None on failure. The process then compiles."""
 
     @functools.wraps(step)
     def tried(*args: Any, **kwargs: Any) -> Any:
         try:
             return step(*args, **kwargs)
-        except Exception as error:  # a full disk, a folder that is gone, a file that is cut
+        except Exception as error:  # a full disk, a deleted folder, a truncated file
             _say_once(error)
             return None
 
@@ -120,7 +120,7 @@ def narrow(value):
 
 @numba.njit(nogil=True, forceinline=True)
 def unpack_page(location, length, step, block, head, within, unpacked, row, column, width):
-    """Copies a page as float32 to the part of `unpacked` that begins at `row` and `column` and is `width` wide.
+    """Copies a page as float32 to the part of `unpacked` that begins at `row` and `column`.
 
     Args:
         location: `PageAddresses.location` of bfloat16 pages.
@@ -139,7 +139,7 @@ def unpack_page(location, length, step, block, head, within, unpacked, row, colu
     start += within // pages_per_group * per_group + within % pages_per_group * per_page
     runs_per_row = width // length
     for run in range(offsets.size):
-        # Indices are unsigned, because a test for negative ones would cost time.
+        # Unsigned indices avoid a test for negative values.
         first = np.uint64(start + offsets[run])
         to_row, to = np.uint64(row + run // runs_per_row), np.uint64(column + run % runs_per_row * length)
         for i in range(length):
@@ -152,9 +152,9 @@ def unpack_codes(records, start, codes, bits):
 
     Args:
         records: bytes of the cache's statistics.
-        start: where the row begins, uint64.
+        start: offset of the row in `records`, uint64.
         codes: `[8 / bits, head_size]` float32 to write to.
-        bits: of a code; vectorises if it is a compile-time constant.
+        bits: bits of a code; the loop vectorises if this is a compile-time constant.
     """
     for d in range(codes.shape[1]):
         byte = records[start + np.uint64(d)]
@@ -164,7 +164,7 @@ def unpack_codes(records, start, codes, bits):
 
 @numba.njit(nogil=True, fastmath=FASTMATH, forceinline=True)
 def add_products(weights, offset, rows, sums, column):
-    """Adds to each row of `sums`, from `column` on, the sum of `rows` weighted by `weights` from `offset` on."""
+    """Adds to each row of `sums`, from `column` on, the sum of `rows` weighted by `weights[offset:]`."""
     for first in range(0, rows.shape[0], _UNROLLED):
         for g in range(sums.shape[0]):
             for i in range(rows.shape[1]):

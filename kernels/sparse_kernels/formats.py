@@ -1,4 +1,4 @@
-"""The names of formats need no torch, so a configuration can be checked before torch is imported."""
+"""Names of formats. They need no torch, so a configuration can be checked before torch is imported."""
 
 from typing import Literal, get_args
 

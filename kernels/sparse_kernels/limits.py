@@ -1,4 +1,4 @@
-"""The limits of the GPU kernels are stated once: admission asks here, and the kernels are compiled by them."""
+"""The limits of the GPU kernels. Admission reads them, and the kernels are compiled with them."""
 
 from __future__ import annotations
 
@@ -7,27 +7,27 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 HEAD_SIZES = range(32, 257, 16)
-"""Head sizes that the CUDA kernels are written for."""
+"""Head sizes that the CUDA kernels support."""
 MAX_GROUP = 16
-"""Query heads to a KV head, at most, that a block attends with. More are attended in parts, which cannot stop
-together."""
+"""Most query heads per KV head that one thread block attends with. Larger groups are attended in parts, which cannot
+stop together."""
 MAX_K = 1024
-"""Pages, at most, that one block selects in the order of their scores: `MAX_CANDIDATES` in select.cuh. More are listed
-in the order of the text, in which attention cannot stop."""
+"""Most pages that one thread block selects in the order of their scores: `MAX_CANDIDATES` in select.cuh. A larger
+selection is listed in text order, and attention cannot stop early."""
 MAX_PAGES = 1 << 16
-"""Pages of a context, at most, that one block selects from: it numbers them in 16 bits. Longer rows of scores are
-selected from in a launch of its own."""
+"""Most pages of a context that one thread block selects from: it numbers them in 16 bits. Longer rows of scores need a
+separate launch."""
 MIN_CAPABILITY = (8, 0)
-"""The oldest compute capability."""
+"""The lowest supported compute capability."""
 CLUSTER_CAPABILITY = (9, 0)
-"""The first compute capability with clusters of blocks: before it no attention over a selection may stop."""
+"""The first compute capability with clusters of thread blocks. Below it, sparse attention cannot stop early."""
 FLOAT8_CAPABILITY = (8, 9)
 """The first compute capability with instructions for 8-bit floats."""
 MAX_WIDTH_WITHOUT_CLUSTERS = 512
-"""Query heads to a KV head times head size, at most, of a row that one block attends without clusters: it must hold all
-sums of the row in its own shared memory."""
+"""Largest product of query heads per KV head and head size without clusters: one thread block must hold all sums of a
+row in its shared memory."""
 MAX_PAGES_WITHOUT_CLUSTERS = 1 << 15
-"""What `MAX_PAGES` is without clusters, for the same reason."""
+"""`MAX_PAGES` without clusters, for the same reason."""
 
 
 HEAD_SIZE, GROUP, PAGES_READ = "head size", "query heads to a KV head", "pages read"
@@ -36,28 +36,28 @@ FLOAT8_STATISTICS, SKETCHES = "float8 statistics", "sketches"
 
 
 class Refusal(NamedTuple):
-    """Why the kernels do not serve a shape."""
+    """Why the kernels do not support a shape."""
 
     field: str
-    """What is refused, one of the names above."""
+    """The refused field, one of the names above."""
     got: int
     allowed: str
     most: int = 0
-    """The largest number that is served, where it is a number that limits."""
+    """The largest supported number, if the limit is a number."""
 
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """What a decode step over a selection is compiled for, as far as limits go."""
+    """The properties of a decode step over a selection that limits depend on."""
 
     group_size: int
     head_size: int
     max_pages: int
     """Pages of the longest context."""
     k: int
-    """Pages that are read."""
+    """Pages that a row reads."""
     stopping: bool = False
-    """Whether attention may stop."""
+    """Whether attention may stop early."""
     float8_statistics: bool = False
     """Whether the vectors of the statistics are 8-bit floats."""
     sketches: bool = False
@@ -65,7 +65,7 @@ class DecodeShape:
 
 
 def head_refusals(group_size: int, head_size: int, stopping: bool) -> Iterator[Refusal]:
-    """Yields why no kernel serves these heads, with a stop rule or without; nothing if one does."""
+    """Yields why no kernel supports these heads, with or without a stop rule; nothing if one does."""
     if head_size not in HEAD_SIZES:
         allowed = f"multiples of {HEAD_SIZES.step} from {HEAD_SIZES[0]} to {HEAD_SIZES[-1]}"
         yield Refusal(HEAD_SIZE, head_size, allowed)
@@ -74,9 +74,9 @@ def head_refusals(group_size: int, head_size: int, stopping: bool) -> Iterator[R
 
 
 def shared_bytes_of(capability: tuple[int, int]) -> int:
-    """Returns the bytes of shared memory that a block may ask for, as NVIDIA's programming guide lists them.
+    """Returns the bytes of shared memory that a thread block may request, from NVIDIA's programming guide.
 
-    A compute capability that the guide did not list when this was written counts as the least of them.
+    A compute capability that is not in the table gets the smallest value of the table.
     """
     large = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}
     return 1024 * large.get(capability, 99)

@@ -1,6 +1,6 @@
-"""Gives Triton, where it is installed, to modules that define their Triton form beside their torch form.
+"""Imports Triton if it is installed, for modules with a Triton form and a torch form.
 
-Without it `jit` and `constexpr` leave what they get as it is; nothing calls the functions then.
+Without Triton, `jit` and `constexpr` return their argument, and the Triton functions are never called.
 """
 
 from __future__ import annotations

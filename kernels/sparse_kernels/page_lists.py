@@ -1,7 +1,7 @@
-"""Converts between a selection and the lists of pages that a decode step takes and gives, in torch.
+"""Converts between a selection and the page lists of a decode step, in torch.
 
-`DecodeBatch.pages` and `DecodeOutput.pages` are such lists. Where selection and attention are two calls, as on a CPU,
-`chosen_pages` makes the list of a selection, and `attended_pages` makes the pages for `attend_pages` of a list.
+`DecodeBatch.pages` and `DecodeOutput.pages` are such lists. If selection and attention are two calls, as on a CPU,
+`chosen_pages` makes the list from a selection, and `attended_pages` makes the input of `attend_pages` from a list.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import torch
 
 
 def attended_pages(pages: torch.Tensor, num_pages: torch.Tensor, counts: int | torch.Tensor) -> torch.Tensor:
-    """Returns the pages that each row attends, given its list.
+    """Returns the pages that each row attends to, given its list.
 
     Args:
         pages: `[num_tokens, num_kv_heads, k]` integer, see `DecodeBatch.pages`.
         num_pages: `[num_tokens]` integer, complete pages of each context.
-        counts: pages that a row reads, at most `k`; a tensor that broadcasts to `[num_tokens, num_kv_heads]` where rows
+        counts: pages that a row reads, at most `k`; a tensor that broadcasts to `[num_tokens, num_kv_heads]` if rows
             have budgets.
 
     Returns:
@@ -32,14 +32,14 @@ def attended_pages(pages: torch.Tensor, num_pages: torch.Tensor, counts: int | t
 def chosen_pages(
     pages: torch.Tensor, num_pages: torch.Tensor, k: int, counts: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Returns the list of a selection, as `DecodeOutput.pages` holds it.
+    """Returns the list of a selection in the form of `DecodeOutput.pages`.
 
     Args:
         pages: `[num_tokens, num_kv_heads, n]` integer, the selected pages in the order in which they are attended, -1
             for none.
         num_pages: `[num_tokens]` integer, complete pages of each context.
-        k: places of a list.
-        counts: pages that a row reads, which broadcast to `[num_tokens, num_kv_heads]`; None for `k` of all.
+        k: length of a list.
+        counts: pages that a row reads, which broadcast to `[num_tokens, num_kv_heads]`; None for `k`.
 
     Returns:
         `[num_tokens, num_kv_heads, k]` int32, -1 behind the last page. A row with at most `counts` complete pages is

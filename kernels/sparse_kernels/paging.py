@@ -1,4 +1,4 @@
-"""Describes how keys and values lie in a paged cache, page by page whatever the packing of the block."""
+"""The layout of keys and values in a paged cache, page by page, for every packing of a block."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 def memory_of(tensor: torch.Tensor) -> Any:
     """Returns a tensor's memory from its first element to the end of its storage, as a 1-D NumPy array.
 
-    Kernels that compute addresses themselves need it: a compiler vectorises what it knows to be contiguous. 16-bit
-    floats appear as their bits.
+    Kernels that compute addresses need it: a compiler vectorises only memory that it knows to be contiguous. 16-bit
+    floats are returned as their bits.
     """
     reach = tensor.untyped_storage().nbytes() // tensor.element_size() - tensor.storage_offset()
     flat = tensor.as_strided((reach,), (1,))
@@ -21,24 +21,24 @@ def memory_of(tensor: torch.Tensor) -> Any:
 
 
 class PageAddresses(NamedTuple):
-    """Where the elements of a page lie, as runs of equally spaced elements."""
+    """The layout of the elements of a page, as runs of equally spaced elements."""
 
     elements: Any
     """The bits of the cache from the first page's first element on, `[num_elements]`."""
     strides: tuple[int, int, int, int]
     """Elements from one block, KV head, page group and page within a group to the next."""
     pages_per_group: int
-    """Pages in a page group."""
+    """Pages of a page group."""
     offsets: Any
     """`[num_runs]` int32 NumPy array: elements from the start of a page to each run."""
     length: int
     """Elements of a run."""
     step: int
-    """Elements from one element of a run to the next."""
+    """Distance between consecutive elements of a run, in elements."""
 
     @property
     def location(self) -> tuple[Any, ...]:
-        """All fields but the shape of a run, which compiled kernels take as constants; flat, as Numba needs it."""
+        """All fields except the shape of a run, which compiled kernels take as constants; flat, as Numba requires."""
         return self.elements, self.offsets, self.pages_per_group, *self.strides
 
 
@@ -46,9 +46,9 @@ class PageAddresses(NamedTuple):
 class PagedTensor:
     """The keys or the values of a block-paged cache, addressable by page.
 
-    A cache block of one KV head holds `block_size` tokens. Attention kernels pack those tokens in an order of
-    their own, so a page is rarely one contiguous piece; `view` exposes it without copying and `token_dims` says
-    which of its trailing dimensions enumerate tokens, outermost first (the others enumerate the head).
+    A cache block of one KV head holds `block_size` tokens. Attention kernels pack the tokens in different orders, so a
+    page is rarely contiguous. `view` exposes the pages without a copy. `token_dims` says which of its trailing
+    dimensions enumerate tokens, outermost first; the others enumerate the elements of the head.
     """
 
     view: torch.Tensor
@@ -95,7 +95,7 @@ class PagedTensor:
 
     @cached_property
     def head_major(self) -> PageAddresses:
-        """The elements of a page, all tokens' first ones, then all tokens' second ones, and so on."""
+        """The elements of a page: the first elements of all tokens, then the second elements, and so on."""
         inner = range(self.view.dim() - 4)
         return self._addresses(tuple(dim for dim in inner if dim not in self.token_dims) + self.token_dims)
 
@@ -111,11 +111,11 @@ class PagedTensor:
 
     @cached_property
     def by_head(self) -> PagedTensor:
-        """The same pages with every block of every KV head numbered on its own, as a cache of one KV head: block b of
+        """The same pages with the blocks of every KV head numbered separately, as a cache of one KV head: block b of
         head h becomes block `b * num_kv_heads + h`.
 
         Raises:
-            RuntimeError: if the heads of a block do not lie one after the other.
+            RuntimeError: if the heads of a block are not adjacent.
         """
         return replace(self, view=self.view.view(-1, 1, *self.view.shape[2:]))
 
@@ -145,7 +145,7 @@ class PagedTensor:
         return picked.reshape(*picked.shape[:lead], self.page_size, self.head_size)
 
     def gather_blocks(self, blocks: torch.Tensor) -> torch.Tensor:
-        """Copies whole blocks out of the cache, which is quicker than their pages.
+        """Copies whole blocks out of the cache, which is faster than copying their pages.
 
         Args:
             blocks: `[num_blocks]` int64, physical block ids.
@@ -153,7 +153,7 @@ class PagedTensor:
         Returns:
             `[num_kv_heads, num_blocks * block_size, head_size]` in the cache's dtype.
         """
-        # torch does not select 8-bit floats on every device, but their bits.
+        # torch cannot select 8-bit floats on every device, but it can select bytes.
         bits = self.view.view(torch.uint8) if self.view.dtype.itemsize == 1 else self.view
         picked = bits.index_select(0, blocks).permute(1, 0, 2, 3, *(4 + dim for dim in self._token_major))
         return picked.reshape(self.num_kv_heads, -1, self.head_size).view(self.view.dtype)
@@ -167,7 +167,7 @@ class PagedTensor:
             tokens: index of the token within the block.
 
         Returns:
-            `[*S, head_size]`; for a cache of 8-bit floats their bits, which torch can gather.
+            `[*S, head_size]`; for a cache of 8-bit floats their bytes, which torch can gather.
         """
         view, index = self._by_token(blocks, heads, tokens)
         return view[index].reshape(*torch.broadcast_shapes(blocks.shape, heads.shape, tokens.shape), self.head_size)
@@ -175,14 +175,14 @@ class PagedTensor:
     def scatter_tokens(
         self, blocks: torch.Tensor, heads: torch.Tensor, tokens: torch.Tensor, rows: torch.Tensor
     ) -> None:
-        """Writes single tokens, each at a place of its own; arguments are those of `gather_tokens`, and its result."""
+        """Writes single tokens to distinct places. Arguments and dtype are those of `gather_tokens` and its result."""
         view, index = self._by_token(blocks, heads, tokens)
         view[index] = rows.reshape(*rows.shape[:-1], *view.shape[len(index) :])
 
     def _by_token(
         self, blocks: torch.Tensor, heads: torch.Tensor, tokens: torch.Tensor
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Returns a view whose first dimensions enumerate tokens, and the index of some of them in it."""
+        """Returns a view whose first dimensions enumerate tokens, and the index of the given tokens in it."""
         page, offset = tokens // self.page_size, tokens % self.page_size
         per_group = self.view.shape[3]
         within: list[torch.Tensor] = []

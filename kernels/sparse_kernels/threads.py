@@ -1,8 +1,8 @@
-"""Starts the threads of the compiled CPU kernels: as many as torch has, on the cores that torch has.
+"""Starts the threads of the compiled CPU kernels: as many as torch has, on torch's cores.
 
-Numba counts the cores of the thread that imports it. vLLM binds each OpenMP thread of a worker to a core of its own,
-and the main thread is one of them, so Numba counts one core there. Its OpenMP layer would then set the runtime that it
-shares with torch to that number, and torch would be left with one thread as well.
+Numba counts the cores of the thread that imports it. vLLM binds each OpenMP thread of a worker to one core, including
+the main thread, so Numba counts one core there. Its OpenMP layer would then set the runtime that it shares with torch
+to one thread, and torch would also have only one.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from numba.extending import overload
 from numba.np.ufunc import parallel
 
 _ELEMENTS_PER_THREAD = 2**18
-"""Work of some 50 microseconds; with less a thread costs more than it brings, the more so if it waits for a core."""
+"""Work of about 50 microseconds. With less, a thread costs more than it gains, even more if it waits for a core."""
 
 
 def start_threads() -> None:
-    """Start Numba's threads, once per process; torch keeps the number that it has.
+    """Start Numba's threads, once per process. torch keeps its number of threads.
 
-    OpenMP comes first: the kernels then run on torch's own threads, which stay where vLLM bound them. Numba's own pool
-    takes its place where the OpenMP runtime that Numba was built for is not installed.
+    OpenMP comes first: the kernels then run on torch's threads, which stay on the cores chosen by vLLM. Numba's own
+    pool is used if the OpenMP runtime that Numba was built for is not installed.
 
-    Numba's environment variables come before all of this. A pool that another package has started already stays.
+    Numba's environment variables have precedence. A pool that another package has already started stays.
     """
     threads = torch.get_num_threads()
     if not parallel._is_initialized:
@@ -36,16 +36,16 @@ def start_threads() -> None:
             _resize_pool(threads)
         if "NUMBA_THREADING_LAYER_PRIORITY" not in os.environ:
             numba.config.THREADING_LAYER_PRIORITY = ["omp", "workqueue", "tbb"]
-        # Asking for their number starts them.
+        # Asking for the number of threads starts them.
         with _bound_to(_openmp_cores()):
             numba.get_num_threads()
     if torch.get_num_threads() != threads:
-        # vLLM's worker replaces `torch.set_num_threads` by a warning.
+        # vLLM's worker replaces `torch.set_num_threads` by a function that only warns.
         torch._C.set_num_threads(threads)
 
 
 def use_threads(elements: int) -> None:
-    """Let the next kernels of this thread run on as many threads as their work is worth, one of them at least.
+    """Let the next kernels of this thread run on as many threads as their work justifies, at least one.
 
     Args:
         elements: numbers that the kernel reads.
@@ -55,15 +55,15 @@ def use_threads(elements: int) -> None:
 
 
 def _resize_pool(threads: int) -> None:
-    """Give Numba another number of threads than it counted; its own way of doing so ends with its import."""
+    """Give Numba another number of threads than it counted. Numba's own functions cannot do this after its import."""
     numba.config.NUMBA_NUM_THREADS = parallel.NUM_THREADS = threads
-    # What `numba.set_num_threads` allows was fixed at the import, too.
+    # The limit of `numba.set_num_threads` was also fixed at import.
     parallel.snt_check = parallel.gen_snt_check()
     overload(parallel.snt_check)(parallel.ol_snt_check)
 
 
 def _openmp_cores() -> set[int]:
-    """Return the cores that the OpenMP runtime binds its threads to, none if it does not bind them."""
+    """Return the cores that the OpenMP runtime binds its threads to; empty if it does not bind them."""
     runtime = ctypes.CDLL(None)
     cores: set[int] = set()
     if hasattr(runtime, "omp_get_num_places"):
@@ -76,7 +76,7 @@ def _openmp_cores() -> set[int]:
 
 @contextmanager
 def _bound_to(cores: set[int]) -> Iterator[None]:
-    """Bind the calling thread to `cores` for a while: a thread that it starts inherits them. None leave it as it is."""
+    """Bind the calling thread to `cores` for a while, which new threads inherit. An empty set changes nothing."""
     if not cores or sys.platform != "linux":
         yield
         return

@@ -1,4 +1,4 @@
-"""What a deployment's answers are called, and who is to blame where there are none."""
+"""The outcomes of deployments, and the cause of a failure."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Engines of variants: what vLLM is asked for, and what is measured of what it chose."""
+"""Engines of variants: the arguments for vLLM, and the backend that it chose."""
 
 import json
 from contextlib import contextmanager
@@ -30,7 +30,7 @@ def test_the_options_are_those_of_the_variant_and_nothing_that_was_left_out():
 
 @pytest.fixture
 def calls(monkeypatch) -> list[str]:
-    """What is asked of an engine whose layers run TRITON_ATTN."""
+    """The calls of an engine whose layers run TRITON_ATTN."""
     found: list[str] = []
 
     def call(method: str) -> list[list[str]]:

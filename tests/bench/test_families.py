@@ -1,4 +1,4 @@
-"""The table of families, and who judges them."""
+"""The table of families, and the comparison with the reference pipeline."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ def paged() -> PagedBatch:
 
 
 def judged(paged: PagedBatch, change: object = None) -> Referee:
-    """What the referee says of a decode step whose output or cache is changed."""
+    """The referee's result for a decode step with a changed output or cache."""
     query = torch.randn(2, 4, 64).bfloat16()
     batch = DecodeBatch(query, paged.block_table.int(), paged.context_lens.int())
     plan = LayerPlan(block_size=64, page_size=8, dense_tokens=0, selector=SELECTION)
@@ -108,8 +108,8 @@ def test_who_is_to_blame_for_an_exception():
 
 
 def test_every_preset_of_a_backend_is_a_way():
-    of_prompts = {"unique_prefill", "zipvl"}  # they change nothing that a decode step does
-    shrinking = {"snapkv", "pyramidkv", "h2o"}  # they forget, and are refused for many families
+    of_prompts = {"unique_prefill", "zipvl"}  # they do not change decode steps
+    shrinking = {"snapkv", "pyramidkv", "h2o"}  # they drop tokens, and are refused for many families
     assert set(WAYS) == {*BACKENDS.values(), "every page"} - of_prompts - shrinking
     assert len({family.name for family in FAMILIES.values()}) == len(FAMILIES)
 

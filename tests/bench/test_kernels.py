@@ -50,7 +50,7 @@ def topk_inputs(workload):
 
 
 class FakeTimer:
-    """Every call takes as many microseconds as it is old: 10, 20, 30, ..."""
+    """Call n takes 10 * n microseconds: 10, 20, 30, ..."""
 
     def record(self, call: Callable[[], Any]) -> Any:
         call()
@@ -137,7 +137,7 @@ def test_the_plan_starts_with_the_first_group_and_ends_with_other_formats():
 
 def test_the_cache_is_as_large_as_the_largest_case_that_fits():
     geometry, plan = Geometry(), Grid().plan()
-    # The record of a page takes 130 bytes more in bf16: five rows of statistics in a block instead of four.
+    # In bf16 the record of a page has 130 bytes more: a block has five rows of statistics instead of four.
     block_bytes = 8 * 69 * 256 * 2
     assert cache_blocks(plan, geometry, 10**12) == 32 * 524288 // 64
     assert cache_blocks(plan, geometry, 65536 * block_bytes) == 32 * 131072 // 64
@@ -178,7 +178,7 @@ def test_bytes_of_a_step_of_a_prompt():
     case, geometry = PrefillCase(1024, 128, 4), Geometry()
     chunk = 128 * 32 * 128 * 2
     tokens = 1024 * 8 * 2 * 128 * 2
-    # A page has four vectors of half a byte an element.
+    # A page has four vectors with half a byte per element.
     records = 128 * 8 * 4 * 64
     # Two tiles, with 14 and 15 blocks before them.
     scores = (14 + 15) * 8 * 4
@@ -228,7 +228,7 @@ def test_needles_are_selected_and_gone_afterwards(workload, statistics):
 
     def gap():
         scores = statistics_scores(inputs)[2].float().sort(dim=-1, descending=True).values
-        # Six needles, and the first and the newest page whatever their scores.
+        # Six needles, and the first and the newest page, which are always read.
         return float((scores[:, 5] - scores[:, 6]).min())
 
     random_gap = gap()
@@ -556,7 +556,7 @@ def prefill_inputs(interpreted):
 def flash_attention(
     q, k, v, out, cu_seqlens_q, seqused_k, softmax_scale, block_table, return_softmax_lse=False, **others
 ):
-    """FlashAttention of vLLM, as far as prefill uses it."""
+    """The parts of vLLM's FlashAttention that prefill uses."""
     assert (others["causal"], others["fa_version"], return_softmax_lse) == (True, 3, False)
     for index, length in enumerate(seqused_k.tolist()):
         first, last = cu_seqlens_q[index : index + 2].tolist()
@@ -586,7 +586,7 @@ def test_prefill_that_leaves_out_one_good_block_fails(prefill_inputs, monkeypatc
     find = prefill.Launches.choice
 
     def worse(plan, scores):
-        # The best of the blocks that are not read anyway counts as the worst.
+        # The best block that is not always read gets the lowest score.
         for tile in plan.checked_tiles():
             free = scores[tile.index, :, 1 : tile.past_blocks - 1]
             free.scatter_(1, free.argmax(dim=1, keepdim=True), -1.0)
@@ -663,7 +663,7 @@ RUN = {
 
 @pytest.fixture
 def results(tmp_path):
-    """A result file of the quick grid, everything measured but for one rival."""
+    """A result file of the quick grid with all measurements except those of one rival."""
 
     class NoInputs(Workload):
         def decode_inputs(self, case):

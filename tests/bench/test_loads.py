@@ -1,4 +1,4 @@
-"""Loads of unlike requests."""
+"""Loads with different requests."""
 
 import pytest
 

@@ -1,6 +1,6 @@
-"""Models that vLLM builds in other ways, in whole engines: learned sinks, chunks, shared caches, state-space layers.
+"""Special models in whole engines: learned sinks, chunks, shared caches, state-space layers.
 
-`python -m bench.robustness families` runs every family with every preset. These families break in ways of their own.
+`python -m bench.robustness families` runs every family with every preset. Each of these families can fail differently.
 """
 
 import pytest

@@ -1,6 +1,6 @@
-"""A whole engine with a model that sees, and images as messages of OpenAI's chat API.
+"""A whole engine with an image model, and images as messages of OpenAI's chat API.
 
-`python -m bench.robustness families` tries a model that hears in the same way.
+`python -m bench.robustness families` tests an audio model in the same way.
 """
 
 from support.engines import collect_in_fresh_process

@@ -297,7 +297,7 @@ def test_training_is_compared_with_the_strongest_dense_attention(tmp_path, monke
         timed("hard", 16384, 10.0, **masked), {"pass": "cudnn", "context_tokens": 16384, "failed": "out of memory"},
     ]  # fmt: skip
     write_run(tmp_path / "passes.jsonl", *rows)
-    # Without a dense pass at 16K there is nothing to compare the hard mask with.
+    # Without a dense pass at 16K there is no comparison for the hard mask.
     assert " ".join(training.passes().text.split()) == (
         "Time of one layer's attention, forward and backward, over that of dense attention: with the soft mask 2.00 at "
         "8K."
@@ -369,7 +369,7 @@ def test_a_server_under_load_is_a_line_for_each_backend_beside_dense_attention(t
         row("flash_attn", 8, 80.0), row("flash_attn", 1, 60.0), row("flash_attn", 1, 100.0, 31744),
         row("unique", 1, 66.0), row("unique", 1, 125.0, 31744),
     )  # fmt: skip
-    # Of the other run, the loads of the first are left out.
+    # From the other run, loads that are also in the first run are omitted.
     many = write_run(
         tmp_path / "unique.jsonl", row("flash_attn", 1, 1.0), row("flash_attn", 32, 90.0), row("unique", 32, 99.0)
     )
@@ -457,7 +457,7 @@ def test_the_meter_is_a_share_of_the_time_without_it(tmp_path, monkeypatch):
     monkeypatch.setattr(serving, "METER_CPU", [paths[0], paths[2]])
     block = serving.meter()
     assert set(block.sources) == set(paths)
-    # On a CPU every step is measured, and a 1,024th of what it adds is shown.
+    # On a CPU every step is measured. The table shows 1/1,024 of the added time.
     assert block.text.splitlines()[2:] == [
         "| CPU, needle-8m | 32,768 | 8 | 5.00 | +0.98% |",
         "| H200, llama-3.1-8b | 32,768 | 8 | 5.00 | +0.40% |",

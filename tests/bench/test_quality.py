@@ -1,4 +1,4 @@
-"""What `python -m bench.quality lossless` asks, and how it compares answers."""
+"""Prompts of `python -m bench.quality lossless`, and the comparison of answers."""
 
 import math
 from pathlib import Path
@@ -23,13 +23,13 @@ def test_needles_code_and_prose_are_asked_for_and_no_prompt_twice(prompts):
     assert [prompt.kind for prompt in prompts] == [kind for kind in ("kv", *PIECES) for _ in range(3)]
     assert all(len(prompt.tokens) == 4096 - NEW_TOKENS for prompt in prompts if prompt.kind in PIECES)
     assert len({tuple(prompt.tokens) for prompt in prompts}) == len(prompts)
-    # Questions share a document; pieces share no beginning.
+    # Questions share a document. Pieces have different beginnings.
     assert len({tuple(prompt.tokens[:64]) for prompt in prompts if prompt.kind in PIECES}) == 6
 
 
 def test_prose_goes_round_where_the_manual_ends():
     tokenizer = load_tokenizer(MODEL)
-    # Longer than the manual: its beginning comes twice.
+    # Longer than the manual, so its beginning occurs twice.
     far = manual_tokens(tokenizer, 0, 150_000)
     assert len(far) == 150_000
     text = tokenizer.decode(manual_tokens(tokenizer, 3, 64)[1:])

@@ -1,4 +1,4 @@
-"""The pipeline that compares page statistics, on drawn keys and on a tiny model with random weights."""
+"""The pipeline that compares page statistics, on random keys and on a tiny model with random weights."""
 
 import json
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from sparse_kernels.batch import QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
-from sparse_kernels.page_coverage import Coverage
+from sparse_kernels.page_coverage import Limits
 from sparse_kernels.page_coverage.reference import count_pages
 from support.llama import LAYERS, save_llama
 from typer.testing import CliRunner
@@ -97,7 +97,7 @@ def test_a_coverage_counts_as_many_pages_as_the_product_does(layer, share):
     expected = count_pages(
         tokens, KVCache(paged.paged_keys, paged.paged_values, paged.statistics),
         STATISTICS["quarters"].score(pages).scores, policy.page_selection(), Softmax(layer.scale),
-        Coverage(torch.full((QUERIES,), share), *limits),
+        Limits(torch.full((QUERIES,), share), *limits),
     )  # fmt: skip
     assert (ours - expected).abs().max() <= 1
     assert (ours > 16).any()

@@ -43,7 +43,7 @@ RUN = {"date": "2026-11-21", "model": "llama-3.1-8b", "versions": {}, "hardware"
 
 @pytest.fixture
 def refused(monkeypatch, capsys):
-    """Calls a command line that must end in one sentence before an engine is started."""
+    """Calls a command line that must end in one sentence before an engine starts."""
 
     def started(command, **_kwargs):
         if command[0] in ("git", "nvidia-smi"):
@@ -110,7 +110,7 @@ def test_the_shape_of_llama_is_that_of_its_checkpoint():
         assert config.rope_parameters["rope_type"] == "llama3"
         assert config.max_position_embeddings == 131072
         assert (model.folder / "tokenizer.json").exists()
-        # 8.03e9 parameters, of which 0.525e9 are the embedding, which multiplies nothing.
+        # 8.03e9 parameters; 0.525e9 of them are the embedding, which is not multiplied.
         assert model.matrix_elements == pytest.approx(7.504e9, rel=1e-3)
         assert model.kv_bytes_per_token("auto") == 128 * 1024
         assert model.kv_bytes_per_token("fp8") == 64 * 1024
@@ -294,7 +294,7 @@ def test_a_watch_counts_who_runs_while_others_wait():
 
 
 class AskedServer(ThreadingHTTPServer):
-    """Streams tokens to whoever asks, without end, and counts them."""
+    """Streams tokens to every client without end, and counts them."""
 
     def __init__(self, status: int = 200):
         self.status, self.prompts, self.tokens, self.open, self.lock = status, [], 0, 0, threading.Lock()
@@ -349,7 +349,7 @@ def asked_server(request):
 
 
 def measured_window(server: AskedServer, monkeypatch, end: float = math.inf) -> dict:
-    """The row of a window that ends when tokens have come for all three clients."""
+    """The row of a window that ends when all three clients have received tokens."""
     waited = []
 
     async def wait(seconds: float) -> None:
@@ -372,7 +372,7 @@ def test_a_window_counts_what_a_server_does_while_clients_ask_and_they_hang_up_b
     assert 0 < row["output_tokens_total"] < asked_server.tokens
     assert row["output_tokens_per_second"] > 0
     assert row["running_mean_while_others_wait"] == row["running_mean"]
-    # The server was quiet before the row came, and each prompt was new.
+    # The server was quiet before the row was written, and each prompt was new.
     assert asked_server.open == 0
     assert len({tuple(prompt) for prompt in asked_server.prompts}) == len(asked_server.prompts) == 3
     assert {len(prompt) for prompt in asked_server.prompts} == {20}
@@ -516,7 +516,7 @@ def prefill_settings(**changes) -> PrefillSettings:
 
 
 class FakeEngine:
-    """Computes 1000 tokens in a second of its own clock, and caches prompts in blocks of 16 tokens."""
+    """Computes 1000 tokens per second of its own clock, and caches prompts in blocks of 16 tokens."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0
@@ -793,7 +793,7 @@ def test_shapes_have_what_is_read_of_a_model():
 
 def test_compaction_takes_what_the_first_steps_behind_a_prompt_do_beyond_later_ones():
     def timed(asked: float, step: float, longest: float) -> Timed:
-        # The request that decodes beside the prompt had three tokens while it was computed.
+        # The other request decoded three tokens while the prompt was computed.
         first = asked + 2.0
         steps = [longest, step, step, step, *[step] * 24]
         beside = [asked + 0.5, asked + 1.0, first]
@@ -829,7 +829,7 @@ def lossless_settings(**changes) -> LosslessSettings:
 
 
 class SteppingEngine:
-    """Emits one token of each request in its first step, then two, or three of the first one that was added."""
+    """Emits one token of each request in its first step, then two; three for the first request."""
 
     def __init__(self):
         self.tokens, self.most, self.aborted = {}, None, []

@@ -1,4 +1,4 @@
-"""What a soak says of answers and of a server that is done."""
+"""The soak's checks of answers and of an idle server."""
 
 import math
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def test_what_dense_attention_parts_by_among_others_is_drift():
 
     assert drift(ALONE) == 0.0
     assert math.isclose(drift(ALONE, answer(5, 8, 1)), 0.02)
-    # A token that was not among the likely ones is no rounding.
+    # A token that was not among the likely ones is not explained by rounding.
     assert drift(answer(5, 4, 7)) == 0.0
 
 

@@ -1,4 +1,4 @@
-"""Whole engines with drafts, whose layers attend densely and sparsely.
+"""Whole engines with drafts whose layers attend densely or sparsely.
 
 `python -m bench.robustness families` tries EAGLE, EAGLE-3 and MTP on a CPU in the same way.
 """

@@ -1,4 +1,4 @@
-"""Random schedules of vLLM's scheduler over one layer of ours; `python -m bench.robustness fuzz` has many more."""
+"""Random schedules of vLLM's scheduler on one layer. `python -m bench.robustness fuzz` runs many more."""
 
 from collections import Counter
 from dataclasses import replace
@@ -26,7 +26,7 @@ STEPS = 110
 
 @pytest.fixture(scope="module")
 def counts() -> Counter[str]:
-    """What happened in a run of each case."""
+    """The counts of events in a run of each case."""
     total: Counter[str] = Counter()
     for seed, case in enumerate(CASES, start=4):
         outcome = Fuzz(seed, case).run(STEPS)

@@ -56,7 +56,7 @@ def test_two_processes_train_as_one(tmp_path):
         for name in ("one.jsonl", "two.jsonl")
     )
     assert [row["processes"] for row in one + two] == [1, 1, 1, 2, 2, 2]
-    # A step's loss tells whether the gradients of the one before were those of all rows.
+    # The loss of a step shows whether the gradients of the previous step covered all rows.
     assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], abs=1e-3)
     assert [row["gradient_norm"] for row in two] == pytest.approx([row["gradient_norm"] for row in one], rel=1e-2)
     assert abs(one[-1]["loss"] - one[0]["loss"]) > 0.05
@@ -71,5 +71,5 @@ def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path):
     rows = [json.loads(line) for line in path.read_text().splitlines()][1:]
     peaks = {(row["context_tokens"], row["pass"]): row["peak_mib"] for row in rows}
     for name in ("soft", "hard"):
-        # Scores wait in scratch of a fixed size.
+        # Scores use scratch memory of a fixed size.
         assert peaks[32768, name] < 4.5 * peaks[8192, name] + 300

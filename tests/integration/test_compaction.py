@@ -1,4 +1,4 @@
-"""Compaction in one attention layer, through vLLM's own metadata and KV-cache update on a CPU, and in engines."""
+"""Compaction in one attention layer, with vLLM's metadata and KV-cache update on a CPU, and in engines."""
 
 from pathlib import Path
 
@@ -17,20 +17,20 @@ from vllm_sparse_plugin.config.compaction import ZipVLCompaction
 DENSE_TOLERANCE = 2e-2
 """vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
 TIE = 0.05
-"""Nats between tokens that are about as likely."""
+"""Largest difference in nats between equally likely tokens."""
 BLOCK = 32
 SLIDING = {"method": "streaming_llm", "budget_tokens": 104, "sink_tokens": 8, "min_context_tokens": 0}
 
 
 def harness_of(model: str, backend: str = "dense", compaction: dict | None = None, **settings: object) -> LayerHarness:
-    """A layer in small blocks; what decodes is sparse at any length."""
+    """A layer with small blocks; decoding is sparse at any length."""
     always = {} if backend == "dense" else {"min_context_tokens": 0}
     settings = {"compaction": compaction} | always | settings
     return LayerHarness(model, settings=settings, backend=backend, block_size=BLOCK, num_blocks=120)
 
 
 def poison(harness: LayerHarness, request: Request, kept: set[int]) -> None:
-    """Fills the blocks of a request that it has given back with what no output survives."""
+    """Fills the blocks that a request has given back with values that would spoil every output."""
     left_out = [block for index, block in enumerate(request.blocks) if index not in kept]
     harness.cache[left_out] = torch.nan
 
@@ -53,9 +53,9 @@ def test_a_window_is_attended_to_and_what_was_given_back_is_never_read(model, ch
     request, beside = harness.request(300), harness.request(500)
     for begin in range(0, 300, chunk):
         (output,) = harness.step([(request, min(chunk, 300 - begin))])
-        # Within the prompt everything is read.
+        # Prompt tokens read everything.
         assert (output[-1].double() - harness.dense(request)).abs().max() < DENSE_TOLERANCE
-    for _ in range(56):  # the window leaves two blocks behind
+    for _ in range(56):  # the window passes two blocks
         output, whole = harness.step([(request, 1), (beside, 5)])
         kept = streamed(len(request.keys))
         assert (output[0].double() - expected(harness, request, kept)).abs().max() < DENSE_TOLERANCE
@@ -82,10 +82,10 @@ def test_streaming_llm_reads_the_same_pages_of_a_cache_that_gives_back_what_it_d
 
 
 def test_chunks_behind_the_prompt_read_the_window_of_their_first_token(model):
-    """Output that is computed again after a preemption comes in chunks."""
+    """After a preemption, output is computed again in chunks."""
     harness = harness_of(model, compaction=SLIDING)
     request = harness.request(200)
-    harness.step([(request, 250)])  # goes on into the output, and reads everything
+    harness.step([(request, 250)])  # continues into the output, and reads everything
     (output,) = harness.step([(request, 70)])
     kept = streamed(251) | set(range(250 // BLOCK, 10))
     assert (output[-1].double() - expected(harness, request, kept)).abs().max() < DENSE_TOLERANCE
@@ -104,7 +104,7 @@ def voted(request: Request, query: torch.Tensor) -> list[set[int]]:
 
 
 def kept_attention(harness: LayerHarness, request: Request, kept: list[set[int]], token: int = -1) -> torch.Tensor:
-    """Attention of a token behind the prompt to the kept tokens of each KV head, and to those behind the prompt."""
+    """Attention of a token after the prompt to the kept tokens of each KV head, and to tokens after the prompt."""
     context = len(request.keys) - len(request.fresh) + range(len(request.fresh))[token] + 1
     visible = torch.zeros(harness.num_kv_heads, context, dtype=torch.bool)
     visible[:, request.prompt_tokens :] = True
@@ -133,7 +133,7 @@ def test_snapkv_keeps_what_the_last_queries_of_a_prompt_vote_for_however_it_is_c
         assert is_kept(harness, request, output, kept)
         assert (whole[-1].double() - harness.dense(beside)).abs().max() < DENSE_TOLERANCE
         if step == 0:
-            # The first step moved what is kept; after it the scheduler hands the other blocks to others.
+            # The first step moves the kept tokens. Then the scheduler gives the other blocks to other requests.
             poison(harness, request, set(range(300 // BLOCK - 3, 12)))
     assert not harness.builder.compaction._requests[request.name].windows
 
@@ -145,7 +145,7 @@ def test_tokens_move_in_the_step_that_ends_the_prompt_or_in_the_next_one(model, 
     (output,) = harness.step([(request, 299)])
     query = request.fresh[-8:]
     if moves_late:
-        # A replayed graph runs kernels alone: the prompt's last token is not seen, and does not vote.
+        # A replayed graph runs only kernels: the prompt's last token is not observed and does not vote.
         monkeypatch.setattr(type(harness.layer.impl), "observe", lambda *_: None)
         monkeypatch.setattr(type(harness.layer.impl), "compact_ended", lambda *_: None)
     (output,) = harness.step([(request, 1)])
@@ -163,7 +163,7 @@ def test_tokens_move_in_the_step_that_ends_the_prompt_or_in_the_next_one(model, 
 
 
 def test_a_request_that_begins_behind_a_hit_moves_its_own_tokens_whatever_had_its_name(model):
-    """The one before had ended its prompt in its only step, which began before the hit."""
+    """An earlier request of the same name ended its prompt in its only step, which began before the hit."""
     harness = harness_of(model, "dense", SNAPKV)
     first = harness.request(300)
     harness.step([(first, 300)])
@@ -215,7 +215,7 @@ def test_zipvl_keeps_the_same_tokens_of_a_prompt_however_it_is_cut(model):
 
 
 def test_selection_goes_on_over_what_is_kept(model):
-    """A budget of all pages reads what is kept, statistics of moved pages included; a small one reads some of it."""
+    """With all pages as budget, all kept tokens and moved statistics are read; with a small budget, some of them."""
     outputs = []
     for budget in (64, 512):
         harness = harness_of(model, "unique", SNAPKV, selection={"policy": "unique", "budget_tokens": budget})
@@ -246,7 +246,7 @@ def test_a_resumed_request_keeps_the_same_tokens(model):
     harness.release(request)
     harness.free = harness.free[::-1]
     step(0, 200)
-    # The chunk that ends the prompt goes on into the output, and reads everything.
+    # The last chunk of the prompt continues into the output, and reads everything.
     crossing = step(200, 310)
     assert (crossing[-1].double() - harness.dense(request)).abs().max() < DENSE_TOLERANCE
     output = step(310, 320)
@@ -272,7 +272,7 @@ def test_what_is_known_of_requests_that_are_gone_is_forgotten(model):
     for _ in range(4):
         request = harness.request(200)
         harness.step([(request, 150), (other, 10)])
-        harness.step([(other, 10)])  # a request may be in no step for a while
+        harness.step([(other, 10)])  # steps may omit a request for a while
         assert set(harness.builder.compaction._requests) == {other.name, request.name}
         harness.release(request)
     harness.step([(other, 10)])
@@ -280,7 +280,7 @@ def test_what_is_known_of_requests_that_are_gone_is_forgotten(model):
 
 
 def assert_likeliest(folder: Path, prompts: list[list[int]], answers: list[list[int]]) -> None:
-    """Every token of greedy answers is the likeliest one by transformers, but for ties."""
+    """Every token of greedy answers is the likeliest one in transformers, except at ties."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.inference_mode():
@@ -298,7 +298,7 @@ def test_an_engine_gives_every_block_back_and_serves_short_prompts_densely(tmp_p
     folder, short, crowd = save_shallow(tmp_path, layers=4), prompts(3, 250), prompts(10, 600)
     window = {} if backend == "h2o" else {"window_tokens": 32}
     settings = {"compaction": {"budget_tokens": 256, "min_context_tokens": 300, **window}}
-    # A pyramid has four block tables, each for one of the four layers, so that its blocks are a quarter.
+    # A pyramid has four block tables, one for each of the four layers, so its blocks have a quarter of the size.
     blocks = 100 if backend == "pyramidkv" else 25
     with run_engine(
         backend, settings, model=str(folder), num_gpu_blocks_override=blocks, max_model_len=1152,
@@ -307,7 +307,7 @@ def test_an_engine_gives_every_block_back_and_serves_short_prompts_densely(tmp_p
         expected = engine.answer(short, max_tokens=24, ignore_eos=True)
         assert_likeliest(folder, short, expected)
         assert engine.metric("vllm_sparse_blocks_freed_sum") == 0
-        # Ten requests of up to six blocks are too many for the pool: some are preempted and resumed.
+        # Ten requests with up to six blocks exceed the pool: some are preempted and resumed.
         answers = engine.answer(crowd, max_tokens=100, ignore_eos=True)
         assert [len(tokens) for tokens in answers] == [100] * len(crowd)
         freed, requests = (engine.metric(f"vllm_sparse_blocks_freed_{part}") for part in ("sum", "count"))
@@ -316,6 +316,6 @@ def test_an_engine_gives_every_block_back_and_serves_short_prompts_densely(tmp_p
         assert engine.metric("vllm:kv_cache_usage_perc") == 0
         assert engine.answer(short, max_tokens=24, ignore_eos=True) == expected
         if not caches_prefixes:
-            # Nothing is in the cache, so the same steps follow; a freed block that is still read changes answers.
+            # The cache is empty, so the same steps follow. Reading a freed block would change answers.
             engine.spoil_freed_blocks()
             assert engine.answer(crowd, max_tokens=100, ignore_eos=True) == answers

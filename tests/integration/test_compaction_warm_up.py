@@ -1,6 +1,6 @@
-"""An engine on a GPU compiles the kernels of compaction when it starts, and none for a prompt.
+"""An engine on a GPU compiles the kernels of compaction at start, and none for a prompt.
 
-No GPU is needed: what is compared is what Triton compiles a launch by."""
+The test compares the specialisations of Triton's launches, so it needs no GPU."""
 
 import json
 import os
@@ -165,7 +165,7 @@ CASES = {
     "h2o": ({"method": "h2o"}, 0),
     "zipvl": ({"method": "zipvl", "budget_ratio": 0.5}, 0),
 }
-"""Settings of every method that launches kernels of its own, and a layer of 32."""
+"""Settings of every method with kernels, and a layer out of 32."""
 
 
 @pytest.fixture(scope="module")

@@ -74,7 +74,7 @@ def common_metadata(query_lens: list[int], seq_lens: list[int], prefilling: list
 
 
 def budgets_of(preset: str, *arguments: dict | None, **settings: object) -> StepLimits:
-    """Those of a server whose requests say so."""
+    """The limits of a server with requests that have these arguments."""
     config = resolve(settings if preset == "dense" else BUDGET | settings, preset)
     return StepLimits(config, asking(*arguments), 16, torch.device("cpu"))
 
@@ -116,7 +116,7 @@ def builder(monkeypatch):
 
 @pytest.fixture
 def layer(request, monkeypatch):
-    """A layer whose dense attention is torch's; of another backend's policy if the test names one."""
+    """A layer with torch as its dense attention; a test may name another backend."""
 
     def forward(self, layer, query, key, value, kv_cache, metadata, output, *scales):
         start = metadata.query_start_loc.tolist()
@@ -140,7 +140,7 @@ def layer(request, monkeypatch):
 
 
 def plan_of(sparse: ResolvedConfig, **changes: object) -> LayerPlan:
-    """What a layer does that attends to its whole context."""
+    """The plan of a layer that attends to its whole context."""
     plan = LayerPlan(
         block_size=BLOCK,
         page_size=(sparse.selector or EveryPage()).page_size,
@@ -159,7 +159,7 @@ SCALES = SimpleNamespace(
 
 
 def run(layer, builder, common, drafts=False):
-    """One step over a cache that earlier steps have filled: output, and the step's metadata."""
+    """One step on a filled cache: output, and the step's metadata."""
     generator = torch.Generator().manual_seed(7)
 
     def random(*shape: int) -> torch.Tensor:
@@ -224,7 +224,7 @@ def test_a_step_that_verifies_as_many_drafts_of_every_request_attends_at_once(
     assert kernel.call_count == 1
     assert (metadata.decode, metadata.prefill) == ([], None)
     torch.testing.assert_close(output, dense, atol=1e-2, rtol=1e-2)
-    # Nothing may be copied that a graph would read again.
+    # A graph must read the original buffers, not copies.
     assert metadata.verified.seq_lens.data_ptr() == common.seq_lens.data_ptr()
     assert metadata.verified.block_table.data_ptr() == common.block_table_tensor.data_ptr()
 
@@ -233,7 +233,7 @@ def test_a_step_that_verifies_as_many_drafts_of_every_request_attends_at_once(
     ("queries", "drafting"), [([1, 1], False), ([5, 5], False), ([3, 3, 2], False), ([3, 3], True)]
 )
 def test_other_steps_do_not_verify(builder, queries, drafting):
-    """One token decodes, five are more than there are drafts and one, and drafting steps choose pages."""
+    """One token decodes, five exceed the number of drafts plus one, and drafting steps choose pages."""
     builder.answers_sparsely, builder.verifies_at_once = False, True
     common = common_metadata(queries, [300] * len(queries), [False] * len(queries))
     built = builder.build_for_drafting(common, 0) if drafting else builder.build(0, common)
@@ -241,7 +241,7 @@ def test_other_steps_do_not_verify(builder, queries, drafting):
 
 
 def test_tokens_over_a_cache_of_8_bits_are_verified_by_the_kernel_that_they_would_run_alone(builder, layer):
-    """It rounds weights to 8 bits, which would make other tokens the likeliest."""
+    """This kernel rounds weights to 8 bits. Another kernel could make other tokens the likeliest."""
     builder.answers_sparsely, builder.verifies_at_once = False, False
     output, dense, metadata = run(layer, builder, common_metadata([3, 3], [300, 500], [False, False]))
     assert (metadata.verified, metadata.prefill.num_actual_tokens) == (None, 6)
@@ -274,7 +274,7 @@ KINDS = (None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_budg
 
 
 def asking(*arguments: dict | None) -> BatchRows:
-    """The rows of vLLM's older model runner, whose requests say so."""
+    """The rows of vLLM's first model runner, with these arguments of requests."""
     names = [f"request {index}" for index in range(len(arguments))]
     states = [SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra)) for extra in arguments]
     batch = SimpleNamespace(num_reqs=len(names), req_ids=[*names, None])
@@ -286,7 +286,7 @@ def asking(*arguments: dict | None) -> BatchRows:
 @pytest.mark.parametrize("layer", ["unique", "quest", "streaming_llm"], indirect=True)
 @pytest.mark.parametrize("new", [1, 2])
 def test_requests_of_all_kinds_read_what_they_say(layer, builder, new):
-    """As a layer does whose settings have that budget: what each reads does not depend on the others."""
+    """Each request reads what a layer with its budget as setting reads. Other requests of the batch do not matter."""
     lengths = [900, 700, 800, 600, 300]
     common = common_metadata([new] * 5, lengths, [False] * 5)
     plain = layer.plan
@@ -308,7 +308,7 @@ def test_requests_of_all_kinds_read_what_they_say(layer, builder, new):
 
 
 def test_a_server_with_a_coverage_serves_budgets_beside_it(layer, builder):
-    """What each request reads is what `count_rows` says, whoever is beside it."""
+    """Each request reads what `count_rows` returns, independent of other requests."""
     settings = {"selection": {"coverage": 0.6, "min_budget_tokens": 32, "max_budget_tokens": 512}}
     kinds = (None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_coverage": 0.9})
     config = resolve(BUDGET | settings, "unique")
@@ -348,7 +348,7 @@ def test_budgets_lie_in_a_tensor_that_stays_and_is_written_when_they_change(buil
     copied = torch.Tensor.copy_
     monkeypatch.setattr(torch.Tensor, "copy_", lambda self, *given, **more: written.append(1) or copied(self, *given))
     (first,) = builder.build(0, common_metadata([1] * 6, [300] * 6, [False] * 6)).decode
-    # The last row pads the batch.
+    # The last row is padding.
     assert first.budgets.tolist() == [8, 16, 8, 3, 8, 8]
     assert first.dense.tolist() == [False, False, True, False, False, False]
     assert len(written) == 2
@@ -447,7 +447,7 @@ def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
     layer.bind(replace(layer.plan, quality=LayerQuality(torch.zeros(HEADS, 5, dtype=torch.int64), 0, 2)))
     lengths = [300, 40, 500, 600, 200]
     common = common_metadata([4, 4, 1, 1, 70], lengths, [False, False, False, True, True])
-    # With asynchronous speculation the host knows bounds alone.
+    # With asynchronous speculation the host knows only upper bounds.
     common = common.replace(seq_lens_cpu_upper_bound=torch.tensor([length + 2 for length in lengths]))
     builder.selector, builder.dense_tokens = layer.plan.selector, 40
     # The first request's tokens and that of the third: the second fits the budget, the fourth is part of a prompt.
@@ -471,7 +471,7 @@ def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
         assert pages.shape == (1, HEADS, 8)
         assert pages[..., 0].eq(0).all()
         assert pages[..., -1].eq(context // 8 - 1).all()
-    # It is the turn of other layers, or nothing is measured.
+    # Another layer is measured, or none.
     for sample in (Sample(0, 1), None):
         builder.meter.sampler.sample = sample
         recorded.clear()
@@ -481,7 +481,7 @@ def test_a_sampled_token_is_measured(layer, builder, monkeypatch):
 
 
 def metered(layer, builder, number: int = 0) -> torch.Tensor:
-    """Has a step measure the sampled token of that number; returns what the layer counts."""
+    """Measures the given sampled token in a step; returns the counts of the layer."""
     counts = torch.zeros(HEADS, 5, dtype=torch.int64)
     layer.bind(replace(layer.plan, quality=LayerQuality(counts, 0, 1)))
     builder.selector, builder.dense_tokens = layer.plan.selector, layer.plan.dense_tokens
@@ -490,7 +490,7 @@ def metered(layer, builder, number: int = 0) -> torch.Tensor:
 
 
 def test_under_a_coverage_a_sampled_token_is_measured_by_what_it_read(layer, builder, monkeypatch):
-    """Whether the server says the coverage or the request; budgets beside it are what they say."""
+    """The coverage comes from the server or from the request. Budgets of other requests still apply."""
     recorded = []
     monkeypatch.setattr(LayerQuality, "record", lambda self, *arguments: recorded.append(arguments))
     settings = {"selection": {"coverage": 0.6, "min_budget_tokens": 32, "max_budget_tokens": 512}}
@@ -501,7 +501,7 @@ def test_under_a_coverage_a_sampled_token_is_measured_by_what_it_read(layer, bui
         torch.device("cpu"),
     )  # fmt: skip
     found = {}
-    # Those of the third request attend to everything; the last fits what is read at least.
+    # Tokens of the third request attend to everything. The last context fits the smallest number of pages.
     lengths = [900, 700, 800, 600, 33]
     for number in range(6):
         metered(layer, builder, number)
@@ -514,7 +514,7 @@ def test_under_a_coverage_a_sampled_token_is_measured_by_what_it_read(layer, bui
         found[index] = (pages >= 0).sum(dim=-1)[0].tolist()
         rows = (part.gather_blocks(token.block_table[0])[:, :context] for part in (cache.keys, cache.values))
         keys, values = (part.transpose(0, 1) for part in rows)
-        # What is said to have been read gives the output that attention gave.
+        # The recorded pages give the output of attention.
         visible = torch.zeros(HEADS, context, dtype=torch.bool)
         visible[:, context // 8 * 8 :] = True
         for head in range(HEADS):
@@ -538,7 +538,7 @@ def test_a_group_that_is_skipped_is_not_measured(layer, builder):
 
 
 def test_a_context_that_bounds_took_for_a_longer_one_is_not_measured(layer, builder):
-    """With asynchronous speculation the host knows bounds alone: what attends whole leaves nothing out."""
+    """With asynchronous speculation the host knows only upper bounds. Contexts attended whole omit nothing."""
     for length, measured in ((300, 0), (301, 1)):
         common = common_metadata([1], [length], [False])
         common = common.replace(seq_lens_cpu_upper_bound=torch.tensor([304]))
@@ -625,7 +625,7 @@ RULE = BlockRule(density=0.01, least_blocks=2, dense_tokens=256)
 
 
 def prefills_sparsely(layer, builder, preset: str, rule: PromptRule = RULE) -> torch.Tensor:
-    """Gives builder and layer a rule for prompts; returns what is counted."""
+    """Sets a rule for prompts in builder and layer; returns the counters."""
     counters = torch.zeros(HEADS, COUNTERS, dtype=torch.int64)
     method = "zipvl" if isinstance(rule, TokenRule) else "blocks"
     shortest = {} if preset in ("dense", "zipvl") else {"min_context_tokens": 0}
@@ -736,7 +736,7 @@ def test_prompts_keep_tokens_beside_requests_that_decode(layer, builder, preset)
     output, _, metadata = run(layer, builder, common)
     assert torch.equal(output[:5], whole[:5])
     assert torch.allclose(output[:5], dense[:5], atol=2e-2, rtol=2e-2) == (preset == "zipvl")
-    # The long prompt leaves out tokens; the short one in its round does not, whatever is beside it.
+    # The long prompt omits tokens. The short prompt of its round does not.
     assert [part.tokens for part in metadata.rounds] == [slice(0, 70), slice(70, 170)]
     builder.vllm_config.model_config.max_model_len = 1200
     together, _, metadata = run(layer, builder, common)
@@ -773,7 +773,7 @@ def test_flash_attention_3_is_asked_for_pages_of_one_token(layer, monkeypatch, e
 
 
 def test_flash_attention_is_asked_for_virtual_sequences(layer, builder, monkeypatch):
-    """The call that a GPU makes: page tables of one head, no sinks of its own, scales of every sequence."""
+    """The call on a GPU: page tables of one head, no sinks, scales of every sequence."""
     asked = {}
 
     def virtual(**given):
@@ -828,11 +828,11 @@ def test_the_profile_of_memory_leaves_room_for_scratch(layer, monkeypatch, prese
 
 
 class Runner(SimpleNamespace):
-    """One that can be referred to weakly."""
+    """A runner that supports weak references."""
 
 
 def runner_of(prompts: dict[int, int]) -> Runner:
-    """vLLM's newer model runner, as far as compaction asks it: prompt lengths by slot."""
+    """The parts of vLLM's second model runner that compaction uses: prompt lengths by slot."""
     lengths = np.zeros(16, dtype=np.int32)
     lengths[list(prompts)] = list(prompts.values())
     names = {slot: f"request {slot}" for slot in prompts}
@@ -854,7 +854,7 @@ def test_decoding_requests_get_condensed_tables_in_buffers_that_stay(builder, la
     seen = []
     for length in (301, 600):
         common = common_metadata([1, 1, 1], [length, 450, 1], [False] * 3)
-        # Slot 5 is still within its prompt, and the last row pads the batch.
+        # Slot 5 is still in its prompt, and the last row is padding.
         common = common.replace(req_idx=np.array([3, 5]), is_prefilling=torch.tensor([False, True]))
         metadata = builder.build(0, common)
         (decode,) = metadata.decode
@@ -866,7 +866,7 @@ def test_decoding_requests_get_condensed_tables_in_buffers_that_stay(builder, la
         assert metadata.max_seq_len == max(450, length - (first - 1) * BLOCK)
         assert torch.equal(metadata.slot_mapping, common.slot_mapping)
         seen.append((decode.block_table.data_ptr(), decode.seq_lens.data_ptr()))
-    # The second table is wider, which no table of vLLM's is; lengths have their place either way.
+    # The second table is wider, unlike vLLM's tables. Lengths keep their place in both cases.
     assert builder.build(0, common).decode[0].block_table.data_ptr() == seen[1][0]
     # Captures and dummy runs have no requests.
     metadata = builder.build(0, common.replace(req_idx=None))
@@ -923,7 +923,7 @@ WINDOW = RollingWindow(sink_tokens=4, cache_tokens=104, whole_tokens=104)
 
 
 def rolls(layer, builder, window: RollingWindow = WINDOW) -> None:
-    """Has builder and layer attend with rolling positions."""
+    """Enables rolling positions in builder and layer."""
     compaction = {"method": "streaming_llm", "budget_tokens": window.cache_tokens, "positions": "rolling"}
     plan = RollingPlan(window, Rotation(torch.cat([ANGLES.cos(), ANGLES.sin()], dim=1)))
     layer.bind(plan_of(resolve({"compaction": compaction}, "dense"), rolling=plan))
@@ -932,7 +932,7 @@ def rolls(layer, builder, window: RollingWindow = WINDOW) -> None:
 
 @pytest.fixture
 def in_triton(interpreted):
-    """Has layers attend with rolling positions in Triton's interpreter, within its context."""
+    """Runs rolling positions in Triton's interpreter, within the context."""
     from sparse_kernels.rolling_attention import triton
 
     return mock.patch.object(layer_module, "attend_rolling", triton.attend_rolling)
@@ -953,7 +953,7 @@ def test_decoding_requests_and_prompts_see_their_sinks_directly_before_their_win
     assert close == fits.tolist()
     expected, _, _ = run(layer, builder, common)
     torch.testing.assert_close(output, expected, atol=2e-2, rtol=2e-2)
-    # Sinks that are seen where they are would be seen otherwise.
+    # Without the rotation, the sinks would get other weights.
     window, rotation = layer.plan.rolling
     nowhere = replace(rotation, table=rotation.table[:1].expand_as(rotation.table))
     layer.bind(replace(layer.plan, rolling=RollingPlan(window, nowhere)))
@@ -977,7 +977,7 @@ def test_a_graph_of_rolling_requests_is_padded_and_needs_no_plan_of_flash_attent
     torch.testing.assert_close(output[:2], expected[:2], atol=2e-2, rtol=2e-2)
     assert output[2 : start[-1]].eq(0).all()
     assert output[start[-1] :].isnan().all()
-    # They are vLLM's own buffers, so that a graph finds the numbers of later steps.
+    # They are vLLM's buffers, so a graph finds the numbers of later steps.
     assert metadata.query_start_loc is starts
     assert metadata.seq_lens is lengths
     assert metadata.block_table is padded.block_table_tensor
@@ -986,7 +986,7 @@ def test_a_graph_of_rolling_requests_is_padded_and_needs_no_plan_of_flash_attent
 
 @pytest.mark.parametrize("compacts", [True, False])
 def test_a_builder_warms_compaction_up_in_one_layer_of_each_shape(monkeypatch, compacts):
-    """A first prompt would wait for kernels to be compiled."""
+    """Otherwise a first prompt would wait for the compilation of kernels."""
     step = object() if compacts else None
     warmed = []
 

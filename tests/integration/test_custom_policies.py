@@ -1,4 +1,4 @@
-"""The policies of docs/extending/policy.md do what the page says, on a CPU and on a GPU."""
+"""The policies of docs/extending/policy.md behave as the page says, on a CPU and on a GPU."""
 
 import importlib.util
 import re
@@ -54,7 +54,7 @@ def policies(tmp_path, monkeypatch) -> dict[str, type[Selection]]:
 
 
 def visible_tokens(harness: LayerHarness, policy: Selection, request: Request) -> torch.Tensor:
-    """Which tokens the policy's `select` has the newest token of a request read: `[num_kv_heads, context]` bool."""
+    """The tokens that `select` chooses for the newest token of a request: `[num_kv_heads, context]` bool."""
     impl, context, size = harness.layer.impl, len(request.keys), policy.page_size
     query = request.fresh[-1:].to(harness.cache.device).unflatten(1, (harness.num_kv_heads, -1))
     table = torch.tensor([request.blocks], device=harness.cache.device)

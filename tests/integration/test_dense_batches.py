@@ -1,7 +1,7 @@
-"""The batches of vLLM's own suite of dense attention, through our backends where they read everything.
+"""The batches of vLLM's own test suite of dense attention, with this plugin's backends when they read everything.
 
-As there, requests have a context in a shuffled cache before the step, and torch's attention over their keys and values
-says what is right.
+As in vLLM's suite, requests have a context in a shuffled cache before the step. torch's attention over their keys and
+values is the reference.
 """
 
 from collections.abc import Sequence
@@ -39,12 +39,12 @@ GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason
 
 
 def attention(harness: LayerHarness, request: Request, sinks: torch.Tensor | None) -> torch.Tensor:
-    """What torch's attention gives for a request's latest tokens, `[new, num_heads, head_size]`."""
+    """torch's attention for a request's newest tokens, `[new, num_heads, head_size]`."""
     new, context = len(request.fresh), len(request.keys)
     query, keys, values = (part.float().transpose(0, 1) for part in (request.fresh, request.keys, request.values))
     mask = torch.full((HEADS, new, context), -torch.inf).triu(context - new + 1)
     if sinks is not None:
-        # A sink is a key without direction and value, whose logit is its own.
+        # A sink is a key and a value of zeros with a separate logit.
         keys, values = (torch.nn.functional.pad(part, (0, 0, 0, 1)) for part in (keys, values))
         mask = torch.cat([mask, sinks.float().cpu()[:, None, None].expand(-1, new, 1)], dim=-1)
     scale = harness.layer.impl.scale
@@ -56,7 +56,7 @@ def check(harness: LayerHarness, context_lens: Sequence[int], query_lens: Sequen
     """Computes the last tokens of some contexts in one step."""
     requests = []
     for context, new in zip(context_lens, query_lens, strict=True):
-        # One token at the end is a decode, more of them are a chunk of the prompt.
+        # A single newest token is a decode, several are a chunk of the prompt.
         request = harness.request(context if new > 1 else context - 1)
         harness.fill(request, context - new)
         requests.append(request)
@@ -111,7 +111,7 @@ def test_every_batch_is_attended_as_by_torch_on_a_gpu(model, backend, layers_in_
         pytest.skip("routing is refused beside learned sinks")
     harness = gpu_harness(model, backend, kv_cache_dtype, layers_in_block, sinks)
     harness.bare.replays = replays
-    # Engines capture batches that decode alone.
+    # Engines capture only batches of decoding requests.
     batches = [name for name in BATCHES if not replays or name.startswith("decode")]
     run_all(harness, batches, TOLERANCE if kv_cache_dtype == "auto" else TOLERANCE_8_BITS)
 

@@ -1,4 +1,4 @@
-"""What people install and watch: the archives of a release, a server from its wheel, and the dashboard's queries."""
+"""Installation and monitoring: the archives of a release, a server from its wheel, and the dashboard's queries."""
 
 import json
 import re
@@ -27,7 +27,7 @@ EVERY_METRIC = {
     "diagnostics": {"sample_every": 4},
     "min_context_tokens": 0,
 }
-"""Settings with which a server has all the metrics that ours can have."""
+"""Settings of a server with all metrics of the plugin."""
 _ADDED_BY_PROMETHEUS = {"instance", "job"}
 
 
@@ -39,7 +39,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def archives(tmp_path_factory) -> tuple[Path, Path]:
-    """The source archive, and the wheel that is built of it."""
+    """The source archive, and the wheel built from it."""
     folder = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     (source,), (wheel,) = folder.glob("*.tar.gz"), folder.glob("*.whl")
@@ -48,12 +48,12 @@ def archives(tmp_path_factory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def program(archives, tmp_path_factory) -> Path:
-    """`vllm-sparse` of an environment that has the wheel, beside the packages that this one has but the checkout."""
+    """`vllm-sparse` in an environment with the wheel and the packages of this one, without the checkout."""
     folder = tmp_path_factory.mktemp("installation")
     venv.create(folder, with_pip=False)
     python = folder / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", archives[1], cwd=folder)
-    # The files of paths in a folder that such a file names are not read, so the checkout stays out.
+    # Path files in a folder that is itself added by a path file are not read, so the checkout is excluded.
     packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
     (Path(packages) / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
     return folder / "bin" / "vllm-sparse"
@@ -105,14 +105,14 @@ def test_an_installed_wheel_is_what_is_imported(program):
 
 @pytest.fixture(scope="module")
 def labels(program) -> dict[str, set[str]]:
-    """Labels of every series that a server from the wheel has at `/metrics`, by name, after some requests."""
+    """Labels of every series of a server from the wheel at `/metrics`, by name, after some requests."""
     settings = ServerSettings(
         MODEL, 2048, "unique", json.dumps({"sparse_attention": EVERY_METRIC}), (), program=(str(program),),
         folder=program.parent,
     )  # fmt: skip
     with run_server("wheel", settings, Console()) as client:
         for _ in range(3):
-            # Counters are written now and then.
+            # Counters are written at intervals.
             reply = client.completions.create(
                 model=MODEL.name, prompt=[7] * 500, max_tokens=64, temperature=0, extra_body={"ignore_eos": True}
             )

@@ -29,7 +29,7 @@ ENDPOINTS = {
     "responses": {"input": "?"},
     "messages": {"messages": _CHAT, "max_tokens": 1},
 }
-"""Endpoints that answer with a status before they generate, and what they are asked."""
+"""Endpoints that check a request before they generate, and their request bodies."""
 QUALITY = ("attention_mass", "estimated_mass", "page_recall", "output_cosine")
 
 
@@ -58,7 +58,8 @@ def questions():
 
 
 def evaluate(client: OpenAI, output: Path, *arguments: str) -> tuple[ResultFile, float, float]:
-    """Run `vllm-sparse eval` and return its results, and how many tokens the server prefilled and decoded for them."""
+    """Run `vllm-sparse eval` and return its results, and the numbers of tokens that the server prefilled and
+    decoded."""
     names = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total")
     before = [metric(client, name) for name in names]
     base = ["--base-url", str(client.base_url), "--tokenizer", str(MODEL), "--output", str(output)]
@@ -70,9 +71,9 @@ def evaluate(client: OpenAI, output: Path, *arguments: str) -> tuple[ResultFile,
 
 @pytest.fixture(scope="module")
 def unique_server(questions, tmp_path_factory):
-    """What a sparse server answers, what it measures meanwhile, and what `vllm-sparse eval` finds at it.
+    """The answers of a sparse server, its measurements, and the results of `vllm-sparse eval` for it.
 
-    Its answers are those of engines without the processor that forces tokens and without diagnostics, as tests show.
+    Tests show that engines without diagnostics and without the processor for forced tokens give the same answers.
     """
     arguments = ("--max-num-batched-tokens", "16384", "--logits-processors", FORCED_TOKENS_PROCESSOR)
     settings = server("unique", *arguments, config={"diagnostics": {"sample_every": 4}})
@@ -128,7 +129,7 @@ def test_evaluation_decodes_the_question_where_asked_to_and_finds_the_same_answe
     assert {each.forced_tokens for each in from_prompt} == {0}
     assert min(each.forced_tokens for each in from_question) > 15
     forced = sum(each.forced_tokens for each in from_question)
-    # The engine itself says that it decoded the questions.
+    # The engine's counts show that it decoded the questions.
     assert prefilled == sum(each.prompt_tokens for each in from_prompt)
     assert prefilled_less == prefilled - forced
     assert decoded_more == decoded + forced
@@ -138,7 +139,7 @@ def test_decoded_text_is_scored_as_the_policy_sees_it(unique_server):
     file, prefilled, decoded = unique_server[2][2]
     (result,) = file.results.values()
     assert (prefilled + decoded, decoded) == (result.prompt_tokens, result.forced_tokens)
-    # The needle is in the budget, so its number is no surprise; streaming_llm does not see it (test_evaluation.py).
+    # The budget contains the needle, so its number is likely. streaming_llm does not read it (test_evaluation.py).
     assert result.score < 1
 
 
@@ -186,16 +187,16 @@ def test_ngram_speculation_keeps_greedy_answers(questions, answers):
     with run_engine("unique", speculative_config=speculation) as engine:
         assert engine.answer([question.prompt for question in questions]) == answers[0]
         assert engine.metric("vllm:spec_decode_num_draft_tokens_total") > 0
-        # Nothing repeats in so short a prompt, so there is a step without a draft.
+        # Nothing repeats in such a short prompt, so one step has no draft.
         (few,) = engine.sample([[0, 5, 6, 7]], max_tokens=8, top_k=2)
         assert all(len(place) == 2 for place in few.likeliest)
 
 
 def test_preempted_requests_finish_with_right_answers():
-    """Four requests of 4,096 tokens that write 100 more need 132 blocks of 128 tokens, and find 129.
+    """Four requests of 4,096 tokens that write 100 more need 132 blocks of 128 tokens, and have 129.
 
-    Beyond the answers tokens are no matter of right and wrong, and may change: vLLM prefills, densely, what a preempted
-    request has written. That the statistics are right then is tested below, byte by byte.
+    Tokens after the answers may change: vLLM prefills the output of a preempted request densely. Another test checks
+    the statistics byte by byte.
     """
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     asked = [build_questions(tokenizer, "kv", 4096, 1, seed=seed)[0] for seed in range(4)]
@@ -234,7 +235,7 @@ def test_attention_that_stops_says_how_far_it_reads():
     config = {"stopping": {"scale_tolerance": 1e-3, "block_tokens": 64}, "min_context_tokens": 0}
     with run_engine("art", config) as engine:
         (answer,) = engine.answer([question.prompt])
-        # Counters are written now and then.
+        # Counters are written at intervals.
         engine.answer([question.prompt], max_tokens=64, ignore_eos=True)
         read, context, blocks, rows = (
             engine.metric(f"vllm_sparse_{name}")
@@ -247,7 +248,7 @@ def test_attention_that_stops_says_how_far_it_reads():
         )
     assert answer
     assert 0 < read < context
-    # 8 layers of 2 KV heads, in every step the same number.
+    # 8 layers with 2 KV heads: every step adds the same number.
     assert rows % 16 == 0
     assert context > 4000 * rows
     assert 64 * blocks > read - 15 * rows

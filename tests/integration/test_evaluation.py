@@ -1,4 +1,4 @@
-"""`vllm-sparse eval` with an engine in its own process, under a policy that cannot see the needles."""
+"""`vllm-sparse eval` with an engine in its own process, under a policy that does not read the needles."""
 
 import json
 import math
@@ -32,9 +32,9 @@ def test_an_engine_in_the_process_decodes_under_its_policy(tmp_path):
     }  # fmt: skip
     needle, prose = found.results.values()
     assert (needle.task, needle.score) == ("multikey", 0)
-    # What its workers have counted: at most the budget of 512 of 4,096 tokens, and the incomplete page.
+    # The workers' counts: at most the budget of 512 of 4,096 tokens, and the incomplete page.
     assert 0.05 < needle.kv_read_share < 520 / 4000
-    # Log probabilities of the prompt would be dense, and as low as those of unique (test_engine.py).
+    # Log probabilities from a dense prompt would be as good as those of unique (test_engine.py).
     assert (prose.metric, prose.forced_tokens > 15) == ("nll", True)
     assert prose.score > 2
     assert len(prose.predictions) == prose.forced_tokens

@@ -48,7 +48,7 @@ def share_correct(questions: list[Question], answers: list[tuple[int, ...]]) -> 
 
 @pytest.fixture(scope="module")
 def answers(questions: list[Question]) -> list[tuple[int, ...]]:
-    """What a plain engine with full decode graphs answers."""
+    """The answers of a plain engine with full decode graphs."""
     with engine() as llm:
         return ask(llm, questions)
 
@@ -107,9 +107,9 @@ KINDS = (None, {"sparse_budget_tokens": 24}, {"sparse": "dense"}, {"sparse_budge
 
 @pytest.mark.parametrize("arguments", [{}, {"enforce_eager": True, "compilation_config": {}}], ids=["graphs", "eager"])
 def test_requests_with_budgets_answer_as_alone(questions: list[Question], arguments: dict[str, Any]) -> None:
-    """A small budget changes tokens, so that a request that got another's budget shows.
+    """A small budget changes tokens, so a request with another request's budget would be detected.
 
-    Batches are of one size, since what surrounds attention may round differently in others.
+    All batches have one size, because the layers around attention may round differently in other sizes.
     """
     from vllm import SamplingParams
     from vllm.exceptions import VLLMValidationError
@@ -124,7 +124,7 @@ def test_requests_with_budgets_answer_as_alone(questions: list[Question], argume
         return [tuple(output.outputs[0].token_ids) for output in outputs]
 
     with engine(**arguments) as llm:
-        answers(llm, mix)  # The prompts are cached from here on.
+        answers(llm, mix)  # Fills the prefix cache.
         alone = {index: answers(llm, [kind] * len(mix)) for index, kind in enumerate(KINDS)}
         mixed = answers(llm, mix)
         with pytest.raises(VLLMValidationError, match="sparse_budget_tokens: got 8200, allowed on a GPU: a multiple"):
@@ -167,7 +167,7 @@ def test_dense_requests_answer_as_a_server_whose_budget_holds_the_context(questi
 def test_measured_steps_leave_full_graphs_and_keep_the_answers(
     questions: list[Question], graphs: dict[str, Any]
 ) -> None:
-    """A replayed graph calls no layer, so what is measured was run outside one."""
+    """A replayed graph calls no layer, so a measured step ran outside a graph."""
     found = {}
     for every in (0, 4):
         settings = {"sparse_attention": {"diagnostics": {"sample_every": every}}}
@@ -197,7 +197,7 @@ def test_sparse_prefill_that_reads_every_block_keeps_the_answers(
         found = ask(llm, questions)
         read, past = count_totals()["vllm_sparse_prefill_density"]
     assert read == past > 0
-    # FlashAttention may add up in another order where sequences are shorter.
+    # FlashAttention may add in another order if sequences are shorter.
     assert sum(ours == theirs for ours, theirs in zip(found, answers, strict=True)) >= 0.9 * len(answers)
 
 
@@ -220,7 +220,7 @@ def test_prompts_within_the_budget_are_served_as_without_compaction(questions, b
     arguments = {"attention_backend": "dense", "enforce_eager": eager}
     with engine(**arguments) as llm:
         expected = ask(llm, questions)
-    # The last layers of a pyramid keep a small share of it.
+    # The last layers of a pyramid keep a small share of the budget.
     keep = {"compaction": {"budget_tokens": 1 << 20}, "selection": {"policy": "dense"}}
     compacting = {"attention_backend": backend, "additional_config": {"sparse_attention": keep}}
     with engine(**(arguments | compacting)) as llm:
@@ -243,7 +243,7 @@ def test_compacted_prompts_answer_the_same_in_graphs_as_eagerly_and_give_everyth
 ):
     answered = []
     for eager in (True, False):
-        # So few blocks that requests wait for each other, and some are preempted.
+        # With few blocks, requests wait for each other and some are preempted.
         with engine(
             attention_backend=backend, enforce_eager=eager, num_gpu_blocks_override=1200, max_num_batched_tokens=2000,
             additional_config={"sparse_attention": settings},
@@ -265,7 +265,7 @@ def test_two_gpus_keep_of_their_heads_what_one_keeps(questions, backend):
         ) as llm:
             answered.append(ask(llm, questions))
             assert blocks_in_use(llm) == 0
-    # Two workers add up in another order.
+    # Two workers add in another order.
     same = sum(ours == theirs for ours, theirs in zip(*answered, strict=True))
     assert same >= 0.8 * len(questions)
 
@@ -278,12 +278,12 @@ def test_compacted_prompts_of_an_fp8_cache_find_needles(questions):
 
 @pytest.mark.parametrize("eager", [False, True])
 def test_positions_roll_as_in_a_plain_computation(eager: bool) -> None:
-    """As on a CPU (`test_rolling.py`): prompts of several chunks, and here graphs that decode."""
+    """As on a CPU (`test_rolling.py`): prompts of several chunks; on a GPU also decode graphs."""
     from vllm import SamplingParams
 
-    folder = MODEL.parent / "witness-6m"  # it rests on its sinks
+    folder = MODEL.parent / "witness-6m"  # its attention depends on its sinks
     text = library_tokens(folder, 1300)
-    # Within the cache, growing beyond it, and long; the last one is the beginning of one before it.
+    # Within the cache, growing beyond it, and long. The last one is the beginning of an earlier one.
     prompts = [text[:40], text[60:140], text[:700], text[600:1300], text[600:1200]]
     greedy = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=1)
     inputs = [{"prompt_token_ids": prompt} for prompt in prompts]
@@ -308,5 +308,5 @@ def test_positions_roll_as_in_a_plain_computation(eager: bool) -> None:
     )
     assert len(prompts[0]) + 60 < CACHE
     assert max(rolling) < 0.05
-    # Short contexts say the same either way.
+    # For short contexts both positions are equal.
     assert sum(text_positions[2:]) > 2 * sum(rolling[2:])

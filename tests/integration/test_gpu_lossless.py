@@ -18,11 +18,11 @@ pytestmark = [
 ]
 
 TIES = {"auto": 2**-3, "fp8": 2**-2}
-"""Leads of the likeliest token that rounding may turn, by type of the cache: one step of bfloat16 of each of two logits
-between 8 and 16, where the model's likeliest logits lie; and two of each where keys and values are rounded to 8 bits,
-since tokens that are computed together round otherwise than one alone."""
+"""Leads of the likeliest token that rounding may reverse, by cache type: one bfloat16 step of each of two logits
+between 8 and 16, the range of the model's largest logits; two steps with an 8-bit cache, because tokens that are
+verified together are rounded differently from a single token."""
 PARTED = {"auto": 4, "fp8": 2}
-"""One in so many answers may part at such a lead."""
+"""Up to one in this many answers may differ at such a lead."""
 LONGEST = 16_384
 DIGITS = r"[0-9]{3}-[0-9]{4}"
 LOSSLESS = {"lossless": {"draft_tokens": 8, "min_context_tokens": 2000}, "selection": {"budget_tokens": 1024}}
@@ -35,7 +35,7 @@ def lossless(**settings: Any) -> dict[str, Any]:
 
 
 def go_on(llm: Any, prompts: list[list[int]], **sampling: Any) -> list[Any]:
-    """What follows each of a batch of prompts, greedily unless `sampling` says otherwise."""
+    """The continuations of a batch of prompts, greedy unless `sampling` says otherwise."""
     from vllm import SamplingParams
 
     params = SamplingParams(**{"temperature": 0, "max_tokens": 96, "ignore_eos": True} | sampling)
@@ -64,7 +64,7 @@ def questions(tokenizer):
 
 @pytest.fixture(scope="module")
 def prompts(questions, tokenizer):
-    """Questions, the beginnings of their documents, and two that are too short to be drafted for."""
+    """Questions, the beginnings of their documents, and two prompts too short for drafts."""
     asked = [tokenizer.encode(question.prompt) for question in questions]
     lengths = [3990, 3500, 2007, 300, 12_100, 9001, 5003, 1990] * 2
     return asked + [prompt[:length] for prompt, length in zip(asked, lengths, strict=True)]
@@ -72,7 +72,7 @@ def prompts(questions, tokenizer):
 
 @pytest.fixture(scope="module")
 def dense(prompts):
-    """What dense decoding goes on with, and how likely it finds what else could come, by type of the cache."""
+    """Continuations of dense decoding with log probabilities of alternatives, by cache type."""
     found = {}
     for dtype in ("auto", "fp8"):
         with engine(attention_backend="dense", kv_cache_dtype=dtype) as llm:
@@ -112,9 +112,9 @@ def test_tokens_are_those_of_dense_decoding(case, prompts, questions, dense, tok
     print(f"{case}: {accepted / drafted:.3f} of {drafted} drafts accepted, leads where answers part {leads}")
     assert all(abs(lead) < 1.01 * TIES[dtype] for lead in leads), leads
     assert len(leads) <= len(prompts) // PARTED[dtype], leads
-    # On a model this small drafts may cost more than they bring.
+    # For a model this small drafts may cost more than they gain.
     assert drafted > (2000 if case != "as long as pays" else 0)
-    # Requests that are not drafted for are asked to verify their newest token, which is seldom right.
+    # Requests without drafts verify their newest token, which is rarely right.
     assert 0.5 < accepted / drafted <= 1
     answers = [tokenizer.decode(done.token_ids, skip_special_tokens=True) for done in found[: len(questions)]]
     assert sum(map(is_correct, questions, answers)) >= 0.9 * len(questions)
@@ -122,7 +122,7 @@ def test_tokens_are_those_of_dense_decoding(case, prompts, questions, dense, tok
 
 @pytest.fixture(scope="module")
 def session(prompts, tokenizer):
-    """One engine's answers: sampled tokens, those of a grammar, the longest context, and those after prefix hits."""
+    """One engine's answers: sampled tokens, tokens of a grammar, the longest context, and answers after prefix hits."""
     rng = random.Random(3)
     beginnings = [[*prompts[0][:3000], rng.randrange(3, 4000)] for _ in range(32)]
     from vllm import SamplingParams
@@ -144,7 +144,7 @@ def session(prompts, tokenizer):
 def test_prefixes_are_hit_and_hold_what_was_verified(session):
     first, again, hits, *_ = session
     assert hits > 10_000
-    # Attention to a cached prefix adds up in another order, so one answer may part at a tie.
+    # Attention to a cached prefix adds in another order, so one answer may differ at a tie.
     assert sum(one.token_ids == other.token_ids for one, other in zip(first, again, strict=True)) >= 3
 
 

@@ -1,4 +1,4 @@
-"""One attention layer through vLLM's own metadata and KV-cache update."""
+"""One attention layer with vLLM's metadata and KV-cache update."""
 
 import pytest
 import torch
@@ -20,8 +20,8 @@ DENSE_TOLERANCE = 2e-2
 
 
 def expected_sparse(harness: LayerHarness, request: Request, token: int = -1, dtype=torch.float64) -> torch.Tensor:
-    """A scored policy's output for one token, from the raw keys: no page tables, no cache, no shared code but the
-    formulas of its statistics."""
+    """A scored policy's output for one token, from the raw keys: without page tables and cache. It shares only the
+    formulas of the statistics with the code under test."""
     selection = harness.selection
     context = len(request.keys) - len(request.fresh) + range(len(request.fresh))[token] + 1
     page_size, pages = selection.page_size, context // selection.page_size
@@ -155,7 +155,7 @@ def test_chunked_prefill_gives_the_bits_of_one_shot_prefill(model):
 
 
 def test_mixed_batch(model):
-    """Long decodes, short decodes, prefill chunks of one and of many tokens, in one step."""
+    """Long decodes, short decodes, and prefill chunks of one and of many tokens in one step."""
     harness = LayerHarness(model, settings=SMALL)
     long, short, one, many = (harness.request(n) for n in (150, 20, 90, 400))
     harness.step([(long, 150), (short, 20)])
@@ -285,7 +285,7 @@ COMPOSED = {
 
 
 def recent_query(request: Request, heads: int) -> torch.Tensor:
-    """A query that finds the newest keys."""
+    """A query that matches the newest keys."""
     return request.keys[-3].repeat_interleave(heads // request.keys.shape[1], dim=0)[None] * 2
 
 
@@ -381,7 +381,7 @@ def test_sampled_steps_measure_what_was_read(model, backend, monkeypatch):
 
 
 def test_a_step_measures_some_layers_and_bits_stay(model, monkeypatch):
-    """A layer whose turn it is not, and one without a sample, give what a measured one gives."""
+    """Layers that a step does not measure give the same bits as a measured layer."""
     outputs, measured = [], []
     for sample in (None, Sample(0, 0), Sample(0, 1)):
         harness = LayerHarness(model, settings=SAMPLED, seed=3)
@@ -398,7 +398,7 @@ def test_a_step_measures_some_layers_and_bits_stay(model, monkeypatch):
 
 
 def measured_of(harness: LayerHarness, sample: Sample, batch: list[tuple[Request, int]]) -> list[list[int]]:
-    """What one measured step counts: for each KV head whether it is measured, then its parts of one."""
+    """The counts of one measured step: for each KV head the number of measurements, then its measures in units."""
     counts = harness.layer.impl.plan.quality.counts.zero_()
     harness.builder.meter.sampler.sample = sample
     harness.step(batch)
@@ -414,14 +414,14 @@ def test_skipped_groups_and_tokens_that_leave_nothing_out_are_not_measured(model
     for number in range(4):
         skipped, read = measured_of(harness, Sample(number, 0), [(short, 1), (long, 1)])
         assert skipped == [0] * 5
-        # The short context fits the budget: all of it is read, and it is not the one that is measured.
+        # The short context fits the budget, so it is read whole and is not measured.
         assert read[4] == 1
         assert read[0] < 1 << 30
     assert measured_of(harness, Sample(0, 0), [(short, 1)]) == [[0] * 5] * 2
 
 
 def test_under_a_coverage_what_is_measured_was_read(model):
-    """What the estimate says of it reaches the share that the request asks for."""
+    """The estimated share of the pages read reaches the request's coverage."""
     masses = {}
     for share in (0.5, 0.9):
         harness = LayerHarness(model, settings=SAMPLED, seed=4)
@@ -438,7 +438,7 @@ def test_chunks_of_a_prompt_are_not_measured(model):
     harness = LayerHarness(model, settings=SAMPLED)
     request = harness.request(300)
     harness.step([(request, 299)])
-    # The last token of a prompt is one token, and attends to everything.
+    # The last token of a prompt is a single token, and attends to everything.
     assert measured_of(harness, Sample(0, 0), [(request, 1)]) == [[0] * 5] * 2
     assert [head[4] for head in measured_of(harness, Sample(0, 0), [(request, 1)])] == [1, 1]
 
@@ -452,7 +452,7 @@ def test_under_compaction_what_is_measured_is_what_the_cache_keeps(model, monkey
     harness.step([(request, 600)])
     measured_of(harness, Sample(0, 0), [(request, 1)])
     ((token, longest, *_),) = recorded
-    # Whole blocks are left out of the table; what follows the prompt stays.
+    # Whole blocks are omitted from the table. Tokens after the prompt stay.
     assert longest == int(token.context_lens) < 600
     assert int(token.context_lens) % harness.block_size == 601 % harness.block_size
 
@@ -463,7 +463,7 @@ def test_a_log_has_what_each_request_reads_and_the_mass_of_sampled_tokens(model,
     monkeypatch.setattr(LayerBatch, "common", lambda self: common(self).replace(seq_lens_cpu_upper_bound=self.seq_lens))
     harness = LayerHarness(model, settings=SMALL | {"diagnostics": {"log_requests": True}}, seed=4)
     requests = [harness.request(n) for n in (200, 333, 300)]
-    # What a coverage reads is not known from lengths.
+    # Lengths do not determine what a coverage reads.
     requests[2].arguments = {"sparse_coverage": 0.9}
     harness.step([(request, request.prompt_tokens) for request in requests])
     for sample in (Sample(1, 0), None):

@@ -1,4 +1,4 @@
-"""Layers that vLLM calls in other ways: without keys, with sinks that are weights, on chunks of a context."""
+"""Special calls of layers by vLLM: without keys, with sinks that are parameters, on chunks of a context."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_sinks_that_are_weights_are_read_as_they_are_on_a_cpu(model):
     settings = {"min_context_tokens": 16, "selection": {"budget_tokens": 64}}
     outputs = []
     for given in (sinks, sinks.detach()):
-        # The builder warms the layer up, which is where a weight that has a gradient ended the start.
+        # The builder warms the layer up. A parameter with a gradient must not end the start.
         harness = LayerHarness(model, settings=settings, sinks=given)
         request = harness.request(300)
         harness.step([(request, 300)])
@@ -55,7 +55,7 @@ def test_sinks_that_are_replaced_in_place_are_read_from_then_on(implementation):
     impl.sinks = torch.nn.Parameter(torch.ones(8).bfloat16())
     impl.scale, impl.logits_soft_cap = 1.0, 0.0
     before = impl.softmax.sink_logits
-    # What a reload of weights does; a graph has captured the address.
+    # A reload of weights does this. A graph has captured the address.
     impl.sinks.data.copy_(torch.full((8,), 5.0))
     after = impl.softmax.sink_logits
     assert after.tolist() == [5.0] * 8

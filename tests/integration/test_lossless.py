@@ -1,4 +1,4 @@
-"""Lossless mode in whole engines: sparse steps draft, and the tokens are those of dense decoding."""
+"""Lossless mode in whole engines: sparse steps draft, and the tokens equal those of dense decoding."""
 
 import math
 import random
@@ -30,14 +30,14 @@ def questions(tokenizer):
 
 @pytest.fixture(scope="module")
 def texts(questions, tokenizer):
-    """Documents that break off somewhere, and one too short to be drafted for."""
+    """Truncated documents, and one text too short for drafts."""
     whole = [tokenizer.encode(question.parts[0]) for question in questions[::2]]
     return [whole[0][:3001], whole[0][:2600], whole[1][:2503], whole[1][:300]]
 
 
 @pytest.fixture(scope="module")
 def lossless(questions, texts, tokenizer):
-    """What an engine in lossless mode says, and counts."""
+    """The answers and counts of an engine in lossless mode."""
     prompts = [*(tokenizer.encode(question.prompt) for question in questions), *texts]
     rng = random.Random(3)
     with run_engine("unique", LOSSLESS, **ARGUMENTS) as engine:
@@ -104,12 +104,12 @@ def test_drafts_as_long_as_pays_leave_the_tokens_as_they_are(lossless, texts):
         )
         leads = engine.leads_where_parted([texts[2]], [tokens], [lossless[0][1][2]])
     assert all(abs(lead) < TIE for lead in leads), leads
-    # Both are tried at the start, three steps with drafts and three without; what comes then depends on their times.
+    # The start tries three steps with drafts and three without. Later steps depend on their times.
     assert 3 <= drafts < steps
 
 
 def test_sampled_tokens_have_the_distribution_that_the_model_gives_them(lossless):
-    """How often the likeliest token and the second are drawn, over places whose distributions are known exactly."""
+    """Frequencies of the two likeliest tokens, at positions with known distributions."""
     places = [
         (token, sorted(likeliest, key=likeliest.get, reverse=True)[:2], likeliest)
         for each in lossless[4]
@@ -124,7 +124,7 @@ def test_sampled_tokens_have_the_distribution_that_the_model_gives_them(lossless
 
 
 def test_tokens_are_drawn_of_the_likeliest_with_drafts_and_without(lossless):
-    """A step without a draft, as of a short context, has no rows of drafts."""
+    """A step without drafts, for example for a short context, has no draft rows."""
     for each in lossless[6]:
         assert len(each.tokens) == 16
         assert all(len(place) == 2 for place in each.likeliest)

@@ -1,4 +1,4 @@
-"""What drafts inside vLLM's second model runner, on a CPU: a model that is a formula, blocks without attention."""
+"""The drafter of vLLM's second model runner, on a CPU: the model is a formula, blocks have no attention."""
 
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ PAD = -1
 
 
 class Formula(torch.nn.Module):
-    """A model whose next token follows from the newest one and its position; it remembers its steps."""
+    """A model whose next token depends on the newest token and its position; it records its steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def successor(token, position):
 
 
 class Group:
-    """A group of layers whose metadata are those of vLLM's for the batch."""
+    """A group of layers that uses vLLM's metadata of the batch."""
 
     layer_names = ("layer",)
 
@@ -64,7 +64,7 @@ class Group:
 
 
 class Graphs:
-    """Replays what it has captured, for numbers of requests that are even."""
+    """Replays captured graphs, for even numbers of requests."""
 
     def __init__(self):
         self.captured, self.replayed = {}, []
@@ -87,7 +87,7 @@ class Graphs:
 
 @pytest.fixture(scope="module")
 def config():
-    """That of an engine on a CPU, with the name of drafting on a GPU."""
+    """The configuration of an engine on a CPU, with the name of drafting on a GPU."""
     from support.engines import MODEL
 
     vllm_sparse_plugin.register()
@@ -121,7 +121,7 @@ def speculator(config):
 
 
 def propose(speculator, seq_lens, sampled, rejected, prefill_lens=None, **changes):
-    """Drafts after a step of requests whose numbers are 3, 2, 1 and 0 and whose newest tokens are 13, 12, 11 and 10."""
+    """Drafts after a step of requests with numbers 3, 2, 1, 0 and newest tokens 13, 12, 11, 10."""
     count = len(seq_lens)
     batch = SimpleNamespace(
         num_reqs=count,

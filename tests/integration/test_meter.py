@@ -1,4 +1,4 @@
-"""The meter of a running engine says what `vllm-sparse diagnose` says."""
+"""The measurements of a running engine agree with `vllm-sparse diagnose`."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def decoded(model) -> Decoded:
-    """A text that a model has decoded densely in all layers but the last one, which leaves no trace in others."""
+    """A text that a model decoded with dense attention in all layers except the last, which influences no other."""
     lines = " ".join(f"line {i}: return value_{i * 37 % 101}" for i in range(150))
     prompt = AutoTokenizer.from_pretrained(model).encode(lines)
     return in_fresh_process(meter.decode, model, prompt, NEW_TOKENS, SELECTION, LAYERS - 1)
@@ -32,20 +32,20 @@ def decoded(model) -> Decoded:
 
 def test_every_step_is_measured_in_the_layer_that_selects(decoded):
     contexts = [each.context for each in decoded.measured]
-    # The first of the new tokens comes of the prompt.
+    # The first new token belongs to the prompt step.
     assert contexts == list(range(len(decoded.tokens) - NEW_TOKENS + 1, len(decoded.tokens)))
 
 
 def test_the_meter_says_what_diagnose_says_of_what_attention_saw(decoded):
-    """Selections are the same; sums are of as many float32 numbers as there are tokens, in another order."""
+    """Selections are equal. Sums have as many float32 terms as tokens, in another order."""
     for each in decoded.measured:
         for found, wanted in zip(each.meter, each.diagnosed, strict=True):
             torch.testing.assert_close(found, wanted, rtol=0, atol=len(decoded.tokens) * torch.finfo().eps)
 
 
 def test_the_meter_says_what_diagnose_says_of_the_text(model, decoded):
-    """transformers' bfloat16 is not vLLM's: queries and keys differ in their last bits, so that weights do by a few
-    percent of themselves, and a page at the edge of the budget of 32 may be another."""
+    """transformers and vLLM differ in the last bits of bfloat16 queries and keys. Weights then differ by a few percent,
+    and another page may be selected at the edge of the budget of 32 pages."""
     inputs = CapturingModel(model, "cpu").run(decoded.tokens[:-1], NEW_TOKENS - 1)[LAYERS - 1]
     diagnosed = PagedLayer(inputs, UniqueSelection(**SELECTION)).quality()
     for name, tolerance in {"mass": 0.02, "estimated_mass": 0.02, "recall": 2 / 32, "cosine": 0.02}.items():

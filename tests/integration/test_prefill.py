@@ -1,4 +1,4 @@
-"""Sparse prefill in one attention layer, through vLLM's own metadata and KV-cache update on a CPU."""
+"""Sparse prefill in one attention layer, with vLLM's metadata and KV-cache update on a CPU."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def harness_of(model: str, backend: str = "unique", layer_index: int = 0, **pref
 
 
 def decoding(backend: str) -> dict[str, object]:
-    """Settings with which a backend decodes sparsely from short contexts on, in pages of 16 tokens."""
+    """Settings for sparse decoding at short contexts, in pages of 16 tokens."""
     shortest: dict[str, object] = {} if backend in ("dense", "zipvl") else {"min_context_tokens": 64}
     if backend not in ("dense", "zipvl", "art"):
         shortest["selection"] = {"budget_tokens": 64, "page_size": 16}
@@ -37,7 +37,7 @@ def is_dense(harness: LayerHarness, request, output: torch.Tensor, token: int) -
 
 @pytest.mark.parametrize("backend", POLICIES)
 def test_long_prompts_read_blocks_and_short_ones_everything(model, backend):
-    """Tokens beyond `min_context_tokens` and the fewest blocks choose; decoding tokens do what they do without."""
+    """Tiles beyond `min_context_tokens` and the smallest number of blocks choose. Decoding tokens are not affected."""
     harness = harness_of(model, backend)
     long, short = harness.request(600), harness.request(200)
     output, whole = harness.step([(long, 600), (short, 200)])
@@ -45,7 +45,7 @@ def test_long_prompts_read_blocks_and_short_ones_everything(model, backend):
     assert [is_dense(harness, long, output, token) for token in (0, 255, 256, 599)] == [True, True, False, False]
     assert all(is_dense(harness, short, whole, token) for token in (0, 199))
     read, past = harness.layer.impl.plan.prefill.counters[:, :2].unbind(1)
-    # Tiles from position 0, 64, ... of 600 tokens, and the prompt of 200 is none of them; 2 blocks from 256 on.
+    # Tiles of 600 tokens begin at 0, 64, ...; the prompt of 200 has none that chooses; 2 blocks from 256 on.
     assert past.tolist() == [sum(range(10))] * 2
     assert read.tolist() == [sum(range(4)) + 6 * 2] * 2
 
@@ -109,7 +109,7 @@ def test_leading_layers_and_windows_stay_dense(model):
 
 @pytest.mark.parametrize("backend", ["dense", "streaming_llm", "art"])
 def test_statistics_for_prefill_leave_decode_steps_their_bits(model, backend):
-    """StreamingLLM's pages are of 16 tokens and ART's too, the statistics' of 8."""
+    """Pages of StreamingLLM and ART have 16 tokens, those of the statistics 8."""
     outputs = []
     for prefill in (None, FEW | {"min_context_tokens": 4096}):
         settings = {"prefill": prefill, **decoding(backend)}
@@ -181,7 +181,7 @@ def test_contexts_shorter_than_the_shortest_are_attended_whole(model):
 
 
 def test_short_contexts_are_attended_whole_unless_asked_otherwise(model):
-    """As with the other methods, so that short prompts have the tokens of dense attention."""
+    """As with other methods, short prompts have the tokens of dense attention."""
     settings = {"prefill": {name: value for name, value in KEEPING.items() if name != "min_context_tokens"}}
     harness = LayerHarness(model, settings=settings, backend="zipvl")
     request, context = harness.request(1024), 0

@@ -1,4 +1,4 @@
-"""Requests that say how much of their context a decode step reads, mixed in the batches of one attention layer."""
+"""Requests with different budgets and coverages in the batches of one attention layer."""
 
 import random
 
@@ -12,7 +12,7 @@ from vllm.exceptions import VLLMValidationError
 
 KINDS = (None, {"sparse_budget_tokens": 128}, {"sparse": "dense"}, {"sparse_coverage": 0.5})
 UNCOVERED = (*KINDS[:3], {"sparse_budget_tokens": 24})
-"""For policies that do not know what a page weighs."""
+"""For policies without an estimate of page weights."""
 DENSE_TOLERANCE = 2e-2
 """vLLM's CPU kernel rounds probabilities to bfloat16; outputs here are averages of unit normals."""
 SETTINGS = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
@@ -20,7 +20,7 @@ SETTINGS = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
 
 def harness_of(model: str, policy: str = "unique", **settings: object) -> LayerHarness:
     selection = {"policy": policy, "budget_tokens": 64}
-    # What slides has given back what a larger budget would read, and is refused.
+    # A sliding window has given back what a larger budget would read, so budgets are refused with it.
     settings = SETTINGS | {"selection": selection, "compaction": None} | settings
     return LayerHarness(model, settings=settings, backend=policy, num_blocks=60)
 
@@ -30,7 +30,7 @@ def is_dense(harness: LayerHarness, request: Request, output: torch.Tensor) -> b
 
 
 def prompts_of(harness: LayerHarness, lengths: tuple[int, ...] = (900, 700, 800, 600)) -> list[Request]:
-    """Requests of every kind, behind their prompts."""
+    """Requests of every kind, after their prompts."""
     kinds = KINDS if harness.selection.name() == "unique" else UNCOVERED
     requests = [harness.request(length) for length in lengths]
     for request, arguments in zip(requests, kinds, strict=True):
@@ -40,14 +40,14 @@ def prompts_of(harness: LayerHarness, lengths: tuple[int, ...] = (900, 700, 800,
 
 
 def forked(request: Request) -> Request:
-    """The same request, to take the same step again: what it writes is what the step before wrote."""
+    """The same request, to repeat a step: it writes what the earlier step wrote."""
     return Request(request.blocks, request.prompt_tokens, request.keys, request.values, arguments=request.arguments)
 
 
 @pytest.mark.parametrize("policy", ["unique", "streaming_llm", "quest"])
 @pytest.mark.parametrize("new", [1, 2])
 def test_requests_of_all_kinds_in_a_batch_have_the_bits_they_have_alone(model, policy, new):
-    """Two new tokens are a step with a draft."""
+    """Two new tokens form a step with a draft."""
     harness = harness_of(model, policy)
     harness.builder.reorder_batch_threshold = new
     requests = prompts_of(harness)
@@ -67,7 +67,7 @@ def taken(request: Request, new: int) -> dict[int, tuple]:
 
 
 def test_each_request_reads_its_own_budget(model):
-    """What a layer reads whose settings have that budget."""
+    """It reads what a layer with this budget as setting reads."""
     harness = harness_of(model)
     requests = [harness.request(length) for length in (900, 700, 800)]
     budgets = (64, 128, 512)
@@ -127,13 +127,13 @@ def test_routed_groups_are_those_of_the_budget_and_a_dense_request_has_none(mode
     for request in (plain, whole):
         harness.step([(request, 300)])
     routed, attended = harness.step([(plain, 1), (whole, 1)])
-    # Every group is skipped but those of the request that is dense.
+    # Every group is skipped except those of the dense request.
     assert not routed.any()
     assert is_dense(harness, whole, attended)
 
 
 def test_a_coverage_reads_what_it_needs_between_its_limits(model):
-    """Of the settings and of a request alike; the kernels that it counts by are held to their formula elsewhere."""
+    """For settings and requests alike. Other tests compare the counting kernels with their formula."""
     selection = {"budget_tokens": 64, "min_budget_tokens": 32, "max_budget_tokens": 256}
     limits = {name: tokens for name, tokens in selection.items() if name != "budget_tokens"}
     settings = SETTINGS | {"selection": limits | {"coverage": 0.8}}
@@ -152,7 +152,7 @@ def test_a_coverage_reads_what_it_needs_between_its_limits(model):
         tokens = QueryTokens(requests[0].fresh.unflatten(1, (2, -1)), decode.block_table, decode.context_lens)
         pages, counts = layer.impl.plan.selector.select_covering(tokens, impl.cache, impl.softmax, decode.limits)
         assert torch.equal((pages >= 0).sum(dim=-1), counts)
-        # Random keys spread the weight, so that a share is a number of pages: far more than the floor.
+        # Random keys spread the weight, so a share needs far more pages than the minimum.
         assert counts.min() > 4
         assert torch.equal(attend_pages(tokens, impl.cache, pages, impl.softmax), output)
     of_settings, of_request = (
@@ -165,14 +165,14 @@ def test_a_coverage_reads_what_it_needs_between_its_limits(model):
 
 
 def test_launches_have_room_for_a_coverage_in_lossless_mode(model):
-    """Drafts are no requests with budgets, but their rows read up to the cap of the coverage."""
+    """Drafts have no request budgets, but their rows read up to the largest budget of the coverage."""
     settings = {"selection": {"coverage": 0.9}, "lossless": {}, "min_context_tokens": 0}
     plan = LayerHarness(model, settings=settings, num_blocks=60).layer.impl.plan
     assert plan.most_pages == 1024 == plan.selector.pages_read.most
 
 
 def test_an_engine_serves_every_kind_and_survives_a_bad_one():
-    """A small budget on text without needles changes tokens, so that a request that got another's budget shows."""
+    """A small budget changes tokens on text without needles, so a request with another budget would be detected."""
     rng = random.Random(3)
     prompt = [0, *(rng.randrange(3, 4000) for _ in range(1200))]
     kinds = [None, {"sparse_budget_tokens": 24}, {"sparse": "dense"}, {"sparse_budget_tokens": 4096}]
@@ -180,10 +180,10 @@ def test_an_engine_serves_every_kind_and_survives_a_bad_one():
     with run_engine("unique", {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}) as engine:
 
         def answers(arguments: list[dict | None]) -> list[list[int]]:
-            # Batches are of one size, since what surrounds attention may round differently in others.
+            # All batches have one size, because the layers around attention may round differently in other sizes.
             return engine.answer([prompt] * len(mix), 12, True, arguments)
 
-        answers(mix)  # The prompt is cached from here on.
+        answers(mix)  # Fills the prefix cache.
         alone = [answers([kind] * len(mix))[0] for kind in kinds]
         mixed = answers(mix)
         with pytest.raises(VLLMValidationError, match="sparse_budget_tokens: got 12, allowed: a multiple of page_size"):
@@ -200,7 +200,7 @@ LOW = {"sparse_budget_tokens": 24}
 
 
 def test_a_request_takes_no_cached_blocks_of_requests_that_read_less():
-    """Follow-ups have the log probabilities of an engine whose cache has seen no decoding token."""
+    """Follow-up requests have the log probabilities of an engine whose cache contains no decoded tokens."""
     rng = random.Random(4)
     prompt = [0, *(rng.randrange(3, 4000) for _ in range(1200))]
     config = {"selection": {"budget_tokens": 64}, "min_context_tokens": 0}
@@ -215,11 +215,11 @@ def test_a_request_takes_no_cached_blocks_of_requests_that_read_less():
             return expected, engine.metric("vllm:prefix_cache_hits_total") - before
 
         found = [follow_up(engine, *each) for each in asked]
-        # Requests that read the same go on sharing, whether the argument or the settings say how much they read.
+        # Requests that read the same share blocks, whether an argument or the settings give the budget.
         for turn, arguments in ((low, LOW), (usual, None), (usual, {"sparse_budget_tokens": 64})):
             assert follow_up(engine, turn, arguments)[1] >= 1376
     with run_engine("unique", config, **SMALL_BLOCKS) as engine:
         engine.expect([prompt])
-        # The prompts of these are the same, and so is what is taken from the cache.
+        # These have equal prompts, and use equal cached blocks.
         assert [follow_up(engine, *each) for each in asked] == found
     assert [hits for _, hits in found] == [0, 1184, 1184]

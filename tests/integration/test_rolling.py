@@ -1,4 +1,4 @@
-"""Rolling positions in a layer, through vLLM's own metadata and KV-cache update on a CPU, and in an engine."""
+"""Rolling positions in a layer, with vLLM's metadata and KV-cache update on a CPU, and in an engine."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ ROPES = {
 
 
 def attention(rotary: nn.Module | None, layer: nn.Module | None = None, kind: type = LlamaAttention) -> nn.Module:
-    """A module of a model around a layer, as far as anybody looks at it."""
+    """A model's module around a layer, with the attributes that are read."""
     module = kind.__new__(kind)
     nn.Module.__init__(module)
     module.attn, module.rotary_emb = layer, rotary
@@ -39,14 +39,14 @@ def attention(rotary: nn.Module | None, layer: nn.Module | None = None, kind: ty
 
 
 class RollingHarness(LayerHarness):
-    """A layer of a model that turns queries and keys."""
+    """A layer of a model that rotates queries and keys."""
 
     def get_model(self) -> nn.Module:
         (layer,) = get_current_vllm_config().compilation_config.static_forward_context.values()
         return nn.ModuleList([attention(get_rope(64, MAX_POSITIONS, dtype=torch.float32), layer)])
 
     def rolled(self, request: Request, token: int) -> torch.Tensor:
-        """Attention of a token of the latest step with its sinks' keys turned forward, in float64."""
+        """Attention of a token of the latest step, with its sinks' keys rotated forward, in float64."""
         position = len(request.keys) - len(request.fresh) + token
         keys, query = request.keys[: position + 1].double(), request.fresh[token].double()
         visible = torch.ones(self.num_kv_heads, position + 1, dtype=torch.bool)
@@ -62,7 +62,7 @@ class RollingHarness(LayerHarness):
         )  # fmt: skip
 
     def is_rolled(self, request: Request, output: torch.Tensor) -> bool:
-        """Whether all outputs of a request are so."""
+        """Whether all outputs of a request equal `rolled`."""
         expected = torch.stack([self.rolled(request, token) for token in range(len(output))])
         return bool((output.double() - expected).abs().max() < TOLERANCE)
 
@@ -81,11 +81,11 @@ def test_every_token_sees_its_sinks_directly_before_its_window(model, chunks):
         for one, output in zip((short, request, beside), outputs, strict=True):
             assert harness.is_rolled(one, output)
         if len(request.keys) >= 300:
-            # What the window has left behind is given back: the blocks between the sinks' and its own.
+            # Blocks between the sinks and the window have been given back.
             left = range(1, (len(request.keys) - (CACHE - SINKS)) // BLOCK)
             harness.cache[[request.blocks[block] for block in left]] = torch.nan
     assert len(left) > 5
-    # Blocks of a prefix that requests share hold what each of them would have computed.
+    # Blocks of a shared prefix hold what each request would compute.
     shared = harness.request(400, beside, shared_blocks=len(beside.keys) // BLOCK)
     assert harness.is_rolled(shared, harness.step([(shared, 200)])[0])
 
@@ -102,7 +102,7 @@ def test_a_context_that_fits_the_cache_is_served_as_at_the_positions_of_the_text
 
 @pytest.fixture
 def config():
-    """What vLLM's modules ask for where they are made."""
+    """The configuration that vLLM's modules read when they are created."""
     with set_current_vllm_config(VllmConfig()):
         yield
 
@@ -148,17 +148,17 @@ def test_positions_that_are_not_proven_to_be_plain_rotations_are_refused(case):
 
 
 def test_an_engine_says_what_a_plain_computation_does():
-    folder = MODEL.parent / "witness-6m"  # it rests on its sinks
+    folder = MODEL.parent / "witness-6m"  # its attention depends on its sinks
     text = library_tokens(folder, 1300)
     crowd, long = [text[60 * part : 60 * part + 60] for part in range(10)], [text[600:1300], text[600:1200]]
     with run_engine(
         "dense", {"compaction": ROLLING}, model=str(folder), max_model_len=768, max_num_batched_tokens=256,
         block_size=BLOCK, num_gpu_blocks_override=26, max_num_seqs=10,
     ) as engine:  # fmt: skip
-        # Ten requests that outgrow the cache are too many for the pool: some are preempted and resumed.
+        # Ten requests that outgrow the cache exceed the pool: some are preempted and resumed.
         drawn = engine.sample(crowd, 90)
         assert engine.metric("vllm:num_preemptions_total") > 0
-        # The second prompt is the beginning of the first, and comes twice.
+        # The second prompt is the beginning of the first, and is asked twice.
         drawn += [engine.sample([prompt], 40)[0] for prompt in (*long, long[1])]
         assert engine.metric("vllm:prefix_cache_hits_total") > 500
         assert engine.metric("vllm_sparse_blocks_freed_sum") > 0

@@ -1,4 +1,4 @@
-"""Routing of KV groups in one attention layer, through vLLM's own metadata and KV-cache update."""
+"""Routing of KV groups in one attention layer, with vLLM's metadata and KV-cache update."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def scores_of(request: Request) -> torch.Tensor:
 
 
 def decoded(model: str, backend: str, routing: object, steps: int = 12, layer_index: int = 2) -> list[tuple]:
-    """Outputs and scores of three requests that decode side by side, the last below the shortest routed context."""
+    """Outputs and scores of three requests that decode together; the last is below the shortest routed context."""
     harness = LayerHarness(model, settings=settings_of(backend, routing), backend=backend, layer_index=layer_index)
     requests = [harness.request(n) for n in (300, 150, 30)]
     harness.step([(request, request.prompt_tokens) for request in requests])
@@ -47,7 +47,7 @@ def decoded(model: str, backend: str, routing: object, steps: int = 12, layer_in
 def test_skipped_groups_are_zero_and_others_keep_their_bits(model, backend):
     # Random queries: a threshold of 0 skips half of the groups.
     plain, routed = decoded(model, backend, 1.5), decoded(model, backend, 0.0)
-    if backend != "dense":  # which is vLLM's own attention without routing
+    if backend != "dense":  # without routing it is vLLM's own attention
         for (_, ours, *_), (_, unrouted, *_) in zip(plain, decoded(model, backend, None), strict=True):
             assert torch.equal(ours, unrouted)
     skips = 0
@@ -85,7 +85,7 @@ def test_leading_layers_and_no_routing_are_as_without_it(model, backend):
 
 
 def test_a_short_budget_does_not_exempt_from_routing(model):
-    """Between the shortest context and the budget everything is read, but routed."""
+    """Contexts between the shortest context and the budget are read whole, but routed."""
     settings = settings_of("unique", 0.0, selection={"budget_tokens": 512})
     harness = LayerHarness(model, settings=settings, layer_index=2)
     request = harness.request(200)
@@ -102,7 +102,7 @@ def test_a_short_budget_does_not_exempt_from_routing(model):
 
 @pytest.mark.parametrize("backend", POLICIES)
 def test_groups_that_are_left_stop_as_without_routing_and_they_alone_count(model, backend):
-    """A step at a time, within the budget (200 tokens) and beyond it (1003)."""
+    """Tests single steps within the budget (200 tokens) and beyond it (1003)."""
     stopping = {"scale_tolerance": 0.2, "direction_tolerance": 0.05, "patience": 1, "block_tokens": 64}
     found = {}
     for threshold in (1.5, 0.0):
@@ -150,7 +150,7 @@ def test_prompts_are_not_routed(model):
     harness.step([(request, 200)])
     (output,) = harness.step([(request, 99)])
     assert output.any(dim=-1).all()
-    # The prompt's last token alone is a prompt's token still.
+    # The last token of a prompt is a prompt token even if it is alone in its step.
     (output,) = harness.step([(request, 1)])
     assert output.any(dim=-1).all()
     (output,) = harness.step([(request, 1)])
@@ -184,7 +184,7 @@ def test_what_is_skipped_reaches_the_metrics(model, monkeypatch):
     request = harness.request(300)
     harness.step([(request, 300)])
     skipped = torch.zeros(HEADS)
-    # A step's counts are taken at the next multiple, and published at the one after.
+    # Counts are copied at the next multiple, and published at the one after.
     for _ in range(live.COUNTED_STEPS - 2):
         harness.step([(request, 1)])
         skipped += (scores_of(request)[0] >= 0).float()

@@ -1,4 +1,4 @@
-"""A trained model is served by what it was trained with, and says at every step what it said in training."""
+"""An engine serves a trained model with the settings of its training. Every step gives the training's output."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ DECODED = 200
 CONFIG = resolve(
     {"selection": {"page_size": 16, "budget_tokens": 48, "statistics": "int8"}, "min_context_tokens": 0}, "unique"
 )
-"""What the preset of the backend does not say."""
+"""Settings that differ from the preset of the backend."""
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def agreement(model: Path, tokens: list[int], mask_of_budget: int | None) -> float:
-    """The share of tokens that are the likeliest after those before them, under the hard mask or densely."""
+    """The share of tokens that are the likeliest continuation, under the hard mask or with dense attention."""
     served = ServedSelection.of(CONFIG)
     attention = PackedAttention(served, "trained")
     mask = None if mask_of_budget is None else served.mask(None, mask_of_budget)
@@ -44,20 +44,20 @@ def agreement(model: Path, tokens: list[int], mask_of_budget: int | None) -> flo
 
 
 def test_an_engine_decodes_what_was_trained(trained):
-    """All but the first token is decoded, so that the engine's every step is a row of the hard mask."""
+    """All tokens except the first are decoded, so every step is a row of the hard mask."""
     with run_engine(
         "unique", model=str(trained), max_model_len=512, skip_tokenizer_init=True, dtype="bfloat16"
     ) as engine:
         (answer,) = engine.answer([[5]], max_tokens=DECODED, ignore_eos=True)
     tokens = [5, *answer]
     assert len(set(answer)) > 20
-    # Drawn weights leave pages close to each other, so that rounding now and then turns a choice.
+    # With random weights pages have similar scores, so rounding sometimes changes the selection.
     others = max(agreement(trained, tokens, 64), agreement(trained, tokens, None))
     assert agreement(trained, tokens, 48) > max(0.7, others + 0.15)
 
 
 def test_an_adapter_beside_its_base_is_served_by_the_file_that_came_with_it(trained):
-    """The model's config.json knows nothing of the adapter, which an engine may load at any time."""
+    """The model's config.json does not describe the adapter, which an engine may load at any time."""
     with run_engine(
         "unique", {"config": str(trained / ADAPTER / SECTION)}, model=str(trained.parent / "before"),
         max_model_len=512, skip_tokenizer_init=True, dtype="bfloat16", enable_lora=True, max_lora_rank=8,

@@ -1,4 +1,4 @@
-"""Block-sparse prefill: the reference against plain loops, the kernels (interpreted without a GPU) against it."""
+"""Block-sparse prefill: the reference against plain loops, and the kernels (interpreted without a GPU) against it."""
 
 import itertools
 import math
@@ -37,7 +37,7 @@ HEADS, SIZE = 2, 32
 
 @pytest.fixture(autouse=True)
 def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Triton imports at the first launch must be interpreted too, where there is no GPU."""
+    """Without a GPU, modules that Triton imports at the first launch must be interpreted too."""
     if not HAS_GPU and find_spec("triton") is not None:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 
@@ -51,7 +51,7 @@ def prompts_of(contexts: list[int], chunks: list[int], table: torch.Tensor) -> P
 
 @dataclass
 class Case:
-    """A batch of chunks of prompts over a shuffled cache full of garbage."""
+    """A batch of chunks of prompts, in a shuffled cache with garbage elsewhere."""
 
     paged: PagedBatch
     prompts: Prompts
@@ -88,7 +88,7 @@ def make_case(
     stored = KINDS[kind].formats[0]
     paged = make_batch(contexts, HEADS, SIZE, statistics=stored, kind=kind, seed=seed, **{"block_size": 64, **shape})
     generator = torch.Generator().manual_seed(seed + 1)
-    # The queries are a view of a wider tensor, as they are of a fused projection.
+    # The queries are a view of a wider tensor, as in a fused projection.
     projected = torch.randn(sum(chunks), HEADS * group + 3, SIZE, generator=generator).bfloat16()
     query = projected[:, : HEADS * group]
     prompts = prompts_of(contexts, chunks, paged.block_table)
@@ -96,7 +96,7 @@ def make_case(
 
 
 def attend_plainly(sequences: VirtualSequences, output: torch.Tensor, wants_lse: bool) -> torch.Tensor | None:
-    """What FlashAttention does, one sequence after the other."""
+    """Computes FlashAttention, one sequence after the other."""
     lse = torch.full(sequences.queries.shape[1::-1], float("nan"))
     rows = sequences.query_rows.tolist()
     scale = SIZE**-0.5
@@ -119,7 +119,7 @@ def attend_plainly(sequences: VirtualSequences, output: torch.Tensor, wants_lse:
 def run(
     case: Case, rule: BlockRule, kernels: bool, softmax: Softmax | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output, full of NaN before, and counters."""
+    """Returns the output, initially NaN, and the counters."""
     tiles = plan_tiles(case.prompts, rule, case.batch.query.shape[1] // HEADS)
     output = torch.full_like(case.batch.query.contiguous(), float("nan"))
     counters = torch.zeros(HEADS, COUNTERS, dtype=torch.int64, device=output.device)
@@ -131,7 +131,7 @@ def run(
 
 
 def plain_attention(case: Case, rule: BlockRule, dtype: torch.dtype, softmax: Softmax) -> tuple[torch.Tensor, int]:
-    """Attention written token by token, and the past blocks that are read."""
+    """Attention written token by token, and the past blocks read."""
     outputs, blocks_read, first = [], 0, 0
     paged, prompts = case.paged, case.prompts
     for request, (context, chunk) in enumerate(zip(prompts.longest, prompts.query_lens, strict=True)):
@@ -241,7 +241,7 @@ def test_the_kernels_choose_and_regroup_as_the_reference(
     output, counted = run(case.on(device), rule, kernels=True)
     assert_as_accurate(output.cpu(), expected.double(), expected.float())
     assert torch.equal(counted[:, [0, 1, 3]].cpu(), read[:, [0, 1, 3]])
-    # Logits are kept as float16, of which a last bit may depend on the order of a product's sum.
+    # Logits are float16. Their last bit may depend on the order of a sum.
     shares = (counted[:, 2].cpu() - read[:, 2]).abs() / SHARE_UNITS
     assert (shares <= read[:, 3] * 2.0**-9).all()
     assert bool(read[:, 3].any()) == (rule.measure == "mass" and bool((read[:, 0] < read[:, 1]).any()))

@@ -1,4 +1,4 @@
-"""The compaction of a prompt against SnapKV in loops, for every packing of a cache."""
+"""The compaction of a prompt, compared with SnapKV in loops, for every packing of a cache."""
 
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ def test_kept_tokens_are_those_of_the_paper_and_lie_in_the_last_full_blocks(leng
         for head in range(2):
             moved = tensor.gather(blocks[:, None], torch.tensor(head), page).flatten(0, 2)
             assert torch.equal(moved, tokens[kept[head], head])
-    # All else is as it was: the other request, the blocks before and the tail.
+    # Everything else is unchanged: the other request, the blocks before and the tail.
     others = torch.ones(len(before[0]), dtype=torch.bool)
     others[blocks] = False
     for tensor, was in zip((paged.cache.keys, paged.cache.values), before, strict=True):
@@ -92,7 +92,7 @@ def test_a_share_of_what_is_kept_is_for_the_newest_and_never_takes_the_place_of_
     for share, sinks in ((0.5, 4), (0.5, 0), (1.0, 4), (0.5, 20), (0.0, 4)):
         rule = CompactionRule(0, 1, sinks, recent_share=share, every_query=True)
         kept = choose_tokens(votes, num_tokens=100, candidates=96, before=68, rule=rule)
-        # 4 of the newest lie in the incomplete block, which is kept on top.
+        # 4 of the newest tokens are in the incomplete block, which is kept in addition.
         newest = max(0, min(int(share * 28), 28 - sinks) - 4)
         assert kept.tolist() == [[*range(28 - newest), *range(96 - newest, 96)]]
 
@@ -171,11 +171,11 @@ def test_triton_votes_choose_the_tokens_of_the_paper(monkeypatch, softcap):
 
 
 SPECIAL = torch.tensor([torch.nan, -torch.nan, torch.inf, -torch.inf, 3.4e38, 1.0, 1.0 + 2**-23, 1e-42, 0.0, -0.0])
-"""Votes that a sort may order in ways of its own."""
+"""Votes that sorts may order differently."""
 
 
 def votes_of_all_kinds(width: int) -> torch.Tensor:
-    """Votes of which few, many or all are equal, or are no numbers; each KV head has another kind."""
+    """Votes with few, many or only equal values, or non-finite ones; each KV head has another kind."""
     draw = torch.Generator().manual_seed(width)
 
     def some(of: torch.Tensor) -> torch.Tensor:
@@ -199,7 +199,7 @@ def votes_of_all_kinds(width: int) -> torch.Tensor:
 def check_choice(candidates: int, kept: int, first_of_window: int, rule: CompactionRule, device: str) -> None:
     from sparse_kernels.compaction import triton
 
-    # The prompt goes on behind its full blocks.
+    # The prompt continues after its full blocks.
     votes = votes_of_all_kinds(max(candidates, first_of_window) + 7)
     expected = reference.choose_tokens(votes, kept, candidates, first_of_window, rule)
     found = triton.choose_tokens(votes.to(device), kept, candidates, first_of_window, rule)
@@ -214,7 +214,8 @@ CHOICES = [
     (257, 257, 257, CompactionRule(sink_tokens=4, pool_tokens=5)),
     (513, 100, 490, CompactionRule(sink_tokens=4, pool_tokens=1)),
 ]
-"""Candidates, how many are kept, and the first token of the window: around 256, which a program counts at a time."""
+"""Candidates, number of kept tokens, and the first token of the window: around 256, which a program counts at a
+time."""
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -247,12 +248,12 @@ def test_triton_moves_what_torch_does(dtype, kind, head_size):
     block, draw = 64 if dtype.itemsize == 2 else 256, torch.Generator().manual_seed(3)
     layout = kind and StatisticsLayout(8, head_size, KINDS[kind].formats[0], dtype.itemsize, KINDS[kind])
     rows = block + (layout.rows(block) if layout else 0)
-    # Any bits, those of NaN among them, but finite keys: statistics of others are the kernel's affair.
+    # Arbitrary bits, including NaN, but finite keys: other tests cover the statistics of non-finite keys.
     memory = garbage(9, 3, rows, head_size * dtype.itemsize, generator=draw).view(torch.uint8)
     keys = torch.randn(9, 3, block, head_size, generator=draw).to(dtype)
     memory[:, :, :block].view(dtype)[..., :head_size] = keys
     table = torch.randperm(9, generator=draw)[:8]
-    # Sources lie among the targets, too.
+    # Sources and targets overlap.
     drawn = torch.rand(3, 7 * block, generator=draw).argsort(dim=1)[:, : 3 * block]
     kept, found = drawn.sort(dim=1).values, []
     for implementation in (reference, triton):
@@ -281,7 +282,7 @@ def test_rows_of_a_cache_are_those_that_it_was_made_of():
 def accumulated(
     query: torch.Tensor, chunks: list[int], cache: KVCache, block_table: torch.Tensor, softmax: Softmax
 ) -> torch.Tensor:
-    """Votes of all queries of a prompt that is computed in chunks, none of which sees what lies behind it."""
+    """Votes of all queries of a prompt that is computed in chunks. No query sees later tokens."""
     votes, begin = torch.zeros(cache.num_kv_heads, len(query)), 0
     for size in chunks:
         window = ObservationWindow(query[begin : begin + size], begin)
@@ -303,7 +304,7 @@ def test_heavy_hitters_of_all_queries_and_the_newest_tokens_are_kept(chunks, sof
 
 
 def test_accumulated_attention_is_that_of_transformers(tmp_path):
-    """H2O as published, over transformers' own attention weights: the sums of their columns."""
+    """H2O as published, from transformers' attention weights: the sums of their columns."""
     from transformers import AutoModelForCausalLM
 
     folder, length, budget, recent = save_llama(tmp_path, longest=512), 330, 96, 40
@@ -324,7 +325,7 @@ def test_accumulated_attention_is_that_of_transformers(tmp_path):
         assert (votes - sums).abs().max() < 2e-3 * length
         prompt = PromptBlocks(table, length, length // BLOCK - budget // BLOCK)
         kept = compact_prompt(ObservationWindow(query[:0], 0), prompt, cache, softmax, rule, votes)
-        # 30 tokens of the 40 newest are in full blocks; the rest of the budget is for heavy hitters.
+        # Of the 40 newest tokens, 30 are in full blocks. The rest of the budget is for heavy hitters.
         newest = [token for token in range(length - recent, length) if token < length // BLOCK * BLOCK]
         for head in range(KV_HEADS):
             hitters = sums[head, : length - recent].topk(budget - len(newest)).indices.tolist()
@@ -454,6 +455,6 @@ def test_a_gpu_keeps_and_moves_what_a_cpu_does(rule, dtype, heads, head_size, le
                 for tensor in (cache.keys, cache.values)
             ]  # fmt: skip
             assert torch.equal(torch.cat(moved, dim=-1).float().cpu(), source)
-    # Votes that are equal but for rounding may be ranked either way.
+    # Votes that differ only by rounding may be ranked in either order.
     same = sum(len(set(one.tolist()) & set(other.tolist())) for one, other in zip(*found, strict=True))
     assert same >= 0.98 * found[0].numel()

@@ -31,7 +31,7 @@ def warnings(monkeypatch) -> list[str]:
 
 
 def test_processes_that_compile_at_once_never_run_each_others_code(tmp_path, monkeypatch):
-    """One keeps its code while the other is about to: both have read the index when it was empty."""
+    """One process stores its code while the other compiles: both have read an empty index."""
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     one, other = kernel_of(1), kernel_of(2)
     files, save = one._cache._cache_file, one._cache._cache_file._save_data
@@ -52,7 +52,7 @@ def test_processes_that_compile_at_once_never_run_each_others_code(tmp_path, mon
 
 @pytest.mark.parametrize("files", [None, object()])
 def test_code_is_not_kept_where_its_files_cannot_be_named_apart(files, monkeypatch, tmp_path):
-    """As with a Numba that keeps it otherwise."""
+    """For example with a Numba that stores code differently."""
     rename = compiled._name_files_apart
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(compiled, "_name_files_apart", lambda _: rename(files))
@@ -61,7 +61,7 @@ def test_code_is_not_kept_where_its_files_cannot_be_named_apart(files, monkeypat
 
 
 def test_kernels_run_where_no_folder_can_be_written(monkeypatch, warnings):
-    """As for a user without a home, on a read-only root."""
+    """For example for a user without a home folder, on a read-only root."""
     monkeypatch.setattr(CacheImpl, "_locator_classes", [])
     assert filled(kernel_of(4)) == [4] * 3
     assert filled(kernel_of(5)) == [5] * 3
@@ -70,7 +70,7 @@ def test_kernels_run_where_no_folder_can_be_written(monkeypatch, warnings):
 
 
 def replace_by_a_file(folder: Path) -> None:
-    """Nothing can be written or read below it any more."""
+    """Nothing can be written or read below this path afterwards."""
     for file in sorted(folder.rglob("*"), reverse=True):
         file.rmdir() if file.is_dir() else file.unlink()
     folder.rmdir()
@@ -87,7 +87,7 @@ def cut_every_file(folder: Path) -> None:
 def test_kernels_run_where_the_folder_is_lost(spoil, when, monkeypatch, warnings, tmp_path):
     folder = tmp_path / "cache"
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(folder))
-    # Another process has kept what it compiled.
+    # Another process has stored its compiled code.
     assert filled(kernel_of(6)) == [6] * 3
     kernel = kernel_of(6)
     if when == "after":

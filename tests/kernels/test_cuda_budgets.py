@@ -1,4 +1,4 @@
-"""Requests with budgets of their own on CUDA, on a GPU."""
+"""Requests with different budgets on CUDA, on a GPU."""
 
 from dataclasses import replace
 
@@ -35,7 +35,7 @@ MIXED = {
     "newest pages": (Case((3000, 517, 4096), statistics=False, k=1024), (64, 5, 300)),
     "many requests": (Case((3000, 517, 1, 4096, 700) * 30, k=1024), (64, 24, 8, 500, 88) * 30),
 }
-"""Budgets of requests in one batch, where the largest that any may have is the case's."""
+"""Budgets of requests in one batch. The case has the largest possible budget."""
 
 
 @pytest.mark.parametrize("name", MIXED)

@@ -26,7 +26,7 @@ COVERED = {
 
 @pytest.mark.parametrize("case", COVERED.values(), ids=COVERED)
 def test_a_coverage_is_counted_as_by_the_reference_and_read_as_a_budget_of_each_row(case: Case) -> None:
-    from sparse_kernels.page_coverage import Coverage, count_rows
+    from sparse_kernels.page_coverage import Limits, count_rows
     from sparse_kernels.page_coverage.reference import count_pages
     from sparse_kernels.page_score.cuda import score_pages
     from sparse_kernels.sparse_decode import cuda
@@ -35,21 +35,21 @@ def test_a_coverage_is_counted_as_by_the_reference_and_read_as_a_budget_of_each_
     share = torch.linspace(0.99, 0.5, number, device="cuda")
     least, most = torch.full((number,), 4, device="cuda"), torch.full((number,), case.k, device="cuda")
     least[-1] = most[-1] = 20
-    coverage = Coverage(share, least, most)
+    limits = Limits(share, least, most)
     batch, cache, softmax, selection, _, _ = inputs.decode_arguments(case)
     assert isinstance(batch, DecodeBatch)
     counters = torch.zeros(case.num_kv_heads, 4, dtype=torch.int64, device="cuda")
 
-    def counted(batch: DecodeBatch, coverage: Coverage, counters: torch.Tensor | None = None) -> torch.Tensor:
-        return count_rows(batch, cache, selection, softmax, coverage, counters).budgets  # type: ignore
+    def counted(batch: DecodeBatch, limits: Limits, counters: torch.Tensor | None = None) -> torch.Tensor:
+        return count_rows(batch, cache, selection, softmax, limits, counters).budgets  # type: ignore
 
-    counts = counted(batch, coverage, counters)
+    counts = counted(batch, limits, counters)
     contexts, request = inputs.context_lens(case), torch.arange(number, device="cuda").repeat_interleave(case.queries)
     grouped = inputs.query.unflatten(1, (case.num_kv_heads, case.group))
     tokens = QueryTokens(grouped, inputs.block_table[request].long(), contexts.long())
     scores = score_pages(grouped, inputs.statistics, inputs.block_table[request], contexts // case.page_size, 0.0)
-    expected = count_pages(tokens, cache, scores, selection, softmax, coverage[request])  # type: ignore[arg-type]
-    # Of pages that reach the target by less than an error of float32, either may be the last.
+    expected = count_pages(tokens, cache, scores, selection, softmax, limits[request])  # type: ignore[arg-type]
+    # Of pages that reach the target within a float32 error, either may be the last.
     assert (counts - expected).abs().max() <= 2
     assert len(counts.unique()) > 3
     reads = count_reads(counts, contexts, case.page_size, case.page_size)
@@ -57,9 +57,9 @@ def test_a_coverage_is_counted_as_by_the_reference_and_read_as_a_budget_of_each_
     for row in range(number):
         one = slice(row, row + 1)
         rows = slice(row * case.queries, (row + 1) * case.queries)
-        assert torch.equal(counted(batch.requests(row, row + 1), coverage[one]), counts[rows])
+        assert torch.equal(counted(batch.requests(row, row + 1), limits[one]), counts[rows])
     output = inputs.empty_output()
-    covered = count_rows(batch, cache, selection, softmax, coverage)  # type: ignore[arg-type]
+    covered = count_rows(batch, cache, selection, softmax, limits)  # type: ignore[arg-type]
     cuda.sparse_decode(covered, cache, softmax, selection, None, None, output)  # type: ignore[arg-type]
     heads = output.heads.unflatten(1, (case.num_kv_heads, case.group))
     for token, head in torch.cartesian_prod(torch.arange(len(counts)), torch.arange(case.num_kv_heads)).tolist():
@@ -68,21 +68,21 @@ def test_a_coverage_is_counted_as_by_the_reference_and_read_as_a_budget_of_each_
         assert torch.equal(heads[token, head], fixed[token % case.queries, head])
     graph, again = torch.cuda.CUDAGraph(), counts.clone()
     with torch.cuda.graph(graph):
-        again.copy_(counted(batch, coverage))
+        again.copy_(counted(batch, limits))
     for shares in (share.flip(0), share):
-        coverage.share.copy_(shares.clone())
+        limits.share.copy_(shares.clone())
         graph.replay()
-        assert torch.equal(again, counted(batch, coverage))
+        assert torch.equal(again, counted(batch, limits))
 
 
 def test_a_batch_whose_coverage_needs_much_memory_is_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from sparse_kernels.page_coverage import Coverage, count_rows, cuda
+    from sparse_kernels.page_coverage import Limits, count_rows, cuda
 
     case = COVERED["two query tokens"]
     batch, cache, softmax, selection, _, _ = Inputs(case).decode_arguments(case)
     number = len(case.contexts)
     limits = (torch.full((number,), x, device="cuda") for x in (0.9, 4, 1024))
-    arguments = batch, cache, selection, softmax, Coverage(*limits)
+    arguments = batch, cache, selection, softmax, Limits(*limits)
     whole = count_rows(*arguments)  # type: ignore[arg-type]
     monkeypatch.setattr(cuda, "_SCRATCH_BYTES", 1)
     parts = count_rows(*arguments)  # type: ignore[arg-type]
@@ -95,7 +95,7 @@ def test_a_batch_whose_coverage_needs_much_memory_is_counted_in_parts(monkeypatc
 @pytest.mark.parametrize("pages", [100, 2048, 2049, 5000])
 def test_equal_scores_go_to_the_lowest_page_and_masses_decide_how_many(pages: int) -> None:
     """All keys are zero, so all pages weigh the same: a share is a number of pages."""
-    from sparse_kernels.page_coverage import Coverage, count_rows
+    from sparse_kernels.page_coverage import Limits, count_rows
 
     case = Case((8 * pages,), k=1024, kind="quarters", format="int4")
     inputs = Inputs(case)
@@ -106,7 +106,7 @@ def test_equal_scores_go_to_the_lowest_page_and_masses_decide_how_many(pages: in
     cache.statistics.vectors.zero_()
     cache.statistics.scales.zero_()  # type: ignore[union-attr]
     for share in (0.25, 0.5, 0.75):
-        limits = Coverage(*(torch.full((1,), x, device="cuda") for x in (share, 4, 1 << 40)))
+        limits = Limits(*(torch.full((1,), x, device="cuda") for x in (share, 4, 1 << 40)))
         counts = count_rows(batch, cache, selection, softmax, limits).budgets  # type: ignore[arg-type]
         assert counts is not None
         assert (counts - math.ceil(pages * share)).abs().max() <= 1
@@ -128,7 +128,7 @@ def test_estimates_of_a_row_are_those_of_its_records(case: Case) -> None:
     assert found is not None
     records = cache.statistics.summaries(inputs.block_table[0].long())[0]
     expected = page_logits(query[0], records, case.page_size, softmax)
-    # A query is rounded to 16 bits of its largest number, after a rotation for sketches.
+    # A query is rounded to 16 bits relative to its largest element, for sketches after a rotation.
     unit = float(query.float().norm(dim=-1).max()) / 32512
     allowed = softmax.scale * unit * float(records[:, :pages].abs().sum(dim=-1).max()) + 1e-5 * float(
         expected[..., :pages].abs().max()

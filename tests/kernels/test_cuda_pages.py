@@ -1,4 +1,4 @@
-"""Pages that come from outside and go outside on CUDA: `DecodeBatch.pages` and `DecodeOutput.pages`, on a GPU."""
+"""Given pages and returned pages on CUDA: `DecodeBatch.pages` and `DecodeOutput.pages`, on a GPU."""
 
 from copy import copy
 from dataclasses import replace
@@ -24,12 +24,12 @@ DECODE = CASES | {
     "many requests": Case((3000, 517, 1, 4096, 700) * 30),
     "group of 5, pages of 32, small blocks": Case((3000, 2079, 2080, 2081), group=5, page_size=32, block_size=32, k=64),
 }
-"""Steps that one launch serves."""
+"""Steps that run in one launch."""
 ALL = DECODE | BEYOND | LONG
 
 
 def room(inputs: Inputs, case: Case, with_pages: bool = True, stops: bool = False) -> DecodeOutput:
-    """Where a step writes, full of what it may not leave as it is."""
+    """The output memory of a step, filled with garbage that the step must overwrite."""
     assert case.k is not None
     output, rows = inputs.empty_output(), (len(inputs.query), case.num_kv_heads)
     if with_pages:
@@ -49,7 +49,7 @@ def step(
     launch: object = None,
     lists: bool = False,
 ) -> DecodeOutput:
-    """Decodes, by a launch or by the one of the batch; with `lists` the output has pages."""
+    """Decodes with a given launch or the batch's own; with `lists` the output has pages."""
     from sparse_kernels.sparse_decode import cuda
 
     batch, cache, softmax, selection, routing, _ = inputs.decode_arguments(case, rule)
@@ -74,7 +74,7 @@ def unselected(inputs: Inputs, case: Case) -> torch.Tensor:
 
 
 def check_lists(pages: torch.Tensor, inputs: Inputs, case: Case) -> None:
-    """Every list has as many different complete pages of its context as it should, and -1 behind them."""
+    """Every list has the required number of distinct complete pages of its context, and -1 after them."""
     none, budgets = unselected(inputs, case), inputs.batch(case).token_budgets()
     assert bool((pages[none] == -1).all())
     lengths = inputs.context_lens(case) // case.page_size
@@ -96,7 +96,7 @@ def test_pages_that_a_step_chose_give_the_same_bits(name: str) -> None:
     assert written.pages is not None
     assert torch.equal(written.heads, plain.heads), "writing the selection changes bits"
     check_lists(written.pages, inputs, case)
-    # Statistics and scores play no part any more.
+    # Statistics and scores must not matter any more.
     vectors = inputs.statistics.vectors
     vectors.view(torch.int8 if vectors.itemsize == 1 else torch.int16).zero_()
     assert torch.equal(step(inputs, case, written.pages).heads, plain.heads)
@@ -151,7 +151,7 @@ def test_lists_of_requests_with_budgets(name: str, dense: int | None) -> None:
 
 
 def random_lists(inputs: Inputs, case: Case, seed: int = 0) -> torch.Tensor:
-    """Some complete pages of each context in any order, with gaps of entries that are no page."""
+    """Some complete pages of each context in any order, with gaps of entries without a page."""
     generator = torch.Generator().manual_seed(seed)
     lengths = inputs.context_lens(case).clamp(min=0) // case.page_size
     lists = torch.empty(len(lengths), case.num_kv_heads, case.k, dtype=torch.int32)
@@ -185,11 +185,11 @@ def test_a_step_attends_exactly_the_pages_of_its_list(name: str) -> None:
     expected = torch.full_like(found, torch.nan)
     reference_decode(replace(batch, pages=lists), *arguments, DecodeOutput(expected))  # type: ignore[arg-type, type-var]
     assert_close(found, expected)
-    # Entries that are no page change no bit.
+    # Entries without a page change no bit.
     lengths = inputs.context_lens(case).clamp(min=0) // case.page_size
     compact = attended_pages(lists, lengths, case.k).int()
     assert torch.equal(step(inputs, case, compact).heads, found)
-    # Nor do neighbours.
+    # Neighbours change no bit.
     for row in range(0, len(case.contexts), 7):
         rows = slice(row * case.queries, (row + 1) * case.queries)
         assert torch.equal(step(inputs.row(row), case, lists[rows]).heads, found[rows])
@@ -197,7 +197,7 @@ def test_a_step_attends_exactly_the_pages_of_its_list(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ragged", "heads of 80", "group of 32, learned sinks", "budget of 2,048 pages"])
 def test_pages_outside_the_lists_are_not_read(name: str) -> None:
-    """NaN in keys and values of every page that no list has changes no bit."""
+    """NaN in keys and values of pages outside every list changes no bit."""
     case = ALL[name]
     inputs = Inputs(case)
     written = step(inputs, case, lists=True)
@@ -240,7 +240,7 @@ STOPPING = {
 
 @pytest.fixture
 def _clusters() -> None:
-    """Attention over a selection stops where there are clusters of blocks."""
+    """Attention over a selection can stop only on GPUs with clusters of thread blocks."""
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs clusters of blocks")
 
@@ -282,7 +282,7 @@ def test_attention_over_a_list_with_gaps_stops_where_the_reference_does(name: st
 
 @pytest.mark.parametrize("name", ["ragged", "newest pages", "budget of 2,048 pages", "group of 32, routed", "quarters"])
 def test_a_graph_passes_pages_from_a_step_to_the_next(name: str) -> None:
-    """The second step of the graph is another layer: other queries, the pages of the first."""
+    """The second step of the graph is another layer: it has other queries and uses the pages of the first."""
     from sparse_kernels.sparse_decode import cuda
 
     case = ALL[name]

@@ -1,4 +1,4 @@
-"""Selections and contexts that one launch does not serve, on a GPU."""
+"""Selections and contexts that need several launches, on a GPU."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_decode_in_pieces_equals_the_reference(case: Case, monkeypatch: pytest.M
     assert_close(output, expected)
     if inputs.routing is not None:
         assert torch.equal(output == 0, expected == 0)
-        # The reference has counted as many.
+        # The reference has counted the same.
         assert torch.equal(inputs.routing.counts, 2 * counts)
     if case in BEYOND.values():
         assert torch.equal(decode(inputs, case), output), "one launch serves it"
@@ -55,7 +55,7 @@ def test_pieces_of_a_request_do_not_depend_on_its_neighbours(name: str, monkeypa
     together = in_pieces(inputs, case)
     for row in range(len(case.contexts)):
         assert torch.equal(in_pieces(inputs.row(row), case)[0], together[row])
-    # One request at a time, and one block to all pieces of a row.
+    # One request at a time, and one thread block for all pieces of a row.
     monkeypatch.setattr("sparse_kernels.sparse_decode.cuda.PIECES_BYTES", 1)
     monkeypatch.setattr("sparse_kernels.split_attention.cuda._WAVES", 0)
     assert torch.equal(in_pieces(inputs, case), together)

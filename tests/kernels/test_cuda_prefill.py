@@ -60,7 +60,7 @@ def inputs(case: Case) -> tuple[Prefill, Softmax]:
     if case.eight_bits:
         query = query.to(torch.float8_e4m3fn)
         scales = [torch.tensor([x]).cuda() for x in (0.5, 1.5, 0.7)]
-    # As vLLM's cache lies: a head's keys and values side by side, with rows of statistics behind them.
+    # As in vLLM's cache: a head's keys and values are adjacent, followed by rows of statistics.
     memory = torch.empty(0, dtype=torch.bfloat16).set_(paged[0].view.untyped_storage())
     if case.eight_bits:
         memory = memory.nan_to_num(0, 0, 0).clamp(-400, 400).to(torch.float8_e4m3fn)
@@ -136,9 +136,9 @@ def test_the_gpu_equals_the_reference(case: Case, kernel: str) -> None:
     expected_sums = reference.column_sums(batch, cache, softmax, probes)
     for request, (context, chunk) in enumerate(case.requests):
         length = context if chunk else 0
-        # Exponentials of float32 logits of up to some tens; sums of as many terms as there are probe rows and heads.
+        # Exponentials of float32 logits up to some tens; one term per probe row and head.
         torch.testing.assert_close(sums[request, :length], expected_sums[request, :length], rtol=1e-4, atol=1e-5)
-    # Of sums that are about equal either token may be kept, so T is that of the GPU's own sums.
+    # Of nearly equal sums either token may be kept, so T is computed from the GPU's sums.
     again = choose_tokens(sums, probes, batch, case.rule)
     on_cpu = choose_tokens(sums.cpu(), probes.cpu(), on_host, case.rule)
     assert torch.equal(kept.positions, again.positions)
@@ -153,7 +153,7 @@ def test_the_gpu_equals_the_reference(case: Case, kernel: str) -> None:
 
 def test_a_choice_does_not_depend_on_width_or_device() -> None:
     rule, length = TokenRule(), 100_000
-    # A few large sums and very many small ones: added up as float32, these would be lost beside those.
+    # A few large sums and many small ones. A float32 sum would lose the small ones.
     sums = torch.rand(1, 1 << 18, generator=torch.Generator().manual_seed(3)).pow(40)
     lengths, starts = torch.tensor([length], dtype=torch.int32), torch.tensor([0, 8192], dtype=torch.int32)
     batch = PrefillBatch(torch.zeros(8192, 1, 16), starts, torch.zeros(1, 1).int(), lengths, 8192, length)
@@ -212,7 +212,7 @@ ROLLING = {
 
 
 def rotation(head_size: int, interleaved: bool = False) -> Rotation:
-    """Of positions up to that of the longest context."""
+    """For positions up to the longest context."""
     frequencies = 10_000.0 ** -(torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
     angles = torch.arange(4096, dtype=torch.float64)[:, None] * frequencies
     return Rotation(torch.cat([angles.cos(), angles.sin()], dim=1).bfloat16().cuda(), interleaved)
@@ -232,7 +232,7 @@ def test_rolling_positions_are_those_of_the_reference(case: Case, window: Rollin
 
 
 def test_a_graph_holds_the_launch_of_rolling_positions() -> None:
-    """What a step is captured with says nothing of the lengths, tables and queries that it is replayed with."""
+    """A captured step does not depend on the lengths, tables and queries of later replays."""
     prefill, softmax = inputs(Case(((3000, 1), (2000, 1), (700, 1), (517, 1))))
     batch, made = replace(prefill.batch, max_query_tokens=1), rotation(128)
     arguments = prefill.cache, softmax, WINDOW, made
@@ -240,7 +240,7 @@ def test_a_graph_holds_the_launch_of_rolling_positions() -> None:
     def buffers() -> list[torch.Tensor]:
         return [batch.query, batch.query_start, batch.block_table, batch.seq_lens]
 
-    # Of two requests, the others pad the batch.
+    # Two requests; the others are padding.
     later = [one.clone() for one in buffers()]
     later[0] = later[0].flip(0)
     later[1].copy_(torch.tensor([0, 1, 2, 2, 2]))

@@ -1,4 +1,4 @@
-"""Every CUDA source compiles, for the oldest and the newest architecture it is written for; no GPU needed."""
+"""Every CUDA source compiles for the oldest and the newest supported architecture, without a GPU."""
 
 import ctypes
 from pathlib import Path
@@ -241,12 +241,12 @@ KERNEL_STRUCTS = {
     "ListParams": ("page_topk/list.cu", CASES["list"]),
     "FindParams": ("sparse_decode/candidates.cu", CASES["find candidates"]),
 }
-"""Structs of one kernel, and the source that has each."""
+"""Structs used by one kernel, and the source of each."""
 SHARED_STRUCTS = [name for name in STRUCTS if name not in KERNEL_STRUCTS]
 
 
 def layout_assertions(name: str) -> str:
-    """C++ that holds a struct of the device to the size and the offsets that the host fills."""
+    """C++ assertions that a device struct has the size and offsets that the host uses."""
     struct = STRUCTS[name]
     offsets = "".join(
         f'static_assert(__builtin_offsetof({name}, {field}) == {getattr(struct, field).offset}, "{name}.{field}");\n'
@@ -303,7 +303,7 @@ def test_an_error_names_the_source() -> None:
 
 
 KNOWN = [75, 80, 86, 89, 90, 100, 103, 120]
-"""What an NVRTC may know."""
+"""Architectures that an NVRTC may support."""
 
 
 @pytest.mark.parametrize(
@@ -350,7 +350,7 @@ def test_an_architecture_decides_between_machine_code_and_ptx(
 
 
 def ptx_of(source: str, macros: dict[str, int], architecture: str) -> bytes:
-    """PTX by NVRTC alone, as cuda-core would make it: that asks the driver, which needs a GPU."""
+    """PTX from NVRTC. cuda-core would ask the driver, which needs a GPU."""
     from cuda.bindings import nvrtc
 
     def checked(status: object, *values: object) -> tuple[object, ...]:

@@ -124,7 +124,7 @@ def test_thresholds_follow_the_cubic_of_each_head(dense: bool) -> None:
         coefficients = (torch.randn(4, 4, generator=generator) * spread).cuda()
         inputs.routing = GroupRouting(coefficients, shortest=256, longest=8192)
         thresholds = inputs.routing.thresholds(lengths)
-        # Rounding decides nothing.
+        # Rounding cannot change a decision.
         assert (scores - thresholds).abs().min() > 1e-5 * spread
         output = split(inputs, case) if dense else decode(inputs, case)
         assert torch.equal(output.unflatten(1, (4, 4)).eq(0).all(dim=-1).all(dim=-1), scores >= thresholds)

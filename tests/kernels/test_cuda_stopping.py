@@ -79,7 +79,7 @@ EVERY_PAGE = [name for name, (case, _) in STOPPING.items() if case.k is None]
 
 
 def stopping_launches(case: Case) -> list[object]:
-    """Several, which give the same."""
+    """Several launches with equal results."""
     if case.k is None:
         from sparse_kernels.split_attention import cuda
 
@@ -95,7 +95,7 @@ def stopping_launches(case: Case) -> list[object]:
 
 
 def counted_output(inputs: Inputs, case: Case) -> DecodeOutput:
-    """Nothing that a kernel may leave as it is."""
+    """An output filled with garbage that a kernel must overwrite."""
     shape, device = (len(inputs.query), case.num_kv_heads), inputs.query.device
     pages_read = torch.full(shape, -1, dtype=torch.int32, device=device)
     counters = torch.zeros((case.num_kv_heads, 4), dtype=torch.int64, device=device)
@@ -121,7 +121,7 @@ def every_page(
     requests: int | None = None,
     launch: object = None,
 ) -> None:
-    """The first page before the newest; with scratch for so many requests, which is left as it was."""
+    """Reads the first page before the newest, with scratch for `requests` requests, which does not change."""
     from sparse_kernels.split_attention import cuda
 
     stopping = stopping_of(inputs, case, rule, requests)
@@ -227,7 +227,7 @@ def test_stop_tests_change_no_bit(name: str) -> None:
 
 
 def only(inputs: Inputs, case: Case, row: int, pages: int) -> Inputs:
-    """The request of a row as if its context had so many pages, those read first, and the incomplete one."""
+    """The request of a row, with a context that consists of the first `pages` pages read and the incomplete page."""
     found = Inputs(Case((1,)))
     context = int(inputs.seq_lens[row])
     complete = context // case.page_size

@@ -23,7 +23,7 @@ def test_selection_by_budgets_is_exact(pages: int, always: tuple[int, int], segm
     actual, counts = select_pages(scores, lengths, 1024, *always, segment=segment, budgets=budgets)
     assert torch.equal(actual.long().sort(dim=-1).values, expected.sort(dim=-1).values)
     assert torch.equal(counts, lengths.minimum(budgets).int()[:, None].expand(-1, 2))
-    # They are best first, as those of the same number for all.
+    # They are best first, as with one number for all rows.
     alone, _ = select_pages(scores, lengths, 64, *always, segment=segment)
     assert torch.equal(alone[0], actual[0, :, :64])
     batch = DecodeBatch(
@@ -73,7 +73,7 @@ def test_lists_are_exact_whatever_the_launch(kind: object, k: int, pages: int, a
     torch.manual_seed(k + pages)
     scores = kind(torch.randn(5, 2, -(-pages // 8) * 8, device="cuda").bfloat16())  # type: ignore[operator]
     lengths = torch.tensor([pages, k + 1, k, k - 1, pages - 3], device="cuda")
-    # What lies beyond a row is garbage.
+    # Scores beyond a row are garbage.
     beyond = torch.arange(scores.shape[2], device="cuda") >= lengths[:, None, None]
     scores = scores.masked_fill(beyond, torch.inf)
     expected = reference_selection(scores, lengths, k, *always)

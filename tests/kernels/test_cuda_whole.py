@@ -1,4 +1,4 @@
-"""Long contexts that are attended whole, by the blocks of their row and by all blocks of a launch, on a GPU."""
+"""Long contexts that are attended whole, by the thread blocks of their row and by all of a launch, on a GPU."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ WHOLE = {
     "newest pages": (Case((9001, 5001), statistics=False), (0,)),
     "many requests": (Case((5001, 517, 4097, 9000) * 20), (0, 2, 5, 40, 79)),
 }
-"""Cases, and which of their requests are to be attended whole whatever their length."""
+"""Cases, and the requests that are attended whole at any length."""
 
 
 def whole_inputs(name: str) -> tuple[Case, Inputs]:
@@ -41,7 +41,7 @@ def whole_inputs(name: str) -> tuple[Case, Inputs]:
 
 
 def listing(case: Case, requests: tuple[int, ...], most: int = 100, room: int = 100, first: int = 0) -> WholeRequests:
-    """A list in memory that holds garbage where nothing is promised of it."""
+    """A list in memory with garbage in all undefined places."""
     rows = case.queries * case.num_kv_heads
     numbers = room * WholeRequests.scratch_numbers(rows, case.group, case.head_size)
     listed = torch.full((1 + most,), 1 << 20, dtype=torch.int32)

@@ -25,7 +25,7 @@ def constant(threshold: float, heads: int = HEADS, **changes: object) -> GroupRo
 
 
 def score_by_hand(query: torch.Tensor, anchor: torch.Tensor, score: str) -> float:
-    """One group's, in Python's floats."""
+    """The score of one group, in Python's floats."""
     key = anchor.double().tolist()
     cosines = []
     for head in query.double().tolist():
@@ -62,7 +62,7 @@ def test_groups_whose_cosine_reaches_the_threshold_are_skipped(score, page_size,
 
 def test_a_threshold_above_1_skips_nothing_and_one_below_minus_1_everything():
     batch = make_batch(CONTEXTS, HEADS, SIZE)
-    # A query along its anchor has the largest cosine there is.
+    # A query parallel to its anchor has the largest possible cosine.
     query = torch.stack([keys[0] for keys in batch.keys]).unsqueeze(2).repeat(1, 1, GROUP, 1)
     for threshold, expected in ((1.001, False), (0.99, True), (-1.001, True)):
         skipped = route_groups(batch.tokens(query), batch.paged_keys, constant(threshold))
@@ -145,7 +145,7 @@ def test_heads_that_do_not_fit_are_refused():
 def decode(
     batch: PagedBatch, query: torch.Tensor, routing: GroupRouting | None, k: int | None = None, **changes: object
 ) -> torch.Tensor:
-    """By every page, or by `k` of them if it is given."""
+    """Decodes over every page, or over `k` pages."""
     requests = DecodeBatch(query.flatten(1, 2), batch.block_table.int(), batch.context_lens.int())
     requests = replace(requests, **changes)
     if k is None:

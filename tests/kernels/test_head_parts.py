@@ -1,4 +1,4 @@
-"""Groups of many query heads in parts, with torch in the place of the kernels."""
+"""Groups of many query heads in parts, with torch in place of the kernels."""
 
 import pytest
 import torch
@@ -42,5 +42,5 @@ def test_attention_in_parts_is_attention_of_all_heads(group: int) -> None:
     assert sum(sizes) == group
     assert max(sizes) <= MAX_GROUP
     assert sizes == [part.query.shape[1] // heads for part in queries_in_parts(requests, heads)]
-    # A sum over more rows may be taken in another order.
+    # A sum over more rows may have another order.
     torch.testing.assert_close(parted.float(), whole.float(), atol=2**-8, rtol=2**-7)

@@ -1,4 +1,4 @@
-"""How a decode step is laid out over a GPU, without one."""
+"""The layout of a decode step on a GPU, tested without a GPU."""
 
 from dataclasses import replace
 from itertools import product

@@ -1,4 +1,4 @@
-"""Attention under a page mask: the reference against plain definitions, the kernels (interpreted) against it."""
+"""Attention under a page mask: the reference against plain definitions, and the kernels (interpreted) against it."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -40,7 +40,7 @@ SIZE = 16
 
 @pytest.fixture(autouse=True)
 def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Triton imports at the first launch must be interpreted too, where there is no GPU."""
+    """Without a GPU, modules that Triton imports at the first launch must be interpreted too."""
     if not HAS_GPU and find_spec("triton") is not None:
         monkeypatch.setenv("TRITON_INTERPRET", "1")
 
@@ -52,7 +52,7 @@ def draw(tokens: int, heads: int, group: int, dtype: torch.dtype = torch.float64
 
 
 def results(function, inputs, packing, mask, kind, record_format):
-    """The output, and the gradients of queries, keys and values for drawn gradients of the output."""
+    """The output, and the gradients of queries, keys and values for random gradients of the output."""
     leaves = [x.detach().clone().requires_grad_() for x in inputs]
     records = page_records(leaves[1], packing, mask.page_size, KINDS[kind], record_format)
     output = function(*leaves, records, packing, mask, leaves[0].shape[2] ** -0.5)
@@ -98,7 +98,7 @@ def test_gradients_are_those_of_differences(kind, mask, monkeypatch):
     constants: list[torch.Tensor] = []
 
     def attend(query, key, value):
-        # What the paper does not differentiate stays as it was.
+        # Tensors without gradient in the paper stay unchanged.
         kept = iter(list(constants))
 
         def stop(x):
@@ -150,7 +150,7 @@ def test_pages_are_gathered_where_that_takes_less_memory_than_all_logits(monkeyp
 
 @pytest.mark.parametrize("kind", TRAINABLE)
 def test_the_selection_loss_is_the_divergence_from_what_each_token_reads_densely(kind):
-    """Held to a loop over tokens and heads; the first tokens read everything and have no page to choose."""
+    """Compared with a loop over tokens and heads. The first tokens read everything and choose no page."""
     query, key, _ = draw(26, heads=2, group=3)
     records = page_records(key, Packing((26,)), SOFT.page_size, KINDS[kind], None)
     newest, scale, total = 17, 0.3, 0.0
@@ -176,11 +176,11 @@ def test_the_selection_loss_is_the_divergence_from_what_each_token_reads_densely
 
 
 def test_the_selection_loss_brings_up_the_page_that_dense_attention_reads():
-    """The hard mask gives a page that it leaves out no gradient; the loss alone brings it into the selection."""
+    """The hard mask gives an unread page no gradient. The loss alone brings it into the selection."""
     mask = replace(SOFT, temperature=None, selection=PageSelection(3, 1, 1, 1.0))
     query, key, value = draw(40, heads=1, group=1)
     query = query[-1:]
-    # Nothing looks like the query but one key of page 5; the deviation of pages 3 and 7 is large, so they are read.
+    # Only one key of page 5 matches the query. Pages 3 and 7 have a large deviation, so they are read.
     along = query[0] / query[0].norm()
     key -= (key * along).sum(dim=-1, keepdim=True) * along
     key[20] += 3 * along
@@ -246,7 +246,7 @@ def test_the_hard_mask_is_a_served_decode_step(kind, record_format):
     mask = PageMask(selection, 8, dense_tokens=60)
     got = masked_attention(query, paged.keys[0], paged.values[0], records, Packing((context,)), mask, scale)
     for position in (47, 60, 61, 95, 96, 127, 148):
-        # Position 47 has 6 pages and would be sparse, were it not for the shortest sparse context.
+        # Position 47 has 6 pages. Only the shortest sparse context makes it dense.
         token = paged.tokens(query[position].view(1, heads, group, size))
         token = replace(token, context_lens=torch.tensor([position + 1]))
         pages = token.context_lens // 8
@@ -293,7 +293,7 @@ def test_results_are_finite(lengths, heads, kind, temperature, equal):
 
 
 def assert_kernels_are_accurate(device, inputs, packing, mask, kind) -> list[torch.Tensor]:
-    """Holds the kernels to the reference in float32 and returns their results."""
+    """Compares the kernels with the reference in float32 and returns their results."""
     from sparse_kernels.masked_attention import triton
 
     record_format = KINDS[kind].formats[0]
@@ -304,7 +304,7 @@ def assert_kernels_are_accurate(device, inputs, packing, mask, kind) -> list[tor
     on_device = [x.float().to(device) for x in inputs]
     got = [x.cpu() for x in results(triton.masked_attention, on_device, packing, mask, kind, record_format)]
     for actual, wanted, low in zip(got, exact, single, strict=True):
-        # A weight is 2 to the power of a logit plus log m less a log-sum, each rounded; softmax rounds the logit alone.
+        # A weight is 2 to the power of a logit plus log m minus a log-sum, all rounded; softmax rounds only the logit.
         assert_as_accurate(actual, wanted, low, roundings=3)
     return got
 
@@ -335,7 +335,7 @@ CASES = {
 def test_kernels_of_the_hard_mask_in_many_parts(device, name, monkeypatch):
     from sparse_kernels.masked_attention.triton import listed, lists, scores
 
-    # Scores are those of a piece at a time; every page has several parts, and one head's pages are in memory at a time.
+    # Scores are computed for one piece at a time. Every page has several parts. One head's pages are in memory.
     monkeypatch.setattr(scores, "_BYTES_AT_ONCE", 1)
     for module in (scores, lists):
         monkeypatch.setattr(module, "PIECE", 32)
@@ -353,7 +353,7 @@ def test_kernels_of_the_soft_mask_in_many_parts(device, name, monkeypatch):
     from sparse_kernels.masked_attention.triton import backward, forward, launches, score_gradients, scores
     from sparse_kernels.masked_attention.triton import mask as masks
 
-    # A part is a piece, a piece has several tiles, and a tile has the fewest rows and keys that a product can have.
+    # A part is a piece, a piece has several tiles, and a tile has the smallest shape of a product.
     monkeypatch.setattr(scores, "_BYTES_AT_ONCE", 1)
     for module in (backward, forward, launches, masks, score_gradients, scores):
         monkeypatch.setattr(module, "PIECE", 32)
@@ -382,7 +382,7 @@ def test_more_pairs_than_are_numbered_are_refused():
 @pytest.mark.parametrize("temperature", [None, 0.5])
 def test_kernels_read_the_first_of_equal_pages(device, temperature):
     query, key, value = draw(36, heads=1, group=2)
-    # Equal keys and heads: gradients go to the first of equal vectors, of the first of equal heads. Scores are exact.
+    # Equal keys and heads: gradients go to the first vector of the first head. Scores are exact.
     inputs = [query[:, :1].round().expand(-1, 2, -1), torch.ones_like(key), value]
     mask = PageMask(PageSelection(4, 1, 1, 0.7), 4, temperature)
     assert_kernels_are_accurate(device, inputs, Packing((36,)), mask, "quarters")
@@ -391,7 +391,7 @@ def test_kernels_read_the_first_of_equal_pages(device, temperature):
 @pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
 def test_a_page_that_nobody_reads_has_no_gradient(device):
     query, key, value = draw(24, heads=1, group=2)
-    # Pages of one token: the fourth scores less than any other, and is not read as the newest either.
+    # Pages of one token. The fourth scores lowest, and is also not read as the newest.
     query[..., 0], key[..., 0] = 8.0, 1.0
     key[3, :, 0] = -8.0
     mask = PageMask(PageSelection(2, 1, 0, 0.0), 1)

@@ -1,4 +1,4 @@
-"""Several query tokens of each request over whole contexts, beside attention token by token in float64."""
+"""Several query tokens of each request over whole contexts, compared with attention token by token in float64."""
 
 from dataclasses import dataclass, replace
 
@@ -49,7 +49,7 @@ def make_requests(
     block_size: int = 64,
     dtype: torch.dtype = torch.float32,
 ) -> Requests:
-    """Requests of some contexts, 0 for one that pads the batch, with as many query tokens each."""
+    """Requests with given contexts (0 for padding), and equal numbers of query tokens."""
     paged = make_batch([max(1, n) for n in lengths], num_kv_heads, head_size, block_size)
     # A slice of a wider tensor, as vLLM's query is.
     wide = torch.randn(tokens * len(lengths), num_kv_heads * group + 3, head_size)
@@ -129,7 +129,7 @@ def test_16_bits_are_rounded_as_the_matrix_units_do():
 
 
 def test_a_request_is_the_same_in_every_batch_of_a_size():
-    """Pieces follow from a context's length and from the number of requests, and nothing else does."""
+    """Pieces depend only on a context's length and on the number of requests."""
     made = make_requests([700, 90, 300], 5, dtype=torch.bfloat16)
     whole = run(made, Softmax(0.25))
     order = torch.tensor([2, 0, 1])
@@ -142,7 +142,7 @@ def test_a_request_is_the_same_in_every_batch_of_a_size():
 
 
 def test_pieces_without_tokens_count_for_nothing(monkeypatch):
-    """A short context beside a long one leaves most of its pieces empty."""
+    """A short context next to a long one leaves most of its pieces empty."""
     from sparse_kernels.multi_token_decode import triton
 
     monkeypatch.setattr(triton, "_LEAST_TOKENS", 16)
@@ -159,13 +159,13 @@ def test_pieces_without_tokens_count_for_nothing(monkeypatch):
 
 @pytest.mark.parametrize("pieces", [False, True], ids=["one piece", "several pieces"])
 def test_a_key_that_is_nan_makes_the_outputs_nan_that_attend_to_it(pieces, monkeypatch):
-    """As dense attention has it, and in no other output."""
+    """As in dense attention; no other output changes."""
     from sparse_kernels.multi_token_decode import triton
 
     if pieces:
         monkeypatch.setattr(triton, "_LEAST_TOKENS", 16)
     made = make_requests([300, 301, 90], 4, dtype=torch.bfloat16)
-    for request, token in ((0, 17), (1, 298)):  # the second is one of the newest: one query token comes before it
+    for request, token in ((0, 17), (1, 298)):  # the second one is among the newest: one query token precedes it
         block, within = made.batch.block_table[request, token // 64], token % 64
         made.cache.keys.view[block, 1, within // 8, 0, within % 8, 5] = torch.nan
         made.keys[request][token, 1, 5] = torch.nan

@@ -1,4 +1,4 @@
-"""Pages that come from outside and go outside: `DecodeBatch.pages` and `DecodeOutput.pages`, in torch and on a CPU."""
+"""Given pages and returned pages: `DecodeBatch.pages` and `DecodeOutput.pages`, in torch and on a CPU."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ RULE = StopRule(scale_tolerance=100.0, direction_tolerance=3.0, patience=1, bloc
 
 
 class Step:
-    """A decode step of ragged requests in a cache full of garbage."""
+    """A decode step of ragged requests, with garbage in the rest of the cache."""
 
     def __init__(
         self, contexts: tuple[int, ...] = RAGGED, group: int = 4, queries: int = 1, statistics: bool = True
@@ -39,7 +39,7 @@ class Step:
         self.batch = DecodeBatch(query, self.paged.block_table.int(), self.paged.context_lens.int())
 
     def room(self, k: int = K) -> DecodeOutput:
-        """Room for what a step writes, full of garbage."""
+        """The output memory of a step, full of garbage."""
         pages = torch.full((self.batch.num_tokens, HEADS, k), 77, dtype=torch.int32)
         return replace(DecodeOutput.like(self.batch.query), pages=pages)
 
@@ -143,7 +143,7 @@ def test_with_a_rule_the_list_has_all_pages_in_reading_order():
 
 
 def test_a_step_attends_exactly_the_pages_of_its_list():
-    """Whatever they are, in their order; entries that are no complete page of the context are left out."""
+    """Pages are read in the order of the list. Entries that are not complete pages of the context are ignored."""
     step = Step((700, 703, 704, 100))
     num_pages = step.paged.num_pages
     generator = torch.Generator().manual_seed(5)
@@ -185,7 +185,7 @@ def test_a_row_whose_list_is_empty_attends_the_incomplete_page():
 
 
 def test_pages_outside_the_lists_are_not_read():
-    """NaN in keys and values of every other page, in statistics and behind the contexts changes no bit."""
+    """NaN in keys and values of other pages, in statistics and beyond the contexts changes no bit."""
     step = Step((700, 705, 71))
     heads, pages = step.round_trip()
     read = pages[:, :, :, None] == torch.arange(100)
@@ -259,7 +259,7 @@ def test_refuses_lists_where_they_have_no_meaning():
 @pytest.mark.parametrize("budgets", [None, torch.tensor([3, 8, 8, 2, 2, 8, 8, 4, 8, 9, 5])], ids=["k", "budgets"])
 @pytest.mark.parametrize("group", [1, 4, 16])
 def test_lists_serve_where_selection_and_attention_are_two_calls(group, budgets):
-    """A CPU selects and attends in two calls. Lists in between change no bit, and mean what they mean to a step."""
+    """A CPU selects and attends in two calls. Lists between the calls change no bit, and equal those of a step."""
     step = Step(group=group)
     num_pages, grouped = step.paged.num_pages, step.batch.query.unflatten(1, (HEADS, -1))
     tokens = step.paged.tokens(grouped)

@@ -11,7 +11,7 @@ from support.paged import VECTOR_KINDS, make_batch
 
 CONTEXTS = [1000, 8, 7, 505, 64, 72, 999]
 SHAPES = [(1, 1, 64), (2, 4, 64), (1, 16, 128), (2, 3, 96), (1, 8, 256), (4, 1, 128)]
-# Compiled for each shape and kind: the default's kind in all shapes, the others in two.
+# Compiled for each shape and kind: the default kind in all shapes, the others in two.
 CASES = [
     (kind, *shape)
     for kind in VECTOR_KINDS
@@ -28,7 +28,7 @@ def assert_within_one_rounding(actual: torch.Tensor, expected: torch.Tensor) -> 
 
 
 def exact_scores(batch, query: torch.Tensor, request: int, std_weight: float, statistics: str) -> torch.Tensor:
-    """`[num_kv_heads, num_pages]` float64, straight from the keys and the formula of each kind of statistics."""
+    """`[num_kv_heads, num_pages]` float64, from the keys and the formula of each kind of statistics."""
     pages = int(batch.num_pages[request])
     key = batch.keys[request][: pages * batch.page_size].unflatten(0, (pages, batch.page_size)).transpose(1, 2).double()
     query = query[request].double()
@@ -185,7 +185,7 @@ def test_triton_scores_no_group_that_is_skipped():
 
 
 class Deviation(StatisticsKind):
-    """A score that no kind has: its records are not linear in, and its weight is in the features."""
+    """A score unlike any kind: it is not linear in the record, and its weight is in the features."""
 
     name = "deviation"
     vectors = 2

@@ -12,7 +12,7 @@ from support.paged import VECTOR_KINDS, garbage, make_batch
 
 
 def exact_record(kind: str, keys: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-    """Vectors and spread of pages of keys `[pages, page_size, num_kv_heads, head_size]` float64, by the papers."""
+    """Vectors and spread of pages of keys `[pages, page_size, num_kv_heads, head_size]` float64, from the papers."""
     match kind:
         case "mean_and_spread":
             return [keys.mean(dim=1)], keys.std(dim=1, correction=0).norm(dim=-1)
@@ -53,7 +53,7 @@ def test_statistics_of_full_pages(kind, statistics, page_size, head_size, num_kv
         assert stored.shape[2] == len(exact)
         for vector, wanted in enumerate(exact):
             largest = wanted.abs().amax(dim=-1, keepdim=True)
-            # A step of int8, half a step of the others.
+            # One step of int8, half a step of other formats.
             allowed = {
                 "int8": largest / 125, "fp8": wanted.abs() / 16 + largest / 2**18, "bf16": wanted.abs() / 256
             }[statistics]  # fmt: skip
@@ -150,8 +150,8 @@ def test_records_fit_their_rows_and_do_not_overlap(kind, cache_dtype, statistics
         raw = part.view(torch.uint8)
         assert raw.eq(0).all(), "two parts share bytes"
         raw.fill_(value)
-    # Bytes of vectors over bytes of keys and values; scalars and padding take a row in 64 tokens, or are part of the
-    # one row in 16 that small records share.
+    # Bytes of vectors over bytes of keys and values. Scalars and padding take one row per 64 tokens; small records
+    # share one row per 16 tokens with them.
     record_bytes = {"int8": 1, "fp8": 1, "bf16": 2}[statistics] * KINDS[kind].vectors
     share = record_bytes / (2 * cache_dtype.itemsize * page_size)
     assert share <= layout.memory_overhead <= max(share + 1 / 64, 1 / 16)

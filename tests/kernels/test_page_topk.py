@@ -6,7 +6,7 @@ from sparse_kernels.page_topk import reference, select_pages
 
 
 def expected(scores: torch.Tensor, length: int, k: int, sink_pages: int, recent_pages: int) -> list[int]:
-    """Sorting with a stable tie rule, one row, in plain Python."""
+    """Sorts one row in plain Python, with stable ties."""
 
     def rank(page: int) -> tuple[bool, float, int]:
         score = float(scores[page])
@@ -32,7 +32,7 @@ def test_exact_with_ties_to_the_lowest_page(rows, k, sink_pages, recent_pages, o
     k = max(k, sink_pages + recent_pages)
     width = max(len(row) for row in rows)
     num_pages = torch.tensor([len(row) for row in rows])
-    # What lies beyond a row's own pages must not matter, not even if it would win.
+    # Scores beyond a row's own pages must not matter, even if they are the largest.
     scores = torch.full((len(rows), 1, width), torch.inf, dtype=torch.bfloat16)
     for index, row in enumerate(rows):
         scores[index, 0, : len(row)] = torch.tensor(row, dtype=torch.bfloat16)

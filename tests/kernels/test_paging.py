@@ -1,4 +1,4 @@
-"""Blocks are copied out of a cache as their pages are, however the cache is packed."""
+"""Copies of blocks equal copies of their pages, for every packing of the cache."""
 
 import pytest
 import torch

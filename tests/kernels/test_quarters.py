@@ -23,7 +23,7 @@ def batch_of(kind: str, num_kv_heads: int, head_size: int, page_size: int) -> Pa
 
 
 def as_kept(kind: str, vectors: torch.Tensor) -> torch.Tensor:
-    """What is left of vectors `[..., 4, head_size]` float32 once they were stored, float64."""
+    """Vectors `[..., 4, head_size]` float32 after storing and reading, float64."""
     packed, steps = CODES[kind].pack(vectors)
     return CODES[kind].unpack(packed).double() * CODES[kind].per_vector(steps).double().unsqueeze(-1)
 
@@ -61,7 +61,7 @@ def test_an_element_is_off_by_half_a_step_and_every_word_is_finite(kind: str, se
     scaled = vectors / steps.float().repeat_interleave(codes.per_byte, dim=-1).unsqueeze(-1)
     error = (codes.unpack(packed) - scaled)[..., codes.dropped :]
     inside = scaled[..., codes.dropped :].abs() <= (codes.top + 1) / 2
-    # Where a word would not be finite, the first vector's element of the second byte moves by a step.
+    # If a word is not finite, the first vector's element of the second byte moves by a step.
     moved = torch.zeros_like(inside)
     moved[:, :: codes.per_byte, 1::2] = True
     assert (error.abs()[inside & ~moved] <= 0.5001).all()
@@ -123,7 +123,7 @@ def test_compiled_and_reference_agree(
     where = batch.block_table[0, pages // per_block], pages % per_block
     reference.update_page_statistics(batch.paged_keys, batch.statistics, *where)
     for before, after in zip(compiled, batch.statistics.parts, strict=True):
-        # Blocks that nobody wrote hold garbage: their bits are compared.
+        # Unwritten blocks hold garbage: their bits are compared.
         assert torch.equal(before.view(torch.uint8), after.contiguous().view(torch.uint8))
     query = torch.randn(len(CONTEXTS), num_kv_heads, group_size, head_size).bfloat16()
     arguments = query, batch.statistics, batch.block_table, batch.num_pages, 0.0
@@ -158,7 +158,7 @@ def test_a_lone_match_is_found_that_a_mean_hides() -> None:
 
 
 def test_channels_that_stand_out_leave_four_bits_of_the_others() -> None:
-    """A query that ignores the large channels finds the page all the same, which two bits do not allow."""
+    """A query that ignores the large channels still finds the page. With two bits this is not possible."""
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(4096, 128, generator=generator)
     query = torch.randn(64, 1, 1, 128, generator=generator)

@@ -1,4 +1,5 @@
-"""Attention with rolling positions beside StreamingLLM as the paper has it: keys turned to their places in a cache."""
+"""Attention with rolling positions, compared with StreamingLLM's definition: keys rotated to their places in a
+cache."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +22,7 @@ RAGGED = [(70, 70), (33, 3), (0, 0), (300, 11), (65, 1), (47, 1), (48, 1), (49, 
 
 @functools.cache
 def angles(rotary_size: int) -> torch.Tensor:
-    """Of each position: `[positions, rotary_size / 2]` float64."""
+    """Angles of each position: `[positions, rotary_size / 2]` float64."""
     frequencies = 100.0 ** -(torch.arange(0, rotary_size, 2, dtype=torch.float64) / rotary_size)
     return torch.arange(400, dtype=torch.float64)[:, None] * frequencies
 
@@ -32,7 +33,7 @@ def rotation(rotary_size: int = HEAD_SIZE, interleaved: bool = False, factor: fl
 
 
 def turned(x: torch.Tensor, by: torch.Tensor, made: Rotation) -> torch.Tensor:
-    """Queries or keys `[num_tokens, heads, head_size]`, turned by `[num_tokens]` further positions."""
+    """Queries or keys `[num_tokens, heads, head_size]`, rotated by `[num_tokens]` further positions."""
     size, result = made.rotary_size, x.clone()
     elements = torch.arange(size)
     one, other = (elements[::2], elements[1::2]) if made.interleaved else elements.chunk(2)
@@ -45,7 +46,7 @@ def turned(x: torch.Tensor, by: torch.Tensor, made: Rotation) -> torch.Tensor:
 def as_the_paper(
     prefill: Prefill, window: RollingWindow, made: Rotation, softmax: Softmax, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Outputs of all query tokens, each from a cache of its own whose keys are turned to their places in it."""
+    """Outputs of all query tokens, each from a separate cache with keys rotated to their places in it."""
     outputs = torch.full(prefill.batch.query.shape, torch.nan, dtype=dtype)
     for request, chunk in enumerate(prefill.chunks):
         length = int(prefill.batch.seq_lens[request])
@@ -146,7 +147,7 @@ def test_what_no_token_reads_may_be_anything(attend):
     for block in range(1, 237 // BLOCK):
         for paged in (prefill.cache.keys, prefill.cache.values):
             paged.view[prefill.batch.block_table[0, block]] = torch.nan
-    # Columns behind the context name one of them.
+    # Columns after the context name one of these blocks.
     prefill.batch.block_table[0, -(-300 // BLOCK) :] = prefill.batch.block_table[0, 1]
     after = attend(prefill)
     assert after.isfinite().all()
@@ -186,7 +187,7 @@ def test_triton_equals_the_reference(case, bound):
     given = TRITON_CASES[case]
     prefill = make_prefill(**given, block_size=BLOCK)
     longest = max(new for _, new in given["requests"])
-    # Tiles have as many rows as the host says that requests may need.
+    # The number of rows per tile follows from the host's upper bound.
     prefill = replace(prefill, batch=replace(prefill.batch, max_query_tokens=bound * longest))
     if prefill.batch.query.dtype == torch.float16:
         halves = (
@@ -204,7 +205,7 @@ def test_triton_equals_the_reference(case, bound):
 
 @pytest.mark.usefixtures("interpreted")
 def test_turning_a_query_takes_no_bits_off_it():
-    """Logits of tens would be off by some hundredths, and weights by as many percent."""
+    """Otherwise logits of tens would have errors of some hundredths, and weights of some percent."""
     prefill = make_prefill([(150, 9), (90, 1)], block_size=BLOCK, head_size=64)
     window, softmax = RollingWindow(24, 48, 48), Softmax(0.5)
     expected, actual = (attend(prefill, window, rotation(64), softmax).float() for attend in (run, triton_run))

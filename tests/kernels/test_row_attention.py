@@ -1,4 +1,4 @@
-"""One query token over its whole context and over pages of it, beside the formula in float64."""
+"""One query token over its whole context and over some pages, compared with the formula in float64."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ CONTEXT = 1100
 
 
 def ways_to_attend() -> list[Callable[..., RowAttention]]:
-    """torch's and, where it is installed, Triton's in its interpreter."""
+    """The implementation in torch and, if Triton is installed, in its interpreter."""
     ways = [attend_row]
     if find_spec("triton") is not None:
         from sparse_kernels.row_attention import triton
@@ -27,7 +27,7 @@ def ways_to_attend() -> list[Callable[..., RowAttention]]:
 
 
 def expected_of(batch: PagedBatch, query: torch.Tensor, read: torch.Tensor, softmax: Softmax, dtype: torch.dtype):
-    """Sums of pages and the outputs over what is read and over everything, token by token."""
+    """Page sums and the outputs over read tokens and over all tokens, token by token."""
     keys, values = (part[0].transpose(0, 1).to(dtype) for part in (batch.keys, batch.values))
     logits = torch.einsum("hgd,hnd->hgn", query.to(dtype), keys) * softmax.scale
     if softmax.softcap:
@@ -49,7 +49,7 @@ def expected_of(batch: PagedBatch, query: torch.Tensor, read: torch.Tensor, soft
     [(8, 64, 4, 0.0, False), (16, 96, 1, 0.0, True), (32, 64, 12, 5.0, True)],
 )
 def test_both_outputs_and_what_pages_weigh(page_size, head_size, group, softcap, sinks):
-    """Weights are rounded to two numbers of 8 bits by a GPU, which leaves 2^-17 of each at most."""
+    """A GPU rounds weights to two numbers of 8 bits, with an error of at most 2^-17 each."""
     batch = make_batch([CONTEXT], 2, head_size, page_size=page_size)
     query = torch.randn(1, 2, group, head_size).mul(2).bfloat16()
     softmax = Softmax(0.25, softcap, torch.linspace(-2, 4, 2 * group) if sinks else None)
@@ -73,7 +73,7 @@ def test_both_outputs_and_what_pages_weigh(page_size, head_size, group, softcap,
             allowed = 2 * float((rounded - wanted).abs().max()) + torch.finfo(torch.float32).eps * largest
             if number == 1 and name != "page_sums":
                 allowed += 2**-17 * largest
-            # A softcap takes an exponential and a division, each with an error of its own.
+            # A softcap takes an exponential and a division, each with an error.
             allowed += 4 * torch.finfo(torch.float32).eps * softcap
             assert float((part - wanted).abs().max()) <= allowed, name
 

@@ -13,7 +13,7 @@ PAGE_SIZES = [8, 16, 32]
 COMPILED = [
     (1, 1, 64, 16), (2, 4, 64, 8), (1, 16, 128, 32), (2, 3, 96, 8), (2, 3, 96, 16), (2, 3, 96, 32), (1, 8, 256, 8),
 ]  # fmt: skip
-"""KV heads, group size, head size and page size: each of them takes seconds to compile, so not all are."""
+"""KV heads, group size, head size and page size. Each takes seconds to compile, so the list is short."""
 ATTENDED = [
     *(pytest.param(attend_pages, *case, id="-".join(map(str, (*case, "compiled")))) for case in COMPILED),
     *(
@@ -25,7 +25,7 @@ ATTENDED = [
 
 
 def random_pages(batch, num_kv_heads: int, k: int, seed: int = 0) -> torch.Tensor:
-    """Different pages for each request and head, -1 where there are fewer than k."""
+    """Distinct pages for each request and head, -1 if there are fewer than k."""
     generator = torch.Generator().manual_seed(seed)
     pages = torch.full((len(batch.keys), num_kv_heads, k), -1)
     for request, count in enumerate(batch.num_pages.tolist()):
@@ -51,7 +51,7 @@ def visible_tokens(batch, pages: torch.Tensor, request: int) -> torch.Tensor:
 def test_attends_exactly_the_selection_and_the_incomplete_page(
     attend, num_kv_heads, group_size, head_size, page_size, extras
 ):
-    # A context always has something to attend: at least one selected page or an incomplete one.
+    # A context always has a selected page or an incomplete one.
     batch = make_batch(CONTEXTS, num_kv_heads, head_size, page_size=page_size)
     query = torch.randn(len(CONTEXTS), num_kv_heads, group_size, head_size).bfloat16()
     sinks = torch.randn(num_kv_heads * group_size) if extras.get("sinks") else None
@@ -101,7 +101,7 @@ def test_extreme_logits_do_not_overflow():
 
 
 def test_softmax_of_a_wide_range_of_logits():
-    """From weights of 1 to weights that vanish."""
+    """Weights range from 1 to numbers that round to 0."""
     batch = make_batch([512], 1, 64)
     query = torch.randn(1, 1, 4, 64).bfloat16() * torch.tensor([0.1, 1, 4, 30]).bfloat16()[:, None]
     pages = torch.arange(64).view(1, 1, 64)

@@ -70,7 +70,7 @@ def test_scores_that_a_batch_has_are_those_that_select():
 @pytest.mark.parametrize("statistics", [True, False])
 @pytest.mark.parametrize("queries", [1, 2])
 def test_each_request_reads_its_own_budget(statistics, queries):
-    """Of four contexts one fits its budget, and one is attended whole whatever its budget."""
+    """Of four contexts one fits its budget, and one is attended whole despite its budget."""
     batch = make_batch([700, 300, 1000, 900], HEADS, SIZE)
     query = query_of(batch, queries)
     changes = {} if statistics else {"statistics": None}
@@ -210,7 +210,7 @@ RULE = StopRule(scale_tolerance=0.2, direction_tolerance=0.02, patience=2, block
 
 
 def every_page(batch: PagedBatch, query: torch.Tensor, rule: StopRule | None = None, **changes: object) -> torch.Tensor:
-    """Under a rule, the first page before the newest."""
+    """Decodes over all pages; under a rule, the first page before the newest."""
     requests = requests_of(batch, query, dense_tokens=changes.pop("dense_tokens", 0))
     stopping = None if rule is None else Stopping(rule, sink_pages=1)
     return split_attention(requests, batch.cache, changes.pop("softmax", SOFTMAX), stopping=stopping, **changes)

@@ -20,7 +20,7 @@ def newest_first(batch: PagedBatch, num_kv_heads: int) -> torch.Tensor:
 
 
 def queries(batch: PagedBatch, num_kv_heads: int, group: int, size: int) -> torch.Tensor:
-    """Some look at one key among the newest, others at nothing in particular."""
+    """Some queries match one of the newest keys, others no key."""
     sharpness = torch.linspace(0, 160 / size, len(batch.keys) * num_kv_heads).flip(0).view(-1, num_kv_heads, 1, 1)
     own = torch.stack([key[-1] for key in batch.keys]).unsqueeze(2).float()
     return (sharpness * own + 0.3 * torch.randn(len(batch.keys), num_kv_heads, group, size)).bfloat16()
@@ -31,7 +31,7 @@ def count(implementation, batch, query, pages, rule, sinks=None, softcap=0.0, sc
 
 
 def by_hand(batch, query, pages, rule, request, head, sinks, softcap, scale=0.125) -> int:
-    """Algorithm 1 of the paper in Python's floats, one token after the other, no pages but for their order."""
+    """Algorithm 1 of the paper in Python's floats, one token after the other. Pages only give the order."""
     group, size = query.shape[2:]
     context, page_size = int(batch.context_lens[request]), batch.page_size
     order = [page for page in pages[request, head].tolist() if page >= 0]

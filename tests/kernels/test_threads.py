@@ -1,4 +1,4 @@
-"""The compiled kernels share torch's threads, whichever of them the main thread is bound to."""
+"""The compiled kernels share torch's threads, for every core that the main thread is bound to."""
 
 import json
 import os

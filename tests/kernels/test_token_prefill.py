@@ -145,7 +145,7 @@ def test_a_chunk_chooses_anew_from_the_whole_context():
         whole.cache, [], [],
     )  # fmt: skip
     _, kept_before = run(first)
-    # The second chunk attends to tokens that the first left out, and the first's last token ends its own T.
+    # The second chunk attends to tokens that the first chunk dropped, and T of the first ends with its last token.
     assert {token for token in tokens if token < 60} - tokens_of(kept_before, 0)
     assert 59 in tokens_of(kept_before, 0)
     assert output[-1].ne(0).any()
@@ -187,7 +187,7 @@ def test_the_draw_is_the_same_in_every_batch_and_place():
     together = draw_probes(batch_of([500, 700, 90], [500, 300, 5], widest=800), rule)
     for request, (context, chunk) in enumerate([(500, 500), (700, 300), (90, 5)]):
         assert torch.equal(draw_probes(batch_of([context], [chunk]), rule)[0], together[request])
-    # Numbers that every device and version must give: a request resumed elsewhere has the same rows.
+    # Every device and version must give these numbers: a request resumed elsewhere has the same rows.
     assert together[1].tolist() == [585, 448, 461, 586, 411, 517, 698, 699]
 
 
@@ -237,7 +237,7 @@ def test_sums_decide_how_many_and_what_a_row_gives_decides_which():
 
 
 def test_small_sums_add_up_beside_a_large_one():
-    # In float32 0.0004 is lost beside 16,000; all of them together are 2.
+    # A float32 sum loses 0.0004 next to 16,000. All of them together are 2.
     tokens, p = chosen([16000.0] + [0.0004] * 5000, [5000], (16000 + 0.4) / 16002)
     assert p == pytest.approx(1001, abs=1)
     assert tokens == [*range(p), 5000]
@@ -383,7 +383,7 @@ def test_a_request_has_its_bits_in_every_batch_on_a_gpu(monkeypatch):
 
 
 def paged_flash_attention(kept: KeptAttention) -> None:
-    """What an attention kernel with pages of one token and a causal mask aligned at the bottom right computes."""
+    """The attention of a kernel with pages of one token and a causal mask aligned at the bottom right."""
     group = kept.query.shape[1] // kept.keys.shape[2]
     starts = kept.query_start.tolist()
     for request, count in enumerate(kept.counts.tolist()):

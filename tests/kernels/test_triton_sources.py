@@ -32,7 +32,7 @@ MASKED = {
 }
 """Kernels of attention under a page mask of a temperature."""
 LEAST_SHARED_BYTES = 99 * 1024
-"""Shared memory of a block on the smallest GPUs that are served."""
+"""Shared memory of a thread block on the smallest supported GPUs."""
 CODE = """
 import importlib
 import sys
@@ -166,7 +166,7 @@ for head_size in (64, 96, 128, 256):
 
 
 def compiled(code: str, *arguments: str) -> int:
-    """Runs code that compiles kernels; returns how many, each of which fits the smallest GPUs."""
+    """Runs code that compiles kernels; returns their number. Each must fit the smallest GPUs."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],

@@ -29,13 +29,13 @@ on_devices = pytest.mark.parametrize("device", [ON_CPU, ON_GPU])
 
 @pytest.fixture(autouse=True)
 def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter, where there is no GPU, running the programs of a launch last to first.
+    """Without a GPU, runs the interpreter with the programs of a launch in reverse order.
 
-    In their natural order every program would find the work of those before it in the cache, as on no GPU.
+    In natural order every program would find the results of earlier programs in the cache, unlike on a GPU.
     """
     if HAS_GPU or find_spec("triton") is None:
         return
-    # What Triton imports at the first launch must be interpreted too.
+    # Modules that Triton imports at the first launch must be interpreted too.
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     from triton.runtime.interpreter import interpreter_builder as builder
 
@@ -71,7 +71,7 @@ Launches = Callable[[int, int], list[list[int]]]
 
 @dataclass(frozen=True)
 class Case:
-    """Consecutive launches; each is the slot mapping made of a page size and a block size."""
+    """Consecutive launches, each a function from page size and block size to a slot mapping."""
 
     name: str
     launches: Launches
@@ -81,7 +81,7 @@ class Case:
 
 
 def tokens(block_size: int, block: int, start: int, stop: int) -> list[int]:
-    """Slots of tokens `start` to `stop` of a request that begins in `block` and goes on in the blocks after it."""
+    """Slots of tokens `start` to `stop` of a request that begins in `block` and continues in the next blocks."""
     return list(range(block * block_size + start, block * block_size + stop))
 
 
@@ -231,7 +231,7 @@ class Launch:
 
     def to(self, device: str) -> "Launch":
         scales = tuple(scale if scale is None else scale.to(device) for scale in self.scales)
-        # Sliced after the transfer: a copy would make them contiguous.
+        # Sliced after the transfer, because a copy would make them contiguous.
         qkv = self.key._base.to(device)
         key, value = (qkv.as_strided(x.shape, x.stride(), x.storage_offset()) for x in (self.key, self.value))
         return Launch(key, value, self.slot_mapping.to(device), scales)
@@ -274,7 +274,7 @@ def kernel(*args) -> None:
 
 
 def rank(x: torch.Tensor, codes: Codes | None) -> torch.Tensor:
-    """Position of each value among those its format can store: neighbours differ by one."""
+    """Rank of each value among those that its format can store. Neighbours differ by 1."""
     if x.dtype == torch.uint8:
         return codes.unpack(x)
     if x.dtype == torch.int8:
@@ -286,23 +286,23 @@ def rank(x: torch.Tensor, codes: Codes | None) -> torch.Tensor:
 
 
 def assert_same_memory(actual: Memory, expected: Memory, slots: list[list[int]]) -> None:
-    """Every byte, but for a rounding of the statistics of the pages that some launch completed."""
+    """Every byte is equal, except for a rounding of the statistics of completed pages."""
     page_size = expected.shape.page_size
     last = torch.tensor(sorted({slot for mapping in slots for slot in mapping if slot % page_size == page_size - 1}))
     if expected.views is not None and last.numel():
         where = last // expected.shape.block_size, slice(None), last % expected.shape.block_size // page_size
-        # Steps may lie within the vectors, and are compared before those are made equal.
+        # Steps may lie within the vectors. They are compared before the vectors are made equal.
         for mine, wanted in reversed(list(zip(actual.views.parts, expected.views.parts, strict=True))):
             bits = {torch.uint8: torch.uint8, torch.bfloat16: torch.int16}.get(wanted.dtype, torch.int8)
             got = mine.view(bits)[where].view(wanted.dtype)
             want = wanted.view(bits)[where].view(wanted.dtype)
-            # Sums in another order: a float32 rounding, which may end on the other side of a rounding of the format.
-            # Keys and values have none: every other byte is compared exactly.
+            # Sums have another order: a float32 rounding may change the rounding to the format. Keys and values are not
+            # rounded: every other byte is compared exactly.
             codes = expected.views.kind.codes
             steps = (rank(got, codes) - rank(want, codes)).abs()
             if wanted is expected.views.vectors and wanted.dtype == torch.bfloat16:
-                # Where a page's keys cancel, that rounding is relative to them and not to their mean: half an ulp of
-                # the largest for each of the page's terms, in both sums.
+                # If a page's keys cancel, this rounding is relative to the keys: half an ulp of the largest key for
+                # each of the page's terms, in both sums.
                 cancelled = (got.float() - want.float()).abs() <= page_size * LARGEST_KEY * 2**-23
                 steps = steps.masked_fill(cancelled, 0)
             assert steps.max() <= 1, f"{int(steps.max())} steps off"
@@ -364,7 +364,7 @@ def test_of_equal_representatives_the_oldest_are_kept(device):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_kernel_agrees_with_the_reference_in_other_shapes(shape, device):
     page, size = shape.page_size, shape.block_size
-    # A page that is partly in the cache, one that is new, one that stays incomplete.
+    # One page is partly in the cache, one is new, one stays incomplete.
     slots = [tokens(size, 2, 0, 3), [*tokens(size, 2, 3, page), -1, *tokens(size, 5, 0, page), *tokens(size, 0, 0, 2)]]
     check(shape, slots, device)
 
@@ -378,7 +378,7 @@ def test_kernel_agrees_with_the_reference_in_other_shapes(shape, device):
     ids=["reference", "kernel"],
 )
 def test_rows_and_statistics_are_those_of_the_stored_keys(shape, implementation):
-    """Against a loop over tokens and float64, not against the other implementation."""
+    """Compared with a loop over tokens in float64, not with the other implementation."""
     memory = Memory.dirty(shape)
     page, size, dims = shape.page_size, shape.block_size, shape.head_size
     before = memory.raw.clone()
@@ -427,7 +427,7 @@ def test_keys_that_are_not_finite_leave_finite_statistics(kind, statistics, pois
     words = memory.to("cpu").raw[:, :, 64:].view(torch.bfloat16)
     assert words.isfinite().all()
     assert words[3].count_nonzero() > 0
-    # The page is not hidden from a selection that looks at spreads or at bounds.
+    # A selection by spreads or bounds must find the page.
     views, largest = memory.to("cpu").views, torch.finfo(torch.bfloat16).max
     if kind == "mean_and_spread":
         assert views.spread[1, 1, 0] == largest
@@ -461,11 +461,11 @@ def test_constant_and_zero_keys(device):
 
 @on_devices
 def test_blocks_and_heads_beyond_two_to_the_31_elements(device):
-    """In memory that is reserved but, on a CPU, hardly used."""
+    """The memory is reserved but, on a CPU, hardly used."""
     shape = Shape(cache_dtype=FLOAT8, block_size=256)
     small = Memory.dirty(shape, num_blocks=4)
     heads, rows, width = small.raw.shape[1:]
-    # Neither stride needs 64 bits, some of their multiples do.
+    # Both strides fit 32 bits; some of their multiples do not.
     strides = 2**30 + 48, 2**30 + 20 * 2**12, width, 1
     size = 3 * strides[0] + 2 * strides[1] + rows * width
     if device == "cuda" and torch.cuda.mem_get_info()[0] < 2 * size:
@@ -478,7 +478,7 @@ def test_blocks_and_heads_beyond_two_to_the_31_elements(device):
     launch.run(reference.write_cache, small)
     launch.to(device).run(kernel, actual)
     near = torch.empty_like(small.bytes).copy_(actual.bytes).view(FLOAT8)
-    # The second block's statistics page is due as well, of keys that are garbage but for the last.
+    # The second block's page is completed too. Its keys are garbage except for the last one.
     assert_same_memory(Memory(shape, near[3:]), Memory(shape, small.raw[3:]), [tokens(256, 0, 0, 8)])
     assert torch.equal(near[2, :, :256].view(torch.uint8), small.bytes[2, :, :256])
     assert torch.equal(near[:2].view(torch.uint8), small.bytes[:2])
@@ -504,7 +504,7 @@ def test_a_cuda_graph_follows_the_slots_it_is_replayed_with():
         held.slot_mapping.copy_(launch.slot_mapping)
         graph.replay()
         launch.run(reference.write_cache, expected)
-    # The last launch completes a page of garbage, which has statistics but none to compare.
+    # The last launch completes a page of garbage. Its statistics are not compared.
     assert_same_memory(Memory(shape, actual.to("cpu").raw[:4]), Memory(shape, expected.raw[:4]), [tokens(64, 2, 0, 16)])
 
 
@@ -514,7 +514,7 @@ def test_on_a_cpu_the_reference_serves():
     actual = expected.to("cpu")
     (launch,) = random_launches(shape, [[*tokens(64, 1, 0, 9), -1]])
     launch.run(reference.write_cache, expected)
-    # Scales mean nothing to a cache that is not float8; vLLM has them always.
+    # Only float8 caches use scales, but vLLM always passes them.
     launch.scales = torch.tensor(0.5), torch.tensor(0.5)
     launch.run(write_cache, actual)
     assert torch.equal(actual.bytes, expected.bytes)

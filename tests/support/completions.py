@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass
 class StubServer:
-    """What a stub answers and what it was asked; change it at any time."""
+    """The answers of a stub and the requests that it got. Tests may change it at any time."""
 
     answer: Callable[[list[int]], list[int]]
     """Token ids after those of a prompt and its forced tokens."""
@@ -22,24 +22,24 @@ class StubServer:
     max_model_len: int | None = 8192
     forces: bool = True
     ends: frozenset[int] = frozenset()
-    """Ids that end a request, forced or not, as vLLM has it, unless the request ignores them."""
+    """Ids that end a request, forced or not, as in vLLM, unless the request ignores them."""
     logprob: float = -0.5
-    """Of every token."""
+    """Log probability of every token."""
     predictions: list[dict[int, float]] | None = None
     """Log probabilities of the likeliest tokens by id, at each token of an answer; None for none."""
     body: str | None = None
-    """Answers a question for the models instead."""
+    """Replaces the answer to a request for the models."""
     answer_body: str | None = None
-    """Answers all other questions instead."""
+    """Replaces the answers to all other requests."""
     answers_left: int | None = None
-    """Requests that are answered before all others get an error; None for all."""
+    """Number of requests that are answered before all others get an error; None for all."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     url: str = ""
 
 
 @contextmanager
 def serve(stub: StubServer) -> Iterator[StubServer]:
-    """Serve a stub on a port of this machine until the end."""
+    """Serve a stub on a local port, within the context."""
 
     class Handler(BaseHTTPRequestHandler):
         def log_message(self, *_: object) -> None:

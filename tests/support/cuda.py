@@ -37,7 +37,7 @@ class Case:
     kind: str = "mean_and_spread"
     queries: int = 1
     k: int | None = 64
-    """None for every page, where only attention that may stop has a case."""
+    """None for every page, which needs attention that may stop."""
     dense_tokens: int = 0
     sinks: torch.dtype | None = None
     softcap: float = 0.0
@@ -154,7 +154,7 @@ LONG = {
 
 
 class Inputs:
-    """A case on the GPU: garbage everywhere but in the contexts."""
+    """A case on the GPU, with garbage outside the contexts."""
 
     def __init__(self, case: Case) -> None:
         contexts = [max(1, context) for context in case.contexts]
@@ -168,7 +168,7 @@ class Inputs:
         cache = memory.view(-1, case.num_kv_heads, rows, 2 * case.head_size)
         self.query_scale = self.key_scale = self.value_scale = None
         if case.eight_bit_cache:
-            # Statistics are those of the keys as they are stored.
+            # Statistics are computed from the keys as stored.
             layout = StatisticsLayout(case.page_size, case.head_size, case.format, 1, KINDS[case.kind])
             eight = cache.nan_to_num(0, 0, 0).clamp(-400, 400).to(torch.float8_e4m3fn)
             more = layout.rows(case.block_size)
@@ -204,13 +204,13 @@ class Inputs:
         return (self.seq_lens[:, None] - from_end).flatten()
 
     def group_scores(self, case: Case) -> torch.Tensor:
-        """Of every query token: `[num_tokens, num_kv_heads]`."""
+        """Scores of every query token: `[num_tokens, num_kv_heads]`."""
         grouped = self.query.float().unflatten(1, (case.num_kv_heads, case.group))
         blocks = self.block_table[:, 0].repeat_interleave(case.queries)
         return score_groups(grouped, self.keys, blocks, GROUP_SCORES.index(case.score))
 
     def forced(self, case: Case, share: float) -> GroupRouting:
-        """Routing that skips a share of the groups, by a threshold in the middle between two scores."""
+        """Routing that skips a share of the groups, with a threshold midway between two scores."""
         scores = self.group_scores(case).flatten().sort(descending=True).values
         count = round(share * len(scores))
         around = torch.cat([scores[:1] + 1, scores, scores[-1:] - 1])[count : count + 2]
@@ -241,7 +241,7 @@ class Inputs:
         return self.batch(case), self.kv(case), self.softmax(case), self.routing, stopping, splits
 
     def row(self, row: int) -> "Inputs":
-        """The request of a row alone, without a budget of its own."""
+        """The request of a row alone, without a budget."""
         alone, tokens = copy(self), len(self.query) // len(self.seq_lens)
         alone.query, alone.block_table = self.query[row * tokens : (row + 1) * tokens], self.block_table[row : row + 1]
         alone.seq_lens, alone.budgets = self.seq_lens[row : row + 1], None
@@ -250,7 +250,7 @@ class Inputs:
         return alone
 
     def asking(self, budgets: tuple[int, ...], dense: int | None = None) -> "Inputs":
-        """The same requests with budgets, one for each; one of them perhaps attended whole."""
+        """The same requests with budgets; `dense` is an optional request that is attended whole."""
         self.budgets = torch.tensor(budgets, dtype=torch.int32, device=self.query.device)
         if dense is not None:
             self.dense_requests = torch.arange(len(budgets), device=self.query.device) == dense
@@ -261,7 +261,7 @@ class Inputs:
 
 
 def stopping_inputs(case: Case) -> Inputs:
-    """Queries of which every second finds one of the newest keys."""
+    """Queries; every second one matches one of the newest keys."""
     inputs = Inputs(case)
     shape = inputs.query.shape
     query = torch.randn(shape, generator=torch.Generator().manual_seed(5)) * 0.5
@@ -298,8 +298,8 @@ def decode(inputs: Inputs, case: Case, launch: object = None) -> torch.Tensor:
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Weights and outputs are rounded to bfloat16 (2^-9 each); where those of selected pages nearly cancel, relative
-    to the whole output."""
+    """Weights and outputs are rounded to bfloat16 (2^-9 each). If outputs over selected pages nearly cancel, the error
+    is relative to the whole output."""
     error = (actual.float() - expected.float()).norm(dim=-1)
     assert bool((error <= 2**-7 * expected.float().norm(dim=-1)).all()), error.max()
 
@@ -307,7 +307,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 def checked_scores(
     query: torch.Tensor, statistics: PageStatistics, table: torch.Tensor, lengths: torch.Tensor, std_weight: float
 ) -> torch.Tensor:
-    """The kernel's scores, near the reference's: of two pages that score about the same, either may be read."""
+    """The kernel's scores, checked against the reference's. Of two pages with similar scores, either may be read."""
     from sparse_kernels.page_score.cuda import score_pages
 
     expected = reference_scores(query, statistics, table, lengths, std_weight)
@@ -321,7 +321,7 @@ def assert_scores_close(actual: torch.Tensor, expected: torch.Tensor, lengths: t
         if count == 0:
             continue
         wanted, found = expected[row, :, :count].float(), actual[row, :, :count].float()
-        # One step of bfloat16, and what 16 bits of fixed point leave out of a query.
+        # One step of bfloat16, and the rounding error of a query in 16-bit fixed point.
         allowed = 2**-7 * wanted.abs() + 2**-11 * wanted.abs().max()
         assert bool(((found - wanted).abs() <= allowed).all())
 

@@ -1,4 +1,4 @@
-"""The dashboard's panels and variables, the alerts beside it, and which series its PromQL expressions read."""
+"""The dashboard's panels and variables, the alerts, and the series that their PromQL expressions read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Series(NamedTuple):
 
     name: str
     labels: frozenset[str]
-    """Labels that the expression expects of it."""
+    """Labels that the expression requires."""
 
 
 @cache
@@ -50,7 +50,7 @@ def queries() -> list[Query]:
 
 
 def variable_series() -> list[Series]:
-    """What the dashboard's variables are read from."""
+    """The series of the dashboard's variables."""
     found = []
     for variable in read_dashboard()["templating"]["list"]:
         name, label = re.fullmatch(r"label_values\(([\w:]+), (\w+)\)", variable["definition"]).groups()
@@ -60,7 +60,7 @@ def variable_series() -> list[Series]:
 
 @cache
 def read_alerts() -> list[dict[str, Any]]:
-    """The alert rules beside the dashboard."""
+    """The alert rules."""
     groups = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
     return [rule for group in groups for rule in group["rules"]]
 

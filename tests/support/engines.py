@@ -1,7 +1,7 @@
-"""Engines without a server, each in a process of its own that is forked from one which has imported vLLM.
+"""Engines without a server, each in a separate process, forked from a process that has imported vLLM.
 
-A server is three processes that import vLLM, twenty seconds of a core each; a fork takes none of them. The process that
-is forked has loaded no plugin and started no thread.
+A server has three processes that import vLLM, at twenty seconds of a core each. A fork needs none of these. The forked
+process has loaded no plugin and started no thread.
 """
 
 import functools
@@ -29,7 +29,7 @@ _IMPORTED_ONCE = [
 
 
 def save_shallow(folder: Path, layers: int) -> Path:
-    """Saves the test model with its first layers alone, which is quicker and no longer finds anything."""
+    """Saves the first layers of the test model. This is faster, but the model finds no needles."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(MODEL, folder, dirs_exist_ok=True)
@@ -51,25 +51,25 @@ def _context() -> ForkServerContext:
 
 @contextmanager
 def _process() -> Iterator[ProcessPoolExecutor]:
-    """Yield a process that makes one call after the other, and runs an engine that it starts itself."""
+    """Yield a process that makes one call after the other, and can run an engine."""
     with ProcessPoolExecutor(1, _context(), _keep_engines) as pool:
         try:
             yield pool
         except BaseException:
-            # The pool waits for a call that a test has given up.
+            # The pool waits for calls that a test has abandoned.
             for process in multiprocessing.active_children():
                 process.kill()
             raise
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of a module in a process that may start an engine, and return or raise what it does."""
+    """Call a function of a module in a process that may start an engine, and return its result or raise its error."""
     with _process() as pool:
         return pool.submit(function, *arguments).result()
 
 
 def collect_in_fresh_process(function: Callable[..., Iterable[Any]], *arguments: Any) -> list[Any]:
-    """Call a function as `in_fresh_process` does, and return all that it yields."""
+    """Call a function like `in_fresh_process`, and return a list of the yielded values."""
     return in_fresh_process(_collect, function, *arguments)
 
 
@@ -79,11 +79,11 @@ def _collect(function: Callable[..., Iterable[Any]], *arguments: Any) -> list[An
 
 @dataclass(frozen=True)
 class Sampled:
-    """Tokens that were drawn."""
+    """Sampled tokens."""
 
     tokens: list[int]
     likeliest: list[dict[int, float]]
-    """Log probabilities of the likeliest tokens at each place, by token, and of the one that was drawn."""
+    """Log probabilities of the likeliest tokens at each place, by token, and of the sampled token."""
 
 
 @dataclass(frozen=True)
@@ -100,9 +100,9 @@ class Engine:
         arguments: Sequence[dict[str, Any] | None] | None = None,
         adapter: Path | None = None,
     ) -> list[list[int]]:
-        """The tokens that follow each of a batch of prompts, greedily; each prompt may have `vllm_xargs`.
+        """The greedy continuations of a batch of prompts. Each prompt may have `vllm_xargs`.
 
-        All are asked of the model itself, or of the folder of an adapter.
+        The model answers, or the adapter of a folder.
         """
         of_each = [None] * len(prompts) if arguments is None else list(arguments)
         return self._pool.submit(_answer, list(prompts), max_tokens, ignore_eos, of_each, adapter).result()
@@ -110,28 +110,28 @@ class Engine:
     def expect(
         self, prompts: Sequence[list[int]], arguments: dict[str, Any] | None = None, max_tokens: int = 1
     ) -> list[dict[int, float]]:
-        """Log probabilities of the likeliest tokens behind each of a batch of prompts, by token.
+        """Log probabilities of the likeliest next tokens of a batch of prompts, by token.
 
         With more than one of `max_tokens` these are the log probabilities of the last token.
         """
         return self._pool.submit(_expect, list(prompts), arguments, max_tokens).result()
 
     def sample(self, prompts: Sequence[list[int]], max_tokens: int, top_k: int = 0) -> list[Sampled]:
-        """Tokens that follow each of a batch of prompts, drawn at temperature 1, with the two likeliest at each
-        place; of the `top_k` likeliest, unless it is 0."""
+        """Continuations of a batch of prompts, sampled at temperature 1, with the two likeliest tokens at each place.
+        With `top_k` other than 0, samples come from the `top_k` likeliest tokens."""
         return self._pool.submit(_sample, list(prompts), max_tokens, top_k).result()
 
     def follow(self, prompt: str, regex: str) -> str:
-        """Text that follows a prompt, greedily, and a regular expression."""
+        """The greedy continuation of a prompt that matches a regular expression."""
         return self._pool.submit(_follow, prompt, regex).result()
 
     def leads_where_parted(
         self, prompts: Sequence[list[int]], own: Sequence[list[int]], other: Sequence[list[int]]
     ) -> list[float]:
-        """How much likelier this engine finds its own token, in log probability, wherever answers part from others.
+        """How much likelier this engine finds its own token, in log probability, at each first difference.
 
-        Attention sums the same numbers in orders that depend on the batch and the processor: answers may part at a
-        tie, which is a lead of about 0, and nowhere else.
+        Attention sums the same numbers in orders that depend on the batch and the processor. Answers may differ only at
+        a tie, which is a lead of about 0.
         """
         parted = [
             (index, next(place for place, pair in enumerate(zip(one, two, strict=False)) if len(set(pair)) == 2))
@@ -145,7 +145,7 @@ class Engine:
         ]
 
     def spoil_freed_blocks(self) -> None:
-        """From now on, fill blocks with large values as soon as nobody holds them any more."""
+        """From now on, fill blocks with large values as soon as they are freed."""
         self._pool.submit(_spoil_freed_blocks).result()
 
     def metric(self, name: str) -> float:
@@ -155,7 +155,7 @@ class Engine:
 
 @contextmanager
 def run_engine(backend: str | None, config: dict[str, Any] | None = None, **arguments: Any) -> Iterator[Engine]:
-    """Run an engine with settings of the plugin and further arguments of `vllm.LLM`; `model` may be one of them."""
+    """Run an engine with settings of the plugin and further arguments of `vllm.LLM`, such as `model`."""
     arguments = {"max_model_len": 16_384, "max_num_batched_tokens": 4096, "attention_backend": backend} | arguments
     if config is not None:
         arguments["additional_config"] = {"sparse_attention": config}
@@ -165,16 +165,16 @@ def run_engine(backend: str | None, config: dict[str, Any] | None = None, **argu
 
 
 def sum_of_metric(text: str, name: str) -> float:
-    """Sum the samples of all metrics whose names begin so, in the text that `/metrics` serves."""
+    """Sum the samples of all metrics with this name prefix in a `/metrics` text."""
     return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith(name))
 
 
-# What follows runs in the engine's process, which has one engine.
+# The following code runs in the engine's process, which has one engine.
 
 
 def _keep_engines() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # A test before this one may have made a folder of metrics for its own process, which this one would not read.
+    # An earlier test may have made a folder of metrics for its process. This process must not use it.
     os.environ.pop("SPARSE_PLUGIN_METRICS_DIR", None)
 
 
@@ -251,7 +251,7 @@ def _spoil_freed_blocks() -> None:
         free(blocks, *arguments, **more)
         freed = [block.block_id for block in blocks if block.ref_cnt == 0 and not block.is_null]
         for cache in caches:
-            # Kernels may multiply what lies in unused rows by zero, which a NaN would survive.
+            # Kernels may multiply unused rows by zero. NaN would remain NaN.
             cache[freed] = 50.0
 
     pool.free_blocks = spoil

@@ -1,4 +1,4 @@
-"""Files of benchmark records, and the items that are made of them in needle-8m's tokens."""
+"""Files of benchmark records, and the items made from them with needle-8m's tokens."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""Models whose layers bring an attention backend of their own."""
+"""Models whose layers bring another attention backend."""
 
 import functools
 
@@ -6,7 +6,7 @@ from support.engines import MODEL
 
 
 def start_with_layers_of_their_own(backend: str, layers: int) -> str | None:
-    """Starts an engine whose first layers bring vLLM's attention backend along; returns what the start ends with."""
+    """Starts an engine whose first layers use vLLM's attention backend; returns the error of the start."""
     from vllm import LLM
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.models.utils import extract_layer_index

@@ -15,7 +15,7 @@ def engine(model: Path = MODEL, **arguments: Any) -> AbstractContextManager[Any]
     """An `LLM` in this process, freed afterwards."""
     defaults = {
         "attention_backend": "unique", "max_model_len": 16_384, "max_num_seqs": 16, "gpu_memory_utilization": 0.2,
-        # Given, so that other processes on the GPU do not count when vLLM measures what is left.
+        # Set explicitly, so that other processes on the GPU do not affect vLLM's measurement of free memory.
         "kv_cache_memory_bytes": 2 << 30,
         "compilation_config": GRAPHS, "seed": 0, "disable_log_stats": False,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What our attention classes could inherit from vLLM, read from vLLM's sources: the same with and without a GPU.
+"""Members that this plugin's attention classes inherit from vLLM, read from vLLM's sources, independent of a GPU.
 
 `python tests/support/inherited.py PATH_OF_VLLM` prints the names for `tests/unit/vllm_inherited/VERSION.json`.
 """
@@ -19,11 +19,11 @@ BASES = (
     "CPUAttentionMetadataBuilder",
     "CPUAttentionMetadata",
 )
-"""The classes of vLLM that ours derive from."""
+"""The classes of vLLM that this plugin derives from."""
 
 
 def inherited_names(vllm: Path) -> dict[str, list[str]]:
-    """Attributes and methods of `BASES`, those of their own bases in the same files included.
+    """Attributes and methods of `BASES`, including those of their bases in the same files.
 
     Args:
         vllm: folder of vLLM's package.

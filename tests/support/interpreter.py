@@ -10,10 +10,10 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16,
 
 
 def interpret_kernels() -> None:
-    """Imports Triton and our kernels in interpreted form; to be called before anything else imports Triton.
+    """Imports Triton and the kernels in interpreted form. Call it before anything else imports Triton.
 
-    The variable that asks for it is gone afterwards: engines started by tests must not inherit it. No effect where
-    kernels can be compiled, or without Triton.
+    The environment variable is removed afterwards, because engines of tests must not inherit it. No effect without
+    Triton, or if kernels can be compiled.
     """
     if torch.cuda.is_available() or find_spec("triton") is None:
         return
@@ -36,7 +36,7 @@ def interpret_kernels() -> None:
 
 
 def _create_dot(_builder, a, b, d, _input_precision, _max_num_imprecise_acc):
-    """Products of matrices, whose elements are exact in float32. Triton's own multiplies the bits of bfloat16."""
+    """Matrix products of elements that are exact in float32. Triton's version multiplies the bits of bfloat16."""
     from triton.runtime.interpreter import TensorHandle
 
     exact = [_float32(operand) for operand in (a, b)]
@@ -52,10 +52,9 @@ def _float32(operand) -> np.ndarray:
 
 
 def _convert_float(values: np.ndarray, source, target, _rounding) -> np.ndarray:
-    """Conversions between float types as GPUs round them: to the nearest, ties to even.
+    """Conversions between float types with the rounding of GPUs: to nearest, ties to even.
 
-    Triton's own (3.6 to 3.9) truncates on the way to bfloat16; on the way to float8 it rounds ties up and loses the
-    carry into the exponent.
+    Triton 3.6 to 3.9 truncates to bfloat16. To float8 it rounds ties up and loses the carry into the exponent.
     """
     bits = torch.from_numpy(np.ascontiguousarray(values).view(f"int{source.primitive_bitwidth}"))
     converted = bits.view(_DTYPES[source.name]).float().to(_DTYPES[target.name])

@@ -1,4 +1,4 @@
-"""One attention layer of vLLM, its metadata builder and its KV cache, driven without a model."""
+"""One attention layer of vLLM with its metadata builder and KV cache, without a model."""
 
 import functools
 import itertools
@@ -33,7 +33,7 @@ def _vllm_config(model: str, backend: str, settings: str, block_size: int, kv_ca
 
 @dataclass
 class Request:
-    """A request whose keys and values the test knows."""
+    """A request with known keys and values."""
 
     blocks: list[int]
     """Physical blocks in order."""
@@ -45,16 +45,16 @@ class Request:
     """Queries of the latest step `[new, num_heads, head_size]`."""
     name: str = field(default_factory=map("request-{}".format, itertools.count()).__next__)
     arguments: dict[str, object] | None = None
-    """What it says of its own attention."""
+    """Its arguments for the plugin."""
 
     @property
     def sampling_params(self) -> SimpleNamespace:
-        """As a model runner has it."""
+        """The sampling parameters in the form of a model runner."""
         return SimpleNamespace(extra_args=self.arguments)
 
 
 class LayerHarness:
-    """Runs steps of a batch through a layer exactly as vLLM's model runner does."""
+    """Runs steps of a batch through a layer like vLLM's model runner."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class LayerHarness:
             head_size,
             block_size,
         )
-        # It is its own model runner, which knows the requests of a step.
+        # It acts as its model runner, which knows the requests of a step.
         self.requests: dict[str, Request] = {}
         self.input_batch = SimpleNamespace(num_reqs=0, req_ids=[], num_prompt_tokens=np.zeros(0, dtype=int))
         heads = num_heads, num_kv_heads, head_size
@@ -94,12 +94,12 @@ class LayerHarness:
         if isa is not None:
             self.use_isa(isa)
         rows = self.spec.num_states
-        # vLLM's own kernel multiplies what lies beyond the context by zero: it needs finite memory.
+        # vLLM's kernel multiplies memory beyond the context by zero, so the memory must be finite.
         shape = num_blocks, layers_in_block, num_kv_heads, rows, 2 * head_size
         memory = garbage(*shape, generator=self.generator, finite=True)
         if self.spec.dtype != memory.dtype:
             memory = memory.nan_to_num().clamp(-448, 448).to(torch.float8_e4m3fn).view(self.spec.dtype)
-        # Where a block holds several layers, this is the last of them.
+        # If a block holds several layers, this is the last one.
         self.cache = memory.to(device)[:, -1]
         self.free = torch.randperm(num_blocks - 1, generator=self.generator).add(1).tolist()
         self.selection: Selection | None = getattr(getattr(self.builder, "sparse", None), "selector", None)
@@ -109,7 +109,7 @@ class LayerHarness:
         self.builder.isa = self.layer.isa = self.layer.impl.isa = isa
 
     def request(self, prompt_tokens: int, shared: Request | None = None, shared_blocks: int = 0) -> Request:
-        """A new request; its first `shared_blocks` blocks are another's, as after a prefix-cache hit."""
+        """A new request. Its first `shared_blocks` blocks belong to another request, as after a prefix-cache hit."""
         hit = shared_blocks * self.block_size
         empty = torch.empty(0, self.num_kv_heads, self.head_size).bfloat16()
         if shared is None:
@@ -117,14 +117,14 @@ class LayerHarness:
         return Request(shared.blocks[:shared_blocks], prompt_tokens, shared.keys[:hit], shared.values[:hit])
 
     def release(self, request: Request) -> None:
-        """Frees the blocks as they are: the next owner finds them dirty."""
+        """Frees the blocks without clearing them."""
         self.requests.pop(request.name, None)
         self.free = request.blocks + self.free
         request.blocks = []
         request.keys, request.values = request.keys[:0], request.values[:0]
 
     def fill(self, request: Request, tokens: int) -> None:
-        """Writes the first tokens of a request as earlier steps have, but without their statistics."""
+        """Writes the first tokens of a request like earlier steps, but without statistics."""
         request.blocks = [self.free.pop(0) for _ in range(-(-tokens // self.block_size))]
         shape = tokens, self.num_kv_heads, self.head_size
         request.keys, request.values = (torch.randn(shape, generator=self.generator).bfloat16() for _ in range(2))
@@ -164,7 +164,7 @@ class LayerHarness:
             lens.append(computed + new)
             prefilling.append(computed < request.prompt_tokens)
         width = max(len(request.blocks) for request, _ in batch) + 1
-        # Unused columns keep stale ids of other requests.
+        # Unused columns keep old ids of other requests.
         table = torch.randint(0, len(self.cache), (len(batch), width), dtype=torch.int32, generator=self.generator)
         for index, (request, _) in enumerate(batch):
             table[index, : len(request.blocks)] = torch.tensor(request.blocks, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""A tiny Llama with random weights, large enough to tell tokens apart."""
+"""A tiny Llama with random weights, large enough for distinct token probabilities."""
 
 from pathlib import Path
 

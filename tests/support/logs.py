@@ -1,4 +1,4 @@
-"""What a logger of ours says."""
+"""The messages of a logger of the plugin."""
 
 import logging
 
@@ -6,7 +6,7 @@ import pytest
 
 
 def said(monkeypatch: pytest.MonkeyPatch, logger: str, level: str) -> list[str]:
-    """The lines that a logger writes at a level, such as "warning", from now on, in place of the log."""
+    """Collects the lines that a logger writes at a level, such as "warning", in place of logging them."""
     lines: list[str] = []
     monkeypatch.setattr(logging.getLogger(logger), level, lambda text, *values: lines.append(text % values))
     return lines

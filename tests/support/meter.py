@@ -1,4 +1,4 @@
-"""An engine whose meter's measurements are kept, each with what attention saw; it runs in a process of its own."""
+"""An engine whose measurements are kept together with the input of attention. It runs in a separate process."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,16 +13,16 @@ from vllm_sparse_plugin.tools.diagnostics.forward import LayerInputs, PagedLayer
 
 
 class Measured(NamedTuple):
-    """What the meter found of one token."""
+    """The measurement of one token."""
 
     context: int
     meter: Quality
     diagnosed: Quality
-    """What `diagnose` finds of the same query, keys and values."""
+    """The result of `diagnose` for the same query, keys and values."""
 
 
 class Decoded(NamedTuple):
-    """A text that an engine has decoded, and what it measured meanwhile."""
+    """A text that an engine has decoded, and its measurements."""
 
     tokens: list[int]
     measured: list[Measured]

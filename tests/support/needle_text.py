@@ -1,4 +1,4 @@
-"""Text whose last words are only to be expected by who can see a needle far before them."""
+"""Text whose last words are likely only if a distant needle is read."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Random paged caches in every packing, and an oracle that knows nothing of pages."""
+"""Random paged caches in every packing, and a reference without pages."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from sparse_kernels.page_statistics import KINDS, PageStatistics, StatisticsLayo
 from sparse_kernels.paging import PagedTensor
 
 VECTOR_KINDS = [name for name, kind in KINDS.items() if "int8" in kind.formats]
-"""Kinds of statistics whose vectors are stored one after the other, in any format."""
+"""Kinds of statistics whose vectors are stored one after the other, in every format."""
 
 
 def garbage(*shape: int, generator: torch.Generator, finite: bool = False) -> torch.Tensor:
-    """Memory as it may be found: huge values, NaN and infinities unless `finite`, as bfloat16 bits."""
+    """Arbitrary memory contents: huge values, and NaN and infinities unless `finite`, as bfloat16 bits."""
     bits = torch.randint(-(1 << 15), 1 << 15, shape, dtype=torch.int16, generator=generator)
     memory = bits.view(torch.bfloat16)
     return memory.nan_to_num(nan=1e30, posinf=1e30, neginf=-1e30) if finite else memory
@@ -21,7 +21,7 @@ def garbage(*shape: int, generator: torch.Generator, finite: bool = False) -> to
 
 @dataclass
 class PagedBatch:
-    """Requests whose keys and values lie in a shuffled paged cache full of garbage."""
+    """Requests with keys and values in a shuffled paged cache, with garbage elsewhere."""
 
     keys: list[torch.Tensor]
     """Per request `[context, num_kv_heads, head_size]` bfloat16."""
@@ -64,7 +64,7 @@ def make_batch(
     cache = garbage(total, num_kv_heads, block_size + layout.rows(block_size), 2 * head_size, generator=generator)
     rows = cache[:, :, :block_size]
     order = torch.randperm(total, generator=generator)
-    # Columns beyond a request's own blocks hold another's ids, as they do in vLLM.
+    # Columns beyond a request's own blocks hold ids of other requests, as in vLLM.
     table = torch.randint(0, total, (len(context_lens), max(needed) + 2), generator=generator)
     keys, values, used = [], [], 0
     for request, (length, count) in enumerate(zip(context_lens, needed, strict=True)):
@@ -126,10 +126,10 @@ def dense_attention(
 def assert_as_accurate(
     actual: torch.Tensor, exact: torch.Tensor, low_precision: torch.Tensor, roundings: int = 1
 ) -> None:
-    """The error against float64 is at most twice what rounding alone explains.
+    """The error against float64 is at most twice the error of rounding.
 
-    That is the error of the same formula computed in the precision of the operation, `roundings` times where the
-    operation rounds so many numbers in place of one, plus one rounding of the result to the output's dtype.
+    The error of rounding is that of the same formula in the operation's precision, times `roundings` if the operation
+    rounds several numbers in place of one, plus one rounding of the result to the output's dtype.
     """
     assert actual.shape == exact.shape
     band = torch.finfo(actual.dtype).eps * exact.abs().max().item()

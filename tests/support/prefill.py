@@ -1,4 +1,4 @@
-"""Prefilling requests in a cache full of garbage, and ZipVL as the paper states it, in loops."""
+"""Prefilling requests in a cache with garbage elsewhere, and ZipVL as defined in the paper, in loops."""
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -12,7 +12,7 @@ from support.paged import dense_attention, make_batch
 
 @dataclass
 class Prefill:
-    """Requests of one batch, some of whose tokens at the end are the queries."""
+    """Requests of one batch; their last tokens are the queries."""
 
     batch: PrefillBatch
     cache: KVCache
@@ -26,7 +26,7 @@ class Prefill:
         return [slice(*bounds) for bounds in pairwise(starts)]
 
     def alone(self, request: int) -> "Prefill":
-        """One request in a batch of its own, with bounds that are its own."""
+        """One request in a separate batch, with its own bounds."""
         batch, chunk = self.batch, self.chunks[request]
         length = int(batch.seq_lens[request])
         blocks = -(-length // (self.cache.page_size * self.cache.keys.pages_per_block))
@@ -41,7 +41,7 @@ class Prefill:
         return Prefill(single, self.cache, self.keys[request : request + 1], self.values[request : request + 1])
 
     def output(self) -> torch.Tensor:
-        """Poisoned room for an output."""
+        """Poisoned memory for an output."""
         query = self.batch.query
         return torch.full(query.shape, torch.nan, dtype=torch.bfloat16 if query.itemsize == 1 else query.dtype).to(
             query.device
@@ -58,11 +58,11 @@ def make_prefill(
     seed: int = 0,
     dtype: torch.dtype = torch.bfloat16,
 ) -> Prefill:
-    """Requests of some context and chunk lengths, and tokens that pad the batch; a context of 0 pads it, too."""
+    """Requests with given context and chunk lengths, and padding tokens. A context of 0 is also padding."""
     contexts, chunks = zip(*requests, strict=True)
     paged = make_batch([max(1, n) for n in contexts], num_kv_heads, head_size, block_size, seed=seed)
     generator = torch.Generator().manual_seed(seed + 1)
-    # A slice of a wider tensor, as vLLM's query is. Queries with a common direction rest on some keys.
+    # A slice of a wider tensor, as vLLM's query is. Queries with a common direction prefer some keys.
     wide = torch.randn(sum(chunks) + padding, num_kv_heads * group + 3, head_size, generator=generator)
     wide += 1.5 * torch.randn(head_size, generator=generator)
     starts = torch.tensor([0, *chunks]).cumsum(0).int()

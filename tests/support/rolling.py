@@ -1,4 +1,4 @@
-"""Settings of rolling positions, and how far an engine is from a plain computation of them."""
+"""Settings of rolling positions, and the difference of an engine from a plain computation."""
 
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,12 @@ ROLLING = {
 
 
 def library_tokens(folder: Path, count: int) -> list[int]:
-    """The first tokens of a stretch of the interpreter's library, by the tokenizer of a model."""
+    """The first tokens of a section of Python's library source, with the tokenizer of a model."""
     return AutoTokenizer.from_pretrained(folder).encode(library_text(1_000_003, 8 * count))[:count]
 
 
 class WindowedModel:
-    """A model that reads a whole text at once, each token the sinks and the newest tokens before it."""
+    """A model that reads a whole text at once. Each token reads the sinks and the newest tokens before it."""
 
     def __init__(self, folder: Path) -> None:
         AttentionInterface.register("windowed", self._attend)
@@ -51,7 +51,7 @@ class WindowedModel:
         visible = (position <= position[:, None]) & (is_sink | (position > position[:, None] - (CACHE - SINKS)))
         logits = query @ keys.transpose(-1, -2)
         if self._rolls:
-            # Seen from a cache that is full, the sinks lie directly before the window.
+            # In a full cache, the sinks are directly before the window.
             angle = -(position - (CACHE - 1)).clamp(min=0)[:, None] * self._model.model.rotary_emb.inv_freq
             first, second = query.chunk(2, dim=-1)
             cos, sin = angle.cos(), angle.sin()
@@ -62,7 +62,7 @@ class WindowedModel:
 
 
 def distance(model: WindowedModel, prompt: list[int], drawn: Sampled, rolls: bool) -> float:
-    """Mean difference of an engine's log probabilities of what it has drawn from those of the model."""
+    """Mean difference between an engine's log probabilities of sampled tokens and those of the model."""
     expected = -model.losses(prompt + drawn.tokens, rolls)[len(prompt) - 1 :]
     likely = torch.tensor([place[token] for token, place in zip(drawn.tokens, drawn.likeliest, strict=True)])
     return (likely - expected).abs().mean().item()

@@ -1,4 +1,4 @@
-"""SnapKV as the paper and its code state it (arXiv 2404.14469), and the votes of ZipVL, in loops and float64."""
+"""SnapKV as defined in the paper and its code (arXiv 2404.14469), and the votes of ZipVL, in loops and float64."""
 
 import torch
 from sparse_kernels.batch import Softmax
@@ -26,7 +26,7 @@ def votes_of(query: torch.Tensor, key: torch.Tensor, last_query: int, softmax: S
 
 
 def zipvl_votes(query: torch.Tensor, keys: torch.Tensor, rows: list[int], softmax: Softmax) -> list[float]:
-    """Normalised attention of some rows on each token, of all heads together: ZipVL, Eq. 6 and 8.
+    """Normalised attention of some rows on each token, over all heads: ZipVL, Eq. 6 and 8.
 
     Args:
         query: `[prompt, num_query_heads, head_size]`.
@@ -55,12 +55,12 @@ def kept_tokens(
     """Tokens of a prompt that each KV head keeps.
 
     Args:
-        query: `[num_queries, num_query_heads, head_size]`, the observation window, or that of the whole prompt.
+        query: `[num_queries, num_query_heads, head_size]`, the observation window, or the whole prompt.
         key: `[prompt, num_kv_heads, head_size]`.
-        count: how many tokens are kept, those of the incomplete last block included.
+        count: number of kept tokens, including those of the incomplete last block.
         softmax: how logits become weights.
         rule: window, pooling and sinks.
-        block_size: tokens of a block; those of the incomplete last one are kept whatever their votes.
+        block_size: tokens of a block; those of the incomplete last block are always kept.
         last_query: position of the last query, unless it is the prompt's last token.
     """
     prompt, num_kv_heads = key.shape[:2]

@@ -36,7 +36,7 @@ def check(layer, blocks: list[int], computed: int) -> int:
 
 
 def spoil(layer, blocks: list[int], computed: int) -> None:
-    """Overwrites the keys and values behind a request's tokens, in its own blocks: those of drafts."""
+    """Overwrites the keys and values after a request's tokens, in its own blocks: those of drafts."""
     cache = layer.impl.cache
     block_size = cache.keys.page_size * cache.keys.pages_per_block
     token = torch.arange(computed, len(blocks) * block_size)
@@ -63,9 +63,9 @@ def _start(model: Path, backend: str, settings: dict[str, object]) -> LLM:
 
 
 def check_random_schedules(seed: int, backend: str, settings: dict[str, object], longest: int = 100) -> Counter[str]:
-    """Run an engine in this process and return how often what happened in it; AssertionError for wrong statistics.
+    """Run an engine in this process and return the counts of events; AssertionError for wrong statistics.
 
-    Answers have at most `longest` tokens. Keys and values behind the tokens of every request are garbage when a step
+    Answers have at most `longest` tokens. Keys and values after the tokens of every request are garbage when a step
     begins.
     """
     rng = random.Random(seed)
@@ -78,7 +78,7 @@ def check_random_schedules(seed: int, backend: str, settings: dict[str, object],
     layers = list(runner.compilation_config.static_forward_context.values())
     garbage = torch.Generator().manual_seed(seed)
     for layer in layers:
-        # Finite, as vLLM's own attention needs it beyond the context.
+        # Finite, because vLLM's attention requires this beyond the context.
         layer.kv_cache.copy_(torch.randn(layer.kv_cache.shape, generator=garbage) * GARBAGE)
 
     prefixes = [[0] + [rng.randrange(3, 4000) for _ in range(400)] for _ in range(3)]

@@ -1,4 +1,4 @@
-"""What `vllm-sparse serve` looks like to a client: answers the prompt [token] with the entry of that name.
+"""A stand-in for `vllm-sparse serve`: answers the prompt [token] with the entry of that name.
 
 Reads from the variable STUB_SERVER a JSON object: `answers` by the last token of a prompt; `fails`, the attention
 backend that ends at its start; `interrupts`, whether a question sends Ctrl-C to the process that started it; `insists`,

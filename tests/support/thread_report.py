@@ -1,6 +1,6 @@
-"""A program that runs a compiled kernel and prints, as JSON, which threads torch and Numba have then.
+"""A program that runs a compiled kernel and prints the threads of torch and Numba as JSON.
 
-With an argument its main thread is bound to that core first and torch is given two threads, as vLLM's worker has them.
+With an argument, its main thread is first bound to that core and torch gets two threads, as in vLLM's worker.
 """
 
 import ctypes
@@ -37,7 +37,7 @@ def run(threads):
 
 threads = np.zeros(numba.get_num_threads(), dtype=np.int64)
 run(threads)
-# Another package, such as vLLM's n-gram speculation, changes the number and changes it back.
+# Another package, such as vLLM's n-gram speculation, changes the number temporarily.
 numba.set_num_threads(1)
 numba.set_num_threads(len(threads))
 print(

@@ -1,4 +1,4 @@
-"""A small training run of the tiny Llama: a tokenizer, settings and rows of drawn tokens."""
+"""A small training run of the tiny Llama: a tokenizer, settings and rows of random tokens."""
 
 from types import SimpleNamespace
 

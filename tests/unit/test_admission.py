@@ -330,7 +330,7 @@ DECLARED_FP8 = {
         },
     }
 }  # fmt: skip
-"""What a checkpoint of compressed-tensors says of its KV cache in config.json."""
+"""The KV cache section of a compressed-tensors checkpoint in config.json."""
 
 
 def test_a_cache_that_the_checkpoint_declares_is_checked_as_one_that_the_user_names(folder, monkeypatch):
@@ -341,7 +341,7 @@ def test_a_cache_that_the_checkpoint_declares_is_checked_as_one_that_the_user_na
     assert explicit.cache_config.cache_dtype == "bfloat16"
     plain = engine_config(model, attention_backend=None)
     assert plain.cache_config.cache_dtype == "auto"
-    # The block size that a user gave, and a coverage, are checked on a GPU alone.
+    # A user's block size, and a coverage, are checked only on a GPU.
     on_cuda(monkeypatch)
     for given, expected in (
         ({"block_size": 32}, r"^block_size: got 32, .*: a multiple of 256 \(pages of 8 tokens\)$"),

@@ -134,7 +134,7 @@ def test_a_skipped_group_has_no_part_in_what_follows(captured):
 
     nothing = torch.zeros(20, 2, dtype=torch.bool)
     assert all(same(lambda index, inputs: nothing))
-    # What layer 3 puts out is seen from layer 4 on.
+    # The output of layer 3 is visible from layer 4 on.
     assert same(lambda index, inputs: nothing if index != 3 else ~nothing) == [True] * 4 + [False] * 4
     routing = Routing(threshold=[2, 2, 2, -2, 2, 2, 2, 2], dense_layers=3)
     assert same(lambda *seen: calibration.skipped_by(routing, *seen)) == [True] * 4 + [False] * 4
@@ -226,7 +226,7 @@ def test_calibrate_writes_a_preset_that_skips_what_it_says(monkeypatch, capsys, 
     assert asked_for["answers_right"] == sum(row["routed_answers_right"] for row in judged)
     assert asked_for["skipped"] == found["detection"][0]
     assert [(row["context_tokens"], row["task"]) for row in found["rows"]] == [(128, "text"), (300, "text")]
-    # What its thresholds skip of the texts they were fitted to.
+    # The share of the training texts that its thresholds skip.
     for length in (128, 300):
         skips = []
         for text in _cut([captured_tokens(model, text) for text in texts[::2]], [length]):

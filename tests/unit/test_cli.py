@@ -28,7 +28,7 @@ def _own_signals():
 
 @pytest.fixture
 def no_servers(monkeypatch):
-    """A refusal that does not come in time fails here instead of starting a server."""
+    """If a refusal does not come in time, the test fails instead of starting a server."""
 
     def started(*_args, **_kwargs):
         raise AssertionError("a server was started")
@@ -114,7 +114,7 @@ def test_show_config_refuses_additional_config(run, case):
 @pytest.mark.usefixtures("no_servers")
 def test_needles_refuses_additional_config(run, case):
     text, sentence = ADDITIONAL[case]
-    if text:  # an empty one is the same as none
+    if text:  # an empty text equals no option
         assert refused(run("needles", "--additional-config", text)).startswith(sentence)
 
 
@@ -249,7 +249,7 @@ def test_the_list_of_commands_says_what_their_documentation_does(run, name):
 
 
 def complete(words: str) -> list[str]:
-    """What the shell is offered for the last of these words."""
+    """The shell's completions for the last of these words."""
     command = Path(sys.executable).parent / "vllm-sparse"
     settings = {
         "_VLLM_SPARSE_COMPLETE": "complete_bash",

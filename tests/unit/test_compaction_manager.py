@@ -1,4 +1,4 @@
-"""Blocks come back, and those that are written again are nobody else's: vLLM's own manager of the cache, without a
+"""Blocks are freed, and blocks that are written again belong to one request only: vLLM's own cache manager, without a
 model."""
 
 import random
@@ -30,7 +30,7 @@ WORDS = [(number * 7919) % 5000 for number in range(4000)]
 
 @pytest.fixture(autouse=True)
 def freed(monkeypatch):
-    """What the metrics are told."""
+    """The calls of the metrics."""
     told = Counter()
 
     def count(freed: int, held: int, is_first: bool) -> None:
@@ -41,13 +41,13 @@ def freed(monkeypatch):
 
 
 class Pool:
-    """vLLM's manager of a cache, and requests that a scheduler would have."""
+    """vLLM's manager of a cache, and requests of a scheduler."""
 
     def __init__(self, retention: Retention, num_blocks: int = 400, caching: bool = True) -> None:
         init_none_hash(sha256)
         self.hasher = get_request_block_hasher(BLOCK, sha256)
         specs = spread({f"layer {index}": compacted(SPEC, retention) for index in range(4)})
-        # Layers that keep the same are a group, as vLLM makes them.
+        # Layers with equal retention form a group, as in vLLM.
         groups = {spec: [name for name, other in specs.items() if other == spec] for spec in specs.values()}
         assert all(isinstance(spec, CompactSpec) for spec in groups)
         self.retention = retention
@@ -81,7 +81,7 @@ class Pool:
         return set().union(*self.manager.get_block_ids(request.request_id))
 
     def admit(self, request: Request) -> int | None:
-        """Finds a hit, and returns its tokens; None if there is no room for the rest."""
+        """Finds a hit, and returns its tokens; None without room for the rest."""
         blocks, hit, _ = self.manager.get_computed_blocks(request)
         if self.manager.allocate_slots(request, min(32, request.num_tokens - hit), hit, blocks) is None:
             return None
@@ -89,7 +89,7 @@ class Pool:
         return hit
 
     def step(self, request: Request, chunk: int = 32) -> bool:
-        """Computes tokens of a request as a step does, and appends an output at the end."""
+        """Computes tokens of a request like a step, and appends an output at the end."""
         if request.num_computed_tokens == request.num_tokens:
             request.append_output_token_ids(11)
         new = min(chunk, request.num_tokens - request.num_computed_tokens)
@@ -110,7 +110,7 @@ class Pool:
         request.num_computed_tokens = 0
 
     def hashed(self, blocks: set[int]) -> set[int]:
-        """Those of some blocks that the prefix cache may hand to others."""
+        """The given blocks that the prefix cache may give to other requests."""
         return {block for block in blocks if self.manager.block_pool.blocks[block].block_hash is not None}
 
     def own(self, request: Request) -> set[int]:
@@ -130,7 +130,7 @@ def test_blocks_come_back_at_the_second_decode_step_and_positions_stay(freed):
     table = pool.table(request)
     assert pool.free == pool.all - 32
     pool.step(request)
-    assert pool.table(request) == table  # the step that moves what is kept still reads the others
+    assert pool.table(request) == table  # the step that moves tokens still reads the other blocks
     pool.step(request)
     # 40 tokens are 3 blocks, before the block that holds the prompt's last 4 tokens.
     assert pool.table(request) == [0] * 28 + table[28:]
@@ -150,7 +150,7 @@ def test_a_window_moves_on(freed):
         assert len(kept) <= 1 + -(-36 // BLOCK) + 2
         assert kept[0] == 0
         assert kept[1:] == list(range(kept[1], len(pool.table(request))))
-        # No block that this step reads is gone.
+        # Every block that this step reads still exists.
         unread = pool.retention.left_out(500, request.num_computed_tokens, BLOCK)
         assert set(kept) >= set(range(len(pool.table(request)))) - set(unread)
     pool.manager.free(request)
@@ -191,7 +191,7 @@ def test_a_prompt_whose_queries_all_vote_is_computed_whole_and_its_prefix_shared
     pool = Pool(replace(MOVING, counts_every_query=True))
     first, again = (pool.request(name, WORDS[:500]) for name in "ab")
     assert [pool.run(request, 3) for request in (first, again)] == [0, 0]
-    # One that keeps everything has nothing to count.
+    # A request that keeps everything is not counted.
     short = pool.request("c", WORDS[:60])
     assert pool.run(short, 3) == 48
     for request in (first, again, short):
@@ -200,7 +200,7 @@ def test_a_prompt_whose_queries_all_vote_is_computed_whole_and_its_prefix_shared
 
 
 def test_a_resumed_request_does_not_hit_what_a_longer_prompt_left_where_it_will_write():
-    """The longer one's blocks from 448 on are hashed, and 500 tokens with 200 outputs would hit 496 of them."""
+    """The longer prompt's blocks from 448 on are hashed. 500 tokens with 200 outputs would hit 496 of them."""
     pool = Pool(MOVING)
     resumed = pool.request("a", WORDS[:500])
     pool.run(resumed, 200)
@@ -213,7 +213,7 @@ def test_a_resumed_request_does_not_hit_what_a_longer_prompt_left_where_it_will_
 
 
 def test_a_request_that_is_preempted_before_its_first_output_arrives_hits_nothing_when_it_resumes():
-    """With the output it has a full block more, and so it looks like a prompt whose own blocks begin later."""
+    """With the output it has another full block, so it looks like a prompt with later own blocks."""
     pool = Pool(MOVING)
     longer, resumed = pool.request("a", WORDS[:900]), pool.request("b", WORDS[:511])
     pool.run(longer, 3)
@@ -255,7 +255,7 @@ def test_classes_of_layers_free_what_each_leaves_out_and_hit_what_all_have():
 
 
 def test_a_class_that_keeps_a_whole_prompt_does_not_let_others_hit_where_they_will_write():
-    """Layers keep 651 and 150 tokens: prompts of both lengths keep everything in the first, and move in the second."""
+    """Layers keep 651 and 150 tokens: both prompts keep everything in the first class, and move in the second."""
     pool = Pool(Retention(False, 400, None, 4, 100, pyramid=Pyramid(20.0, 2)))
     longer, shorter = (pool.request(str(length), WORDS[:length]) for length in (580, 500))
     assert [retention.moves(500, BLOCK) for retention in pool.retentions] == [False, True]

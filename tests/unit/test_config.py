@@ -252,7 +252,7 @@ def test_a_number_out_of_range_is_refused_with_the_range(policy, name, field, en
 
 @pytest.mark.parametrize(("policy", "name", "field"), BOUNDED, ids=ids(BOUNDED))
 def test_both_ends_of_a_range_are_accepted(policy, name, field):
-    # What else the budget must hold is tested on its own.
+    # Other requirements on the budget have separate tests.
     others = {"budget_tokens": 1 << 20} if "budget_tokens" in fields_of(policy) and name != "coverage" else {}
     preset = "art" if name == "dense_sink_pages" else "unique"
     for value in bounds(field):
@@ -758,7 +758,7 @@ def test_a_budget_and_a_coverage_replace_each_other_by_source(tmp_path):
 
 
 def test_the_compaction_of_streaming_llm_keeps_the_window_of_the_policy(tmp_path):
-    """One knob says what decode steps read and what the cache keeps for them."""
+    """One setting determines what decode steps read and what the cache keeps."""
     settings = {"selection": {"budget_tokens": 256, "sink_pages": 2, "page_size": 16}, "min_context_tokens": 4096}
     for preset in ("streaming_llm", "unique"):
         given = {"preset": "streaming_llm"} | settings if preset == "unique" else settings
@@ -770,7 +770,7 @@ def test_the_compaction_of_streaming_llm_keeps_the_window_of_the_policy(tmp_path
         assert resolved.sources["compaction.min_context_tokens"] == "min_context_tokens"
     agreed = {"compaction": {"budget_tokens": 256, "sink_tokens": 32}} | settings
     assert resolve(agreed, "streaming_llm").compaction == kept
-    # Other policies have no window, and other methods no policy.
+    # Other policies have no window, and other methods have no policy.
     for other in ({"selection": {"policy": "dense"}}, {"selection": {"policy": "unique", "budget_tokens": 64}}):
         kept = resolve(other | {"compaction": {"sink_tokens": 4}}, "streaming_llm").compaction
         assert (kept.budget_tokens, kept.sink_tokens) == (512, 4)
@@ -947,7 +947,7 @@ def test_thresholds_of_a_layer():
 
 
 def test_thresholds_are_float32_whatever_the_default_dtype():
-    """Models are loaded with a default of 16 bits, and kernels read thresholds as float32."""
+    """Models are loaded with a 16-bit default dtype, and kernels read thresholds as float32."""
     previous = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -1055,7 +1055,7 @@ def test_art_is_dense_with_the_papers_rule():
 
 
 def test_stopping_goes_with_every_selection():
-    """What is always read is always visited."""
+    """Pages that are always read are always visited."""
     unique = resolve({"selection": {"sink_pages": 2, "recent_pages": 3}, "stopping": {}}, "unique")
     assert unique.stop_rule == StopRule(1e-5, 1e-3, 5, 64, 5)
     streaming = resolve({"selection": {"policy": "streaming_llm", "sink_pages": 4}}, "art")
@@ -1064,13 +1064,13 @@ def test_stopping_goes_with_every_selection():
 
 @pytest.mark.parametrize("backend", sorted(set(BACKENDS.values())))
 def test_blocks_of_a_rule_are_the_same_by_either_way_in(backend):
-    """The preset `art` and a section without settings; 512 tokens where every page may be read."""
+    """By the preset `art` and by a section without settings; 512 tokens if every page may be read."""
     selection = {"policy": resolve(None, backend).selection.name()}
     by_section = resolve({"stopping": {}}, backend)
     by_backend = resolve({"selection": selection}, "art")
     tokens = 512 if selection["policy"] == "dense" else 64
     assert by_section.stop_rule.block_tokens == by_backend.stop_rule.block_tokens == tokens
-    # What is shown is what applies.
+    # The printed configuration is the one in effect.
     assert by_section.config.stopping.block_tokens == tokens
     named = resolve({"stopping": {"block_tokens": "auto"}}, backend)
     assert named.config == by_section.config

@@ -1,4 +1,4 @@
-"""What leaves an engine is found again only by an engine whose blocks hold the same."""
+"""An engine finds exported blocks only if its own blocks hold the same contents."""
 
 import hashlib
 import json
@@ -48,7 +48,7 @@ CONTENTS = {
     "dense attention with skipped groups": {"backend": "sinkrouter"},
     "sinks and a window": {"backend": "streaming_llm", "compaction": None},
 }
-"""Settings of engines whose blocks hold something else each."""
+"""Settings of engines with different block contents."""
 
 
 def engine(model: str, connector: str, extra: dict, settings: dict):
@@ -73,7 +73,7 @@ def engine(model: str, connector: str, extra: dict, settings: dict):
 
 
 def seen_by_connector(monkeypatch, config, cache):
-    """The configuration that vLLM's connector is constructed with."""
+    """The configuration given to vLLM's connector."""
     seen = []
     theirs = KVConnectorFactory.get_connector_class_by_name(config.kv_transfer_config.kv_connector)
     monkeypatch.setattr(theirs, "__init__", lambda self, vllm_config, role, kv_cache_config: seen.append(vllm_config))
@@ -158,7 +158,7 @@ STORED = {
     "quarters int4": "fed6aebbff0767ab",
     "sketch int2": "790b08377dd5836a",
 }
-"""Digests of what a block of known keys has in its statistics rows, by kind and format, for `STATISTICS_VERSION`."""
+"""Digests of the statistics rows of a block of known keys, by kind and format, for `STATISTICS_VERSION`."""
 
 
 @pytest.mark.parametrize(("kind", "record_format"), [(k, f) for k in KINDS for f in KINDS[k].formats])

@@ -11,7 +11,7 @@ from vllm_sparse_plugin.tools.cpu_memory import SPACE
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Makes a machine of which this process may use some CPUs; returns the folder that describes it."""
+    """Makes a machine with some CPUs available to this process; returns the folder that describes it."""
 
     def build(cores_of: list[list[int]], allowed: set[int], nodes: int = 1):
         for core in cores_of:

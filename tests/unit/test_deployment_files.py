@@ -1,4 +1,4 @@
-"""What docker/ has, as far as it can be checked without containers."""
+"""The files of docker/, as far as they can be checked without containers."""
 
 import re
 import tomllib
@@ -91,7 +91,7 @@ def test_prometheus_loads_the_alerts(compose):
     prometheus = read_yaml("prometheus/prometheus.yml")
     mounts = dict(mount.split(":")[:2] for mount in compose["services"]["prometheus"]["volumes"] if mount[0] == ".")
     assert mounts == {"./prometheus": "/etc/prometheus"}
-    # Prometheus looks for them beside its configuration.
+    # Prometheus expects them next to its configuration.
     assert prometheus["rule_files"] == [ALERTS.name]
     assert ALERTS.parent == DOCKER / "prometheus"
 
@@ -147,7 +147,7 @@ def test_what_an_image_copies_is_there_and_not_ignored(name):
 
 
 def test_images_have_the_versions_of_the_project():
-    """Those of `run.py` and of the supported vLLM."""
+    """The versions of `run.py` and of the supported vLLM."""
     default = dict(
         line.split("=")
         for name in ("cpu", "gpu")

@@ -30,9 +30,9 @@ def capped_logit(query: torch.Tensor, key: torch.Tensor, scale: float, softcap: 
 
 
 def by_hand(query, keys, values, context, pages, scale, sinks, softcap, halves, always) -> dict[str, list[float]]:
-    """One query token, one head and one token after the other, in Python's floats.
+    """Computes one query token, head and token after the other, in Python's floats.
 
-    The estimate takes all keys of a page for the half's mean that matches best, but for pages that are always read.
+    The estimate treats all keys of a page as the best matching half's mean, except for pages that are always read.
     """
     result = {name: [] for name in Quality._fields}
     complete = context // PAGE
@@ -128,7 +128,7 @@ def samples(registry: CollectorRegistry) -> dict[tuple[str, str, str], float]:
 
 
 class Meter:
-    """Measures tokens of layer 7, whose first KV head is 2 of all workers', and publishes what it has measured."""
+    """Measures tokens of layer 7, whose first KV head is head 2 of all workers, and publishes the results."""
 
     def __init__(self) -> None:
         self.counts = live.DeviceCounts([(7, range(2, 2 + HEADS))], live.QUALITY, 5, torch.device("cpu"))
@@ -137,7 +137,7 @@ class Meter:
         generator = torch.Generator().manual_seed(seed)
         block_rows = torch.randn(5, HEADS, 16, 2 * SIZE, generator=generator).bfloat16()
         table, context = torch.tensor([3, 1, 4]), 45
-        # The last block has room for three tokens more, and nobody has written there.
+        # The last block has room for three more tokens, which are unwritten.
         block_rows[4, :, 13:] = torch.nan
         layout = StatisticsLayout(8, SIZE, "int4", 2, KINDS["quarters"])
         rows = torch.zeros(5, HEADS, layout.rows(16), 2 * SIZE).bfloat16()
@@ -169,7 +169,7 @@ MEASURED = {
 
 def test_what_is_recorded_reaches_the_registry_of_the_process_that_serves_metrics(registry, monkeypatch):
     live.expose()
-    live.expose()  # as every process of an engine does
+    live.expose()  # every process of an engine calls this
     meter = Meter()
     first, second = meter.record(seed=0), meter.record(seed=1)
     found = samples(registry)
@@ -181,12 +181,12 @@ def test_what_is_recorded_reaches_the_registry_of_the_process_that_serves_metric
             assert found[f"vllm_sparse_{name}_count", *where] == 2
     assert len(found) == 4 * 2 * HEADS
     assert b"# TYPE vllm_sparse_page_recall summary" in generate_latest(registry)
-    # A head whose numbers overflow is left out.
+    # A head with overflowing numbers is not counted.
     meter.record(seed=2, overflow=True)
     found = samples(registry)
     assert found["vllm_sparse_page_recall_count", "7", "2"] == 3
     assert found["vllm_sparse_page_recall_count", "7", "3"] == 2
-    # A worker that was started meanwhile adds to the same numbers.
+    # A worker that starts later adds to the same numbers.
     with monkeypatch.context() as worker:
         worker.setattr(os, "getpid", lambda: 99_999_999)
         live._file.cache_clear()
@@ -233,7 +233,7 @@ def test_how_far_attention_reads_reaches_the_metrics(registry):
         counts.of_layers[1][0] += torch.tensor(visits)
         for _ in range(live.COUNTED_STEPS):
             counts.step()
-    # What came last has been asked for, not published.
+    # The latest counts have been requested, but not published.
     found = samples(registry)
     assert found["vllm_sparse_kv_read_share_sum", "5", "2"] == 1300
     for _ in range(live.COUNTED_STEPS):
@@ -247,7 +247,7 @@ def test_how_far_attention_reads_reaches_the_metrics(registry):
 
 
 def test_lengths_say_how_far_a_budget_reads(registry):
-    """Pages of 8, a budget of 4; of 40 tokens of context the fourth page is complete and the fifth begins at 32."""
+    """Pages of 8 tokens, a budget of 4 pages. With 40 tokens the fourth page is complete and the fifth begins at 32."""
     live.expose()
     reads = live.ContextReads(page_size=8, budget_pages=4, dense_tokens=40)
     #  one token, two tokens, a prompt's end, within the budget, too short, a chunk of a prompt, padding
@@ -271,7 +271,7 @@ def test_lengths_say_how_far_a_budget_reads(registry):
     for _ in range(live.COUNTED_STEPS):
         reads.step(SimpleNamespace(**batch | {"seq_lens_cpu_upper_bound": None}), 2)
     assert samples(registry) == found
-    # By request, those included that read everything, and of every step.
+    # By request, for every step, including requests that read everything.
     logged = []
     reads.step(SimpleNamespace(**batch), 2, None, lambda *sums: logged.append([sum_.tolist() for sum_ in sums]))
     read = [32 + 1003 % 8, 64 + 509 % 8 + 508 % 8, 0, 39, 40, 0, 0, 0]
@@ -318,7 +318,7 @@ def test_a_larger_budget_gets_more_and_one_of_everything_all(policy, inputs):
 
 
 def test_the_pages_judged_are_those_of_the_policys_score(inputs):
-    """Quest with exact bounds, from its formula alone."""
+    """Quest with exact bounds, computed from its formula."""
     selection = QuestSelection(budget_tokens=64, statistics="bf16", sink_pages=0, recent_pages=0)
     quality = PagedLayer(inputs, selection).quality()
     pages = inputs.keys[:, :296].float().unflatten(1, (37, 8))
@@ -402,7 +402,7 @@ def test_diagnose_refuses_prompts(case, monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize(("tokens", "budget"), [(5, 64), (8, 64), (60, 64), (300, 1024)])
 def test_nothing_is_missed_where_everything_is_read(tokens, budget):
-    """With fewer tokens than a page has there is no page that an oracle could choose."""
+    """With fewer tokens than a page, the oracle has no page to choose."""
     query, keys = torch.randn(3, 2, 4, 32), torch.randn(2, tokens, 32, dtype=torch.bfloat16)
     inputs = LayerInputs(query.bfloat16(), keys, torch.randn_like(keys), 0.2)
     quality = PagedLayer(inputs, UniqueSelection(budget_tokens=budget)).quality()

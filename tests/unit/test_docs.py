@@ -42,7 +42,7 @@ STANDS_FOR = {
     "{', '.join(given)}": (),  # arguments of a request, which are refused alone, too
     "{FORCED_TOKENS_ARGUMENT}": (),  # refused by the server, for one request
 }
-"""Which fields the leads of messages stand for that are written with a variable."""
+"""The fields of messages whose field name is a variable."""
 
 
 def name_of(path: Path) -> str:
@@ -50,7 +50,7 @@ def name_of(path: Path) -> str:
 
 
 def text_of(node: ast.expr) -> str:
-    """A string as it is written in the code: what is put in when the code runs stays in braces."""
+    """A string as written in the code, with placeholders in braces."""
     match node:
         case ast.Constant():
             return str(node.value)
@@ -65,7 +65,7 @@ def text_of(node: ast.expr) -> str:
 
 
 def assigned(tree: ast.AST, name: str) -> Iterator[str]:
-    """The strings that a variable is given."""
+    """The strings that are assigned to a variable."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Assign):
             targets, values = [node.targets[0]], [node.value]
@@ -81,7 +81,7 @@ def assigned(tree: ast.AST, name: str) -> Iterator[str]:
 
 
 def refusals() -> Iterator[tuple[str, str, str]]:
-    """What stands before `: got` in each refusal of the package, what was got, and where it is raised."""
+    """The text before `: got` in each refusal of the package, the value, and the place of the refusal."""
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
@@ -96,20 +96,20 @@ def refusals() -> Iterator[tuple[str, str, str]]:
             elif called in ("ConfigurationError", "PydanticCustomError", "ValueError") and node.args:
                 lead, _, rest = text_of(node.args[called == "PydanticCustomError"]).partition(":")
                 if called != "ValueError" or rest.startswith(" got"):
-                    # What vLLM's checks say of a backend begins with the words "attention backend" and its name.
+                    # vLLM's checks of a backend begin with the words "attention backend" and its name.
                     lead = "attention backend" if lead.startswith("attention backend") else lead
                     yield lead, rest.partition(", allowed")[0].removeprefix(" got"), place
 
 
 def refused_fields() -> dict[str, str]:
-    """Every field that a refusal names, and a place that does."""
+    """Every field named by a refusal, and a place of the refusal."""
     fields = {}
     for written, _, place in refusals():
         lead = written.replace("{KEY}", KEY)
         if "{" in lead:
             assert lead in STANDS_FOR, f"{place}: say in STANDS_FOR which fields {lead!r} stands for"
         fields |= dict.fromkeys(STANDS_FOR[lead] if lead in STANDS_FOR else lead.split(", "), place)
-    # What the kernels do not serve has their own name, where admission has none that a user knows better.
+    # Kernels name limits themselves, if admission has no name that users know better.
     fields |= dict.fromkeys((limits.HEAD_SIZE, limits.GROUP, limits.SHARED_MEMORY), "limits.py")
     del fields[f"{KEY}.routing"]  # the beginning of others
     return fields
@@ -130,7 +130,7 @@ def code_lines(path: Path) -> Iterator[str]:
 
 
 def commands() -> list[tuple[str, list[str]]]:
-    """Every `vllm-sparse` command of the pages that has options of its own, as its arguments."""
+    """Every `vllm-sparse` command of the pages that has options, as its arguments."""
     found = []
     for path in PAGES:
         for line in code_lines(path):
@@ -143,7 +143,7 @@ def commands() -> list[tuple[str, list[str]]]:
 
 
 def settings() -> list[tuple[str, str, dict]]:
-    """Every `sparse_attention` of the pages' commands, and the backend that is chosen beside it."""
+    """Every `sparse_attention` of the pages' commands, and its backend."""
     found = []
     for path in PAGES:
         for line in code_lines(path):
@@ -169,7 +169,7 @@ def test_lines_can_be_read(path):
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)
 def test_links_to_files_lead_somewhere(path):
-    # mkdocs checks the same for the site, and the README is no part of it.
+    # mkdocs checks this for the site, which does not include the README.
     for target in re.findall(r"\]\((?!\w+:|#)([^)\s]+)\)", path.read_text(encoding="utf-8")):
         file, _, anchor = target.partition("#")
         there = path.parent / file

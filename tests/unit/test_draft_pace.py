@@ -1,4 +1,4 @@
-"""How long drafts are in adaptive lossless mode: what makes tokens come fastest, by what steps have shown."""
+"""Draft lengths in adaptive lossless mode: the length with the best measured speed."""
 
 import random
 from collections import Counter
@@ -25,7 +25,7 @@ def rate(acceptance: float, cost: float, drafts: int) -> float:
 
 
 class Engine:
-    """Steps of one request that take as long as a model says, and make what it accepts."""
+    """Steps of one request with the times and acceptances of a model."""
 
     def __init__(self) -> None:
         self.pace = DraftPace(range(MOST + 1))
@@ -34,7 +34,7 @@ class Engine:
     def run(
         self, acceptance: float, cost: float, steps: int, load: Load = SMALL, dense: float = 1.0
     ) -> tuple[Counter[int], float]:
-        """Returns how often drafts of each length were made, and tokens by second."""
+        """Returns how often each draft length was used, and tokens per second."""
         lengths, tokens, seconds = Counter(), 0, 0.0
         for _ in range(steps):
             drafts = self.pace.choose(load)
@@ -56,7 +56,7 @@ def test_the_best_length_is_found_and_looking_for_it_costs_little(name):
     lengths, reached = engine.run(acceptance, cost, 3000)
     assert reached > 0.96 * rate(acceptance, cost, best)
     assert engine.pace.gain(SMALL) == pytest.approx(rate(acceptance, cost, best), rel=0.2)
-    # It goes on looking at the other end.
+    # It continues to try the other end.
     assert lengths[MOST if best < MOST else 0] >= 3
 
 
@@ -72,7 +72,7 @@ def test_the_length_follows_the_text():
 
 def test_what_a_large_load_took_says_nothing_about_a_small_one():
     engine = Engine()
-    # Dense steps of 24 long contexts are slow, so the longest drafts pay; one context alone has quick ones.
+    # Dense steps of 24 long contexts are slow, so the longest drafts pay off. A single context has fast steps.
     engine.run(0.9, 1.0, 200, LARGE, dense=5.0)
     assert engine.pace.best(LARGE) >= 4
     lengths, _ = engine.run(0.9, 1.0, 40, SMALL, dense=1.6)
@@ -101,7 +101,7 @@ def test_a_load_that_shrinks_takes_its_times_along():
     before = engine.pace.gain(LARGE)
     half = Load.of([4000] * 12)
     assert engine.pace.gain(half) == pytest.approx(before)
-    # Its first step took half the time, so it is taken that all would.
+    # Its first step took half the time, so all steps are assumed to.
     engine.pace.observe_step(MOST, 4.0, half)
     assert engine.pace.gain(half) == pytest.approx(before)
     assert engine.pace.gain(LARGE) == pytest.approx(before)
@@ -112,7 +112,7 @@ def test_a_load_whose_first_step_was_held_up_is_not_taken_to_be_as_slow():
     engine.run(0.99, 0.1, 200, LARGE)
     half = Load.of([4000] * 12)
     engine.pace.observe_step(engine.pace.choose(half), 100.0, half)
-    # Drafts that were right do not pay any longer. A step without drafts is believed to take three times as long.
+    # Drafts no longer pay off. A step without drafts is assumed to take three times as long.
     engine.run(0.1, 0.6, 300, half)
     assert engine.pace.best(half) == 0
 

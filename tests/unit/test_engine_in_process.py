@@ -1,4 +1,4 @@
-"""An engine in this process ends with its block, whatever happens in it. A stand-in takes the place of vLLM's."""
+"""An engine in this process ends with its context, even after an error. A stand-in replaces vLLM's engine."""
 
 from types import SimpleNamespace
 
@@ -10,7 +10,7 @@ from vllm_sparse_plugin.tools.engine import engine_in_process
 
 @pytest.fixture
 def events(monkeypatch) -> list[str]:
-    """What happens to engines, in order."""
+    """Events of engines, in order."""
     found: list[str] = []
 
     def start(model: str) -> SimpleNamespace:
@@ -42,7 +42,7 @@ def test_an_engine_that_does_not_start_leaves_nothing(events, monkeypatch):
     with pytest.raises(OSError, match="no such model"), engine_in_process(model="missing"):
         pass
     assert events == ["free"]
-    # What it raised is not hidden by a cleanup that fails.
+    # A failing cleanup must not hide the error.
     monkeypatch.setattr(engine, "free_engines", lambda: 1 / 0)
     with pytest.raises(OSError, match="no such model"), engine_in_process(model="missing"):
         pass

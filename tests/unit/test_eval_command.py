@@ -31,7 +31,7 @@ def tokenizer():
 
 
 def find(tokens: list[int]) -> list[int]:
-    """The answer of a perfect reader to a question for one needle."""
+    """The answer of a perfect reader to a question about one needle."""
     document, question = tokenizer().decode(tokens).rsplit("\n", 1)
     key = re.fullmatch(r"What is the special magic number for (.+)\? Answer:", question)[1]
     value = re.search(rf"magic number for {key} is: (\d+)\.", document)[1]
@@ -79,7 +79,7 @@ def cells(out: str, task: str) -> list[str]:
 
 
 def rewrite(source: Path, target: Path, label: str, **scores: float) -> None:
-    """Copy a file of results under another label, with other scores of some items."""
+    """Copy a file of results under another label, with changed scores of some items."""
     lines = [json.loads(line) for line in source.read_text().splitlines()]
     lines[0]["settings"]["label"] = label
     for line in lines[1:]:
@@ -142,8 +142,8 @@ LLAMA = (
 
 @pytest.fixture(params=["ChatML", "Llama"])
 def chat_model(request, tmp_path) -> tuple[Path, int]:
-    """A tokenizer whose template ends each message with an end token, and that token: ChatML's is the end of the
-    tokenizer, Llama 3.1's another one of its generation_config.json."""
+    """A tokenizer whose template ends each message with an end token, and that token. ChatML uses the tokenizer's end
+    token, Llama 3.1 another one from its generation_config.json."""
     folder = tmp_path / "chat"
     chat = AutoTokenizer.from_pretrained(MODEL)
     marks = ["<|im_start|>", "<|im_end|>"] if request.param == "ChatML" else [
@@ -167,7 +167,7 @@ def test_a_forced_end_of_a_message_does_not_end_the_request(run, stub, output, c
     code, _, err = run(*NEEDLES, "--chat", "--decode-from", "question", base=base)
     assert (code, err) == (0, "")
     assert all(end in asked["vllm_xargs"]["forced_token_ids"] for asked in stub.requests)
-    # Behind a forced end vLLM ends the answer at none: it is cut here.
+    # After a forced end token vLLM does not end the answer. It is cut here.
     assert {result.completion for result in read_results(output).results.values()} == {" 1234567"}
 
 
@@ -197,7 +197,7 @@ def test_an_end_that_the_tokenizer_does_not_know_is_named(run, stub, output):
 
 
 class ScoringEngine:
-    """Answers whatever it is asked; counts how often one was started."""
+    """Answers every question; counts how often an engine was started."""
 
     started = 0
 
@@ -215,7 +215,7 @@ class ScoringEngine:
 
 @pytest.fixture
 def evaluate_in_process(run, tmp_path, output, monkeypatch):
-    """Scores a prompt with a copy of needle-8m in a folder of the same name; returns what was refused."""
+    """Scores a prompt with a copy of needle-8m in a folder of the same name; returns the refusal."""
     monkeypatch.setattr(ScoringEngine, "started", 0)
     monkeypatch.setitem(sys.modules, "vllm_sparse_plugin.tools.eval.engine", SimpleNamespace(Engine=ScoringEngine))
     prompts = tmp_path / "prompts.jsonl"
@@ -296,7 +296,7 @@ def test_ctrl_c_does_not_wait_for_a_server_that_does_not_answer(run, stub, outpu
     try:
         code, _, err = run(*NEEDLES)
         assert (code, err) == (130, "Ctrl-C: stopping; once more kills what still runs\n")
-        # A thread that is no daemon would keep the process from ending.
+        # A thread that is not a daemon would keep the process alive.
         assert all(thread.daemon for thread in threading.enumerate() if thread is not threading.main_thread())
     finally:
         never.set()
@@ -305,7 +305,7 @@ def test_ctrl_c_does_not_wait_for_a_server_that_does_not_answer(run, stub, outpu
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_an_engine_in_the_process_is_ended(run, output, monkeypatch, fails):
-    """Left to the end of the interpreter, the processes of a GPU's engine were waited for without end."""
+    """At the interpreter's exit, the processes of a GPU's engine were waited for forever."""
     ended = []
 
     class FakeEngine:
@@ -342,7 +342,7 @@ def test_a_run_that_was_cut_short_goes_on(run, stub, output):
     assert cells(out, "multikey")[2] == "4"
     text = output.read_text()
     assert text.startswith(kept)
-    # Each part has the line that describes its run.
+    # Each part begins with the line that describes its run.
     assert ["settings" in line for line in text.splitlines()] == [True, False, False, True, False, False]
     stub.requests.clear()
     assert run(*NEEDLES)[0] == 0
@@ -443,7 +443,7 @@ def test_longbench_is_scored_by_its_metric(run, stub, output, tmp_path):
     stub.answer = lambda _: tokenizer().encode(" The red, big house!", add_special_tokens=False)
     code, out, _ = run("--file", str(path), "--decode-from", "question")
     assert code == 0
-    # The context is the model's, since none was asked for.
+    # The context is the model's, because none was given.
     assert cells(out, "qasper")[:3] == ["qasper", "8,192", "3"]
     assert [result.score for result in read_results(output).results.values()] == [0.8] * 3
 
@@ -482,7 +482,7 @@ def test_the_share_of_the_cache_that_was_read_is_shown_where_it_is_known(run, ou
     assert cells(out, "multikey")[3:] == ["1.000 [0.510, 1.000]", "1.000 [0.510, 1.000]", "37.5%"]
     lines[2]["kv_read_share"] = None
     other.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    # A mean of some of the answers would be that of others.
+    # A mean over some answers would be wrong.
     assert "KV read" not in run("show", str(other), base=())[1]
 
 
@@ -526,7 +526,7 @@ def test_next_tokens_of_the_same_text_are_compared(run, stub, output, tmp_path):
     half = math.log(0.5)
     stub.predictions = [{7: half, 9: math.log(0.4), 11: -20.0}, {7: 0.0}, {8: half, 9: half}, {1: -20.0}]
     assert run(*options, base=(*base, str(output)))[0] == 0
-    # The likeliest is kept, however unlikely; of others those that matter.
+    # The likeliest token is always kept; other tokens only if they matter.
     kept = read_results(output).results["perplexity/2048/0"].predictions
     assert [list(at) for at in kept] == [[7, 9], [7], [8, 9], [1]]
     stub.predictions = [{9: half, 7: math.log(0.4)}, {7: 0.0}, {9: half, 8: half}, {2: 0.0}]

@@ -96,7 +96,7 @@ def test_graded_scores_without_a_difference():
 
 
 def test_shares_that_are_all_equal_have_an_interval_of_their_positions():
-    """Not that of as many coins as there are prompts, and not a single point."""
+    """The interval is neither that of independent prompts nor a single point."""
     coins, shares = estimate_mean([1.0] * 32), estimate_mean([1.0] * 32, positions=128)
     assert (coins.value, coins.high, shares.value, shares.high) == (1, 1, 1, 1)
     assert coins.low == pytest.approx(0.8928, abs=1e-4)

@@ -1,4 +1,4 @@
-"""Files of text and JSON that users give to commands."""
+"""Text and JSON files that users give to commands."""
 
 import codecs
 import json
@@ -11,7 +11,7 @@ from vllm_sparse_plugin.tools.files import digest_of, read_json, read_json_lines
 
 
 def test_lines_end_where_editors_end_them(tmp_path):
-    """A byte order mark, the ends of lines of Windows and empty lines mean nothing; other breaks are text."""
+    """A byte order mark, Windows line ends and empty lines have no meaning. Other breaks are text."""
     path = tmp_path / "lines.jsonl"
     texts = ["a\u2028b", "c\x0bd\x85e", "\ufefff", "\U0001f600"]
     lines = [json.dumps({"prompt": text}, ensure_ascii=False).encode() for text in texts]

@@ -25,7 +25,7 @@ def forcing(*tokens: object) -> SamplingParams:
 
 
 def chosen(logits: torch.Tensor) -> list[int | None]:
-    """The only token a row leaves, None where it leaves all."""
+    """The only token that a row permits; None if it permits all."""
     return [None if row.isfinite().all() else row.argmax().item() for row in logits]
 
 

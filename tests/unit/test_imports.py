@@ -1,4 +1,4 @@
-"""No module imports itself by way of others, not even from within a function."""
+"""No module imports itself indirectly, not even inside a function."""
 
 from graphlib import TopologicalSorter
 

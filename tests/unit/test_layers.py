@@ -1,4 +1,4 @@
-"""Tests of the product do not lean on the measuring code, which may change without them."""
+"""Tests of the product do not depend on the measuring code."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How many tokens are drafted, and for whom: from settings and lengths alone."""
+"""The number of draft tokens of each request, from settings and lengths."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Metrics reach every worker that can have them, and never end an engine."""
+"""Metrics reach every worker that can publish them, and never stop an engine."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ from vllm_sparse_plugin.metrics import live, sampling
 
 @pytest.fixture(autouse=True)
 def warnings(monkeypatch) -> list[str]:
-    """What the log says; no folder is known."""
+    """The log messages; no folder is set."""
     for name in (live._VLLM_FOLDER, live._OUR_FOLDER, live._COPIED_TO_RAY):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -38,7 +38,7 @@ def count_for_a_while() -> None:
 
 
 def test_what_is_copied_from_a_device_lies_on_the_host():
-    # As models are built, everything that names no device lands on that of the context.
+    # While models are built, tensors without an explicit device use that of the context.
     with torch.device("meta"):
         counts = live.DeviceCounts([(0, range(2))], live.SKIPPED, 2, torch.device("cpu"))
         counts.of_layers[0].add_(1)
@@ -103,7 +103,7 @@ def test_a_token_that_does_not_fit_the_memory_is_not_measured(warnings, monkeypa
 
 
 def add_keys(folder: Path, keys: int) -> None:
-    """Adds to so many series of a folder, a hundred bytes each, as a worker does."""
+    """Adds this many series of a hundred bytes each to a folder, like a worker."""
     os.environ[live._OUR_FOLDER] = str(folder)
     for key in range(keys):
         live._add(f"series_{key:0100}", "A text.", 1, 1)
@@ -124,7 +124,7 @@ print("files:", [file.stat().st_size for file in Path(sys.argv[1]).iterdir()])
 
 @pytest.mark.parametrize(("size", "left"), [("32k", []), ("96k", [1 << 16])])
 def test_a_full_disk_does_not_end_the_process(size, left, tmp_path):
-    """A write to a mapped page that the disk has no room for would be a SIGBUS."""
+    """A write to a mapped page without room on disk would raise SIGBUS."""
     isolated = ["unshare", "--map-root-user", "--mount"]
     if subprocess.run([*isolated, "true"], capture_output=True, check=False).returncode:
         pytest.skip("mounts no file system of its own here")

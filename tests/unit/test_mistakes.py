@@ -44,7 +44,7 @@ INPUTS: dict[str, tuple[list[str], str]] = {
     "eval show": (["eval", "show"], ""),
     "eval compare": (["eval", "compare", "good.jsonl"], ""),
 }
-"""Commands that read a file, and the option that names it; without a name it is an argument."""
+"""Commands that read a file, and the option that names it; empty for an argument."""
 RESULTS = (json.dumps({"settings": {"label": "x", "decode_from": "prompt"}}) + "\n").encode()
 """A file of `eval` without an answer."""
 CONTENTS: dict[str, bytes | None] = {
@@ -65,12 +65,12 @@ BAD_MODELS: dict[str, bytes | None] = {
     "nested": b'{"a":' * 100_000,
     "numbers that are none": b'{"max_position_embeddings": 1e999, "num_hidden_layers": 0, "num_attention_heads": 0}',
 }
-"""What may be in the place of a model's config.json."""
+"""Bad contents of a model's config.json."""
 
 
 @pytest.fixture(autouse=True)
 def _folder(monkeypatch, tmp_path):
-    """Commands run in a folder of their own, and start nothing."""
+    """Commands run in a temporary folder, and start nothing."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     start = subprocess.Popen.__init__
@@ -87,7 +87,7 @@ def run(monkeypatch, capfd):
     def call(*arguments: object) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["vllm-sparse", *map(str, arguments)])
         handlers = [signal.getsignal(number) for number in endings._SIGNALS]
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
         try:
             with pytest.raises(SystemExit) as ended:
                 main()
@@ -231,7 +231,7 @@ OUTPUTS = {
 
 
 FOLDERS = ("tune", "train")
-"""Those whose output is a folder."""
+"""Commands whose output is a folder."""
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def test_an_output_that_cannot_be_written(run, monkeypatch, case, place):
     elif place == "/dev/full":
         Path("full.png").symlink_to(place)  # pictures are named so
     place = {"/dev/full": "full.png", "missing/file": "missing/file.png"}.get(place, "there.png")
-    # Nothing is measured before this is known.
+    # This is checked before anything is measured.
     monkeypatch.setattr(endings, "open_console", lambda: pytest.fail("it began"))
     before = sorted(path.name for path in Path().iterdir())
     said = sentence_of(run(*command, f"--{option}", place))
@@ -318,7 +318,7 @@ def test_a_package_that_is_missing(run, monkeypatch, case, module):
     assert said.startswith(f"vllm-sparse {command[0]}: got no {packages[module]}, allowed: with ")
     line = said.partition("extra, ")[2]
     assert line.startswith("pip install ")
-    # vLLM's name would bring its CUDA build to an environment with the CPU build.
+    # The package name `vllm` would install the CUDA build into an environment with the CPU build.
     assert packages[module] in line
     assert "vllm" not in line
 
@@ -353,7 +353,7 @@ INTERRUPTED = {
         "tools.cli.evaluate._Answerer.endpoint",
     ),
 }
-"""Arguments with which a command begins its work, and what that work calls."""
+"""Arguments with which a command starts its work, and the function that it calls."""
 
 
 @pytest.mark.parametrize("number", endings._SIGNALS)
@@ -370,7 +370,7 @@ def test_a_signal_ends_the_command_in_one_sentence(run, monkeypatch, command, nu
     monkeypatch.setattr(owner, name, lambda *_, **__: signal.raise_signal(number))
     said = sentence_of(run(command, *arguments), 128 + number)
     assert said == f"{endings._SIGNALS[number]}: stopping; once more kills what still runs"
-    # A run that has no result leaves no file.
+    # A run without a result leaves no file.
     assert sorted(path.name for path in Path().iterdir()) == ["data.jsonl", "long.jsonl"]
 
 
@@ -437,7 +437,7 @@ def test_names_with_bytes_that_are_no_text(run, monkeypatch):
 
 
 def test_a_configuration_of_another_model_is_not_measured(run):
-    """Weights that the file lacks would be random."""
+    """Weights missing in the file would be random."""
     model = damaged_model("config.json", b"")
     config = json.loads((MODEL / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"num_hidden_layers": config["num_hidden_layers"] + 1}))

@@ -1,4 +1,4 @@
-"""The command `vllm-sparse needles` with servers that are stubs."""
+"""The command `vllm-sparse needles` with stub servers."""
 
 import json
 import os
@@ -26,9 +26,9 @@ def item(task: str, number: int) -> Item:
 
 @pytest.fixture
 def needles(monkeypatch, capsys, tmp_path):
-    """Runs the command on three questions; returns exit code, output, errors and the process ids of the servers."""
+    """Runs the command on three questions; returns exit code, output, errors and process ids of the servers."""
     previous = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    # Jobs in the background of a shell ignore it.
+    # Background jobs of a shell ignore it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def call(*arguments: str, answers: dict[str, dict[str, str]], **settings: object) -> SimpleNamespace:

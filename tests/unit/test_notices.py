@@ -79,7 +79,7 @@ def test_our_presets_say_nothing_but_of_sinkrouter_infllm_and_sparse_prefill():
 
 @pytest.fixture
 def logged():
-    """What vLLM's loggers say; nothing has been said before."""
+    """The messages of vLLM's loggers; none has been logged before."""
     from vllm.logger import init_logger
 
     messages = []

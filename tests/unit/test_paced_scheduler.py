@@ -1,4 +1,4 @@
-"""vLLM's own scheduler asks us how long the drafts of a step are; a clock and a model stand in for a GPU."""
+"""vLLM's scheduler with the plugin's draft lengths. A clock and a model replace a GPU."""
 
 from types import SimpleNamespace
 
@@ -46,7 +46,7 @@ def scheduler(monkeypatch):
 
 
 class Engine:
-    """Steps that take one second and `cost` for each draft, of a model that accepts all drafts or none."""
+    """Steps that take one second plus `cost` per draft token, for a model that accepts all drafts or none."""
 
     def __init__(self, scheduler, cost, accepts, monkeypatch):
         self.scheduler, self.cost, self.accepts = scheduler, cost, accepts
@@ -59,9 +59,9 @@ class Engine:
         self.scheduler.add_request(Request(name, list(range(context)), sampling, None))
 
     def run(self, steps, leaves=None):
-        """Return the lengths of the drafts that were scheduled, and tokens by second.
+        """Return the scheduled draft lengths, and tokens per second.
 
-        `leaves` is a request that ends while the last of the steps is under way.
+        `leaves` is a request that ends during the last step.
         """
         lengths, tokens, begin = [], 0, self.now
         for step in range(steps):

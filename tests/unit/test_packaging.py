@@ -34,7 +34,7 @@ def locked(platform: str = "cpu") -> list[tuple[str, Version, Marker | None]]:
 
 
 def requirements(path: str) -> list[Requirement]:
-    """Those of a file without options."""
+    """The requirements in a file, without options."""
     lines = (ROOT / "requirements" / path).read_text().splitlines()
     return [Requirement(line) for line in lines if line and not line.startswith("#")]
 

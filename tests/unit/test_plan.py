@@ -1,4 +1,4 @@
-"""`vllm-sparse plan` counts what fits, without a model's weights."""
+"""`vllm-sparse plan` computes how many requests fit, without a model's weights."""
 
 import json
 

@@ -92,7 +92,7 @@ def test_foreign_members_pickle_by_value_as_by_default():
 
 
 def test_members_unpickle_before_plugins_are_loaded_and_with_other_plugins_backends():
-    # As vLLM's spawned engine core does: it unpickles first and loads plugins later.
+    # Like vLLM's spawned engine core, which unpickles before it loads plugins.
     blob = pickle.dumps([member(name) for name in BACKENDS] + [AttentionConfig(backend="unique")])
     code = """
         import base64, json, pickle, sys
@@ -203,7 +203,10 @@ def test_a_loaded_plugin_that_is_not_chosen_changes_and_imports_nothing(model):
     with_plugin = run_python(code, model, VLLM_PLUGINS="vllm_sparse_plugin")
     without = run_python(code, model, VLLM_PLUGINS="")
     assert (with_plugin.pop("loaded"), without.pop("loaded")) == (True, False)
-    assert (with_plugin.pop("ours"), without.pop("ours")) == (["", "compat", "errors", "names", "registration"], [])
+    assert (with_plugin.pop("ours"), without.pop("ours")) == (
+        ["", "compat", "compat.engine", "compat.runners", "errors", "names", "registration"],
+        [],
+    )
     assert with_plugin == without
     assert "numba" not in with_plugin["others"]
 

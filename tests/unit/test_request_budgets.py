@@ -1,4 +1,4 @@
-"""What a request may say of its own attention, and what is answered to the rest."""
+"""Arguments of a request for its attention, and the answers to bad ones."""
 
 import re
 import sys
@@ -24,7 +24,7 @@ vllm_sparse_plugin.register()
 
 
 def engine_config(backend: str | None, settings: dict | None = None) -> SimpleNamespace:
-    """What the check reads of a configuration of vLLM."""
+    """The fields of vLLM's configuration that the check reads."""
     member = None if backend is None else AttentionBackendEnum[backend.upper()]
     return SimpleNamespace(
         attention_config=SimpleNamespace(backend=member, backend_per_kind={}),
@@ -35,7 +35,7 @@ def engine_config(backend: str | None, settings: dict | None = None) -> SimpleNa
 
 
 def enter(vllm_config: SimpleNamespace, params: SamplingParams, **more: object) -> str:
-    """A request on its way through vLLM's input processor; what lies behind the check is left out."""
+    """Sends a request through vLLM's input processor, up to the check."""
     processor = InputProcessor.__new__(InputProcessor)
     processor.vllm_config = vllm_config
     with pytest.MonkeyPatch.context() as patch:
@@ -45,7 +45,7 @@ def enter(vllm_config: SimpleNamespace, params: SamplingParams, **more: object) 
 
 
 class EnteredError(Exception):
-    """The check has let a request pass."""
+    """The check accepted a request."""
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_settings_limit_a_coverage_and_give_those_who_say_nothing_one():
     assert config.selector.pages_read == (8, 80, 0.9)
     assert pages_of_request({"sparse_coverage": 0.5}, config) == (8, 80, 0.5)
     assert pages_of_request({"sparse_budget_tokens": 64}, config) == (8, 8, 0.0)
-    # What is always read fits into the least.
+    # Pages that are always read fit into the smallest number.
     wide = resolve({"selection": {"sink_pages": 30}}, "unique")
     assert pages_of_request({"sparse_coverage": 0.5}, wide).least == 32
 
@@ -184,7 +184,7 @@ def core_request(arguments: dict | None, salt: str | None = None, resumable: boo
 def hashed_with(
     vllm_config: SimpleNamespace, arguments: dict | None, salt: str | None = None, resumable: bool = False
 ) -> str | None:
-    """The cache salt with which the engine makes the request."""
+    """The cache salt of the engine's request."""
     core, request = EngineCore.__new__(EngineCore), core_request(arguments, salt, resumable)
     core.vllm_config, core.mm_receiver_cache = vllm_config, None
     made = []
@@ -209,7 +209,7 @@ def test_requests_that_read_the_same_share_their_blocks_and_no_others():
         assert hashed_with(usual, same, "mine") == "mine"
     assert hashed_with(usual, kinds[0], "mine") not in (*salts, "mine", None)
     assert hashed_with(engine_config(None), kinds[0]) is None
-    # What is dense anyway reads the same.
+    # Dense requests read the same.
     assert hashed_with(engine_config("dense"), kinds[0]) is None
     assert hashed_with(engine_config("sinkrouter"), kinds[0]) is not None
     assert hashed_with(engine_config("art"), kinds[0]) is not None
@@ -236,7 +236,7 @@ def test_a_stream_of_inputs_that_comes_by_another_way_is_refused_too():
     ],
 )
 def test_a_gpu_has_room_for_so_many_pages(monkeypatch, settings, arguments, allowed):
-    """One launch has room for 1,024 pages; a server that reads more has launches for as many."""
+    """One launch has room for 1,024 pages. A server that reads more has launches for that number."""
     engine = engine_config("unique", {"selection": settings})
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     ((name, got),) = arguments.items()
@@ -292,7 +292,7 @@ def test_the_runner_says_what_each_request_of_a_batch_gave():
 
 
 def test_the_newer_runner_shows_requests_as_it_takes_them(monkeypatch):
-    """They say the same when they are new again after a preemption, and nothing when their slot is another's."""
+    """Arguments are the same after a preemption, and are removed when another request takes the slot."""
 
     class GPUModelRunner:
         def __init__(self):
@@ -312,7 +312,7 @@ def test_the_newer_runner_shows_requests_as_it_takes_them(monkeypatch):
             del self.req_states.index_to_req_id[self.req_states.req_id_to_index.pop(name)]
 
     module = SimpleNamespace(GPUModelRunner=GPUModelRunner)
-    monkeypatch.setattr(compat, "_RUNNER_MODULES", ("a.runner",))
+    monkeypatch.setattr(compat.runners, "_RUNNER_MODULES", ("a.runner",))
     monkeypatch.setitem(sys.modules, "a.runner", module)
     for _ in range(2):
         compat.hook_model_runners(building, lambda specs: specs, note, lambda *step: False, print)
@@ -333,7 +333,7 @@ def test_the_newer_runner_shows_requests_as_it_takes_them(monkeypatch):
     dense = {"sparse": "dense"}
     add([3, 1, 0], a={"args": dense}, b={"args": None}, c=None)
     assert arguments(1, 3, 0, 7) == [{}, dense, {}, {}]
-    # A draft's batch does not say whose it is.
+    # A draft's batch does not name its requests.
     assert arguments(None) == []
     runner.remove("a")
     add([3], d={"args": None})

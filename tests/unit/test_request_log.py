@@ -1,4 +1,4 @@
-"""A line for each request that ends, if somebody asks for it."""
+"""A log line for each finished request, if the setting is on."""
 
 import sys
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ class Runner:
 
 
 def test_a_request_that_ends_says_what_it_has_read(lines, monkeypatch):
-    monkeypatch.setattr(compat, "_RUNNER_MODULES", ("a.runner",))
+    monkeypatch.setattr(compat.runners, "_RUNNER_MODULES", ("a.runner",))
     made = type("Runner", (), {name: method for name, method in vars(Runner).items() if callable(method)})
     monkeypatch.setitem(sys.modules, "a.runner", SimpleNamespace(GPUModelRunner=made))
     for _ in range(2):
@@ -38,7 +38,7 @@ def test_a_request_that_ends_says_what_it_has_read(lines, monkeypatch):
     log = request_log.of_runner(runner)
     assert request_log.of_runner(runner) is log
     for _ in range(3):
-        # The third row pads the batch, and "c" is still a prompt.
+        # The third row is padding, and "c" is still in its prompt.
         log.add(["a", "b", None, "c"], np.array([100, 30, 5, 0, 0]), np.array([1000, 40, 5, 0, 0]))
     masses = log.masses("a", torch.device("cpu"))
     masses += torch.tensor([1.8, 2.0])
@@ -54,6 +54,6 @@ def test_a_request_that_ends_says_what_it_has_read(lines, monkeypatch):
     ]
     runner.execute_model(SimpleNamespace(finished_req_ids={"a"}))
     assert len(lines) == 2
-    # A runner without a log has nothing to say.
+    # A runner without a log logs nothing.
     made().execute_model(SimpleNamespace(finished_req_ids={"a"}))
     assert len(lines) == 2

@@ -1,4 +1,4 @@
-"""What is kept follows from lengths alone."""
+"""The kept tokens depend only on lengths."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def test_a_window_keeps_the_sinks_and_the_newest_tokens_in_whole_blocks():
         kept = {token for token in range(context) if token // BLOCK not in left_out}
         assert kept >= {*range(min(4, context)), *range(max(0, context - 96), context)}
         assert len(kept) < 4 + 96 + 2 * BLOCK
-        # Whoever began to leave something out goes on.
+        # A request that omits blocks continues to omit them.
         assert set(left_out) <= set(retention.left_out(50, context + 1, BLOCK))
 
 

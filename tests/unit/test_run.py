@@ -1,4 +1,4 @@
-"""`run.py`, the script that installs the project, when it is stopped or cannot write."""
+"""`run.py`, the installation script, when it is interrupted or cannot write."""
 
 import importlib.util
 import os

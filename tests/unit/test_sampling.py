@@ -128,7 +128,7 @@ def runners(request, monkeypatch):
     methods = {name: method for base in (FakeRunner, request.param) for name, method in vars(base).items()}
     made = type("Runner", (), {name: method for name, method in methods.items() if callable(method)})
     made.vllm_config = None
-    monkeypatch.setattr(compat, "_RUNNER_MODULES", ("a.runner",))
+    monkeypatch.setattr(compat.runners, "_RUNNER_MODULES", ("a.runner",))
     monkeypatch.setitem(sys.modules, "a.runner", SimpleNamespace(GPUModelRunner=made))
     for _ in range(2):
         compat.hook_model_runners(

@@ -1,1 +1,1 @@
-"""The KV cache gives blocks back once a prompt has been computed."""
+"""Gives KV cache blocks back after a prompt has been computed."""

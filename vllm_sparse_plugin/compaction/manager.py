@@ -1,7 +1,7 @@
 """Gives blocks of running requests back to vLLM's pool, in the scheduler's process.
 
-A specification of a layer's cache that carries what is kept, and the manager that vLLM makes for it. Importing this
-module registers both, so that a process which unpickles a specification knows its manager.
+It defines the cache specification of a layer with compaction, and the manager that vLLM creates for it. Importing this
+module registers both, so a process that unpickles a specification knows its manager.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm_sparse_plugin.metrics.live import count_freed_blocks
 
 logger = init_logger(f"vllm.{__name__}")
 _LENGTHS = 2048, 8192, 32768
-"""Prompts whose number is said at start, in tokens."""
+"""Prompt lengths, in tokens, for which the log at start says how many requests fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,13 +30,13 @@ class CompactSpec(FullAttentionSpec):  # type: ignore[misc]
     """The cache of a layer that keeps a part of each prompt."""
 
     retention: Retention
-    """What is kept."""
+    """What the layer keeps."""
     classes: tuple[Retention, ...] = ()
-    """What all classes of layers keep, the most first; empty where all layers keep the same."""
+    """What each class of layers keeps, largest first; empty if all layers keep the same."""
 
     @property
     def of_model(self) -> tuple[Retention, ...]:
-        """What the layers of the model keep, by block table of a request."""
+        """What the layers of the model keep, one entry per block table of a request."""
         return self.classes or (self.retention,)
 
     @classmethod
@@ -44,35 +44,35 @@ class CompactSpec(FullAttentionSpec):  # type: ignore[misc]
         """Returns the specification of a group of layers.
 
         Raises:
-            AssertionError: if the layers differ, which is how vLLM learns that they form no group.
+            AssertionError: if the layers differ. vLLM then makes no group of them.
         """
         first = specs[0]
         assert all(spec == first for spec in specs), "All layers in the same KV cache group must keep the same."
         return replace(first)
 
     def is_uniform_with_collection(self, kv_cache_specs: dict[str, KVCacheSpec]) -> bool:
-        """Returns whether all layers free the same blocks, so that one table serves them."""
+        """Returns whether all layers free the same blocks and can share a table."""
         return all(
             isinstance(spec, CompactSpec) and spec.retention == self.retention for spec in kv_cache_specs.values()
         )
 
 
 class _Running(NamedTuple):
-    """What the manager knows of a request while it holds blocks."""
+    """The manager's record of a request that holds blocks."""
 
     prompt_tokens: int
-    """P, as it was when the request got its first blocks."""
+    """P when the request got its first blocks."""
     began_at: int | None
-    """Tokens that were processed when a step began which reads the kept blocks alone; None before there is one."""
+    """Tokens processed before the first step that reads only kept blocks; None before this step."""
     freed_until: int
-    """End of the blocks that have been given back."""
+    """End of the blocks that are freed."""
 
 
 class CompactManager(FullAttentionManager):  # type: ignore[misc]
-    """Frees what `Retention` leaves out, a step after no step reads it any more.
+    """Frees the blocks that `Retention` leaves out, one step after the last step that reads them.
 
-    Kept tokens move into blocks that belong to their request alone: those are never hashed, and a prompt hits no block
-    of others that far. Freed blocks that are hashed stay in the prefix cache until the pool needs them.
+    Kept tokens move into blocks of their request only. These blocks are never hashed, and no prompt hits blocks of
+    other requests in this range. Freed blocks with a hash stay in the prefix cache until the pool needs them.
     """
 
     kv_cache_spec: CompactSpec
@@ -88,12 +88,12 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
     def find_longest_cache_hit(
         cls, block_hashes: Any, max_length: int, *args: Any, **kwargs: Any
     ) -> tuple[tuple[list[KVCacheBlock], ...], int]:
-        """Finds the longest hit before the blocks that kept tokens will move into; arguments are those of vLLM."""
+        """Finds the longest hit before the blocks that kept tokens will move into; see vLLM for the arguments."""
         spec: CompactSpec = kwargs["kv_cache_spec"]
         if 0 in kwargs["kv_cache_group_ids"]:
-            # vLLM asks for all tokens but the last, and a request with output asks for nothing
-            # (`pop_blocks_for_free`). Further groups of layers are asked for no more than the first has found.
-            # Classes are clipped together: one that keeps a whole prompt would let others hit where they will write.
+            # vLLM asks for all tokens except the last, and for none for a request with output
+            # (`pop_blocks_for_free`). It asks later groups of layers for at most the hit of the first group.
+            # The hit is clipped for all classes: a class that keeps a whole prompt could hit blocks that others write.
             longest = (retention.longest_hit(max_length + 1, spec.block_size) for retention in spec.of_model)
             max_length = min(max_length, *longest)
         found: tuple[tuple[list[KVCacheBlock], ...], int] = super().find_longest_cache_hit(
@@ -102,7 +102,7 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
         return found
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **kwargs: Any) -> None:
-        """Hashes the blocks whose contents stay what they are, and follow from the tokens alone."""
+        """Hashes the blocks whose contents do not change and depend only on the tokens."""
         self._requests[request.request_id] = request
         prompt_tokens = self._running_of(request.request_id, request.num_prompt_tokens).prompt_tokens
         shared = self.kv_cache_spec.retention.shared_tokens(prompt_tokens, self.block_size)
@@ -111,11 +111,11 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
     def remove_skipped_blocks(
         self, request_id: str, processed_computed_tokens: int, num_prompt_tokens: int | None = None
     ) -> None:
-        """Frees what no step reads any more.
+        """Frees the blocks that no later step reads.
 
         Args:
             request_id: the request.
-            processed_computed_tokens: tokens that finished steps have computed.
+            processed_computed_tokens: tokens computed by finished steps.
             num_prompt_tokens: P.
         """
         if num_prompt_tokens is None or request_id not in self.req_to_blocks:
@@ -127,8 +127,8 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
         if running.began_at is None:
             running = self._running[request_id] = running._replace(began_at=processed)
         assert running.began_at is not None
-        # The first step that begins behind the prompt may still read what it moves. After a preemption the step that
-        # ends the prompt may go on into the output, so its end is where that first step begins.
+        # The first step after the prompt may still read the tokens that it moves. After a preemption, the step that
+        # ends the prompt may continue into the output. This first step then begins at the end of that step.
         if not retention.slides and processed <= running.began_at:
             return
         left_out = retention.left_out(running.prompt_tokens, processed, self.block_size)
@@ -140,20 +140,20 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
         self._running[request_id] = running._replace(freed_until=left_out.stop)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:
-        """Forgets a request that ends or is preempted, and returns its blocks."""
+        """Removes a request that ends or is preempted, and returns its blocks."""
         running, request = self._running.pop(request_id, None), self._requests.pop(request_id, None)
         if running is not None and request is not None:
             # The first output may still be in flight.
             is_behind = request.num_output_tokens > 0 or request.num_computed_tokens >= running.prompt_tokens
             if is_behind and self.kv_cache_spec.retention.moves(running.prompt_tokens, self.block_size):
-                # When it resumes, vLLM looks for a hit of prompt and output together, which may reach blocks that a
-                # longer prompt has hashed and that lie where this one's kept tokens will move.
+                # After a preemption, vLLM looks for a hit of prompt and output together. This hit may reach blocks
+                # hashed by a longer prompt, where the kept tokens of this request will move.
                 request.skip_reading_prefix_cache = True
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request_id)
         return blocks
 
     def _running_of(self, request_id: str, prompt_tokens: int) -> _Running:
-        """Returns what is known of a request; the prompt of a running one does not grow."""
+        """Returns the record of a request. P of a running request does not grow."""
         return self._running.setdefault(request_id, _Running(prompt_tokens, None, 0))
 
 
@@ -161,8 +161,8 @@ def compacted(spec: AttentionSpec, retention: Retention) -> AttentionSpec:
     """Returns a specification that keeps a part of each prompt.
 
     Args:
-        spec: of a layer; returned as it is if it already does, or attends to a window alone.
-        retention: what is kept.
+        spec: of a layer. Returned unchanged if it already keeps a part, or if the layer attends only to a window.
+        retention: what the layer keeps.
     """
     if type(spec) is not FullAttentionSpec:
         return spec
@@ -171,7 +171,7 @@ def compacted(spec: AttentionSpec, retention: Retention) -> AttentionSpec:
 
 
 def capacity(spec: CompactSpec, num_blocks: int) -> str:
-    """Says how many requests of some prompt lengths fit the cache at once.
+    """Returns a sentence on how many requests of some prompt lengths fit the cache at once.
 
     Args:
         spec: of the first group of layers.
@@ -190,10 +190,10 @@ def capacity(spec: CompactSpec, num_blocks: int) -> str:
 
 
 def spread(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
-    """Returns the specifications of a model's layers with the budget of each, where layers share one.
+    """Returns the specifications of a model's layers, each with its budget if layers share one.
 
     Args:
-        specs: by the names of the layers, in the order of the model.
+        specs: by layer name, in the order of the model.
     """
     compact = {name: spec for name, spec in specs.items() if isinstance(spec, CompactSpec)}
     if not any(spec.retention.pyramid for spec in compact.values()):
@@ -207,7 +207,7 @@ def spread(specs: dict[str, KVCacheSpec]) -> dict[str, KVCacheSpec]:
 
 
 def _register() -> None:
-    # Before the first foreign specification vLLM has to know its own, or a worker never learns them.
+    # vLLM must register its own specifications before the first foreign one. Otherwise a worker never has them.
     KVCacheSpecRegistry._ensure_registered()
     KVCacheSpecRegistry.register(CompactSpec, CompactManager, uniform_type_base_spec=CompactSpec)
 

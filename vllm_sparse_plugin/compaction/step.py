@@ -1,7 +1,7 @@
-"""Condenses the block tables of a step to what requests keep, in the worker.
+"""Shortens the block tables of a step to the kept blocks, in the worker.
 
-Attention then sees shorter contexts in fewer blocks, and nothing of vLLM's or ours that attends needs to know. The
-positions of tokens, and so their slots, stay what they are.
+Attention then sees shorter contexts in fewer blocks and needs no other change. The positions and slots of tokens do not
+change.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from vllm_sparse_plugin.requests.rows import BatchRows
 
 @dataclass
 class _Request:
-    """What is known of a request since it began to be computed, or began anew after a preemption."""
+    """State of a request since its computation began, or began again after a preemption."""
 
     prompt_tokens: int
     computed: int = 0
-    """Tokens that had been computed before its latest step."""
+    """Tokens computed before its latest step."""
     until: int = 0
-    """Tokens that its latest step had computed at its end."""
+    """Tokens computed at the end of its latest step."""
     is_whole: bool = False
-    """Whether tokens of the prompt are still to be moved, in some layers at least."""
+    """Whether some layers still have to move tokens of the prompt."""
     moved: set[str] = field(default_factory=set)
-    """Layers that have moved them."""
+    """Layers that have moved their tokens."""
     windows: dict[str, ObservationWindow] = field(default_factory=dict)
-    """The newest queries of the prompt so far, by layer, while it is whole."""
+    """The newest queries of the prompt so far, by layer, while `is_whole`."""
     votes: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What `add_votes` has made of the queries so far, by layer, while it is whole."""
+    """Sums of `add_votes` over the queries so far, by layer, while `is_whole`."""
     voting: torch.Tensor | None = None
-    """Positions of the prompt that vote, where some do; see `voting_rows`."""
+    """Positions of the prompt that vote, see `voting_rows`; None if all vote."""
 
     def move(self, name: str, layer: Any, impl: Any, prompt: PromptBlocks, rule: CompactionRule) -> None:
-        """Moves what a layer keeps, unless it has done so.
+        """Moves the kept tokens of a layer, unless it has moved them.
 
         Args:
             name: of the layer.
-            layer: vLLM's.
-            impl: what attends there.
-            prompt: where the prompt lies.
-            rule: which tokens are kept.
+            layer: vLLM's attention layer.
+            impl: the attention implementation of the layer.
+            prompt: the blocks of the prompt.
+            rule: says which tokens are kept.
         """
         if name in self.moved:
             return
@@ -60,19 +60,19 @@ class _Request:
 
 
 class Observed(NamedTuple):
-    """Query tokens of a step that vote, or may be the newest of a prompt, which will."""
+    """Query tokens of a step that vote now, or may vote as the newest tokens of a prompt."""
 
     request: _Request
     tokens: slice
-    """Where they are in the batch."""
+    """Their place in the batch."""
     first_position: int
-    """Position of the first of them."""
+    """Position of the first token."""
     rule: CompactionRule
-    """Which tokens are kept."""
+    """Says which tokens are kept."""
     block_table: torch.Tensor | None
-    """Of the request, where queries vote at once; None where the newest wait for the prompt's end."""
+    """Block table of the request if queries vote now; None if the newest queries vote at the prompt's end."""
     ends: PromptBlocks | None
-    """Where the prompt lies, if they end it; its tokens move as soon as a layer has attended."""
+    """The blocks of the prompt, if these tokens end it; a layer then moves its tokens right after attention."""
 
     def votes(self, layer: str, num_kv_heads: int) -> torch.Tensor:
         """Returns the votes of a layer's earlier queries, to add to: `[num_kv_heads, P]` float32."""
@@ -84,15 +84,15 @@ class Observed(NamedTuple):
         return found
 
     def keep(self, layer: str, query: torch.Tensor) -> None:
-        """Keeps their queries for the vote, and those before them as far as they are of the same window.
+        """Keeps the queries for the vote, together with earlier queries of the same window.
 
         Args:
-            layer: whose they are.
+            layer: name of the layer.
             query: `[num_tokens, num_query_heads, head_size]` of the whole step.
         """
         new, first = query[self.tokens], self.first_position
         before = self.request.windows.get(layer)
-        # Tokens of a replayed graph are not observed: a window is what follows on from each other.
+        # Tokens of a replayed graph are not observed. A window must be contiguous.
         if before is not None and before.first_position + len(before.query) == first:
             new, first = torch.cat([before.query, new]), before.first_position
         dropped = max(0, len(new) - self.rule.window_tokens)
@@ -102,7 +102,7 @@ class Observed(NamedTuple):
 class StepCompaction:
     """The compaction of the layers that share a metadata builder.
 
-    What it makes lies in buffers that stay where they are, so a CUDA graph may read them.
+    Its results are in buffers at fixed addresses, so a CUDA graph may read them.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class StepCompaction:
         self.rule = rule
         self.layers = layers
         self.observed: list[Observed] = []
-        """Query tokens of the latest step whose queries layers are to keep."""
+        """Query tokens of the latest step whose queries the layers keep."""
         self.block_size = block_size
         self.rows = rows
         self.sinks = retention.sink_blocks(block_size)
@@ -128,12 +128,12 @@ class StepCompaction:
         self._lengths = torch.zeros(max_requests, dtype=torch.int32, device=device)
 
     def condense(self, common: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """Returns the step as attention is to see it.
+        """Returns the metadata of a step for attention.
 
-        Rows of requests that are still within their prompt stay as they are.
+        Rows of requests that are still in their prompt do not change.
         """
         bound = common.seq_lens_cpu_upper_bound
-        # Exact without speculation, which is refused.
+        # The bound is exact without speculation, and speculation is refused.
         lengths = common.seq_lens.cpu() if bound is None else bound
         starts = common.query_start_loc_cpu
         query_lens = (starts[1:] - starts[:-1]).tolist()
@@ -149,7 +149,7 @@ class StepCompaction:
         )
 
     def _left_out(self, common: CommonAttentionMetadata, lengths: list[int], query_lens: list[int]) -> list[int]:
-        """Returns how many blocks each row does not read."""
+        """Returns the number of blocks that each row does not read."""
         left_out = [0] * common.num_reqs
         self.observed = []
         rows = self.rows.of(common)[: common.num_reqs]
@@ -158,7 +158,7 @@ class StepCompaction:
                 continue
             computed = lengths[index] - query_lens[index]
             request = self._requests.get(row.request_id)
-            # A resumed request may begin behind the step that ended its prompt, by a hit of the prefix cache.
+            # After a prefix-cache hit, a resumed request may begin after the step that ended its prompt.
             if request is None or computed < request.until:
                 request = self._requests[row.request_id] = _Request(row.prompt_tokens)
             request.computed, request.until = computed, lengths[index]
@@ -171,12 +171,12 @@ class StepCompaction:
             if request.is_whole:
                 self._move(request, self._blocks(request, common.block_table_tensor[index]))
         if len(self._requests) > len(rows):
-            # Windows of a request that is gone would take memory.
+            # Remove the windows of finished requests.
             self._requests = {name: request for name, request in self._requests.items() if self.rows.knows(name)}
         return left_out
 
     def _observe(self, request: _Request, first_token: int, query_len: int, block_table: torch.Tensor) -> None:
-        """Notes a chunk of a prompt whose tokens are to be moved at its end."""
+        """Records a chunk of a prompt whose tokens move at its end."""
         if self.rule is None or not self.retention.moves(request.prompt_tokens, self.block_size):
             return
         request.is_whole = True
@@ -191,7 +191,7 @@ class StepCompaction:
         self.observed.append(Observed(request, tokens, position, self.rule, table, ends))
 
     def rehearse(self, block_table: torch.Tensor) -> Iterator[tuple[int, list[Observed]]]:
-        """Yields steps of nobody that end prompts, which together launch every kernel that a prompt's compaction may.
+        """Yields dummy steps that end prompts. Together they launch every kernel that a prompt's compaction may need.
 
         Triton compiles kernels by the number of rows that vote, and by whether few or many tokens move.
 
@@ -199,7 +199,7 @@ class StepCompaction:
             block_table: `[max_blocks]` int32, room for the longest prompt.
 
         Yields:
-            The query tokens of a step, all of one prompt, and which of them vote.
+            The number of query tokens of a step, all of one prompt, and the tokens that vote.
         """
         size = self.block_size
         lengths = range(size, len(block_table) * size + 1, size)
@@ -219,23 +219,23 @@ class StepCompaction:
         self.observed = []
 
     def _blocks(self, request: _Request, block_table: torch.Tensor) -> PromptBlocks:
-        """Returns where a prompt lies, and where what is kept of it goes."""
+        """Returns the blocks of a prompt, and the blocks that its kept tokens move into."""
         left = self.retention.left_out(request.prompt_tokens, request.prompt_tokens + 1, self.block_size)
         return PromptBlocks(block_table, request.prompt_tokens, left.stop)
 
     def _move(self, request: _Request, prompt: PromptBlocks) -> None:
-        """Moves what layers keep that have not: a replayed graph, in which the prompt's last token may run, does not.
-        This step has written nothing yet."""
+        """Moves the kept tokens of layers that have not moved them. A replayed graph, which may compute the prompt's
+        last token, moves none. This step has not written yet."""
         assert self.rule is not None
         for name, layer in self.layers.items():
             request.move(name, layer, layer.impl, prompt, self.rule)
         request.is_whole = False
 
     def _write(self, common: CommonAttentionMetadata, columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the condensed tables and lengths to the buffers; returns the rows of the step."""
+        """Writes the shortened tables and lengths to the buffers; returns the rows of the step."""
         table, num_rows = common.block_table_tensor, common.num_reqs
         if table.shape[1] != self._table.shape[1] or num_rows > len(self._table):
-            # vLLM's tables have one width, so this happens once, before any graph.
+            # vLLM's tables have one width, so this happens once, before any graph is captured.
             self._table = table.new_zeros(max(num_rows, len(self._table)), table.shape[1])
             self._lengths = self._lengths.new_zeros(len(self._table))
         skipped = columns.to(table.device, non_blocking=True)

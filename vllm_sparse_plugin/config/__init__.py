@@ -1,6 +1,6 @@
-"""The configuration has a schema, sources of its values, and sentences about it.
+"""The configuration: its schema, the sources of its values, and messages about it.
 
-Importing it and resolving a configuration need neither vLLM nor torch.
+This package needs neither vLLM nor torch.
 """
 
 from vllm_sparse_plugin.config.compaction import COMPACTIONS, Compaction

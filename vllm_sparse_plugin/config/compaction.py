@@ -1,4 +1,4 @@
-"""The settings of compaction say what the cache keeps of a prompt once it has been computed, by one of some methods."""
+"""Settings of compaction: what the cache keeps of a prompt after its prefill."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Compaction(Section):
-    """What all methods share."""
+    """Settings that all methods share."""
 
     method: Any
     """Name of the method."""
@@ -61,11 +61,11 @@ class Compaction(Section):
 
     @property
     def reserved_tokens(self) -> int:
-        """Tokens of the budget that are kept whatever the prompt says."""
+        """Tokens of the budget that are always kept."""
         return self.sink_tokens
 
     def retention(self) -> Retention:
-        """Returns what the layers keep, from lengths alone."""
+        """Returns what the layers keep, which depends only on lengths."""
         return self._retention(slides=False)
 
     def _retention(self, slides: bool) -> Retention:
@@ -79,11 +79,11 @@ class Compaction(Section):
         )
 
     def rule(self) -> CompactionRule | None:
-        """Returns which tokens of a prompt are kept, as the operation takes it; None where lengths alone say it."""
+        """Returns the rule for kept tokens, as the operation takes it; None if it depends only on lengths."""
         return None
 
     def rolling_window(self) -> RollingWindow | None:
-        """Returns what every token reads, as the operation takes it, where positions roll; else None."""
+        """Returns the window of rolling positions, as the operation takes it; None for positions of the text."""
         return None
 
 
@@ -99,7 +99,7 @@ class StreamingLLMCompaction(Compaction):
     @model_validator(mode="after")
     def _one_window(self) -> Self:
         if self.positions == "rolling" and self.budget_ratio is not None:
-            # Blocks of a prefix would hold what depends on the length of the prompt.
+            # Blocks of a cached prefix would depend on the length of the prompt.
             raise PydanticCustomError(
                 "sentence",
                 "positions: got rolling with budget_ratio {ratio}, allowed: text, or budget_tokens",
@@ -108,11 +108,11 @@ class StreamingLLMCompaction(Compaction):
         return self
 
     def retention(self) -> Retention:
-        """Returns what the layers keep: a window that slides."""
+        """Returns what the layers keep: a sliding window."""
         return self._retention(slides=True)
 
     def rolling_window(self) -> RollingWindow | None:
-        """Returns what every token reads, as the operation takes it, where positions roll; else None."""
+        """Returns the window of rolling positions, as the operation takes it; None for positions of the text."""
         if self.positions != "rolling":
             return None
         from sparse_kernels.rolling_attention import RollingWindow
@@ -142,11 +142,11 @@ class SnapKVCompaction(Compaction):
 
     @property
     def reserved_tokens(self) -> int:
-        """Tokens of the budget that are kept whatever the prompt says: the sinks and the window."""
+        """Tokens of the budget that are always kept: the sinks and the window."""
         return self.sink_tokens + self.window_tokens
 
     def rule(self) -> CompactionRule:
-        """Returns which tokens of a prompt are kept, as the operation takes it."""
+        """Returns the rule for kept tokens, as the operation takes it."""
         from sparse_kernels.compaction import CompactionRule
 
         return CompactionRule(
@@ -168,7 +168,7 @@ class PyramidKVCompaction(SnapKVCompaction):
     """Largest number of different budgets; consecutive layers share a budget and a block table."""
 
     def retention(self) -> Retention:
-        """Returns what the layers keep on average, and how they share it."""
+        """Returns what the layers keep on average, and the split between layers."""
         return replace(self._retention(slides=False), pyramid=Pyramid(self.beta, self.layer_classes))
 
 
@@ -182,11 +182,11 @@ class H2OCompaction(Compaction):
     """Share of the budget for the newest prompt tokens; sinks and heavy hitters share the rest."""
 
     def retention(self) -> Retention:
-        """Returns what the layers keep: it takes all queries of a prompt."""
+        """Returns what the layers keep, which depends on all queries of a prompt."""
         return replace(self._retention(slides=False), counts_every_query=True)
 
     def rule(self) -> CompactionRule:
-        """Returns which tokens of a prompt are kept, as the operation takes it."""
+        """Returns the rule for kept tokens, as the operation takes it."""
         from sparse_kernels.compaction import CompactionRule
 
         return CompactionRule(
@@ -210,15 +210,15 @@ class ZipVLCompaction(Compaction):
 
     @property
     def reserved_tokens(self) -> int:
-        """Tokens of the budget that are kept whatever the prompt says: the sinks and the last token."""
+        """Tokens of the budget that are always kept: the sinks and the last token."""
         return self.sink_tokens + 1
 
     def retention(self) -> Retention:
-        """Returns what the layers keep: probe rows lie all over a prompt."""
+        """Returns what the layers keep, which depends on queries of the whole prompt."""
         return replace(self._retention(slides=False), counts_every_query=True)
 
     def rule(self) -> CompactionRule:
-        """Returns which tokens of a prompt are kept, as the operation takes it."""
+        """Returns the rule for kept tokens, as the operation takes it."""
         from sparse_kernels.compaction import CompactionRule
         from sparse_kernels.token_prefill import TokenRule
 
@@ -231,7 +231,7 @@ class ZipVLCompaction(Compaction):
 COMPACTIONS: tuple[type[Compaction], ...] = (
     StreamingLLMCompaction, SnapKVCompaction, PyramidKVCompaction, H2OCompaction, ZipVLCompaction,
 )  # fmt: skip
-"""Every method of compaction; the schema, the documentation and the tests follow from this table."""
+"""Every method of compaction. The schema, the documentation and the tests use this table."""
 
 
 def _shown(number: float | None) -> str:

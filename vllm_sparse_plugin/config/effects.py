@@ -1,7 +1,7 @@
-"""Settings that say one thing twice follow each other, and settings without an effect are refused.
+"""Copies settings that must agree, and refuses settings without an effect.
 
-Only values of a user are refused: a preset, or the config.json of a trained model, may have values that a setting of
-the user makes pointless.
+Only values of a user are refused. A preset or the config.json of a trained model may have values that another setting
+of the user makes ineffective.
 """
 
 from __future__ import annotations
@@ -16,21 +16,20 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import DensePolicy, StreamingLLMSelection
 
 _NOT_OF_A_USER = ("preset ", "backend preset ", TRAINED)
-"""Beginnings of the names of sources that the user of a server did not write."""
+"""Prefixes of source names that are not the user's."""
 
 
 def with_one_window(config: SparseAttentionConfig, sources: Mapping[str, str]) -> ResolvedConfig:
     """Returns the configuration with the same window in the policy `streaming_llm` and in the compaction of that name.
 
-    The policy says what decode steps read, and the compaction what the cache keeps for them. So the settings of the
-    compaction follow from those of the policy.
-
+    The policy says what decode steps read, and the compaction says what the cache keeps. The compaction's settings
+    follow the policy's.
     Args:
         config: valid settings.
-        sources: of their values.
+        sources: the sources of their values.
 
     Raises:
-        ConfigurationError: if a user gave the compaction another window than the policy has.
+        ConfigurationError: if a user gave the compaction another window than the policy.
     """
     resolved = ResolvedConfig(config, dict(sources))
     selection, compaction = resolved.selection, resolved.compaction
@@ -66,12 +65,12 @@ def check_effects(resolved: ResolvedConfig) -> None:
     """Checks that the settings of a user have an effect.
 
     Raises:
-        ConfigurationError: names a setting without one.
+        ConfigurationError: names a setting without an effect.
     """
     config, policy, expect = resolved.config, resolved.selection.name(), _expectation(resolved.sources)
     prefill, compaction, routing = resolved.prefill, resolved.compaction, resolved.routing
     diagnostics, coverage = config.diagnostics, resolved.coverage
-    # Without any of these nothing is sparse, and the settings are those of what is compared with it.
+    # Without these sections nothing is sparse. Such a configuration serves as the dense baseline.
     is_control = prefill is None and compaction is None and routing is None
     others = ["0"]
     if routing is not None:
@@ -103,7 +102,7 @@ def check_effects(resolved: ResolvedConfig) -> None:
 
 
 def _against_logs(resolved: ResolvedConfig) -> str | None:
-    """Returns what leaves no lines to log for requests, if anything does."""
+    """Returns the reason why requests have no lines to log, or None."""
     if resolved.lossless is not None:
         return "lossless mode"
     if resolved.config.stopping is not None:
@@ -114,7 +113,7 @@ def _against_logs(resolved: ResolvedConfig) -> str | None:
 
 
 def _expectation(sources: Mapping[str, str]) -> Callable[[bool, str, Any, str], None]:
-    """Returns what refuses a field that does not hold, if its value is a user's."""
+    """Returns a function that refuses a field if its condition does not hold and its value is the user's."""
 
     def expect(holds: bool, field: str, got: Any, allowed: str) -> None:
         source = sources.get(field.removeprefix(f"{KEY}."))

@@ -1,4 +1,4 @@
-"""Reads settings from YAML, within bounds, and refuses what YAML would drop or repeat without end."""
+"""Reads settings from YAML within size limits. Refuses duplicate keys and unbounded aliases."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import yaml
 from vllm_sparse_plugin.errors import ConfigurationError
 
 MOST_BYTES = 1 << 20
-"""Size of a file at most."""
+"""Largest size of a file."""
 MOST_DEPTH = 16
-"""Levels of nested mappings and lists at most."""
+"""Largest number of levels of nested mappings and lists."""
 MOST_VALUES = 100_000
-"""Keys and values at most, where an alias counts as what it stands for. Thresholds by layer and KV head are the most
-that a file needs."""
+"""Largest number of keys and values, with aliases expanded. Thresholds by layer and KV head need the most."""
 
 
 def read_text(field: str, path: Any) -> str:
@@ -23,10 +22,10 @@ def read_text(field: str, path: Any) -> str:
 
     Args:
         field: the setting that names the file, for messages.
-        path: of the file.
+        path: the path of the file.
 
     Raises:
-        ConfigurationError: if it cannot be read, or is no file of UTF-8 text, or is too large.
+        ConfigurationError: if it cannot be read, is not UTF-8 text, or is too large.
     """
     if not isinstance(path, str):
         raise ConfigurationError(f"{field}: got {path!r}, allowed: the path of a YAML file")
@@ -44,14 +43,14 @@ def read_text(field: str, path: Any) -> str:
 
 
 def parse(origin: str, text: str) -> dict[str, Any]:
-    """Returns the mapping that a text of YAML is.
+    """Returns the mapping in a YAML text.
 
     Args:
-        origin: where the text is from, for messages.
+        origin: the source of the text, for messages.
         text: the text; empty for an empty mapping.
 
     Raises:
-        ConfigurationError: if it is no YAML or no mapping, has a key twice, or is larger or deeper than settings are.
+        ConfigurationError: if it is not YAML or not a mapping, has a duplicate key, or is too large or too deep.
     """
     try:
         loader = yaml.SafeLoader(text)
@@ -60,7 +59,7 @@ def parse(origin: str, text: str) -> dict[str, Any]:
             return {}
         _Bounds(origin).check(node)
         values = loader.construct_document(node)
-    except (yaml.YAMLError, LookupError, ValueError) as error:  # PyYAML leaks those of impossible dates and numbers
+    except (yaml.YAMLError, LookupError, ValueError) as error:  # PyYAML raises ValueError for impossible dates
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}" if mark else ""
         raise ConfigurationError(f"{origin}: got text that is not YAML{where}, allowed: a YAML mapping") from None
@@ -74,7 +73,7 @@ def parse(origin: str, text: str) -> dict[str, Any]:
 
 
 class _Bounds:
-    """Checks the nodes of a text before anything is made of them."""
+    """Checks the nodes of a text before values are constructed."""
 
     def __init__(self, origin: str) -> None:
         self._origin = origin
@@ -82,7 +81,7 @@ class _Bounds:
         self._open: set[int] = set()
 
     def check(self, node: yaml.Node) -> None:
-        """Checks a text by its outermost node.
+        """Checks a text, given its outermost node.
 
         Raises:
             ConfigurationError: see `parse`.
@@ -95,7 +94,7 @@ class _Bounds:
             raise ConfigurationError(f"{origin}: got more than {MOST_VALUES:,} values, allowed: up to {MOST_VALUES:,}")
 
     def _measure(self, node: yaml.Node) -> tuple[int, int]:
-        """Returns keys and values of a node, aliases written out, and its levels."""
+        """Returns the number of keys and values with aliases expanded, and the number of levels."""
         if isinstance(node, yaml.ScalarNode):
             return 1, 0
         known = self._sizes.get(id(node))

@@ -1,4 +1,4 @@
-"""Says in words what is allowed: in a sentence for a bad value, and in a row of documentation for each field."""
+"""Describes allowed values: in the sentence for a bad value, and in the documentation of each field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vllm_sparse_plugin.errors import choices
 from vllm_sparse_plugin.policies import POLICIES
 
 _MOST_SHOWN = 200
-"""Characters of a value in a sentence."""
+"""Most characters of a value in a sentence."""
 
 
 def describe_fields() -> list[tuple[str, str, Any, str]]:
@@ -28,7 +28,7 @@ def describe_fields() -> list[tuple[str, str, Any, str]]:
 
 
 def _rows(section: str) -> list[tuple[str, str, Any, str]]:
-    """Returns the fields of a section, those of several models with the names of the models that have them."""
+    """Returns the fields of a section. Fields of several models have the names of their models."""
     if section not in VARIANTS:
         return [_row(f"{section}.{key}", field, "") for key, field in SECTIONS[section].items()]
     tag, _, common, default = VARIANTS[section]
@@ -38,7 +38,7 @@ def _rows(section: str) -> list[tuple[str, str, Any, str]]:
     for key in SECTIONS[section]:
         if key == tag:
             continue
-        # Models may allow different values for a setting of one name.
+        # Models may allow different values for a setting of the same name.
         owners: dict[tuple[str, Any, str | None], list[str]] = {}
         for name, model in models.items():
             if field := fields_by_key(model).get(key):
@@ -50,7 +50,7 @@ def _rows(section: str) -> list[tuple[str, str, Any, str]]:
 
 
 def describe_policies() -> list[tuple[str, str, str]]:
-    """Returns every policy, for documentation: (name, what it does, where it leaves its paper or nothing)."""
+    """Returns every policy, for documentation: (name, summary, difference from the paper or empty)."""
     return [(policy.name(), (policy.__doc__ or "").split("\n")[0], policy.departure) for policy in POLICIES]
 
 
@@ -63,12 +63,12 @@ def _text(field: FieldInfo) -> str:
 
 
 def sentence_of(error: ErrorDetails, sources: Mapping[str, str]) -> str:
-    """Returns a sentence of the field, what it got and what it allows.
+    """Returns a sentence with the field, the value and the allowed values.
 
     Args:
         error: of pydantic's validation of `SparseAttentionConfig`.
-        sources: of the values by dotted field name; the sentence names one that is not the
-            settings themselves.
+        sources: sources of values by dotted field name. The sentence names a source other than the settings
+            themselves.
     """
     variants = VARIANTS.get(str(error["loc"][0])) if error["loc"] else None
     names = variants.by_name if variants else {}
@@ -93,10 +93,10 @@ def sentence_of(error: ErrorDetails, sources: Mapping[str, str]) -> str:
 
 
 def _shown(got: Any) -> str:
-    """Returns a value as a sentence names it, cut where it is long."""
+    """Returns a value as text, shortened if it is long."""
     try:
         text = repr(got)
-    except ValueError:  # Python writes no integer of more than 4,300 digits.
+    except ValueError:  # Python refuses to print integers of more than 4,300 digits.
         return "a number of very many digits"
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
@@ -114,7 +114,7 @@ def _field(path: list[str], location: tuple[int | str, ...]) -> FieldInfo | None
 
 
 def _fields_at(location: tuple[int | str, ...]) -> dict[str, FieldInfo]:
-    """Returns the fields of the section at a location of pydantic's, of the model that it names there."""
+    """Returns the fields of the section at pydantic's location, of the model named there."""
     section = str(location[0])
     models = VARIANTS[section].by_name if section in VARIANTS else {}
     model = models.get(str(location[1])) if len(location) > 1 else None
@@ -122,7 +122,7 @@ def _fields_at(location: tuple[int | str, ...]) -> dict[str, FieldInfo]:
 
 
 def allowed_by(field: FieldInfo) -> str:
-    """Returns in words what a field allows."""
+    """Returns the allowed values of a field in words."""
     if sentence := next((text for text in field.metadata if isinstance(text, str)), None):
         return sentence
     if field.annotation is bool:

@@ -1,4 +1,4 @@
-"""The settings of sparse prefill say what the tokens of a prompt attend to, by one of two methods."""
+"""Settings of sparse prefill: what the tokens of a prompt attend to."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 class BlockPrefill(Section):
-    """Tiles of a prompt attend to the blocks of their past that their queries look for, by the page statistics in the
-    cache."""
+    """Each tile of a prompt attends to the past key blocks with the largest estimated attention weight, from the page
+    statistics in the cache."""
 
     method: Literal["blocks"] = "blocks"
     """Name of the method."""
@@ -74,7 +74,7 @@ class BlockPrefill(Section):
         return self
 
     def rule(self) -> BlockRule:
-        """Returns the settings as the operation takes them."""
+        """Returns the rule as the operation takes it."""
         from sparse_kernels.block_prefill import BlockRule
 
         return BlockRule(
@@ -92,8 +92,8 @@ class BlockPrefill(Section):
 
 
 class ZipVLPrefill(Section):
-    """ZipVL (arXiv 2410.08584): in each layer the tokens that carry most of the attention of some probe rows attend to
-    each other; the attention of the others is left out."""
+    """ZipVL (arXiv 2410.08584): in each layer, the tokens with most of the attention of some probe rows attend to each
+    other. The attention of other tokens is omitted."""
 
     method: Literal["zipvl"] = "zipvl"
     """Name of the method."""
@@ -111,7 +111,7 @@ class ZipVLPrefill(Section):
     """Shorter contexts are prefilled dense."""
 
     def rule(self) -> TokenRule:
-        """Returns the settings as the operation takes them."""
+        """Returns the rule as the operation takes it."""
         from sparse_kernels.token_prefill import TokenRule
 
         return TokenRule(
@@ -124,7 +124,7 @@ class ZipVLPrefill(Section):
 
 
 PREFILLS: tuple[type[Section], ...] = (BlockPrefill, ZipVLPrefill)
-"""Every method of sparse prefill; the schema, the documentation and the tests follow from this table."""
+"""Every method of sparse prefill. The schema, the documentation and the tests use this table."""
 
 
 def _shown(number: float | None) -> str:

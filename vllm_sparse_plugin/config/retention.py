@@ -1,6 +1,6 @@
-"""Says from lengths alone which blocks of a request are kept, so that scheduler and workers agree without a message.
+"""Computes the kept blocks of a request from lengths only, so that scheduler and workers agree without messages.
 
-Lengths are in tokens, blocks are counted from the beginning of a request. P is the length of its prompt.
+Lengths are in tokens. Blocks are counted from the beginning of a request. P is the length of its prompt.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Pyramid:
-    """Budgets that fall from layer to layer, evenly, with the same sum (PyramidKV, arXiv 2406.02069)."""
+    """Budgets that decrease linearly over the layers, with a constant sum (PyramidKV, arXiv 2406.02069)."""
 
     beta: float
-    """The last layer keeps the average divided by this."""
+    """The last layer keeps the average budget divided by this."""
     classes: int
-    """Consecutive layers share a budget, the average of theirs, so that there are so many budgets at most."""
+    """Largest number of different budgets. Consecutive layers form a class and share their average budget."""
 
     def shares(self, num_layers: int) -> list[float]:
-        """Returns the factor of the average budget for each layer, from the first to the last."""
+        """Returns the factor of the average budget for each layer, first to last."""
         last = 1 / self.beta
         step = 2 * (1 - last) / max(num_layers - 1, 1)
         of_layers = [2 - last - step * layer for layer in range(num_layers)] if num_layers > 1 else [1.0]
-        # Classes of one size: vLLM pads the others.
+        # Classes have equal size, because vLLM pads smaller ones.
         classes = max(number for number in range(1, self.classes + 1) if num_layers % number == 0)
         size = num_layers // classes
         return [sum(of_layers[layer // size * size : (layer // size + 1) * size]) / size for layer in range(num_layers)]
@@ -32,39 +32,38 @@ class Pyramid:
 
 @dataclass(frozen=True)
 class Retention:
-    """What the layers of one class keep of a request once its prompt has been computed."""
+    """What the layers of one class keep of a request after its prompt has been computed."""
 
     slides: bool
-    """Whether the kept blocks are the first and the newest ones, at any time; else kept tokens of the prompt move into
-    its last full blocks, and what is decoded stays."""
+    """Whether the window slides: the kept blocks are the first and the newest ones. Otherwise kept prompt tokens move
+    into the prompt's last full blocks, and decoded tokens stay."""
     budget_tokens: int | None
-    """Tokens kept; None where a ratio says it."""
+    """Tokens kept; None if `budget_ratio` is set."""
     budget_ratio: float | None
-    """Tokens kept, as a share of P; None where a number says it."""
+    """Tokens kept, as a share of P; None if `budget_tokens` is set."""
     sink_tokens: int
-    """First tokens of the context, which are kept always."""
+    """First tokens of the context, which are always kept."""
     min_context_tokens: int
-    """Shortest prompt of which something is given back; where the window slides, the shortest context."""
+    """Shortest prompt that gives blocks back; with a sliding window, the shortest context."""
     reserved_tokens: int = 0
-    """Tokens that are kept whatever the prompt says, besides the sinks."""
+    """Tokens that are always kept besides the sinks."""
     share: float = 1.0
-    """Factor of what the budget leaves beside the tokens that are kept always, for a class of layers that keeps more or
-    less than the average."""
+    """Factor of the remaining budget, after the tokens that are always kept, for this class of layers."""
     pyramid: Pyramid | None = None
-    """How layers share the budget; None for equally."""
+    """How layers share the budget; None for equal budgets."""
     counts_every_query: bool = False
-    """Whether what is kept depends on queries all over a prompt, so that none of it may come from the prefix cache."""
+    """Whether the kept tokens depend on queries of the whole prompt. The prompt then uses no prefix cache."""
 
     def budget(self, prompt_tokens: int) -> int:
-        """Returns the tokens that are kept of a prompt, at least those that are kept always and one more."""
+        """Returns the number of kept prompt tokens: at least one more than those always kept."""
         budget = self.budget_tokens if self.budget_ratio is None else math.ceil(self.budget_ratio * prompt_tokens)
         assert budget is not None
         always = self.sink_tokens + self.reserved_tokens
-        # What is a whole number but for the rounding of the share is not rounded up.
+        # Rounding first avoids rounding up a whole number with a floating-point error.
         return always + max(math.ceil(round((budget - always) * self.share, 6)), 1)
 
     def of_layers(self, num_layers: int) -> list[Retention]:
-        """Returns what each layer of a model keeps, where the layers share the budget."""
+        """Returns what each layer of a model keeps, if the layers share the budget."""
         if self.pyramid is None:
             return [self] * num_layers
         return [replace(self, share=share, pyramid=None) for share in self.pyramid.shares(num_layers)]
@@ -74,17 +73,17 @@ class Retention:
         return -(-self.budget(prompt_tokens) // block_size)
 
     def sink_blocks(self, block_size: int) -> int:
-        """Returns the first blocks that stay where they are; none where tokens move."""
+        """Returns the number of first blocks that stay in place; 0 if tokens move."""
         return -(-self.sink_tokens // block_size) if self.slides else 0
 
     def left_out(self, prompt_tokens: int, context_tokens: int, block_size: int) -> range:
-        """Returns the blocks that a token behind the prompt does not read.
+        """Returns the blocks that a token after the prompt does not read.
 
-        It never shrinks while a context grows, so what one token does not read no later one does.
+        The range never shrinks while a context grows: later tokens do not read these blocks either.
 
         Args:
             prompt_tokens: P.
-            context_tokens: tokens up to the token, itself included.
+            context_tokens: tokens up to and including the token.
             block_size: tokens of a block.
         """
         first = self.sink_blocks(block_size)
@@ -98,25 +97,25 @@ class Retention:
         return range(max(0, prompt_tokens // block_size - self.kept_blocks(prompt_tokens, block_size)))
 
     def moves(self, prompt_tokens: int, block_size: int) -> bool:
-        """Returns whether tokens of a prompt move, which takes blocks that no other request reads."""
+        """Returns whether tokens of a prompt move. They need blocks that no other request reads."""
         return not self.slides and len(self.left_out(prompt_tokens, prompt_tokens + 1, block_size)) > 0
 
     def shared_tokens(self, prompt_tokens: int, block_size: int) -> int:
-        """Returns the first tokens whose blocks other requests may share: those that are never written again, and whose
-        keys and values are those of a dense prompt."""
+        """Returns the number of first tokens whose blocks other requests may share. These blocks are never written
+        again, and hold keys and values of a dense prompt."""
         if not self.moves(prompt_tokens, block_size):
             return prompt_tokens
         return len(self.left_out(prompt_tokens, prompt_tokens + 1, block_size)) * block_size
 
     def longest_hit(self, prompt_tokens: int, block_size: int) -> int:
-        """Returns the most tokens of a prompt that may be taken from the blocks of others."""
+        """Returns the largest number of prompt tokens that may come from shared blocks."""
         if self.counts_every_query and self.moves(prompt_tokens, block_size):
             return 0
         return min(self.shared_tokens(prompt_tokens, block_size), max(prompt_tokens - 1, 0))
 
     def held_blocks(self, prompt_tokens: int, context_tokens: int, block_size: int) -> int:
-        """Returns the blocks that a request holds whose context has this length, at least P + 1; two more than that
-        while it slides, where a block is given back a step after the last token that read it."""
+        """Returns the number of blocks that a request with this context, at least P + 1, holds. With a sliding window
+        it holds up to two more, because a block is freed one step after its last read."""
         every = -(-context_tokens // block_size)
         return every - len(self.left_out(prompt_tokens, context_tokens, block_size))
 
@@ -124,12 +123,11 @@ class Retention:
 def requests_at_once(
     retentions: Sequence[Retention | None], num_blocks: int, prompt_tokens: int, block_size: int
 ) -> int:
-    """Returns how many requests of one prompt length fit the cache, all of them decoding but one that prefills.
+    """Returns how many requests of one prompt length fit the cache, if one prefills and all others decode.
 
     Args:
-        retentions: what the layers keep by block table of a request, of which there may be one or several; None for
-            everything.
-        num_blocks: blocks of the pool, of as many layers as share a table.
+        retentions: what the layers keep, one entry per block table of a request; None for everything.
+        num_blocks: blocks of the pool, each for the layers that share a table.
         prompt_tokens: P.
         block_size: tokens of a block.
     """

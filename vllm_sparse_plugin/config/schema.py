@@ -1,4 +1,4 @@
-"""Defines the configuration schema, and a configuration with the source of each of its values."""
+"""The configuration schema, and a configuration with the source of each value."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from sparse_kernels.stopping import StopRule
 
 SOURCES = ("preset", "config", "trained")
-"""Keys beside those of the schema: the names of a preset and of a YAML file to take values from, and whether the
-settings are one with which the model was trained."""
+"""Keys in addition to the schema: the name of a preset, the name of a YAML file, and whether to use the settings of
+the model's training."""
 
 AnySelection = Annotated[reduce(or_, POLICIES), Field(discriminator="policy")]  # type: ignore[valid-type]
 AnyPrefill = Annotated[reduce(or_, PREFILLS), Field(discriminator="method")]  # type: ignore[valid-type]
@@ -37,13 +37,13 @@ AnyCompaction = Annotated[reduce(or_, COMPACTIONS), Field(discriminator="method"
 
 
 SAMPLED_STEPS = 1024
-"""One in so many steps is measured on a CPU where the settings say nothing."""
+"""Default interval of measured steps on a CPU."""
 SAMPLED_STEPS_ON_GPU = 4096
-"""The same on a GPU, where a measured step leaves its full CUDA graph."""
+"""Default interval of measured steps on a GPU, where a measured step cannot use its full CUDA graph."""
 
 
 class Diagnostics(Section):
-    """Measuring the selections of a running server."""
+    """Measurements of the selections of a running server."""
 
     sample_every: Annotated[int | None, Field(ge=0, le=1 << 30)] = None
     """Measure one in this many sparse decode steps; 0: none. Null: 1,024 on a CPU, 4,096 on a GPU (0 with
@@ -77,7 +77,7 @@ class SparseAttentionConfig(Section):
     """Measurements of a running server's selections."""
 
     def without_auto(self) -> SparseAttentionConfig:
-        """Returns the configuration with the number that `stopping.block_tokens: auto` stands for."""
+        """Returns the configuration with `stopping.block_tokens: auto` replaced by its number."""
         if self.stopping is None:
             return self
         number = self.stopping.block_tokens_of(self.selection)
@@ -86,21 +86,21 @@ class SparseAttentionConfig(Section):
 
 
 def fields_by_key(section: type[Section]) -> dict[str, FieldInfo]:
-    """Returns the fields of a part of the configuration, by the keys that a user writes."""
+    """Returns the fields of a section by the keys that a user writes."""
     return {field.alias or name: field for name, field in section.model_fields.items()}
 
 
 class Variants(NamedTuple):
-    """A section that is one of several models, as one of its keys says."""
+    """A section with several models; one of its keys names the model."""
 
     tag: str
     """The key."""
     models: Sequence[type[Section]]
     """The models."""
     common: type[Section]
-    """What all of them share, whose settings mean the same in each."""
+    """Base class with the settings that all models share."""
     default: str | None
-    """Value of the key in a configuration that does not name it; None where the section is then absent."""
+    """Value of the key if a configuration does not name it; None if the section is then absent."""
 
     @property
     def by_name(self) -> dict[str, type[Section]]:
@@ -118,7 +118,7 @@ VARIANTS: dict[str, Variants] = {
     "prefill": Variants("method", PREFILLS, Section, None),
     "compaction": Variants("method", COMPACTIONS, Compaction, None),
 }
-"""The sections of several models."""
+"""The sections with several models."""
 SECTIONS: dict[str, dict[str, FieldInfo]] = {
     **{section: variants.fields for section, variants in VARIANTS.items()},
     "routing": fields_by_key(Routing),
@@ -127,7 +127,7 @@ SECTIONS: dict[str, dict[str, FieldInfo]] = {
     "speculation": fields_by_key(Speculation),
     "diagnostics": fields_by_key(Diagnostics),
 }
-"""Fields of the parts of the configuration that are mappings, by the keys that a user writes."""
+"""Fields of the sections, by the keys that a user writes."""
 REPLACED: dict[str, tuple[tuple[str, str], ...]] = {
     "selection": (("coverage", "budget_tokens"), ("budget_tokens", "coverage")),
     "routing": (
@@ -136,8 +136,8 @@ REPLACED: dict[str, tuple[tuple[str, str], ...]] = {
     "prefill": (("density", "coverage"), ("coverage", "density")),
     "compaction": (("budget_tokens", "budget_ratio"), ("budget_ratio", "budget_tokens")),
 }  # fmt: skip
-"""Pairs of keys of a section: the first, given by a later source, takes the place of the second, which says the same in
-another way or belongs to it."""
+"""Pairs of keys of a section. If a later source gives the first key, it replaces the second key, which is an
+alternative or belongs to an alternative."""
 
 
 @dataclass(frozen=True)
@@ -146,50 +146,50 @@ class ResolvedConfig:
 
     config: SparseAttentionConfig
     sources: dict[str, str]
-    """Dotted field name to source, for the values that are not the schema's defaults."""
+    """Dotted field name to source, for values that are not the schema's defaults."""
 
     @property
     def selection(self) -> Policy:
-        """The selection part."""
+        """The section `selection`."""
         selection: Policy = self.config.selection
         return selection
 
     @property
     def routing(self) -> Routing | None:
-        """The routing part, if there is one."""
+        """The section `routing`, or None."""
         return self.config.routing
 
     @property
     def prefill(self) -> BlockPrefill | ZipVLPrefill | None:
-        """The prefill part, if prompts attend sparsely."""
+        """The section `prefill`, or None."""
         prefill: BlockPrefill | ZipVLPrefill | None = self.config.prefill
         return prefill
 
     @property
     def block_prefill(self) -> BlockPrefill | None:
-        """The prefill part, if prompts attend to blocks."""
+        """The section `prefill` with the method `blocks`, or None."""
         prefill = self.prefill
         return prefill if isinstance(prefill, BlockPrefill) else None
 
     @property
     def compaction(self) -> Compaction | None:
-        """The compaction part, if the cache gives something back."""
+        """The section `compaction`, or None."""
         compaction: Compaction | None = self.config.compaction
         return compaction
 
     @property
     def moves_tokens(self) -> bool:
-        """Whether our kernels move what is kept of a prompt to other blocks."""
+        """Whether compaction moves kept prompt tokens to other blocks."""
         return self.compaction is not None and not self.compaction.retention().slides
 
     @property
     def rolling_window(self) -> RollingWindow | None:
-        """What every token reads where positions roll; None where they are those of the text."""
+        """The window of rolling positions; None for positions of the text."""
         return None if self.compaction is None else self.compaction.rolling_window()
 
     @property
     def selector(self) -> Selection | None:
-        """The policy that chooses pages, all of them where dense attention may stop; None if everything is read."""
+        """The policy that chooses pages, or all pages if dense attention may stop; None if everything is read."""
         if isinstance(self.selection, Selection):
             return self.selection
         stopping = self.config.stopping
@@ -197,34 +197,34 @@ class ResolvedConfig:
 
     @property
     def stop_rule(self) -> StopRule | None:
-        """When attention to selected pages stops; None if it does not."""
+        """The rule by which attention to selected pages stops; None if it never stops."""
         stopping, selector = self.config.stopping, self.selector
         return stopping.rule(selector) if stopping and selector else None
 
     @property
     def coverage(self) -> float | None:
-        """Estimated share of the attention weight until which decode steps read; None where a budget decides."""
+        """Estimated share of the attention weight that decode steps read; None with a budget."""
         return self.selection.coverage if isinstance(self.selection, UniqueSelection) else None
 
     @property
     def is_sparse(self) -> bool:
-        """Whether decode steps of some layers run in our kernels."""
+        """Whether decode steps of some layers use this plugin's kernels."""
         return self.selector is not None or self.routing is not None
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether our kernels read or write the cache."""
+        """Whether this plugin's kernels read or write the cache."""
         rolls = self.rolling_window is not None
         return self.is_sparse or self.moves_tokens or self.prefill is not None or rolls
 
     @property
     def lossless(self) -> Lossless | None:
-        """The part of lossless mode, if sparse steps only draft."""
+        """The section `lossless`, or None."""
         return self.config.lossless
 
     @property
     def draft_rule(self) -> DraftRule | None:
-        """How many tokens sparse steps draft; None if they answer. Contexts that they would read whole have none."""
+        """The rule for the number of drafted tokens; None without lossless mode. Contexts read whole have no drafts."""
         lossless, selector = self.lossless, self.selector
         if lossless is None:
             return None
@@ -235,12 +235,12 @@ class ResolvedConfig:
 
     @property
     def draft_is_sparse(self) -> bool:
-        """Whether the layers of a draft read selected pages."""
+        """Whether the layers of a draft model read selected pages."""
         return self.config.speculation.draft == "sparse"
 
     def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout | None:
-        """Returns how page statistics lie in the KV block: the policy's or, where it has none and prefill needs some,
-        those of UNIQUE; None if nothing needs any.
+        """Returns the layout of page statistics in the KV block: the policy's; or, if only prefill needs statistics,
+        the layout of UNIQUE; None if neither needs them.
 
         Args:
             head_size: elements of a key.

@@ -1,7 +1,7 @@
 """Merges the values of a configuration from their sources.
 
-Later sources win: the schema's defaults, the preset of the chosen backend, what the model was trained with, `preset`,
-the YAML file named by `config`, and the keys given in `--additional-config '{"sparse_attention": {...}}'` themselves.
+Later sources win: the schema's defaults, the preset of the chosen backend, the settings of the model's training,
+`preset`, the YAML file named by `config`, and the keys in `--additional-config '{"sparse_attention": {...}}'`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from vllm_sparse_plugin.config.trained import SWITCH, TRAINED, applies, check_tr
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 
 ADDITIONAL_CONFIG = "additional config"
-"""Source of values that `--additional-config` gives itself."""
+"""Source of values given directly in `--additional-config`."""
 FILE = "file "
-"""Beginning of the name of a source that is a file of the user."""
+"""Prefix of source names that are files of the user."""
 
 
 def preset_names() -> list[str]:
@@ -33,14 +33,14 @@ def preset_names() -> list[str]:
 
 
 def check_additional_config(keys: Iterable[Any]) -> None:
-    """Checks the keys beside `sparse_attention`, which may belong to other plugins.
+    """Checks the keys next to `sparse_attention`, which may belong to other plugins.
 
     Args:
-        keys: of `--additional-config`.
+        keys: the keys of `--additional-config`.
 
     Raises:
-        ConfigurationError: for a section or a setting that belongs inside of `sparse_attention`, and for a name that
-            is nearly `sparse_attention`.
+        ConfigurationError: for a section or a setting that belongs inside `sparse_attention`, and for a misspelled
+            `sparse_attention`.
     """
     for key in keys:
         if not isinstance(key, str) or key == KEY:
@@ -63,13 +63,13 @@ def resolve(
     """Merges all sources of the configuration and validates the result.
 
     Args:
-        settings: the value of `sparse_attention` in `--additional-config`, if any.
+        settings: the value of `sparse_attention` in `--additional-config`, or None.
         backend_preset: preset of the chosen attention backend.
-        trained: the section that the model's config.json has, if any.
+        trained: the section in the model's config.json, or None.
 
     Raises:
         ConfigurationError: for an unknown key, a value out of range, a preset or file that cannot be read, or settings
-            that contradict what the model was trained with.
+            that contradict the model's training.
     """
     if settings is not None and not isinstance(settings, Mapping):
         raise ConfigurationError(f"{KEY}: got {settings!r}, allowed: a JSON object")
@@ -94,7 +94,7 @@ def resolve(
 
 
 def _merged(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> ResolvedConfig:
-    """Returns the valid configuration that sources and their values come to, the last of them first asked."""
+    """Returns the valid configuration from all sources. Later sources win."""
     merged: dict[str, Any] = {}
     sources: dict[str, str] = {}
     try:
@@ -122,12 +122,12 @@ def _merge(
     section = prefix.removesuffix(".")
     tag = VARIANTS[section].tag if section in VARIANTS else None
     if tag in values and tag in into and values[tag] != into[tag]:
-        # Settings of another policy or method mean nothing to the new one.
+        # Settings of another policy or method have no meaning for the new one.
         into.clear()
         for name in [name for name in sources if name.startswith(prefix)]:
             del sources[name]
     for form, replaced in REPLACED.get(section, ()):
-        # `null` says nothing that could stand for the other.
+        # `null` replaces no alternative.
         if values.get(form) is not None and values.get(replaced) is None:
             into.pop(replaced, None)
             sources.pop(prefix + replaced, None)

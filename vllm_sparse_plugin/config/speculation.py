@@ -1,4 +1,4 @@
-"""The settings of speculation say how the draft attends; what it drafts is verified as every decode step attends."""
+"""Settings of speculation: the attention of a draft. Verification attends like every decode step."""
 
 from __future__ import annotations
 

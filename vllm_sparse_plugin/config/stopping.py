@@ -1,4 +1,4 @@
-"""The settings of ART say when a decode step stops reading (arXiv 2606.00024)."""
+"""Settings of ART: when a decode step stops reading (arXiv 2606.00024)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 
 
 class Stopping(Section):
-    """ART: read what is selected block by block and stop when the output no longer changes.
+    """ART: read selected pages in test intervals and stop when the output no longer changes.
 
-    The incomplete last page is read first. A scored policy goes on with the pages that it always reads and then best
-    score first, the others with the sink pages and then newest first. The probe is 32 evenly spread elements of each
-    query head's output; the query heads of a KV head stop together. See `StopRule`.
+    The incomplete last page is read first. A scored policy then reads the pages that are always read, then the best
+    scores first. Other policies read the sink pages, then the newest pages first. The probe is 32 evenly spread
+    elements of each query head's output. The query heads of a KV head stop together. See `StopRule`.
     """
 
     scale_tolerance: Annotated[float, Field(ge=0.0, le=1000.0)] = 1e-5
@@ -33,7 +33,7 @@ class Stopping(Section):
     """With the policy `dense`: first pages of 16 tokens, read before the newest; not in the paper."""
 
     def rule(self, selection: Selection) -> StopRule:
-        """Returns the rule for what a policy selects."""
+        """Returns the rule for the pages that a policy selects."""
         from sparse_kernels.stopping import StopRule
 
         block_tokens = self.block_tokens_of(selection)
@@ -42,7 +42,7 @@ class Stopping(Section):
         )
 
     def block_tokens_of(self, selection: Policy) -> int:
-        """Returns `block_tokens`; for `auto` the number that it stands for under a policy."""
+        """Returns `block_tokens`, with `auto` replaced by its number for a policy."""
         if self.block_tokens != "auto":
             return self.block_tokens
         return 512 if selection.name() == DensePolicy.name() else 64

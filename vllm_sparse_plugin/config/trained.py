@@ -1,8 +1,7 @@
-"""The settings with which a model was trained travel in its config.json, and are a source of their own.
+"""The settings that a model was trained with. They are in its config.json and form a separate source.
 
-The section there has the keys of the schema. It stands above the preset of the backend and below everything that a user
-gives. Its page statistics are what the model has learned to be read by, so a user who changes them is refused, unless
-told to leave the section out with `"trained": false`.
+The section there has the keys of the schema. It overrides the preset of the backend; settings of the user override it.
+The model has learned its page statistics, so a user must not change them. `"trained": false` ignores the section.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from vllm_sparse_plugin.policies import POLICIES, DensePolicy
 from vllm_sparse_plugin.policies.base import Policy
 
 TRAINED = "the model's config.json"
-"""Source of values that a model brings along."""
+"""Source of values that a model provides."""
 SWITCH = "trained"
-"""Key beside those of the schema: false leaves the model's section out."""
+"""Key in addition to the schema: false ignores the model's section."""
 LEARNED = ("page_size", "statistics")
-"""Settings of `selection` that a trained model cannot do without. The others change how much is read, not by what."""
+"""Settings of `selection` that a trained model requires. Other settings only change how much is read."""
 
 
 def trained_section(hf_config: Any) -> dict[str, Any] | None:
@@ -35,10 +34,10 @@ def trained_section(hf_config: Any) -> dict[str, Any] | None:
 
 
 def read_trained_section(folder: Path) -> dict[str, Any] | None:
-    """Returns the section of the config.json of a model's folder; None if it has none.
+    """Returns the section in the config.json of a model's folder; None if it has none.
 
     Raises:
-        ConfigurationError: if there is no such file of JSON.
+        ConfigurationError: if the file is missing or is not JSON.
     """
     try:
         return _section(json.loads((folder / "config.json").read_text(encoding="utf-8")).get(KEY))
@@ -47,14 +46,14 @@ def read_trained_section(folder: Path) -> dict[str, Any] | None:
 
 
 def _section(found: Any) -> dict[str, Any] | None:
-    # Others may use the name for something else.
+    # Another project may use the same name.
     if not isinstance(found, Mapping) or not isinstance(found.get("selection"), Mapping):
         return None
     return dict(found)
 
 
 def section_of(config: ResolvedConfig) -> dict[str, Any]:
-    """Returns what a model that was trained with these settings keeps of them in its config.json."""
+    """Returns the section for the config.json of a model that was trained with these settings."""
     selection = config.selection.model_dump(by_alias=True)
     return {
         "selection": selection,
@@ -64,15 +63,15 @@ def section_of(config: ResolvedConfig) -> dict[str, Any]:
 
 
 def applies(section: Mapping[str, Any], policy: str) -> bool:
-    """Returns whether the section is a source of values for a policy: that of the section. Dense attention reads
-    everything, so it may serve any model.
+    """Returns whether the section is a source of values for a policy. It must be the section's policy. Dense attention
+    reads everything, so it may serve any model.
 
     Args:
         section: of the model.
-        policy: the policy that the other sources come to.
+        policy: the policy from all other sources.
 
     Raises:
-        ConfigurationError: if another policy selects pages.
+        ConfigurationError: if the policy is another one that selects pages.
     """
     trained = section["selection"].get("policy", POLICIES[0].name())
     if policy == DensePolicy.name():
@@ -86,7 +85,7 @@ def check_trained(section: Mapping[str, Any], selection: Policy) -> None:
     """Compares a valid selection with the section.
 
     Raises:
-        ConfigurationError: if a setting contradicts what was trained.
+        ConfigurationError: if a setting contradicts the training.
     """
     for name in LEARNED:
         trained = section["selection"].get(name)

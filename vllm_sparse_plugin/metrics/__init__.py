@@ -1,1 +1,1 @@
-"""Measures how good a selection of pages is, on prompts and on a sampled share of what a server decodes."""
+"""Measures the quality of page selections, on prompts and on sampled decode steps of a server."""

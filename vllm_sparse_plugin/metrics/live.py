@@ -1,11 +1,11 @@
-"""Measures the selections of a running server, and brings what is measured and counted to `/metrics`.
+"""Measures the selections of a running server, and publishes measurements and counts at `/metrics`.
 
-Workers are other processes than the one that serves `/metrics`. They add to files in the format of prometheus_client's
-multi-process mode; the process that the user starts makes the folder before it starts them, and reads it when it is
-asked. Where vLLM itself runs in that mode (several API servers), its folder is used and it reads the files.
+Workers and the server of `/metrics` are different processes. Workers add to files in the format of prometheus_client's
+multi-process mode. The process that the user starts creates their folder first, and reads the files on each request. If
+vLLM itself runs in that mode (several API servers), its folder is used, and vLLM reads the files.
 
-Metrics never end an engine: what cannot be published is dropped, and the log says so once. Examples are a full disk and
-a worker on another machine than the folder.
+Metrics never stop an engine. Numbers that cannot be published are dropped, and the log reports this once. Examples are
+a full disk, and a worker on another machine than the folder.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from vllm_sparse_plugin.metrics.sampling import Sample, dropping
 _VLLM_FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 _OUR_FOLDER = "SPARSE_PLUGIN_METRICS_DIR"
 _COPIED_TO_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
-"""Names of what vLLM passes on to Ray's workers, which do not inherit the environment, separated by commas."""
+"""Comma-separated names that vLLM copies to Ray's workers, which do not inherit the environment."""
 
 _READ_SHARE = "vllm_sparse_kv_read_share"
 _READ_SHARE_TEXT = (
@@ -50,14 +50,14 @@ _READ_SHARE_TEXT = (
 
 
 class Ratio(NamedTuple):
-    """A summary whose sum and count are columns of what kernels count, see `DeviceCounts`."""
+    """A summary whose sum and count are columns of the kernels' counts, see `DeviceCounts`."""
 
     name: str
     text: str
     sum_column: int
     count_column: int
     units: int = 1
-    """The sum is counted in this part of one."""
+    """The unit of the sum is 1 / `units`."""
 
 
 _UNITS = 1 << 30
@@ -73,7 +73,7 @@ QUALITY = (
         3, 4, _UNITS,
     ),
 )  # fmt: skip
-"""Summaries of `LayerQuality.counts`; without an estimate all but the last."""
+"""Summaries of `LayerQuality.counts`. Without an estimate, the last one is omitted."""
 SKIPPED = (Ratio("vllm_sparse_group_skipped", "Share of the KV groups of decoding tokens that routing skips.", 0, 1),)
 """Summaries of `GroupRouting.counts`."""
 READS = (
@@ -97,20 +97,20 @@ PROMPT_READS = (
 )
 """Summaries of `PrefillPlan.counters`."""
 COUNTED_STEPS = 16
-"""Steps between two copies of what kernels count."""
+"""Steps between two copies of the kernels' counts."""
 _FIRST_BYTES = 1 << 16
-"""Size of a new file, as of prometheus_client's."""
+"""Size of a new file, as in prometheus_client."""
 
 
 _made_folder: str | None = None
-"""The folder of metrics that this process has made."""
+"""The folder of metrics that this process created."""
 
 
 def expose() -> None:
-    """Makes what workers add visible at `/metrics`; to be called before they start. Idempotent.
+    """Publishes the workers' numbers at `/metrics`. Call it before workers start. Idempotent.
 
-    A worker goes on with the folder of the process that started it. A server that a program with an engine of its own
-    starts inherits that program's folder too, which nobody would read for it: it makes another.
+    A worker uses the folder of the process that started it. A program with an engine may start a server, which inherits
+    the program's folder. Nothing would read that folder for the server, so the server creates another one.
     """
     is_worker = multiprocessing.parent_process() is not None
     folder = os.environ.get(_OUR_FOLDER)
@@ -137,34 +137,34 @@ def _make_folder() -> None:
 
 
 class ReservedFile(MmapedDict):
-    """The file of one process, whose bytes are reserved before they are mapped.
+    """The file of one process. Its bytes are reserved before they are mapped.
 
-    prometheus_client maps a sparse file. A write to a page of it that a full disk has no room for ends the process by
-    the signal SIGBUS, which nothing catches.
+    prometheus_client maps a sparse file. If the disk is full, a write to such a page ends the process with SIGBUS,
+    which cannot be caught.
     """
 
     def __init__(self, path: Path) -> None:
-        """Opens the file, or makes it.
+        """Opens or creates the file.
 
         Raises:
-            OSError: if there is no room for it.
+            OSError: if the disk has no room for it.
         """
         with path.open("ab") as file:
             if not os.fstat(file.fileno()).st_size:
                 try:
                     _reserve(file.fileno(), 0, _FIRST_BYTES)
                 except OSError:
-                    # What is left would be taken for a file with all of its bytes.
+                    # A partial file would be taken for a complete one.
                     path.unlink()
                     raise
         super().__init__(str(path))
 
     def _init_value(self, key: str) -> None:
         """Makes room for a key and its value; see `MmapedDict`."""
-        # The length of the key, the key with its padding, and two numbers.
+        # The length of the key, the padded key, and two numbers.
         end = self._used + 4 + len(key.encode()) + 8 + 16
         if end > self._capacity:
-            # The file grows by doubling.
+            # The file doubles its size.
             _reserve(self._f.fileno(), 0, max(2 * self._capacity, end))
         super()._init_value(key)
 
@@ -173,42 +173,42 @@ def _reserve(file: int, begin: int, size: int) -> None:
     """Reserves bytes of a file.
 
     Raises:
-        OSError: if there is no room for them.
+        OSError: if the disk has no room for them.
     """
     try:
         os.posix_fallocate(file, begin, size)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
-        # This file system reserves nothing, but has room for what has been written.
+        # This file system cannot reserve bytes. Written bytes have room.
         missing = begin + size - os.fstat(file).st_size
         os.pwrite(file, bytes(max(missing, 0)), os.fstat(file).st_size)
 
 
 @functools.cache
 def _file(folder: str) -> ReservedFile:
-    # The first part of the name is the type of the metrics in it.
+    # The file name begins with the type of its metrics.
     return ReservedFile(Path(folder) / f"summary_vllm-sparse-{os.getpid()}.db")
 
 
 class LayerQuality:
-    """Measures sampled tokens of one attention layer. It does not wait for a device."""
+    """Measures sampled tokens of one attention layer, without waiting for the device."""
 
     def __init__(self, counts: torch.Tensor, place: int, stride: int) -> None:
-        """Takes what is added to, and which steps the layer is measured in.
+        """Takes the counts to add to, and the steps in which the layer is measured.
 
         Args:
-            counts: `[num_kv_heads, 5]` int64: mass, recall, cosine and estimated mass in parts of one, and how many
-                tokens they are of.
-            place: of the layer among those that are measured.
-            stride: one layer in so many is measured in a step.
+            counts: `[num_kv_heads, 5]` int64: mass, recall, cosine and estimated mass in units, and the number of
+                measured tokens.
+            place: index of the layer among the measured layers.
+            stride: a step measures every `stride`-th layer.
         """
         self.counts = counts
         self.place = place
         self.stride = stride
 
     def measures(self, sample: Sample) -> bool:
-        """Returns whether the layer is one of those that a sample is of."""
+        """Returns whether a sample measures this layer."""
         return (sample.layers - self.place) % self.stride == 0
 
     def record(
@@ -226,21 +226,21 @@ class LayerQuality:
 
         Args:
             token: the query token.
-            longest: its context at most, which the host knows.
+            longest: upper bound on its context, known to the host.
             cache: what it attends to.
             pages: `[1, num_kv_heads, k]` integer, the complete pages it reads, -1 for none.
             softmax: how logits become weights.
-            selection: says which pages are read whatever the query.
-            masses: see `RequestLog.masses`; None where nobody asks for them.
-            left_out: bool that broadcasts to `[1, num_kv_heads]`, heads that read no selection and count for nothing;
-                None for none.
+            selection: the pages that are always read.
+            masses: see `RequestLog.masses`; None without a log.
+            left_out: bool that broadcasts to `[1, num_kv_heads]`, heads without a selection, which are not counted;
+                None if all heads count.
         """
         if cache.key_scale is not None:
             token = replace(token, query=token.query.float() * cache.key_scale)
         quality = measure_cached(token, longest, cache, pages, softmax, selection)
         estimated = quality.mass if quality.estimated_mass is None else quality.estimated_mass
         parts = torch.stack([quality.mass[0], quality.recall[0], quality.cosine[0], estimated[0]], dim=1)
-        # A model whose numbers overflow must not spoil what was measured before.
+        # Non-finite results of a model must not spoil earlier measurements.
         counts = parts.isfinite().all(dim=1)
         if left_out is not None:
             counts = counts & ~left_out[0]
@@ -252,19 +252,19 @@ class LayerQuality:
 
 
 class DeviceCounts:
-    """What kernels count of the KV heads of some layers, carried to the metrics without a wait for the device."""
+    """Counts of kernels for the KV heads of some layers, published without waiting for the device."""
 
     def __init__(
         self, layers: Sequence[tuple[int, range]], metrics: Sequence[Ratio], columns: int, device: torch.device
     ) -> None:
-        """Takes index and KV heads of each layer, heads numbered over all workers, and what is made of the counts."""
+        """Takes index and KV heads of each layer (numbered over all workers) and the metrics of the counts."""
         self.metrics = metrics
         self.labels = [[str(layer), str(head)] for layer, heads in layers for head in heads]
         counts = torch.zeros(len(self.labels), columns, dtype=torch.int64, device=device)
         self.of_layers = counts.split([len(heads) for _, heads in layers])
-        """`[num_kv_heads, columns]` int64 of each layer, which kernels add to."""
+        """`[num_kv_heads, columns]` int64 of each layer; kernels add to it."""
         self._counts = counts
-        # Where layers are made, tensors that name no device may land on theirs.
+        # While a model is built, torch's default device may be the GPU.
         self._copied = torch.zeros(counts.shape, dtype=torch.int64, device="cpu", pin_memory=counts.is_cuda)
         self._event = torch.cuda.Event() if counts.is_cuda else None
         self._known = torch.zeros(counts.shape, dtype=torch.int64, device="cpu")
@@ -272,16 +272,16 @@ class DeviceCounts:
         _COUNTING.add(self)
 
     def totals(self) -> dict[str, tuple[float, int]]:
-        """Returns sum and count of each metric by its name, over all heads and until now. It waits for the device."""
+        """Returns sum and count of each metric by name, over all heads, up to now. It waits for the device."""
         columns = self._counts.sum(dim=0).tolist()
         return {
             ratio.name: (columns[ratio.sum_column] / ratio.units, columns[ratio.count_column]) for ratio in self.metrics
         }
 
     def step(self) -> None:
-        """Is called once a step: now and then asks for the counts, and adds what has come since to the metrics.
+        """Runs once per step: at intervals, copies the counts and adds the increase to the metrics.
 
-        What `/metrics` says is up to twice `COUNTED_STEPS` steps old.
+        Values at `/metrics` are up to twice `COUNTED_STEPS` steps old.
         """
         self._steps += 1
         if self._steps % COUNTED_STEPS:
@@ -303,11 +303,11 @@ class DeviceCounts:
 
 
 _COUNTING: WeakSet[DeviceCounts] = WeakSet()
-"""Counts of this process that are in use."""
+"""All counts of this process that are in use."""
 
 
 def count_totals() -> dict[str, tuple[float, int]]:
-    """Returns sum and count of every metric that kernels of this process count, by name. It waits for the device."""
+    """Returns sum and count of every metric counted by kernels of this process, by name. It waits for the device."""
     totals: dict[str, tuple[float, int]] = {}
     for counts in _COUNTING:
         for name, (amount, count) in counts.totals().items():
@@ -317,10 +317,10 @@ def count_totals() -> dict[str, tuple[float, int]]:
 
 
 class BatchLengths(Protocol):
-    """The part of vLLM's `CommonAttentionMetadata` that is on the host."""
+    """The parts of vLLM's `CommonAttentionMetadata` that are on the host."""
 
     seq_lens_cpu_upper_bound: torch.Tensor | None
-    """`[num_requests]`, tokens of each request's context; with asynchronous speculation the most they can be."""
+    """`[num_requests]`, tokens of each request's context; with asynchronous speculation an upper bound."""
     query_start_loc_cpu: torch.Tensor
     """`[num_requests + 1]`, where each request's query tokens begin."""
     is_prefilling: torch.Tensor | None
@@ -328,15 +328,15 @@ class BatchLengths(Protocol):
 
 
 LogOfStep = Callable[[NDArray[np.int64], NDArray[np.int64]], None]
-"""Takes of every step, `[num_requests]` each, tokens read by the decoding tokens of each request, and tokens of their
-contexts, those included that read everything; 0 for prompts."""
+"""Takes two arrays `[num_requests]` per step: tokens read by the decoding tokens of each request, and tokens of their
+contexts. Requests that read everything are included; prompts have 0."""
 
 
 class ContextReads:
-    """How much of its context a decoding token reads where the budget alone decides: lengths on the host say it."""
+    """The share of its context that a decoding token reads under a fixed budget, from lengths on the host."""
 
     def __init__(self, page_size: int, budget_pages: int, dense_tokens: int) -> None:
-        """Takes tokens of a page, pages of the budget, and the longest context that is attended whole."""
+        """Takes tokens per page, pages of the budget, and the longest context that is attended whole."""
         self.page_size = page_size
         self.budget_pages = budget_pages
         self.dense_tokens = dense_tokens
@@ -349,13 +349,13 @@ class ContextReads:
         budgets: NDArray[np.int64] | None = None,
         log: LogOfStep | None = None,
     ) -> None:
-        """Is called once a step: adds one in `COUNTED_STEPS` of them to the metrics.
+        """Runs once per step: adds every `COUNTED_STEPS`-th step to the metrics.
 
         Args:
-            batch: what vLLM says of the step's requests.
-            longest_query: most query tokens of a request that decodes; None for 1.
-            budgets: `[num_requests]`, pages that each request reads; None for those of the budget.
-            log: what logs each request; None where nobody asks for it.
+            batch: vLLM's metadata of the step.
+            longest_query: largest number of query tokens of a decoding request; None for 1.
+            budgets: `[num_requests]`, pages that each request reads; None for the settings' budget.
+            log: logs each request; None without a log.
         """
         self._steps += 1
         seq_lens, is_prefilling = batch.seq_lens_cpu_upper_bound, batch.is_prefilling
@@ -365,7 +365,7 @@ class ContextReads:
         lens = seq_lens.numpy()[: len(query_lens)]
         decodes = (query_lens > 0) & (query_lens <= (longest_query or 1))
         if is_prefilling is not None:
-            # It may leave out the requests that pad a batch.
+            # It may omit requests that are padding.
             prompts = is_prefilling.numpy()[: len(decodes)]
             decodes[: len(prompts)] &= ~prompts
         read, in_context, whole = np.zeros((3, len(lens)), dtype=np.int64)
@@ -386,9 +386,9 @@ def count_freed_blocks(freed: int, held_before: int, is_first: bool) -> None:
     """Adds blocks that a running request gives back to the metrics.
 
     Args:
-        freed: how many.
-        held_before: blocks of the request until now.
-        is_first: whether it gives some back for the first time.
+        freed: number of blocks.
+        held_before: blocks that the request held before.
+        is_first: whether the request gives blocks back for the first time.
     """
     _add("vllm_sparse_blocks_freed", _FREED_TEXT, freed, int(is_first))
     if is_first:
@@ -396,19 +396,19 @@ def count_freed_blocks(freed: int, held_before: int, is_first: bool) -> None:
 
 
 def record_gain(gain: float) -> None:
-    """Adds to the metrics how many times faster tokens come than without drafts, as a step of lossless mode sees it."""
+    """Adds the speedup of lossless mode over decoding without drafts, as estimated by a step, to the metrics."""
     _add("vllm_sparse_lossless_gain", _GAIN_TEXT, gain, 1)
 
 
 def _add(metric: str, text: str, amount: float, count: float, labels: Sequence[str] = ("", "")) -> None:
-    """Adds to sum and count of a metric in the folder, or drops what cannot be added.
+    """Adds to the sum and count of a metric in the folder. Numbers that cannot be added are dropped.
 
     Args:
         metric: its name.
-        text: its help.
+        text: its help text.
         amount: added to the sum.
         count: added to the count.
-        labels: layer and KV head; empty where all are alike.
+        labels: layer and KV head; empty if the metric has no such labels.
     """
     with dropping("they are not published"):
         file = _file(os.environ.get(_VLLM_FOLDER) or os.environ[_OUR_FOLDER])

@@ -1,4 +1,4 @@
-"""Measures what a selection of pages gets of dense attention."""
+"""Compares a selection of pages with dense attention."""
 
 from __future__ import annotations
 
@@ -13,48 +13,48 @@ from sparse_kernels.row_attention import RowAttention, attend, attend_row, maske
 
 
 class Quality(NamedTuple):
-    """How a selection compares with dense attention, of each query token and KV head; means over the group."""
+    """Comparison of a selection with dense attention, per query token and KV head; means over the group."""
 
     mass: torch.Tensor
-    """`[num_queries, num_kv_heads]` float32: share of the attention weight of all tokens that is on tokens read."""
+    """`[num_queries, num_kv_heads]` float32: share of the attention weight that is on the tokens read."""
     oracle_mass: torch.Tensor
-    """The same of the oracle, which reads as many complete pages, those of the largest true weight."""
+    """The same for the oracle, which reads as many complete pages: those of the largest true weight."""
     recall: torch.Tensor
     """Share of the oracle's pages that are read."""
     cosine: torch.Tensor
-    """Cosine of the outputs of attention over what is read and over everything."""
+    """Cosine of the outputs of sparse and dense attention."""
     estimated_mass: torch.Tensor | None = None
-    """`mass` as the page statistics estimate it; None where they do not."""
+    """`mass` as the page statistics estimate it; None for statistics without an estimate."""
 
 
 class Context(NamedTuple):
-    """What queries attend to: one request, from its first token on, in consecutive pieces that are asked for once."""
+    """The context of queries: one request from its first token on, in consecutive pieces that are iterated once."""
 
     keys: Iterable[torch.Tensor]
-    """`[num_kv_heads, num_tokens, head_size]` each."""
+    """Pieces of `[num_kv_heads, num_tokens, head_size]`."""
     values: Iterable[torch.Tensor]
     """Like `keys`; finite."""
     summaries: Iterable[torch.Tensor] | None = None
-    """`[num_kv_heads, num_pages, summary_keys, head_size]` float32 each, see `PageStatistics.summaries`: of every
-    complete page, and maybe of more; None for statistics whose vectors are no keys."""
+    """Pieces of `[num_kv_heads, num_pages, summary_keys, head_size]` float32, see `PageStatistics.summaries`: of every
+    complete page, possibly of more; None for statistics whose vectors are not keys."""
 
 
 class _Reading(NamedTuple):
-    """Which pages of their contexts query tokens read."""
+    """The pages of their contexts that query tokens read."""
 
     page: torch.Tensor
-    """`[num_pages]`, their numbers."""
+    """`[num_pages]`, page numbers."""
     complete_pages: torch.Tensor
-    """`[num_queries, 1, 1]`, how many there are in each context."""
+    """`[num_queries, 1, 1]`, number of complete pages of each context."""
     chosen: torch.Tensor
     """`[num_queries, num_kv_heads, num_pages]` bool, complete pages that are read."""
 
     @classmethod
     def of(cls, pages: torch.Tensor, context_lens: torch.Tensor, page_size: int, num_pages: int) -> _Reading:
-        """Takes pages and contexts as `measure` does, and pages of the longest context at least."""
+        """Takes pages and contexts of `measure`, and at least the number of pages of the longest context."""
         page = torch.arange(num_pages, device=pages.device)
         complete_pages = (context_lens // page_size)[:, None, None]
-        # What is no page goes to a place behind all of them.
+        # Entries of -1 go to an extra place behind all pages.
         chosen = torch.zeros(*pages.shape[:2], num_pages + 1, dtype=torch.bool, device=pages.device)
         chosen = chosen.scatter(2, torch.where(pages < 0, num_pages, pages).long(), True)[..., :num_pages]
         return cls(page, complete_pages, chosen & (page < complete_pages))
@@ -66,7 +66,7 @@ class _Reading(NamedTuple):
 
     @property
     def incomplete(self) -> torch.Tensor:
-        """The page behind the complete ones, of the same shape."""
+        """`[num_queries, 1, num_pages]` bool, the incomplete page."""
         return self.page == self.complete_pages
 
     @property
@@ -84,10 +84,10 @@ def measure(
     softmax: Softmax,
     selection: PageSelection | None = None,
 ) -> Quality:
-    """Compares attention over selected pages with dense attention. It does not wait for a device.
+    """Compares attention over selected pages with dense attention, without waiting for the device.
 
-    Besides the selected pages every query reads its incomplete last one. All arithmetic is in float32. The estimated
-    mass is that by which a coverage counts pages, see `count_pages`.
+    In addition to the selected pages every query reads its incomplete last page. All arithmetic is in float32. The
+    estimated mass is the one by which a coverage counts pages, see `count_pages`.
 
     Args:
         query: `[num_queries, num_kv_heads, group_size, head_size]`, any float dtype.
@@ -95,15 +95,15 @@ def measure(
         context_lens: `[num_queries]` integer, tokens that each query attends to, itself included; at least 1.
         pages: `[num_queries, num_kv_heads, k]` integer, complete pages that are read, -1 for none.
         page_size: tokens per page.
-        softmax: how logits become weights; sink logits take part in the outputs, not in the shares.
-        selection: which pages are read whatever the query, whose weight the estimate knows; not without summaries.
+        softmax: how logits become weights. Sink logits are part of the outputs, not of the shares.
+        selection: the pages that are always read; their weight is exact in the estimate. Required with summaries.
     """
     logits = masked_logits(query, context.keys, context_lens, softmax)
     reading = _Reading.of(pages, context_lens, page_size, -(-logits.shape[-1] // page_size))
     attention = attend(logits, context.values, reading.read, page_size, softmax)
     if context.summaries is None or selection is None:
         return _compare(attention, reading)
-    # One query head after the other: to the estimate they all belong to one group.
+    # Query heads are handled one after the other. The estimate treats them as one group.
     rows = query.movedim(1, 0).flatten(1, 2)
     estimates = torch.cat([page_logits(rows, piece, page_size, softmax) for piece in context.summaries], dim=-1)
     return _compare(attention, reading, estimates.unflatten(1, query.shape[0:3:2]).movedim(0, 1), selection)
@@ -112,16 +112,16 @@ def measure(
 def measure_cached(
     token: QueryTokens, longest: int, cache: KVCache, pages: torch.Tensor, softmax: Softmax, selection: PageSelection
 ) -> Quality:
-    """Compares what one query token reads of a cache with dense attention, as `measure` does. On a GPU a cache of 16
-    bits is read where it lies, in a few launches; others are copied in pieces. Neither waits for the device.
+    """Compares the pages that one query token reads with dense attention, like `measure`. On a GPU a 16-bit cache is
+    read in place, in a few launches; other caches are copied in pieces. Neither waits for the device.
 
     Args:
-        token: the query token; its query has the dtype of the cache, or float32 and the scale of the keys.
-        longest: its context at most, which the host knows.
+        token: the query token. Its query has the dtype of the cache, or is float32 with the scale of the keys.
+        longest: upper bound on its context, known to the host.
         cache: what it attends to.
         pages: `[1, num_kv_heads, k]` integer, the complete pages it reads, -1 for none.
         softmax: how logits become weights.
-        selection: says which pages are read whatever the query.
+        selection: the pages that are always read.
     """
     pages_per_block = cache.keys.pages_per_block
     num_pages = -(-longest // (pages_per_block * cache.page_size)) * pages_per_block
@@ -137,18 +137,18 @@ def _compare(
     estimates: torch.Tensor | None = None,
     selection: PageSelection | None = None,
 ) -> Quality:
-    """Says how good reading some pages is.
+    """Compares reading some pages with reading all.
 
     Args:
-        attention: what comes of it, and of reading everything.
-        reading: which pages.
-        estimates: `[num_queries, num_kv_heads, group_size, num_pages or fewer]` float32, see `page_logits`; any number
-            beyond the complete pages. None without.
-        selection: which pages are read whatever the query; not without estimates.
+        attention: outputs and page sums of both.
+        reading: the pages read.
+        estimates: `[num_queries, num_kv_heads, group_size, num_pages or fewer]` float32, see `page_logits`; undefined
+            beyond the complete pages. None without estimates.
+        selection: the pages that are always read; required with estimates.
     """
     mass = attention.page_sums.softmax(dim=-1).mean(dim=2)
     chosen, complete = reading.chosen, reading.complete
-    # The oracle takes as many complete pages as were chosen; of equal ones it takes the lower.
+    # The oracle takes as many complete pages as were chosen; ties go to the lowest page.
     best = mass.masked_fill(~complete, -1.0).sort(dim=-1, descending=True, stable=True).indices
     oracle = torch.zeros_like(chosen).scatter(2, best, reading.page < chosen.sum(dim=-1, keepdim=True))
     estimated_mass = None
@@ -166,18 +166,18 @@ def _compare(
 def _estimated_mass(
     page_sums: torch.Tensor, estimates: torch.Tensor, reading: _Reading, selection: PageSelection
 ) -> torch.Tensor:
-    """Returns the estimated share of what is read.
+    """Returns the estimated share of attention weight on the pages read.
 
         m_p = e^(l_p)        Z = sum over tokens i of known pages of e^(l_i) + sum over other pages p of m_p
         (Z - sum over unread p of m_p) / Z, the mean over the heads of the group
 
-    Known pages are those that are read whatever the query, and the incomplete one.
+    Known pages are the always-read pages and the incomplete page.
 
     Args:
         page_sums: log of the sums of e^(l_i), see `RowAttention`.
         estimates: l_p, see `_compare`.
-        reading: which pages are read.
-        selection: says which are known.
+        reading: the pages read.
+        selection: the pages that are always read.
 
     Returns:
         `[num_queries, num_kv_heads]` float32.

@@ -1,4 +1,4 @@
-"""Says in the log of each request that ends how much of its context its tokens have read."""
+"""Logs for each finished request the share of its context that its tokens have read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class _Request:
-    """Sums over the decoding tokens of a request, and over the groups of layers that share a cache layout."""
+    """Sums over the decoding tokens of a request and over the groups of layers with the same cache layout."""
 
     def __init__(self) -> None:
         self.steps = self.tokens_read = self.tokens_in_context = 0
@@ -23,7 +23,7 @@ class _Request:
 
 
 class RequestLog:
-    """What the decoding tokens of each request have read, until it ends. Preemption does not end a request."""
+    """Tokens read by the decoding tokens of each request until it ends. Preemption does not end a request."""
 
     def __init__(self) -> None:
         self._requests: dict[str, _Request] = {}
@@ -32,9 +32,9 @@ class RequestLog:
         """Adds a step.
 
         Args:
-            names: requests of its rows, in order; None for nobody's. Rows that pad the batch may be left out.
-            read: `[num_rows]`, tokens that a layer reads for each row, of all its query tokens; 0 for prompts.
-            in_context: `[num_rows]`, tokens that it would read densely.
+            names: requests of the rows, in order; None for rows without a request. Padding rows may be omitted.
+            read: `[num_rows]`, tokens that a layer reads for each row, over all its query tokens; 0 for prompts.
+            in_context: `[num_rows]`, tokens that dense attention would read.
         """
         for name, tokens_read, tokens in zip(names, read.tolist(), in_context.tolist(), strict=False):
             if name is not None and tokens:
@@ -43,14 +43,14 @@ class RequestLog:
                 request.tokens_in_context += tokens
 
     def masses(self, name: str, device: torch.device) -> torch.Tensor:
-        """Returns where estimated masses of a request are added up: `[2]` float32, their sum and their number."""
+        """Returns the tensor that sums a request's estimated masses: `[2]` float32, sum and number."""
         request = self._requests.setdefault(name, _Request())
         if request.mass is None:
             request.mass = torch.zeros(2, device=device)
         return request.mass
 
     def finish(self, names: Iterable[str]) -> None:
-        """Logs requests that have ended, and forgets them. It waits for the device where some were measured."""
+        """Logs requests that have ended, and removes them. It waits for the device if some were measured."""
         for name in names:
             request = self._requests.pop(name, None)
             if request is None or not request.tokens_in_context:
@@ -68,11 +68,11 @@ _logs: WeakKeyDictionary[Any, RequestLog] = WeakKeyDictionary()
 
 
 def of_runner(runner: Any) -> RequestLog:
-    """Returns the log of a model runner, which all groups of layers share."""
+    """Returns the log of a model runner, shared by all groups of layers."""
     return _logs.setdefault(runner, RequestLog())
 
 
 def finish(runner: Any, names: Iterable[str]) -> None:
-    """Tells the log of a model runner which requests have ended, if it has one."""
+    """Tells the log of a model runner, if there is one, which requests have ended."""
     if (log := _logs.get(runner)) is not None:
         log.finish(names)

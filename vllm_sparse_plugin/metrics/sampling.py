@@ -1,4 +1,4 @@
-"""Says which steps of a running engine are measured, the same on every worker of a model."""
+"""Chooses the steps of a running engine that are measured: the same steps on every worker of a model."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from weakref import WeakKeyDictionary
 
 _logger = logging.getLogger(f"vllm.{__name__}")
 UNMEASURED = "a token cannot be measured"
-"""What the log says where measuring fails."""
+"""Log message if a measurement fails."""
 Lengths = Callable[[], Iterable[tuple[int, int]]]
-"""Gives query tokens and context, those tokens included, of each request of a step."""
+"""Returns the numbers of query tokens and context tokens of each request of a step. The context includes the query."""
 
 
 class Sample(NamedTuple):
-    """What of a step is measured: numbers at random, to be taken modulo what there is to choose from."""
+    """Random numbers that choose what a step measures, to be taken modulo the number of choices."""
 
     token: int
     layers: int
 
 
 class StepSampler:
-    """Picks steps to be measured: one, and then the next one that fits when so many have gone by.
+    """Chooses the steps that are measured: after a fixed number of steps, the next suitable one.
 
-    Workers of a model run the same steps, and nothing but their number and their lengths decides here. So all of them
-    measure in the same steps, which run outside full CUDA graphs together.
+    Workers of a model run the same steps. The choice depends only on the number of steps and on lengths. All workers
+    therefore measure the same steps, and run them outside full CUDA graphs together.
     """
 
     sample: Sample | None = None
-    """What is measured of the step that runs; None for nothing."""
+    """The sample of the current step; None if it is not measured."""
 
     def __init__(self, every: int, shortest: int = 1, longest_query: int = 1) -> None:
-        """Takes steps between two that are measured, 0 for none; the shortest context that leaves something out; and
-        most query tokens of a request that decodes."""
+        """Takes the interval between measured steps (0 for none), the shortest context that is read sparsely, and the
+        largest number of query tokens of a decoding request."""
         self.every = every
         self.shortest = shortest
         self.longest_query = longest_query
@@ -44,10 +44,10 @@ class StepSampler:
         self._random = random.Random(0)
 
     def begin(self, lengths: Lengths | None) -> bool:
-        """Is called before each step; returns whether it is measured.
+        """Runs before each step; returns whether the step is measured.
 
         Args:
-            lengths: of the step's requests; None for a step that no request is in.
+            lengths: lengths of the step's requests; None for a step without requests.
         """
         self.sample = None
         if not self.every or lengths is None:
@@ -66,15 +66,15 @@ _samplers: WeakKeyDictionary[Any, StepSampler] = WeakKeyDictionary()
 
 
 def of_runner(runner: Any, sampler: StepSampler) -> StepSampler:
-    """Returns the sampler of a model runner, which all groups of its layers share: the one given, if it has none yet,
-    or if there is no runner, as in tests of a layer."""
+    """Returns the sampler of a model runner, shared by all groups of its layers. This is the given sampler if the
+    runner has none yet, or if there is no runner, as in tests of a layer."""
     return sampler if runner is None else _samplers.setdefault(runner, sampler)
 
 
 def begin_step(runner: Any, lengths: Lengths | None) -> bool:
-    """Tells the sampler of a model runner of its next step; see `StepSampler.begin`."""
+    """Announces the next step to the sampler of a model runner; see `StepSampler.begin`."""
     sampler = _samplers.get(runner)
-    # What fails here fails on every worker: it is the same numbers that all of them read.
+    # A failure here occurs on every worker, because all workers read the same numbers.
     with dropping(UNMEASURED):
         return sampler is not None and sampler.begin(lengths)
     return False
@@ -82,12 +82,12 @@ def begin_step(runner: Any, lengths: Lengths | None) -> bool:
 
 @contextmanager
 def dropping(what: str, part: str = "metrics") -> Iterator[None]:
-    """Drops what fails within, since metrics and warm-ups never end an engine: a long context may not fit the memory
-    that vLLM leaves.
+    """Suppresses exceptions, because metrics and warm-ups never stop an engine. For example, a long context may need
+    more memory than vLLM leaves.
 
     Args:
-        what: what the log then says, once.
-        part: what of us it says it of.
+        what: the log message, printed once.
+        part: the part of the plugin, for the message.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Policies say what a decode step reads. Each has one file, and one row here."""
+"""Policies choose what a decode step reads. Each has one file, and one row here."""
 
 from vllm_sparse_plugin.policies.base import Policy, Selection
 from vllm_sparse_plugin.policies.dense import DensePolicy, EveryPage
@@ -16,7 +16,7 @@ POLICIES: tuple[type[Policy], ...] = (
     StreamingLLMSelection,
     DensePolicy,
 )
-"""Every policy; the configuration schema, the documentation and the tests follow from this table."""
+"""Every policy. The configuration schema, the documentation and the tests use this table."""
 
 __all__ = [
     "POLICIES",

@@ -1,4 +1,4 @@
-"""Policies have settings, statistics, and the choice itself."""
+"""Base classes of policies: settings, statistics, and the selection."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class PagesRead(NamedTuple):
     least: int
     most: int
     share: float = 0.0
-    """Estimated share of the attention weight that decides between the two."""
+    """Estimated share of the attention weight that decides between `least` and `most`; 0 for a fixed budget."""
 
 
 class Policy(Section):
     """What a decode step reads."""
 
     departure: ClassVar[str] = ""
-    """Where the policy leaves its paper in what it selects, as a sentence; empty where it does not."""
+    """Differences of the selection from its paper, as a sentence; empty without differences."""
     policy: Any
     """Name of the selection policy."""
 
@@ -44,22 +44,23 @@ class Policy(Section):
         return str(cls.model_fields["policy"].default)
 
     def statistics_layout(self, head_size: int, cache_itemsize: int) -> StatisticsLayout | None:
-        """Returns how the policy's page statistics lie in the KV block; None if it needs none."""
+        """Returns the layout of the policy's page statistics in the KV block; None if it needs none."""
         return None
 
     def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
-        """Returns the bytes (pages and statistics) that a decode step reads at most, over those of dense attention."""
+        """Returns an upper bound on the bytes (pages and statistics) that a decode step reads, divided by those of
+        dense attention."""
         return 1.0
 
 
 class Selection(Policy):
-    """A policy that reads a fixed budget of pages; the settings that all of them share."""
+    """A policy that selects pages, with the settings that all such policies share."""
 
     reads_every_page: ClassVar[bool] = False
-    """Whether all pages may be read, whatever the budget."""
+    """Whether all pages may be read, independent of the budget."""
     capturable: ClassVar[bool] = False
-    """Whether a CUDA graph may hold `select`: it never waits for the device, and its shapes do not depend on data. Read
-    only where `select` runs in torch on a GPU."""
+    """Whether a CUDA graph may hold `select`: it never waits for the device, and its shapes do not depend on data. Used
+    only if `select` runs in torch on a GPU."""
     page_size: Literal[8, 16, 32] = 8
     """Tokens per page; vLLM's block size must be a multiple."""
     budget_tokens: Annotated[int, Field(ge=8, le=1 << 20)] = 512
@@ -70,10 +71,10 @@ class Selection(Policy):
 
     @classmethod
     def has_kernel(cls) -> bool:
-        """Returns whether the decode kernel makes the choice of `select` itself, as `page_selection` describes it.
+        """Returns whether the decode kernel can make the selection itself, as `page_selection` describes it.
 
-        A class that overrides `select` alone has no kernel: its `select` runs in torch everywhere, and the decode
-        kernel attends to the pages that it returns.
+        A class that overrides only `select` has no kernel. Its `select` runs in torch on every device, and the decode
+        kernel attends to the returned pages.
         """
 
         def depth(name: str) -> int:
@@ -94,17 +95,17 @@ class Selection(Policy):
 
     @property
     def reserved_pages(self) -> int:
-        """Pages of the budget that are read whatever the query."""
+        """Pages of the budget that are always read."""
         return self.sink_pages
 
     @property
     def least_budget_tokens(self) -> int:
-        """Tokens of the smallest budget: one page that is chosen besides those that are always read."""
+        """Tokens of the smallest budget: the always-read pages and one more page."""
         return self.page_size * (self.reserved_pages + 1)
 
     @property
     def pages_read(self) -> PagesRead:
-        """How many complete pages a decode step reads per KV head; contexts of at most the least are read whole."""
+        """How many complete pages a decode step reads per KV head. Contexts of up to `least` pages are read whole."""
         return PagesRead(self.budget_pages, self.budget_pages)
 
     @property
@@ -127,8 +128,8 @@ class Selection(Policy):
             statistics: views into the cache, for policies with a `statistics_layout`.
             block_table: `[num_tokens, max_blocks]` int64, physical block ids.
             num_pages: `[num_tokens]` int64, complete pages of each token's context.
-            budgets: `[num_tokens]` int64, pages that each token reads, where requests set budgets of their own; None
-                for the budget of the policy. Always None on a GPU and for policies without a kernel.
+            budgets: `[num_tokens]` int64, pages that each token reads if requests have budgets; None for the policy's
+                budget. Always None on a GPU and for policies without a kernel.
 
         Returns:
             `[num_tokens, num_kv_heads, k]` integer, logical page indices in any order, -1 for none. Without `budgets`
@@ -143,7 +144,7 @@ class Selection(Policy):
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns what `select` chooses in the reading order of attention that may stop: sink pages, then newest first.
+        """Returns the selection of `select` for attention that may stop: sink pages first, then newest first.
 
         Arguments and result are those of `select`; -1 behind the last page.
         """
@@ -154,12 +155,12 @@ class Selection(Policy):
         count = (newest >= 0).sum(dim=-1, keepdim=True)
         num_sinks = ((newest >= 0) & (newest < self.sink_pages)).sum(dim=-1, keepdim=True)
         slot = torch.arange(pages.shape[-1], device=pages.device)
-        # The sink pages lie behind the others, the first of them last.
+        # The sink pages come after the others, the first sink page last.
         place = torch.where(slot < num_sinks, count - 1 - slot, slot - num_sinks)
         return newest.gather(-1, torch.where(slot < count, place, slot))
 
     def page_selection(self) -> PageSelection:
-        """Returns the selection as the decode kernel takes it; see `has_kernel`."""
+        """Returns the selection for the decode kernel; see `has_kernel`."""
         from sparse_kernels.batch import PageSelection
 
         return PageSelection(self.budget_pages, self.sink_pages)

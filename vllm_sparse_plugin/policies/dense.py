@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class DensePolicy(Policy):
-    """Reads everything, by vLLM's own kernels: what a sparse policy is compared with, all else being equal."""
+    """Reads everything with vLLM's kernels: the baseline of a sparse policy with otherwise equal settings."""
 
     policy: Literal["dense"] = "dense"
     """Name of the selection policy."""
 
 
 def every_page(num_pages: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Returns all pages of contexts, as `Selection.select` returns pages.
+    """Returns all pages of contexts in the format of `Selection.select`.
 
     Args:
-        num_pages: `[num_tokens]` integer, complete pages of each.
-        num_kv_heads: for how many KV heads.
+        num_pages: `[num_tokens]` integer, complete pages of each context.
+        num_kv_heads: number of KV heads.
     """
     import torch
 
@@ -33,7 +33,7 @@ def every_page(num_pages: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 
 
 class EveryPage(Selection):
-    """Dense attention by our kernels, for attention that may stop: every page, whatever the budget."""
+    """Dense attention with this plugin's kernels, for attention that may stop: every page, whatever the budget."""
 
     reads_every_page = True
     policy: Literal["dense"] = "dense"

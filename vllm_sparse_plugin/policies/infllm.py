@@ -8,12 +8,12 @@ from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 
 class InfLLMSelection(ScoredSelection):
-    """In the style of InfLLM: score every page by a few of its keys that stand for all, read the best ones.
+    """In the style of InfLLM: score every page by the mean of a few representative keys, read the best ones.
 
-    The paper takes for representatives the keys that the queries after them attend to most. Here they are the keys that
-    agree most with their page's own mean, since a page's statistics follow from its keys alone
+    In the paper, the representatives are the keys with most attention from later queries. Here they are the keys with
+    the largest product with their page's mean, since a page's statistics depend only on its keys
     (`sparse_kernels.page_statistics.kinds.representatives`). The paper's local window is `recent_pages`, its initial
-    tokens are `sink_pages`; it works on blocks of 128 tokens and gives distant ones a position of their own, here pages
+    tokens are `sink_pages`. The paper uses blocks of 128 tokens and gives distant blocks a special position. Here pages
     are small and every key keeps its position.
     """
 

@@ -1,4 +1,4 @@
-"""UNIQUE without its offset reads the pages whose mean key matches the query best."""
+"""UNIQUE without its offset: reads the pages whose mean key matches the query best."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 
 class MeanSelection(ScoredSelection):
-    """Score every page by its mean key alone, read the best ones: what UNIQUE's offset is compared with.
+    """Score every page by its mean key only, read the best ones: the baseline for UNIQUE's offset.
 
-    Its records are UNIQUE's; the spread in them has no weight.
+    Its records are those of UNIQUE; their spread has no weight.
     """
 
     statistics_kind = "mean_and_spread"

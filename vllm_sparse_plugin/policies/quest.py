@@ -1,4 +1,4 @@
-"""Quest (arXiv 2406.10774) reads the pages that can hold the key that matches the query best."""
+"""Quest (arXiv 2406.10774) reads the pages with the largest upper bound on a logit."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from vllm_sparse_plugin.policies.scored import ScoredSelection
 class QuestSelection(ScoredSelection):
     """Quest: score every page by the largest logit that the bounds of its keys allow, read the best ones.
 
-    The score is `sum_d max(q_d m_d, q_d M_d)` of the least and largest elements m and M of a page's keys;
-    `sparse_kernels.page_statistics.kinds.bounds` has it.
+    The score is `sum_d max(q_d m_d, q_d M_d)` of the smallest and largest elements m and M of a page's keys; see
+    `sparse_kernels.page_statistics.kinds.bounds`.
 
-    The paper has pages of 16 tokens and leaves the first two layers dense (`page_size`, `first_dense_layers`), chooses
-    pages per query head, and reserves none; here, as under every policy, a KV head's choice is that of the best of its
-    query heads, and the first and the newest page are read always.
+    The paper uses pages of 16 tokens, leaves the first two layers dense (`page_size`, `first_dense_layers`), chooses
+    pages per query head, and always reads none. Here, as in every policy, a KV head reads the choice of its best query
+    head, and always the first and the newest page.
     """
 
     statistics_kind = "bounds"

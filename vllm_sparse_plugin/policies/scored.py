@@ -1,4 +1,4 @@
-"""The policies that score pages by their statistics share this."""
+"""Base class of the policies that score pages by their statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
     from sparse_kernels.cache import KVCache
-    from sparse_kernels.page_coverage import Coverage
+    from sparse_kernels.page_coverage import Limits
     from sparse_kernels.page_statistics import PageStatistics, StatisticsLayout
 
 
@@ -21,7 +21,7 @@ class ScoredSelection(Selection):
     """Scores every page by its statistics and reads the best ones."""
 
     statistics_kind: ClassVar[str]
-    """What is kept of a page's keys, and so how it is scored: a name in `KINDS`."""
+    """The kind of page statistics, a name in `KINDS`. It determines the score."""
     recent_pages: Annotated[int, Field(ge=0, le=64)] = 1
     """Newest complete pages that are always read, within the budget."""
     statistics: StatisticsFormat = "int8"
@@ -29,7 +29,7 @@ class ScoredSelection(Selection):
 
     @property
     def std_weight(self) -> float:
-        """lambda, the weight of the spread in a page's score, for statistics that have one."""
+        """lambda, the weight of the spread in a page's score, for statistics with a spread."""
         return 0.0
 
     @property
@@ -57,7 +57,7 @@ class ScoredSelection(Selection):
         return self._select(query, statistics, block_table, num_pages, budgets)[0]
 
     def select_covering(
-        self, tokens: QueryTokens, cache: KVCache, softmax: Softmax, coverage: Coverage
+        self, tokens: QueryTokens, cache: KVCache, softmax: Softmax, limits: Limits
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Chooses the fewest pages that reach an estimated share of the attention weight.
 
@@ -65,10 +65,10 @@ class ScoredSelection(Selection):
             tokens: the query tokens.
             cache: keys and statistics.
             softmax: how logits become weights.
-            coverage: the share of each token, and its limits.
+            limits: the share of each token, and its bounds.
 
         Returns:
-            Pages as of `select`, as many as the row with the most has, and how many each row has,
+            Pages in the format of `select`, as many as the largest row needs, and the number of pages of each row,
             `[num_tokens, num_kv_heads]` int64.
         """
         from sparse_kernels.page_coverage import count_pages
@@ -78,9 +78,9 @@ class ScoredSelection(Selection):
         assert cache.statistics is not None
         num_pages, selection = tokens.num_pages(self.page_size), self.page_selection()
         scores = score_pages(tokens.query, cache.statistics, tokens.block_table, num_pages, self.std_weight)
-        counts = count_pages(tokens, cache, scores, selection, softmax, coverage)
+        counts = count_pages(tokens, cache, scores, selection, softmax, limits)
         always = self.sink_pages, self.recent_pages
-        # Where groups are routed, none may be left.
+        # With routing, all groups may be skipped, and the tensor may be empty.
         k = max([self.reserved_pages, 1, *counts.flatten().tolist()])
         pages = select_pages(scores, num_pages, k, *always, counts)
         return pages, counts.minimum(num_pages[:, None])
@@ -92,7 +92,7 @@ class ScoredSelection(Selection):
         block_table: torch.Tensor,
         num_pages: torch.Tensor,
     ) -> torch.Tensor:
-        """Returns what `select` chooses: pages that are always read, then best score first."""
+        """Returns the selection of `select` in reading order: pages that are always read, then best score first."""
         from sparse_kernels.page_topk import best_first
 
         pages, scores = self._select(query, statistics, block_table, num_pages)
@@ -115,7 +115,7 @@ class ScoredSelection(Selection):
         always = self.sink_pages, self.recent_pages
         if budgets is None:
             return select_pages(scores, num_pages, self.budget_pages, *always), scores
-        # A budget may be far beyond a context, which takes no room then.
+        # A budget may exceed the context; it then needs no more room than the context.
         k = max([self.reserved_pages, 1, *budgets.minimum(num_pages).tolist()])
         counts = budgets.clamp(max=k)[:, None].expand(scores.shape[:2])
         return select_pages(scores, num_pages, k, *always, counts), scores

@@ -1,4 +1,4 @@
-"""StreamingLLM (arXiv 2309.17453) reads the first tokens and the newest ones, whatever the query."""
+"""StreamingLLM (arXiv 2309.17453) reads the first and the newest tokens, independent of the query."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 class StreamingLLMSelection(Selection):
     """StreamingLLM: the sink pages, and the newest pages for the rest of the budget.
 
-    The paper keeps 4 initial tokens and a window of the newest ones. Both are whole pages here: one of `sink_pages`
-    holds the paper's 4 tokens, and the window is the rest of `budget_tokens` plus the incomplete page, so it grows by
-    up to a page before it moves on. Keys keep the positions of the text; the paper counts positions within what is
-    kept, which matters beyond the length the model was trained for.
+    The paper keeps 4 initial tokens and a window of the newest tokens. Here both are whole pages. One sink page holds
+    the paper's 4 tokens. The window is the rest of `budget_tokens` plus the incomplete page; it grows by up to a page
+    before it moves. Keys keep the positions of the text. The paper counts positions within the kept tokens, which
+    matters beyond the model's training length.
     """
 
     departure = "The sinks and the window are whole pages, and keys keep the positions of the text."

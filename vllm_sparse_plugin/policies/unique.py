@@ -57,11 +57,11 @@ class UniqueSelection(ScoredSelection):
 
     @property
     def estimates_weight(self) -> bool:
-        """Whether the statistics of a 16-bit cache say how much attention weight a page has."""
+        """Whether the statistics of a 16-bit cache estimate the attention weight of a page."""
         return self.statistics_in(2) in ("quarters", "sketch")
 
     def covering(self, share: float) -> PagesRead:
-        """Returns the limits of a coverage."""
+        """Returns the limits for a coverage."""
         least = max(self.min_budget_tokens, self.least_budget_tokens) // self.page_size
         return PagesRead(least, max(least, self.max_budget_tokens // self.page_size), share)
 
@@ -74,7 +74,7 @@ class UniqueSelection(ScoredSelection):
         return self.lambda_
 
     def statistics_in(self, cache_itemsize: int) -> Literal["quarters", "sketch", "int8", "fp8", "bf16"]:
-        """Returns `statistics`; for `auto` what it stands for.
+        """Returns `statistics`, with `auto` replaced.
 
         Args:
             cache_itemsize: bytes of an element of the KV cache.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sparse_kernels.page_coverage import Coverage
+from sparse_kernels.page_coverage import Limits
 from vllm.logger import init_logger
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
@@ -129,11 +129,11 @@ class StepLimits:
             most.write([each.most for each in read])
         return asked
 
-    def of(self, requests: slice) -> Coverage | None:
+    def of(self, requests: slice) -> Limits | None:
         """Returns the limits of some of the requests under a coverage; None without a coverage."""
         if self._limits is None:
             return None
-        return Coverage(*(numbers.tensor[requests] for numbers in self._limits))
+        return Limits(*(numbers.tensor[requests] for numbers in self._limits))
 
     def by_request(self, asked: Sequence[PagesRead | None], num_reqs: int) -> NDArray[np.int64] | None:
         """Returns the pages that each request of a step reads at most, `[num_reqs]`; None if no request asks.
@@ -149,7 +149,7 @@ class StepLimits:
         return pages
 
 
-def stack_limits(read: Sequence[PagesRead]) -> Coverage:
+def stack_limits(read: Sequence[PagesRead]) -> Limits:
     """Returns the limits of some requests or tokens as tensors on the host."""
     least, most, share = zip(*read, strict=True)
-    return Coverage(torch.tensor(share, dtype=torch.float32), torch.tensor(least), torch.tensor(most))
+    return Limits(torch.tensor(share, dtype=torch.float32), torch.tensor(least), torch.tensor(most))

@@ -1,1 +1,1 @@
-"""One model in many deployments of vLLM: the answers of sparse attention must stay what they are in a plain engine."""
+"""One model in many deployments of vLLM. Sparse attention must answer as in a plain engine."""

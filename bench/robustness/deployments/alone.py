@@ -1,4 +1,4 @@
-"""Deployments in processes of their own, which end with all that they have started."""
+"""Runs each deployment in a separate process, which ends together with its children."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNWIND_SECONDS = 60
 
 
 def try_alone(name: str, output: Path, seconds: float, console: Console) -> Row:
-    """Tries one deployment in a process of its own, and returns its line of the result file."""
+    """Tries one deployment in a separate process, and returns its line of the result file."""
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
         log, count = Path(folder) / "log", len(read_run(output).rows)
         log.touch()
@@ -34,7 +34,7 @@ def try_alone(name: str, output: Path, seconds: float, console: Console) -> Row:
             process.join(seconds)
             late = process.is_alive()
         finally:
-            # It ends the servers that it has started, which lead groups of their own; workers are in its group.
+            # It ends its servers, which lead separate process groups. Workers are in its group.
             process.terminate()
             process.join(_UNWIND_SECONDS)
             with suppress(ProcessLookupError):
@@ -52,9 +52,9 @@ def try_alone(name: str, output: Path, seconds: float, console: Console) -> Row:
 
 @cache
 def _fresh_process() -> ForkServerContext:
-    """Makes processes that have imported vLLM, which takes longer than most of what they do."""
+    """Makes processes that have already imported vLLM, because the import takes longer than most deployments."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    # Threads that wait do not spin: there may be more of them than cores.
+    # Waiting threads must not spin: there may be more threads than cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["PYTHONPATH"] = python_path()
     context = multiprocessing.get_context("forkserver")
@@ -65,7 +65,7 @@ def _fresh_process() -> ForkServerContext:
 
 
 def _cell(name: str, output: Path, log: Path) -> None:
-    """Tries one deployment in this process, which leads a group from now on, and writes its line."""
+    """Tries one deployment in this process as the leader of a process group, and writes its line."""
     os.setsid()
     unwind_on_termination()
     with log.open("wb") as file:
@@ -77,5 +77,5 @@ def _cell(name: str, output: Path, log: Path) -> None:
 
 
 def written(output: Path) -> dict[str, Row]:
-    """The lines of a result file by deployment, the latest of each."""
+    """The latest line of each deployment in a result file."""
     return {row["deployment"]: row for row in read_run(output).rows}

@@ -1,4 +1,4 @@
-"""What became of a deployment: a line of the result file."""
+"""The outcome of a deployment: a line of the result file."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vllm_sparse_plugin.tools.server import ServerError
 
 EQUAL, TIE, NOT_HERE = "equal", "parted at a tie", "not on this platform"
 ONE_STEP = 0.125
-"""The step of a bfloat16 logit between 16 and 32, where the largest ones of needle-8m lie."""
+"""The step of a bfloat16 logit between 16 and 32, the range of needle-8m's largest logits."""
 OUTCOMES = EQUAL, TIE, REFUSED, NOT_HERE, FAILED
 
 
@@ -32,23 +32,23 @@ class Cell:
 
     deployment: str
     outcome: str
-    """Of `OUTCOMES`."""
+    """One of `OUTCOMES`."""
     reason: str = ""
-    """Why, unless answers were equal."""
+    """Reason of the outcome; empty if answers were equal."""
     asked: int = 0
-    """Answers that were compared."""
+    """Number of compared answers."""
     parted: int = 0
-    """Those that are not the plain answers to the last token."""
+    """Number of answers that differ from the plain answers."""
     gap: float | None = None
-    """How much likelier the plain engine found its own token than the other's where answers part; the largest."""
+    """Largest value, over first different tokens, of how much likelier the plain engine found its own token."""
     logprob_error: float | None = None
-    """Largest change of a log probability up to there."""
+    """Largest change of a log probability up to the first different token."""
     seconds: float = 0.0
     answers: Sequence[Continuation] = ()
-    """Of the plain deployments, which others are held to."""
+    """Answers of the plain deployments, to compare others with."""
 
     def with_answers(self, answers: Sequence[Continuation]) -> Cell:
-        """Returns the cell with the answers that others are held to."""
+        """Returns the cell with answers to compare others with."""
         return replace(self, answers=answers)
 
     def as_row(self) -> Row:
@@ -60,7 +60,7 @@ class Cell:
 
 
 def answers_of(row: Mapping[str, Any]) -> list[Continuation]:
-    """The answers that a line of a plain deployment has."""
+    """The answers in the line of a plain deployment."""
     return [Continuation(each["tokens"], list(map(_by_token, each["logprobs"]))) for each in row["answers"]]
 
 
@@ -69,7 +69,7 @@ def _by_token(step: Mapping[str, float]) -> dict[int, float]:
 
 
 def compare(name: str, expected: Sequence[Continuation], found: Iterable[Continuation]) -> Cell:
-    """Compares answers with the expected ones, as often as they were given."""
+    """Compares answers with the expected ones, which may be given several times."""
     pairs = [(expected[index % len(expected)], each) for index, each in enumerate(found)]
     gaps = [gap for gap in (gap_at_first_difference(*pair) for pair in pairs) if gap is not None]
     error = max(logprob_error(*pair) for pair in pairs)
@@ -84,13 +84,13 @@ def compare(name: str, expected: Sequence[Continuation], found: Iterable[Continu
 
 
 def before_the_end(answers: Iterable[Continuation], end: int) -> list[Continuation]:
-    """Answers up to their end token, of those that went on behind it."""
+    """Answers cut at their end token, for answers that continue after it."""
     cut = [answer.tokens.index(end) + 1 if end in answer.tokens else len(answer.tokens) for answer in answers]
     return [Continuation(each.tokens[:to], each.logprobs[:to]) for each, to in zip(answers, cut, strict=True)]
 
 
 def unavailable(deployment: Deployment) -> str:
-    """Why this machine has none of a deployment; empty if it may."""
+    """Reason why this machine cannot run a deployment; empty if it can."""
     from vllm.platforms import current_platform
 
     if deployment.package and importlib.util.find_spec(deployment.package) is None:
@@ -106,7 +106,7 @@ def run_cell(name: str, rows: Mapping[str, Row]) -> Cell:
 
     Args:
         name: of `DEPLOYMENTS`.
-        rows: the lines of the plain deployments, as far as they were tried.
+        rows: the lines of the plain deployments tried so far.
     """
     start = time.monotonic()
     return replace(_try(name, rows), seconds=round(time.monotonic() - start, 1))
@@ -119,7 +119,7 @@ def _try(name: str, rows: Mapping[str, Row]) -> Cell:
     if reason := unavailable(deployment):
         return Cell(name, NOT_HERE, reason)
     if deployment.gpus > 1:
-        # On a CPU vLLM gives each worker a NUMA node of its own, unless it is told otherwise.
+        # By default vLLM gives each CPU worker a separate NUMA node.
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
 
     def answers(variant: str) -> list[Continuation]:
@@ -135,7 +135,7 @@ def _try(name: str, rows: Mapping[str, Row]) -> Cell:
     expected = answers_of(rows[beside])
     try:
         found = answers("unique")
-    except Exception as error:  # vLLM raises whatever it likes
+    except Exception as error:  # vLLM may raise anything
         return blame(name, error, lambda: answers(DENSE_VARIANT))
     if name == PLAIN:
         end = int(load_tokenizer(NEEDLE_8M).eos_token_id)
@@ -144,7 +144,7 @@ def _try(name: str, rows: Mapping[str, Row]) -> Cell:
 
 
 def blame(name: str, error: Exception, serve_densely: Callable[[], object]) -> Cell:
-    """Who is to blame for an exception: us, if `serve_densely` raises nothing."""
+    """The outcome for an exception: a failure of the plugin if `serve_densely` raises nothing."""
     from bench.robustness.deployments.trials import IdleError
 
     if isinstance(error, IdleError):
@@ -159,7 +159,7 @@ def blame(name: str, error: Exception, serve_densely: Callable[[], object]) -> C
 
 
 def _told(error: Exception) -> str:
-    """What an exception says, in one line without paths of this machine."""
+    """The message of an exception in one line, without paths of this machine."""
     if isinstance(error, ServerError):
         return " ".join(str(error).partition("; its log")[0].split())
     if isinstance(error, ValidationError):

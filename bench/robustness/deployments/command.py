@@ -1,4 +1,4 @@
-"""Tries deployments of vLLM, each in a process of its own, and writes what became of each.
+"""Tries deployments of vLLM, each in a separate process, and writes the outcomes.
 
 python -m bench.robustness deployments --output deployments.jsonl
 python -m bench.robustness deployments --output deployments.jsonl --resume --deployment "tensor parallel 2"

@@ -1,4 +1,4 @@
-"""The deployments that are tried, each in a process of its own."""
+"""The deployments that are tried, each in a separate process."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DENSE, PLAIN = "vLLM's own attention", "plain"
-"""What the answers of the plain deployment are held to, and what those of all others are held to."""
+"""Dense answers, the reference for the plain deployment; and plain answers, the reference for all others."""
 TENSOR_PARALLEL, PIPELINE_PARALLEL, DATA_PARALLEL = "tensor parallel 2", "pipeline parallel 2", "data parallel 2"
 COMPILED, FULL_GRAPHS, PIECEWISE = "compiled", "full CUDA graphs", "piecewise CUDA graphs"
 PREFIX_CACHING, SMALL_CHUNKS = "prefix caching", "prefill in chunks of 256"
@@ -23,18 +23,18 @@ CONTEXT_PARALLEL, FAST_PREFILL = "decode context parallel 2", "fast prefill of s
 
 @dataclass(frozen=True)
 class Deployment:
-    """How an engine is started, beside the plain deployment: eager, one process, no prefix cache."""
+    """Arguments of an engine in addition to the plain deployment: eager, one process, no prefix cache."""
 
     about: str
-    """What is asked, and what must have happened, for the table."""
+    """The test and its required event, for the table."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Of `vllm.LLM`."""
+    """Arguments of `vllm.LLM`."""
     gpus: int = 1
-    """How many GPUs it takes where there are any."""
+    """Number of GPUs that it needs on a machine with GPUs."""
     needs_gpu: str = ""
-    """Why a CPU has none of it; empty where it may."""
+    """Reason why a CPU cannot run it; empty if it can."""
     package: str = ""
-    """A distribution that it needs besides, by the name of its module."""
+    """Name of a module that it needs in addition."""
 
 
 def _connector(name: str, **settings: Any) -> dict[str, Any]:
@@ -46,7 +46,7 @@ DEPLOYMENTS: Mapping[str, Deployment] = {
     DENSE: Deployment("the same questions without this plugin"),
     PLAIN: Deployment("the answers are those of dense attention"),
     TENSOR_PARALLEL: Deployment("two workers", {"tensor_parallel_size": 2}, gpus=2),
-    # Where nothing is compiled, vLLM's CPU workers leave out the run that makes what stages hand on.
+    # Without compilation, vLLM's CPU workers skip the run that creates the tensors between stages.
     PIPELINE_PARALLEL: Deployment("two stages, with torch.compile",
                                   {"pipeline_parallel_size": 2, "gpu_memory_utilization": 0.15, "enforce_eager": False,
                                    "compilation_config": {"cudagraph_mode": "NONE"}}, gpus=2),

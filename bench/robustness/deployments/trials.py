@@ -1,4 +1,4 @@
-"""What is asked of each deployment, and what must have happened meanwhile."""
+"""The questions for each deployment, and the event that each must show."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 NEW_TOKENS = 16
 _CHARACTERS = 3300
-"""Of a document: its tokens are several times the budget."""
+"""Length of a document: its tokens are several times the budget."""
 _MAX_MODEL_LEN = 2048
 _LIKELIEST = 5
 _SETTINGS = {KEY: {"selection": {"budget_tokens": 256}, "min_context_tokens": 0}}
@@ -44,7 +44,7 @@ _OFFERED = 1 << 28
 
 
 class IdleError(RuntimeError):
-    """A deployment answered without doing what it is there for."""
+    """A deployment answered without using its feature."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class Launcher:
     """Starts engines and servers of one deployment."""
 
     arguments: Mapping[str, Any]
-    """Of `vllm.LLM`, beside those of the plain deployment."""
+    """Arguments of `vllm.LLM` in addition to those of the plain deployment."""
     variant: Variant
     """The attention backend."""
 
     @contextmanager
     def engine(self, **more: Any) -> Iterator[LLM]:
-        """An engine in this process, all of whose workers run the backend that was asked for."""
+        """An engine in this process. All of its workers must run the requested backend."""
         arguments: dict[str, Any] = {
             "load_format": "auto", "skip_tokenizer_init": False, "max_model_len": _MAX_MODEL_LEN, "max_num_seqs": 2,
             "max_num_batched_tokens": _MAX_MODEL_LEN, "worker_extension_cls": EXTENSION,
@@ -71,7 +71,7 @@ class Launcher:
             yield llm
 
     def server(self, name: str, *arguments: str, **environment: str) -> AbstractContextManager[LaunchedServer]:
-        """A server that is about to start."""
+        """A server, ready to start."""
         more = ("--max-num-batched-tokens", str(_MAX_MODEL_LEN), "--kv-cache-memory-bytes", str(_OFFERED))
         settings = ServerSettings(
             NEEDLE_8M, _MAX_MODEL_LEN, self.variant.backend, self.variant.additional_config(json.dumps(_SETTINGS)),
@@ -82,21 +82,21 @@ class Launcher:
 
 @dataclass(frozen=True)
 class Answers:
-    """What an engine says to all questions."""
+    """The answers of an engine to all questions."""
 
     continuations: list[Continuation]
     cached_tokens: int = 0
-    """Tokens of the prompts that were not computed."""
+    """Prompt tokens that came from the prefix cache."""
     requests: list[RequestOutput] = field(default_factory=list, repr=False)
 
 
 Trial = Callable[[Launcher], Iterator[Answers]]
-"""Asks everything once or several times."""
+"""Asks all questions once or several times."""
 
 
 @cache
 def prompts() -> list[list[int]]:
-    """Questions about two short documents, two to each, whose keys and values lie in the first half."""
+    """Two questions about each of two short documents, whose keys and values lie in the first half."""
     tokenizer, found = load_tokenizer(NEEDLE_8M), []
     for task, make in (("multikey", magic_needles), ("kv", kv_needles)):
         rng = random.Random(task)
@@ -112,7 +112,7 @@ def ask(llm: LLM, together: bool = False, lora: Any = None, **sampling: Any) -> 
 
     Args:
         llm: the engine.
-        together: whether in one batch; else one after the other.
+        together: whether to ask in one batch instead of one after the other.
         lora: an adapter.
         **sampling: further arguments of `SamplingParams`.
     """
@@ -141,13 +141,13 @@ def plainly(launcher: Launcher) -> Iterator[Answers]:
 
 
 def together(launcher: Launcher) -> Iterator[Answers]:
-    """Asks everything in one batch."""
+    """Asks all questions in one batch."""
     with launcher.engine() as llm:
         yield ask(llm, together=True)
 
 
 def twice(launcher: Launcher) -> Iterator[Answers]:
-    """Asks again what is in the prefix cache."""
+    """Asks again with a warm prefix cache."""
     with launcher.engine() as llm:
         yield ask(llm)
         again = ask(llm)
@@ -156,7 +156,7 @@ def twice(launcher: Launcher) -> Iterator[Answers]:
 
 
 def offloaded(launcher: Launcher) -> Iterator[Answers]:
-    """Asks again what has left the prefix cache for the connector's memory."""
+    """Asks again after the prefix cache has moved to the connector's memory."""
     with launcher.engine() as llm:
         yield ask(llm)
         llm.reset_prefix_cache()
@@ -166,7 +166,7 @@ def offloaded(launcher: Launcher) -> Iterator[Answers]:
 
 
 def from_files(launcher: Launcher) -> Iterator[Answers]:
-    """Asks a second engine what the first one wrote to files."""
+    """Asks a second engine, which reads the files of the first one."""
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
         extra = {
             "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": _OFFERED,
@@ -174,7 +174,7 @@ def from_files(launcher: Launcher) -> Iterator[Answers]:
         }  # fmt: skip
         transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         found = []
-        # The hashes of blocks begin with a number that is drawn for each process, unless it is given.
+        # The hashes of blocks start from a random number per process, unless it is set.
         os.environ["PYTHONHASHSEED"] = "0"
         for _ in range(2):
             with launcher.engine(kv_transfer_config=dict(transfer), enable_prefix_caching=True) as llm:
@@ -184,7 +184,7 @@ def from_files(launcher: Launcher) -> Iterator[Answers]:
 
 
 def speculating(launcher: Launcher) -> Iterator[Answers]:
-    """Asks once; something must have been drafted."""
+    """Asks once. At least one token must have been drafted."""
     with launcher.engine() as llm:
         yield ask(llm)
         counts = {metric.name: getattr(metric, "value", 0) for metric in llm.get_metrics()}
@@ -213,7 +213,7 @@ def adapted(launcher: Launcher) -> Iterator[Answers]:
 
 
 def with_prompt_logprobs(launcher: Launcher) -> Iterator[Answers]:
-    """Asks for the log probabilities of the prompt, too."""
+    """Asks also for the log probabilities of the prompt."""
     with launcher.engine() as llm:
         answers = ask(llm, prompt_logprobs=1)
     given = [len(request.prompt_logprobs or ()) for request in answers.requests]
@@ -234,7 +234,7 @@ def reloading(launcher: Launcher) -> Iterator[Answers]:
 
 
 def sleeping(launcher: Launcher) -> Iterator[Answers]:
-    """Asks between sleeps, of the second of which no weight is left."""
+    """Asks between two sleeps. The second sleep discards the weights."""
     with launcher.engine() as llm:
         for level in (1, 2):
             llm.sleep(level)
@@ -250,7 +250,7 @@ def _ask_server(client: OpenAI) -> Answers:
 
 
 def by_ranks(launcher: Launcher) -> Iterator[Answers]:
-    """Asks each engine of a server."""
+    """Asks each engine of a data-parallel server."""
     with launcher.server("data-parallel", "--data-parallel-size", "2", "--no-enable-prefix-caching") as server:
         server.wait_until_ready()
         with server.explain_failures():
@@ -263,7 +263,7 @@ def by_ranks(launcher: Launcher) -> Iterator[Answers]:
 
 
 def disaggregated(launcher: Launcher) -> Iterator[Answers]:
-    """Has a server prefill, and another one decode from its blocks."""
+    """One server prefills, another one decodes from its blocks."""
     from vllm.platforms import current_platform
 
     transfer = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": current_platform.device_type}
@@ -305,4 +305,4 @@ TRIALS: Mapping[str, Trial] = {
     table.OFFLOAD_SIMPLE: offloaded,
     table.NIXL: disaggregated,
 }
-"""By deployment; all others are asked `plainly`."""
+"""Trials by deployment; `plainly` for all others."""

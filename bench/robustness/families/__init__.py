@@ -1,1 +1,1 @@
-"""Tiny models of many families in whole engines: equal to dense attention, and to the reference pipeline."""
+"""Tiny models of many families in whole engines, compared with dense attention and with the reference pipeline."""

@@ -1,4 +1,4 @@
-"""What became of a family in one way of attention: a cell of the support matrix."""
+"""The outcome of a family with one way of attention: a cell of the support matrix."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ _LONGEST_REASON = 300
 
 @dataclass(frozen=True)
 class Cell:
-    """One family, served in one way."""
+    """One family with one way of attention."""
 
     family: str
     way: str
     status: str
-    """`ok`, `refused` by us, `not served` by vLLM itself, or `failed`."""
+    """`ok`, `refused` by the plugin, `not served` by vLLM itself, or `failed`."""
     reason: str = ""
-    """Why, unless it is well."""
+    """Reason of the status; empty for `ok`."""
     logprob_error: float | None = None
-    """Largest difference of a log probability from dense attention's, of the context within the budget."""
+    """Largest difference of a log probability from dense attention, for contexts within the budget."""
     judged_steps: int | None = None
-    """Calls of attention layers that were compared with the reference pipeline."""
+    """Number of attention calls that were compared with the reference pipeline."""
     output_error: float | None = None
     """Largest error of a head's output against the reference, relative to its norm."""
     distinct_tokens: int | None = None
-    """Different ones among the tokens that dense attention decodes: of few of them the cell says little."""
+    """Number of different tokens that dense attention decodes. With few, the test is weak."""
 
     def as_row(self) -> Row:
         """Returns the cell as a line of a result file."""
@@ -41,10 +41,10 @@ class Cell:
 
 
 def unless_raised(cell: Cell, serve: Callable[[], Cell], serve_densely: Callable[[], object]) -> Cell:
-    """Returns what `serve` does, or who is to blame for what it raises: us, if `serve_densely` raises nothing."""
+    """Returns the result of `serve`, or a failed cell. It is the plugin's failure if `serve_densely` raises nothing."""
     try:
         return serve()
-    except Exception as error:  # vLLM raises whatever it likes
+    except Exception as error:  # vLLM may raise anything
         if refusal := refusal_of(error):
             return replace(cell, status=REFUSED, reason=refusal)
         try:
@@ -55,7 +55,7 @@ def unless_raised(cell: Cell, serve: Callable[[], Cell], serve_densely: Callable
 
 
 def refusal_of(error: BaseException | None) -> str:
-    """Returns our sentence, if an engine was refused by us."""
+    """Returns the plugin's sentence if it refused the engine; else an empty text."""
     while error is not None:
         if isinstance(error, ConfigurationError):
             return str(error)
@@ -64,7 +64,7 @@ def refusal_of(error: BaseException | None) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """Returns the first line of what an exception says, or its first cause."""
+    """Returns the first line of an exception's message, or of its first cause."""
     while error.__cause__ is not None:
         error = error.__cause__
     lines = str(error).strip().splitlines() or [""]

@@ -1,4 +1,4 @@
-"""Serves tiny models of many families in whole engines, and writes what became of each.
+"""Serves tiny models of many families in whole engines, and writes the outcomes.
 
 python -m bench.robustness families --output families.jsonl
 python -m bench.robustness families --output families.jsonl --family llama --way unique
@@ -103,7 +103,7 @@ def family_cells(
     way: Annotated[list[str], typer.Option()],
 ) -> None:
     """Serve one family, in this process."""
-    # Threads that wait do not spin: there may be more of them than cores.
+    # Waiting threads must not spin: there may be more threads than cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from bench.robustness.families.engines import run_family
     from bench.robustness.families.features import run_features

@@ -1,4 +1,4 @@
-"""Engines of a family in this process, one after the other, and what they decode."""
+"""Engines of a family in this process, one after the other, and their decoded tokens."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 _GAIN = 2.0
-"""How much larger a matrix makes what it is given."""
+"""Factor by which a matrix enlarges its input."""
 
 
 def prompt(length: int) -> dict[str, list[int]]:
-    """Some tokens."""
+    """A prompt of `length` tokens."""
     return {"prompt_token_ids": [3 + index * 37 % 500 for index in range(length)]}
 
 
@@ -49,7 +49,7 @@ def engine(folder: Path, **arguments: Any) -> Iterator[LLM]:
     from vllm.model_executor.models import registry
     from vllm.platforms import current_platform
 
-    # vLLM imports each model in a process of its own to look at it, which takes longer than the rest.
+    # By default vLLM imports each model in a separate process, which takes longer than the rest.
     registry._run_in_subprocess = lambda inspect: inspect()
     DummyModelLoader.load_weights = lambda self, model, model_config: draw_weights(model)
     defaults: dict[str, Any] = {
@@ -57,7 +57,7 @@ def engine(folder: Path, **arguments: Any) -> Iterator[LLM]:
         "max_num_seqs": 2, "max_num_batched_tokens": 512, "seed": 0, "enable_prefix_caching": False,
     }  # fmt: skip
     if not current_platform.is_cpu():
-        # Of the kernels that prefill a gated delta net, Triton's need no other package.
+        # Triton's kernels for the prefill of a gated delta net need no other package.
         defaults |= {"kv_cache_memory_bytes": 1 << 28, "gpu_memory_utilization": 0.02, "gdn_prefill_backend": "triton"}
     _forget_modules()
     _register_kernels_once()
@@ -67,7 +67,7 @@ def engine(folder: Path, **arguments: Any) -> Iterator[LLM]:
 
 @functools.cache
 def _register_kernels_once() -> None:
-    """Has the first engine alone look for kernels in all modules: vLLM's search cannot pass those of Numba."""
+    """Lets only the first engine search modules for kernels: vLLM's search fails on Numba's modules."""
     from vllm.platforms import current_platform
 
     platform: Any = type(current_platform)
@@ -76,18 +76,18 @@ def _register_kernels_once() -> None:
 
 @functools.cache
 def _forget_modules() -> None:
-    """Keeps the garbage collector from looking through what is imported, which takes longer than an engine's start.
+    """Excludes imported objects from garbage collection, which takes longer than an engine's start.
 
-    vLLM calls it several times an engine.
+    vLLM runs it several times per engine.
     """
     gc.collect()
     gc.freeze()
 
 
 def draw_weights(model: torch.nn.Module) -> None:
-    """Draws weights with which some tokens are far likelier than others, and some keys draw most of the attention.
+    """Draws weights such that some tokens are far likelier than others, and some keys get most of the attention.
 
-    With vLLM's own dummy weights every token is as likely as the next, and all layers are the same.
+    With vLLM's dummy weights all tokens are equally likely, and all layers are equal.
     """
     import torch
 
@@ -106,18 +106,18 @@ def draw_weights(model: torch.nn.Module) -> None:
         elif weight.dim() < 2:
             drawn = 0.5 + uniform
         else:
-            # Where the head shares the embedding, a large one would repeat the last token whatever attention does.
+            # If head and embedding are shared, a large embedding would repeat the last token.
             gain = _GAIN / 16 if "embed" in name else _GAIN
             drawn = torch.randn(weight.shape, generator=generator) * gain * weight.shape[-1] ** -0.5
         weight.data.copy_(drawn)
 
 
 def continuations(llm: LLM, lora: Any = None, new_tokens: int = NEW_TOKENS) -> list[Continuation]:
-    """What follows the short and the long prompt in an engine, one after the other, perhaps with an adapter."""
+    """The continuations of the short and the long prompt, one after the other, optionally with an adapter."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=new_tokens, logprobs=2, ignore_eos=True, detokenize=False)
-    # vLLM's CPU attention deals its work by the batch, so that bits can be compared of one request at a time.
+    # vLLM's CPU attention splits its work by the batch. Bits are comparable only for single requests.
     return [
         continuation(llm.generate(prompt(length), sampling, lora_request=lora, use_tqdm=False)[0])
         for length in (SHORT_PROMPT, LONG_PROMPT)
@@ -125,13 +125,13 @@ def continuations(llm: LLM, lora: Any = None, new_tokens: int = NEW_TOKENS) -> l
 
 
 def decode(folder: Path, lora: Any = None, **arguments: Any) -> list[Continuation]:
-    """What follows the short and the long prompt in an engine of its own."""
+    """The continuations of the short and the long prompt in a new engine."""
     with engine(folder, **arguments) as llm:
         return continuations(llm, lora)
 
 
 class FamilyRun:
-    """Serves one family in several ways, and once densely."""
+    """Serves one family with several ways of attention, and once densely."""
 
     def __init__(self, family: Family, folder: Path) -> None:
         """Writes the family's configuration into a folder."""
@@ -142,18 +142,18 @@ class FamilyRun:
         self._apart: float | None = None
 
     def dense(self) -> list[Continuation]:
-        """What vLLM's own attention decodes; raises what its engine raised."""
+        """The continuations of vLLM's own attention; raises the exception of its engine."""
         if self._dense is None:
             try:
                 self._dense = self._decode({})
-            except Exception as error:  # it would raise it again, and that takes time
+            except Exception as error:  # kept, because failing again takes time
                 self._dense = error
         if isinstance(self._dense, Exception):
             raise self._dense
         return self._dense
 
     def cell(self, name: str) -> Cell:
-        """Serves the family in one way."""
+        """Serves the family with one way of attention."""
         way, cell = WAYS[name], Cell(self.family.key, name, OK)
 
         def serve() -> Cell:
@@ -176,19 +176,20 @@ class FamilyRun:
     def _decode(self, arguments: Mapping[str, Any]) -> list[Continuation]:
         from vllm import ModelRegistry
 
-        # vLLM would hide why a model cannot be imported.
+        # vLLM would hide the reason of a failed import.
         ModelRegistry.models[self.family.architecture].load_model_cls()
         return decode(self.folder, **arguments)
 
     def _rounding(self) -> float:
-        """How far apart vLLM's own two backends are: with experts, of whom others may be chosen, further than else."""
+        """The difference between vLLM's two own backends. It is larger with experts, because their choice may
+        change."""
         if self._apart is None:
             other = self._decode({"attention_backend": "TRITON_ATTN"})
             self._apart = max(map(logprob_error, self.dense(), other))
         return self._apart
 
     def _faults(self, way: Way, cell: Cell, found: Sequence[Continuation]) -> Iterator[str]:
-        """What is wrong with continuations of the short and the long prompt."""
+        """The faults in continuations of the short and the long prompt."""
         from vllm.platforms import current_platform
 
         dense = self.dense()
@@ -210,7 +211,7 @@ class FamilyRun:
 
 
 def run_family(key: str, ways: Sequence[str]) -> Iterator[Cell]:
-    """Serves a family in several ways, in this process, one after the other."""
+    """Serves a family with several ways of attention, one after the other, in this process."""
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
         run = FamilyRun(FAMILIES[key], Path(folder))
         yield from map(run.cell, ways)

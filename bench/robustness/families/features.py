@@ -1,4 +1,4 @@
-"""vLLM's features beside ours, in engines of Llama's architecture, and prefix caching in a hybrid."""
+"""Features of vLLM together with the plugin, on Llama's architecture; and prefix caching in a hybrid."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _SCHEMA = {
 _RANK = 4
 _HYBRIDS = "qwen3_next", "lfm2"
 _TEXT = " ".join(map(str, range(200)))
-"""A text of more tokens than the budget."""
+"""A text with more tokens than the budget."""
 
 Faults = Iterator[str]
 
 
 def prompt_logprobs() -> Faults:
-    """Log probabilities of a prompt are dense attention's: a prompt is dense."""
+    """Log probabilities of a prompt equal dense attention's, because the prompt is dense."""
     from vllm import SamplingParams
 
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
@@ -63,7 +63,7 @@ def prompt_logprobs() -> Faults:
 
 
 def structured_output() -> Faults:
-    """Output follows a JSON schema, a regular expression or a choice, behind a prompt longer than the budget."""
+    """Output follows a JSON schema, a regular expression or a choice, after a prompt longer than the budget."""
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
@@ -75,7 +75,7 @@ def structured_output() -> Faults:
     arguments = {
         "skip_tokenizer_init": False,
         "load_format": "auto",
-        # The model would write spaces for ever; vLLM reads this of the engine, not of a request.
+        # Otherwise the model could write spaces forever. vLLM reads this from the engine, not from a request.
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }
     with watch() as referee, engine(NEEDLE_8M, **arguments, **_UNIQUE) as llm:
@@ -98,7 +98,7 @@ def structured_output() -> Faults:
 
 
 def lora() -> Faults:
-    """An adapter changes what is decoded as it does with dense attention."""
+    """An adapter changes the decoded tokens as with dense attention."""
     from vllm.lora.request import LoRARequest
 
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
@@ -121,7 +121,7 @@ def lora() -> Faults:
 
 
 def write_adapter(folder: Path, model: Path, scale: float = 1.0) -> None:
-    """Writes a random adapter of the query and value projections, whose product is multiplied by `scale`."""
+    """Writes a random adapter for the query and value projections, with its product multiplied by `scale`."""
     from safetensors.torch import save_file
 
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
@@ -141,8 +141,8 @@ def write_adapter(folder: Path, model: Path, scale: float = 1.0) -> None:
 
 
 def prefix_caching_of_hybrids() -> Faults:
-    """A cached prefix brings state and statistics along: the second time the same is decoded as the first time, and as
-    with dense attention where every page is read. One of the models has experts, the other has none."""
+    """A cached prefix includes state and statistics: the second answer equals the first one, and equals dense
+    attention's if every page is read. One of the models has experts, the other has none."""
     for key in _HYBRIDS:
         with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
             FAMILIES[key].write(Path(folder))
@@ -160,8 +160,8 @@ def _prefix_caching(folder: Path) -> Faults:
     yield from referee.faults
     error, allowed = max(map(logprob_error, dense, whole)), LOGPROB_TOLERANCE
     if error > allowed and not current_platform.is_cpu():
-        # Chunks of prompts end where blocks do, and our blocks are larger. A state that is carried from other chunks is
-        # rounded otherwise, and of experts others may be chosen: vLLM's own attention says by how much that parts.
+        # Chunks of prompts end at block borders, and this plugin's blocks are larger. Other chunks change the rounding
+        # of the state, and may change the choice of experts. vLLM's own attention shows the size of this effect.
         other, _ = _twice(folder, {"max_num_batched_tokens": 320})
         allowed = max(allowed, 2 * max(map(logprob_error, dense, other)))
     if error > allowed:
@@ -173,7 +173,7 @@ def _prefix_caching(folder: Path) -> Faults:
 
 
 def _twice(folder: Path, arguments: Mapping[str, Any]) -> tuple[list[Continuation], int]:
-    """What follows the long prompt, twice, and how many of its tokens were cached the second time."""
+    """The continuation of the long prompt, twice, and the number of its cached tokens the second time."""
     from vllm import SamplingParams
 
     sampling = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, logprobs=2, ignore_eos=True, detokenize=False)
@@ -183,14 +183,14 @@ def _twice(folder: Path, arguments: Mapping[str, Any]) -> tuple[list[Continuatio
 
 
 def _nothing() -> None:
-    """Stands for what vLLM's own attention does where a feature's faults are found beside it already."""
+    """Replaces the dense run of a feature whose test already compares with dense attention."""
 
 
 class _Feature(NamedTuple):
     faults: Callable[[], Faults]
-    """Finds what is wrong with it."""
+    """Finds its faults."""
     densely: Callable[[], object] = _nothing
-    """Uses it with vLLM's own attention; raises what vLLM raises."""
+    """Uses it with vLLM's own attention; raises vLLM's exception."""
 
 
 _TRIALS: Mapping[str, _Feature] = {

@@ -1,4 +1,4 @@
-"""A tiny model that sees and one that hears, in whole engines: images and audio as messages of OpenAI's chat API."""
+"""Tiny image and audio models in whole engines: images and audio as messages of OpenAI's chat API."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from bench.robustness.families.referee import watch
 from bench.robustness.families.table import AUDIO, IMAGES, NEW_TOKENS, SMALL, WAYS
 
 _FEW, _MANY = 1, 12
-"""Images or sounds of a message that fits the budget, and of one that does not."""
+"""Numbers of images or sounds in a message that fits the budget, and in one that does not."""
 _QUESTION = "What is this? " * 8
 _CHAT_TEMPLATE = (
     "{% for message in messages %}{% for part in message['content'] %}"
@@ -91,7 +91,7 @@ def _write_hearing_model(folder: Path) -> None:
 
 
 def _image(generator: np.random.Generator) -> dict[str, Any]:
-    """A picture of noise, as a part of a message."""
+    """An image of noise, as a part of a message."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -117,15 +117,15 @@ MODALITIES: Mapping[str, tuple[str, Callable[[Path], None], Callable[[np.random.
     IMAGES: ("image", _write_seeing_model, _image),
     AUDIO: ("audio", _write_hearing_model, _sound),
 }
-"""vLLM's name of a modality, what writes its model, and what makes a part of a message."""
+"""vLLM's name of a modality, the function that writes its model, and the function that makes a part of a message."""
 
 
 def answer(name: str, folder: Path, **arguments: Any) -> list[Continuation]:
-    """What a model says of few and of many images or sounds, greedily, one message after the other.
+    """A model's greedy answers to few and to many images or sounds, one message after the other.
 
     Args:
         name: of `MODALITIES`.
-        folder: where the model is written.
+        folder: folder for the model.
         **arguments: of the engine.
     """
     from vllm import SamplingParams
@@ -147,7 +147,7 @@ def answer(name: str, folder: Path, **arguments: Any) -> list[Continuation]:
 
 
 def faults_of(name: str) -> Iterator[str]:
-    """What is wrong with images or audio under `unique`, beside dense attention and the reference pipeline."""
+    """The faults of images or audio under `unique`, compared with dense attention and the reference pipeline."""
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
         dense = answer(name, Path(folder))
         with watch() as referee:
@@ -166,6 +166,6 @@ def faults_of(name: str) -> Iterator[str]:
 
 
 def answer_densely(name: str) -> None:
-    """Answers with vLLM's own attention; raises what vLLM raises."""
+    """Answers with vLLM's own attention; raises vLLM's exception."""
     with tempfile.TemporaryDirectory(prefix="vllm-sparse-") as folder:
         answer(name, Path(folder))

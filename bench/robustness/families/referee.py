@@ -1,4 +1,4 @@
-"""Judges every decode step of an engine in this process by the reference pipeline."""
+"""Compares every decode step of an engine in this process with the reference pipeline."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ from vllm_sparse_plugin.attention.plan import LayerPlan
 OUTPUT_TOLERANCE = 2**-7
 """Largest error of a head's output, relative to its norm: weights and outputs are rounded to bfloat16, 2^-9 each."""
 STOP_TOLERANCE = 2**-5
-"""By what share a block's change of an output may be misjudged: it is a difference of outputs that are rounded."""
+"""Largest relative error of a test interval's change of an output: it is a difference of rounded outputs."""
 RECORD_TOLERANCE = 2**-4
-"""Largest error of a vector of a record, relative to its norm: an element between codes may be rounded either way."""
+"""Largest error of a vector of a record, relative to its norm: an element between codes may be rounded up or down."""
 
 
 class JudgementError(Exception):
-    """A decode step computes something else than the reference pipeline."""
+    """A decode step differs from the reference pipeline."""
 
 
 @dataclass
 class Referee:
-    """What was judged so far."""
+    """The results of comparisons so far."""
 
     steps: int = 0
-    """Calls of a layer with decoding tokens that were compared."""
+    """Compared calls of a layer with decoding tokens."""
     output_error: float = 0.0
     """The largest error of a head's output, relative to its norm."""
     dense_steps: int = 0
-    """Calls of a layer of full attention that decoded densely and whose statistics were compared."""
+    """Compared calls of a full-attention layer that decoded densely, by its statistics."""
     faults: list[str] = field(default_factory=list)
-    """What was wrong, a sentence for each kind of fault."""
+    """The faults, one sentence for each kind."""
 
     def judge(
         self, plan: LayerPlan, batch: DecodeBatch, cache: KVCache, softmax: Softmax, output: torch.Tensor
@@ -73,7 +73,7 @@ class Referee:
             self.faults.append(str(error))
 
     def _compare(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
-        """Compares outputs with those that are allowed, `[allowed, ...]`: each head with the nearest."""
+        """Compares outputs with the allowed ones, `[allowed, ...]`: each head with the nearest."""
         error, norm = (actual - expected).norm(dim=-1), expected.norm(dim=-1)
         if not bool(torch.isfinite(actual).all()):
             raise JudgementError("an output that is not finite")
@@ -87,8 +87,8 @@ class Referee:
 
 
 def _borderline(plan: LayerPlan) -> list[LayerPlan]:
-    """A layer's plan, and where attention may stop those that stop a little sooner and later: a test of what is nearly
-    the tolerance may go either way, and attention then reads some blocks more or less."""
+    """A layer's plan; with early stopping also plans that stop slightly sooner and later. A stop test near its
+    tolerance may have either result, so attention may read a few more or fewer intervals."""
     rule = plan.stop_rule
     if rule is None:
         return [plan]
@@ -103,7 +103,7 @@ def _borderline(plan: LayerPlan) -> list[LayerPlan]:
 
 
 def reference_output(plan: LayerPlan, batch: DecodeBatch, cache: KVCache, softmax: Softmax) -> torch.Tensor:
-    """What the reference pipeline gives for decoding tokens: `[num_tokens, num_heads, head_size]` float32."""
+    """The reference pipeline's output for decoding tokens: `[num_tokens, num_heads, head_size]` float32."""
     output = DecodeOutput(torch.empty(batch.query.shape, device=batch.query.device))
     routing = None if plan.routing is None else replace(plan.routing, counts=None)
     selection = plan.selection_of(batch)
@@ -117,11 +117,11 @@ def reference_output(plan: LayerPlan, batch: DecodeBatch, cache: KVCache, softma
 def checked_scores(
     query: torch.Tensor, statistics: PageStatistics, table: torch.Tensor, lengths: torch.Tensor, std_weight: float
 ) -> torch.Tensor:
-    """The layer's own scores, near the reference's: of two pages that score about the same, either may be read."""
+    """The layer's scores, checked against the reference's. Of two pages with similar scores, either may be read."""
     expected = reference_scores(query, statistics, table, lengths, std_weight)
     actual = score_pages(query.bfloat16(), statistics, table, lengths, std_weight)[..., : expected.shape[2]]
     wanted, error = expected.float(), (actual.float() - expected.float()).abs()
-    # One step of bfloat16, and what 16 bits of fixed point leave out of a query.
+    # One step of bfloat16, and the rounding error of a query in 16-bit fixed point.
     if not bool((error <= 2**-7 * wanted.abs() + 2**-11 * wanted.abs().amax()).all()):
         raise JudgementError("scores that differ from the reference's")
     return actual
@@ -130,7 +130,7 @@ def checked_scores(
 def _check_records(
     block_table: torch.Tensor, seq_lens: torch.Tensor, keys: PagedTensor, statistics: PageStatistics
 ) -> None:
-    """Computes the records of all complete pages again, from the keys, and compares them with what is stored."""
+    """Computes the records of all complete pages from the keys again, and compares them with the stored records."""
     per_block = keys.pages_per_block
     for request, length in enumerate(seq_lens.tolist()):
         page = torch.arange(length // keys.page_size, device=block_table.device)
@@ -157,7 +157,7 @@ def _taken(statistics: PageStatistics, blocks: torch.Tensor) -> PageStatistics:
     def taken(part: torch.Tensor | None) -> Any:
         if part is None:
             return None
-        # torch cannot gather 8-bit floats, but it can gather their bits.
+        # torch cannot gather 8-bit floats, but it can gather their bytes.
         bits = part.view(torch.uint8) if part.itemsize == 1 else part
         return bits.index_select(0, blocks).view(part.dtype)
 
@@ -184,7 +184,7 @@ def _values(statistics: PageStatistics) -> Iterator[torch.Tensor]:
 
 @contextmanager
 def watch() -> Iterator[Referee]:
-    """Judges the decode steps of every layer of ours in this process meanwhile."""
+    """Compares the decode steps of every layer of the plugin in this process, within the context."""
     from vllm.platforms import current_platform
 
     referee = Referee()
@@ -223,7 +223,7 @@ def _watch_cuda(referee: Referee) -> AbstractContextManager[object]:
 
 @contextmanager
 def watch_dense_layers(referee: Referee) -> Iterator[None]:
-    """Has the statistics judged that layers of ours keep without reading them: those of layers that decode densely."""
+    """Compares also the statistics of layers that write but do not read them: layers that decode densely."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -235,7 +235,7 @@ def watch_dense_layers(referee: Referee) -> Iterator[None]:
     def watched(layer: Any, module: Any, query: Any, key: Any, value: Any, kv_cache: Any, metadata: Any, *rest: Any,
                 **named: Any) -> Any:  # fmt: skip
         output = forward(layer, module, query, key, value, kv_cache, metadata, *rest, **named)
-        # Where a request has more tokens than one, its length may count drafts that were rejected and not written.
+        # With several query tokens, a request's length may count rejected drafts, which are not written.
         decodes = metadata is not None and metadata.max_query_len == 1
         if decodes and not layer.plan.is_sparse and layer.statistics_cache is not None:
             referee.judge_statistics(metadata.block_table, metadata.seq_lens, layer.statistics_cache)

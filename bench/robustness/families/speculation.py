@@ -1,6 +1,6 @@
-"""Speculation in whole engines of tiny models: drafts that attend densely or sparsely, and leave answers as they are.
+"""Speculation in whole engines of tiny models. Drafts attend densely or sparsely, and must not change answers.
 
-A draft model with the weights of the model proposes much that is accepted, the others what is mostly rejected.
+A draft model with the model's own weights has many accepted tokens, other drafts few.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from bench.robustness.families.table import DRAFT_MODEL, EAGLE, EAGLE_3, FAMILIE
 from vllm_sparse_plugin.config import KEY
 
 _NEW_TOKENS = 32
-"""Enough for several pages that are filled by drafts."""
+"""Enough tokens for drafts to fill several pages."""
 _LLAMA = FAMILIES["llama"]
 
 
 @dataclass(frozen=True)
 class Speculator:
-    """A method of speculation, the model that it speeds up, and its draft."""
+    """A method of speculation, its model, and its draft."""
 
     method: str
     """vLLM's name of it."""

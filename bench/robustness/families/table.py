@@ -1,4 +1,4 @@
-"""The families of models, and the ways of attention that each of them is served with."""
+"""The families of models, and the ways of attention to serve them with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm_sparse_plugin.config import KEY
 
 MAX_MODEL_LEN = 1024
 SHORT_PROMPT, LONG_PROMPT, NEW_TOKENS = 200, 600, 10
-"""Tokens of a prompt that the budget holds with what follows it, of one that it does not, and of what follows."""
+"""Tokens of a prompt that fits the budget with its answer, of a prompt that does not, and of the answer."""
 BUDGET = 256
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 LINEAR = "linear_attention"
@@ -30,7 +30,7 @@ SMALL: Mapping[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-"""What the configurations have in common, unless a family says otherwise."""
+"""Common fields of the configurations; a family may override them."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +38,15 @@ class Family:
     """Models that vLLM builds in the same way."""
 
     name: str
-    """As people say it."""
+    """Its common name."""
     configuration: str
     """Configuration class of transformers."""
     architecture: str
     """Name of vLLM's model class."""
     special: str
-    """What is other than in Llama, for the table."""
+    """Differences from Llama, for the table."""
     changes: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of the configuration that differ from `SMALL`; None leaves one out."""
+    """Fields of the configuration that differ from `SMALL`; None removes a field."""
     only_windows: bool = False
     """Whether no layer attends to its whole context, so that nothing is sparse."""
 
@@ -68,7 +68,7 @@ class Family:
 _GATED_DELTA_NET = {
     "num_hidden_layers": 4,
     "layer_types": [LINEAR, FULL, LINEAR, FULL],
-    # The state is larger than the keys of a block, which therefore grow to a number of tokens that is no power of two.
+    # The state is larger than the keys of a block. Blocks then grow to a number of tokens that is not a power of two.
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "linear_num_key_heads": 4,
@@ -115,7 +115,7 @@ _FAMILIES = (
         "GPTNeoXConfig",
         "GPTNeoXForCausalLM",
         "as many KV heads as query heads",
-        # With drawn weights and a quarter of each head rotated, it repeats a few tokens.
+        # With random weights and a quarter of each head rotated, it repeats a few tokens.
         {
             "head_dim": None,
             "num_key_value_heads": None,
@@ -273,17 +273,17 @@ FAMILIES: Mapping[str, Family] = {family.key: family for family in _FAMILIES}
 
 @dataclass(frozen=True)
 class Way:
-    """One way of attention, and what is to be expected of it."""
+    """One way of attention, and the expected results."""
 
     backend: str
     settings: Mapping[str, Any]
-    """Our part of `--additional-config`."""
+    """The plugin's section of `--additional-config`."""
     bits: bool = True
-    """Whether a CPU decodes contexts within the budget with the bits of dense attention."""
+    """Whether a CPU decodes contexts within the budget bit for bit like dense attention."""
     judged: bool = True
-    """Whether the long context decodes in our kernels."""
+    """Whether the long context decodes in this project's kernels."""
     selects: bool = False
-    """Whether the long context reads fewer pages than it has."""
+    """Whether only some pages of the long context are read."""
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -298,10 +298,10 @@ def _selecting(preset: str, **more: object) -> Way:
 _ABOVE_SHORT = BUDGET + 1
 WAYS: Mapping[str, Way] = {
     **{preset: _selecting(preset) for preset in ("unique", "unique_paper", "quest", "infllm", "mean")},
-    # Compaction refuses many of the families; what is read is the same without.
+    # Compaction refuses many of the families. The pages read are the same without it.
     "streaming_llm": _selecting("streaming_llm", compaction=None),
     "dense": Way("dense", {"min_context_tokens": 16}, judged=False),
-    # Random keys point anywhere: about half of the groups are skipped.
+    # Random keys have random directions: about half of the groups are skipped.
     "sinkrouter": Way(
         "sinkrouter", {"routing": {"threshold": 0.0, "dense_layers": 0}, "min_context_tokens": _ABOVE_SHORT}
     ),
@@ -318,9 +318,10 @@ WAYS: Mapping[str, Way] = {
         "dense", {"stopping": {"patience": 0, "block_tokens": 64}, "min_context_tokens": 16}, bits=False
     ),
 }  # fmt: skip
-"""The presets by name, with a budget that the short prompt fits, and `every page`: dense attention in our kernels."""
+"""The presets by name, with a budget that the short prompt fits, and `every page`: dense attention in this project's
+kernels."""
 FEATURES_OF = "features"
-"""Stands where a family does in the cells of features."""
+"""Takes the place of a family in the cells of features."""
 LORA, STRUCTURED, PROMPT_LOGPROBS = "LoRA", "structured output", "prompt log probabilities"
 PREFIX_OF_HYBRID = "prefix caching of a hybrid"
 EAGLE, EAGLE_3, MTP, DRAFT_MODEL = "EAGLE", "EAGLE-3", "MTP", "draft model"
@@ -328,4 +329,4 @@ IMAGES, AUDIO = "images (Idefics 3)", "audio (Qwen2-Audio)"
 FEATURES = (
     LORA, STRUCTURED, PROMPT_LOGPROBS, PREFIX_OF_HYBRID, EAGLE, EAGLE_3, MTP, DRAFT_MODEL, IMAGES, AUDIO
 )  # fmt: skip
-"""Features of vLLM that are tried under `unique`."""
+"""Features of vLLM that are tested with `unique`."""

@@ -1,1 +1,1 @@
-"""Random schedules of vLLM's scheduler over one attention layer, against a model of what its state must be."""
+"""Random schedules of vLLM's scheduler on one attention layer, compared with a model of the correct state."""

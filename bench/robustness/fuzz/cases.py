@@ -1,4 +1,4 @@
-"""What a seed is run with: an engine's settings, drawn so that seeds in a row cover all of them."""
+"""The settings of a seed's engine. Consecutive seeds cover all settings."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from bench.common.results import ROOT
 MAX_MODEL_LEN = 512
 _MODEL = ROOT / "models" / "needle-8m"
 _LARGE_UNITS = 64
-"""Tokens of a block that holds a whole number of rows of any statistics."""
+"""Tokens of a block that holds whole statistics rows in every format."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """A backend and what differs from its preset."""
+    """A backend, and differences from its preset."""
 
     backend: str
     selection: tuple[tuple[str, Any], ...] = ()
@@ -38,7 +38,7 @@ POLICIES = {
     "quest": Policy("quest"),
     "infllm": Policy("infllm"),
 }
-"""By name; seeds take them in turn."""
+"""By name. Consecutive seeds use them in turn."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,9 @@ class Case:
     num_blocks: int
     max_requests: int
     chunk_tokens: int
-    """Most tokens of a step."""
+    """Largest number of tokens of a step."""
     drafts: int
-    """Most tokens that are speculated at once."""
+    """Largest number of draft tokens."""
     prefix_cache: bool
 
     @classmethod
@@ -63,7 +63,7 @@ class Case:
         policy = list(POLICIES)[seed % len(POLICIES)]
         sizes = (32, 64, 128) if POLICIES[policy].small_blocks else (_LARGE_UNITS, 2 * _LARGE_UNITS)
         block_size, max_requests = rng.choice(sizes), rng.randint(3, 8)
-        # One request always fits; all of them together rarely do.
+        # One request always fits. All requests together rarely do.
         tokens = MAX_MODEL_LEN + rng.randint(128, 192 * max_requests)
         return cls(
             policy=policy,

@@ -1,4 +1,4 @@
-"""Fuzzes the state that a layer keeps, and writes what happened with each seed.
+"""Tests the state of a layer with random schedules, and writes the outcome of each seed.
 
 python -m bench.robustness fuzz --steps 5000 --seeds 0-19 --output fuzz.jsonl
 """
@@ -28,7 +28,7 @@ def fuzz(
     time_limit: TimeLimit = 7200,
     commit: Commit = None,
 ) -> None:
-    """Run seeds one after the other, each with settings of its own; exit code 3 if state was wrong."""
+    """Run seeds one after the other, each with different settings; exit code 3 if a state was wrong."""
     end = time.monotonic() + time_limit
     wanted = parse_seeds(seeds or ["0-8"])
     done = {row["seed"] for row in read_run(output).rows} if resume and output.exists() else set()
@@ -70,7 +70,7 @@ def _run(seeds: Iterable[int], steps: int, end: float, file: ResultFile) -> None
 
     from bench.robustness.fuzz.schedule import Fuzz
 
-    # The shapes are tiny: threads would wait for each other.
+    # The shapes are tiny: several threads would only wait for each other.
     torch.set_num_threads(1)
     for seed in seeds:
         if time.monotonic() >= end:

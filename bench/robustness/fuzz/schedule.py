@@ -1,4 +1,4 @@
-"""Draws what happens to an engine, step by step, and lets vLLM's scheduler decide what comes of it."""
+"""Draws the events of an engine, step by step, and runs vLLM's scheduler on them."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ EVENTS = (
     "requests", "finished", "chunks", "decodes", "hits", "hit_blocks", "preemptions", "resumptions", "aborts",
     "aborts_in_flight", "drafted", "rejected", "sleeps", "pages", "judged_rows", "sparse_rows",
 )  # fmt: skip
-"""What is counted."""
+"""Names of the counters."""
 _ABORT, _ABORT_IN_FLIGHT, _SLEEP = 0.01, 0.01, 0.005
-"""How likely these are in a step."""
+"""Probabilities of these events in a step."""
 
 
 @dataclass
 class Outcome:
-    """What a seed has come to."""
+    """The outcome of a seed."""
 
     seed: int
     case: Case
     steps: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     fault: str = ""
-    """What was wrong, and at which step, where it ended; empty for nothing."""
+    """The fault that ended it, and its step; empty without a fault."""
 
     def as_row(self) -> Row:
         """Returns the outcome as a line of a result file."""
@@ -54,10 +54,10 @@ class Outcome:
 
 
 class Fuzz:
-    """One seed: an engine without a model whose clients are a random number generator."""
+    """One seed: an engine without a model, with random clients."""
 
     def __init__(self, seed: int, case: Case | None = None) -> None:
-        """Makes vLLM's scheduler and our layer; draws the settings unless they are given."""
+        """Makes vLLM's scheduler and the layer under test; draws the settings unless they are given."""
         self.case = case or Case.draw(seed)
         self.rng = random.Random(f"schedule {seed}")
         self.outcome = Outcome(seed, self.case)
@@ -78,7 +78,7 @@ class Fuzz:
         self.asked = 0
 
     def run(self, steps: int, end: float = float("inf")) -> Outcome:
-        """Run steps until something is wrong, they are done or `time.monotonic` reaches `end`; then free everything."""
+        """Run steps until a fault, the last step or `end` on `time.monotonic`; then free everything."""
         with mock.patch.object(decode_reference, "score_pages", checked_scores):
             try:
                 while self.outcome.steps < steps and time.monotonic() < end:
@@ -89,7 +89,7 @@ class Fuzz:
         return self.outcome
 
     def step(self) -> None:
-        """Lets something happen, and makes the step that the scheduler asks for."""
+        """Draws events, and runs the step of the scheduler."""
         counts, scheduler = self.worker.counts, self.scheduler
         self._clients()
         output = scheduler.schedule()
@@ -113,7 +113,7 @@ class Fuzz:
             scheduler.update_draft_token_ids(DraftTokenIds(names, drafts))
 
     def _clients(self) -> None:
-        """Asks, hangs up, or lets the engine sleep."""
+        """Sends requests, disconnects, or lets the engine sleep."""
         rng, scheduler = self.rng, self.scheduler
         waiting = len(scheduler.requests) - len(scheduler.running)
         if not scheduler.requests or (waiting < 3 and rng.random() < 0.5):
@@ -121,7 +121,7 @@ class Fuzz:
         if rng.random() < _ABORT:
             self._abort("aborts")
         if rng.random() < _SLEEP:
-            # vLLM preempts what runs, forgets the prefix cache, and finds other memory when it wakes.
+            # vLLM preempts running requests, clears the prefix cache, and has other memory contents after it wakes.
             self.worker.counts["sleeps"] += 1
             scheduler.reset_prefix_cache(reset_running_requests=True)
             self.worker.poison(range(self.case.num_blocks))
@@ -144,11 +144,11 @@ class Fuzz:
             self.worker.counts[kind] += 1
 
     def _sample(self, output: SchedulerOutput) -> Iterator[tuple[str, list[int]]]:
-        """The tokens that each request of a step gets: drafts that are accepted, and one more."""
+        """The new tokens of each request of a step: accepted drafts, and one more."""
         for name, count in output.num_scheduled_tokens.items():
             request = self.scheduler.requests[name]
             drafts = output.scheduled_spec_decode_tokens.get(name, [])
-            # The scheduler has counted the step's tokens already.
+            # The scheduler has already counted the step's tokens.
             if request.num_computed_tokens - len(drafts) < request.num_tokens:
                 yield name, []
                 continue
@@ -162,7 +162,7 @@ class Fuzz:
         return [self.rng.randrange(VOCABULARY) for _ in range(count)]
 
     def _finish(self) -> None:
-        """Aborts what is left; the pool must be whole then."""
+        """Aborts the remaining requests. The pool must then be complete."""
         self.scheduler.finish_requests(None, RequestStatus.FINISHED_ABORTED)
         free = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
         if free != self.case.num_blocks - 1:

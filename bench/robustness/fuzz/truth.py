@@ -1,4 +1,4 @@
-"""What keys, values and statistics must be: a cache of its own in which no request shares, frees or takes a block."""
+"""The correct keys, values and statistics: a separate cache in which requests never share, free or reuse blocks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Tokens:
     """Keys and values as functions of a token and its position, so that equal prefixes have equal ones."""
 
     def __init__(self, num_kv_heads: int, head_size: int, generator: torch.Generator) -> None:
-        """Draws the parts that a token and a position contribute."""
+        """Draws the contributions of tokens and positions."""
         shape = num_kv_heads, head_size
         self._tokens = torch.randn(2, VOCABULARY, *shape, generator=generator).bfloat16()
         self._positions = torch.randn(2, MAX_MODEL_LEN, *shape, generator=generator).bfloat16()
-        # Real keys have a direction in common, and channels that are larger than others.
+        # Real keys have a common direction, and channels of different size.
         self._tokens[0] += 2 * torch.randn(shape, generator=generator).bfloat16()
 
     def keys_and_values(self, tokens: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -33,10 +33,10 @@ class Tokens:
 
 
 class Truth:
-    """A row-major cache with a place for each request, and statistics that the reference computes."""
+    """A row-major cache with a place for each request, and statistics from the reference."""
 
     def __init__(self, layout: StatisticsLayout, num_kv_heads: int, num_places: int, block_size: int) -> None:
-        """Makes a cache for so many requests of any length, in blocks of the layer's size."""
+        """Makes a cache for `num_places` requests of any length, in blocks of the layer's size."""
         self.block_size, self.page_size = block_size, layout.page_size
         self.blocks_each = -(-MAX_MODEL_LEN // block_size)
         rows = block_size + layout.rows(block_size)
@@ -57,7 +57,7 @@ class Truth:
         )
 
     def write(self, places: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes tokens, in the order of their positions at each place, and the statistics of the pages they complete.
+        """Writes tokens in the order of positions at each place, and the statistics of the pages that they complete.
 
         Args:
             places: `[num_tokens]` int64.

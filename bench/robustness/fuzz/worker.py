@@ -1,4 +1,4 @@
-"""What a worker of vLLM's does with a step: it keeps block tables, and runs one layer in place of a model."""
+"""A worker's part of a step: it keeps block tables, and runs one layer in place of a model."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from vllm_sparse_plugin.tools.diagnostics.layer import BareLayer, LayerBatch
 
 NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE = 4, 2, 64
 OUTPUT_TOLERANCE = 2**-6
-"""Largest error of a head's output, relative to its norm: vLLM's kernel rounds weights to bfloat16, and so are queries,
-values and outputs, 2^-9 each."""
+"""Largest error of a head's output, relative to its norm. vLLM's kernel rounds weights to bfloat16. Queries, values and
+outputs are also bfloat16, 2^-9 each."""
 _JUDGED_STEPS = 0.25
-"""Share of the steps in which outputs are compared, those of one request that is drawn: a comparison takes as long as a
-step. Statistics are compared of all requests in all steps."""
+"""Share of steps in which the outputs of one random request are compared. A comparison takes as long as a step.
+Statistics are compared for all requests in all steps."""
 _BANK = 64
 
 
 class FaultError(Exception):
-    """State or output of a layer is not what it must be."""
+    """State or output of a layer is wrong."""
 
 
 @dataclass
 class Row:
-    """What a worker knows of a request."""
+    """The worker's record of a request."""
 
     place: int
-    """Of the request in the truth."""
+    """Place of the request in the truth."""
     blocks: list[int] = field(default_factory=list)
     written: int = 0
-    """Tokens whose keys and values the truth has."""
+    """Tokens whose keys and values are in the truth."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Scheduled:
     computed: int
     """Tokens of its context before the step."""
     tokens: list[int]
-    """Its query tokens: the request's own, and then drafts."""
+    """Its query tokens: the request's tokens, then drafts."""
 
     @property
     def context(self) -> int:
@@ -64,7 +64,7 @@ class Scheduled:
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether its prompt is not finished yet."""
+        """Whether its prompt is not finished."""
         return bool(self.computed < self.request.num_prompt_tokens)
 
 
@@ -72,7 +72,7 @@ class Worker:
     """Runs steps of a scheduler through one layer, and compares with the truth."""
 
     def __init__(self, case: Case, config: Any, seed: int) -> None:
-        """Makes the layer and its cache, full of what other tenants of the memory may have left."""
+        """Makes the layer and its cache, filled with arbitrary old contents."""
         self.case, self.rng = case, random.Random(seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.layer = BareLayer.build(config, (NUM_HEADS, NUM_KV_HEADS, HEAD_SIZE), case.block_size)
@@ -80,7 +80,7 @@ class Worker:
         assert self.plan.statistics is not None
         self.longest_decode: int = self.layer.builder.reorder_batch_threshold
         shape = NUM_KV_HEADS, self.layer.spec.num_states, 2 * HEAD_SIZE
-        # Finite, as vLLM's own attention needs it beyond the context.
+        # Finite, because vLLM's attention requires this beyond the context.
         noise = torch.randint(-(1 << 15), 1 << 15, (_BANK, *shape), dtype=torch.int16, generator=self.generator)
         self._garbage = noise.view(torch.bfloat16).nan_to_num(nan=1e30, posinf=1e30, neginf=-1e30)
         self.cache = torch.zeros(case.num_blocks, *shape, dtype=torch.bfloat16)
@@ -94,7 +94,7 @@ class Worker:
         self.counts: Counter[str] = Counter()
 
     def poison(self, blocks: Sequence[int]) -> None:
-        """Overwrites blocks, keys, values and statistics, by noise."""
+        """Overwrites blocks (keys, values and statistics) with noise."""
         if blocks:
             noise = torch.tensor([self.rng.randrange(_BANK) for _ in blocks])
             self.cache[torch.tensor(blocks)] = self._garbage[noise]
@@ -103,7 +103,7 @@ class Worker:
         """Computes a step.
 
         Raises:
-            FaultError: says what was wrong after it.
+            FaultError: describes a fault after the step.
         """
         scheduled = self._update(output, requests)
         lengths = [len(each.tokens) for each in scheduled]
@@ -126,10 +126,10 @@ class Worker:
             self._check_output(scheduled[index], query[part], result[part])
 
     def _update(self, output: SchedulerOutput, requests: Mapping[str, Request]) -> list[Scheduled]:
-        """Takes over what the scheduler says, and returns the requests of the step as vLLM orders them."""
+        """Applies the scheduler's output, and returns the requests of the step in vLLM's order."""
         cached = output.scheduled_cached_reqs
         for name in self.rows.keys() - output.num_scheduled_tokens.keys():
-            # Finished, aborted or preempted ones; one that merely waits for a step is told apart by its blocks.
+            # Finished, aborted or preempted requests. A request that only waits for a step keeps its blocks.
             if name in output.finished_req_ids or name not in requests or not requests[name].num_computed_tokens:
                 self._forget(name)
         for name in output.finished_req_ids & self.rows.keys():
@@ -154,7 +154,7 @@ class Worker:
         return sorted(scheduled, key=self._region)
 
     def _begin(self, name: str, blocks: list[int], computed: int, request: Request) -> None:
-        """Takes a request in whose first `computed` tokens are in blocks that the prefix cache had."""
+        """Adds a request whose first `computed` tokens came from the prefix cache."""
         self._forget(name)
         row = self.rows[name] = Row(self.free_places.pop(), list(blocks))
         hits = computed // self.case.block_size
@@ -191,7 +191,7 @@ class Worker:
     def _batch(self, scheduled: Sequence[Scheduled], lengths: Sequence[int]) -> LayerBatch:
         slots = []
         for index, part in enumerate(scheduled):
-            # Columns beyond a request's own blocks keep what stood there, as they do in vLLM.
+            # Columns beyond a request's blocks keep old contents, as in vLLM.
             self.table[index, : len(part.row.blocks)] = part.row.blocks
             position = np.arange(part.computed, part.context)
             block = self.table[index, position // self.case.block_size].astype(np.int64)
@@ -224,7 +224,7 @@ class Worker:
                 raise FaultError("page statistics that are not those of the keys")
 
     def _check_output(self, part: Scheduled, query: torch.Tensor, result: torch.Tensor) -> None:
-        """Compares a request's outputs: of all its tokens if it decodes, of one if it prefills."""
+        """Compares a request's outputs: of all tokens if it decodes, of one token if it prefills."""
         context, impl = part.context, self.layer.layer.impl
         decodes = len(query) <= self.longest_decode and not part.is_prefilling
         if not decodes:
@@ -251,5 +251,5 @@ class Worker:
 
 
 def _bits(part: torch.Tensor) -> torch.Tensor:
-    """The elements as bytes where torch cannot gather them."""
+    """The elements as bytes if torch cannot gather them."""
     return part.view(torch.uint8) if part.itemsize == 1 else part

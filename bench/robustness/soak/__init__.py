@@ -1,1 +1,1 @@
-"""A server under clients that come and go: no answer may change, and no block of the cache may be lost."""
+"""A server with clients that connect and disconnect. Answers must not change, and no cache block may be lost."""

@@ -1,4 +1,4 @@
-"""Clients of a server, a third of whom hang up before their answer ends."""
+"""Clients of a server. A third of the requests disconnect before the answer ends."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from bench.common.continuations import Continuation, gap_at_first_difference
 from bench.common.metrics import metrics_text, read_metrics
 
 HANGS_UP = 1 / 3
-"""Share of the requests that are given up."""
+"""Share of requests that are aborted."""
 _LIKELIEST = 5
 
 
 @dataclass(frozen=True)
 class Asker:
-    """How a server is asked."""
+    """The connection to a server."""
 
     client: OpenAI
     model: str
     answer_tokens: int
 
     def ask(self, prompt: str | list[int], **more: Any) -> Continuation:
-        """Returns what follows a prompt, a text or tokens, greedily; `more` are parameters of vLLM's own."""
+        """Returns the greedy continuation of a prompt (text or tokens); `more` are parameters of vLLM."""
         reply: Any = self.client.completions.create(prompt=prompt, **self._arguments(**more))
         told = reply.choices[0].logprobs
         return Continuation(
@@ -38,7 +38,7 @@ class Asker:
         )
 
     def hang_up(self, prompt: str, after: int) -> None:
-        """Asks, and closes the connection after so many parts of the answer."""
+        """Asks, and closes the connection after `after` parts of the answer."""
         stream: Any = self.client.completions.create(prompt=prompt, stream=True, **self._arguments())
         for _ in zip(range(after), stream, strict=False):
             pass
@@ -61,22 +61,23 @@ def _token(text: str) -> int:
 
 @dataclass
 class Tally:
-    """What clients have seen until now."""
+    """The results of clients so far."""
 
     answers: int = 0
     hung_up: int = 0
     parted: int = 0
-    """Answers that part from those asked alone, by a tie or not."""
+    """Answers that differ from those asked alone, at a tie or not."""
     largest_gap: float = 0.0
-    """Of log probabilities, where they part."""
+    """Largest difference of log probabilities at first differences."""
     faults: list[str] = field(default_factory=list)
-    """What was wrong, a sentence each."""
+    """The faults, one sentence each."""
     most: int | None = None
-    """Requests after which nobody asks any more; None for as long as there is time."""
+    """Number of requests after which clients stop; None for no limit except time."""
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, alone: Continuation, found: Continuation, allowed: float) -> None:
-        """Counts an answer; one that parts from that asked alone must do so where two tokens are about as likely."""
+        """Counts an answer. It may differ from the answer asked alone only where two tokens are about equally
+        likely."""
         gap = gap_at_first_difference(alone, found)
         with self.lock:
             self.answers += 1
@@ -88,11 +89,11 @@ class Tally:
 
     @property
     def is_full(self) -> bool:
-        """Whether enough was asked."""
+        """Whether enough requests were sent."""
         return self.most is not None and self.answers + self.hung_up >= self.most
 
     def as_row(self) -> dict[str, Any]:
-        """Returns the columns of a row; no largest gap where a server did not say how likely it found a token."""
+        """Returns the columns of a row; without `largest_gap` if the server gave no log probabilities."""
         with self.lock:
             gap = round(self.largest_gap, 4) if math.isfinite(self.largest_gap) else None
             return {
@@ -104,8 +105,8 @@ class Tally:
 def run_client(
     asker: Asker, alone: Mapping[str, Continuation], allowed: float, end: float, seed: int, tally: Tally
 ) -> None:
-    """Asks one prompt after the other until `time.monotonic` reaches `end`, or enough was asked; what it raises is a
-    fault."""
+    """Asks one prompt after the other until `end` on `time.monotonic`, or until enough requests were sent. An exception
+    counts as a fault."""
     rng = random.Random(seed)
     prompts: Sequence[str] = list(alone)
     try:
@@ -117,6 +118,6 @@ def run_client(
                     tally.hung_up += 1
             else:
                 tally.add(alone[prompt], asker.ask(prompt), allowed)
-    except Exception as error:  # a client that ends must not go unseen
+    except Exception as error:  # a failing client must be reported
         with tally.lock:
             tally.faults.append(f"a request failed: {' '.join(str(error).split())}")

@@ -1,9 +1,9 @@
-"""Asks a server for a long time, and compares every answer with that of the same request alone.
+"""Asks a server for a long time, and compares every answer with the answer to the same request alone.
 
 python -m bench.robustness soak --clients 4 --minutes 60 --context 4K --output soak.jsonl
 
-A cache that shrinks is asked with `--may-part`: a request that is preempted attends to its own output densely when it
-resumes, so it may go on differently than alone. Then blocks and failures are what is judged.
+With compaction, use `--may-part`: a preempted request attends to its own output densely when it resumes, so its answer
+may change. Only blocks and failures are then checked.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def soak(
     start_seconds: Annotated[float, typer.Option(min=1, help="How long a server may take to start.")] = 600,
     commit: Commit = None,
 ) -> None:
-    """Ask alone, then together; exit code 3 for a changed answer, a lost block or a request that failed."""
+    """Ask alone, then together; exit code 3 for a changed answer, a lost block or a failed request."""
     from transformers import AutoTokenizer
 
     from vllm_sparse_plugin.tools.needles import build_questions
@@ -93,8 +93,8 @@ def soak(
 
 
 def measure_drift(asker: Asker, texts: Sequence[str], clients: int) -> float:
-    """Returns what rounding does to a server: the largest change of a log probability between a cold and a warm prefix
-    cache, or how much likelier a token was than the one that took its place among so many requests at once."""
+    """Returns the effect of rounding on a server: the largest change of a log probability between a cold and a warm
+    prefix cache, or by how much likelier a token was than its replacement with `clients` requests at once."""
     cold = [asker.ask(text) for text in texts]
     warm = [asker.ask(text) for text in texts]
     drifts = [logprob_error(first, second) for first, second in zip(cold, warm, strict=True)]
@@ -106,14 +106,14 @@ def measure_drift(asker: Asker, texts: Sequence[str], clients: int) -> float:
 
 
 class Limits(NamedTuple):
-    """How much is asked, and what may be different."""
+    """Limits of a run."""
 
     allowed: float
-    """Nats between the two tokens where an answer parts from the one asked alone, at most."""
+    """Largest allowed difference in nats between the two tokens at a first difference."""
     clients: int
     seconds: float
     requests: int | None
-    """None for as many as there is time for."""
+    """Number of requests; None for no limit except time."""
 
 
 def ask_for_long(
@@ -123,7 +123,7 @@ def ask_for_long(
     console: Console,
     write: Callable[[Row], None],
 ) -> list[str]:
-    """Lets clients ask for so long, writes a row a minute, and returns what was wrong."""
+    """Runs the clients, writes a row per minute, and returns the faults."""
     start, tally = time.monotonic(), Tally(most=limits.requests)
     end = start + limits.seconds
     threads = [

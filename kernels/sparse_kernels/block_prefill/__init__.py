@@ -1,4 +1,4 @@
-"""Block-sparse prefill: tiles of a prompt attend to the blocks of their past that their queries look for."""
+"""Block-sparse prefill: each tile of a prompt attends to chosen key blocks of its past."""
 
 from sparse_kernels.block_prefill.api import prefill_blocks
 from sparse_kernels.block_prefill.rule import COUNTERS, SHARE_UNITS, BlockRule

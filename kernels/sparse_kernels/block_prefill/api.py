@@ -23,29 +23,29 @@ def prefill_blocks(
     attend: VarlenAttention | None = None,
     counters: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes attention of prompts, each tile over the blocks of its past that its queries look for.
+    """Computes attention of prompts. Each tile reads chosen key blocks of its past.
 
-    A tile of queries and a KV head estimate from the statistics in the cache how much attention weight every past block
-    has (`reference.block_logits`, `reference.measure_blocks`), and read a share of the blocks, or as many as hold a
-    share of the weight; the first and the newest blocks always, and their own causally. Attention over what is read is
-    exact:
+    Each tile and KV head estimates the attention weight of every past block from the statistics in the cache
+    (`reference.block_logits`, `reference.measure_blocks`). It reads a fixed share of the past blocks, or as many as
+    hold a share of the weight. It always reads the first and the newest past blocks, and its own blocks causally.
+    Attention over these tokens is exact:
 
         o_i = sum over j in C(tile of i), j <= i of  softmax_j(s q_i . k_j) v_j
 
-    where C is what the tile reads. No length is read by the host.
+    where C is the set of tokens that the tile reads. The host reads no length.
 
-    A tile's choice depends on its own queries, the context before it and nothing else; tiles begin at multiples of
-    `rule.tile_tokens` of the context. So a chunk that begins or ends within a tile makes two choices of one, and that
-    is all that depends on how a prompt is cut.
+    The choice depends only on the tile's queries and the context before the tile. Tiles begin at multiples of
+    `rule.tile_tokens` of the context. A chunk border inside a tile splits it into two tiles with separate choices.
+    Otherwise the output does not depend on how a prompt is cut.
 
     Args:
         batch: the queries; keys, values and statistics of their tokens are in the cache already.
         cache: keys, values and statistics of whole contexts.
         softmax: how logits become weights.
         rule: which blocks are read.
-        tiles: `plan_tiles` of the batch, which all layers share.
+        tiles: `plan_tiles` of the batch, shared by all layers.
         output: `[num_tokens, num_query_heads, head_size]`, where to write.
-        attend: on a GPU what attends, over virtual sequences.
+        attend: the attention over virtual sequences; needed on a GPU only.
         counters: `[num_kv_heads, COUNTERS]` int64 to add to, see `rule.COUNTERS`; None for no counts.
 
     Returns:

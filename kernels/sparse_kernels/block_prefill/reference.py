@@ -1,4 +1,4 @@
-"""Block-sparse prefill in torch; this is the specification, and it runs where there are no kernels."""
+"""Block-sparse prefill in torch: the specification, and the path for devices without kernels."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sparse_kernels.cache import KVCache
 from sparse_kernels.page_statistics import PageStatistics
 
 _LARGEST = 2.0**90
-"""Summaries end here, so that no product with a query overflows: a page whose keys are not finite is read, not
-hidden."""
+"""Summaries are clamped to this, so that no product with a query overflows. A page with keys that are not finite is
+then read."""
 _LARGEST_LOGIT = 60000.0
-"""Logits of blocks end here."""
+"""Logits of key blocks are clamped to this."""
 
 
 def page_summaries(statistics: PageStatistics, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the keys that stand for every page of some cache blocks, as their records tell them, and their spreads.
+    """Returns the summary keys and spreads of every page of some cache blocks.
 
     Args:
         statistics: views of the cache's statistics.
@@ -28,14 +28,14 @@ def page_summaries(statistics: PageStatistics, blocks: torch.Tensor) -> tuple[to
 
     Returns:
         `[num_kv_heads, num_blocks * pages_per_block, summary_keys, head_size]` bfloat16 and
-        `[num_kv_heads, num_blocks * pages_per_block]` float32, or None for a kind without.
+        `[num_kv_heads, num_blocks * pages_per_block]` float32, or None for a kind without a spread.
     """
     keys, spread = statistics.summaries(blocks)
     return keys.clamp(-_LARGEST, _LARGEST).bfloat16(), None if spread is None else spread.clamp(max=_LARGEST)
 
 
 def scoring_queries(query: torch.Tensor, rule: BlockRule) -> torch.Tensor:
-    """Returns the tokens of a tile that score its past: one in `query_stride`, from the last one backwards.
+    """Returns the tokens of a tile that score its past: every `query_stride`-th token, backwards from the last one.
 
     Args:
         query: `[num_tokens, ...]`.
@@ -45,7 +45,7 @@ def scoring_queries(query: torch.Tensor, rule: BlockRule) -> torch.Tensor:
 
 
 def best_products(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Returns for each row the product of every page's summary key that matches it best.
+    """Returns for each row and page the largest product of the row with the page's summary keys.
 
     Args:
         rows: `[num_kv_heads, num_rows, head_size]` float32.
@@ -68,11 +68,11 @@ def block_logits(
     scale: float,
     rule: BlockRule,
 ) -> torch.Tensor:
-    """Returns for each scoring query the logit of every block: that of the page's key which matches it best.
+    """Returns the logit of every key block for each scoring query: the largest logit of the block's summary keys.
 
         l_b = max over pages p of b and their summary keys x of  s (q . x + w ||q||_2 sigma_p)
 
-    A softcap and learned sink logits are left out of the estimate; attention over what is chosen has them.
+    The estimate ignores the softcap and learned sink logits. Attention over the chosen blocks uses both.
 
     Args:
         query: `[num_tokens, num_kv_heads, group_size, head_size]` bfloat16 or float16, of one tile.
@@ -100,13 +100,13 @@ def block_logits(
 
 
 def measure_blocks(logits: torch.Tensor, rule: BlockRule) -> torch.Tensor:
-    """Makes one number of each block of what the scoring queries of a tile say of it.
+    """Reduces the logits of a tile's scoring queries to one number per key block.
 
         mass: sum over queries of  e^(l_b) / sum over blocks c of e^(l_c)        maximum: max over queries of l_b
 
     Args:
         logits: see `block_logits`.
-        rule: which of the two.
+        rule: says which of the two measures.
 
     Returns:
         `[num_kv_heads, num_blocks]` float32. Masses add up to the number of rows that see a block.
@@ -118,14 +118,14 @@ def measure_blocks(logits: torch.Tensor, rule: BlockRule) -> torch.Tensor:
 
 
 def choose_blocks(scores: torch.Tensor, reads: int, rule: BlockRule, total: float | None = None) -> torch.Tensor:
-    """Chooses the past blocks that a tile reads: those always read, then the best, of equal ones the lowest.
+    """Chooses the past blocks that a tile reads: those always read, then the best. Ties go to the lowest block.
 
     Args:
         scores: `[num_kv_heads, past_blocks]` float32, of every past block; masses under an adaptive rule.
-        reads: how many are read; under an adaptive rule at least.
+        reads: blocks to read; under an adaptive rule the smallest number.
         rule: the rule.
-        total: under an adaptive rule the mass of the tile, its own blocks included: as many blocks are read, best
-            first, as leave no more than (1 - coverage) of it unread.
+        total: under an adaptive rule, the mass of the tile with its own blocks. The best blocks are read until at most
+            (1 - coverage) of this mass is unread.
 
     Returns:
         `[num_kv_heads, past_blocks]` bool.
@@ -144,7 +144,7 @@ def choose_blocks(scores: torch.Tensor, reads: int, rule: BlockRule, total: floa
 
 
 def read_share(masses: torch.Tensor, read: torch.Tensor, total: float) -> torch.Tensor:
-    """Returns the estimated share of a tile's attention weight that is on what it reads, its own blocks included.
+    """Returns the estimated share of a tile's attention weight on the blocks that it reads, its own blocks included.
 
         1 - sum over past blocks b that are not read of  mass_b / total
 
@@ -168,16 +168,16 @@ def attend_blocks(
     block_tokens: int,
     softmax: Softmax,
 ) -> torch.Tensor:
-    """Attends with the tokens of a tile to chosen past blocks and, causally, to everything from there to its end.
+    """Attends with the tokens of a tile to chosen past blocks and, causally, to the tile's own blocks.
 
     Args:
         query: `[num_tokens, num_kv_heads, group_size, head_size]`; its tokens are the last before `end`.
         cache: keys and values.
         block_table: `[max_blocks]` integer, of the tile's request.
         read: `[num_kv_heads, past_blocks]` bool.
-        end: position behind the tile's last token.
-        block_tokens: tokens of a block.
-        softmax: how logits become weights; its scale holds those of query and keys.
+        end: one past the position of the tile's last token.
+        block_tokens: tokens of a key block.
+        softmax: how logits become weights; its scale includes those of queries and keys.
 
     Returns:
         `[num_tokens, num_kv_heads * group_size, head_size]` float32.
@@ -185,7 +185,7 @@ def attend_blocks(
     num_tokens, heads, group, _ = query.shape
     device, own = query.device, read.shape[1] * block_tokens
     pages_per_block = block_tokens // cache.page_size
-    # Heads may read different numbers of blocks: what is beyond a head's own number is masked.
+    # Heads may read different numbers of blocks. Places beyond a head's own number are masked.
     most = int(read.sum(dim=1).max()) if read.shape[1] else 0
     chosen = torch.where(read, torch.arange(read.shape[1], device=device), read.shape[1]).sort(dim=1).values[:, :most]
     exists = chosen < read.shape[1]
@@ -208,7 +208,7 @@ def attend_blocks(
     logits = rows @ keys.transpose(1, 2) * softmax.scale
     if softmax.softcap:
         logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
-    # What lies beyond the context is stale memory and may be NaN, which a weight of 0 would not hide.
+    # Memory beyond the context is stale and may hold NaN. A weight of 0 would not hide NaN.
     logits = logits.masked_fill(~visible, -torch.inf)
     values = values.masked_fill(~visible.any(dim=1)[..., None], 0.0)
     if softmax.sink_logits is not None:

@@ -1,4 +1,4 @@
-"""Says which blocks the tokens of a prompt attend to, as kernels take it."""
+"""The rule by which prompt tokens choose key blocks, as kernels take it."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from dataclasses import dataclass
 from typing import Literal
 
 COUNTERS = 4
-"""What is counted of each KV head: past blocks read, past blocks, and of the tiles that choose by mass the estimated
-share of the attention weight that is on what they read, in `SHARE_UNITS`, and their number."""
+"""Counts of each KV head: past blocks read, past blocks, and two for tiles that choose by mass. These are the estimated
+share of attention weight on the blocks read, in `SHARE_UNITS`, and the number of such tiles."""
 SHARE_UNITS = 1 << 20
-"""Shares are counted in this part of one, in whole numbers, so that the order of additions does not matter."""
+"""Units of a share of 1. Shares are counted in whole units, so that the order of additions does not matter."""
 
 
 @dataclass(frozen=True)
 class BlockRule:
-    """Which blocks of the context a tile of a prompt reads, per KV head.
+    """Which key blocks of the context a tile of a prompt reads, per KV head.
 
-    A tile is `tile_tokens` positions of the context, from a multiple of that number on. It reads its own blocks,
-    causally, and chooses among the blocks before them, its past.
+    A tile is `tile_tokens` consecutive positions and begins at a multiple of that number. It reads its own blocks
+    causally, and chooses among its past: the blocks before them.
     """
 
     tile_tokens: int = 64
     """Positions of a tile."""
     block_tokens: int = 64
-    """Tokens of a block, the unit of selection."""
+    """Tokens of a key block, the unit of selection."""
     density: float = 0.1
-    """Share of its past blocks that a tile reads, where `coverage` is None."""
+    """Share of its past blocks that a tile reads; used if `coverage` is None."""
     coverage: float | None = None
-    """Share of the tile's estimated attention weight that what it reads must reach; None to read a fixed share."""
+    """Share of the tile's estimated attention weight that the blocks read must reach; None for a fixed `density`."""
     sink_blocks: int = 1
     """Leading blocks that are always read."""
     recent_blocks: int = 1
     """Newest past blocks that are always read."""
     least_blocks: int = 16
-    """Past blocks that a tile reads at least, if it has so many."""
+    """Smallest number of past blocks that a tile reads, if it has as many."""
     dense_tokens: int = 8192
     """Tiles that begin before this position read everything."""
     measure: Literal["mass", "maximum"] = "mass"
-    """Whether blocks are ranked by their estimated share of the attention weight, added up over the tile's queries, or
-    by the largest logit of any of them."""
+    """`mass` ranks key blocks by their estimated share of the attention weight, summed over the tile's queries.
+    `maximum` ranks them by the largest logit of any query."""
     std_weight: float = 0.5
     """Weight of the spread in a page's logit, for statistics that have one."""
     query_stride: int = 8
-    """One in so many of a tile's tokens scores the blocks, from its last token backwards."""
+    """Every `query_stride`-th token of a tile scores the blocks, backwards from its last token."""
 
     def check(self) -> None:
-        """Raises ValueError for a rule that chooses nothing sensible."""
+        """Raises ValueError if a value is out of range."""
         for name in ("tile_tokens", "block_tokens", "query_stride", "least_blocks"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)}, allowed: at least 1")
@@ -62,7 +62,7 @@ class BlockRule:
 
     @property
     def is_adaptive(self) -> bool:
-        """Whether a tile reads as much as its estimated weight asks for, not a fixed share."""
+        """Whether the number of blocks that a tile reads depends on their estimated weight."""
         return self.coverage is not None
 
     @property
@@ -75,12 +75,12 @@ class BlockRule:
         return position // self.tile_tokens * self.tile_tokens // self.block_tokens
 
     def most_blocks(self, past: int) -> int:
-        """Returns how many of its past blocks a tile reads, or at most reads where the rule is adaptive."""
+        """Returns the number of past blocks that a tile reads; under an adaptive rule the largest number."""
         if self.is_adaptive or self.is_dense or past * self.block_tokens < self.dense_tokens:
             return past
         return min(past, max(math.ceil(self.density * past), self.fewest_blocks))
 
     @property
     def fewest_blocks(self) -> int:
-        """Past blocks that a tile reads at least, if it has so many."""
+        """Smallest number of past blocks that a tile reads, if it has as many."""
         return max(self.least_blocks, self.sink_blocks + self.recent_blocks)

@@ -1,4 +1,4 @@
-"""Says how much memory block-sparse prefill takes for a while, before there is any batch."""
+"""Computes the temporary memory of block-sparse prefill before any batch exists."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def scratch_bytes(
     context_tokens: int,
     itemsize: int = 2,
 ) -> int:
-    """Returns the bytes that a layer takes for one prompt's chunk on a GPU, besides its inputs and its output.
+    """Returns the bytes that a layer needs for one chunk of a prompt on a GPU, without its inputs and its output.
 
     Args:
         rule: which blocks are read.
         layout: of the page statistics.
         num_kv_heads: KV heads of the layer.
-        group_size: query heads to a KV head.
+        group_size: query heads per KV head.
         query_tokens: tokens of the chunk.
         context_tokens: tokens of the context, those of the chunk included.
         itemsize: bytes of an element of the queries.

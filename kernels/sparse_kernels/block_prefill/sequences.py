@@ -1,4 +1,4 @@
-"""Describes what FlashAttention attends to: sequences that exist in a page table alone."""
+"""Virtual sequences for FlashAttention: a page table defines them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sparse_kernels.paging import PagedTensor
 
 @dataclass(frozen=True)
 class PageEntries:
-    """How the pages of one KV head are numbered, so that a cache of many heads looks like one of a single head.
+    """Page numbers of one KV head, which make a cache of many heads look like a cache of one head.
 
-    A page of a page table holds `tokens` tokens of one KV head. Pages begin at multiples of one distance, which divides
-    the distances between blocks, heads and pages of a block; that they then overlap does no harm.
+    A page of a page table holds `tokens` tokens of one KV head. Pages begin at multiples of `unit`, which divides the
+    distances between blocks, heads and pages of a block. The resulting pages may overlap.
     """
 
     tokens: int
@@ -24,21 +24,21 @@ class PageEntries:
     table_tokens: int
     """Tokens of a cache block."""
     unit: int
-    """Elements from the beginning of page i to that of page i + 1."""
+    """Elements from the start of page i to the start of page i + 1."""
     block_step: int
-    """Numbers from a block to the next."""
+    """Page numbers from one block to the next."""
     head_step: int
-    """Numbers from a KV head to the next."""
+    """Page numbers from one KV head to the next."""
     sub_step: int
-    """Numbers from a page of a block and head to the next."""
+    """Page numbers from one page of a block and head to the next."""
 
     @classmethod
     def of(cls, keys: PagedTensor, block_tokens: int) -> PageEntries:
         """Numbers the pages of a cache that stores one row per token.
 
         Args:
-            keys: the keys; values lie behind them in the same rows.
-            block_tokens: tokens of a block of the selection; a page divides it.
+            keys: the keys; values follow them in the same rows.
+            block_tokens: tokens of a key block; a multiple of the tokens of a page.
         """
         table_tokens = keys.pages_per_block * keys.page_size
         tokens = math.gcd(table_tokens, block_tokens)
@@ -64,7 +64,7 @@ class PageEntries:
 
 @dataclass(frozen=True)
 class VirtualSequences:
-    """Sequences of one KV head each, whose keys a page table names: a tile and KV head, or a request and KV head."""
+    """Sequences of one KV head each, with keys given by a page table: one per tile (or request) and KV head."""
 
     queries: torch.Tensor
     """`[num_rows, group_size, head_size]`."""
@@ -75,17 +75,17 @@ class VirtualSequences:
     query_rows: torch.Tensor
     """`[num_sequences + 1]` int32, where the rows of each sequence begin."""
     max_rows: int
-    """An upper bound of the rows of a sequence."""
+    """An upper bound on the rows of a sequence."""
     lengths: torch.Tensor
     """`[num_sequences]` int32, tokens of each sequence."""
     max_length: int
-    """An upper bound of them."""
+    """An upper bound on `lengths`."""
     page_table: torch.Tensor
     """`[num_sequences, max_pages]` int32."""
 
 
 class VarlenAttention(Protocol):
-    """Causal attention of the last tokens of some sequences, aligned at their ends; vLLM's FlashAttention is one."""
+    """Causal attention of the last tokens of some sequences, aligned at their ends. vLLM's FlashAttention fits."""
 
     def __call__(self, sequences: VirtualSequences, output: torch.Tensor, wants_lse: bool) -> torch.Tensor | None:
         """Writes the output of each row.
@@ -93,7 +93,7 @@ class VarlenAttention(Protocol):
         Args:
             sequences: queries, keys and values.
             output: `[num_rows, group_size, head_size]`.
-            wants_lse: whether the logarithms of the denominators are asked for.
+            wants_lse: whether to return the logarithms of the denominators.
 
         Returns:
             `[group_size, num_rows]` float32, or None.

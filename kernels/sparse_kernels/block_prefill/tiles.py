@@ -1,4 +1,4 @@
-"""Cuts the prompts of a batch into tiles, without asking the device for their lengths."""
+"""Cuts the prompts of a batch into tiles without reading their lengths from the device."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from sparse_kernels.batch import Prompts
 from sparse_kernels.block_prefill.rule import BlockRule
 
 _ROWS_OF_A_GROUP = 128
-"""Rows that a scoring group has, or a multiple of it."""
+"""The rows of a scoring group are this number or a multiple of it."""
 
 
 @dataclass(frozen=True)
 class ScoringRows:
-    """The rows of queries that score together. A row is a token of a tile and a query head of a KV head."""
+    """The rows of queries that are scored together. A row is one token of a tile and one query head of a KV head."""
 
     rows: int
     """Rows of a tile that score."""
@@ -26,7 +26,7 @@ class ScoringRows:
 
     @classmethod
     def of(cls, rule: BlockRule, group_size: int) -> ScoringRows:
-        """Returns the shape for so many query heads to a KV head."""
+        """Returns the shape for `group_size` query heads per KV head."""
         rows = -(-rule.tile_tokens // rule.query_stride) * group_size
         padded = 1 << (rows - 1).bit_length()
         return cls(rows, padded, max(_ROWS_OF_A_GROUP // padded, 1))
@@ -39,10 +39,10 @@ class ScoringRows:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The tiles of a batch of prompts; the host knows how many there may be, the device where they lie.
+    """The tiles of a batch of prompts. The host knows an upper bound on their number; the device knows their positions.
 
-    Tiles of a request follow each other, and so do the requests. A tile without tokens pads the batch: the host does
-    not know whether a chunk begins within a tile, and plans for one more.
+    Tiles follow the order of requests and of tokens. The host does not know whether a chunk begins inside a tile, so
+    it plans one tile more. Tiles without tokens are padding.
     """
 
     request: torch.Tensor
@@ -54,13 +54,13 @@ class Tiles:
     past_blocks: torch.Tensor
     """`[num_tiles]` int32, blocks before a tile's own."""
     reads: torch.Tensor
-    """`[num_tiles]` int32, past blocks that a tile reads; all of them if that is `past_blocks`. Under an adaptive rule
-    the fewest that it reads."""
+    """`[num_tiles]` int32, past blocks that a tile reads; `past_blocks` if it reads all. Under an adaptive rule the
+    smallest number."""
     end: torch.Tensor
-    """`[num_tiles]` int32, the position behind the last token of each tile."""
+    """`[num_tiles]` int32, one past the position of the last token of each tile."""
     group_first: torch.Tensor
-    """`[num_groups]` int32, the first tile of each scoring group: consecutive tiles of a request that are scored
-    together, since they read the same statistics."""
+    """`[num_groups]` int32, the first tile of each scoring group. A group is consecutive tiles of one request, which
+    are scored together because they read the same statistics."""
     group_tiles: torch.Tensor
     """`[num_groups]` int32, how many tiles a group has."""
     slot: torch.Tensor
@@ -68,24 +68,24 @@ class Tiles:
     scoring: ScoringRows
     """The shape of a group."""
     context_start: torch.Tensor
-    """`[num_requests]` int32, where the tokens of each context begin if all contexts lie one after the other, each
-    in room for whole blocks."""
+    """`[num_requests]` int32, where each context begins if all contexts are laid out one after the other, each rounded
+    up to whole blocks."""
     context_tokens: int
-    """Tokens of all that room."""
+    """Tokens of this layout."""
     max_blocks: int
-    """An upper bound of a tile's past and own blocks together."""
+    """An upper bound on a tile's past and own blocks together."""
     max_past_blocks: int
-    """An upper bound of `past_blocks`."""
+    """An upper bound on `past_blocks`."""
     max_reads: int
-    """An upper bound of the past blocks that a tile reads."""
+    """An upper bound on the past blocks that a tile reads."""
     _rows: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
-    """What `query_rows` has found; every layer asks."""
+    """Results of `query_rows`, which every layer calls."""
 
     def __len__(self) -> int:
         return len(self.request)
 
     def query_rows(self, num_kv_heads: int) -> torch.Tensor:
-        """Returns where the queries of each tile and KV head begin once they are grouped by tile, then by KV head.
+        """Returns where the queries of each tile and KV head begin when ordered by tile, then by KV head.
 
         Returns:
             `[num_tiles * num_kv_heads + 1]` int32, in rows of a group of query heads; the last one is their number.
@@ -99,7 +99,7 @@ class Tiles:
 
 
 def tiles_at_most(query_tokens: int, tile_tokens: int) -> int:
-    """Returns how many tiles a chunk of so many tokens has at most, wherever it begins."""
+    """Returns the largest number of tiles of a chunk of `query_tokens` tokens, wherever it begins."""
     return (query_tokens + tile_tokens - 2) // tile_tokens + 1 if query_tokens else 0
 
 
@@ -108,8 +108,8 @@ def plan_tiles(prompts: Prompts, rule: BlockRule, group_size: int) -> Tiles:
 
     Args:
         prompts: the prompts.
-        rule: what a tile is.
-        group_size: query heads to a KV head.
+        rule: defines the tiles.
+        group_size: query heads per KV head.
 
     Raises:
         ValueError: if there are no tokens.
@@ -160,12 +160,12 @@ def plan_tiles(prompts: Prompts, rule: BlockRule, group_size: int) -> Tiles:
 
 
 def _within(counts: torch.Tensor) -> torch.Tensor:
-    """Numbers the members of consecutive sets of these sizes, each from 0."""
+    """Numbers the members of consecutive sets of the given sizes, each from 0."""
     return torch.arange(int(counts.sum())) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
 
 
 def _reads(past: torch.Tensor, rule: BlockRule) -> torch.Tensor:
-    """Returns `Tiles.reads` for some numbers of past blocks."""
+    """Returns `Tiles.reads` for the given numbers of past blocks."""
     if rule.is_dense:
         return past.clone()
     fewest = torch.full_like(past, rule.fewest_blocks)

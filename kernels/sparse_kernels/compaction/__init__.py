@@ -1,4 +1,4 @@
-"""Moves the tokens of a prompt that matter into a few of its blocks, so that the others can be given back."""
+"""Moves the important tokens of a prompt into a few of its blocks. The other blocks can be given back."""
 
 from sparse_kernels.compaction.api import (
     ROWS_AT_ONCE,

@@ -1,7 +1,7 @@
 """Entry point of the compaction of a prompt.
 
-The attention that tokens are chosen by is that of `token_prefill`. All of it is Triton on a GPU and torch elsewhere,
-and the host waits for nothing.
+The votes are attention sums of `token_prefill`. On a GPU all steps run in Triton, elsewhere in torch. The host does not
+wait for the device.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from sparse_kernels.compaction.rule import CompactionRule
 from sparse_kernels.token_prefill import TokenRule, attention_sums, draw_probes, rows_that_see
 
 ROWS_AT_ONCE = (32, 128, 512, 1024)
-"""Numbers of rows whose attention one call adds up: the smallest that has room for its queries. Triton compiles kernels
-for each of them."""
+"""Numbers of rows that one call adds up. A call takes the smallest number with room for its queries. Triton compiles
+kernels for each number."""
 _QUERIES_AT_ONCE = {"cuda": ROWS_AT_ONCE[-1], "cpu": 128}
-"""Queries whose attention is added up by one call, by kind of device."""
+"""Queries whose attention one call adds up, by kind of device."""
 
 
 @dataclass(frozen=True)
 class ObservationWindow:
-    """Queries of a prompt that vote, consecutive tokens."""
+    """Consecutive queries of a prompt that vote."""
 
     query: torch.Tensor
-    """`[num_queries, num_query_heads, head_size]`; none if no token votes."""
+    """`[num_queries, num_query_heads, head_size]`; may be empty."""
     first_position: int
-    """Position of the first of them."""
+    """Position of the first query."""
     query_scale: torch.Tensor | None = None
     """One float32: a float8 query times this is the query."""
 
 
 @dataclass(frozen=True)
 class PromptBlocks:
-    """Where a prompt lies, and where what is kept of it goes."""
+    """The blocks of a prompt, and the blocks that the kept tokens move into."""
 
     block_table: torch.Tensor
-    """`[max_blocks]` integer, physical block ids of its request."""
+    """`[max_blocks]` integer, physical block ids of the request."""
     num_tokens: int
-    """P."""
+    """P, tokens of the prompt."""
     first_block: int
-    """First of the blocks that kept tokens move into; they go on to the last full block of the prompt."""
+    """The first block that kept tokens move into. The last one is the last full block of the prompt."""
 
 
 def compact_prompt(
@@ -58,27 +58,28 @@ def compact_prompt(
     """Chooses tokens of a prompt for each KV head, and moves their keys and values into its last full blocks.
 
     1. *Votes*: the attention of the window's queries, causal softmax over the whole prompt, summed over queries and
-       over the query heads of a KV head. A token before the window counts the largest vote among its neighbours.
-    2. *Choice*: as many tokens as the blocks hold, out of those of all full blocks: the first `sink_tokens`, those
-       of the window, and the others by their votes, the lowest of equal ones.
-    3. *Move*: in the order of the text, to `[first_block, P // block_size)`. The tokens of an incomplete last block
-       stay, and are kept on top. The statistics of the blocks' pages are computed anew, on a GPU by the kernel that
-       writes the cache.
+       over the query heads of a KV head. The vote of a token before the window is the largest vote among its
+       neighbours.
+    2. *Choice*: as many tokens as the target blocks hold, from all full blocks. First the `sink_tokens` first tokens
+       and the window, then tokens by their votes. Ties go to the lowest token.
+    3. *Move*: in text order, to `[first_block, P // block_size)`. The tokens of an incomplete last block stay and are
+       kept in addition. The statistics of the target pages are computed again; on a GPU, by the kernel that writes the
+       cache.
 
     Args:
         window: the queries that vote.
         prompt: its blocks.
-        cache: keys, values and statistics; keys and values of the prompt are complete.
+        cache: keys, values and statistics; the keys and values of the whole prompt are written.
         softmax: how logits become weights; without sink logits, which differ by query head.
         rule: how many tokens vote and are kept.
-        earlier: `[num_kv_heads, P]` float32, what `add_votes` has made of queries before the window's.
+        earlier: `[num_kv_heads, P]` float32, the sums of `add_votes` for queries before the window.
 
     Returns:
         `[num_kv_heads, kept]` int64, the positions that were moved, ascending.
 
     Raises:
-        ValueError: if the shapes disagree, there is nothing to move or nowhere to move it, or a cache on a GPU does not
-            store one row per token.
+        ValueError: if shapes disagree, there are no tokens or no blocks to move to, or a cache on a GPU does not store
+            one row per token.
     """
     rule.check()
     cache.check()
@@ -102,18 +103,20 @@ def compact_prompt(
 
 
 def voting_rows(num_tokens: int, probes: TokenRule, device: torch.device) -> torch.Tensor:
-    """Draws the probe rows of a whole prompt, however it is cut: its newest tokens, and others by their hashes.
+    """Draws the probe rows of a whole prompt: its newest tokens, and others by their hashes.
+
+    The rows do not depend on how the prompt is cut into chunks.
 
     Args:
         num_tokens: P.
-        probes: how many rows there are, and the seed.
-        device: where they are wanted; the host does not wait for it.
+        probes: the number of rows, and the seed.
+        device: the device of the result; the host does not wait for it.
 
     Returns:
-        `[probes.num_probes]` int32, positions; -1 where a prompt has fewer tokens.
+        `[probes.num_probes]` int32, positions; -1 if a prompt has fewer tokens.
     """
     starts = num_tokens * torch.arange(2, dtype=torch.int32, device=device)
-    # The draw asks the batch for lengths alone.
+    # The draw needs only lengths.
     batch = PrefillBatch(starts, starts, starts, starts[1:], num_tokens, num_tokens)
     return draw_probes(batch, probes)[0]
 
@@ -128,22 +131,22 @@ def add_votes(
 ) -> None:
     """Adds the attention of some queries on each token: causal softmax, summed over queries and query heads.
 
-    What is added in several calls is what one would add, but for the rounding of the sums.
+    Several calls give the same sums as one call, except for rounding.
 
-    Where some rows alone vote, a token's votes are divided by the number of rows that see it, and all KV heads get the
-    sum of theirs (ZipVL, Eq. 6 and 8).
+    If only some rows vote, a token's votes are divided by the number of rows that see it, and all KV heads get the sum
+    of their votes (ZipVL, Eq. 6 and 8).
 
     Args:
-        votes: `[num_kv_heads, num_tokens]` float32, as many tokens as the last query sees or more; added to.
+        votes: `[num_kv_heads, num_tokens]` float32, at least as many tokens as the last query sees; added to.
         window: the queries.
         block_table: `[max_blocks]` integer, physical block ids of their request.
-        cache: keys; those of the queries' own tokens are complete.
+        cache: keys, including those of the queries' own tokens.
         softmax: how logits become weights.
-        voting: `[num_rows]` int32, positions of the prompt that vote, as `voting_rows` draws them; those that are not
-            in the window do not vote now. None for all.
+        voting: `[num_rows]` int32, positions of the prompt that vote, from `voting_rows`. Positions outside the window
+            do not vote in this call. None if all queries vote.
 
     Raises:
-        ValueError: if there is no place for the votes on some token.
+        ValueError: if `votes` has too few tokens.
     """
     heads, device = cache.num_kv_heads, window.query.device
     if votes.shape[0] != heads or votes.shape[1] < window.first_position + len(window.query):
@@ -177,9 +180,9 @@ def choose_tokens(
     Args:
         votes: `[num_kv_heads, num_tokens]` float32.
         num_tokens: P.
-        candidates: tokens of the prompt's full blocks, the first ones.
-        before: tokens of the blocks before those that are written; as many of the candidates are left out.
-        rule: which of them are kept always.
+        candidates: tokens of the prompt's full blocks; these are the first tokens.
+        before: tokens of the blocks before the target blocks. This many candidates are dropped.
+        rule: says which tokens are always kept.
 
     Returns:
         `[num_kv_heads, candidates - before]` int64, ascending.

@@ -1,4 +1,4 @@
-"""Chooses and moves tokens in torch; this is the specification, and what runs on a CPU."""
+"""Chooses and moves tokens in torch: the specification, and the path on a CPU."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from sparse_kernels.page_statistics import update_page_statistics
 def choose_tokens(
     votes: torch.Tensor, kept: int, candidates: int, first_of_window: int, rule: CompactionRule
 ) -> torch.Tensor:
-    """Chooses the tokens of the highest scores, of equal ones the lowest; NaN is the highest of all.
+    """Chooses the tokens of the highest scores. Ties go to the lowest token; NaN is the highest score.
 
     Args:
         votes: `[num_kv_heads, num_tokens]` float32.
-        kept: how many tokens are chosen, 1 to `candidates`.
-        candidates: out of how many of the first tokens.
-        first_of_window: the first of the newest tokens, which are kept like the sinks. Others score the largest vote
-            among their neighbours that are not in the window.
-        rule: the sinks, and which tokens are neighbours.
+        kept: number of tokens to choose, 1 to `candidates`.
+        candidates: the choice is among this many first tokens.
+        first_of_window: the first of the newest tokens, which are kept like the sinks. Other tokens score the largest
+            vote among their neighbours outside the window.
+        rule: the sinks, and the range of neighbours.
 
     Returns:
         `[num_kv_heads, kept]` int64, ascending.
@@ -33,19 +33,19 @@ def choose_tokens(
     end = min(first_of_window, candidates)
     score[:, :end] = voted[:, :end]
     score[:, : rule.sink_tokens] = torch.inf
-    # Stable: of equal scores the lowest token comes first.
+    # Stable: ties go to the lowest token.
     order = score.sort(dim=-1, descending=True, stable=True).indices
     return order[:, :kept].sort(dim=-1).values
 
 
 def move_tokens(kept: torch.Tensor, block_table: torch.Tensor, first_block: int, cache: KVCache) -> None:
-    """Copies the kept tokens out, and then to their places, which may lie among them.
+    """Copies the kept tokens out, then to their new places, which may overlap the old ones.
 
     Args:
         kept: `[num_kv_heads, num_kept]` int64, positions, ascending; whole blocks of them.
         block_table: `[max_blocks]` integer, physical block ids.
-        first_block: the first of the blocks that they move into.
-        cache: keys, values and statistics; those of the blocks' pages are computed anew.
+        first_block: the first target block.
+        cache: keys, values and statistics; the statistics of the target pages are computed again.
     """
     block_size = cache.page_size * cache.keys.pages_per_block
     table = block_table.long()

@@ -1,4 +1,4 @@
-"""Says which tokens of a prompt are kept."""
+"""The rule for keeping tokens of a prompt."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ class CompactionRule:
     """Which tokens of a prompt are kept (SnapKV, arXiv 2404.14469; H2O, arXiv 2306.14048; ZipVL, arXiv 2410.08584)."""
 
     window_tokens: int = 32
-    """Newest tokens of the prompt, which vote and are kept."""
+    """Newest tokens of the prompt. They vote, and they are kept."""
     pool_tokens: int = 5
-    """A token counts the largest vote among so many around it, an odd number."""
+    """The score of a token is the largest vote among this many tokens around it, an odd number."""
     sink_tokens: int = 4
-    """First tokens, which are kept always."""
+    """First tokens of the prompt, which are always kept."""
     recent_share: float = 0.0
-    """Share of the tokens that are kept for the newest, where those are more than the window."""
+    """Share of the kept tokens that is reserved for the newest tokens, if this is more than the window."""
     every_query: bool = False
-    """Whether queries all over the prompt vote, by `add_votes` as they are computed, and not the newest alone."""
+    """Whether queries of the whole prompt vote, by `add_votes` as they are computed; else only the newest vote."""
     probes: TokenRule | None = None
-    """Draws those of them that vote, see `voting_rows`; None for all."""
+    """Draws the rows that vote, see `voting_rows`; None if all vote."""
 
     def check(self) -> None:
-        """Raises ValueError unless the rule can be followed."""
+        """Raises ValueError if a value is out of range."""
         if self.pool_tokens < 1 or self.pool_tokens % 2 == 0:
             raise ValueError(f"pool_tokens: got {self.pool_tokens}, allowed: an odd number, at least 1")
         for name in ("window_tokens", "sink_tokens"):

@@ -1,10 +1,9 @@
 """Chooses and moves tokens on a GPU, in Triton.
 
-Nothing is sorted. Scores become whole numbers of the same order, of which one program per KV head finds the number that
-as many reach as are kept, two bits at a time; then it lists the tokens above it, and the first ones at it.
+Nothing is sorted. Scores become integers of the same order. One program per KV head finds the largest integer that at
+least `kept` tokens reach, two bits at a time. It then lists the tokens above it, and the first tokens equal to it.
 
-Kernels are compiled alike for prompts of all lengths and for all rows of a block table, so that an engine can do it
-when it starts.
+The same compiled kernels serve all prompt lengths and all rows of a block table. An engine can compile them at start.
 """
 
 from __future__ import annotations
@@ -20,18 +19,18 @@ from sparse_kernels.page_statistics import write_cache
 _RANKED_AT_ONCE = 1024
 """Tokens that a program ranks."""
 _COUNTED_AT_ONCE = 8192
-"""Tokens that a program counts at a time, eight for each thread."""
+"""Tokens that a program counts at a time: eight per thread."""
 _COPIED_AT_ONCE = 16
 """Tokens of a KV head that a program copies."""
 _INFINITY = tl.constexpr(0xFF800000)
 """The rank of an infinite score."""
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Dtypes whose bits no kernel changes, by bytes."""
+"""Integer dtypes by size in bytes. Kernels copy their bits unchanged."""
 
 
 @triton.jit
 def _rank_of(votes):
-    """Whole numbers of the order of votes: NaN is above infinity, whatever its bits, and both zeros are equal."""
+    """Returns integers in the order of the votes. NaN is above infinity, whatever its bits; both zeros are equal."""
     bits = tl.where(votes == 0, 0.0, votes).to(tl.uint32, bitcast=True)
     ordered = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return tl.where(votes != votes, 0xFFFFFFFF, ordered).to(tl.uint32)
@@ -49,7 +48,7 @@ def _rank_tokens(
         other = token + step - REACH
         votes_here = (other >= 0) & (other < first_of_window)
         vote = tl.load(votes_ptr + head * votes_stride + other, mask=votes_here, other=0.0)
-        # No score has the rank 0.
+        # No existing token has the rank 0.
         rank = tl.maximum(rank, tl.where(votes_here, _rank_of(vote), 0).to(tl.uint32))
     always = (token < sinks) | (token >= first_of_window)
     rank = tl.where(always, _INFINITY, rank).to(tl.uint32)
@@ -58,13 +57,13 @@ def _rank_tokens(
 
 @triton.jit
 def _load_ranks(ranks_ptr, token, candidates):
-    """Ranks of some tokens; 0, which is below all, where there is none."""
+    """Loads the ranks of some tokens; 0, the lowest, for tokens that do not exist."""
     return tl.load(ranks_ptr + token, mask=token < candidates, other=0).to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _list_tokens(ranks_ptr, kept_ptr, candidates, kept, TOKENS: tl.constexpr):
-    """Writes the tokens of the `kept` highest ranks in their order, of equal ranks the first tokens."""
+    """Writes the tokens of the `kept` highest ranks in text order. Ties go to the first tokens."""
     head = tl.program_id(0).to(tl.int64)
     ranks_ptr += head * candidates
     kept_ptr += head * kept

@@ -1,4 +1,4 @@
-"""Decides which KV groups a decoding token can do without (SinkRouter)."""
+"""Decides which KV groups a decoding token skips (SinkRouter)."""
 
 from sparse_kernels.group_routing.api import group_scores, route_groups
 from sparse_kernels.rules import GROUP_SCORES, GroupRouting, GroupScore

@@ -11,19 +11,19 @@ from sparse_kernels.rules import GROUP_SCORES, GroupRouting, GroupScore
 
 
 def route_groups(tokens: QueryTokens, keys: PagedTensor, routing: GroupRouting) -> torch.Tensor:
-    """Decides which KV groups are skipped: their queries' cosines with token 0's key reach the threshold.
+    """Decides which KV groups are skipped.
 
-    SinkRouter, Eq. 11 to 13: `c_h = q_h . k_0 / (||q_h|| ||k_0||)`. A group's c_h become one score, and the group is
-    skipped where that is at least the threshold of the context's length. A score that is NaN skips nothing. A vector
-    of zeros has a cosine of 0.
+    SinkRouter, Eq. 11 to 13: `c_h = q_h . k_0 / (||q_h|| ||k_0||)` is the cosine of a query head with token 0's key.
+    The cosines of a group become one score. The group is skipped if its score is at least the threshold for the
+    context's length. NaN skips nothing. The cosine of a zero vector is 0.
 
     Args:
         tokens: the query tokens. Positive factors of their queries do not matter.
         keys: the cached keys.
-        routing: thresholds of the layer. Its counts are left alone.
+        routing: thresholds of the layer. Its counts are not changed.
 
     Returns:
-        `[num_tokens, num_kv_heads]` bool, True for groups that are skipped, whose output is zero.
+        `[num_tokens, num_kv_heads]` bool, True for skipped groups, whose output is zero.
 
     Raises:
         ValueError: if the shapes disagree.
@@ -43,7 +43,7 @@ def route_groups(tokens: QueryTokens, keys: PagedTensor, routing: GroupRouting) 
 
 
 def group_scores(query: torch.Tensor, anchors: torch.Tensor, score: GroupScore) -> torch.Tensor:
-    """Scores groups whose queries and key of token 0 are at hand (SinkRouter, Eq. 11 and 12).
+    """Scores groups, given their queries and the key of token 0 (SinkRouter, Eq. 11 and 12).
 
     Args:
         query: `[..., group_size, head_size]`, any float dtype.

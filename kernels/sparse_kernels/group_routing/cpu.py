@@ -1,4 +1,4 @@
-"""Scores groups on CPU, compiled. It reads token 0's keys where they lie in the cache, which holds bfloat16."""
+"""Scores groups on a CPU, compiled. Reads token 0's keys in place, from a bfloat16 cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST_NORM = np.float32(1e-30)
 
 @functools.cache
 def _kernel(group_size: int, head_size: int, page_size: int, length: int, step: int) -> Any:
-    """Compiles the kernel for one model's shape and packing."""
+    """Compiles the kernel for one shape and packing."""
 
     @compiled_kernel(FASTMATH)
     def score_groups(query, keys, first_blocks, score, scores):

@@ -1,6 +1,7 @@
-"""Routes groups on CUDA ahead of a launch of scores. Otherwise the kernels that attend do it (`route.cuh`).
+"""Routes groups on CUDA before a separate launch of scores.
 
-Where pages are scored in a launch of their own, this launch goes before it and says which groups need no scores.
+Without a separate launch of scores, the attention kernels route groups themselves (`route.cuh`). This launch tells the
+score launch which groups need no scores.
 """
 
 from __future__ import annotations
@@ -20,16 +21,16 @@ _MOST_WARPS = 8
 
 
 def skipped_groups(batch: DecodeBatch, cache: KVCache, routing: GroupRouting, counts: bool = False) -> torch.Tensor:
-    """Decides which KV groups the kernels that attend will skip, bit for bit as they do by themselves.
+    """Decides which KV groups are skipped, bit for bit as the attention kernels do.
 
     Args:
-        batch: the requests that decode; those that are attended whole are not routed.
+        batch: the requests that decode; requests that are attended whole are not routed.
         cache: their keys.
         routing: thresholds of the layer.
-        counts: whether decisions are counted here, because the kernels that attend are given them.
+        counts: whether this launch counts the decisions, because the attention kernels receive them.
 
     Returns:
-        `[num_tokens, num_kv_heads]` uint8, 1 for a group that is skipped.
+        `[num_tokens, num_kv_heads]` uint8, 1 for a skipped group.
     """
     group_size = batch.group_size(cache.num_kv_heads)
     macros = {

@@ -1,4 +1,4 @@
-"""Scores groups in torch; this is the specification."""
+"""Scores groups in torch: the specification."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from sparse_kernels.paging import PagedTensor
 
 LEAST_NORM = 1e-30
-"""Least product of the norms of a query and a key, so that zeros have a cosine of 0."""
+"""Smallest product of the norms of a query and a key, so that zero vectors have a cosine of 0."""
 
 
 def cosines(query: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
@@ -18,7 +18,7 @@ def cosines(query: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
         anchor: `[..., head_size]`, key of token 0.
 
     Returns:
-        `[..., group_size]` in the dtype that both promote to, at least float32.
+        `[..., group_size]` in the promoted dtype of both, at least float32.
     """
     dtype = torch.promote_types(torch.promote_types(query.dtype, anchor.dtype), torch.float32)
     query, anchor = query.to(dtype), anchor.to(dtype)
@@ -27,7 +27,7 @@ def cosines(query: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
 
 
 def aggregate(cosines: torch.Tensor, score: int) -> torch.Tensor:
-    """Makes one score of the heads of a group, the last dimension: their mean, largest or least (Eq. 12)."""
+    """Reduces the heads of a group, the last dimension, to one score: their mean, largest or smallest (Eq. 12)."""
     scores: tuple[torch.Tensor, ...] = cosines.mean(dim=-1), cosines.amax(dim=-1), cosines.amin(dim=-1)
     return scores[score]
 
@@ -38,7 +38,7 @@ def score_groups(query: torch.Tensor, keys: PagedTensor, first_blocks: torch.Ten
     Args:
         query: see `api.route_groups`.
         keys: the cached keys.
-        first_blocks: `[num_tokens]` integer, the physical block with each token's token 0.
+        first_blocks: `[num_tokens]` integer, the physical block that holds each token's token 0.
         score: index into `GROUP_SCORES`.
     """
     heads = torch.arange(keys.num_kv_heads, device=query.device)

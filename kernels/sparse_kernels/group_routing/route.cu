@@ -1,5 +1,5 @@
-// Decides which KV groups are skipped, so that a launch of scores need not score them. A block decides for one query token
-// and KV head. It counts its decisions unless the kernel that attends decides once more, and counts.
+// Decides which KV groups are skipped, so that a launch of scores can omit them. One thread block decides for one query
+// token and KV head. It counts its decisions unless the attention kernel decides again and counts.
 #include "route.cuh"
 
 constexpr int QUERY = SK_QUERY, KV = SK_KV, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE, WARPS = SK_WARPS;
@@ -10,7 +10,7 @@ struct RouteParams {
     CacheParams cache;
     ContextParams contexts;
     RoutingParams routing;
-    u8* skipped;  // [rows], 1 for a group that is skipped.
+    u8* skipped;  // [rows], 1 for a skipped group.
 };
 
 extern "C" __global__ void __launch_bounds__(WARPS* WARP) route_groups(const __grid_constant__ RouteParams p) {

@@ -1,4 +1,4 @@
-"""Causal attention of training under a page mask: the pages that serving would read, softly or exactly."""
+"""Causal attention for training under a soft or hard page mask: the pages that serving would read."""
 
 from sparse_kernels.masked_attention.api import dense_shares, masked_attention, newest_attention, selection_loss
 from sparse_kernels.masked_attention.packing import Packing

@@ -23,18 +23,18 @@ def masked_attention(
 
         o_i = sum over j <= i of  softmax_j( s q_i . k_j + log m_(i, page of j) ) v_j
 
-    Each token and KV head has a mask of its own over the complete pages before it (`reference.log_mask`); the token's
-    incomplete page, the pages that are always read, and contexts that fit the budget have m = 1, exactly as they are
-    served. Gradients reach queries and keys through the logits, queries, vectors and deviations through the scores, and
-    the values. On a GPU nothing of the size of a matrix of logits or scores is kept.
+    Each token and KV head has its own mask over the complete pages before the token (`reference.log_mask`). As in
+    serving, m = 1 for the token's incomplete page, for pages that are always read, and for contexts that fit the
+    budget. Gradients reach queries and keys through the logits; queries, vectors and deviations through the scores; and
+    the values. On a GPU, no matrix of logits or scores is kept.
 
     Args:
         query: `[num_tokens, num_query_heads, head_size]`.
         key: `[num_tokens, num_kv_heads, head_size]`, of the dtype of the query.
         value: as `key`.
         records: `page_records` of the keys.
-        packing: the sequences of the tokens.
-        mask: which pages, and how softly.
+        packing: the lengths of the sequences.
+        mask: the pages, and the temperature.
         scale: s, the factor of logits.
 
     Returns:
@@ -73,35 +73,35 @@ def newest_attention(
     mask: PageMask,
     scale: float,
 ) -> torch.Tensor:
-    """Computes the attention of the newest tokens of one sequence under a page mask, as `masked_attention` has it.
+    """Computes the attention of the newest tokens of one sequence under a page mask, like `masked_attention`.
 
-    It runs in torch on every device. Under the soft mask it computes whole matrices of their logits, under the hard one
-    those of the pages that are read, where these take less memory.
+    It runs in torch on every device. Under the soft mask it computes whole matrices of logits. Under the hard mask it
+    computes only the logits of the pages read, if these take less memory.
 
     Args:
         query: `[num_newest, num_query_heads, head_size]`, of the last tokens.
         key: `[num_tokens, num_kv_heads, head_size]`, of all.
         value: as `key`.
         records: of the sequence's complete pages.
-        mask: which pages, and how softly.
+        mask: the pages, and the temperature.
         scale: s, the factor of logits.
 
     Returns:
         Like `query`.
 
     Raises:
-        ValueError: if the mask makes no sense.
+        ValueError: if the mask is invalid.
     """
     mask.check()
     read_tokens, group = (mask.selection.k + 1) * mask.page_size, query.shape[1] // key.shape[1]
-    # Keys and values that are gathered for every token must not take more memory than all logits do.
+    # Gathered keys and values must not take more memory than all logits do.
     gathers = mask.is_hard and 2 * query.shape[2] * read_tokens <= group * len(key)
     attend = gathered.newest_attention if gathers else reference.newest_attention
     return attend(query, key, value, records, mask, scale)
 
 
 def dense_shares(query: torch.Tensor, key: torch.Tensor, page_size: int, scale: float) -> torch.Tensor:
-    """Computes how much of dense attention goes to each complete page, for the newest tokens of one sequence.
+    """Computes the share of dense attention on each complete page, for the newest tokens of one sequence.
 
     It runs in torch on every device, computes whole matrices of the tokens' logits, and has no gradient.
 
@@ -121,17 +121,17 @@ def dense_shares(query: torch.Tensor, key: torch.Tensor, page_size: int, scale: 
 def selection_loss(
     query: torch.Tensor, num_tokens: int, records: PageRecords, shares: torch.Tensor, mask: PageMask, scale: float
 ) -> torch.Tensor:
-    """Computes how far the pages' scores are from what dense attention reads, for the newest tokens of one sequence.
+    """Computes the divergence of the page scores from dense attention, for the newest tokens of one sequence.
 
         sum over tokens and KV heads of  sum_p a_p ( log(a_p / sum_p a_p) - log softmax_p( s S_p ) )
 
-    a_p is the share of page p. p goes over the pages that scores decide about: what is always read has no term. This is
-    the divergence of the scores' softmax from dense attention, by how much of it goes to those pages. A hard mask gives
-    a page that is not read no gradient; this gives it one. Gradients reach queries, vectors and deviations.
+    a_p is the share of page p. p runs over the pages that scores decide about; pages that are always read have no term.
+    Each token is weighted by its attention on these pages. Under a hard mask, a page that is not read gets no gradient;
+    this loss gives it one. Gradients reach queries, vectors and deviations.
 
     Args:
         query: `[num_newest, num_query_heads, head_size]`, of the last tokens.
-        num_tokens: of the sequence.
+        num_tokens: tokens of the sequence.
         records: of the sequence's complete pages.
         shares: `dense_shares` of the same tokens and pages.
         mask: which pages are always read; its temperature does not matter.
@@ -141,7 +141,7 @@ def selection_loss(
         A sum in nats, float64 for float64 queries, float32 for others.
 
     Raises:
-        ValueError: if the mask makes no sense.
+        ValueError: if the mask is invalid.
     """
     mask.check()
     return reference.selection_loss(query, num_tokens, records, shares, mask, scale)

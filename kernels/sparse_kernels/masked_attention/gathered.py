@@ -1,6 +1,6 @@
-"""Attention of the newest tokens of a sequence under the hard mask: it gathers the pages that each of them reads.
+"""Attention of the newest tokens of a sequence under the hard mask. It gathers the pages that each token reads.
 
-It runs in torch on every device, and is held to `reference`, which computes the logits of all pages.
+It runs in torch on every device. Tests compare it with `reference`, which computes the logits of all pages.
 """
 
 from __future__ import annotations
@@ -47,9 +47,10 @@ def newest_attention(
 
 
 def _pages_read(query: torch.Tensor, records: PageRecords, context: torch.Tensor, mask: PageMask) -> torch.Tensor:
-    """Returns the K complete pages that each token reads, of contexts that have more: `[num_kv_heads, num_tokens, K]`.
+    """Returns the K complete pages that each token reads: `[num_kv_heads, num_tokens, K]`.
 
-    As in `reference.log_mask` scores are rounded to bfloat16, and of equal ones the lowest pages are read.
+    Contexts must have more than K pages. As in `reference.log_mask`, scores are rounded to bfloat16, and ties go to the
+    lowest pages.
     """
     selection, complete = mask.selection, (context // mask.page_size)[:, None]
     scores = reference.page_scores(query, records.vectors, records.spread, selection.std_weight).bfloat16()
@@ -63,6 +64,6 @@ def _gather(rows: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     """Returns `[num_kv_heads, num_tokens, n, head_size]`: rows `[num_kv_heads, 1, num_rows, head_size]` by position."""
     heads, _, num_rows, size = rows.shape
     head = torch.arange(heads, device=rows.device)[:, None, None]
-    # What a page that is not complete lacks is hidden; any row stands for it.
+    # The missing tokens of an incomplete page are masked, so any row may stand for them.
     index = position.clamp(max=num_rows - 1) + head * num_rows
     return rows.reshape(-1, size).index_select(0, index.flatten()).view(*position.shape, size)

@@ -1,4 +1,4 @@
-"""Describes sequences that lie one after the other in the rows of a batch."""
+"""Sequences that lie one after the other in the rows of a batch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 
 
 class Sequence(NamedTuple):
-    """Where a sequence and its complete pages are."""
+    """The place of a sequence and of its complete pages."""
 
     begin: int
-    """Its first token."""
+    """Its first token in the batch."""
     length: int
-    """Its tokens."""
+    """Its number of tokens."""
     first_page: int
-    """Its first complete page, of those of all sequences."""
+    """Its first complete page, counted over all sequences."""
     num_pages: int
-    """Its complete pages."""
+    """Its number of complete pages."""
 
 
 class Tiles(NamedTuple):
-    """Pieces of sequences, for kernels that work on one each: `[num_tiles]` int32, in the order of their tokens."""
+    """Pieces of sequences, one per program: `[num_tiles]` int32, in the order of their tokens."""
 
     start: torch.Tensor
     """The piece's first position in its sequence."""
@@ -38,7 +38,7 @@ class Tiles(NamedTuple):
 
 @dataclass(frozen=True)
 class Packing:
-    """The lengths of the sequences of a batch. Pages begin with a sequence, and no token attends to another one."""
+    """The lengths of the sequences of a batch. Pages begin with a sequence. Tokens attend within their sequence."""
 
     lengths: tuple[int, ...]
     """Tokens of each sequence, at least one."""
@@ -53,7 +53,7 @@ class Packing:
         return sum(length // page_size for length in self.lengths)
 
     def sequences(self, page_size: int) -> list[Sequence]:
-        """Returns where each sequence is, and its complete pages among those of all."""
+        """Returns the place of each sequence, with its complete pages counted over all sequences."""
         pages = [length // page_size for length in self.lengths]
         begins, first_pages = ([0, *accumulate(counts)][:-1] for counts in (self.lengths, pages))
         return [Sequence(*each) for each in zip(begins, self.lengths, first_pages, pages, strict=True)]
@@ -63,7 +63,7 @@ class Packing:
         return _page_tokens(self, page_size, device)
 
     def page_starts(self, page_size: int, device: torch.device) -> torch.Tensor:
-        """Returns the first token of each page, incomplete ones included, and after them `num_tokens`: int32."""
+        """Returns the first token of each page, incomplete pages included, then `num_tokens`: int32."""
         return _page_starts(self, page_size, device)
 
     def tiles(self, tokens: int, page_size: int, device: torch.device) -> Tiles:
@@ -71,7 +71,7 @@ class Packing:
         return _tiles(self, tokens, page_size, device)
 
 
-# Every layer of a step asks for the same.
+# Every layer of a step asks for the same tiles.
 @lru_cache(maxsize=8)
 def _page_tokens(packing: Packing, page_size: int, device: torch.device) -> torch.Tensor:
     firsts = [

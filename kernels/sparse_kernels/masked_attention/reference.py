@@ -1,6 +1,6 @@
-"""Attention under a page mask in torch; this is the specification, and it runs where there are no kernels.
+"""Attention under a page mask in torch: the specification, and the path for devices without kernels.
 
-It computes whole matrices of logits, one sequence at a time, and is differentiated by torch.
+It computes whole matrices of logits, one sequence at a time. torch computes the gradients.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from sparse_kernels.masked_attention.records import PageRecords
 from sparse_kernels.masked_attention.rule import PageMask
 
 _TINY = 1e-30
-"""What a sum of no attention is divided by."""
+"""The divisor that replaces an attention sum of zero."""
 
 
 def stop_gradient(x: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor as a constant: sg in the paper."""
+    """Returns the tensor without gradient: sg in the paper."""
     return x.detach()
 
 
@@ -28,7 +28,7 @@ def page_scores(
 
         S_p = max_g ( max_v q_g . x_pv + lambda sg(||q_g||_2) sigma_p )
 
-    The gradient goes to the head and to the vector that won, of equal ones to the first, and not through ||q||.
+    The gradient goes to the head and the vector with the largest product, of equal ones to the first. ||q|| has none.
 
     Args:
         query: `[num_kv_heads, group_size, num_tokens, head_size]`.
@@ -48,12 +48,12 @@ def page_scores(
 
 
 def _first_largest(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Returns the largest along a dimension, with the gradient to the first of equal ones."""
+    """Returns the largest element along a dimension. The gradient goes to the first of equal elements."""
     if x.shape[dim] == 1:
         return x.squeeze(dim)
     values, last = x.detach(), x.shape[dim] - 1
     best = values.amax(dim=dim, keepdim=True)
-    # A NaN equals nothing, and the last one stands for it. There are few to choose among, which argmax is slow with.
+    # A NaN equals no element, so the last element is the default. argmax is slow for few elements.
     index = torch.full_like(best, last, dtype=torch.int64)
     for place in reversed(range(last)):
         index = torch.where(values.narrow(dim, place, 1) == best, place, index)
@@ -61,10 +61,10 @@ def _first_largest(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def always_read(num_tokens: int, num_pages: int, mask: PageMask, device: torch.device, first: int = 0) -> torch.Tensor:
-    """Returns which pages a token reads whatever their scores: `[num_tokens - first, num_pages]` bool.
+    """Returns which pages a token reads independent of scores: `[num_tokens - first, num_pages]` bool.
 
-    The first and the newest complete pages, what is not complete before the token, and everything where the context is
-    short enough to be read whole.
+    These are the first and the newest complete pages, pages that are not complete before the token, and all pages of
+    contexts that are read whole.
     """
     selection = mask.selection
     context = torch.arange(first + 1, num_tokens + 1, device=device)[:, None]
@@ -74,22 +74,22 @@ def always_read(num_tokens: int, num_pages: int, mask: PageMask, device: torch.d
 
 
 def log_mask(scores: torch.Tensor, always: torch.Tensor, mask: PageMask, scale: float) -> torch.Tensor:
-    """Returns the logarithm of the mask, which is added to the logits of a page's tokens.
+    """Returns the logarithm of the mask. It is added to the logits of a page's tokens.
 
         soft:  log m_p = log sigmoid( s (S_p - tau) / T ),  tau = sg( (S_(K) + S_(K+1)) / 2 )
-        hard:  0 for the K best pages, of equal ones the lowest, and -inf for the others
+        hard:  0 for the K best pages (ties go to the lowest), and -inf for the others
 
-    K is what the pages that are always read leave of the budget, and ranks are those of the other pages; the former
-    have log m = 0. For the hard mask scores are rounded to bfloat16, as they are when served.
+    K is the budget minus the pages that are always read. Those pages have log m = 0 and are not ranked. For the hard
+    mask, scores are rounded to bfloat16 as in serving.
 
     Args:
         scores: `[num_kv_heads, num_tokens, num_pages]`.
         always: see `always_read`.
         mask: the rule.
-        scale: s, the factor of logits, so that T is in units of logits.
+        scale: s, the factor of logits; T is in units of logits.
 
-    Returns:
-        Of the shape of `scores`.
+            Returns:
+        A tensor of the shape of `scores`.
     """
     selection = mask.selection
     left = selection.k - selection.sink_pages - selection.recent_pages
@@ -171,7 +171,7 @@ def selection_loss(
     grouped = by_head(query, records.vectors)[0]
     always = always_read(num_tokens, len(records.vectors), mask, query.device, num_tokens - len(query))
     scores = page_scores(grouped, records.vectors, records.spread, mask.selection.std_weight) * scale
-    # A token that reads everything has no page to choose; its row must not be a softmax of nothing.
+    # A token that reads everything chooses no page. Its row must not be a softmax over nothing.
     likely = scores.masked_fill(always & ~always.all(dim=1, keepdim=True), -torch.inf).log_softmax(dim=-1)
     shares = shares.masked_fill(always, 0.0)
     wanted = torch.xlogy(shares, shares / shares.sum(dim=-1, keepdim=True).clamp(min=_TINY))

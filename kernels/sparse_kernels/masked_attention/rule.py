@@ -1,4 +1,4 @@
-"""Says which pages a token of training attends to, and how softly."""
+"""The rule for the pages that a training token attends to."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from sparse_kernels.batch import PageSelection
 
 @dataclass(frozen=True)
 class PageMask:
-    """The selection of a decode step, as a mask that a model can be trained with (UNIQUE, Eq. 7-8)."""
+    """The selection of a decode step as a mask for training (UNIQUE, Eq. 7-8)."""
 
     selection: PageSelection
-    """How many pages are read, which of them always, and lambda."""
+    """The number of pages read, the pages always read, and lambda."""
     page_size: int
     """Tokens of a page."""
     temperature: float | None = None
-    """T of the soft mask, in units of logits; None for the hard mask, which is the selection itself."""
+    """T of the soft mask, in units of logits; None for the hard mask, which equals the selection."""
     dense_tokens: int = 0
-    """Contexts of up to this many tokens are attended whole, as they are served."""
+    """Contexts of up to this many tokens are attended whole, as in serving."""
 
     @property
     def is_hard(self) -> bool:
-        """Whether a page is read or not, with nothing between."""
+        """Whether the mask has only the values 0 and 1."""
         return self.temperature is None
 
     @property
@@ -31,11 +31,11 @@ class PageMask:
         return max(self.dense_tokens, (self.selection.k + 1) * self.page_size - 1)
 
     def reads_all(self, context_tokens: int) -> bool:
-        """Returns whether contexts of up to so many tokens are attended whole."""
+        """Returns whether contexts of up to `context_tokens` tokens are attended whole."""
         return context_tokens <= self.whole_tokens
 
     def check(self) -> None:
-        """Raises ValueError unless the numbers make sense, and a page is left that scores decide about."""
+        """Raises ValueError if a value is out of range, or if every page of the budget is always read."""
         self.selection.check()
         always = self.selection.sink_pages + self.selection.recent_pages
         if self.selection.k <= always:

@@ -1,4 +1,4 @@
-"""Attends with several query tokens of each request to its whole context, which is read once for all of them."""
+"""Attends with several query tokens of each request to its whole context. The context is read once for all of them."""
 
 from sparse_kernels.multi_token_decode.api import multi_token_decode
 

@@ -12,26 +12,26 @@ from sparse_kernels.split_attention import split_attention
 def multi_token_decode(
     batch: DecodeBatch, cache: KVCache, softmax: Softmax, output: DecodeOutput | None = None
 ) -> torch.Tensor:
-    """Computes dense attention of the newest tokens of each request: the last attends to all,
-    each one before it to one token less.
+    """Computes dense attention of the newest tokens of each request. The last token attends to the whole context, each
+    earlier token to one token less.
 
-    That is what verifies drafts. Keys and values are read once for all query tokens of a request and all query heads of
-    a KV head, so it takes about as long as one token a request does, until there are more rows than the matrix units
-    take at a time. No length is read by the host, and launches captured in a CUDA graph serve every later batch of
-    their size. How a context is cut follows from its length and from the number of requests.
+    This verifies drafts. Keys and values are read once for all query tokens of a request and all query heads of a KV
+    head. One call takes about as long as a decode step with one token per request, until the rows exceed one step of
+    the matrix units. The host reads no length: launches captured in a CUDA graph serve every later batch of their size.
+    How a context is split depends on its length and on the number of requests.
 
     Args:
         batch: the requests. Budgets, scores and dense requests are ignored.
-        cache: their keys and values; on a GPU of 16 bits, one contiguous row per token.
+        cache: their keys and values; on a GPU, 16-bit with one contiguous row per token.
         softmax: how logits become weights.
-        output: where to write; a new tensor of the query's dtype if left out.
+        output: where to write; None for a new tensor of the query's dtype.
 
     Returns:
         The output's heads, `[num_tokens, num_query_heads, head_size]`; zero for query tokens without a context.
-        Arithmetic is in float32, but that a GPU rounds the weights of each piece of a context to the queries' dtype.
+        Arithmetic is in float32, except that a GPU rounds the weights of each piece to the queries' dtype.
 
     Raises:
-        ValueError: if the shapes disagree, or, on a GPU, the cache is packed or of 8 bits.
+        ValueError: if the shapes disagree, or, on a GPU, the cache is packed or has 8-bit elements.
     """
     if not batch.query.is_cuda:
         return split_attention(batch, cache, softmax, output=output)

@@ -1,7 +1,7 @@
-"""Attends with several query tokens of each request on a GPU: pieces of contexts side by side, then their sums.
+"""Attends with several query tokens of each request on a GPU: pieces of contexts in parallel, then their sums.
 
-The rows of a program are the query heads of a KV head for the request's first query token, then for the next, so that
-what it reads of keys and values serves all of them.
+The rows of a program are the query heads of a KV head for all query tokens of a request, token by token. Keys and
+values are read once for all of them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from sparse_kernels.triton import LOG2E, add_tokens, arithmetic, read_rows, rows
 _PER_MULTIPROCESSOR = 2
 """Programs that a multiprocessor runs at once."""
 _WAVES = range(2, 8)
-"""How often programs fill a GPU: more than once, so that the longest of several contexts is spread over it, too."""
+"""Number of waves of programs: more than one, so that the longest context also spreads over the GPU."""
 _FULL = 0.94
-"""Part of all waves that is not idle, where the first number of waves that leaves so little idle is taken."""
+"""Required share of busy programs in all waves. The smallest number of waves that reaches it is taken."""
 _MAX_PIECES = 64
 _LEAST_TOKENS = 512
-"""Tokens of a piece, at least, where contexts are long."""
+"""Smallest number of tokens of a piece, if contexts are long."""
 _PIECES_AT_ONCE = 16
 
 
-# Batches differ in their numbers, and none waits for a compilation.
+# These numbers differ between batches. No batch may wait for a compilation.
 @triton.jit(do_not_specialize=["query_tokens", "pieces", "tiles"])
 def _attend_piece(
     query_ptr, keys_ptr, values_ptr, table_ptr, lengths_ptr, sums_ptr, totals_ptr, query_strides,
@@ -42,7 +42,7 @@ def _attend_piece(
     row = tile * ROWS + tl.arange(0, ROWS)
     exists = row < num_rows
     length = tl.load(lengths_ptr + request)
-    # All pieces but the last are as long, in whole steps.
+    # All pieces except the last have the same length, in whole steps.
     piece_tokens = tl.cdiv(tl.cdiv(length, pieces), KEYS) * KEYS
     begin = piece * piece_tokens
     end = tl.minimum(begin + piece_tokens, length)
@@ -58,12 +58,12 @@ def _attend_piece(
         query_place = token * query_strides[0] + (kv_head * GROUP + row % GROUP) * query_strides[1]
         query = tl.load(query_ptr + query_place[:, None] + dim[None, :], mask=real, other=0.0).to(DTYPE)
         table = table_ptr + request * table_stride
-        # The block of the next step is looked up ahead: addresses of what is read wait for it.
+        # The block of the next step is loaded ahead, because addresses depend on it.
         block = tl.load(table + begin // BLOCK_TOKENS)
         sums = tl.zeros((ROWS, DIMS), tl.float32)
         for start in range(begin, end, KEYS):
             column = start + tl.arange(0, KEYS)
-            # What lies beyond the context is stale memory and may be NaN: it is not read.
+            # Memory beyond the context is stale and may hold NaN: it is not read.
             is_read = column < end
             if BLOCK_TOKENS % KEYS == 0:
                 base = block.to(tl.int64) * key_strides[0] + kv_head * key_strides[1]
@@ -95,7 +95,7 @@ def _add_pieces(
     dim = tl.arange(0, DIMS)
     largest, total = float("-inf"), 0.0
     if sinks_ptr is not None:
-        # A learned sink joins the denominator and nothing else.
+        # A learned sink only joins the denominator.
         largest, total = tl.load(sinks_ptr + head).to(tl.float32) * LOG2E, 1.0
     sums = tl.zeros((DIMS,), tl.float32)
     for start in range(0, pieces, AT_ONCE):
@@ -106,13 +106,13 @@ def _add_pieces(
         peak = tl.maximum(largest, tl.max(peaks, axis=0))
         base = tl.where(peak == float("-inf"), 0.0, peak)
         weights, shrunk = tl.exp2(peaks - base), tl.exp2(largest - base)
-        # A piece beyond the context has left no sums. A NaN is not 0, and must reach the output.
+        # A piece beyond the context has no sums. A NaN is not 0, and must reach the output.
         there = (totals != 0)[:, None] & (dim < HEAD_SIZE)[None, :]
         of_pieces = tl.load(sums_ptr + part[:, None] * HEAD_SIZE + dim[None, :], mask=there, other=0.0)
         total = total * shrunk + tl.sum(totals * weights, axis=0)
         sums = sums * shrunk + tl.sum(of_pieces * weights[:, None], axis=0)
         largest = peak
-    # A request without a context has seen nothing.
+    # A request without a context has attended to no token.
     sums = sums / tl.where(total != 0, total, 1.0)
     place = output_ptr + token * output_strides[0] + head * output_strides[1] + dim
     tl.store(place, sums.to(output_ptr.dtype.element_ty), mask=dim < HEAD_SIZE)
@@ -125,7 +125,7 @@ def multi_token_decode(batch: DecodeBatch, cache: KVCache, softmax: Softmax, out
     tokens, group = batch.tokens_per_request, batch.group_size(cache.num_kv_heads)
     block_tokens = cache.page_size * cache.keys.pages_per_block
     stages = _stages(keys.device)
-    # A warp group multiplies 64 rows at least. Small multiprocessors have no room for more of wide heads.
+    # A warp group multiplies at least 64 rows. Small multiprocessors have no room for more rows of wide heads.
     rows = 64 if tokens * group <= 64 or (head_size > 128 and stages == 2) else 128
     tiles = triton.cdiv(tokens * group, rows)
     longest = batch.max_context or batch.block_table.shape[1] * block_tokens
@@ -149,8 +149,8 @@ def multi_token_decode(batch: DecodeBatch, cache: KVCache, softmax: Softmax, out
 
 
 def _pieces(contexts: int, multiprocessors: int) -> int:
-    """Returns how many pieces so many contexts are cut into each: few, since their sums pass through memory, but so
-    that programs fill whole waves."""
+    """Returns the number of pieces per context: few, because their sums pass through memory, but enough to fill whole
+    waves."""
     at_once = multiprocessors * _PER_MULTIPROCESSOR
     counts = [max(min(waves * at_once // contexts, _MAX_PIECES), 1) for waves in _WAVES]
     filled = {count: contexts * count / (triton.cdiv(contexts * count, at_once) * at_once) for count in counts}
@@ -162,7 +162,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _stages(device: torch.device) -> int:
-    """Steps of a program that are under way at once: as many as two programs of a multiprocessor have room for."""
+    """Returns the pipeline stages of a program: as many as fit when a multiprocessor runs two programs."""
     if device.type != "cuda":
         return 2
     return 3 if shared_bytes_of(torch.cuda.get_device_capability(device)) >= 2 * 81 * 1024 else 2

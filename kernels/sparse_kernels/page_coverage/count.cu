@@ -1,10 +1,10 @@
-// Counts the pages of a coverage: the blocks of a cluster decide for one query token and KV head how many of its best pages
-// carry the share of the attention weight that is asked for.
+// Counts the pages of a coverage. The thread blocks of a cluster handle one query token and KV head. They find how many of
+// its best pages carry the target share of the attention weight.
 //
-// What pages have under each query head, and the sums of that, is here already (`page_score`); the tokens that are read
-// whatever the query are added. A page's share of the whole is its mass, the mean over the heads. The least key is bisected
-// that the pages from it on reach the target with, and of those that have this key the first are taken. Masses are
-// integers: their sums do not depend on an order, so neither does a count on the blocks that share a row.
+// `page_score` has already written the pages' logits of each query head and sums of them. The weights of the tokens that
+// are always read are added here. The mass of a page is its share of the total, the mean over the heads. Bisection finds
+// the lowest key such that the pages with at least this key reach the target. Of the pages with exactly this key, the
+// first are taken. Masses are integers, so sums and counts do not depend on the number of thread blocks per row.
 #include "select.cuh"
 #include "weights.cuh"
 
@@ -13,9 +13,9 @@ constexpr int CLUSTER = SK_CLUSTER, WARPS = SK_WARPS, THREADS = WARPS * WARP;
 static_assert(WARPS <= WARP, "a warp adds up what the warps have found");
 // Pages that a thread reads together.
 constexpr int RUN = 4;
-// A key is bisected by so many bits at a time.
+// Bits of a key that one bisection step decides.
 constexpr int BITS = 2, TRIED = (1 << BITS) - 1;
-// All of a row's weight. Its masses round to twice as much at most.
+// The integer weight of a row. Rounding can at most double the sum of its masses.
 constexpr float WHOLE = 2147483648.0f;
 
 using Peers = Cluster<CLUSTER>;
@@ -25,17 +25,17 @@ struct CountParams {
     CacheParams cache;
     ContextParams contexts;
     HeadParams heads;
-    const u16* scores;  // [rows, scores_stride], which orders pages.
-    u32* masses;        // [rows, scores_stride], for the blocks' own use where a share of a row is not kept.
-    const float* share; // Of each request: the target, and how many pages it reads at least and at most.
+    const u16* scores;  // [rows, scores_stride], the order of the pages.
+    u32* masses;        // [rows, scores_stride], scratch if the masses of a row do not fit shared memory.
+    const float* share; // Per request: the target, and the smallest and largest number of pages.
     const i64* least;
     const i64* most;
     int* counts;        // [rows]
     u64* counters;      // Per KV head: rows, blocks, tokens read and tokens of contexts, see `stopping`; null for none.
     i64 scores_stride;  // A multiple of RUN.
-    int kept_pages;     // Pages of a row that a block keeps in shared memory, a multiple of eight; 0 if they do not fit.
-    int sums_of_head;   // Of each head there are so many, of which those that the row's pages fill are written.
-    int chunk;          // Pages of such a sum.
+    int kept_pages;     // Pages of a row that a thread block keeps in shared memory, a multiple of 8; 0 if they do not fit.
+    int sums_of_head;   // Sums per head; only those of the row's pages are written.
+    int chunk;          // Pages per sum.
     int page_size;
     int pages_per_block;
 };
@@ -44,12 +44,12 @@ struct Shared {
     float2 known[GROUP][WARPS];
     float base[GROUP];
     float known_share[GROUP];
-    // Numbers of all warps of the cluster. Those of one count are still read while those of the next are written.
+    // Numbers of all warps of the cluster, two sets: one count's numbers are read while the next count's are written.
     u32 found[2][TRIED + 1][CLUSTER * WARPS];
     u32 ties[2][WARPS];
 };
 
-// Four consecutive pages, of which some may not be chosen by their scores; those have no mass.
+// Four consecutive pages. Pages that are not ranked by score have no mass.
 struct Pages {
     u32 keys[RUN], masses[RUN];
 
@@ -89,16 +89,16 @@ count_pages(const __grid_constant__ CountParams p) {
         atomicAdd(of_head + 2, (u64)reads * p.page_size + context % p.page_size);
         atomicAdd(of_head + 3, (u64)context);
     };
-    // The blocks of a row leave together.
+    // All thread blocks of a row return together.
     if (num_pages <= least || least >= p.most[at.request] || share >= 1) {
         finish(share < 1 ? 0 : num_pages);
         return;
     }
-    // All blocks of the cluster run before one of them writes to another.
+    // All thread blocks of the cluster must run before one of them writes to another.
     Peers::arrive();
     int first = p.heads.sink_pages, last = num_pages - p.heads.recent_pages;
 
-    // The tokens of the sink pages, of the newest ones and of the incomplete one, one to a warp.
+    // The tokens of the sink pages, the newest pages and the incomplete page, one token per warp.
     int of_sinks = first * p.page_size, num_known = of_sinks + context - last * p.page_size;
     TokenRows rows(p.cache, head);
     HeadLogits logits(p.heads);
@@ -125,7 +125,7 @@ count_pages(const __grid_constant__ CountParams p) {
 #pragma unroll
             for (int j = 0; j < PER_LANE; j++) product = fmaf(x[j], key[j], product);
             float logit[1] = {logits(warp_sum(product))};
-            // One lane alone reads and writes the sum.
+            // Only one lane reads and writes the sum.
             if (lane > 0) continue;
             Sum sum(shared.known[h][warp]);
             sum.add(logit);
@@ -147,7 +147,7 @@ count_pages(const __grid_constant__ CountParams p) {
         both.add(pages);
         if (lane == 0) {
             shared.known_share[h] = known.total * fast_exp2(known.largest - both.largest) / both.total;
-            // A page with this logit has a mass of one.
+            // A page with this logit has a mass of 1.
             shared.base[h] = both.largest + log2f(both.total * GROUP / (float)p.page_size / WHOLE);
         }
     }
@@ -161,10 +161,10 @@ count_pages(const __grid_constant__ CountParams p) {
         return;
     }
 
-    // Each block of the cluster has a share of the row, and each thread its pages of that.
+    // Each thread block of the cluster handles a range of the row, and each thread a range of its pages.
     int block_share = ceil_div(ceil_div(last, CLUSTER), RUN) * RUN;
     int begin = min(rank * block_share, last), end = min(begin + block_share, last);
-    // Where it fits, a block keeps its share: it is read many times.
+    // A thread block keeps its range in shared memory if it fits: it is read many times.
     u32* masses = p.masses + row * p.scores_stride;
     const u16* scores = p.scores + row * p.scores_stride;
     u32* kept_masses = (u32*)kept;
@@ -199,7 +199,7 @@ count_pages(const __grid_constant__ CountParams p) {
     }
     Peers::wait();
 
-    // Adds up numbers over all threads of the cluster; `before` gets what the last of them is in the blocks before this one.
+    // Sums numbers over all threads of the cluster. `before` gets the sum of the last number over earlier thread blocks.
     auto sum_up = [&](auto& numbers, int turn, u32* before = nullptr) {
         constexpr int COUNT = sizeof(numbers) / sizeof(u32);
         auto& found = shared.found[turn % 2];
@@ -241,7 +241,7 @@ count_pages(const __grid_constant__ CountParams p) {
         for (int t = 0; t < TRIED; t++) digit += reached[t] >= target;
         threshold |= digit << shift;
     }
-    // Mass and number of the pages above the threshold, and number and mass of those at it.
+    // Mass and number of the pages above the threshold, and number and mass of the pages at it.
     u32 parts[TRIED + 1] = {0, 0, 0, 0}, reached = 0;
 #pragma unroll 4
     for (int page = begin + RUN * thread; page < end; page += RUN * THREADS) {
@@ -255,7 +255,7 @@ count_pages(const __grid_constant__ CountParams p) {
     }
     sum_up(parts, turn++, &reached);
     reached += parts[0];
-    // Of the pages with this key the first, until the target is reached.
+    // Of the pages with this key, take the first until the target is reached.
     u32 short_of[1] = {0};
 #pragma unroll 1
     for (int from = begin, round = 0; from < end; from += RUN * THREADS, round++) {

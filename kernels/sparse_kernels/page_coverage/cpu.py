@@ -1,4 +1,4 @@
-"""Counts the pages of a coverage on CPU, compiled, from the codes where they lie and the keys of a bfloat16 cache."""
+"""Counts the pages of a coverage on a CPU, compiled. Reads codes and keys in place, from a bfloat16 cache."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import torch
 from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.compiled import FASTMATH, add_products, exp, parallel_kernel, unpack_codes, unpack_page, widen
-from sparse_kernels.page_coverage.rule import Coverage
+from sparse_kernels.page_coverage.rule import Limits
 from sparse_kernels.page_topk.cpu import ordered
 from sparse_kernels.threads import use_threads
 
 
 @numba.njit(nogil=True)
 def _bucket(masses, missing):
-    """Returns the highest bucket with which those from the top on reach what is missing, and what is missing in it."""
+    """Returns the highest bucket such that it and the buckets above it reach the missing mass, and the mass missing in
+    it."""
     for bucket in range(255, 0, -1):
         if masses[bucket] >= missing:
             return bucket, missing
@@ -29,7 +30,7 @@ def _bucket(masses, missing):
 
 @numba.njit(nogil=True)
 def _best_that_reach(scores, masses, first, last, missing):
-    """Returns how many of the pages from `first` to before `last`, best first, have the mass that is missing."""
+    """Returns how many of the best pages in `[first, last)` reach the missing mass."""
     keys = np.empty(last, np.uint16)
     high = np.zeros(256, np.float64)
     for page in range(first, last):
@@ -53,7 +54,7 @@ def _best_that_reach(scores, masses, first, last, missing):
 
 @functools.cache
 def _kernel(group_size: int, head_size: int, page_size: int, key_length: int, key_step: int, bits: int) -> Any:
-    """Compiles the kernel for one model's shape and packing: the compiler unrolls loops whose lengths it knows."""
+    """Compiles the kernel for one shape and packing. The compiler unrolls loops of constant length."""
     per_byte = 8 // bits
     middle_code = np.float32(((1 << bits) - 1) / 2)
     weight = np.float32(page_size)
@@ -100,7 +101,7 @@ def _kernel(group_size: int, head_size: int, page_size: int, key_length: int, ke
                     summarised[g, d] = features[token, head, g, d] * scale
                     middle[g] += middle_code * summarised[g, d]
             first, last = always[0], length - always[1]
-            # What is read whatever the query: the leading pages, the newest ones and the incomplete one.
+            # Pages that are always read: the leading pages, the newest pages and the incomplete page.
             num_known = always[0] + always[1] + 1
             known = np.zeros((group_size, num_known * page_size), np.float32)
             by_dim = np.zeros((head_size, page_size), np.float32)
@@ -164,7 +165,7 @@ def count_pages(
     scores: torch.Tensor,
     selection: PageSelection,
     softmax: Softmax,
-    coverage: Coverage,
+    limits: Limits,
 ) -> torch.Tensor:
     """See `api.count_pages`."""
     statistics, key_pages = cache.statistics, cache.keys.head_major
@@ -192,9 +193,9 @@ def count_pages(
         (selection.sink_pages, selection.recent_pages),
         np.float32(softmax.scale),
         np.float32(softmax.softcap),
-        coverage.share.numpy(),
-        coverage.least.numpy(),
-        coverage.most.numpy(),
+        limits.share.numpy(),
+        limits.least.numpy(),
+        limits.most.numpy(),
         counts.numpy(),
     )
     return counts

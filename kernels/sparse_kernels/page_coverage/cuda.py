@@ -1,8 +1,8 @@
 """Counts the pages of a coverage on CUDA.
 
-The launch that scores leaves what every query head has of every page, and sums of that; another counts, by a cluster
-of blocks to each row (`count.cu`). No length is read on the host, what is added up does not follow from the batch, and
-rows that have nothing to count leave at once.
+The launch that scores also writes each query head's logits of every page and sums of them. Another launch counts, with
+one cluster of thread blocks per row (`count.cu`). The host reads no length. Sums do not depend on the batch. Rows with
+nothing to count return at once.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from sparse_kernels.cuda.params import (
     pointer,
 )
 from sparse_kernels.limits import CLUSTER_CAPABILITY
-from sparse_kernels.page_coverage.rule import Coverage
+from sparse_kernels.page_coverage.rule import Limits
 from sparse_kernels.page_score.cuda import HeadWeights, launch_of, launch_scores
 
 _SOURCE = Path(__file__).with_name("count.cu")
 _WARPS = 16
-"""Of a block. It is one number for all batches, since the sums of the known tokens follow it."""
+"""Warps of a thread block. All batches use one number, because the sums of the known tokens depend on it."""
 _LEAST_PAGES = 2048
-"""Of a row, at least, to each block of a cluster: each thread of the block has a run of them."""
+"""Smallest number of pages of a row per thread block of a cluster. Each thread has a run of pages."""
 _MOST_KEPT_PAGES = 1 << 14
-"""Pages of a row that a block keeps in shared memory, at most: two blocks find room in a multiprocessor of Hopper."""
+"""Most pages of a row that a thread block keeps in shared memory. Two thread blocks fit a multiprocessor of Hopper."""
 _KEPT_BYTES = 6
-"""Of a page: its mass and its score."""
+"""Bytes of a page in shared memory: its mass and its score."""
 _SCRATCH_BYTES = 1 << 28
-"""Memory, at most, for what the heads have of a batch's pages; a batch that needs more is counted in parts."""
+"""Memory for the logits of all heads. A batch that needs more is counted in parts."""
 
 
 def count_rows(
@@ -46,13 +46,13 @@ def count_rows(
     cache: KVCache,
     selection: PageSelection,
     softmax: Softmax,
-    coverage: Coverage,
+    limits: Limits,
     counters: torch.Tensor | None = None,
 ) -> DecodeBatch:
     """See `api.count_rows`."""
     shape = batch.num_tokens, cache.num_kv_heads, _width(batch, cache)
     scores = torch.empty(shape, dtype=torch.bfloat16, device=batch.query.device)
-    counts = _count(batch, cache, scores, True, selection, softmax, coverage, counters)
+    counts = _count(batch, cache, scores, True, selection, softmax, limits, counters)
     return replace(batch, budgets=counts, scores=scores)
 
 
@@ -62,14 +62,14 @@ def count_pages(
     scores: torch.Tensor,
     selection: PageSelection,
     softmax: Softmax,
-    coverage: Coverage,
+    limits: Limits,
 ) -> torch.Tensor:
     """See `api.count_pages`."""
     batch = batch_of(tokens)
     width = _width(batch, cache)
     if scores.shape[2] != width or not scores.is_contiguous():
         scores = torch.nn.functional.pad(scores, (0, width - scores.shape[2])).contiguous()
-    return _count(batch, cache, scores, False, selection, softmax, coverage, None).long()
+    return _count(batch, cache, scores, False, selection, softmax, limits, None).long()
 
 
 def row_page_logits(token: QueryTokens, cache: KVCache, num_pages: int, softmax: Softmax) -> torch.Tensor:
@@ -84,7 +84,7 @@ def row_page_logits(token: QueryTokens, cache: KVCache, num_pages: int, softmax:
 
 
 def _width(batch: DecodeBatch, cache: KVCache) -> int:
-    """Returns the pages of a row of scores: what a block table has room for, in runs of eight."""
+    """Returns the pages of a row of scores: the pages of a block table's row, rounded up to eight."""
     return -(-batch.block_table.shape[1] * cache.keys.pages_per_block // 8) * 8
 
 
@@ -95,10 +95,10 @@ def _count(
     writes_scores: bool,
     selection: PageSelection,
     softmax: Softmax,
-    coverage: Coverage,
+    limits: Limits,
     counters: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Counts pages for rows `[num_tokens, num_kv_heads]`, and writes their scores unless those are given."""
+    """Counts pages for rows `[num_tokens, num_kv_heads]`, and writes their scores if `writes_scores`."""
     queries, num_kv_heads, width = batch.tokens_per_request, cache.num_kv_heads, scores.shape[2]
     group_size, device = batch.group_size(num_kv_heads), scores.device
     counts = torch.empty((batch.num_tokens, num_kv_heads), dtype=torch.int32, device=device)
@@ -121,7 +121,7 @@ def _count(
     assert statistics is not None
     chunk = launch_of(statistics).chunk
     for first in range(0, batch.num_requests, at_once):
-        part, limits = batch.requests(first, first + at_once), coverage[first : first + at_once]
+        part, asked = batch.requests(first, first + at_once), limits[first : first + at_once]
         rows = slice(first * queries, first * queries + part.num_tokens)
         of_part = scores[rows]
         written = of_part if writes_scores else torch.empty_like(of_part)
@@ -130,8 +130,8 @@ def _count(
         launch_scores(part, statistics, cache.page_size, 0.0, written, heads=heads)
         params = CountParams(
             QueryParams.of(part.query), CacheParams.of(cache), ContextParams.of(part), heads.params(),
-            pointer(of_part), pointer(masses), pointer(limits.share), pointer(limits.least),
-            pointer(limits.most), pointer(counts[rows]), pointer(counters), width, kept_pages, heads.sums.shape[3],
+            pointer(of_part), pointer(masses), pointer(asked.share), pointer(asked.least),
+            pointer(asked.most), pointer(counts[rows]), pointer(counters), width, kept_pages, heads.sums.shape[3],
             chunk, cache.page_size, cache.keys.pages_per_block,
         )  # fmt: skip
         compiled.launch((cluster, num_kv_heads, part.num_tokens), params, _KEPT_BYTES * kept_pages)

@@ -1,4 +1,4 @@
-"""Estimates from the statistics what pages add to a softmax's denominator."""
+"""Estimates what pages add to the denominator of a softmax, from the statistics."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sparse_kernels.block_prefill.reference import best_products
 
 
 def page_logits(query: torch.Tensor, keys: torch.Tensor, page_size: int, softmax: Softmax) -> torch.Tensor:
-    """Returns the logarithm of what every page adds to the softmax's denominator, as its best summary key has it.
+    """Returns the logarithm of what every page adds to the softmax's denominator, by its best summary key.
 
         log m_p = log B + max_j s q . x_pj
 

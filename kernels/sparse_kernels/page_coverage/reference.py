@@ -1,4 +1,4 @@
-"""Counts the pages of a coverage in torch; this is the specification."""
+"""Counts the pages of a coverage in torch: the specification."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import torch
 from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.cache import KVCache
 from sparse_kernels.page_coverage.estimate import page_logits
-from sparse_kernels.page_coverage.rule import Coverage
+from sparse_kernels.page_coverage.rule import Limits
 from sparse_kernels.sparse_attention.reference import logits_and_values
 
 
 def known_logits(
     token: QueryTokens, cache: KVCache, selection: PageSelection, softmax: Softmax
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns what the tokens that are read whatever the query add to the denominator, its logarithm.
+    """Returns the logarithm of what the always-read tokens add to the denominator, and their pages.
 
     Args:
         token: one query token.
         cache: keys and values.
-        selection: says which pages those are, besides the incomplete one.
+        selection: the pages that are always read, besides the incomplete one.
         softmax: how logits become weights.
 
     Returns:
-        `[num_kv_heads, group_size]` float32, -inf for none; and `[num_pages]` bool, those pages.
+        `[num_kv_heads, group_size]` float32, -inf for none; and `[num_pages]` bool, the always-read pages.
     """
     num_pages = int(token.num_pages(cache.page_size))
     page = torch.arange(num_pages, device=token.query.device)
@@ -35,14 +35,14 @@ def known_logits(
 def count_best(
     logits: torch.Tensor, known: torch.Tensor, always: torch.Tensor, key: torch.Tensor, share: float
 ) -> torch.Tensor:
-    """Counts the best pages whose estimated share of the attention reaches a target, those always read included.
+    """Counts the best pages whose estimated share of the attention reaches a target. Always-read pages are included.
 
     Args:
         logits: `[..., num_kv_heads, group_size, num_pages]` float32, log of what each page adds to the denominator.
-        known: `[..., num_kv_heads, group_size]` float32, log of what is added by the tokens that are always read.
-        always: bool, which pages those are; it broadcasts to `key`.
-        key: `[..., num_kv_heads, num_pages]` float32, by which pages are ranked, those always read first.
-        share: the target; 1 and more is everything.
+        known: `[..., num_kv_heads, group_size]` float32, log of what the always-read tokens add.
+        always: bool, the pages that are always read; it broadcasts to `key`.
+        key: `[..., num_kv_heads, num_pages]` float32, the rank of pages, highest for those always read.
+        share: the target; 1 or more counts every page.
 
     Returns:
         `[..., num_kv_heads]` int64.
@@ -62,23 +62,23 @@ def count_pages(
     scores: torch.Tensor,
     selection: PageSelection,
     softmax: Softmax,
-    coverage: Coverage,
+    limits: Limits,
 ) -> torch.Tensor:
     """See `api.count_pages`."""
-    counts = coverage.least[:, None].repeat(1, cache.num_kv_heads)
+    counts = limits.least[:, None].repeat(1, cache.num_kv_heads)
     assert cache.statistics is not None
     for index in range(len(tokens)):
-        token, least = tokens[index : index + 1], int(coverage.least[index])
+        token, least = tokens[index : index + 1], int(limits.least[index])
         num_pages = int(token.num_pages(cache.page_size))
-        if num_pages <= least or least == int(coverage.most[index]):
+        if num_pages <= least or least == int(limits.most[index]):
             continue
         known, always = known_logits(token, cache, selection, softmax)
         blocks = token.block_table[0, : -(-num_pages // cache.statistics.pages_per_block)].long()
         keys, _ = cache.statistics.summaries(blocks)
         logits = page_logits(token.query[0], keys[:, :num_pages], cache.page_size, softmax)
-        # Those always read come first. A NaN ranks like -inf, as for `select_pages`.
+        # Always-read pages come first. A NaN ranks like -inf, as in `select_pages`.
         key = scores[index, :, :num_pages].float()
         key = key.masked_fill(key.isnan(), -torch.inf).masked_fill(always, torch.inf)
-        count = count_best(logits, known, always, key, float(coverage.share[index]))
-        counts[index] = count.clamp(least, min(int(coverage.most[index]), num_pages))
+        count = count_best(logits, known, always, key, float(limits.share[index]))
+        counts[index] = count.clamp(least, min(int(limits.most[index]), num_pages))
     return counts

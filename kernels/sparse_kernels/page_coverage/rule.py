@@ -1,4 +1,4 @@
-"""Says until what share of the attention weight query tokens read pages."""
+"""How many pages each query token may read."""
 
 from __future__ import annotations
 
@@ -8,28 +8,35 @@ import torch
 
 
 @dataclass(frozen=True)
-class Coverage:
-    """Until what estimated share of its attention weight each query token reads pages, best first."""
+class Limits:
+    """Limits on the pages that each query token reads.
+
+    A token reads its best pages until their estimated share of its attention weight reaches `share`. It reads at least
+    `least` and at most `most` pages per KV head. A token with a fixed budget has `least` equal to `most` and share 0.
+    """
 
     share: torch.Tensor
-    """`[num_tokens]` float32, above 0; from 1 on a token reads as many pages as it may."""
+    """`[num_tokens]` float32, at least 0. From 1 on, a token reads `most` pages, or its whole context if shorter."""
     least: torch.Tensor
-    """`[num_tokens]` int64, pages that are read at least, per KV head; the pages that are always read fit into them."""
+    """`[num_tokens]` int64, the smallest number of pages. It counts the pages that are always read."""
     most: torch.Tensor
-    """`[num_tokens]` int64, pages that are read at most."""
+    """`[num_tokens]` int64, the largest number of pages, at least `least`."""
 
     def __len__(self) -> int:
         return len(self.share)
 
-    def __getitem__(self, tokens: slice | torch.Tensor) -> Coverage:
-        return Coverage(self.share[tokens], self.least[tokens], self.most[tokens])
+    def __getitem__(self, tokens: slice | torch.Tensor) -> Limits:
+        return Limits(self.share[tokens], self.least[tokens], self.most[tokens])
 
     def check(self, num_tokens: int, always: int) -> None:
-        """Raises ValueError unless there are as many of each, and the pages that are always read fit.
+        """Checks shapes, dtypes and bounds.
 
         Args:
             num_tokens: query tokens of the batch.
-            always: pages that are read whatever the query.
+            always: the number of pages that are always read.
+
+        Raises:
+            ValueError: if a tensor has another shape or dtype, `least` is below `always`, or `most` is below `least`.
         """
         for name, part, dtype in (
             ("share", self.share, torch.float32),

@@ -1,4 +1,4 @@
-"""Statistics of the keys of each page, stored beside them in the cache block."""
+"""Statistics of the keys of each page, stored in the same cache block."""
 
 from sparse_kernels.formats import STATISTICS_FORMATS, StatisticsFormat
 from sparse_kernels.page_statistics.api import update_page_statistics, write_cache

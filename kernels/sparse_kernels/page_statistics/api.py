@@ -18,14 +18,13 @@ def update_page_statistics(
 ) -> None:
     """Recomputes the statistics of full pages from the keys in the cache, in place (UNIQUE: Eq. 1-2).
 
-    It is idempotent: whatever the block's memory held before, and however often a page is rewritten, the statistics
-    follow from the keys alone.
+    It is idempotent: the statistics depend only on the keys, not on earlier contents of the block's memory.
 
     Args:
         keys: the cached keys.
-        statistics: the views to write.
+        statistics: the views to write to.
         blocks: `[num_pages]` int64, physical block of each full page; may be empty.
-        pages: `[num_pages]` int64, index of the page within its block.
+        pages: `[num_pages]` int64, index of each page within its block.
 
     Raises:
         ValueError: if `blocks` and `pages` differ in shape, or keys and statistics in pages per block.
@@ -57,30 +56,30 @@ def write_cache(
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
 ) -> None:
-    """Stores new keys and values in the cache and the statistics of every page they complete, in place.
+    """Stores new keys and values in the cache, and the statistics of every page that they complete, in place.
 
-    The statistics are those of `update_page_statistics`, of the keys as the cache stores them: in a float8 cache of
-    `key / key_scale`, in those units (UNIQUE: Eq. 1-2). Only pages whose last token is written are touched. The write
-    is idempotent. On a GPU it is one launch that neither waits for the host nor depends on the slots' values, so a CUDA
-    graph may hold it; there, and only there, statistics of keys that are not finite are finite words all the same.
+    The statistics are those of `update_page_statistics` for the keys as the cache stores them. In a float8 cache these
+    are `key / key_scale`, in these units (UNIQUE: Eq. 1-2). Only pages whose last token is written change. The write is
+    idempotent. On a GPU it is one launch that does not wait for the host and does not depend on slot values, so a CUDA
+    graph may hold it. Only on a GPU, statistics of keys that are not finite are still finite words.
 
     Args:
-        key: `[at least num_slots, num_kv_heads, head_size]`, bfloat16, float16 or float32, or float8_e4m3fn for a
-            cache of it, which is stored as it is, like the value; heads and tokens may lie apart. Rows beyond
+        key: `[at least num_slots, num_kv_heads, head_size]`, bfloat16, float16 or float32. For a float8_e4m3fn cache
+            also float8_e4m3fn, stored unchanged, like the value. Heads and tokens may have gaps. Rows beyond
             `num_slots` are padding.
         value: like `key`.
         cache: the token rows of the blocks, `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, bfloat16,
             float16 or float8_e4m3fn; a row is a key followed by a value.
-        statistics: the views to write; None for a cache without.
+        statistics: the views to write to; None for a cache without statistics.
         slot_mapping: `[num_slots]` int64, `block * block_size + offset` of each token, negative for tokens that are
-            not stored. No slot occurs twice, and tokens of one page stand side by side in ascending order.
+            not stored. Slots are unique, and tokens of one page are adjacent in ascending order.
         page_size: tokens per page, a power of two.
-        key_scale: one float32 element: a float8 cache holds `key / key_scale`, rounded and saturated at 448. Without
-            effect on other caches.
-        value_scale: like `key_scale`, of the values.
+        key_scale: one float32 element: a float8 cache holds `key / key_scale`, rounded and saturated at 448. Other
+            caches ignore it.
+        value_scale: like `key_scale`, for the values.
 
     Raises:
-        ValueError: if shapes, dtypes or strides are other than these.
+        ValueError: if shapes, dtypes or strides differ from the above.
     """
     _check_write(key, value, cache, statistics, slot_mapping, page_size)
     if cache.dtype != _FLOAT8 or key.dtype == _FLOAT8:

@@ -1,4 +1,4 @@
-"""Stores vectors in fewer than 8 bits an element."""
+"""Stores vectors with fewer than 8 bits per element."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LARGEST_BF16: float = torch.finfo(torch.bfloat16).max
 def finite_words(packed: torch.Tensor) -> torch.Tensor:
     """Changes packed codes so that no 16-bit word is a bfloat16 infinity or NaN.
 
-    Where bits 7 to 14 of a word are all set, bit 8 is cleared: the lowest bit of a code of 1, 2, 4 or 8 bits.
+    If bits 7 to 14 of a word are all set, bit 8 is cleared: the lowest bit of a code of 1, 2, 4 or 8 bits.
 
     Args:
-        packed: `[..., num_bytes]` uint8, an even number of them.
+        packed: `[..., num_bytes]` uint8, an even number of bytes.
     """
     words = packed.contiguous().view(torch.int16)
     return torch.where((words & 0x7F80) == 0x7F80, words & ~0x0100, words).view(torch.uint8)
@@ -24,21 +24,21 @@ def finite_words(packed: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Codes:
-    """Four vectors of a record in `bits` bits an element.
+    """Four vectors of a record with `bits` bits per element.
 
     An element is stored as a code c from 0 to `top` and stands for `(c - top / 2) * step`. Rows of `head_size` bytes
-    follow each other; byte d of a row holds dimension d of `8 / bits` vectors, the first in its lowest bits, and these
-    share a step. Words are finite (see `finite_words` and `StatisticsLayout`). A row whose keys are not all finite gets
-    the largest step and codes by which every query finds it.
+    follow each other. Byte d of a row holds dimension d of `8 / bits` vectors, the first vector in its lowest bits.
+    These vectors share a step. Words are finite (see `finite_words` and `StatisticsLayout`). A row with keys that are
+    not finite gets the largest step, and codes that give it a high score for every query.
     """
 
     bits: int
     """Bits of an element: 2 or 4."""
     spacing: float
-    """The step for elements of root mean square 1. It is that of the uniform quantiser of this many levels that has the
-    least squared error for a normal distribution."""
+    """The step for elements of root mean square 1: the step of the uniform quantiser with this many levels that has the
+    smallest squared error for a normal distribution."""
     dropped: int = 0
-    """Leading dimensions that are not kept, 0 or 2: the step takes the place of two bytes of its row."""
+    """Leading dimensions that are not stored, 0 or 2. The step takes their two bytes of the row."""
 
     @property
     def top(self) -> int:
@@ -47,12 +47,12 @@ class Codes:
 
     @property
     def per_byte(self) -> int:
-        """Vectors that share a byte, and a step."""
+        """Vectors that share a byte and a step."""
         return 8 // self.bits
 
     @property
     def rows(self) -> int:
-        """Rows of `head_size` bytes, each with a step."""
+        """Rows of `head_size` bytes, each with one step."""
         return 4 // self.per_byte
 
     def _shifts(self, device: torch.device) -> torch.Tensor:
@@ -85,13 +85,13 @@ class Codes:
         return steps.repeat_interleave(self.per_byte, dim=-1)
 
     def unpack(self, packed: torch.Tensor) -> torch.Tensor:
-        """Undoes `pack`, in units of the steps.
+        """Undoes `pack`. The result is in units of the steps.
 
         Args:
             packed: `[..., rows * head_size]` uint8.
 
         Returns:
-            `[..., 4, head_size]` float32, zero in the dimensions that are not kept.
+            `[..., 4, head_size]` float32, zero in the dropped dimensions.
         """
         rows = packed.unflatten(-1, (self.rows, 1, -1))
         values = ((rows >> self._shifts(packed.device)) & self.top).float() - self.top / 2

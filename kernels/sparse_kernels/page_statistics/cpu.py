@@ -1,7 +1,7 @@
-"""Computes page statistics on CPU, compiled. It reads and writes the cache where the pages lie.
+"""Computes page statistics on a CPU, compiled. Reads and writes the cache in place.
 
-It makes int8 means and codes of bfloat16 keys. The sums are those of the reference, in float64, where their order does
-not show in the result.
+Supports int8 means and codes of bfloat16 keys. The sums equal those of the reference: they are in float64, and their
+order does not change the rounded result.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def _quantise(mean, largest, stored, start):
     """Writes the means of a page in int8 and returns the bits of their scale."""
     amplitude = np.float32(0)
     for value in mean:
-        # A NaN stays once it is there.
+        # A NaN is kept.
         amplitude = amplitude if amplitude > abs(value) or amplitude != amplitude else abs(value)
     # The scale is rounded up, so that the largest element still fits.
     bits = narrow(amplitude / largest * np.float32(1 + 2**-8))
@@ -172,7 +172,7 @@ def _update_quarters(
                         scaled = np.float32(parts[first + j, d]) / divisor + np.float32(top / 2)
                         code = int(min(max(np.rint(scaled), 0), top))
                     byte |= code << bits * j
-                # With the byte before it this one must not form an infinite or NaN bfloat16.
+                # Together with the byte before it, this byte must not form an infinite or NaN bfloat16.
                 if d % 2 and byte & 0x7F == 0x7F and codes[start + d - 1] & 0x80:
                     byte &= 0xFE
                 codes[start + d] = byte
@@ -214,4 +214,4 @@ IMPLEMENTATIONS = {
     "quarters": update_quarters,
     "sketch": update_quarters,
 }
-"""Implementations by name of the kind; the other kinds run the reference."""
+"""Implementations by name of the kind. Other kinds use the reference."""

@@ -1,4 +1,4 @@
-"""Says where the statistics of a page lie: in extra rows at the end of each cache block and KV head."""
+"""The place of page statistics: extra rows at the end of each cache block and KV head."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _VECTOR_DTYPE: dict[RecordFormat, torch.dtype] = {
 }
 _SCALAR_DTYPE = torch.bfloat16
 LARGEST: dict[torch.dtype, float] = {torch.int8: 126.0, torch.float8_e4m3fn: torch.finfo(torch.float8_e4m3fn).max}
-"""Largest magnitude of an 8-bit element, which a vector's scale maps its largest element to."""
+"""Largest magnitude of an 8-bit element. A vector's scale maps its largest element to it."""
 FEW_SLOTS = 512
-"""Most slots of a cache write that is cut into small programs on a GPU. Triton compiles a kernel for those, and another
-for more."""
+"""Most slots of a cache write that a GPU splits into small programs. Triton compiles one kernel for these, and one for
+more slots."""
 
 
 def _rows_of(table: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Returns the rows of some blocks head-major: `[num_kv_heads, len(blocks) * pages_per_block, ...]`."""
+    """Returns the rows of some blocks, ordered by head: `[num_kv_heads, len(blocks) * pages_per_block, ...]`."""
     # torch cannot gather 8-bit floats, but it can gather their bits.
     bits = torch.uint8 if table.dtype == torch.float8_e4m3fn else table.dtype
     picked = table.view(bits).transpose(0, 1).index_select(1, blocks)
@@ -42,16 +42,16 @@ class PageStatistics:
     """Statistics of every page of a cache, as views into its blocks."""
 
     kind: StatisticsKind
-    """What the numbers mean."""
+    """The meaning of the numbers."""
     vectors: torch.Tensor
     """`[num_blocks, num_kv_heads, pages_per_block, kind.vectors * head_size]`, int8, float8_e4m3fn or bfloat16: the
-    vectors of a record one after the other, each divided by its scale where there is one. Or
-    `[num_blocks, num_kv_heads, pages_per_block, kind.codes.rows * head_size]` uint8: see `Codes`."""
+    vectors of a record one after the other, divided by their scales if they have scales. For a kind with codes:
+    `[num_blocks, num_kv_heads, pages_per_block, kind.codes.rows * head_size]` uint8, see `Codes`."""
     scales: torch.Tensor | None
     """`[num_blocks, num_kv_heads, pages_per_block, kind.vectors]` bfloat16, or the steps of `kind.codes.rows`; None for
     bf16 vectors."""
     spread: torch.Tensor | None
-    """`[num_blocks, num_kv_heads, pages_per_block]` bfloat16; None if the kind has none."""
+    """`[num_blocks, num_kv_heads, pages_per_block]` bfloat16; None for a kind without a spread."""
 
     @property
     def head_size(self) -> int:
@@ -70,9 +70,9 @@ class PageStatistics:
             blocks: `[num_blocks]` int64, physical block ids.
 
         Returns:
-            The vectors `[num_kv_heads, num_pages, kind.vectors, head_size]` in units of their scales, the scales
-            without the last dimension, None where the vectors have none, and the spread `[num_kv_heads, num_pages]`,
-            None where the kind has none; float32.
+            Vectors `[num_kv_heads, num_pages, kind.vectors, head_size]` in units of their scales; scales
+            `[num_kv_heads, num_pages, kind.vectors]`, None if the vectors have none; and the spread
+            `[num_kv_heads, num_pages]`, None for a kind without a spread. All float32.
         """
         vectors, scales, spread = (
             None if part is None else _rows_of(part, blocks) for part in (self.vectors, self.scales, self.spread)
@@ -85,26 +85,26 @@ class PageStatistics:
         return vectors, scales, None if spread is None else spread.float()
 
     def summaries(self, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the keys that stand for every page of some blocks, as their records tell them, and their spreads.
+        """Returns the summary keys and spreads of every page of some blocks.
 
         Args:
             blocks: `[num_blocks]` int64, physical block ids.
 
         Returns:
             `[num_kv_heads, num_pages, kind.summary_keys, head_size]` float32 and `[num_kv_heads, num_pages]` float32,
-            or None for a kind without.
+            the spread None for a kind without one.
         """
         vectors, scales, spread = self.records(blocks)
         return self.kind.summary(vectors if scales is None else vectors * scales[..., None], spread)
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """The views there are: vectors, scales, spread."""
+        """The existing views among vectors, scales, spread."""
         return tuple(part for part in (self.vectors, self.scales, self.spread) if part is not None)
 
     @cached_property
     def by_head(self) -> PageStatistics:
-        """The same statistics with every block of every KV head numbered on its own, like `PagedTensor.by_head`."""
+        """The same statistics with the blocks of every KV head numbered separately, see `PagedTensor.by_head`."""
         vectors, scales, spread = (
             None if part is None else part.view(-1, 1, *part.shape[2:])
             for part in (self.vectors, self.scales, self.spread)
@@ -116,7 +116,7 @@ class PageStatistics:
     def memory(self) -> tuple[Any, Any, Any]:
         """The memory of vectors, scales and spread (see `memory_of`), for 8-bit formats.
 
-        Where there is no spread the memory of the scales stands in for it: finite numbers, to be multiplied by zero.
+        Without a spread, the memory of the scales takes its place: finite numbers, which are multiplied by zero.
         """
         assert self.scales is not None
         scales = memory_of(self.scales)
@@ -125,15 +125,14 @@ class PageStatistics:
 
 @dataclass(frozen=True)
 class StatisticsLayout:
-    """Bytes of one page's record, and how many rows of the cache the records of a block take.
+    """Bytes of one page's record, and rows of the cache that the records of a block take.
 
-    Every `unit_tokens` tokens of a block are followed, at the block's end, by `unit_rows` rows of
-    `2 * head_size` cache elements. Within those rows the vectors of all pages of the block come first, then all scales,
-    then all spreads, so that a scoring kernel reads long runs.
+    The end of a block holds `unit_rows` rows of `2 * head_size` cache elements for every `unit_tokens` tokens. In
+    these rows the vectors of all pages come first, then all scales, then all spreads. A scoring kernel then reads long
+    runs.
 
-    Every 16-bit word written there is a finite bfloat16. The block's memory may next belong to a layer of another
-    shape, and attention kernels multiply stale values by a weight of zero, which hides everything but NaN and
-    infinity.
+    Every 16-bit word of these rows is a finite bfloat16. The block may later belong to a layer of another shape.
+    Attention kernels multiply stale values by a weight of zero, which hides all values except NaN and infinity.
     """
 
     page_size: int
@@ -145,7 +144,7 @@ class StatisticsLayout:
     cache_itemsize: int = 2
     """Bytes of one cache element."""
     kind: StatisticsKind = KINDS["mean_and_spread"]
-    """What a record holds."""
+    """Defines the record."""
 
     def __post_init__(self) -> None:
         if self.format not in self.kind.formats:
@@ -175,10 +174,10 @@ class StatisticsLayout:
     def unit_tokens(self) -> int:
         """Tokens that share a whole number of rows; a block holds a multiple of this.
 
-        Records of two 8-token pages fit one row of a two-byte cache if they hold one 8-bit vector or codes. Two bf16
-        vectors do not, nor do two 8-bit ones in a record, so those share rows over 64 tokens: at head size 128 means
-        then take 7.8 % instead of 12.5 %. Nor do 8-bit records in a one-byte cache, where rows are half as long: over
-        256 tokens, 6.6 %.
+        Records of two 8-token pages fit one row of a two-byte cache if each holds one 8-bit vector or codes. Other
+        records share rows over more tokens. Two bf16 vectors, or two records of two 8-bit vectors, share rows over 64
+        tokens: at head size 128, means then take 7.8 % instead of 12.5 %. In a one-byte cache rows have half the bytes,
+        so 8-bit records share rows over 256 tokens: 6.6 %.
         """
         small = 2 * self._vector_bytes <= self.head_size * self.cache_itemsize
         exact = self.kind.codes is not None and self.record_bytes == self._vector_bytes
@@ -200,7 +199,7 @@ class StatisticsLayout:
 
     @property
     def memory_overhead(self) -> float:
-        """Bytes of statistics rows over bytes of keys and values."""
+        """Bytes of statistics rows divided by bytes of keys and values."""
         return self.unit_rows / self.unit_tokens
 
     def rows(self, block_size: int) -> int:

@@ -1,6 +1,6 @@
-"""Computes page statistics in torch; this is the specification, and it runs where there is no compiled path.
+"""Computes page statistics in torch: the specification, and the path without compiled kernels.
 
-Its kind says what a record holds (`kinds/`); here it is rounded to its format and stored.
+A kind (`kinds/`) computes the record. This module rounds it to its format and stores it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from sparse_kernels.paging import PagedTensor
 
 
 def summarise(kind: StatisticsKind, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the record of each page, before it is stored.
+    """Returns the record of each page before rounding.
 
     Args:
-        kind: what a record holds.
+        kind: defines the record.
         keys: `[..., page_size, head_size]`, any float dtype.
 
     Returns:
@@ -29,8 +29,8 @@ def summarise(kind: StatisticsKind, keys: torch.Tensor) -> tuple[torch.Tensor, t
 def quantise(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Rounds vectors to 8 bits with one scale each.
 
-    No byte is 0x7f or 0xff, so that any two of them form a finite bfloat16 (see `StatisticsLayout`): float8 has its
-    NaN there, and int8 goes without 127 and -1.
+    No byte is 0x7f or 0xff, so any two bytes form a finite bfloat16 (see `StatisticsLayout`). In float8 these bytes
+    are NaN; int8 does not use 127 and -1.
 
     Args:
         vectors: `[..., head_size]` float32.
@@ -51,7 +51,7 @@ def quantise(vectors: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, t
 
 
 def _bits(x: torch.Tensor) -> torch.Tensor:
-    """Returns 8-bit floats as bytes, since torch cannot assign them by index; other tensors as they are."""
+    """Returns 8-bit floats as bytes, because torch cannot assign them by index; other tensors unchanged."""
     return x.view(torch.uint8) if x.dtype == torch.float8_e4m3fn else x
 
 
@@ -74,7 +74,7 @@ def update_page_statistics(
 
 
 def as_stored(x: torch.Tensor, dtype: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
-    """What a cache of `dtype` keeps of `x`: with a scale `x / scale`, saturated as vLLM does."""
+    """Returns `x` as a cache of `dtype` stores it: with a scale `x / scale`, saturated as in vLLM."""
     if scale is None:
         return x.to(dtype)
     largest = torch.finfo(dtype).max

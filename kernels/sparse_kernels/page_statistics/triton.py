@@ -1,6 +1,6 @@
-"""Writes keys, values and the statistics of the pages that they fill to the KV cache of a GPU, in one launch.
+"""Writes keys, values and the statistics of completed pages to the KV cache of a GPU, in one launch.
 
-It needs Triton 3.4 or newer; 8-bit floats, in the cache or as means, need compute capability 8.9.
+It needs Triton 3.4 or newer. 8-bit floats, in the cache or as means, need compute capability 8.9.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ import triton.language as tl
 
 from sparse_kernels.page_statistics.layout import FEW_SLOTS, LARGEST, PageStatistics
 
-# Adding and subtracting 1.5 * 2**23 rounds a small float32 to the nearest integer, ties to even. Triton's own
-# rounding lives in libdevice, which its interpreter does not have.
+# Adding and subtracting 1.5 * 2**23 rounds a small float32 to the nearest integer, ties to even. Triton's rounding
+# needs libdevice, which its interpreter does not have.
 _ROUND = tl.constexpr(1.5 * 2**23)
 _LARGEST_E4M3 = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
 
 
 class _Launch(NamedTuple):
-    """How a launch is cut into programs, by its number of slots."""
+    """How a launch is split into programs, by its number of slots."""
 
     num_slots: float
-    """Largest number of slots this row of the table is for."""
+    """Largest number of slots for this row of the table."""
     elements: int
-    """Key elements of one token that a program copies; sets how many heads it serves."""
+    """Key elements of one token that a program copies; determines the number of heads per program."""
 
 
-# A decode step has about as many tokens as the device has multiprocessors, and many small programs spread over more of
-# them; a prefill fills the device anyway and needs fewer programs.
+# A decode step has about as many tokens as the device has multiprocessors; small programs use more of them. A prefill
+# fills the device, so it needs fewer programs.
 _LAUNCHES = (_Launch(FEW_SLOTS, 128), _Launch(float("inf"), 1024))
-# A warp takes this many elements of a page's keys, 64 for each thread: the page stays in registers between its mean and
-# its deviations. With pages of 8 tokens a thread then copies 8 elements, 16 bytes, of a token's key.
+# A warp takes this many elements of a page's keys, 64 per thread, so the page stays in registers between its mean and
+# its deviations. With pages of 8 tokens, a thread then copies 8 elements, 16 bytes, of a token's key.
 _PAGE_ELEMENTS_PER_WARP = 2048
 
 
 @triton.jit
 def _as_stored(x, scale, dtype: tl.constexpr):
-    # What has the cache's dtype already keeps its bits, those of a NaN, too.
+    # Values of the cache's dtype keep their bits, including those of NaN.
     if scale is not None or x.dtype != dtype:
         x = x.to(tl.float32)
     if scale is not None:
-        # This is what vLLM's `reshape_and_cache_flash` does: the division is exact and saturates, and a NaN stays.
+        # As vLLM's `reshape_and_cache_flash`: the division is exact and saturates, and NaN stays NaN.
         x = tl.clamp(tl.div_rn(x, scale), -_LARGEST_E4M3, _LARGEST_E4M3, propagate_nan=tl.PropagateNan.ALL)
     return x.to(dtype)
 
@@ -79,7 +79,7 @@ def _write_cache(
 ):
     token = tl.program_id(0).to(tl.int64)
     first_head = (tl.program_id(1) * HEADS).to(tl.int64)
-    # The elements of all heads of a program form one dimension: the compiler then keeps a page's rows in one thread.
+    # The elements of all heads of a program form one dimension, so the compiler keeps a page's rows in one thread.
     element = tl.arange(0, HEADS * DIMS)
     head = first_head + element // DIMS
     dim = element % DIMS
@@ -91,7 +91,7 @@ def _write_cache(
         key_scale = tl.load(key_scale_ptr)
         value_scale = tl.load(value_scale_ptr)
 
-    # The rows are asked for before the slot is known, which makes one wait of two.
+    # The rows are loaded before the slot is known: one wait instead of two.
     slot = tl.load(slot_ptr + token)
     key_row = key_ptr + token * key_strides[0] + head * key_strides[1] + dim
     value_row = value_ptr + token * value_strides[0] + head * value_strides[1] + dim
@@ -107,8 +107,8 @@ def _write_cache(
 
     if vectors_ptr is not None:  # noqa: SIM102 - decided when compiling, the next one when running
         if slot % PAGE_SIZE == PAGE_SIZE - 1:
-            # Other programs of this launch may be writing the page's earlier keys right now. Those keys stand in the
-            # rows before this one and are taken from there; what is older is in the cache.
+            # Other programs of this launch may not have stored the page's earlier keys yet. Those keys are in the
+            # preceding rows of the batch and are read from there. Older keys are in the cache.
             age = tl.arange(0, PAGE_SIZE).to(tl.int64)
             earlier = tl.load(slot_ptr + (token - age), mask=age <= token, other=-1)
             here = (earlier == slot - age)[:, None]

@@ -1,4 +1,4 @@
-"""Attention to first tokens and a window, with positions that are counted within the cache (StreamingLLM)."""
+"""Attention to the first tokens and a window, with positions counted within the cache (StreamingLLM)."""
 
 from sparse_kernels.rolling_attention.api import attend_rolling
 from sparse_kernels.rolling_attention.rule import RollingWindow, Rotation

@@ -18,36 +18,36 @@ def attend_rolling(
     rotation: Rotation,
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """Computes attention to the first tokens and the newest ones, as if the first lay directly before the window.
+    """Computes attention to the first and the newest tokens, as if the first tokens were directly before the window.
 
-    StreamingLLM (arXiv 2309.17453) counts positions within the cache: it turns the keys of S, the first `sink_tokens`
-    tokens, anew in each step. Logits depend on the distance of two positions alone, so turning the query back has the
-    same effect, and the cache stays as it is. With the query q at position p, turned by R_p, the keys k_j, turned by
+    StreamingLLM (arXiv 2309.17453) counts positions within the cache: in each step it rotates the keys of S, the first
+    `sink_tokens` tokens, again. Logits depend only on the distance of two positions. Rotating the query back has the
+    same effect, and the cache does not change. With the query q at position p, rotated by R_p, the keys k_j, rotated by
     R_j, and delta = p - (cache_tokens - 1):
 
         logit_j = scale (R_delta^T q) . k_j  for j in S;    scale q . k_j  for p - newest_tokens < j <= p
 
-    and the output is the softmax over both times the values. A token whose context is at most `whole_tokens` long
-    attends to all of it with delta = 0. Every query token has a window of its own, so it makes no difference how a
+    The output is the softmax over both times the values. A token whose context has at most `whole_tokens` tokens
+    attends to all of it with delta = 0. Every query token has its own window, so the result does not depend on how a
     prompt is cut into chunks. Memory that no query token of the batch reads may hold anything.
 
-    On a GPU it is one launch, whose shape follows from what the host knows, so that a graph may hold it.
+    On a GPU it is one launch. Its shape depends only on numbers that the host knows, so a CUDA graph may hold it.
 
     Args:
-        batch: the queries, turned to their positions in the text; their keys and values are in the cache already.
+        batch: the queries, rotated to their positions in the text. Their keys and values are already in the cache.
             Decoding requests are prompts of one token.
-        cache: keys, turned to their positions in the text, and values, of 16 or 32 bits.
+        cache: keys, rotated to their positions in the text, and values, with 16 or 32 bits.
         softmax: how logits become weights, without learned sink logits.
-        window: what is read.
-        rotation: the model's, with rows for every delta of a context of `max_seq_tokens`.
-        output: `[num_tokens, num_query_heads, head_size]`, where to write, contiguous in its last dimension; tokens
-            that belong to no request are left as they are, and those of a request without a context become zero.
+        window: the tokens to read.
+        rotation: the model's rotation, with rows for every delta of a context of `max_seq_tokens`.
+        output: `[num_tokens, num_query_heads, head_size]`, where to write, contiguous in its last dimension. Tokens
+            of no request are unchanged; tokens of a request without a context become zero.
 
     Returns:
-        `output`; arithmetic in float32, but that a GPU rounds the weights to the queries' dtype.
+        `output`. Arithmetic is in float32, except that a GPU rounds the weights to the queries' dtype.
 
     Raises:
-        ValueError: if shapes disagree, a delta may have no row, or, on a GPU, the cache is packed.
+        ValueError: if shapes disagree, a delta has no row, or, on a GPU, the cache is packed.
     """
     batch.check(cache.num_kv_heads, cache.head_size)
     cache.check()

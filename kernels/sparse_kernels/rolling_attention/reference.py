@@ -1,6 +1,6 @@
-"""Attends with rolling positions in torch, some queries of a request at a time; the specification, and what a CPU runs.
+"""Attends with rolling positions in torch, some queries of a request at a time: the specification, and the CPU path.
 
-It reads whole blocks of keys and values, so any packing of the cache will do.
+It reads whole blocks of keys and values, so it supports any packing of the cache.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ def _attend(
     """Returns the attention of consecutive query tokens of a request, `[num_tokens, num_query_heads, head_size]`.
 
     Args:
-        query: of that shape, float32.
+        query: `[num_tokens, num_query_heads, head_size]` float32.
         position: `[num_tokens]` int64.
         blocks: `[max_blocks]` integer, physical block ids.
-        cache: see `api.attend_rolling`, as the others.
-        softmax: see there.
-        window: see there.
-        rotation: see there.
+        cache: see `api.attend_rolling`.
+        softmax: see `api.attend_rolling`.
+        window: see `api.attend_rolling`.
+        rotation: see `api.attend_rolling`.
     """
     oldest, end = int(position[0]), int(position[-1]) + 1
     leaves_out = window.leaves_out(position)
-    # What all of them leave out may have been given back.
+    # Tokens that no query reads may have been given back.
     others = oldest + 1 - window.newest_tokens if bool(leaves_out.all()) else 0
     num_sinks = min(window.sink_tokens, end)
     others = max(others, num_sinks)
@@ -85,8 +85,8 @@ def _attend(
 
 
 def _tokens(paged: PagedTensor, blocks: torch.Tensor, first: int, last: int) -> torch.Tensor:
-    """Returns the keys or values of the tokens from `first` to before `last`, and nothing of what lies beside them:
-    `[num_kv_heads, last - first, head_size]` float32."""
+    """Returns the keys or values of the tokens in `[first, last)`, `[num_kv_heads, last - first, head_size]` float32.
+    It reads no other tokens."""
     block_size = paged.page_size * paged.pages_per_block
     before = first // block_size
     read = paged.gather_blocks(blocks[before : -(-last // block_size)].long())

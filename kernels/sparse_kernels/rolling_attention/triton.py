@@ -1,8 +1,8 @@
-"""Attends with rolling positions on a GPU: one launch for decoding requests and prompts, whatever their lengths.
+"""Attends with rolling positions on a GPU: one launch for decoding requests and prompts of all lengths.
 
-A program takes some rows of a KV head, which are the query heads of its group of one query token, then of the next. It
-reads the union of its rows' windows with the queries as they are, then the first tokens with queries that are turned
-back. What lies between is not read.
+The rows of a program are the query heads of one KV head, query token by query token. The program reads the union of
+its rows' windows with the unchanged queries, then the first tokens with the queries rotated back. It does not read the
+tokens between them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from sparse_kernels.rolling_attention.rule import RollingWindow, Rotation
 from sparse_kernels.triton import add_tokens, arithmetic, read_rows, rows_at, to_base_2
 
 _MOST_ROWS = 64
-"""Rows of a program where prompts have many; a matrix unit multiplies at least 16."""
+"""Most rows of a program, for long prompts. A matrix unit multiplies at least 16 rows."""
 _SINKS = tl.constexpr(16)
-"""First tokens that are read at a time: there are few."""
+"""First tokens that are read at a time."""
 
 
 @triton.jit
 def _tile_of(starts_ptr, num_requests, tile, GROUP: tl.constexpr, ROWS: tl.constexpr):
-    """The request whose rows a program takes, and the first of those within the request; -1 where there is none.
+    """Returns the request of a program's rows, and the first of these rows within the request; -1 without rows.
 
-    The tiles of request r begin at tile `starts[r] * GROUP // ROWS + r`: as many as its rows may need, so that the
-    host knows how many there are of all requests by the number of tokens alone.
+    The tiles of request r begin at tile `starts[r] * GROUP // ROWS + r`. This reserves enough tiles for its rows, and
+    the number of tiles depends only on the numbers of tokens and requests, which the host knows.
     """
     others = tl.arange(0, 128)
     begun = 0
@@ -46,7 +46,7 @@ def _turned_back(
     query, query_place, exists, rotation_place, dim,
     ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
-    """Queries `[ROWS, DIMS]` as float32, turned back by the rotations of `[ROWS]` rows of the table."""
+    """Returns queries `[ROWS, DIMS]` as float32, rotated back by `[ROWS]` rows of the table."""
     half: tl.constexpr = ROTARY // 2
     if INTERLEAVED:
         is_first, angle = dim % 2 == 0, dim // 2
@@ -60,11 +60,11 @@ def _turned_back(
     cos = tl.load(place, mask=turns, other=1.0).to(tl.float32)
     sin = tl.load(place + half, mask=turns, other=0.0).to(tl.float32)
     turned = query.to(tl.float32) * cos + tl.where(is_first, 1.0, -1.0)[None, :] * partner * sin
-    # Queries have the factor of the table already.
+    # Queries already contain the factor of the table.
     return turned / tl.sqrt(cos * cos + sin * sin)
 
 
-# Steps differ in their number of requests, and none waits for a compilation.
+# The number of requests differs between steps. No step may wait for a compilation.
 @triton.jit(do_not_specialize=["num_requests"])
 def _attend(
     query_ptr, keys_ptr, values_ptr, starts_ptr, lengths_ptr, table_ptr, rotation_ptr, output_ptr,
@@ -94,7 +94,7 @@ def _attend(
     real = exists[:, None] & (dim < HEAD_SIZE)[None, :]
     query_place = query_ptr + token * query_strides[0] + head * query_strides[1]
     query = tl.load(query_place[:, None] + dim[None, :], mask=real, other=0.0).to(DTYPE)
-    # The positions of the rows, from the oldest to before `end`; a request that pads the batch has none.
+    # The positions of the rows end before `end`; a request that is padding has none.
     oldest = length - num_queries + first // GROUP
     end = tl.minimum(length - num_queries + (first + ROWS - 1) // GROUP + 1, length)
 
@@ -103,7 +103,7 @@ def _attend(
     sums = tl.zeros((ROWS, DIMS), tl.float32)
 
     newest_tokens = cache_tokens - sink_tokens
-    # Where the oldest row leaves tokens out, all do, and the blocks of those may have been given back.
+    # If the oldest row omits tokens, all rows do, and the omitted blocks may have been given back.
     begin = tl.maximum(tl.where(oldest >= whole_tokens, oldest + 1 - newest_tokens, 0), sink_tokens)
     for other in range(begin // KEYS * KEYS, end, KEYS):
         column = other + tl.arange(0, KEYS)
@@ -117,12 +117,12 @@ def _attend(
         values = read_rows(values_ptr, place, is_read, dim, HEAD_SIZE, DTYPE)
         largest, total, sums = add_tokens(largest, total, sums, logits, values, DTYPE)
 
-    # The queries as they are need no more room from here on.
+    # The unrotated queries are not needed any more.
     nearer = tl.where(leaves_out, position - (cache_tokens - 1), 0).to(tl.int64)
     turned = _turned_back(
         query, query_place, exists, rotation_ptr + nearer * rotation_stride, dim, ROTARY, INTERLEAVED
     )  # fmt: skip
-    # What rounding takes off is multiplied, too: the first tokens may carry most of the weight.
+    # The rounding error is multiplied as well: the first tokens may carry most of the weight.
     rounded = turned.to(DTYPE)
     rest = (turned - rounded.to(tl.float32)).to(DTYPE)
     for other in range(0, tl.minimum(sink_tokens, end), _SINKS):
@@ -136,7 +136,7 @@ def _attend(
         values = read_rows(values_ptr, place, is_read, dim, HEAD_SIZE, DTYPE)
         largest, total, sums = add_tokens(largest, total, sums, logits, values, DTYPE)
 
-    # A request without a context has seen nothing.
+    # A request without a context has attended to no token.
     sums = sums / tl.where(total > 0, total, 1.0)[:, None]
     output_place = output_ptr + token * output_strides[0] + head * output_strides[1]
     tl.store(output_place[:, None] + dim[None, :], sums.to(output_ptr.dtype.element_ty), mask=real)

@@ -1,4 +1,4 @@
-"""Attends with one query token to its whole context and to the pages that it reads, and says what each page weighs."""
+"""Attends with one query token to its whole context and to the pages read, and returns the weight of each page."""
 
 from sparse_kernels.row_attention.api import attend_row
 from sparse_kernels.row_attention.outputs import RowAttention

@@ -12,21 +12,21 @@ from sparse_kernels.row_attention import reference
 from sparse_kernels.row_attention.outputs import RowAttention
 
 _PIECE_TOKENS = 16_384
-"""Tokens of a context that torch copies at once, so that no copy of a long context takes much memory."""
+"""Tokens of a context that torch copies at once, which bounds the memory of the copy."""
 
 
 def attend_row(token: QueryTokens, cache: KVCache, read: torch.Tensor, softmax: Softmax) -> RowAttention:
-    """Attends with one query token to its whole context, and to what it reads of it. It does not wait for a device.
+    """Attends with one query token to its whole context, and to the pages read. The host does not wait for the device.
 
     Args:
         token: the query token; its query has the dtype of the cache, or float32.
         cache: keys and values.
-        read: `[1, num_kv_heads, num_pages]` bool, pages that are read, the incomplete one included; whole blocks of
-            them, at least as many as the context fills.
-        softmax: how logits become weights; a learned sink takes part in the outputs, not in what pages weigh.
+        read: `[1, num_kv_heads, num_pages]` bool, pages that are read, the incomplete page included. They form whole
+            blocks, at least as many as the context fills.
+        softmax: how logits become weights. A learned sink is part of the outputs, not of the page weights.
 
     Returns:
-        Sums of those pages and both outputs, of keys and values as they are stored: their scales do not count.
+        Page sums and both outputs. Keys and values are used as stored, without their scales.
 
     Raises:
         ValueError: if the shapes disagree.
@@ -52,7 +52,7 @@ def attend_row(token: QueryTokens, cache: KVCache, read: torch.Tensor, softmax: 
         for piece in pieces:
             found = cache.values.gather_blocks(piece).float()
             position = torch.arange(start, start + found.shape[1], device=found.device)
-            # What lies beyond the context is stale memory and may be NaN, which a weight of 0 would not hide.
+            # Memory beyond the context is stale and may hold NaN. A weight of 0 would not hide NaN.
             yield found.masked_fill_((position >= token.context_lens)[:, None], 0.0)
             start += found.shape[1]
 

@@ -1,4 +1,4 @@
-"""What the row-attention operation returns."""
+"""The result of the row-attention operation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class RowAttention(NamedTuple):
-    """What query tokens attend to, page by page, and what comes of it; float32."""
+    """The attention of query tokens on each page, and the outputs; float32."""
 
     page_sums: torch.Tensor
     """`[num_queries, num_kv_heads, group_size, num_pages]`: log of the sum over a page's tokens of e^logit, -inf beyond
@@ -16,4 +16,4 @@ class RowAttention(NamedTuple):
     sparse: torch.Tensor
     """`[num_queries, num_kv_heads, group_size, head_size]`: the output of attention over the pages read."""
     dense: torch.Tensor
-    """The same over the whole context."""
+    """`[num_queries, num_kv_heads, group_size, head_size]`: the output of attention over the whole context."""

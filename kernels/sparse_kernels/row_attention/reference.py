@@ -1,4 +1,4 @@
-"""Attends with rows in torch; this is the specification."""
+"""Attends with rows in torch: the specification."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def masked_logits(
 
     Args:
         query: `[num_queries, num_kv_heads, group_size, head_size]`, any float dtype.
-        keys: `[num_kv_heads, num_tokens, head_size]` each, consecutive pieces.
+        keys: consecutive pieces, `[num_kv_heads, num_tokens, head_size]` each.
         context_lens: `[num_queries]` integer, tokens that each query attends to.
-        softmax: their scale and softcap.
+        softmax: the scale and softcap of logits.
 
     Returns:
         `[num_queries, num_kv_heads, group_size, num_tokens]` float32, -inf beyond a context.
@@ -35,14 +35,14 @@ def masked_logits(
 def attend(
     logits: torch.Tensor, values: Iterable[torch.Tensor], read: torch.Tensor, page_size: int, softmax: Softmax
 ) -> RowAttention:
-    """Attends with query tokens of one request to their whole contexts, and to the pages that they read.
+    """Attends with query tokens of one request to their whole contexts, and to the pages read.
 
     Args:
         logits: see `masked_logits`.
-        values: `[num_kv_heads, num_tokens, head_size]` each, consecutive pieces; finite.
+        values: consecutive pieces, `[num_kv_heads, num_tokens, head_size]` each; finite.
         read: `[num_queries, num_kv_heads, num_pages]` bool.
         page_size: tokens of a page.
-        softmax: its learned sinks.
+        softmax: the learned sinks.
     """
     heads, tokens = logits.shape[1], logits.shape[-1]
     sink = None if softmax.sink_logits is None else softmax.sink_logits.float().view(heads, -1, 1)

@@ -1,7 +1,7 @@
-"""Attends with a row on a GPU: programs take pieces of the context, and torch merges the few numbers that they leave.
+"""Attends with a row on a GPU: programs handle pieces of the context, and torch merges their partial results.
 
-A program reads keys and values of one KV head once, as they lie in the cache. Each query head is two rows of its
-products: one that attends to everything and one whose logits are -inf where nothing is read.
+A program reads keys and values of one KV head once, in place. Each query head has two rows: one attends to everything;
+the other has logits of -inf for tokens that are not read.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ _PIECE = tl.constexpr(1024)
 _TOKENS = tl.constexpr(64)
 """Tokens that it reads at a time: whole pages of every size."""
 _LEAST = tl.constexpr(-1.0e30)
-"""It is below all logits, and finite: sums may start from it."""
+"""Below all logits, and finite, so that sums may start from it."""
 
 
-# Lengths differ from step to step; a kernel that was compiled for one of them would not do for the next.
+# Lengths differ between steps. A kernel specialised for one length would not serve the next.
 @triton.jit(do_not_specialize=["num_pages"])
 def _attend_piece(
     query_ptr,
@@ -65,7 +65,7 @@ def _attend_piece(
         at = page // PAGES_PER_BLOCK
         block = tl.load(table_ptr + at, mask=seen, other=0).to(tl.int64)
         inside = token - at * (PAGES_PER_BLOCK * PAGE)
-        # What lies beyond the context is stale memory and may be NaN: it is not read.
+        # Memory beyond the context is stale and may hold NaN: it is not read.
         wanted = seen[:, None] & real[None, :]
         of_keys = keys_ptr + (block * keys_strides[0] + inside * keys_strides[2])[:, None] + dim[None, :]
         keys = tl.load(of_keys, mask=wanted, other=0.0)
@@ -89,7 +89,7 @@ def _attend_piece(
         rescale = tl.exp(largest - base)
         weights = tl.exp(logits - base[:, None])
         total = total * rescale + tl.sum(weights, axis=1)
-        # Two numbers of 16 bits hold a weight almost as float32 does, and products of such numbers are exact.
+        # Two 16-bit numbers hold a weight with almost float32 precision, and products of such numbers are exact.
         upper = weights.to(values.dtype)
         lower = (weights - upper.to(tl.float32)).to(values.dtype)
         output = output * rescale[:, None] + tl.dot(upper, values) + tl.dot(lower, values)
@@ -102,7 +102,7 @@ def _attend_piece(
 
 
 def attend_row(token: QueryTokens, cache: KVCache, read: torch.Tensor, softmax: Softmax) -> RowAttention:
-    """See `api.attend_row`; query, keys and values are of one dtype of 16 bits, one contiguous row per token."""
+    """See `api.attend_row`. Query, keys and values share one 16-bit dtype; each token has one contiguous row."""
     keys, values = cache.keys.view, cache.values.view
     query = token.query.contiguous()
     _, heads, group_size, head_size = query.shape

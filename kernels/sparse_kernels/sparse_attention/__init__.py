@@ -1,4 +1,4 @@
-"""Attends exactly to selected pages of a paged cache."""
+"""Exact attention to selected pages of a paged cache."""
 
 from sparse_kernels.sparse_attention.api import attend_pages
 

@@ -12,8 +12,8 @@ from sparse_kernels.sparse_attention import reference
 def attend_pages(tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax) -> torch.Tensor:
     """Computes softmax attention over the selected pages and the incomplete last page (UNIQUE, Eq. 5).
 
-    It is exact over those tokens: selecting every complete page gives dense attention. Memory outside the context,
-    whatever it holds, has no influence.
+    It is exact over these tokens: selecting every complete page gives dense attention. Memory outside the context has
+    no influence.
 
     Args:
         tokens: the query tokens.
@@ -22,7 +22,7 @@ def attend_pages(tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softm
         softmax: how logits become weights.
 
     Returns:
-        `[num_tokens, num_query_heads, head_size]` in the query's dtype; all arithmetic in float32.
+        `[num_tokens, num_query_heads, head_size]` in the query's dtype. All arithmetic is in float32.
 
     Raises:
         ValueError: if the shapes disagree.

@@ -1,5 +1,5 @@
-// The blocks of a cluster compute the attention of one query token and KV head over the selected pages and the incomplete
-// last one.
+// The thread blocks of a cluster compute the attention of one query token and KV head over the selected pages and the
+// incomplete last page.
 #include "merge.cuh"
 
 constexpr int QUERY = SK_QUERY, KV = SK_KV, OUTPUT = SK_OUTPUT, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE;

@@ -1,4 +1,4 @@
-"""Attends to selected pages on CPU, compiled. It reads pages where they lie in the cache, which holds bfloat16."""
+"""Attends to selected pages on a CPU, compiled. Reads pages in place, from a bfloat16 cache."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from sparse_kernels.threads import use_threads
 def _kernel(
     group_size: int, head_size: int, page_size: int, key_length: int, key_step: int, value_length: int, value_step: int
 ) -> Any:
-    """Compiles the kernel for one model's shape and packing: the compiler unrolls loops whose lengths it knows."""
+    """Compiles the kernel for one shape and packing. The compiler unrolls loops of constant length."""
     chunk_pages = max(1, CHUNK_TOKENS // page_size)
     chunk_tokens = chunk_pages * page_size
 
@@ -49,7 +49,7 @@ def _kernel(
         num_tokens, num_kv_heads, k = pages.shape
         for row in numba.prange(num_tokens * num_kv_heads):
             token, head = row // num_kv_heads, row % num_kv_heads
-            # The incomplete page goes behind the selected ones.
+            # The incomplete page follows the selected pages.
             chosen = np.empty(k + 1, np.int64)
             count = 0
             for slot in range(k):
@@ -99,7 +99,7 @@ def _kernel(
                     block, within = block_table[token, chosen[slot] // pages_per_block], chosen[slot] % pages_per_block
                     at = (slot - first) * page_size
                     unpack_page(values, value_length, value_step, block, head, within, by_token, at, 0, head_size)
-                # What lies beyond the context is stale memory and may be NaN, which a weight of 0 would not hide.
+                # Memory beyond the context is stale and may hold NaN. A weight of 0 would not hide NaN.
                 by_token[max(0, num_read - first * page_size) :] = 0
                 add_products(logits, first * page_size, by_token, accumulated, 0)
             for g in range(group_size):

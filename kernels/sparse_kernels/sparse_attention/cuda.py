@@ -1,4 +1,4 @@
-"""Attends to selected pages on CUDA, with groups of many query heads in parts."""
+"""Attends to selected pages on CUDA. Groups of many query heads are split into parts."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ _SOURCE = Path(__file__).with_name("attend.cu")
 
 
 class Launch(NamedTuple):
-    """How the work of a row is laid out; its result does not depend on it."""
+    """How the work of a row is laid out. The result does not depend on it."""
 
     cluster: int
     warps: int
     blocks_per_sm: int
 
 
-# The launch follows from the number of rows, as measured on an H200: about one wave of blocks, fewer where clusters of
-# that size would not all find room at once.
+# The launch depends on the number of rows, from measurements on an H200: about one wave of thread blocks, fewer if
+# clusters of that size would not all fit at once.
 _LAUNCHES = (
     (8, Launch(8, warps=8, blocks_per_sm=2)),
     (24, Launch(4, warps=8, blocks_per_sm=2)),
@@ -46,7 +46,7 @@ _LAUNCHES = (
 
 
 def launch_of(num_rows: int, group_size: int, head_size: int, device: torch.device) -> Launch:
-    """Returns the launch configuration of a batch. Before compute capability 9.0 a row has one block."""
+    """Returns the launch configuration of a batch. Before compute capability 9.0 a row has one thread block."""
     wide = is_wide(group_size, head_size)
     if torch.cuda.get_device_capability(device)[0] < 9:
         return Launch(1, warps=8, blocks_per_sm=1 if wide else 2)

@@ -1,4 +1,4 @@
-"""Attends to selected pages in torch; this is the specification, and it runs on CPU for other dtypes than bfloat16."""
+"""Attends to selected pages in torch: the specification, and the CPU path for dtypes other than bfloat16."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from sparse_kernels.paging import PagedTensor
 def logits_and_values(
     tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns logits and values of the pages' tokens in order, then of the incomplete page in the room of a whole one.
+    """Returns logits and values of the pages' tokens in order, then of the incomplete page, padded to a whole page.
 
-    Arguments are those of `api.attend_pages`; n is (k + 1) times the page size and a row is a token and KV head. Values
-    are as they are stored.
+    Arguments are those of `api.attend_pages`; n is (k + 1) times the page size, and a row is one token and KV head.
+    Values are as stored.
 
     Returns:
-        Logits `[rows, group_size, n]`, -inf for what is not attended to, and values `[rows, n, head_size]`, 0 for it;
-        float32.
+        Logits `[rows, group_size, n]`, -inf for tokens that are not attended to, and values `[rows, n, head_size]`, 0
+        for these tokens; float32.
     """
     num_tokens, num_kv_heads, group_size, head_size = tokens.query.shape
     page_size, per_block = cache.page_size, cache.keys.pages_per_block
@@ -47,7 +47,7 @@ def logits_and_values(
     logits = torch.bmm(query, gathered(cache.keys).transpose(1, 2)) * cache.scaled_by_keys(softmax.scale)
     if softmax.softcap:
         logits = softmax.softcap * torch.tanh(logits / softmax.softcap)
-    # What lies beyond the context is stale memory and may be NaN, which a weight of 0 would not hide.
+    # Memory beyond the context is stale and may hold NaN. A weight of 0 would not hide NaN.
     return logits.masked_fill(~mask, -torch.inf), gathered(cache.values).masked_fill_(~mask.transpose(1, 2), 0.0)
 
 

@@ -1,4 +1,4 @@
-"""Finds how far a row of attention is read until its output is stable (ART)."""
+"""Finds how far a row of attention is read before its output is stable (ART)."""
 
 from sparse_kernels.rules import PROBE_SIZE, StopRule, probe_elements
 from sparse_kernels.stopping.api import count_reads, pages_until_stable

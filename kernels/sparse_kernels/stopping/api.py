@@ -13,11 +13,11 @@ from sparse_kernels.stopping import reference
 def pages_until_stable(
     tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax, rule: StopRule
 ) -> torch.Tensor:
-    """Counts the pages of each row that are read before its attention stops (ART, Algorithm 1).
+    """Counts the pages that each row reads before its attention stops (ART, Algorithm 1).
 
-    Blocks of `rule.block_tokens` are read in the order of `pages`. The incomplete last page, the newest tokens, is
-    part of the first block. What stopped attention returns is exact attention over the incomplete page and the pages
-    read: `attend_pages` over the first so many of `pages`.
+    Test intervals of `rule.block_tokens` tokens are read in the order of `pages`. The incomplete last page, the newest
+    tokens, is part of the first interval. Stopped attention returns exact attention over the incomplete page and the
+    pages read: `attend_pages` over that many first entries of `pages`.
 
     Args:
         tokens: the query tokens.
@@ -30,7 +30,7 @@ def pages_until_stable(
         `[num_tokens, num_kv_heads]` int64; on CPU all arithmetic is in float32.
 
     Raises:
-        ValueError: if a block does not hold whole pages.
+        ValueError: if a test interval does not hold whole pages.
     """
     rule.check(cache.page_size)
     if rule.patience == 0 or pages.numel() == 0:
@@ -53,10 +53,10 @@ def count_reads(
         pages_read: `[num_tokens, num_kv_heads]` integer, pages read before the stop.
         context_lens: `[num_tokens]` integer.
         page_size: tokens per page.
-        block_tokens: tokens of a block.
+        block_tokens: tokens of a test interval.
 
     Returns:
-        `[num_tokens, num_kv_heads, 4]` int64: 1 row, blocks read, tokens read, tokens of the context.
+        `[num_tokens, num_kv_heads, 4]` int64: 1 row, intervals read, tokens read, tokens of the context.
     """
     tokens = pages_read.long() * page_size
     blocks = (tokens + block_tokens - 1) // block_tokens

@@ -1,4 +1,4 @@
-"""Finds the stop on CPU, compiled, from the probes of partial outputs, block by block, in a bfloat16 cache."""
+"""Finds the stop on a CPU, compiled, from the probes of partial outputs in a bfloat16 cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sparse_kernels.threads import use_threads
 def _kernel(
     group_size: int, head_size: int, page_size: int, key_length: int, key_step: int, value_length: int, value_step: int
 ) -> Any:
-    """Compiles the kernel for one model's shape and packing, as for attention."""
+    """Compiles the kernel for one shape and packing, as for attention."""
     chunk_pages = max(1, CHUNK_TOKENS // page_size)
     chunk_tokens = chunk_pages * page_size
     probe_size = len(probe_elements(head_size))
@@ -68,7 +68,7 @@ def _kernel(
             watched = np.empty((chunk_tokens, probe_size), np.float32)
             logits = np.empty((group_size, chunk_tokens), np.float32)
             tail = context_lens[token] % page_size
-            # Pages are read in chunks, of which a block may hold several. The incomplete page is a chunk of its own.
+            # Pages are read in chunks; a test interval may hold several. The incomplete page is a separate chunk.
             consecutive, at, blocks, stopped = 0, 0 if tail == 0 else -1, 0, False
             while at < count and not stopped:
                 first, last = at, min(at + chunk_pages, count, (blocks + 1) * block_pages)
@@ -85,7 +85,7 @@ def _kernel(
                 add_products(heads, 0, by_dim, logits, 0)
                 for i in range(chunk_tokens):
                     for p in range(probe_size):
-                        # Memory beyond the context is stale and may be NaN.
+                        # Memory beyond the context is stale and may hold NaN.
                         watched[i, p] = by_token[i, probe[p]] if i < num_read else np.float32(0)
                 for g in range(group_size):
                     highest = largest[g]

@@ -1,4 +1,4 @@
-"""Finds the stop in torch; this is the specification."""
+"""Finds the stop in torch: the specification."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from sparse_kernels.sparse_attention.reference import logits_and_values
 def partial_outputs(
     tokens: QueryTokens, cache: KVCache, pages: torch.Tensor, softmax: Softmax, block_tokens: int
 ) -> torch.Tensor:
-    """Returns o(t) of every block t: `[num_tokens, num_kv_heads, blocks, group_size, head_size]`.
+    """Returns o(t) after every test interval t: `[num_tokens, num_kv_heads, blocks, group_size, head_size]`.
 
-    Blocks are summed in float64. Arguments are those of `api.pages_until_stable`. Behind the last block of a row o(t)
-    stays as it is.
+    Intervals are summed in float64. Arguments are those of `api.pages_until_stable`. After the last interval of a row
+    o(t) is constant.
     """
     num_tokens, num_kv_heads, group_size, _ = tokens.query.shape
     pages = torch.nn.functional.pad(pages, (0, -pages.shape[-1] % (block_tokens // cache.page_size)), value=-1)
@@ -27,7 +27,7 @@ def partial_outputs(
         sink = softmax.sink_logits.float().view(num_kv_heads, group_size, 1).repeat(num_tokens, 1, 1)
         largest = torch.maximum(largest, sink)
     weights, sink = (logits - largest).exp(), (sink - largest).exp()
-    # The incomplete page is the last of these; it and a learned sink are part of every o(t).
+    # The incomplete page is the last one. It and a learned sink are part of every o(t).
     whole = logits.shape[-1] - cache.page_size
     by_block = weights[..., :whole].unflatten(-1, (-1, block_tokens))
     weighted = torch.einsum("rgbn,rbnd->rbgd", by_block, attended[:, :whole].unflatten(1, (-1, block_tokens)))
@@ -38,13 +38,13 @@ def partial_outputs(
 
 
 def stop_blocks(partial: torch.Tensor, rule: StopRule, probe: list[int], least_blocks: int = 0) -> torch.Tensor:
-    """Returns the block after which each row stops, or one more than there are.
+    """Returns the test interval after which each row stops, or the number of intervals plus one.
 
     Args:
         partial: `[num_tokens, num_kv_heads, blocks, group_size, head_size]`, see `partial_outputs`.
         rule: when to stop.
-        probe: elements of an output that are watched.
-        least_blocks: blocks that are read whatever the outputs.
+        probe: elements of an output that the test compares.
+        least_blocks: intervals that are always read.
 
     Returns:
         `[num_tokens, num_kv_heads]` int64, counted from 1.
@@ -73,7 +73,7 @@ def pages_until_stable(
     """See `api.pages_until_stable`."""
     partial = partial_outputs(tokens, cache, pages, softmax, rule.block_tokens)
     if cache.value_scale is not None:
-        # Tolerances are of the values as they are meant.
+        # Tolerances apply to scaled values.
         partial = partial * float(cache.value_scale)
     per_block = rule.block_tokens // cache.page_size
     stop = stop_blocks(partial, rule, probe_elements(cache.values.head_size), -(-rule.least_pages // per_block))

@@ -1,4 +1,4 @@
-"""Attends to the tokens of a prompt that matter, with the queries of those tokens alone (ZipVL)."""
+"""Attention of a prompt's important tokens to each other (ZipVL)."""
 
 from sparse_kernels.token_prefill.api import attention_sums, token_prefill
 from sparse_kernels.token_prefill.probes import draw_probes

@@ -1,4 +1,4 @@
-"""Draws the probe rows of a chunk: the same on every device, and without a word to the host."""
+"""Draws the probe rows of a chunk: the same rows on every device, without waiting for the host."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ _LAST = torch.iinfo(torch.int64).max
 
 
 def draw_probes(batch: PrefillBatch, rule: TokenRule) -> torch.Tensor:
-    """Draws the probe rows of each request (ZipVL, supplement A): its newest query tokens, and others at random.
+    """Draws the probe rows of each request (ZipVL, supplement A): its newest query tokens, and random others.
 
-    The draw ranks the other query tokens by a hash of their position that follows from the seed, the position of the
-    chunk's first token and the length of the context alone. So a request has the same probe rows in every batch, on
-    every device and in every layer; the layers of a step may share what this returns.
+    The draw ranks the other query tokens by a hash of their position. The hash depends only on the seed, the position
+    of the chunk's first token and the length of the context. A request therefore has the same probe rows in every
+    batch, on every device and in every layer. The layers of a step may share the result.
 
     Args:
         batch: the requests that prefill.
-        rule: how many probe rows there are, and the seed.
+        rule: the number of probe rows, and the seed.
 
     Returns:
-        `[num_requests, rule.num_probes]` int32, positions in the context: the random ones in the order of their
-        hashes, then the recent ones in that of the context. -1 where a chunk has fewer tokens.
+        `[num_requests, rule.num_probes]` int32, positions in the context: random ones in the order of their hashes,
+        then recent ones in text order. -1 if a chunk has fewer tokens.
     """
     lengths, chunks = batch.seq_lens.long()[:, None], batch.query_lens.long()[:, None]
     device = batch.query.device
@@ -36,7 +36,7 @@ def draw_probes(batch: PrefillBatch, rule: TokenRule) -> torch.Tensor:
         return recent.int()
     position = first + torch.arange(max(batch.max_query_tokens, rule.random_probes), device=device)
     key = _hash(_hash(_hash(torch.full_like(first, rule.seed & _WORD)) ^ first) ^ lengths)
-    # The position in the lower half makes every rank unique: no order of equals is left to the sort.
+    # The position in the lower half makes every rank unique, so no sort has ties.
     rank = _hash(key ^ position) << 31 | position
     rank = torch.where(position < lengths - rule.recent_probes, rank, _LAST)
     best = rank.topk(rule.random_probes, largest=False, sorted=True).values

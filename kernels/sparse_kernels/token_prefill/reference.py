@@ -1,6 +1,6 @@
-"""Prefills sparsely in torch, request by request; this is the specification, and what runs on a CPU.
+"""Prefills sparsely in torch, request by request: the specification, and the CPU path.
 
-It reads keys and values page by page, so any packing of the cache will do.
+It reads keys and values page by page, so it supports any packing of the cache.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def column_sums(
         cache: their keys and values.
         softmax: how logits become weights.
         probes: `[num_requests, num_probes]` int32, positions of the probe rows; -1 for none.
-        by_head: whether each KV head has sums of its own.
+        by_head: whether each KV head has separate sums.
 
     Returns:
-        `[num_requests, max_seq_tokens]` float32, a_j; 0 beyond a context. By head
+        `[num_requests, max_seq_tokens]` float32, a_j; 0 beyond a context. With `by_head`,
         `[num_requests, num_kv_heads, max_seq_tokens]`.
     """
     sets = cache.num_kv_heads if by_head else 1
@@ -72,7 +72,7 @@ def column_sums(
 
 
 def attend_kept(batch: PrefillBatch, cache: KVCache, softmax: Softmax, kept: KeptTokens, output: torch.Tensor) -> None:
-    """Attends with the queries in T to the keys and values in T; leaves other outputs as they are."""
+    """Attends with the queries in T to the keys and values in T; other outputs do not change."""
     group = batch.group_size(cache.num_kv_heads)
     for request in range(batch.num_requests):
         length, start, end = int(batch.seq_lens[request]), *batch.query_start[request : request + 2].tolist()
@@ -98,7 +98,7 @@ def _scaled(batch: PrefillBatch, query: torch.Tensor) -> torch.Tensor:
 
 
 def _tokens(paged: PagedTensor, blocks: torch.Tensor, head: int, positions: torch.Tensor) -> torch.Tensor:
-    """Returns a KV head's keys or values of some positions: `[len(positions), head_size]` float32, not scaled."""
+    """Returns a KV head's keys or values at some positions: `[len(positions), head_size]` float32, not scaled."""
     pages, inverse = torch.unique(positions // paged.page_size, return_inverse=True)
     block = blocks.long()[pages // paged.pages_per_block]
     gathered = paged.gather(block, torch.tensor(head, device=block.device), pages % paged.pages_per_block)

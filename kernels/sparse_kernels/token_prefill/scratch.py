@@ -1,4 +1,4 @@
-"""Memory of a sparse prefill, which the layers of an engine share."""
+"""Temporary memory of a sparse prefill, which the layers of an engine share."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import torch
 from sparse_kernels.token_prefill.rule import TokenRule
 
 SPLIT_TOKENS = 1024
-"""Tokens of a context that one program reads for the sums of a probe row's softmax. A constant: how a context is cut
-decides in which order numbers are added, and no batch may change that."""
+"""Tokens of a context that one program reads for the softmax sums of a probe row. It is constant because the split
+determines the order of additions, which must not depend on the batch."""
 _TOKENS_AT_ONCE = 1 << 20
-"""Tokens of contexts, at most, whose attention is sorted at the same time; about 60 bytes each."""
+"""Most context tokens whose attention is sorted at the same time; about 60 bytes each."""
 
 
 @dataclass(frozen=True)
 class PrefillSizes:
-    """Bounds of a batch that prefills."""
+    """Upper bounds on a batch that prefills."""
 
     num_tokens: int
     """Query tokens of all requests."""
@@ -29,7 +29,7 @@ class PrefillSizes:
 
     @property
     def requests_at_once(self) -> int:
-        """Requests whose tokens are chosen side by side; others follow, which changes no bit."""
+        """Requests whose tokens are chosen together. Other requests follow; the result is the same, bit for bit."""
         return max(1, min(self.num_requests, _TOKENS_AT_ONCE // self.max_seq_tokens))
 
     @property
@@ -40,18 +40,18 @@ class PrefillSizes:
 
 @dataclass(frozen=True)
 class Scratch:
-    """What a sparse prefill on a GPU stores between its launches. Calls that follow each other may share it."""
+    """Intermediate results of a sparse prefill on a GPU. Consecutive calls may share them."""
 
     query: torch.Tensor
     """`[num_tokens, num_query_heads, head_size]` of the query's dtype: queries in T."""
     output: torch.Tensor
-    """`[num_tokens, num_query_heads, head_size]` of the output's dtype: their attention."""
+    """`[num_tokens, num_query_heads, head_size]` of the output's dtype: attention of the queries in T."""
     sums: torch.Tensor
     """`[requests_at_once, max_seq_tokens]` float32: attention on each token."""
     partial: torch.Tensor
     """`[requests_at_once * num_query_heads * splits * num_probes]` float32: log sums of parts of a context."""
     whole: torch.Tensor
-    """`[requests_at_once, num_query_heads, num_probes]` float32: probe rows' log sums."""
+    """`[requests_at_once, num_query_heads, num_probes]` float32: log sums of probe rows."""
 
     @classmethod
     def make(
@@ -78,7 +78,7 @@ class Scratch:
         )
 
     def check(self, sizes: PrefillSizes, rule: TokenRule) -> None:
-        """Raises ValueError unless there is room for a batch, and it was made for its heads and this rule."""
+        """Raises ValueError unless the memory fits the batch, its heads and this rule."""
         for name, got, needed in (
             ("query tokens", len(self.query), sizes.num_tokens),
             ("tokens of a context", self.sums.shape[1], sizes.max_seq_tokens),

@@ -1,4 +1,4 @@
-"""Chooses the tokens that a layer keeps, and puts them in a row; on any device, without a word to the host."""
+"""Chooses the tokens that a layer keeps and gathers them, on any device, without waiting for the host."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from sparse_kernels.batch import PrefillBatch, Softmax
 from sparse_kernels.token_prefill.rule import TokenRule
 
 _STEPS = float(1 << 40)
-"""Sums are added up as whole numbers of this part of a row's weight: exact, so no order or width of a batch counts."""
+"""Units of a weight of 1. Sums are integers of this unit: they are exact, so the order of additions does not matter."""
 
 
 @dataclass(frozen=True)
 class KeptTokens:
     """The set T of each request in one layer (ZipVL, Eq. 9), on the device.
 
-    It is what a smaller KV cache would keep: the paper drops the keys and values of all other tokens.
+    A smaller KV cache would keep these tokens: the paper drops the keys and values of all others.
     """
 
     mask: torch.Tensor
-    """`[num_requests, max_seq_tokens]` bool, whether T has the token of this position."""
+    """`[num_requests, max_seq_tokens]` bool, whether T contains each position."""
     positions: torch.Tensor
     """`[num_requests, max_seq_tokens]` int32, the positions in T, ascending, then -1."""
     counts: torch.Tensor
-    """`[num_requests]` int32, tokens in T: p, or one more where the chunk's last token is not among the p best."""
+    """`[num_requests]` int32, tokens in T: p, or p + 1 if the chunk's last token is not among the p best."""
     important: torch.Tensor
-    """`[num_requests]` int32, the paper's p (Eq. 7), a measure of how concentrated the layer's attention is."""
+    """`[num_requests]` int32, the paper's p (Eq. 7). A small p means concentrated attention."""
 
     @classmethod
     def join(cls, parts: list[KeptTokens]) -> KeptTokens:
@@ -46,15 +46,15 @@ class KeptTokens:
 class KeptAttention:
     """Causal attention of the queries in T to the keys and values in T.
 
-    The cache appears as pages of one token, whose table says where the tokens of T are: attention kernels that take
-    such pages (FlashAttention 3) need nothing else. Within T the queries of a chunk are the last, so a causal mask
-    that is aligned at the bottom right is that of the positions.
+    The cache appears as pages of one token, and a table says where the tokens of T are. Attention kernels that support
+    such pages (FlashAttention 3) need nothing else. The queries of a chunk are the last tokens of T, so a causal mask
+    aligned at the bottom right matches the positions.
     """
 
     query: torch.Tensor
-    """`[num_tokens, num_query_heads, head_size]` contiguous: the queries in T, request after request, then anything."""
+    """`[num_tokens, num_query_heads, head_size]` contiguous: the queries in T by request, then undefined rows."""
     query_start: torch.Tensor
-    """`[num_requests + 1]` int32, where the queries of each request begin, and where those of the last end."""
+    """`[num_requests + 1]` int32, where the queries of each request begin, then the end of the last request's."""
     keys: torch.Tensor
     """`[num_rows, 1, num_kv_heads, head_size]`, a view of the cache whose rows overlap."""
     values: torch.Tensor
@@ -64,9 +64,9 @@ class KeptAttention:
     counts: torch.Tensor
     """`[num_requests]` int32, tokens in T."""
     max_query_tokens: int
-    """Queries of a request, at most."""
+    """Largest number of queries of a request."""
     max_seq_tokens: int
-    """Tokens in T, at most."""
+    """Largest number of tokens in T."""
     softmax: Softmax
     """How logits become weights."""
     query_scale: torch.Tensor | None
@@ -82,18 +82,18 @@ class KeptAttention:
 def choose_tokens(sums: torch.Tensor, probes: torch.Tensor, batch: PrefillBatch, rule: TokenRule) -> KeptTokens:
     """Chooses T of each request (ZipVL, Eq. 7 to 9).
 
-    p is the smallest number of tokens whose accumulated attention reaches the share tau of the sum of all. T is the p
-    tokens of highest normalised attention (of equal ones the first) and the chunk's last token, which decodes.
+    p is the smallest number of tokens whose accumulated attention reaches the share tau of the total. T is the p tokens
+    of highest normalised attention (ties go to the first) and the chunk's last token, which predicts the next one.
 
     Args:
-        sums: `[num_requests, max_seq_tokens]` float32, a_j: attention on each token, added up over probe rows and
-            query heads (Eq. 6). What lies beyond a context may be anything.
-        probes: what `draw_probes` returns.
+        sums: `[num_requests, max_seq_tokens]` float32, a_j: attention on each token, summed over probe rows and query
+            heads (Eq. 6). Entries beyond a context may hold anything.
+        probes: the result of `draw_probes`.
         batch: the requests that prefill.
-        rule: the share tau, and which contexts are attended whole.
+        rule: the share tau, and the contexts that are attended whole.
 
     Returns:
-        The tokens in T; none of a request without query tokens.
+        The tokens in T; none for a request without query tokens.
     """
     width, device = sums.shape[1], sums.device
     position = torch.arange(width, device=device)
@@ -108,7 +108,7 @@ def choose_tokens(sums: torch.Tensor, probes: torch.Tensor, batch: PrefillBatch,
         short = (covered < covered[:, -1:].double() * rule.tau) & exists
         important = torch.minimum(short.sum(dim=1) + 1, lengths.squeeze(1))
         important = torch.where(lengths.squeeze(1) <= rule.dense_tokens, lengths.squeeze(1), important)
-        # A context's last token is a probe, so no token in it is unseen.
+        # A context's last token is a probe row, so every token is seen.
         normalised = torch.where(exists, sums / rows_that_see(probes, width).clamp(min=1), -1)
         best = normalised.sort(dim=1, descending=True, stable=True).indices
         mask = torch.zeros_like(exists).scatter_(1, best, position < important[:, None])
@@ -118,11 +118,11 @@ def choose_tokens(sums: torch.Tensor, probes: torch.Tensor, batch: PrefillBatch,
 
 
 def rows_that_see(rows: torch.Tensor, width: int) -> torch.Tensor:
-    """Counts the rows that see each token (ZipVL, Eq. 8): those whose positions are not below its own.
+    """Counts the rows that see each token (ZipVL, Eq. 8): rows at the token's position or after it.
 
     Args:
         rows: `[num_requests, num_rows]` integer, positions; -1 for none.
-        width: tokens, the first ones of a context.
+        width: number of first tokens of a context.
 
     Returns:
         `[num_requests, width]` int64.
@@ -133,11 +133,11 @@ def rows_that_see(rows: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _in_a_row(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns where a mask is set in each row, ascending and then -1, and in how many places; int32."""
+    """Returns the positions where each row of a mask is set, ascending and then -1, and their number; int32."""
     height, width = mask.shape
     place = mask.cumsum(dim=1)
     counts = place[:, -1].int() if width else mask.sum(dim=1).int()
-    # What is not set goes to a column of its own.
+    # Positions that are not set are written to an extra column.
     positions = torch.full((height, width + 1), -1, dtype=torch.int32, device=mask.device)
     position = torch.arange(width, dtype=torch.int32, device=mask.device).expand(height, -1)
     positions.scatter_(1, torch.where(mask, place - 1, width), position)
@@ -146,23 +146,23 @@ def _in_a_row(mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @dataclass(frozen=True)
 class KeptQueries:
-    """Which query tokens of a batch are in T."""
+    """The query tokens of a batch that are in T."""
 
     mask: torch.Tensor
     """`[num_tokens]` bool."""
     tokens: torch.Tensor
-    """`[num_tokens]` int64, the tokens of the mask in order, then anything."""
+    """`[num_tokens]` int64, the tokens of the mask in order, then undefined entries."""
     places: torch.Tensor
-    """`[num_tokens]` int64, where each token of the mask is among them; anything for the others."""
+    """`[num_tokens]` int64, the index of each token of the mask in `tokens`; undefined for other tokens."""
     starts: torch.Tensor
-    """`[num_requests + 1]` int32, where those of each request begin, and where those of the last end."""
+    """`[num_requests + 1]` int32, where the tokens of each request begin, then the end of the last request's."""
 
 
 def kept_queries(kept: KeptTokens, batch: PrefillBatch) -> KeptQueries:
     """Finds the query tokens of a batch that are in T."""
     token = torch.arange(batch.num_tokens, device=kept.mask.device)
     start = batch.query_start.long()
-    # The first and the last bound are those of the batch's part, before and after which are other requests.
+    # The first and the last bound limit the batch's part; other requests may be before and after it.
     request = torch.searchsorted(start, token, right=True) - 1
     present = (request >= 0) & (request < batch.num_requests)
     request = request.clamp(0, batch.num_requests - 1)

@@ -1,8 +1,8 @@
-"""Prefills sparsely on a GPU: Triton for the attention of the probe rows and of T, torch for what lies between.
+"""Prefills sparsely on a GPU: Triton for the attention of the probe rows and of T, torch for the steps between.
 
-The attention of the probe rows takes two passes. The first gives the sums of their softmax, by parts of the context
-that are put together in order; the second adds up the weights on each token, one program for some tokens and all heads
-that have sums together. So every number is a sum in an order that follows from the request alone.
+The attention of the probe rows takes two passes. The first computes the sums of their softmax, by parts of the context
+that are merged in order. The second sums the weights on each token; one program handles some tokens and all heads that
+share sums. The order of every sum depends only on the request.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from sparse_kernels.token_prefill.tokens import KeptAttention, KeptTokens, choos
 from sparse_kernels.triton import LOG2E, arithmetic, to_base_2
 
 _ALIGNED = 16
-"""Triton compiles kernels anew for strides that this divides."""
+"""Triton compiles a separate kernel for strides that are multiples of this."""
 
 
 class _Tile(NamedTuple):
-    """What a program works on at a time."""
+    """The work of a program in one step."""
 
     rows: int
     """Query tokens of a head."""
@@ -35,19 +35,19 @@ class _Tile(NamedTuple):
 
 
 def _tile(head_size: int) -> _Tile:
-    """Returns a tile that fits the shared memory of a block on every GPU that is served, twice buffered."""
+    """Returns a tile that fits the shared memory of a thread block on every supported GPU, double buffered."""
     return _Tile(64, 64) if head_size <= 128 else _Tile(64, 32)
 
 
 @triton.jit
 def _logits(query, keys, factor, SOFTCAP: tl.constexpr):
-    """Products of queries with keys `[DIMS, keys]`, as logits to the base 2."""
+    """Returns products of queries with keys `[DIMS, keys]`, as logits to the base 2."""
     return to_base_2(tl.dot(query, keys, input_precision="ieee") * factor, SOFTCAP)
 
 
 @triton.jit
 def _log_sum(largest, total):
-    """The logarithm to the base 2 of `total * 2 ** largest`: -inf for nothing, and a NaN stays one."""
+    """Returns the base-2 logarithm of `total * 2 ** largest`: -inf for a total of 0; NaN stays NaN."""
     some = tl.where(total > 0, largest + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
     return tl.where(total != total, total, some)
 
@@ -66,7 +66,7 @@ def _probe_rows(
     query_ptr, query_strides, probes_ptr, request, token_of_zero, first, kv_head, dim,
     GROUP: tl.constexpr, PROBES: tl.constexpr, HEAD_SIZE: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Probe rows of a KV head: those of its first query head, then of the next."""
+    """Loads the probe rows of a KV head: all rows of its first query head, then of the next."""
     row = first + tl.arange(0, ROWS)
     exists = row < GROUP * PROBES
     head = kv_head * GROUP + row // PROBES
@@ -83,7 +83,7 @@ def _context_keys(
     keys_ptr, key_strides, table_ptr, position, length, kv_head, dim,
     HEAD_SIZE: tl.constexpr, BLOCK_TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Keys of some positions of a context, `[DIMS, positions]`."""
+    """Loads keys at some positions of a context, `[DIMS, positions]`."""
     exists = position < length
     block = tl.load(table_ptr + position // BLOCK_TOKENS, mask=exists, other=0).to(tl.int64)
     place = keys_ptr + block * key_strides[0] + kv_head * key_strides[1] + position % BLOCK_TOKENS * key_strides[2]
@@ -123,10 +123,10 @@ def _probe_sums(
             keys_ptr, key_strides, table, column, length, kv_head, dim, HEAD_SIZE, BLOCK_TOKENS
         ).to(DTYPE)  # fmt: skip
         logits = _logits(query, keys, factor, SOFTCAP)
-        # Positions of probe rows lie within the context, so what they see does, too.
+        # Positions of probe rows lie within the context, so the tokens that they see also do.
         logits = tl.where(column[None, :] <= position[:, None], logits, float("-inf"))
         peak = tl.maximum(largest, tl.max(logits, axis=1))
-        # A row that has seen nothing yet has a peak of -inf, from which nothing can be subtracted.
+        # A row that has seen no token has a peak of -inf. Nothing can be subtracted from -inf.
         base = tl.where(peak == float("-inf"), 0.0, peak)
         total = total * tl.exp2(largest - base) + tl.sum(tl.exp2(logits - base[:, None]), axis=1)
         largest = peak
@@ -140,7 +140,7 @@ def _join_sums(
     partial_ptr, sinks_ptr, starts_ptr, lengths_ptr, whole_ptr, splits,
     PROBES: tl.constexpr, PADDED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Puts the log sums of the parts together, in their order, and the head's sink logit with them."""
+    """Merges the log sums of the parts in order, and adds the head's sink logit."""
     head = tl.program_id(0)
     request = tl.program_id(1).to(tl.int64)
     row = request * tl.num_programs(0) + head
@@ -171,7 +171,7 @@ def _column_sums(
     BLOCK_TOKENS: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Adds up the weights of all probe rows on some tokens, of KV heads whose sums are one."""
+    """Sums the weights of all probe rows on some tokens, over KV heads that share sums."""
     request = tl.program_id(1).to(tl.int64)
     length = tl.load(lengths_ptr + request)
     end = tl.load(starts_ptr + request + 1)
@@ -181,7 +181,7 @@ def _column_sums(
     dim = tl.arange(0, DIMS)
     factor = _factor(scale, query_scale_ptr, key_scale_ptr)
     table = table_ptr + request * table_stride
-    # Weights are added up element by element, and rows once in the end: a sum over rows crosses the warps.
+    # Weights are added element by element, and rows only once at the end: a sum over rows crosses warps.
     sums = tl.zeros((ROWS, KEYS), tl.float32)
     together = tl.program_id(2)
     for kv in range(together * heads_together, (together + 1) * heads_together):
@@ -211,7 +211,7 @@ def _attend_kept(
     ROWS: tl.constexpr, KEYS: tl.constexpr, SOFTCAP: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Attends with some queries of a head to the rows of a table, causal, aligned at the bottom right."""
+    """Attends with some queries of a head to the rows of a table; causal, aligned at the bottom right."""
     request = tl.program_id(2).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
     start = tl.load(starts_ptr + request)
@@ -237,7 +237,7 @@ def _attend_kept(
         largest = tl.zeros((ROWS,), tl.float32) + tl.load(sinks_ptr + head).to(tl.float32) * LOG2E
         total += 1.0
     sums = tl.zeros((ROWS, DIMS), tl.float32)
-    # Every query sees the first key, so no row is without a largest logit after the first round.
+    # Every query sees the first key, so every row has a largest logit after the first round.
     for other in range(0, tl.minimum(count, count - num_queries + first + ROWS), KEYS):
         column = other + tl.arange(0, KEYS)
         present = column < count
@@ -261,18 +261,18 @@ def _attend_kept(
 def launch_sums(
     batch: PrefillBatch, cache: KVCache, softmax: Softmax, probes: torch.Tensor, scratch: Scratch
 ) -> torch.Tensor:
-    """Adds up the attention of the probe rows on each token, of all heads together.
+    """Sums the attention of the probe rows on each token, over all heads.
 
     Args:
         batch: the requests that prefill.
         cache: their keys and values.
         softmax: how logits become weights.
-        probes: what `draw_probes` returns.
-        scratch: has room for these requests.
+        probes: the result of `draw_probes`.
+        scratch: memory for these requests.
 
     Returns:
-        `[num_requests, max_seq_tokens]` float32, a_j; beyond a context and for requests without query tokens nothing
-        is written.
+        `[num_requests, max_seq_tokens]` float32, a_j. Entries beyond a context, and for requests without query tokens,
+        are not written.
     """
     sums = scratch.sums[: batch.num_requests, : batch.max_seq_tokens]
     _launch_sums(batch, cache, softmax, probes, scratch, sums[:, None])
@@ -282,16 +282,16 @@ def launch_sums(
 def _launch_sums(
     batch: PrefillBatch, cache: KVCache, softmax: Softmax, probes: torch.Tensor, scratch: Scratch, sums: torch.Tensor
 ) -> None:
-    """Adds up the attention of the probe rows on each token.
+    """Sums the attention of the probe rows on each token.
 
     Args:
         batch: the requests that prefill.
         cache: their keys and values.
         softmax: how logits become weights.
-        probes: what `draw_probes` returns.
-        scratch: has room for these requests.
-        sums: where to write, `[num_requests, sets, max_seq_tokens]` float32, one set for all KV heads or one for each;
-            beyond a context and for requests without query tokens nothing is written.
+        probes: the result of `draw_probes`.
+        scratch: memory for these requests.
+        sums: where to write, `[num_requests, sets, max_seq_tokens]` float32, one set for all KV heads or one per head.
+            Entries beyond a context, and for requests without query tokens, are not written.
     """
     num_requests, num_probes = probes.shape
     num_heads, head_size, num_kv_heads = batch.query.shape[1], cache.head_size, cache.num_kv_heads
@@ -363,10 +363,10 @@ def attend_kept(kept: KeptAttention) -> None:
 
 
 def token_rows(cache: KVCache) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Shows keys and values as pages of one token.
+    """Returns views of keys and values as pages of one token.
 
     Returns:
-        Keys and values, `[num_rows, 1, num_kv_heads, head_size]` each, whose rows overlap: token t of block b is row
+        Keys and values, `[num_rows, 1, num_kv_heads, head_size]` each, with overlapping rows: token t of block b is row
         `b * rows_per_block + t`. And `rows_per_block`.
 
     Raises:
@@ -428,7 +428,7 @@ def _attend_part(
     rows = torch.where(kept.positions >= 0, block * rows_per_block + position % block_tokens, 0)
     queries = kept_queries(kept, batch)
     query, attended = scratch.query[: batch.num_tokens], scratch.output[: batch.num_tokens]
-    # torch gathers the bits of 8-bit floats alone.
+    # torch can only gather 8-bit floats as bytes.
     bits = torch.uint8 if query.dtype.itemsize == 1 else query.dtype
     torch.index_select(batch.query.view(bits), 0, queries.tokens, out=query.view(bits))
     attend(

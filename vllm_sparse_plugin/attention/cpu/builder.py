@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 
 import torch
-from sparse_kernels.page_coverage import Coverage
+from sparse_kernels.page_coverage import Limits
 from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -204,7 +204,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
             return torch.zeros_like(sparse)
         return sparse & torch.tensor([reads_less(rule, length) for length in common.seq_lens.tolist()])
 
-    def _limits(self, common: CommonAttentionMetadata) -> Coverage | None:
+    def _limits(self, common: CommonAttentionMetadata) -> Limits | None:
         """Returns how much each request reads in a decode step; None if all read what the settings say."""
         if not self.sparse.is_sparse:
             return None
@@ -217,7 +217,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         return stack_limits([each or default for each in asked])
 
     def _sparse_requests(
-        self, common: CommonAttentionMetadata, query_lens: torch.Tensor, limits: Coverage | None
+        self, common: CommonAttentionMetadata, query_lens: torch.Tensor, limits: Limits | None
     ) -> torch.Tensor:
         """Finds decoding requests that are routed, or whose context exceeds their budget: `[num_reqs]` bool."""
         assert self.reorder_batch_threshold is not None

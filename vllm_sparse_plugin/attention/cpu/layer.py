@@ -9,7 +9,7 @@ import torch
 from sparse_kernels.batch import Prompts, QueryTokens
 from sparse_kernels.cache import KVCache
 from sparse_kernels.group_routing import route_groups
-from sparse_kernels.page_coverage import Coverage
+from sparse_kernels.page_coverage import Limits
 from sparse_kernels.page_statistics import update_page_statistics
 from sparse_kernels.rolling_attention import attend_rolling
 from sparse_kernels.sparse_attention import attend_pages
@@ -184,9 +184,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         output[token, head] = self._attend(active, self.cache_by_head, head[:, None], limits)
         return output.flatten(1, 2)
 
-    def _attend(
-        self, tokens: QueryTokens, cache: KVCache, heads: torch.Tensor, limits: Coverage | None
-    ) -> torch.Tensor:
+    def _attend(self, tokens: QueryTokens, cache: KVCache, heads: torch.Tensor, limits: Limits | None) -> torch.Tensor:
         """Attends with tokens to the pages that the layer reads.
 
         Args:
@@ -201,7 +199,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         return attend_pages(tokens, cache, pages, self.softmax)
 
     def _pages(
-        self, tokens: QueryTokens, cache: KVCache, limits: Coverage | None
+        self, tokens: QueryTokens, cache: KVCache, limits: Limits | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Returns the pages that the layer reads and, where lengths do not tell how many those are, what `count_reads`
         says of them."""

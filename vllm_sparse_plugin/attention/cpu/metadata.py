@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from sparse_kernels.batch import Prompts
-from sparse_kernels.page_coverage import Coverage
+from sparse_kernels.page_coverage import Limits
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadata,
@@ -28,7 +28,7 @@ class DecodeTokens:
     """`[num_tokens, max_blocks]` int64."""
     context_lens: torch.Tensor
     """`[num_tokens]` int64, tokens that each may attend, itself included."""
-    limits: Coverage | None
+    limits: Limits | None
     """How much each reads, where a request of the step says something of its own or the layers have a coverage."""
     sampled: Sample | None = None
     """Index of the token whose selection is measured, and in which layers; None for none."""

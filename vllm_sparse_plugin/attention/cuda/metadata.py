@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 from sparse_kernels.batch import WholeRequests
-from sparse_kernels.page_coverage import Coverage
+from sparse_kernels.page_coverage import Limits
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionMetadata,
@@ -32,7 +32,7 @@ class DecodeRequests:
     """`[num_requests]` bool, those that attend densely: single tokens of a prompt, and those that say so."""
     budgets: torch.Tensor | None = None
     """`[num_requests]` int32, pages that a selection reads of each; None where all have the settings' budget."""
-    limits: Coverage | None = None
+    limits: Limits | None = None
     """How much each request reads under a coverage; None without one."""
     whole: WholeRequests | None = None
     """The long ones of the requests that attend densely; None where no layer selects pages."""

@@ -1,7 +1,6 @@
-"""Scores, chooses and regroups on a GPU what FlashAttention then attends to.
+"""Scores and chooses key blocks on a GPU, and orders queries for FlashAttention.
 
-Nothing here reads a length on the host: grids follow from bounds that the host knows, and programs beyond a tile's own
-numbers leave at once.
+The host reads no length: grids follow from upper bounds. Programs beyond the actual numbers return at once.
 """
 
 from sparse_kernels.block_prefill.triton.choose import virtual_sequences

@@ -58,17 +58,17 @@ def _choose(
     if reads < past:
         score = tl.load(scores_ptr + row.to(tl.int64) * scores_stride + block, mask=exists, other=0.0)
         always = exists & ((block < sink_blocks) | (block >= past - recent_blocks))
-        # The order of these integers is that of the scores: first what is always read, last what does not exist.
+        # The order of these integers is that of the scores: blocks always read first, blocks that do not exist last.
         bits = score.to(tl.int32, bitcast=True)
         key = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.int64) + 0x80000001
         key = tl.where(always, 0x1FFFFFFFF, tl.where(exists, key, 0))
         rows = (count + STRIDE - 1) // STRIDE * GROUP
         if IS_ADAPTIVE:
-            # As many blocks are read as leave no more than this share of the rows' mass unread.
+            # Blocks are read until at most this share of the rows' mass is unread.
             needed = tl.sum(score, axis=0) - unread_share * rows
         low = tl.full((), 0, tl.int64)
         high = tl.full((), 0x200000000, tl.int64)
-        # The largest key is looked for whose equals and betters are enough.
+        # Search for the largest key such that enough blocks have an equal or larger key.
         for _ in range(34):
             middle = (low + high) // 2
             at_least = key >= middle
@@ -122,20 +122,20 @@ def virtual_sequences(
     rule: BlockRule,
     counters: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses blocks and writes what each tile and KV head reads as a sequence of its own.
+    """Chooses blocks and writes the tokens of each tile and KV head as a separate sequence.
 
     Args:
         scores: see `score_past`.
         batch: the batch.
         tiles: its tiles.
         entries: how pages are numbered.
-        group_size: query heads to a KV head.
+        group_size: query heads per KV head.
         rule: the rule.
         counters: `[num_kv_heads, COUNTERS]` int64 to add to; None for no counts.
 
     Returns:
         `[num_tiles * num_kv_heads, max_pages]` int32, pages in order, the tile's own last; and `[num_tiles *
-        num_kv_heads]` int32, tokens in them. Undefined beyond these.
+        num_kv_heads]` int32, their tokens. Entries beyond these are undefined.
     """
     heads = scores.shape[1]
     own_blocks = triton.next_power_of_2(-(-rule.tile_tokens // rule.block_tokens) + 1)

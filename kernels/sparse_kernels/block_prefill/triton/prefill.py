@@ -1,4 +1,4 @@
-"""Makes a sparse prefill on a GPU: scores, chooses, attends by FlashAttention, and puts outputs in order."""
+"""Runs a sparse prefill on a GPU: scores, chooses, attends by FlashAttention, and restores the order of outputs."""
 
 from __future__ import annotations
 

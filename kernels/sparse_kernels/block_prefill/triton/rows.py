@@ -1,4 +1,4 @@
-"""Orders queries by tile and KV head on a GPU, and outputs by token again."""
+"""Orders queries by tile and KV head on a GPU, and restores the order of outputs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _ungroup_with_sinks(
     DIMS: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    # Learned sink logits differ by head and a virtual sequence has one set for all: they join the denominator here.
+    # Learned sink logits differ by head, but a virtual sequence has one set for all. They are added here.
     tile, head = tl.program_id(0), tl.program_id(1)
     first, count = tl.load(first_ptr + tile), tl.load(count_ptr + tile)
     dim = tl.arange(0, DIMS)
@@ -102,11 +102,11 @@ def _regroup(by_token: torch.Tensor, rows: torch.Tensor, tiles: Tiles, num_kv_he
 def ungroup(
     rows: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Tensor | None, tiles: Tiles, output: torch.Tensor
 ) -> None:
-    """Undoes `group_queries` for the outputs of attention, and lets learned sink logits join the denominators.
+    """Undoes `group_queries` for the outputs, and adds learned sink logits to the denominators.
 
     Args:
         rows: `[num_rows, group_size, head_size]`.
-        lse: `[group_size, num_rows]` float32, the logarithm of each row's denominator; only with sinks.
+        lse: `[group_size, num_rows]` float32, the logarithm of each row's denominator; needed only with sinks.
         sinks: `[num_query_heads]` learned sink logits, or None.
         tiles: the tiles.
         output: `[num_tokens, num_query_heads, head_size]`, where to write.

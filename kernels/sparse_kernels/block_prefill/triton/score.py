@@ -1,4 +1,4 @@
-"""Scores the past blocks of tiles on a GPU, by the summaries of their pages."""
+"""Scores the past blocks of tiles on a GPU by the summaries of their pages."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _LARGEST_LOGIT = tl.constexpr(60000.0)
 _PIECE = 16384
 """Summary keys of a context that one program scores for a group of tiles."""
 _ROWS_AT_A_TIME = 128
-"""Query rows that meet the keys at a time."""
+"""Query rows of one product."""
 _KEYS_AT_A_TIME = 64
-"""Keys that they meet at a time."""
+"""Keys of one product."""
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def _block_logits(
     head = tl.program_id(1)
     first_tile, num_tiles = tl.load(group_first_ptr + group), tl.load(group_tiles_ptr + group)
     last_tile = first_tile + num_tiles - 1
-    # A tile without tokens pads the request behind its last one.
+    # A tile without tokens is padding behind the last tile of the request.
     if tl.load(count_ptr + last_tile) == 0:
         last_tile = tl.maximum(last_tile - 1, first_tile)
     num_keys = tl.load(end_ptr + last_tile) // PAGE_SIZE * KEYS
@@ -73,7 +73,7 @@ def _block_logits(
     row = part * ROWS + tl.arange(0, ROWS)
     tile = tl.minimum(first_tile + row // PADDED, last_tile)
     count = tl.load(count_ptr + tile)
-    # The last token of a tile always scores. Rows that do not exist repeat it, and nobody looks at them.
+    # The last token of a tile always scores. Rows that do not exist repeat it; their results are unused.
     token = count - 1 - row % PADDED // GROUP * STRIDE
     token = tl.where(token >= 0, token, count - 1)
     base = (tl.load(first_ptr + tile) * KV_HEADS + head * count + token).to(tl.int64)
@@ -151,7 +151,7 @@ def _measure(
     count, past = tl.load(count_ptr + tile), tl.load(past_ptr + tile)
     if (count == 0) | (tl.load(reads_ptr + tile) >= past):
         return
-    # Blocks of which no page is complete have no logits.
+    # Blocks without a complete page have no logits.
     num_blocks = (tl.load(end_ptr + tile) // PAGE_SIZE * PAGE_SIZE + BLOCK_TOKENS - 1) // BLOCK_TOKENS
     slot = tl.load(slot_ptr + tile)
     logits_ptr += (slot // TILES * KV_HEADS + head).to(tl.int64) * max_blocks * (TILES * PADDED)
@@ -197,7 +197,7 @@ def score_past(
     scale: float,
     dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Scores the past blocks of the tiles that do not read all of theirs.
+    """Scores the past blocks of tiles that do not read their whole past.
 
     Args:
         rows: see `group_queries`.
@@ -206,11 +206,11 @@ def score_past(
         cache: with statistics.
         rule: the rule.
         scale: factor of logits.
-        dtype: what the scoring products are made of, bfloat16 or float8_e4m3fn.
+        dtype: of the scoring products, bfloat16 or float8_e4m3fn.
 
-    Returns:
-        `[num_tiles, num_kv_heads, max_blocks]` float32, see `reference.measure_blocks`; undefined beyond a tile's past,
-        and for tiles that read all.
+            Returns:
+        `[num_tiles, num_kv_heads, max_blocks]` float32, see `reference.measure_blocks`. Undefined beyond a tile's past
+        and for tiles that read their whole past.
     """
     statistics, page_size, scoring = cache.statistics, cache.page_size, tiles.scoring
     assert statistics is not None
@@ -218,7 +218,7 @@ def score_past(
     summaries = page_summaries(statistics, batch, tiles, page_size, dtype)
     keys = summaries.keys.shape[2]
     per_block = rule.block_tokens // page_size * keys
-    # Rows and two stages of keys share what memory the smallest multiprocessors have.
+    # Rows and two stages of keys fit the shared memory of the smallest multiprocessors.
     is_wide = head_size > 128
     at_a_time = max(_KEYS_AT_A_TIME // (1 + is_wide), per_block)
     piece = max(_PIECE, at_a_time)

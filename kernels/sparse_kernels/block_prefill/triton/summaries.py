@@ -1,4 +1,4 @@
-"""Makes the keys that stand for the pages of a batch on a GPU, from the records in the cache."""
+"""Makes the summary keys of the pages of a batch on a GPU from the records in the cache."""
 
 from __future__ import annotations
 
@@ -97,20 +97,20 @@ def _summarise(
 
 @dataclass(frozen=True)
 class _Summaries:
-    """Keys that stand for the pages of a batch, as `Tiles.context_start` orders them; undefined of incomplete pages."""
+    """Summary keys of the pages of a batch, ordered as `Tiles.context_start`; undefined for incomplete pages."""
 
     keys: torch.Tensor
     """`[num_kv_heads, num_pages, summary_keys, head_size]`, bfloat16 or float8_e4m3fn."""
     scales: torch.Tensor | None
-    """`[num_kv_heads, num_pages, summary_keys]` float32, factors of float8 keys."""
+    """`[num_kv_heads, num_pages, summary_keys]` float32, factors of float8 keys; None for bfloat16 keys."""
     spread: torch.Tensor | None
-    """`[num_kv_heads, num_pages]` float32; None for a kind without."""
+    """`[num_kv_heads, num_pages]` float32; None for a kind without a spread."""
 
 
 def page_summaries(
     statistics: PageStatistics, batch: PrefillBatch, tiles: Tiles, page_size: int, dtype: torch.dtype
 ) -> _Summaries:
-    """Takes the keys that stand for every complete page from the records in the cache, in a dtype of `_Summaries`."""
+    """Makes the summary keys of every complete page from the records in the cache, in a dtype of `_Summaries`."""
     kind, device = statistics.kind, batch.query.device
     heads, head_size = statistics.vectors.shape[1], statistics.head_size
     shape = heads, tiles.context_tokens // page_size, kind.summary_keys

@@ -28,7 +28,7 @@ def masked_attention(
     stored = records.stored.to(query.dtype).contiguous()
     spread = None if records.spread is None else records.spread.contiguous()
     if mask.is_hard:
-        # Nothing about a page that is read or not reaches its score.
+        # The scores get no gradient under the hard mask.
         served = (stored, records.scales, None if spread is None else spread.detach())
         return listed_attention(query, key, value, served, call)
     return soft_attention(query, key, value, records.vectors, (stored, records.scales, spread), call)

@@ -57,11 +57,11 @@ def _sum_keys(
     DIMS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
 ):
-    """Adds what keys from one place on to another give queries, all of them before the rows, or some of them.
+    """Adds the part of a range of keys to the gradients of queries. The range is all or some keys before the rows.
 
-    Writes the gradients of the scores of their pages in place of log m.
+    Replaces log m by the gradients of the scores of these pages.
     """
-    # A product has 16 columns at least, so few pages are summed up with others that have no keys here.
+    # A product has at least 16 columns, so short ranges are summed together with pages that have no keys here.
     sums: tl.constexpr = KEYS // PAGE_SIZE if KEYS // PAGE_SIZE > 16 else 16
     of_page = (tl.arange(0, KEYS)[:, None] // PAGE_SIZE == tl.arange(0, sums)[None, :]).to(key_ptr.dtype.element_ty)
     place = ((begin - first_token + token).to(tl.int64) * HEADS + head) * width
@@ -71,7 +71,7 @@ def _sum_keys(
         page = key_at // PAGE_SIZE + tl.arange(0, KEYS // PAGE_SIZE)
         summed = key_at // PAGE_SIZE + tl.arange(0, sums)
         log_m = load_pages(bias_ptr, begin + token, token < length, summed, head, first_token, width, HEADS)
-        # In this order there is always a product under way while numbers are computed.
+        # This order keeps a product running while other values are computed.
         logit = tl.dot(query, tl.trans(key), input_precision="ieee")
         of_weight = tl.dot(gradient, tl.trans(value), input_precision="ieee")
         bias = load_pages(bias_ptr, begin + token, token < length, page, head, first_token, width, HEADS)
@@ -119,7 +119,7 @@ def _query_gradient(
     KEYS: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """Writes the gradients of queries by the logits, and in place of log m those of the scores."""
+    """Writes the gradients of queries through the logits, and replaces log m by the gradients of the scores."""
     head = tl.program_id(1)
     start, begin, length, _page = tile_of(start_ptr, begin_ptr, length_ptr, first_page_ptr, TOKENS, PIECE)
     if start >= length:
@@ -129,7 +129,7 @@ def _query_gradient(
     gradient = rows(gradient_ptr, begin + position, group_head, exists, HEADS * GROUP * HEAD_SIZE, head, GROUP,
                     HEAD_SIZE, DIMS)  # fmt: skip
     of_row = row_places(begin + position, group_head, head, HEADS, GROUP)
-    # Rows that do not exist have no weight.
+    # Rows that do not exist get no weight.
     log_sum = tl.load(log_sum_ptr + of_row, mask=exists, other=-NOTHING)
     product = tl.load(product_ptr + of_row, mask=exists, other=0.0)
     token = start + tl.arange(0, TOKENS)
@@ -181,7 +181,8 @@ def _sum_readers(
     TOKENS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
 ):
-    """Adds what positions from one on to another give keys and values, all of them after the keys, or some."""
+    """Adds the part of a range of positions to the gradients of keys and values. All positions are after the keys, or
+    some are."""
     for start in range(at, end, TOKENS):
         position, group_head, exists, query = tile_rows(query_ptr, start, begin, end, head, HEADS, GROUP, PADDED,
                                                         TOKENS, HEAD_SIZE, DIMS)  # fmt: skip
@@ -189,12 +190,12 @@ def _sum_readers(
                         HEAD_SIZE, DIMS)  # fmt: skip
         of_row = row_places(begin + position, group_head, head, HEADS, GROUP)
         token = start + tl.arange(0, TOKENS)
-        # In this order there is a product under way while numbers are computed, and registers are free for both.
+        # This order keeps a product running while other values are computed, with registers free for both.
         logit = tl.dot(key, tl.trans(query), input_precision="ieee")
         of_weight = tl.dot(value, tl.trans(gradient), input_precision="ieee")
         bias = load_pages(bias_ptr, begin + token, token < end, page, head, first_token, width, HEADS)
         logit = logit * (scale * LOG2E) + repeated(tl.trans(bias), PAGE_SIZE, PADDED)
-        # Rows that do not exist have no weight.
+        # Rows that do not exist get no weight.
         log_sum = tl.load(log_sum_ptr + of_row, mask=exists, other=-NOTHING)
         weight = tl.exp2(logit - log_sum[None, :])
         if IS_CAUSAL:
@@ -234,7 +235,7 @@ def _key_gradient(
     TOKENS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Adds a part of the tokens' to the gradients of keys and values."""
+    """Adds the part of some tokens to the gradients of keys and values."""
     tile, head = tl.program_id(0), tl.program_id(1)
     at, begin, length = tl.load(start_ptr + tile), tl.load(begin_ptr + tile), tl.load(length_ptr + tile)
     start, end = tl.maximum(at, first_token - begin), tl.minimum(length, last_token - begin)
@@ -279,8 +280,8 @@ def gradients(
         query: `[num_tokens, num_query_heads, head_size]`, contiguous.
         key: `[num_tokens, num_kv_heads, head_size]`, contiguous.
         value: as `key`.
-        records: of all complete pages, as they are served.
-        call: what is computed.
+        records: of all complete pages, as in serving.
+        call: the arguments of the call.
         gradient: of the output, contiguous.
         attended: what `attend` returned.
     """

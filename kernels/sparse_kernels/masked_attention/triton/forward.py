@@ -51,7 +51,7 @@ def _attend(
     DIMS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
 ):
-    """Attends to keys from one place on to another, all of them before the rows, or some of them."""
+    """Attends to a range of keys. All keys are before the rows, or some are."""
     for key_at in range(at, end, KEYS):
         other = key_at + tl.arange(0, KEYS)
         key, value = keys_and_values(key_ptr, value_ptr, begin + other, other < length, head, HEADS, HEAD_SIZE, DIMS)
@@ -135,8 +135,8 @@ def attend(
         query: `[num_tokens, num_query_heads, head_size]`, contiguous.
         key: `[num_tokens, num_kv_heads, head_size]`, contiguous.
         value: as `key`.
-        records: of all complete pages, as they are served.
-        call: what is computed.
+        records: of all complete pages, as in serving.
+        call: the arguments of the call.
 
     Returns:
         The output, like `query`; the logarithms of its denominators, `[num_tokens, num_query_heads]` float32; and the

@@ -1,4 +1,4 @@
-"""How the kernels of the soft mask are launched."""
+"""Launch settings of the kernels of the soft mask."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from sparse_kernels.masked_attention.packing import Tiles
 from sparse_kernels.masked_attention.triton.scores import PIECE, Call
 
 _MUCH_SHARED_MEMORY = 160 << 10
-"""Bytes that a multiprocessor must have for these launches; on GPUs with less, tiles are half as long both ways."""
+"""Shared memory of a multiprocessor, in bytes, that these launches need. With less, tiles have half the rows and half
+the columns."""
 
 
 class Launch(NamedTuple):
-    """How a kernel is launched."""
+    """Launch settings of a kernel."""
 
     rows: int
-    """Query heads of tokens that a program works on at a time."""
+    """Query heads of tokens that a program handles at a time."""
     columns: int
-    """Keys, or vectors of pages, that it works on at a time."""
+    """Keys, or vectors of pages, that a program handles at a time."""
     num_warps: int
     num_stages: int
-    """At least 2 for gradients of queries: log m of a tile must be loaded before any thread writes over it."""
+    """At least 2 for gradients of queries: log m of a tile must be loaded before any thread overwrites it."""
 
 
 def _shape(call: Call, launch: Launch, device: torch.device) -> tuple[dict[str, int], int]:
-    """Returns what a kernel is compiled for and how it is launched, and its columns."""
+    """Returns the compile-time constants and launch settings of a kernel, and its columns."""
     shape = call.heads()
     smaller = max(shape["DIMS"] // 128, 1)
     gpu = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
@@ -40,17 +41,17 @@ def _shape(call: Call, launch: Launch, device: torch.device) -> tuple[dict[str, 
 
 
 def keys_shape(call: Call, launch: Launch, device: torch.device) -> dict[str, int]:
-    """Returns what a kernel that attends is compiled for, and how it is launched."""
+    """Returns the compile-time constants and launch settings of an attention kernel."""
     shape, columns = _shape(call, launch, device)
     return shape | {"KEYS": max(columns, call.mask.page_size)}
 
 
 def vectors_shape(call: Call, launch: Launch, device: torch.device) -> dict[str, int]:
-    """Returns what a kernel of the scores' gradients is compiled for, and how it is launched."""
+    """Returns the compile-time constants and launch settings of a kernel for the scores' gradients."""
     shape, columns = _shape(call, launch, device)
     return shape | {"VECTORS": call.vectors, "PAGES": max(columns // call.vectors, 1)}
 
 
 def grid(call: Call, pieces: Tiles, shape: dict[str, int]) -> tuple[int, int]:
-    """Returns the programs of a kernel that works on tiles of pieces."""
+    """Returns the grid of a kernel that works on tiles of pieces."""
     return len(pieces.start) * (PIECE // shape["TOKENS"]), call.num_kv_heads

@@ -1,15 +1,15 @@
 """Attention under the hard mask on a GPU, forward and backward, from lists of the pages that tokens read.
 
-A budget is few pages beside a context, so nothing here but the scores grows with the square of the length.
+A budget is few pages compared with a context. Therefore only the scores grow with the square of the length.
 
-1. Each token and KV head has a list of its pages, and each page its readers (`lists.py`). A page's keys and values are
-   loaded once for a number of its readers, whose queries are gathered. The queries of a group are a few rows where a
-   page has 16 keys and as many values, so this moves far less than gathering pages for queries would.
-2. What a page gives a reader, an output with its log-sum or a gradient of the query, goes to memory, to the page's
-   place in the reader's list. A second kernel reads lists from one end to the other and joins what they hold. Heads
-   take turns, so that this memory is one head's, or that of as many as fit `_JOINED_BYTES`.
-3. Gradients of keys and values are added up in float32, by part of a page's readers, and then part by part in their
-   order: results do not depend on the launch. A page that everybody reads has many parts, and holds nobody up.
+1. Each token and KV head has a list of its pages. Each page has a list of its readers (`lists.py`). A page's keys and
+   values are loaded once for several readers, whose queries are gathered. The queries of a group are a few rows; a page
+   has 16 keys and 16 values. This moves far less memory than gathering pages per query.
+2. For each reader, a page produces an output with its log-sum, or a gradient of the query. This partial result is
+   stored at the page's place in the reader's list. A second kernel reads the lists and joins the partial results. Heads
+   are processed in turns: this memory holds one head, or as many heads as fit in `_JOINED_BYTES`.
+3. Gradients of keys and values are summed in float32 for each part of a page's readers, then over the parts in order.
+   The result does not depend on the launch. A page that every token reads has many parts, which run in parallel.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from sparse_kernels.masked_attention.triton.scores import (
 
 
 class _Launch(NamedTuple):
-    """How a kernel is launched."""
+    """Launch settings of a kernel."""
 
     rows: int
-    """Query heads of tokens, or of pages of a list, that a program works on at a time."""
+    """Query heads of tokens, or pages of a list, that a program handles at a time."""
     num_warps: int
     num_stages: int
 
@@ -48,7 +48,7 @@ _OUTPUTS = _Launch(rows=64, num_warps=4, num_stages=2)
 _GRADIENTS = _Launch(rows=64, num_warps=4, num_stages=3)
 _JOINING = _Launch(rows=32, num_warps=4, num_stages=1)
 _JOINED_BYTES = 1 << 30
-"""Memory of what pages give their readers, unless one head takes more."""
+"""Memory for partial results of pages, unless one head needs more."""
 
 
 @triton.jit
@@ -65,9 +65,9 @@ def _part_of_page(
     PAGE_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """Returns the pairs of a part, the tokens of its page, and which of them are the page's."""
+    """Returns the pairs of a part, the tokens of its page, and a mask of the page's tokens."""
     page = tl.load(page_of_part_ptr + head * most_parts + part)
-    # What is allocated beyond the last part belongs to no page, and has no pairs.
+    # Parts beyond the last one belong to no page and have no pairs.
     exists = page < num_pages
     place = head * (num_pages + 1) + page
     begin = tl.load(pairs_from_ptr + place) + (part - tl.load(parts_from_ptr + place)) * READERS
@@ -80,9 +80,9 @@ def _part_of_page(
 
 @triton.jit
 def _readers(pair_ptr, at, end, WIDTH: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, TOKENS: tl.constexpr):
-    """Returns of the rows of some readers the pair, the token, the head in the group, and whether the row exists.
+    """Returns the pair, the token and the head in the group for the rows of some readers, and whether each row exists.
 
-    Rows that do not are those of the last reader and head once more, which is cheaper than loading nothing.
+    Rows that do not exist repeat the last reader and head. This is cheaper than a masked load.
     """
     row = tl.arange(0, TOKENS * PADDED)
     number, group_head = at + row // PADDED, row % PADDED
@@ -144,7 +144,7 @@ def _page_outputs(
             outputs_ptr + place[:, None] * HEAD_SIZE + dim[None, :],
             output.to(outputs_ptr.dtype.element_ty),
             mask=exists[:, None] & (dim < HEAD_SIZE)[None, :],
-            cache_modifier=".cs",  # the cache is for queries
+            cache_modifier=".cs",  # keep the cache for queries
         )
         tl.store(log_sums_ptr + place, largest + tl.log2(total), mask=exists)
 
@@ -186,7 +186,7 @@ def _page_gradients(
     if begin >= end:
         return
     key, value = keys_and_values(key_ptr, value_ptr, other, of_page, head, HEADS, HEAD_SIZE, DIMS)
-    # Of gradients of queries few columns are in registers at a time, so that more programs share a multiprocessor.
+    # Few columns of the query gradients are in registers at a time, so that more programs share a multiprocessor.
     slices: tl.constexpr = DIMS // 32 if DIMS > 32 else 1
     key_slices = ()
     for number in tl.static_range(slices):
@@ -326,7 +326,7 @@ def _join_pages(
 
 
 def _heads_at_once(call: Call, query: torch.Tensor) -> Iterator[tuple[int, int]]:
-    """Yields the first KV head and the number of heads whose pages' shares are in memory at a time."""
+    """Yields the first KV head and the number of heads whose partial results are in memory at a time."""
     of_head = len(query) * list_width(call) * call.group_size * call.head_size * query.itemsize
     at_once = min(max(_JOINED_BYTES // of_head, 1), call.num_kv_heads)
     for first in range(0, call.num_kv_heads, at_once):
@@ -334,7 +334,7 @@ def _heads_at_once(call: Call, query: torch.Tensor) -> Iterator[tuple[int, int]]
 
 
 def _of_readers(call: Call, launch: _Launch) -> dict[str, int]:
-    """Returns how a kernel that works on readers of a page is launched."""
+    """Returns the launch settings of a kernel that works on readers of a page."""
     keys, heads = max(call.mask.page_size, 16), call.heads()
     # Larger pages and heads need the registers of more warps.
     times = max(keys * heads["DIMS"] // (16 * 128), 1)
@@ -355,7 +355,7 @@ def _join(
     heads: tuple[int, int],
     scale: float,
 ) -> None:
-    """Joins what pages gave their readers: outputs by their log-sums, or, without, gradients, times a factor."""
+    """Joins partial results of pages: outputs by their log-sums; or, without log-sums, gradients, times a factor."""
     shape = call.heads()
     del shape["PAGE_SIZE"]
     _join_pages[(len(joined), heads[1])](
@@ -417,20 +417,20 @@ class _ListedAttention(torch.autograd.Function):
 def listed_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, records: Records, call: Call
 ) -> torch.Tensor:
-    """Computes attention under the hard mask; no gradient reaches the records.
+    """Computes attention under the hard mask. The records get no gradient.
 
     Args:
         query: `[num_tokens, num_query_heads, head_size]`, contiguous.
         key: `[num_tokens, num_kv_heads, head_size]`, contiguous.
         value: as `key`.
         records: of all complete pages.
-        call: what is computed.
+        call: the arguments of the call.
 
     Returns:
         Like `query`.
 
     Raises:
-        ValueError: if there are more pairs of a token and a page than 32 bits number.
+        ValueError: if the pairs of a token and a page need more than 32 bits.
     """
     num_tokens, width = len(query), list_width(call)
     if max(call.num_kv_heads * (num_tokens + 1), num_tokens * width) >= 1 << 31:

@@ -1,9 +1,8 @@
 """Lists the pages that tokens read under the hard mask, and the readers of each page, on a GPU.
 
-1. Scores are computed for some tokens at a time, and each token and KV head writes the list of its pages. Its
-   incomplete page is one of them, so that one rule holds for all: a token sees the keys of a listed page that do not
-   come after it.
-2. One stable sort inverts the lists: pairs of a token and a page, by page.
+1. Scores are computed for some tokens at a time. Each token and KV head writes the list of its pages, its incomplete
+   page included. One rule then holds for all listed pages: a token sees the keys that do not come after it.
+2. One stable sort inverts the lists into pairs of a token and a page, ordered by page.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from sparse_kernels.masked_attention.triton.scores import (
 )
 
 PART_READERS = 256
-"""Of the readers of a page, those that one program works on."""
+"""Readers of a page that one program handles."""
 
 
 @triton.jit
 def _numbered(flags):
-    """Numbers what is true from 1 on, columns one after the other."""
+    """Numbers the true elements from 1 on, column by column."""
     flags = flags.to(tl.int32)
     in_column = tl.sum(flags, axis=0)
     return tl.cumsum(flags, axis=0) + (tl.cumsum(in_column, axis=0) - in_column)[None, :]
@@ -65,14 +64,14 @@ def _list_pages(
     token = tl.load(begin_ptr + row // PIECE) + position
     begin = token - position
     complete = (position + 1) // PAGE_SIZE
-    # Pages that follow each other lie along the first axis, so that a thread numbers many by itself.
+    # Consecutive pages lie along the first axis, so that a thread numbers many of them.
     page = tl.arange(0, GROUPS)[:, None] + tl.arange(0, WIDTH // GROUPS)[None, :] * GROUPS
     read = page < complete
     if (complete > budget) & (position >= dense_tokens):
         candidate = (page >= sink_pages) & (page < complete - recent_pages)
         row_ptr = scores_ptr + ((token - first_token).to(tl.int64) * HEADS + head) * width
         score = tl.load(row_ptr + page, mask=candidate, other=0.0)
-        # The order of these integers, from 1 to 2^16, is that of the scores; 0 and -0 are one.
+        # The order of these integers, from 1 to 2^16, is that of the scores; 0 and -0 are equal.
         bits = (score.to(tl.float32) + 0.0).to(tl.int32, bitcast=True) >> 16
         key = tl.where(candidate, tl.where(bits < 0, bits ^ 0x7FFF, bits) + 0x8001, 0)
         left = budget - sink_pages - recent_pages
@@ -96,35 +95,35 @@ def _list_pages(
 
 
 class Readers(NamedTuple):
-    """Who reads each page: pairs of a token and a page, by KV head, page and token."""
+    """The readers of each page: pairs of a token and a page, ordered by KV head, page and token."""
 
     pair: torch.Tensor
-    """`token * width` and the place of the page in the token's list: `[num_kv_heads, num_tokens * width]` int32. Beyond
-    the pairs of a head are places without a page."""
+    """`token * width` plus the page's place in the token's list: `[num_kv_heads, num_tokens * width]` int32. Places
+    without a page follow the pairs of a head."""
     pairs_from: torch.Tensor
-    """The first pair of each page in its row of `pair`, and after them the end of the pairs:
+    """The first pair of each page in its row of `pair`, then the end of the pairs:
     `[num_kv_heads, num_pages + 1]` int32."""
     parts_from: torch.Tensor
-    """The first part of each page, of those of its head, and after them their number, likewise; int32. A part has at
-    most `PART_READERS` pairs."""
+    """The first part of each page, counted within its head, then the number of parts:
+    `[num_kv_heads, num_pages + 1]` int32. A part has at most `PART_READERS` pairs."""
     page_of_part: torch.Tensor
-    """`[num_kv_heads, most_parts]` int32; `num_pages` for what is allocated beyond the last part."""
+    """`[num_kv_heads, most_parts]` int32; `num_pages` beyond the last part."""
     page_start: torch.Tensor
     """The first token of each page, and after them `num_tokens`: `[num_pages + 1]` int32."""
 
 
 def list_width(call: Call) -> int:
-    """Returns the most pages that a token reads, the incomplete one included."""
+    """Returns the largest number of pages that a token reads, the incomplete page included."""
     complete = max(call.packing.lengths) // call.mask.page_size
     return min(complete, max(call.mask.selection.k, call.mask.dense_tokens // call.mask.page_size)) + 1
 
 
 def list_all(call: Call, query: torch.Tensor, records: Records) -> tuple[torch.Tensor, torch.Tensor]:
-    """Finds the pages that each token and KV head reads, as they are served.
+    """Finds the pages that each token and KV head reads, as in serving.
 
     Returns:
-        Lists: `[num_kv_heads, num_tokens, width]` int32, `head * (num_tokens + 1)` plus the first token of a page, in
-        the order of the text, and beyond the pages plus `num_tokens`. And how many pages they have:
+        Lists `[num_kv_heads, num_tokens, width]` int32 in text order. An entry is `head * (num_tokens + 1)` plus the
+        first token of a page, or plus `num_tokens` beyond the last page. And the number of pages of each list,
         `[num_kv_heads, num_tokens]` int32.
     """
     selection, num_tokens = call.mask.selection, query.shape[0]
@@ -140,7 +139,7 @@ def list_all(call: Call, query: torch.Tensor, records: Records) -> tuple[torch.T
 
 
 def invert(call: Call, lists: torch.Tensor) -> Readers:
-    """Returns who reads each page, without waiting for the device."""
+    """Returns the readers of each page without waiting for the device."""
     num_heads, num_tokens, width = lists.shape
     starts = call.packing.page_starts(call.mask.page_size, lists.device)
     head = torch.arange(num_heads, device=lists.device, dtype=torch.int32)[:, None]

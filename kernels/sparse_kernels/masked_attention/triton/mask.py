@@ -1,4 +1,4 @@
-"""Turns the scores of pages into log m, the soft mask, on a GPU."""
+"""Turns the scores of pages into log m of the soft mask on a GPU."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from sparse_kernels.masked_attention.triton.scores import (
 
 @triton.jit
 def repeated(x, FIRST: tl.constexpr, SECOND: tl.constexpr):
-    """Repeats each number along both axes, so often."""
+    """Repeats each element FIRST and SECOND times along the two axes."""
     x = tl.broadcast_to(x[:, None, :, None], (x.shape[0], FIRST, x.shape[1], SECOND))
     return tl.reshape(x, (x.shape[0] * FIRST, x.shape[2] * SECOND))
 
 
 @triton.jit
 def load_pages(pointer, token, exists, page, head, first_token, width, HEADS):
-    """Loads numbers of a part's tokens and pages: `[TOKENS, PAGES]`, zero where there are none."""
+    """Loads a part's numbers by token and page: `[TOKENS, PAGES]`, zero where a token or page does not exist."""
     place = ((token - first_token).to(tl.int64) * HEADS + head) * width
     return tl.load(pointer + place[:, None] + page[None, :], mask=exists[:, None] & (page < width)[None, :], other=0)
 
@@ -56,7 +56,7 @@ def _soften(
     PIECE: tl.constexpr,
     FIND: tl.constexpr,
 ):
-    """Turns a token's scores into log m to the base 2, by the threshold that is found and kept, or was."""
+    """Turns a token's scores into log m to the base 2. Finds and stores the threshold, or loads it."""
     row, head = tl.program_id(0), tl.program_id(1)
     position = tl.load(start_ptr + row // PIECE) + row % PIECE
     if position >= tl.load(length_ptr + row // PIECE):
@@ -71,7 +71,7 @@ def _soften(
         candidate = (page >= sink_pages) & (page < complete - recent_pages)
         score = tl.load(row_ptr + page, mask=candidate, other=0.0)
         if FIND:
-            # The order of these integers is that of the scores; 0 and -0 are one.
+            # The order of these integers is that of the scores; 0 and -0 are equal.
             bits = (score + 0.0).to(tl.int32, bitcast=True)
             key = tl.where(candidate, tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits), -0x80000000)
             left = budget - sink_pages - recent_pages
@@ -94,7 +94,7 @@ def soft_parts(
 ) -> Iterator[Part]:
     """Yields log m to the base 2 for some tokens at a time, the last ones first.
 
-    Finds tau of each token and KV head for it, or, where it was found, says where log m comes from.
+    Finds and stores tau of each token and KV head, or uses the stored values if `is_found`.
     """
     selection = call.mask.selection
     for part in scores_in_parts(call, query, records, torch.float32, with_winners=is_found):

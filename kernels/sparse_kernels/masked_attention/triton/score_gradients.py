@@ -1,4 +1,4 @@
-"""Passes the gradients of scores on to queries and records on a GPU: to the head and vector that won."""
+"""Passes the gradients of scores to queries and records on a GPU: to the head and vector with the largest product."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SCORED_RECORDS = Launch(rows=64, columns=128, num_warps=8, num_stages=2)
 
 @triton.jit
 def _of_products(of_score, winner, PADDED: tl.constexpr, VECTORS: tl.constexpr):
-    """Returns the gradients of rows' products with vectors: `[ROWS, PAGES * VECTORS]`, the score's where it is from."""
+    """Returns the gradients of rows' products with vectors: `[ROWS, PAGES * VECTORS]`. Only the winner's is nonzero."""
     number = tl.arange(0, PADDED)[:, None] * VECTORS + tl.arange(0, VECTORS)[None, :]
     is_winner = winner[:, None, :, None] == number[None, :, None, :]
     return tl.reshape(
@@ -58,7 +58,7 @@ def _scored_queries(
     PAGES: tl.constexpr,
     PIECE: tl.constexpr,
 ):
-    """Adds what scores give to the gradients of queries."""
+    """Adds the gradients through the scores to the gradients of queries."""
     head = tl.program_id(1)
     start, begin, length, first_page = tile_of(start_ptr, begin_ptr, length_ptr, first_page_ptr, TOKENS, PIECE)
     complete = tl.minimum(start + TOKENS, length) // PAGE_SIZE
@@ -116,7 +116,7 @@ def _scored_records(
     VECTORS: tl.constexpr,
     PAGES: tl.constexpr,
 ):
-    """Adds what the scores of a part of the tokens give to the gradients of vectors and deviations."""
+    """Adds the gradients through the scores of some tokens to the gradients of vectors and deviations."""
     tile, head = tl.program_id(0), tl.program_id(1)
     at, begin, length = tl.load(start_ptr + tile), tl.load(begin_ptr + tile), tl.load(length_ptr + tile)
     first, end = tl.maximum(at, first_token - begin), tl.minimum(length, last_token - begin)
@@ -160,17 +160,17 @@ def add_score_gradients(
     of_vectors: torch.Tensor,
     of_spread: torch.Tensor | None,
 ) -> None:
-    """Adds what the scores of a part of the tokens give to gradients.
+    """Adds the gradients through the scores of some tokens.
 
     Args:
-        call: what is computed.
-        part: the gradients of the scores in their place, and the winners.
-        last_token: the token behind the part.
+        call: the arguments of the call.
+        part: the gradients of the scores, in place of the scores, and the winners.
+        last_token: one past the last token of the part.
         query: `[num_tokens, num_query_heads, head_size]`.
         records: of all pages.
         of_query: gradients of the queries.
         of_vectors: gradients of the vectors, float32.
-        of_spread: gradients of the spreads; None for records without.
+        of_spread: gradients of the spreads; None for records without spreads.
     """
     (stored, scales, _), (of_scores, winners, pieces, first_token) = records, part
     width = of_scores.shape[2]

@@ -1,4 +1,4 @@
-"""Scores of pages on a GPU, and what the kernels of both masks share."""
+"""Scores of pages on a GPU, and shared parts of the kernels of both masks."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from sparse_kernels.masked_attention.rule import PageMask
 
 LOG2E = tl.constexpr(1.4426950408889634)
 NOTHING = tl.constexpr(-1e30)
-"""Less than any logit, and finite, so that a tile without anything to read makes no NaN."""
+"""Less than any logit and finite, so that an empty tile makes no NaN."""
 _BYTES_AT_ONCE = 1 << 30
-"""Of scores of pages that are in memory at a time. With less, parts of the tokens of long contexts are short, and the
-kernels that work on them have too few programs for a large GPU."""
+"""Memory for page scores at a time. With less, the parts of long contexts have too few tokens, so their kernels
+have too few programs for a large GPU."""
 _SCORING_ROWS, _SCORING_TOKENS, _SCORING_PAGES = 128, 32, 32
-"""Query heads that a program scores pages for, of how many tokens at most, and the pages that it scores at a time: what
-99 KB of shared memory hold."""
+"""Query heads that a program scores pages for, the largest number of their tokens, and the pages of one step. They fit
+99 KB of shared memory."""
 PIECE = 128
-"""Tokens of the pieces that sequences are cut into; a program takes a piece or a part of one."""
+"""Tokens of the pieces that sequences are cut into. A program handles a piece or a part of a piece."""
 PIECES = ["start_ptr", "begin_ptr", "length_ptr", "first_page_ptr"]
-"""Arguments of kernels that may begin anywhere, since a part's pieces are some of all; one compilation serves them."""
+"""Pointers into the pieces. They may have any alignment, so Triton must not specialise kernels on them."""
 Records = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """Vectors of the dtype of queries `[num_pages, num_kv_heads, vectors, head_size]`, scales and spreads."""
 
 
 @triton.jit
 def rows(pointer, token, group_head, exists, heads_stride, HEAD, GROUP, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr):
-    """Loads the rows of a tile: `[ROWS, DIMS]`, zero where there is none."""
+    """Loads the rows of a tile: `[ROWS, DIMS]`, zero where a row does not exist."""
     dim = tl.arange(0, DIMS)
     place = token.to(tl.int64) * heads_stride + (HEAD * GROUP + group_head) * HEAD_SIZE
     return tl.load(
@@ -43,7 +43,7 @@ def rows(pointer, token, group_head, exists, heads_stride, HEAD, GROUP, HEAD_SIZ
 
 @triton.jit
 def columns(pointer, token, exists, head, column, HEADS, HEAD_SIZE: tl.constexpr):
-    """Loads some columns of keys or values of a KV head: `[len(token), len(column)]`, zero where there are none."""
+    """Loads some columns of keys or values of a KV head: `[len(token), len(column)]`, zero for missing tokens."""
     place = (token.to(tl.int64) * HEADS + head) * HEAD_SIZE
     return tl.load(
         pointer + place[:, None] + column[None, :], mask=exists[:, None] & (column < HEAD_SIZE)[None, :], other=0.0
@@ -52,26 +52,26 @@ def columns(pointer, token, exists, head, column, HEADS, HEAD_SIZE: tl.constexpr
 
 @triton.jit
 def of_heads(pointer, token, exists, head, HEADS, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr):
-    """Loads keys or values of a KV head: `[len(token), DIMS]`, zero where there are none."""
+    """Loads keys or values of a KV head: `[len(token), DIMS]`, zero where a token does not exist."""
     return columns(pointer, token, exists, head, tl.arange(0, DIMS), HEADS, HEAD_SIZE)
 
 
 @triton.jit
 def keys_and_values(key_ptr, value_ptr, token, exists, head, HEADS, HEAD_SIZE: tl.constexpr, DIMS: tl.constexpr):
-    """Loads keys and values of a KV head: `[len(token), DIMS]` each, zero where there are none."""
+    """Loads keys and values of a KV head: `[len(token), DIMS]` each, zero where a token does not exist."""
     key = of_heads(key_ptr, token, exists, head, HEADS, HEAD_SIZE, DIMS)
     return key, of_heads(value_ptr, token, exists, head, HEADS, HEAD_SIZE, DIMS)
 
 
 @triton.jit
 def row_places(token, group_head, head, HEADS, GROUP):
-    """Returns where the numbers of query heads of tokens are."""
+    """Returns the offsets of the values of query heads of tokens."""
     return token.to(tl.int64) * (HEADS * GROUP) + head * GROUP + group_head
 
 
 @triton.jit
 def tile_of(start_ptr, begin_ptr, length_ptr, first_page_ptr, TOKENS: tl.constexpr, PIECE: tl.constexpr):
-    """Returns the tile of a program: its first position, and where its sequence is. The longest contexts come first."""
+    """Returns a program's first position and the place of its sequence. The longest contexts come first."""
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     piece = tile // (PIECE // TOKENS)
     start = tl.load(start_ptr + piece) + tile % (PIECE // TOKENS) * TOKENS
@@ -80,15 +80,17 @@ def tile_of(start_ptr, begin_ptr, length_ptr, first_page_ptr, TOKENS: tl.constex
 
 @triton.jit
 def count_true(flags):
-    """Returns how many of `[rows, columns]` are true."""
+    """Returns the number of true elements of `[rows, columns]`."""
     return tl.sum(tl.sum(flags.to(tl.int32), axis=0), axis=0)
 
 
 @triton.jit
 def reached_by(key, number, least):
-    """Returns the largest of `[rows, columns]` keys that so many of them reach, no more than there are rows; at least
-    `least`."""
-    # Each row has a key that reaches the least of the rows' largest.
+    """Returns the largest value that at least `number` of the keys `[rows, columns]` reach; at least `least`.
+
+    `number` is at most the number of rows.
+    """
+    # Each row has a key that is at least the smallest of the rows' maxima.
     largest = tl.max(key, axis=1)
     low, high = tl.maximum(tl.min(largest, axis=0), least), tl.max(largest, axis=0) + 1
     while low + 1 < high:
@@ -119,7 +121,7 @@ def tile_rows(
     HEAD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Returns of each row of a tile its position, its head in the group, whether it exists, and its query."""
+    """Returns the position, the head in the group, the existence and the query of each row of a tile."""
     row = tl.arange(0, TOKENS * PADDED)
     position, group_head = start + row // PADDED, row % PADDED
     exists = (position < length) & (group_head < GROUP)
@@ -143,8 +145,8 @@ def _row_scores(
     HEAD_SIZE: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Scores pages for each row: the scores and the first vectors that have them, `[ROWS, PAGES]`."""
-    # One product for all vectors, those of a page as far apart as a tile has pages: a thread has all of them.
+    """Scores pages for each row. Returns the scores and the first vectors that reach them, `[ROWS, PAGES]`."""
+    # One product serves all vectors. Vectors of a page lie as far apart as a tile has pages: one thread holds them all.
     number = tl.arange(0, VECTORS)
     index = (page.to(tl.int64) * HEADS + head)[None, :] * VECTORS + number[:, None]
     index = tl.reshape(index, (VECTORS * page.shape[0],))
@@ -155,7 +157,7 @@ def _row_scores(
         mask=of_vector[:, None] & (dim < HEAD_SIZE)[None, :],
         other=0.0,
     )
-    # What comes after the product is loaded before it, since nothing else hides how long that takes.
+    # Values needed after the product are loaded before it, to hide the latency.
     if scales_ptr is not None:
         scale = tl.load(scales_ptr + index, mask=of_vector, other=0.0)
     if spread_ptr is not None:
@@ -181,7 +183,7 @@ def _of_group(
     GROUP: tl.constexpr,
     VECTORS: tl.constexpr,
 ):
-    """Returns the largest scores of the rows of each token, and the first head times `VECTORS` plus the vector."""
+    """Returns the largest scores over the rows of each token, and the first head times `VECTORS` plus the vector."""
     scores = tl.where((group_head < GROUP)[:, None], scores, float("-inf"))
     number = tl.reshape(group_head[:, None] * VECTORS + which, (TOKENS, PADDED, scores.shape[1]))
     scores = tl.reshape(scores, (TOKENS, PADDED, scores.shape[1]))
@@ -250,7 +252,7 @@ def _row_products(
 
 
 def row_products(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Returns the product of each row's output with its gradient: `[num_tokens, num_query_heads]` float32."""
+    """Returns the dot product of each row's output and gradient: `[num_tokens, num_query_heads]` float32."""
     head_size, rows_at_once = output.shape[2], 32
     products = output.new_empty(output.shape[:2], dtype=torch.float32)
     _row_products[(triton.cdiv(products.numel(), rows_at_once),)](
@@ -262,7 +264,7 @@ def row_products(gradient: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Call:
-    """What the kernels of one call share."""
+    """Arguments shared by the kernels of one call."""
 
     packing: Packing
     mask: PageMask
@@ -274,15 +276,15 @@ class Call:
 
     @property
     def padded_group(self) -> int:
-        """Rows of a token."""
+        """Rows per token."""
         return int(triton.next_power_of_2(self.group_size))
 
     def tokens(self, rows: int) -> int:
-        """Returns the tokens of a tile of so many rows."""
+        """Returns the tokens of a tile of `rows` rows."""
         return max(rows // self.padded_group, 1)
 
     def heads(self) -> dict[str, int]:
-        """Returns the numbers of heads and pages that every kernel is compiled for."""
+        """Returns the numbers of heads and pages that every kernel is compiled with."""
         return {
             "HEADS": self.num_kv_heads,
             "GROUP": self.group_size,
@@ -292,7 +294,7 @@ class Call:
         }
 
     def of_pages(self, width: int) -> dict[str, int]:
-        """Returns what a kernel that chooses among a token's scores of so many pages is compiled for, and its warps."""
+        """Returns the compile-time constants and warps of a kernel that selects among `width` scores of a token."""
         selection, padded = self.mask.selection, int(triton.next_power_of_2(width))
         chosen = triton.next_power_of_2(selection.k - selection.sink_pages - selection.recent_pages)
         return {
@@ -305,45 +307,45 @@ class Call:
         }
 
     def tiles(self, tokens: int, device: torch.device) -> Tiles:
-        """Returns the sequences in pieces of so many tokens."""
+        """Returns the sequences in pieces of `tokens` tokens."""
         return self.packing.tiles(tokens, self.mask.page_size, device)
 
 
 class Part(NamedTuple):
-    """The scores of some tokens that follow each other."""
+    """The scores of consecutive tokens."""
 
     scores: torch.Tensor
     """`[num_tokens, num_kv_heads, width]`, undefined at pages that are not complete before the token. `width`
-    is at least the most complete pages before one of the tokens."""
+    is at least the largest number of complete pages before one of the tokens."""
     winners: torch.Tensor | None
-    """The first head of the group that has the page's score, times the number of vectors, plus the first vector that it
-    has it from: likewise; int16."""
+    """`[num_tokens, num_kv_heads, width]` int16: the first head of the group that has the page's score, times the
+    number of vectors, plus the first such vector."""
     pieces: Tiles
-    """The pieces of `PIECE` tokens that the tokens are."""
+    """The pieces of `PIECE` tokens that these tokens form."""
     first_token: int
-    """The first of the tokens."""
+    """The first token."""
 
 
 def scores_in_parts(
     call: Call, query: torch.Tensor, records: Records, dtype: torch.dtype, with_winners: bool = False
 ) -> Iterator[Part]:
-    """Computes the scores of all pages for some tokens at a time, in scratch of a fixed size, the last tokens first.
+    """Computes the scores of all pages for some tokens at a time, in scratch of a fixed size, last tokens first.
 
     Args:
-        call: what is computed.
+        call: the arguments of the call.
         query: `[num_tokens, num_query_heads, head_size]`.
         records: vectors, scales and spreads of all pages.
         dtype: of the scores; serving rounds them to bfloat16.
-        with_winners: whether to say which head and vector has the score.
+        with_winners: whether to return the head and vector with the largest product.
 
     Yields:
-        A part of the tokens, in memory that the next one takes over.
+        A part of the tokens. The next part reuses its memory.
     """
     halves = 1 if call.head_size <= 128 else 2
     tokens, pages = min(call.tokens(_SCORING_ROWS // halves), _SCORING_TOKENS), _SCORING_PAGES // halves
     pieces, on_host = (call.tiles(PIECE, device) for device in (query.device, torch.device("cpu")))
     ends = torch.minimum(on_host.start + PIECE, on_host.length)
-    # Rows of whole vectors of loads.
+    # Round up to whole vector loads.
     widths = (ends // call.mask.page_size + 15) // 16 * 16
     most = widths.clamp(min=16).cummax(0).values
     of_page = call.num_kv_heads * (dtype.itemsize + (torch.int16.itemsize if with_winners else 0))

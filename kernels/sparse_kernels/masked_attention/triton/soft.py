@@ -1,13 +1,13 @@
 """Attention under the soft mask on a GPU, forward and backward.
 
-A row of a tile is a query head of a token; the heads of a group lie side by side, since they share a mask. Some tokens
-at a time, the pages' scores are computed once and become log m in place, which the kernels that attend read: a number
-for a token, KV head and page beside a group's heads and a page's keys. Beside it there is, in the backward pass, which
-head and vector has each score, and nothing else of that size.
+A row of a tile is a query head of a token. The heads of a group are adjacent because they share a mask. Page scores are
+computed once for some tokens at a time and become log m in place: one number per token, KV head and page. The attention
+kernels read them. In the backward pass, the index of the winning head and vector takes the same number of elements. No
+other array has this size.
 
-In the backward pass the kernel of the queries writes what the scores' gradients are over log m, so that these go on to
-the head and vector that won, in two kernels of their own. Gradients of keys, values and records are added up in
-float32, part of the tokens after part and in each by one program, so that results do not depend on the launch.
+In the backward pass, the kernel for queries overwrites log m with the gradients of the scores. Two further kernels pass
+these gradients to the winning head and vector. Gradients of keys, values and records are summed in float32, one part of
+the tokens after the other, and in each part by one program. The result does not depend on the launch.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def soft_attention(
         query: `[num_tokens, num_query_heads, head_size]`, contiguous.
         key: `[num_tokens, num_kv_heads, head_size]`, contiguous.
         value: as `key`.
-        vectors: the vectors that gradients reach.
-        records: of all complete pages, as they are served.
-        call: what is computed.
+        vectors: the vectors that get gradients.
+        records: of all complete pages, as in serving.
+        call: the arguments of the call.
 
     Returns:
         Like `query`.

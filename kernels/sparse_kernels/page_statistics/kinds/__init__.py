@@ -1,4 +1,4 @@
-"""Kinds of page statistics: one file a kind, one row here."""
+"""Kinds of page statistics: one file per kind, one row here."""
 
 from sparse_kernels.page_statistics.kinds.base import StatisticsKind
 from sparse_kernels.page_statistics.kinds.bounds import Bounds
@@ -9,6 +9,6 @@ from sparse_kernels.page_statistics.kinds.representatives import Representatives
 KINDS: dict[str, StatisticsKind] = {
     kind.name: kind for kind in (MeanAndSpread(), Bounds(), Representatives(), Quarters(), Sketch())
 }
-"""Every kind of page statistics by name; formats, layouts, kernels and tests follow from this table."""
+"""Every kind of page statistics by name. Formats, layouts, kernels and tests use this table."""
 
 __all__ = ["KINDS", "StatisticsKind"]

@@ -1,4 +1,4 @@
-"""Defines what a kind of page statistics is: what is stored of a page's keys, and how a query scores it."""
+"""The interface of a kind of page statistics: the record stored per page, and how a query scores it."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from sparse_kernels.optional_triton import constexpr, jit, tl
 from sparse_kernels.page_statistics.codes import LARGEST_BF16, Codes
 
 RecordFormat = StatisticsFormat | Literal["int2", "int4"]
-"""Formats of a record; codes of a few bits are for the kinds that have them."""
+"""Formats of a record. Only some kinds have int2 or int4 codes."""
 LARGEST_FINITE = constexpr(LARGEST_BF16)
-"""`LARGEST_BF16`, as Triton's functions take a constant."""
+"""`LARGEST_BF16` as a constant for Triton functions."""
 
 
 @jit
 def finite_or(x, replacement):
-    """Returns `x`, or `replacement` where bfloat16 has no finite number for it."""
+    """Returns `x`, or `replacement` where `x` exceeds the finite bfloat16 numbers."""
     return tl.where(tl.abs(x) <= LARGEST_FINITE, x, replacement)
 
 
 @jit
 def query_itself(query, std_weight):
-    """Returns the features of most kinds: the query alone."""
+    """Returns the features of most kinds: the query itself."""
     return (query,)
 
 
 @jit
 def keys_as_stored(vectors):
-    """Returns the summary keys of kinds whose vectors are keys: the vectors."""
+    """Returns the summary keys of kinds whose vectors are keys: the vectors themselves."""
     return vectors
 
 
 @jit
 def spread_as_stored(vectors, spread):
-    """Returns the summary's spread of kinds that store one."""
+    """Returns the summary's spread of kinds that store a spread."""
     return spread
 
 
 class StatisticsKind(ABC):
-    """A kind says what is stored of a page's keys, and how a query scores it.
+    """A kind defines the record stored per page, and how a query scores it.
 
     A record holds `vectors` vectors x_1..x_V of the size of a head and, if `has_spread`, a scalar y. The score of a
     page for a query head q is
 
         s(q) = combine(phi_1(q) . x_1, ..., phi_V(q) . x_V) + lambda ||q||_2 y
 
-    where phi are the query's `features`. Records follow from the page's keys alone, so they can be computed when a page
-    fills and again whenever it is rewritten.
+    where phi are the query's `features`. A record depends only on the page's keys. It is computed when a page fills,
+    and again whenever the page is rewritten.
     """
 
     name: ClassVar[str]
@@ -58,27 +58,27 @@ class StatisticsKind(ABC):
     vectors: ClassVar[int] = 1
     """Vectors in a record."""
     has_spread: ClassVar[bool] = False
-    """Whether a record holds a scalar besides its vectors."""
+    """Whether a record holds a scalar in addition to its vectors."""
     formats: ClassVar[tuple[RecordFormat, ...]] = ("int8", "fp8", "bf16")
-    """Formats of the layout that its vectors can be stored in."""
+    """Formats that its vectors can be stored in."""
     codes: ClassVar[Codes | None] = None
-    """How its vectors are packed in a format below 8 bits, which is then the only one."""
+    """How its vectors are packed in its only format, of less than 8 bits; None for other kinds."""
     triton_summarise: ClassVar[Any] = None
     """`summarise` in Triton, for `page_statistics.triton`: `(keys, PAGE_SIZE, HEADS, DIMS)` to a tuple of the vectors,
     `[HEADS * DIMS]` each, and the spread `[HEADS]` if there is one. Keys are `[PAGE_SIZE, HEADS * DIMS]` float32, zero
-    beyond the size of a head. The results are finite whatever the keys (see `StatisticsLayout`)."""
+    beyond the head size. The results are finite for all keys (see `StatisticsLayout`)."""
     triton_features: ClassVar[Any] = query_itself
-    """`features` in Triton, for `page_score.triton`: `(query, std_weight)` to a tuple of what the vectors are
-    multiplied with, of the query's shape; float32."""
+    """`features` in Triton, for `page_score.triton`: `(query, std_weight)` to a tuple of float32 factors of the
+    vectors, in the query's shape."""
     triton_pack: ClassVar[Any] = None
     """`codes.pack` in Triton: `(record, HEAD_SIZE, HEADS, DIMS)` to a tuple of the rows of bytes, `[HEADS * DIMS]`
     each, and a tuple of their steps, `[HEADS]` bfloat16."""
     triton_summary_keys: ClassVar[Any] = keys_as_stored
-    """The keys of `summary` in Triton: from a tuple of `[PAGES, DIMS]` float32 to another."""
+    """The keys of `summary` in Triton: from a tuple of `[PAGES, DIMS]` float32 to a tuple of summary keys."""
     triton_summary_spread: ClassVar[Any] = spread_as_stored
-    """The spread of `summary` in Triton: `(vectors, spread)`, the spread None where none is stored, to `[PAGES]`."""
+    """The spread of `summary` in Triton: `(vectors, spread)` to `[PAGES]`; the argument is None if none is stored."""
     triton_combine: ClassVar[Any] = None
-    """`combine` in Triton: `(products)`, a tuple of float32 tensors, to one of them; None for their sum."""
+    """`combine` in Triton: a tuple of float32 products to one tensor; None for their sum."""
 
     @staticmethod
     @abstractmethod
@@ -86,15 +86,15 @@ class StatisticsKind(ABC):
         """Returns the record of each page.
 
         Args:
-            keys: `[..., page_size, head_size]` float64: the order of a sum then does not show once it is rounded.
+            keys: `[..., page_size, head_size]` float64, so that the order of a sum does not change the rounded result.
 
         Returns:
-            The vectors `[..., vectors, head_size]` and, if the kind has one, the spread `[...]`.
+            The vectors `[..., vectors, head_size]` and the spread `[...]`, None for a kind without a spread.
         """
 
     @staticmethod
     def features(query: torch.Tensor, std_weight: float) -> torch.Tensor:
-        """Returns phi, what the vectors of a record are multiplied with: by default the query.
+        """Returns phi, the factors of a record's vectors; by default the query.
 
         Args:
             query: `[..., head_size]` float32.
@@ -107,7 +107,7 @@ class StatisticsKind(ABC):
 
     @staticmethod
     def combine(products: torch.Tensor) -> torch.Tensor:
-        """Makes one number of the products of features and vectors: by default their sum.
+        """Reduces the products of features and vectors to one score; by default their sum.
 
         Args:
             products: `[..., vectors]` float32.
@@ -119,7 +119,7 @@ class StatisticsKind(ABC):
 
     @staticmethod
     def summary(vectors: torch.Tensor, spread: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns keys that stand for a page, and how far its keys lie around them: what sparse prefill takes of it.
+        """Returns the keys that represent a page in sparse prefill, and the spread of its keys around them.
 
         Args:
             vectors: `[..., vectors, head_size]` float32, times their scales.
@@ -142,7 +142,7 @@ class StatisticsKind(ABC):
 
     @property
     def runs_on_gpu(self) -> bool:
-        """Whether a GPU can write records of the kind, and score them."""
+        """Whether a GPU can write and score records of this kind."""
         kind = type(self)
         scored = (kind.features is StatisticsKind.features) == (kind.triton_features is query_itself) and (
             kind.combine is StatisticsKind.combine
@@ -151,10 +151,10 @@ class StatisticsKind(ABC):
 
     @property
     def is_fused(self) -> bool:
-        """Whether the CUDA kernels of the decode step score records of this kind: one vector that meets the query."""
+        """Whether the CUDA decode kernels score records of this kind; by default, one vector times the query."""
         return self.vectors == 1 and type(self).features is StatisticsKind.features and self.is_linear
 
     @property
     def is_linear(self) -> bool:
-        """Whether the score is linear in the record, which is what the compiled scores of a CPU can do."""
+        """Whether the score is linear in the record, as the compiled CPU scores require."""
         return type(self).combine is StatisticsKind.combine

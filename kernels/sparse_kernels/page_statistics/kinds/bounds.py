@@ -1,4 +1,4 @@
-"""Quest (arXiv 2406.10774) keeps the smallest box that holds a page's keys."""
+"""Quest (arXiv 2406.10774) stores the element-wise bounds of a page's keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from sparse_kernels.page_statistics.kinds.base import LARGEST_FINITE, Statistics
 
 @jit
 def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
-    # Keys that are not finite have no bounds: such a page is read, not hidden.
+    # Keys that are not finite have no bounds. Such a page is read.
     finite = tl.abs(keys) <= LARGEST_FINITE
     most = tl.max(tl.where(finite, keys, LARGEST_FINITE), axis=0)
     least = tl.min(tl.where(finite, keys, -LARGEST_FINITE), axis=0)
@@ -38,8 +38,8 @@ class Bounds(StatisticsKind):
 
         s_p(q) = sum_d max(q_d m_d, q_d M_d) = max(q, 0) . M_p + min(q, 0) . m_p
 
-    which no logit of the page exceeds. In bf16 the bounds of a bf16 cache are exact; in 8 bits each is off by up to a
-    step of its scale.
+    No logit of the page exceeds this score. In bf16 the bounds of a bf16 cache are exact. In 8 bits each bound has an
+    error of up to one step of its scale.
     """
 
     name = "bounds"

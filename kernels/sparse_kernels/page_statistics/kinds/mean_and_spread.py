@@ -1,4 +1,4 @@
-"""UNIQUE (arXiv 2605.27740) keeps the mean key, and how far the keys lie from it."""
+"""UNIQUE (arXiv 2605.27740) stores the mean key and the spread of the keys around it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.cons
     deviation = keys - mean[None, :]
     variance = tl.sum(deviation * deviation, axis=0) / PAGE_SIZE
     spread = tl.sqrt_rn(tl.sum(tl.reshape(variance, (HEADS, DIMS)), axis=1))
-    # A page whose statistics are not finite has the largest spread: it is read, not hidden.
+    # A page whose statistics are not finite has the largest spread, so it is read.
     return finite_or(mean, 0.0), finite_or(spread, LARGEST_FINITE)
 
 
@@ -25,7 +25,7 @@ class MeanAndSpread(StatisticsKind):
 
         mu_p = (1/B) sum_i k_i        sigma_p = || std_i(k_i) ||_2        s_p(q) = q . mu_p + lambda ||q||_2 sigma_p
 
-    The standard deviation is the population's, per dimension; the paper does not say which.
+    The standard deviation is the population's, per dimension. The paper does not specify this.
     """
 
     name = "mean_and_spread"
@@ -36,6 +36,6 @@ class MeanAndSpread(StatisticsKind):
     def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `StatisticsKind.summarise`."""
         mean = keys.mean(dim=-2, keepdim=True)
-        # Unlike a square root, a norm has a gradient where all keys are equal: zero.
+        # At equal keys a norm has the gradient zero; a square root has none.
         norm = torch.linalg.vector_norm((keys - mean).flatten(-2), dim=-1)
         return mean, norm / math.sqrt(keys.shape[-2])

@@ -1,4 +1,4 @@
-"""These kinds keep the quarters of a page's keys, in a few bits an element."""
+"""Kinds that store the quarters of a page's keys with a few bits per element."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FOUR_BIT_SPACING, _TWO_BIT_SPACING = constexpr(_FOUR_BITS.spacing), constexpr(_
 
 @cache
 def signs(head_size: int) -> torch.Tensor:
-    """Draws `[head_size]` float64 of 1 and -1 by a hash in 32-bit arithmetic that every implementation can compute."""
+    """Draws `[head_size]` float64 signs, 1 or -1, by a 32-bit hash that every implementation can compute."""
 
     def flipped(d: int) -> int:
         x = (d + 1) * 0x9E3779B1 & 0xFFFFFFFF
@@ -40,10 +40,10 @@ def _rotation(head_size: int, dtype: torch.dtype, device: torch.device) -> torch
 
 
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """Flips fixed signs, then applies a Hadamard matrix: no dot product changes, and no dimension stands out after it.
+    """Flips fixed signs, then applies a Hadamard matrix. Dot products do not change; large dimensions are spread out.
 
     Args:
-        x: `[..., head_size]`; a head size that is no power of two is rotated in blocks of the largest that divides it.
+        x: `[..., head_size]`. If the head size is not a power of two, blocks of its largest such divisor are rotated.
 
     Returns:
         As `x`.
@@ -53,7 +53,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 
 @jit
 def _butterfly(x, HALF: tl.constexpr, ELEMENTS: tl.constexpr):
-    # A stage of the Hadamard transform takes sums and differences of elements that lie HALF apart.
+    # A stage of the Hadamard transform takes sums and differences of elements at distance HALF.
     low, high = tl.split(tl.permute(tl.reshape(x, (ELEMENTS // (2 * HALF), 2, HALF)), (0, 2, 1)))
     return tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), (ELEMENTS,))
 
@@ -124,7 +124,7 @@ def _code(x, power, step, TOP: tl.constexpr, WHEN_NOT_FINITE: tl.constexpr, HEAD
     divisor = step.to(tl.float32)
     divisor = tl.where(divisor > 0, divisor, 1.0)[:, None]
     scaled = tl.div_rn(tl.reshape(x, (HEADS, DIMS)), divisor) + TOP / 2
-    # The sum rounds to the nearest integer, ties to even.
+    # The addition rounds to the nearest integer, ties to even.
     code = tl.clamp((scaled + 12582912.0) - 12582912.0, 0.0, TOP)
     code = tl.where((power <= LARGEST_FINITE)[:, None], code, WHEN_NOT_FINITE)
     return code.to(tl.int32)
@@ -184,14 +184,14 @@ def _keys_rotated_back(vectors):
 
 
 class Quarters(StatisticsKind):
-    """The keys of each quarter of a page, averaged, in four bits an element.
+    """The mean key of each quarter of a page, with four bits per element.
 
     For pages of 8, x_j is the mean of two keys,
 
         x_j = (1/|Q_j|) sum_(i in Q_j) k_i        s_p(q) = max_j q . x_j
 
-    A mean over the page hides a single key that matches the query; among quarters it stands out. Two quarters share a
-    step. The first two elements are not kept: the steps take their place.
+    The mean of a page hides a single key that matches the query; the mean of a quarter does not. Two quarters share a
+    step. The first two elements are not stored: the steps take their place.
     """
 
     name = "quarters"
@@ -203,7 +203,7 @@ class Quarters(StatisticsKind):
 
     @property
     def is_fused(self) -> bool:
-        """See `StatisticsKind.is_fused`: the CUDA kernels know these codes."""
+        """See `StatisticsKind.is_fused`: the CUDA kernels read these codes."""
         return True
 
     @staticmethod
@@ -223,12 +223,12 @@ class Quarters(StatisticsKind):
 
 
 class Sketch(Quarters):
-    """Four keys in the bytes of one: the quarters of a page, rotated, in two bits an element.
+    """The four quarters of a page, rotated, with two bits per element: the bytes of one 8-bit key.
 
         x_j = R (1/|Q_j|) sum_(i in Q_j) k_i        s_p(q) = max_j (R q) . x_j
 
-    where R is the rotation of `rotate`: without it the step would follow the largest dimensions, and two bits would
-    hold nothing of the others. One step serves the page.
+    R is the rotation of `rotate`. Without it, the step would follow the largest dimensions, and two bits would lose
+    all others. The page has one step.
     """
 
     name = "sketch"

@@ -1,4 +1,4 @@
-"""InfLLM (arXiv 2402.04617) keeps a few keys that stand for their page."""
+"""InfLLM (arXiv 2402.04617) stores the mean of a few keys that represent their page."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from sparse_kernels.page_statistics.kinds.base import StatisticsKind, finite_or
 def _summarise(keys, PAGE_SIZE: tl.constexpr, HEADS: tl.constexpr, DIMS: tl.constexpr):
     mean = tl.sum(keys, axis=0) / PAGE_SIZE
     merit = tl.sum(tl.reshape(keys * mean[None, :], (PAGE_SIZE, HEADS, DIMS)), axis=2)
-    # A key is among the `count` best if fewer than `count` rank before it. Of equal keys the older ranks before; keys
-    # come newest first.
+    # A key is among the `count` best if fewer than `count` keys rank before it. Of equal keys the older ranks first.
+    # Keys come newest first.
     ranked, rival = merit[:, None, :], merit[None, :, :]
     age = tl.arange(0, PAGE_SIZE)
     older = (age[None, :] > age[:, None])[:, :, None]
@@ -29,15 +29,18 @@ class Representatives(StatisticsKind):
         r_i = k_i . (1/B) sum_j k_j      R = the B / 4 keys of largest r_i      s_p(q) = q . (1/|R|) sum_(i in R) k_i
 
     From the paper: the representatives are the keys of largest representative score, and a page's relevance is the sum
-    of its representatives' dot products with the query. That sum is one dot product with their mean, up to a factor
-    that all pages share, so the mean is all a record holds.
+    of its representatives' dot products with the query. This sum equals one dot product with their mean, up to a
+    factor that all pages share. A record therefore holds only the mean.
 
-    Other than in the paper: a key's representative score is the mean of its dot products with the page's keys, not with
-    the queries that follow it. Those queries are not in the cache when the page fills, and whatever depended on them
-    would differ with how a prompt was cut into chunks and with what a prefix-cache hit skipped. Keys have positions,
-    which the paper leaves out of its retrieval. Pages are chosen per KV head by the best of its query heads, as by
-    every policy here; in the paper all heads of a layer share their choice. The paper takes 4 keys of 128; less than
-    one of 8 would be left of that share, so it is a quarter.
+    Differences from the paper:
+
+    - A key's representative score is the mean of its dot products with the page's keys, not with later queries. Later
+      queries do not exist when the page fills. Scores that depend on them would change with chunks and with
+      prefix-cache hits.
+    - Keys have positions, which the paper's retrieval omits.
+    - Pages are chosen per KV head by the best of its query heads, as in every policy here. In the paper all heads of a
+      layer share the choice.
+    - A quarter of the keys are representatives. The paper takes 4 of 128 keys, which is less than one of 8.
     """
 
     name = "representatives"
@@ -47,7 +50,7 @@ class Representatives(StatisticsKind):
     def summarise(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See `StatisticsKind.summarise`."""
         merit = (keys * keys.mean(dim=-2, keepdim=True)).sum(dim=-1)
-        # The sort is stable, so that of equal keys the older one is taken.
+        # The sort is stable: of equal keys the older one is taken.
         best = merit.sort(dim=-1, descending=True, stable=True).indices[..., : max(keys.shape[-2] // 4, 1)]
         chosen = keys.gather(-2, best.unsqueeze(-1).expand(*best.shape, keys.shape[-1]))
         return chosen.mean(dim=-2, keepdim=True), None

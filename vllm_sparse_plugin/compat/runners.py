@@ -1,0 +1,225 @@
+"""Changes of vLLM's model runners and of their sampling."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from vllm_sparse_plugin.compat.engine import HOOKED, drafts_for_itself
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+    from vllm_sparse_plugin.metrics.sampling import Lengths
+
+_RUNNER_MODULES = ("vllm.v1.worker.gpu_model_runner", "vllm.v1.worker.gpu.model_runner")
+"""Modules of vLLM's two model runners. The CPU's runner derives from the first."""
+
+
+def hook_model_runners(
+    building: Callable[[Any], AbstractContextManager[None]],
+    spread: Callable[[Any], Any],
+    added: Callable[[Any, Any], None],
+    begin_step: Callable[[Any, Lengths | None], bool],
+    finished: Callable[[Any, Iterable[str]], None],
+) -> None:
+    """Calls back from the model runners of this process: before they build metadata builders, before vLLM groups the
+    cache specifications of layers, before each step chooses a CUDA graph, and when requests end. The second runner
+    also calls back for new requests.
+
+    Reason: compaction depends on requests and on the lengths of their prompts; vLLM's metadata of a step has neither. A
+    backend does not know the name of the layer whose cache it specifies. The second runner drops a request's arguments
+    for plugins. A full CUDA graph calls no layer, so a measured step must run like a step with prompts: with piecewise
+    graphs or without graphs. Data-parallel engines agree on this as for such steps.
+    Versions: 0.32, 0.33. Remove when `CommonAttentionMetadata` has requests with arguments and prompt lengths, and when
+    a backend can request a step without its full graph.
+
+    Args:
+        building: takes a runner; returns a context in which the runner builds its metadata builders.
+        spread: takes and returns the cache specifications by layer name.
+        added: takes a runner and its new requests, each with `req_id` and `sampling_params`.
+        begin_step: takes a runner, and a function that returns query and context tokens of each request of the next
+            step (None for a step without requests); returns whether the step must call layers.
+        finished: takes a runner and the names of requests that have ended.
+    """
+    for module in _RUNNER_MODULES:
+        # Only the module of this worker's runner has been imported.
+        runner: Any = getattr(sys.modules.get(module), "GPUModelRunner", None)
+        if runner is None or HOOKED in vars(runner):
+            continue
+        runner.initialize_kv_cache = _showing(runner.initialize_kv_cache, building)
+        runner.get_kv_cache_spec = _spreading(runner.get_kv_cache_spec, spread)
+        if hasattr(runner, "add_requests"):
+            runner.add_requests = _telling(runner.add_requests, added)
+        if hasattr(runner, "execute_model"):
+            runner.execute_model = _telling_ends(runner.execute_model, finished)
+        if hasattr(runner, "gather_batch_req_state"):
+            runner.gather_batch_req_state = _mixing_gathered(runner.gather_batch_req_state, begin_step)
+        elif hasattr(runner, "_determine_batch_execution_and_padding"):
+            determine = _mixing_determined(runner._determine_batch_execution_and_padding, begin_step)
+            setattr(runner, "_determine_batch_execution_and_padding", determine)  # noqa: B010
+        setattr(runner, HOOKED, True)
+
+
+def hook_speculators(make: Callable[[VllmConfig, torch.device], Any]) -> None:
+    """Makes vLLM's second model runner use the drafter of `make` in lossless mode; no effect for other drafts.
+
+    Reason: the runner chooses drafters by a fixed list of names.
+    Versions: 0.32, 0.33. Remove when the runner accepts a class, as the first runner does.
+
+    Args:
+        make: takes vLLM's configuration and the device; returns the drafter.
+    """
+    from vllm.v1.worker.gpu import spec_decode
+
+    choose: Any = spec_decode.init_speculator
+    if getattr(choose, HOOKED, False):
+        return
+    spec_decode.init_speculator = _making(choose, make)
+    if runner := sys.modules.get(_RUNNER_MODULES[1]):
+        # The runner has already imported the function by name.
+        setattr(runner, "init_speculator", spec_decode.init_speculator)  # noqa: B010
+
+
+def mend_rejection_sampling() -> None:
+    """Corrects vLLM's rejection sampler on a CPU: each draft gets the sampling settings of its request, and steps
+    without drafts are sampled. Idempotent.
+
+    Reason: the CPU kernel that expands a request's values to its drafts writes into a copy unless they are int64. The
+    temperatures, top-k and top-p of drafts were uninitialised memory, and tokens had a wrong distribution. In a step
+    without drafts, a top-k without a top-p took the maximum of an empty tensor and ended the engine.
+    Versions: 0.32. Remove when `_expand_kernel_impl` writes to its argument, and `apply_top_k_only` accepts no rows.
+    """
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(
+        values: torch.Tensor,
+        cu_num_tokens: torch.Tensor,
+        num_tokens: int,
+        replace_from: int = 0,
+        replace_to: int = 0,
+    ) -> torch.Tensor:
+        numbers = cu_num_tokens.diff(prepend=cu_num_tokens.new_zeros(1))
+        replaced = values.masked_fill(values == replace_from, replace_to)
+        return replaced.repeat_interleave(numbers, output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand
+    apply: Any = rejection_sampler.apply_top_k_top_p
+    if getattr(apply, HOOKED, False):
+        return
+
+    @functools.wraps(apply)
+    def apply_top_k_top_p(logits: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return apply(logits, *args, **kwargs) if len(logits) else logits
+
+    setattr(apply_top_k_top_p, HOOKED, True)
+    rejection_sampler.apply_top_k_top_p = apply_top_k_top_p
+
+
+def _making(choose: Callable[..., Any], make: Callable[[VllmConfig, torch.device], Any]) -> Callable[..., Any]:
+    @functools.wraps(choose)
+    def init_speculator(vllm_config: VllmConfig, device: torch.device, *args: Any, **kwargs: Any) -> Any:
+        if drafts_for_itself(vllm_config):
+            return make(vllm_config, device)
+        return choose(vllm_config, device, *args, **kwargs)
+
+    setattr(init_speculator, HOOKED, True)
+    return init_speculator
+
+
+def _current_config_of(runner: Any) -> AbstractContextManager[Any]:
+    """Returns a context in which a runner's configuration is vLLM's current one, which backend classes read.
+
+    vLLM sets it when it builds a model, but not when it asks for cache specifications.
+    """
+    from vllm.config import set_current_vllm_config
+
+    context: AbstractContextManager[Any] = set_current_vllm_config(runner.vllm_config)
+    return context
+
+
+def _spreading(get_kv_cache_spec: Callable[..., Any], spread: Callable[[Any], Any]) -> Callable[..., Any]:
+    @functools.wraps(get_kv_cache_spec)
+    def specifications(runner: Any) -> Any:
+        with _current_config_of(runner):
+            return spread(get_kv_cache_spec(runner))
+
+    return specifications
+
+
+def _showing(
+    initialize_kv_cache: Callable[..., Any], building: Callable[[Any], AbstractContextManager[None]]
+) -> Callable[..., Any]:
+    @functools.wraps(initialize_kv_cache)
+    def initialize(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        with building(runner), _current_config_of(runner):
+            return initialize_kv_cache(runner, *args, **kwargs)
+
+    return initialize
+
+
+def _telling(add_requests: Callable[..., Any], added: Callable[[Any, Any], None]) -> Callable[..., Any]:
+    @functools.wraps(add_requests)
+    def add(runner: Any, scheduler_output: Any) -> None:
+        add_requests(runner, scheduler_output)
+        added(runner, scheduler_output.scheduled_new_reqs)
+
+    return add
+
+
+def _telling_ends(execute_model: Callable[..., Any], finished: Callable[[Any, Iterable[str]], None]) -> Any:
+    @functools.wraps(execute_model)
+    def execute(runner: Any, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        if scheduler_output.finished_req_ids:
+            finished(runner, scheduler_output.finished_req_ids)
+        return execute_model(runner, scheduler_output, *args, **kwargs)
+
+    return execute
+
+
+def _mixing_gathered(
+    gather: Callable[..., Any], begin_step: Callable[[Any, Lengths | None], bool]
+) -> Callable[..., Any]:
+    """For the second runner. A batch counts as mixed if its requests have no common number of tokens; for drafters, if
+    it is not eligible for decode graphs."""
+
+    @functools.wraps(gather)
+    def gather_batch_req_state(runner: Any, scheduler_output: Any, dummy_run: bool) -> Any:
+        state, tokens_of_each = gather(runner, scheduler_output, dummy_run)
+
+        def lengths() -> Iterable[tuple[int, int]]:
+            known, queries = scheduler_output.scheduled_cached_reqs, scheduler_output.num_scheduled_tokens
+            for name, computed in zip(known.req_ids, known.num_computed_tokens, strict=True):
+                if name in queries:
+                    yield queries[name], computed + queries[name]
+
+        if begin_step(runner, None if dummy_run else lengths):
+            return state._replace(decode_graph_eligible=False), None
+        return state, tokens_of_each
+
+    return gather_batch_req_state
+
+
+def _mixing_determined(
+    determine: Callable[..., Any], begin_step: Callable[[Any, Lengths | None], bool]
+) -> Callable[..., Any]:
+    """For the first runner. As in dummy runs, an argument says whether a batch is mixed."""
+
+    @functools.wraps(determine)
+    def determine_batch(runner: Any, *args: Any, **kwargs: Any) -> Any:
+        is_dummy = kwargs.get("force_uniform_decode") is not None
+
+        def lengths() -> Iterable[tuple[int, int]]:
+            queries = kwargs["num_scheduled_tokens_np"].tolist()
+            computed = runner.input_batch.num_computed_tokens_cpu[: len(queries)].tolist()
+            return [(query, before + query) for query, before in zip(queries, computed, strict=True)]
+
+        if begin_step(runner, None if is_dummy else lengths):
+            kwargs["force_uniform_decode"] = False
+        return determine(runner, *args, **kwargs)
+
+    return determine_batch
