@@ -14,6 +14,7 @@ from sparse_kernels.cuda import params
 from sparse_kernels.cuda.launch import CODE_FORMATS, FORMATS, _known_architectures, architecture_of, compile_source
 from sparse_kernels.cuda.shared_memory import chain_bytes, merging_bytes, piece_bytes
 from sparse_kernels.limits import MAX_K, DecodeShape
+from sparse_kernels.page_coverage import launches as coverage
 from sparse_kernels.sparse_decode.launches import Launch, fixed_bytes, values_bytes
 
 ROOT = Path(sparse_kernels.__file__).parent
@@ -204,6 +205,8 @@ def counted(source: str, macros: dict[str, int]) -> dict[str, int]:
             launch = Launch(bool(macros["FUSED"]), macros["CLUSTER"], macros["WARPS"], macros["BLOCKS_PER_SM"])
             shape = DecodeShape(group, head_size, 4096, 64, macros["STOP_TILES"] > 0)
             return {"FIXED_BYTES": fixed_bytes(launch, shape), "VALUES_BYTES": values_bytes(launch, shape)}
+        case "page_coverage/count.cu":
+            return {"SHARED_BYTES": coverage.fixed_bytes(macros["CLUSTER"], group)}
     return {}
 
 
@@ -222,6 +225,19 @@ def test_compiles(case: tuple[str, dict[str, int]], architecture: str) -> None:
 @pytest.mark.parametrize("case", HOPPER.values(), ids=HOPPER)
 def test_clusters_compile(case: tuple[str, dict[str, int]]) -> None:
     check(case, "sm_90")
+
+
+@pytest.mark.parametrize("architecture", ["sm_86", "sm_89", "sm_120"])
+@pytest.mark.parametrize(
+    "name", ["score quarters", "top-k", "top-k of candidates", "list", "count", "split a selection"]
+)
+def test_long_contexts_compile_for_gpus_with_little_shared_memory(name: str, architecture: str) -> None:
+    check(CASES[name], architecture)
+
+
+@pytest.mark.parametrize("name", ["list cluster of 8", "count cluster of 8", "decode a list", "decode quarters"])
+def test_clusters_compile_for_gpus_with_little_shared_memory(name: str) -> None:
+    check(HOPPER[name], "sm_120")
 
 
 STRUCTS = {

@@ -57,8 +57,10 @@ def test_selection_is_exact(kind: object, rows: int, pages: int, always: tuple[i
     lengths = torch.randint(0, pages + 1, (rows,), device="cuda")
     lengths[0] = pages
     expected = reference_selection(scores, lengths, 64, *always)
+    in_order, _ = select_pages(scores, lengths, 64, *always)
     for segment in (None, 1024):
         actual, counts = select_pages(scores, lengths, 64, *always, segment=segment)
+        assert torch.equal(actual, in_order)
         assert torch.equal(actual.long().sort(dim=-1).values, expected.sort(dim=-1).values)
         assert torch.equal(counts, lengths.clamp(max=64).int()[:, None].expand(-1, 2))
 

@@ -48,6 +48,7 @@ struct Shared {
     u32 found[2][TRIED + 1][CLUSTER * WARPS];
     u32 ties[2][WARPS];
 };
+static_assert(sizeof(Shared) == SK_SHARED_BYTES, "the host counts the shared memory of a block otherwise");
 
 // Four consecutive pages. Pages that are not ranked by score have no mass.
 struct Pages {

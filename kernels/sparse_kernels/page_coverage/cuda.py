@@ -24,19 +24,13 @@ from sparse_kernels.cuda.params import (
     batch_of,
     pointer,
 )
-from sparse_kernels.limits import CLUSTER_CAPABILITY
+from sparse_kernels.page_coverage.launches import WARPS, fixed_bytes, kept_bytes, kept_pages_of
 from sparse_kernels.page_coverage.rule import Limits
 from sparse_kernels.page_score.cuda import HeadWeights, launch_of, launch_scores
 
 _SOURCE = Path(__file__).with_name("count.cu")
-_WARPS = 16
-"""Warps of a thread block. All batches use one number, because the sums of the known tokens depend on it."""
 _LEAST_PAGES = 2048
 """Smallest number of pages of a row per thread block of a cluster. Each thread has a run of pages."""
-_MOST_KEPT_PAGES = 1 << 14
-"""Most pages of a row that a thread block keeps in shared memory. Two thread blocks fit a multiprocessor of Hopper."""
-_KEPT_BYTES = 6
-"""Bytes of a page in shared memory: its mass and its score."""
 _SCRATCH_BYTES = 1 << 28
 """Memory for the logits of all heads. A batch that needs more is counted in parts."""
 
@@ -104,19 +98,18 @@ def _count(
     counts = torch.empty((batch.num_tokens, num_kv_heads), dtype=torch.int32, device=device)
     at_once = max(1, _SCRATCH_BYTES // (4 * width * (group_size + 1) * num_kv_heads * queries))
     cluster = cluster_of(min(at_once, batch.num_requests) * queries * num_kv_heads, width, _LEAST_PAGES, device)
-    kept_pages = -(-width // (8 * cluster)) * 8
-    if kept_pages > _MOST_KEPT_PAGES or torch.cuda.get_device_capability(device) < CLUSTER_CAPABILITY:
-        kept_pages = 0
+    kept_pages = kept_pages_of(width, cluster, group_size, torch.cuda.get_device_capability(device))
     macros = {
         "QUERY": FORMATS[batch.query.dtype],
         "KV": FORMATS[cache.keys.view.dtype],
         "GROUP": group_size,
         "HEAD_SIZE": batch.head_size,
-        "WARPS": _WARPS,
+        "WARPS": WARPS,
         "CLUSTER": cluster,
+        "SHARED_BYTES": fixed_bytes(cluster, group_size),
     }
-    compiled = kernel(_SOURCE, device, macros, 32 * _WARPS, "count_pages")
-    compiled.reserve_shared(_KEPT_BYTES * kept_pages)
+    compiled = kernel(_SOURCE, device, macros, 32 * WARPS, "count_pages")
+    compiled.reserve_shared(kept_bytes(kept_pages))
     statistics = cache.statistics
     assert statistics is not None
     chunk = launch_of(statistics).chunk
@@ -134,5 +127,5 @@ def _count(
             pointer(asked.most), pointer(counts[rows]), pointer(counters), width, kept_pages, heads.sums.shape[3],
             chunk, cache.page_size, cache.keys.pages_per_block,
         )  # fmt: skip
-        compiled.launch((cluster, num_kv_heads, part.num_tokens), params, _KEPT_BYTES * kept_pages)
+        compiled.launch((cluster, num_kv_heads, part.num_tokens), params, kept_bytes(kept_pages))
     return counts

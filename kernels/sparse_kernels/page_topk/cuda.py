@@ -6,43 +6,20 @@ Where k is too large for a block to rank, the blocks of a cluster list the best 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from sparse_kernels.batch import DecodeBatch, PageSelection
 from sparse_kernels.cuda.launch import cluster_of, kernel
 from sparse_kernels.cuda.params import ContextParams, ListParams, SelectionParams, TopkParams, pointer
-from sparse_kernels.limits import MAX_K, MAX_PAGES
+from sparse_kernels.limits import MAX_K
+from sparse_kernels.page_topk.launches import Pass, passes_of
 
 _SOURCE = Path(__file__).with_name("topk.cu")
 _LIST = Path(__file__).with_name("list.cu")
 _LIST_WARPS = 32
 _LEAST_LISTED = 4096
 """Pages of a row, at least, to each block of a cluster that lists."""
-
-
-class Launch(NamedTuple):
-    """How the keys of a row lie in the threads of a block."""
-
-    pages: int
-    """Largest number of pages this row of the table is for."""
-    warps: int
-    per_thread: int
-
-
-# These are measured on an H200. Few threads hold many keys each, since every warp brings instructions of its own; where
-# several blocks share a multiprocessor still fewer threads are best.
-_LAUNCHES = (
-    Launch(1024, 8, 4),
-    Launch(2048, 8, 8),
-    Launch(4096, 8, 16),
-    Launch(8192, 16, 16),
-    Launch(16384, 16, 32),
-    Launch(32768, 16, 64),
-    Launch(65536, 16, 128),
-)
-_CROWDED = (*_LAUNCHES[:3], Launch(8192, 8, 32), Launch(16384, 8, 64), *_LAUNCHES[5:])
 
 
 def select_pages(
@@ -79,36 +56,32 @@ def select_pages(
     pages = torch.empty((num_tokens, num_kv_heads, k), dtype=torch.int32, device=scores.device)
     counts = torch.empty((num_tokens, num_kv_heads), dtype=torch.int32, device=scores.device)
 
-    def launch(
-        size: int, segments: int, candidates: torch.Tensor | None, table: torch.Tensor | None, out: torch.Tensor
-    ) -> None:
-        launches = _CROWDED if rows > multiprocessors else _LAUNCHES
-        _, warps, per_thread = next(launch for launch in launches if size <= launch.pages)
+    def launch(a_pass: Pass, candidates: torch.Tensor | None, table: torch.Tensor | None, out: torch.Tensor) -> None:
+        warps, size = a_pass.launch.warps, a_pass.size
         macros = {
             "WARPS": warps,
-            "PER_THREAD": per_thread,
+            "PER_THREAD": a_pass.launch.per_thread,
             "CANDIDATES": int(candidates is not None),
             "PAGES_PER_BLOCK": 0 if table is None else pages_per_block,
         }
         compiled = kernel(_SOURCE, scores.device, macros, 32 * warps)
-        shared_bytes = 2 * (-(-size // 8) * 8)
-        compiled.reserve_shared(shared_bytes)
+        compiled.reserve_shared(a_pass.dynamic_bytes)
         params = TopkParams(
             pointer(scores), pointer(lengths), pointer(candidates), pointer(table), pointer(out), pointer(counts),
             scores.stride(1), 0 if table is None else table.stride(0), out.stride(0), out.stride(1),
             SelectionParams.of(selection, budgets), size, scores.shape[2], 0 if candidates is None else size,
         )  # fmt: skip
-        compiled.launch((segments, num_kv_heads, num_tokens), params, shared_bytes)
+        compiled.launch((a_pass.segments, num_kv_heads, num_tokens), params, a_pass.dynamic_bytes)
 
-    limit = segment or MAX_PAGES
-    segments = -(-width // limit)
+    capability = torch.cuda.get_device_capability(scores.device)
+    first, *second = passes_of(width, k, rows > multiprocessors, capability, segment)
     table = None if block_table is None else block_table.int()
-    if segments == 1:
-        launch(max(width, 8), 1, None, table, pages.view(rows, 1, k))
+    if not second:
+        launch(first, None, table, pages.view(rows, 1, k))
         return pages, counts
-    candidates = torch.empty((rows, segments, k), dtype=torch.int32, device=scores.device)
-    launch(limit, segments, None, None, candidates)
-    launch(segments * k, 1, candidates, table, pages.view(rows, 1, k))
+    candidates = torch.empty((rows, first.segments, k), dtype=torch.int32, device=scores.device)
+    launch(first, None, None, candidates)
+    launch(second[0], candidates, table, pages.view(rows, 1, k))
     return pages, counts
 
 

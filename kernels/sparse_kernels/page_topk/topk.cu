@@ -117,9 +117,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) page_topk(const __grid_con
         }
         out[slot] = page;
     };
-    // Of candidates there may be more than pages.
-    int selected = min(k, min(count, length));
-    if (count <= k) {
+    // Of candidates there may be more than pages. Those of a row with few pages come from its first segment, which lists
+    // all of them in order.
+    int present = min(count, length), selected = min(k, present);
+    if (present <= k) {
 #pragma unroll 1
         for (int i = thread; i < selected; i += THREADS) put(i, i);
     } else {
