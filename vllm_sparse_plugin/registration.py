@@ -66,9 +66,11 @@ class UntestedVLLMError(RuntimeError):
 
 
 def make_speculator(vllm_config: VllmConfig, device: torch.device) -> Any:
-    """Returns the drafter of lossless mode for vLLM's second model runner."""
+    """Returns the drafter of lossless mode for vLLM's second model runner, which plans its CUDA graphs afterwards."""
+    from vllm_sparse_plugin.lossless.graphs import plan_decode_graphs
     from vllm_sparse_plugin.lossless.speculator import SparseSpeculator
 
+    compat.hook_decode_graphs(plan_decode_graphs)
     return SparseSpeculator(vllm_config, device)
 
 

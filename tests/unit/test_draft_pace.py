@@ -205,3 +205,9 @@ def test_contexts_too_short_to_draft_for_say_nothing(watch):
     assert watch.step({"a": 1}, [0], SMALL, 1.0) == [0]
     assert watch.step({"a": 1}, [8], SMALL, 2.0) == [4]
     assert watch.seen == []
+
+
+def test_requests_that_are_not_drafted_for_are_part_of_a_step_that_is_measured(watch):
+    assert watch.step({"a": 1, "short": 1}, [8, 0], SMALL, 1.0) == [4, 0]
+    watch.step({"a": 3, "short": 1}, [8, 0], SMALL, 2.0)
+    assert watch.seen == [(4, 2), ("step", 4, 1.0, SMALL)]

@@ -17,7 +17,12 @@ from vllm_sparse_plugin.compat.engine import (
     run_vllm_cli,
     untested_vllm,
 )
-from vllm_sparse_plugin.compat.runners import hook_model_runners, hook_speculators, mend_rejection_sampling
+from vllm_sparse_plugin.compat.runners import (
+    hook_decode_graphs,
+    hook_model_runners,
+    hook_speculators,
+    mend_rejection_sampling,
+)
 
 __all__ = [
     "DRAFTING_METHOD",
@@ -26,6 +31,7 @@ __all__ = [
     "backend_member",
     "chosen_backend",
     "drafts_for_itself",
+    "hook_decode_graphs",
     "hook_lookahead",
     "hook_model_runners",
     "hook_platform",

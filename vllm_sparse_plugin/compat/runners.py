@@ -85,6 +85,33 @@ def hook_speculators(make: Callable[[VllmConfig, torch.device], Any]) -> None:
         setattr(runner, "init_speculator", spec_decode.init_speculator)  # noqa: B010
 
 
+def hook_decode_graphs(plan: Callable[[Any, Callable[[Any], None]], None]) -> None:
+    """Has vLLM's second model runner plan the CUDA graphs of lossless mode as `plan` says; no effect on other drafts.
+
+    Why: vLLM assigns a number of tokens to the next larger graph, whatever its width. With drafts of several lengths
+    many batches find a graph of another width there, and run without one.
+    Versions: 0.32, 0.33. Can go when each width has its own next larger graph.
+
+    Args:
+        plan: takes a `CudaGraphManager` and vLLM's own plan of its graphs.
+    """
+    from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
+
+    plan_one: Any = CudaGraphManager._init_candidates
+    if getattr(plan_one, HOOKED, False):
+        return
+
+    @functools.wraps(plan_one)
+    def init_candidates(manager: Any) -> None:
+        if drafts_for_itself(manager.vllm_config):
+            plan(manager, plan_one)
+        else:
+            plan_one(manager)
+
+    setattr(init_candidates, HOOKED, True)
+    setattr(CudaGraphManager, "_init_candidates", init_candidates)  # noqa: B010
+
+
 def mend_rejection_sampling() -> None:
     """Corrects vLLM's rejection sampler on a CPU: each draft gets the sampling settings of its request, and steps
     without drafts are sampled. Idempotent.

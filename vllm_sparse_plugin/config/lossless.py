@@ -33,6 +33,17 @@ class DraftRule:
     is_adaptive: bool = False
     """Whether fewer are where that is faster, see `lossless.pace`."""
 
+    @property
+    def step_lengths(self) -> tuple[int, ...]:
+        """Lengths of the drafts of a step on a GPU, where each length has CUDA graphs of its own: none and the longest,
+        and its quarters if the length adapts."""
+        counts = (0, 1, 2, 3, 4) if self.is_adaptive else (0, 4)
+        return tuple(sorted({self.draft_tokens * count // 4 for count in counts}))
+
+    def covers(self, context_tokens: int) -> bool:
+        """Returns whether a context of so many tokens is long enough to draft for."""
+        return context_tokens >= self.min_context_tokens
+
     def drafts(self, context_tokens: int, reserved_tokens: int, longest: int) -> int:
         """Returns how many tokens may be drafted.
 
@@ -42,6 +53,6 @@ class DraftRule:
                 each later one those of the draft before it.
             longest: tokens of the longest context that the engine serves.
         """
-        if context_tokens < self.min_context_tokens:
+        if not self.covers(context_tokens):
             return 0
         return max(0, min(self.draft_tokens, reserved_tokens - context_tokens + 1, longest - context_tokens - 1))

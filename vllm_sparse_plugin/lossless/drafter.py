@@ -146,6 +146,7 @@ class PaceWatch:
         """Takes the length of the longest drafts."""
         self.pace = DraftPace(range(most + 1))
         self._drafts: dict[str, int] = {}
+        self._requests: set[str] = set()
         self._began = 0.0
 
     def step(self, made: Mapping[str, int], allowed: Sequence[int], load: Load, now: float) -> list[int]:
@@ -162,7 +163,7 @@ class PaceWatch:
                 self.pace.observe_drafts(drafts, made[name] - 1)
         lengths = set(self._drafts.values())
         # Other steps have computed prompts, or waited for requests.
-        if len(lengths) == 1 and self._drafts.keys() == made.keys() and all(made.values()):
+        if len(lengths) == 1 and self._requests == made.keys() and all(made.values()):
             self.pace.observe_step(lengths.pop(), now - self._began, load)
             live.record_gain(self.pace.gain(load))
         if not any(allowed):
@@ -171,5 +172,6 @@ class PaceWatch:
             return list(allowed)
         most = self.pace.choose(load)
         wanted = [min(most, each) for each in allowed]
-        self._drafts, self._began = dict(zip(made, wanted, strict=True)), now
+        self._drafts = {name: drafts for name, drafts, each in zip(made, wanted, allowed, strict=True) if each}
+        self._requests, self._began = set(made), now
         return wanted
