@@ -47,10 +47,6 @@ class Policy(Section):
         """Returns how the policy's page statistics lie in the KV block; None if it needs none."""
         return None
 
-    def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
-        """Returns the bytes (pages and statistics) that a decode step reads at most, over those of dense attention."""
-        return 1.0
-
 
 class Selection(Policy):
     """A policy that reads a fixed budget of pages; the settings that all of them share."""
@@ -163,13 +159,3 @@ class Selection(Policy):
         from sparse_kernels.batch import PageSelection
 
         return PageSelection(self.budget_pages, self.sink_pages)
-
-    def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
-        most = self.pages_read.most
-        if context_tokens // self.page_size <= most:
-            return 1.0
-        token_bytes = 2 * head_size * cache_itemsize
-        read = (most * self.page_size + context_tokens % self.page_size) * token_bytes
-        if layout := self.statistics_layout(head_size, cache_itemsize):
-            read += context_tokens // self.page_size * layout.record_bytes
-        return read / (context_tokens * token_bytes)
