@@ -181,6 +181,23 @@ def test_a_server_and_the_commands_say_the_same(published, preset, settings):
         assert published["vllm_sparse_kept_share"] == (pytest.approx(held), sum(contexts))
 
 
+def test_layers_that_keep_all_of_a_request_count_where_others_do_not(published):
+    """A class of PyramidKV's layers keeps the prompt whole, the other one a part of it."""
+    config = resolve({"compaction": {"budget_tokens": 1024, "layer_classes": 2, "min_context_tokens": 0}}, "pyramidkv")
+    prompt, retentions = 1500, config.compaction.retention().of_layers(2)
+    for retention in retentions:
+        keys, contexts = keys_of_layer(config, retention, BLOCK), np.array([prompt + 1])
+        kept = keys.kept(prompt, contexts)
+        reads = live.ContextReads(keys)
+        for _ in range(live.COUNTED_STEPS):
+            reads.step(step(kept.tolist()), 1, None, None, contexts - kept)
+    shares = ModelKeys(config, 2, HEAD_SIZE, BLOCK).shares(prompt)
+    kept, positions = published["vllm_sparse_kept_share"]
+    assert {retention.moves(prompt, BLOCK) for retention in retentions} == {False, True}
+    assert shares.kept == kept / positions < 1
+    assert published["vllm_sparse_kv_read_share"] == (kept, positions)
+
+
 def test_a_server_counts_positions_where_kernels_count_keys(published):
     """Attention that stops read half of the 1,024 keys that are kept of 4,096 positions."""
     config = resolve({"compaction": {"method": "snapkv", "budget_tokens": 1024}}, "art")

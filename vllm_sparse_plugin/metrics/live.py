@@ -44,8 +44,8 @@ _COPIED_TO_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 _READ_SHARE = "vllm_sparse_kv_read_share"
 _READ_SHARE_TEXT = (
-    "Keys read (sum) of the positions in the context (count) by decoding tokens that leave something out, of groups "
-    "that are not skipped; layer and kv_head are empty where all read alike."
+    "Keys read (sum) of the positions in the context (count) by decoding tokens that leave something out or, with "
+    "compaction, by all of them, of groups that are not skipped; layer and kv_head are empty where all read alike."
 )
 
 
@@ -87,8 +87,8 @@ _DENSITY_TEXT = (
 )
 _FREED_TEXT = "Blocks that running requests have given back (sum), and the requests that have, by block table (count)."
 _KEPT_TEXT = (
-    "Keys that the cache keeps (sum) of the positions in the context (count), of decoding tokens whose requests have "
-    "given some back."
+    "Keys that the cache keeps (sum) of the positions in the context (count) of decoding tokens, where compaction may "
+    "give some back."
 )
 _GAIN_TEXT = (
     "How many times faster tokens come than without drafts (sum), as steps of adaptive lossless mode estimate it."
@@ -378,7 +378,8 @@ class ContextReads:
             # It may leave out the requests that pad a batch.
             prompts = is_prefilling.numpy()[: len(decodes)]
             decodes[: len(prompts)] &= ~prompts
-        read, sparse, positions, kept_some, kept = np.zeros((5, len(lens)), dtype=np.int64)
+        read, sparse, positions, kept = np.zeros((4, len(lens)), dtype=np.int64)
+        evicts = self.keys.retention is not None
         own = None if budgets is None else budgets[: len(lens)]
         for later_tokens in range(int(query_lens[decodes].max(initial=0))):
             counts = decodes & (query_lens > later_tokens)
@@ -392,17 +393,17 @@ class ContextReads:
             selects = keeps > self.keys.dense_tokens
             self._kept += int(keeps[selects].sum())
             self._positions += int(contexts[selects].sum())
-            sparse += np.where(reads < contexts, contexts, 0)
-            kept += np.where(keeps < contexts, keeps, 0)
-            kept_some += np.where(keeps < contexts, contexts, 0)
+            kept += keeps
+            # Layers of other budgets may keep less of a request of which these keep all.
+            sparse += contexts if evicts else np.where(reads < contexts, contexts, 0)
         if log is not None:
             log(read, positions)
         if not is_counted:
             return
         if self.by_length and sparse.any():
             _add(_READ_SHARE, _READ_SHARE_TEXT, int(read.sum() - (positions - sparse).sum()), int(sparse.sum()))
-        if kept_some.any():
-            _add("vllm_sparse_kept_share", _KEPT_TEXT, int(kept.sum()), int(kept_some.sum()))
+        if evicts and positions.any():
+            _add("vllm_sparse_kept_share", _KEPT_TEXT, int(kept.sum()), int(positions.sum()))
 
     def positions_per_key(self) -> float:
         """Returns the positions of contexts for each key that the cache keeps of them, of the tokens since the last
