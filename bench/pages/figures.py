@@ -13,7 +13,7 @@ from bench.common.results import ROOT
 from bench.pages import frontier
 from bench.pages.prefill import DENSE, engines, prefill_files, read_times
 from bench.pages.serving import H200, read_steps
-from vllm_sparse_plugin.tools.eval.tuning import MEASURES
+from vllm_sparse_plugin.tools.eval.noise import SHARES
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,7 +103,7 @@ def draw_frontier() -> Figure:
         dense = found.pop(len(budgets) - 1)
         (line,) = left.plot(list(found), list(found.values()), "o-", ms=4, label=f"{batch} x {size_text(context)}")
         left.plot(len(budgets) - 1, dense, "s", ms=5, color=line.get_color())
-    for offset, name in zip((-0.1, 0, 0.1), MEASURES, strict=True):
+    for offset, name in zip((-0.1, 0, 0.1), SHARES, strict=True):
         shares = {place + offset: kept[budget][name] for place, budget in enumerate(budgets) if budget in kept}
         values = [share.value for share in shares.values()]
         errors = zip(*((share.value - share.low, share.high - share.value) for share in shares.values()), strict=True)

@@ -9,8 +9,8 @@ from bench.common.pages import Block, link, table
 from bench.common.results import RESULTS, ROOT, read_run
 from bench.pages.quality import LOOK_ALIKES, TUNED, interval, share_right
 from bench.pages.serving import H200, Steps, read_steps
+from vllm_sparse_plugin.tools.eval.noise import SHARES
 from vllm_sparse_plugin.tools.eval.statistics import Estimate
-from vllm_sparse_plugin.tools.eval.tuning import MEASURES
 
 FIGURE = ROOT / "docs" / "figures" / "frontier.svg"
 """The figure of `figures.draw_frontier`."""
@@ -42,7 +42,7 @@ def read_times() -> dict[Budget, Steps]:
 def read_kept() -> dict[int, dict[str, Estimate]]:
     """Agreement with dense attention as found by `vllm-sparse tune`, by budget and measure."""
     return {
-        row["section"]["selection"]["budget_tokens"]: {name: Estimate(**row[name]) for name in MEASURES}
+        row["section"]["selection"]["budget_tokens"]: {name: Estimate(**row[name]) for name in SHARES}
         for row in read_run(TUNED).rows
     }
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from bench.common.pages import Block, table, wrap
 from bench.common.results import RESULTS, Row, read_run
-from vllm_sparse_plugin.tools.eval.report import read_shares
+from vllm_sparse_plugin.tools.eval.noise import MEASURES
+from vllm_sparse_plugin.tools.eval.report import mean_shares
 from vllm_sparse_plugin.tools.eval.results import read_results
 from vllm_sparse_plugin.tools.eval.statistics import Difference, Estimate, estimate_difference, estimate_mean
-from vllm_sparse_plugin.tools.eval.tuning import MEASURES
 
 _H200 = RESULTS / "h200"
 _CPU = RESULTS / "cpu-2core"
@@ -198,7 +198,7 @@ _NEXT_TOKEN_FILES = [_CPU / "next-tokens" / f"{name}.jsonl" for name in ("dense"
 def _agreements() -> list[float]:
     """The share of positions at which each sparse run predicts the same next token as the dense run."""
     dense, *others = (read_results(path).results for path in _NEXT_TOKEN_FILES)
-    measure = MEASURES["agreement"]
+    measure = MEASURES["agreement"].of
     return [estimate_mean([measure(dense[name], found) for name, found in run.items()]).value for run in others]
 
 
@@ -215,7 +215,7 @@ def stopped_answers() -> Block:
     rows = []
     for path in paths:
         file = read_results(path)
-        shares = read_shares(list(file.results.values()))
+        shares = mean_shares(list(file.results.values()), "kv_read_share")
         for place, share in shares.items():
             task, context = place
             answers = [r for r in file.results.values() if (r.task, r.context_tokens) == place]

@@ -312,6 +312,13 @@ def test_an_engine_gives_every_block_back_and_serves_short_prompts_densely(tmp_p
         assert [len(tokens) for tokens in answers] == [100] * len(crowd)
         freed, requests = (engine.metric(f"vllm_sparse_blocks_freed_{part}") for part in ("sum", "count"))
         assert freed >= requests >= len(crowd)
+        # Of contexts of 601 to 700 tokens two blocks are given back on average, of short ones none; the rest is read.
+        read, kept = (
+            [engine.metric(f"vllm_sparse_{share}_share_{part}") for part in ("sum", "count")]
+            for share in ("kv_read", "kept")
+        )
+        assert read == kept
+        assert (601 - 256) / 601 < kept[0] / kept[1] < (700 - 256) / 700 + 0.1
         assert engine.metric("vllm:num_preemptions_total") > 0
         assert engine.metric("vllm:kv_cache_usage_perc") == 0
         assert engine.answer(short, max_tokens=24, ignore_eos=True) == expected

@@ -375,7 +375,7 @@ def test_runs_of_a_step_have_their_own_budgets(layer, builder):
 
 def test_what_is_counted_of_reads_are_the_budgets_of_the_requests(builder):
     seen = []
-    builder.reads = SimpleNamespace(step=lambda common, longest, budgets, log: seen.append(budgets))
+    builder.reads = SimpleNamespace(step=lambda common, longest, budgets, log, left_out: seen.append(budgets))
     builder.build(0, common_metadata([1, 1], [300, 500], [False, False]))
     builder.limits = budgets_of("unique", *KINDS[:3])
     builder.build(0, common_metadata([1] * 4, [300] * 4, [False] * 4))

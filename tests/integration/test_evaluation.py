@@ -13,8 +13,11 @@ from support.needle_text import write_needle_text
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.eval.endpoints import EndpointError, Request
 from vllm_sparse_plugin.tools.eval.engine import Engine
+from vllm_sparse_plugin.tools.eval.fidelity import overlap
+from vllm_sparse_plugin.tools.eval.noise import in_other_batches
 from vllm_sparse_plugin.tools.eval.results import read_results
 
+SNAPKV = {"sparse_attention": {"compaction": {"budget_tokens": 256, "min_context_tokens": 512}}}
 MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 
 
@@ -34,11 +37,42 @@ def test_an_engine_in_the_process_decodes_under_its_policy(tmp_path):
     assert (needle.task, needle.score) == ("multikey", 0)
     # The workers' counts: at most the budget of 512 of 4,096 tokens, and the incomplete page.
     assert 0.05 < needle.kv_read_share < 520 / 4000
-    # Log probabilities from a dense prompt would be as good as those of unique (test_engine.py).
+    # The window and less than three blocks of 128 tokens.
+    assert needle.kv_read_share <= needle.key_kept_share < (512 + 3 * 128) / 4000
+    # Log probabilities of the prompt would be dense, and as low as those of unique (test_engine.py).
     assert (prose.metric, prose.forced_tokens > 15) == ("nll", True)
     assert prose.score > 2
     assert len(prose.predictions) == prose.forced_tokens
     assert all(0.5 < sum(map(math.exp, at.values())) <= 1.001 for at in prose.predictions)
+
+
+def test_dense_attention_is_not_itself_in_other_batches_and_eviction_is_accounted_for():
+    """Another chunk of the prefill changes all bits, but hardly what is expected."""
+    prompt, forced = [100 + 37 * place % 900 for place in range(1400)], list(range(200, 224))
+    asked = [Request(prompt[start:], forced, 0, ignores_end=True) for start in (0, 7, 13)]
+    dense = {"enforce_eager": True, "max_num_batched_tokens": 2048, "block_size": 64}
+    other, requests = in_other_batches(dense, 1)
+    snapkv = {**dense, "attention_backend": "snapkv", "additional_config": SNAPKV}
+    runs = []
+    for arguments, batch in ((dense, 1), (other, requests), (snapkv, 1)):
+        engine = Engine(str(MODEL), arguments, 2048, forcing=True, batch=batch)
+        try:
+            runs.append(list(engine.complete(asked)))
+        finally:
+            engine.close()
+    first, again, evicted = ([reply.predictions for reply in run] for run in runs)
+    assert first != again
+    own = [overlap(*pair) for pair in zip(first, again, strict=True)]
+    kept = [overlap(*pair) for pair in zip(first, evicted, strict=True)]
+    assert all(0.9 < share < 1 for share in own)
+    assert sum(kept) < sum(own)
+    assert [reply.shares for reply in runs[0]] == [(1, 1, 1, 1)] * 3
+    for reply, request in zip(runs[2], asked, strict=True):
+        # The four blocks of the budget and the incomplete one, with the tokens that are decoded.
+        contexts = [len(request.prompt) + place for place in range(1, len(forced))]
+        gone = (len(request.prompt) // 64 - 4) * 64
+        share = sum(context - gone for context in contexts) / sum(contexts)
+        assert reply.shares == pytest.approx((share,) * 4)
 
 
 def test_a_forced_end_token_does_not_end_a_request():

@@ -325,7 +325,7 @@ def test_metrics_count_what_comes_back(monkeypatch):
         counts[metric] += count
 
     monkeypatch.setattr(live, "_add", add)
-    live.count_freed_blocks(28, 32, is_first=True)
-    live.count_freed_blocks(1, 33, is_first=False)
-    assert sums == {"vllm_sparse_blocks_freed": 29, "vllm_sparse_kept_share": 4}
-    assert counts == {"vllm_sparse_blocks_freed": 1, "vllm_sparse_kept_share": 32}
+    live.count_freed_blocks(28, is_first=True)
+    live.count_freed_blocks(1, is_first=False)
+    assert sums == {"vllm_sparse_blocks_freed": 29}
+    assert counts == {"vllm_sparse_blocks_freed": 1}

@@ -1,5 +1,4 @@
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal, get_origin
 
@@ -35,7 +34,6 @@ from vllm_sparse_plugin.policies import (
     POLICIES,
     DensePolicy,
     EveryPage,
-    QuestSelection,
     Selection,
     StreamingLLMSelection,
     UniqueSelection,
@@ -1000,36 +998,6 @@ def test_any_file_resolves_or_is_refused_in_one_line(tmp_path_factory, data):
     assert not isinstance(outcome, str) or len(outcome.splitlines()) == 1
 
 
-@pytest.mark.parametrize("policy", SELECTIONS, ids=lambda policy: policy.name())
-def test_a_context_within_the_budget_is_read_whole(policy):
-    selection = policy()
-    for context in (1, 8, selection.budget_tokens, selection.budget_tokens + selection.page_size - 1):
-        assert selection.kv_read_share(context, 64) == 1.0
-
-
-@pytest.mark.parametrize("policy", SELECTIONS, ids=lambda policy: policy.name())
-def test_the_share_that_is_read_falls_with_the_context_and_grows_with_the_budget(policy):
-    selection = policy()
-    contexts = range(selection.budget_tokens + selection.page_size, 1 << 15, 8 * selection.page_size)
-    shares = [selection.kv_read_share(context, 64) for context in contexts]
-    assert all(later < earlier for earlier, later in pairwise(shares))
-    assert selection.kv_read_share(4 * selection.budget_tokens, 64) < 0.5
-    budgets = [policy(budget_tokens=tokens).kv_read_share(1 << 14, 64) for tokens in (256, 512, 4096, 8192, 1 << 14)]
-    assert budgets == sorted(set(budgets))
-    assert budgets[-1] == 1.0
-
-
-def test_the_share_counts_statistics_and_the_incomplete_page():
-    # Head size 64: 256 bytes of a token's key and value, 128 of a page's quarters, 68 of an 8-bit mean and spread.
-    assert UniqueSelection().kv_read_share(4096, 64) == (512 * 256 + 512 * 128) / (4096 * 256)
-    assert UniqueSelection().kv_read_share(4099, 64) == (515 * 256 + 512 * 128) / (4099 * 256)
-    assert UniqueSelection(statistics="int8").kv_read_share(4096, 64) == (512 * 256 + 512 * 68) / (4096 * 256)
-    assert UniqueSelection().kv_read_share(4096, 64, 1) == (512 * 128 + 512 * 68) / (4096 * 128)
-    assert QuestSelection().kv_read_share(4096, 64) == (512 * 256 + 512 * 132) / (4096 * 256)
-    assert StreamingLLMSelection().kv_read_share(4099, 64) == 515 / 4099
-    assert DensePolicy().kv_read_share(4099, 64) == 1.0
-
-
 def test_a_setting_of_several_policies_is_described_once_with_their_names():
     described = {name: text for name, _, _, text in describe_fields()}
     assert described["selection.recent_pages"].startswith("unique, quest, infllm, mean: Newest complete pages")
@@ -1049,7 +1017,6 @@ def test_art_is_dense_with_the_papers_rule():
     art = resolve(None, "art")
     assert art.selection == DensePolicy()
     assert art.selector == EveryPage(sink_pages=1)
-    assert art.selector.kv_read_share(4099, 64) == 1.0
     assert art.stop_rule == StopRule(1e-5, 1e-3, 5, 512, 1)
     assert resolve({"stopping": {"dense_sink_pages": 0}}, "art").stop_rule.least_pages == 0
 

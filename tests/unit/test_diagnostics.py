@@ -14,6 +14,7 @@ from sparse_kernels.page_coverage import api as page_coverage
 from sparse_kernels.page_statistics import KINDS, StatisticsLayout, update_page_statistics
 from sparse_kernels.row_attention import api as row_attention
 
+from vllm_sparse_plugin.config.account import LayerKeys
 from vllm_sparse_plugin.metrics import live
 from vllm_sparse_plugin.metrics.quality import Context, Quality, measure
 from vllm_sparse_plugin.policies import POLICIES, QuestSelection, Selection, StreamingLLMSelection, UniqueSelection
@@ -249,7 +250,7 @@ def test_how_far_attention_reads_reaches_the_metrics(registry):
 def test_lengths_say_how_far_a_budget_reads(registry):
     """Pages of 8 tokens, a budget of 4 pages. With 40 tokens the fourth page is complete and the fifth begins at 32."""
     live.expose()
-    reads = live.ContextReads(page_size=8, budget_pages=4, dense_tokens=40)
+    reads = live.ContextReads(LayerKeys(page_size=8, budget_pages=4, dense_tokens=40))
     #  one token, two tokens, a prompt's end, within the budget, too short, a chunk of a prompt, padding
     query_lens = torch.tensor([1, 2, 1, 1, 1, 30, 0, 0])
     seq_lens = torch.tensor([1003, 509, 700, 39, 40, 900, 0, 0])
@@ -281,7 +282,7 @@ def test_lengths_say_how_far_a_budget_reads(registry):
 
 def test_a_step_without_decoding_tokens_counts_nothing(registry):
     live.expose()
-    reads = live.ContextReads(page_size=8, budget_pages=4, dense_tokens=0)
+    reads = live.ContextReads(LayerKeys(page_size=8, budget_pages=4))
     batch = {
         "seq_lens_cpu_upper_bound": torch.tensor([300, 200]),
         "query_start_loc_cpu": torch.tensor([0, 100, 200]),

@@ -16,7 +16,7 @@ from support.completions import StubServer, serve
 from transformers import AutoTokenizer
 
 from vllm_sparse_plugin.config import KEY
-from vllm_sparse_plugin.tools.cli import evaluate, main
+from vllm_sparse_plugin.tools.cli import evaluate, main, result_files
 from vllm_sparse_plugin.tools.eval.endpoints import EndpointError, Reply, Request
 from vllm_sparse_plugin.tools.eval.results import ResultFile, read_results
 from vllm_sparse_plugin.tools.needles import library_text
@@ -472,7 +472,7 @@ def test_results_side_by_side(run, output, tmp_path):
 
 def test_the_share_of_the_cache_that_was_read_is_shown_where_it_is_known(run, output, tmp_path):
     run(*NEEDLES)
-    assert "KV read" not in run("show", str(output), base=())[1]
+    assert "bytes read" not in run("show", str(output), base=())[1]
     lines = [json.loads(line) for line in output.read_text().splitlines()]
     for line, share in zip(lines[1:], (0.5, 0.25, 0.5, 0.25), strict=True):
         line["kv_read_share"] = share
@@ -482,8 +482,8 @@ def test_the_share_of_the_cache_that_was_read_is_shown_where_it_is_known(run, ou
     assert cells(out, "multikey")[3:] == ["1.000 [0.510, 1.000]", "1.000 [0.510, 1.000]", "37.5%"]
     lines[2]["kv_read_share"] = None
     other.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    # A mean over some answers would be wrong.
-    assert "KV read" not in run("show", str(other), base=())[1]
+    # A mean of some of the answers would be that of others.
+    assert "bytes read" not in run("show", str(other), base=())[1]
 
 
 def test_a_comparison_on_the_same_items(run, output, tmp_path):
@@ -518,6 +518,12 @@ def test_a_ratio_of_perplexities(run, stub, output, tmp_path):
     assert cells(out, "perplexity")[5] == f"{ratio} [{ratio}, {ratio}]"
 
 
+def lines_of(out: str) -> list[list[str]]:
+    """Cells of the table of next tokens."""
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+    return [row for row in rows if row[0] == "2,048"]
+
+
 def test_next_tokens_of_the_same_text_are_compared(run, stub, output, tmp_path):
     text, other = tmp_path / "text.txt", tmp_path / "other.jsonl"
     text.write_text(library_text(0, 60_000))
@@ -532,9 +538,22 @@ def test_next_tokens_of_the_same_text_are_compared(run, stub, output, tmp_path):
     stub.predictions = [{9: half, 7: math.log(0.4)}, {7: 0.0}, {9: half, 8: half}, {2: 0.0}]
     assert run(*options, base=(*base, str(other)))[0] == 0
     out = run("compare", str(output), str(other), base=())[1]
-    # Overlaps .4 + .4, 1, 1 and 0; the second and third position have the same most likely token. Both windows have
-    # the same shares, which does not make them certain.
-    assert cells(out, "  2,048") == ["2,048", "2", "8", "0.500 [0.095, 0.905]", "0.700 [0.174, 0.963]"]
+    # The second and third position have the same most likely token. Both windows have the same shares, which does not
+    # make them certain.
+    unmeasured = [["0.500 [0.095, 0.905]", "not measured", "not measured"]]
+    assert [line[4:] for line in lines_of(out) if line[1] == "same most likely token"] == unmeasured
+    assert "is from itself is not measured" in out
+    again = tmp_path / "again.jsonl"
+    stub.predictions = [{7: half, 9: math.log(0.4)}, {7: 0.0}, {8: half, 9: half}, {2: 0.0}]
+    assert run(*options, "--other-batches", base=(*base, str(again)))[0] == 0
+    assert read_results(again).settings["other_batches"] is True
+    out = run("compare", str(output), str(other), "--again", str(again), base=())[1]
+    assert "is from itself is not measured" not in out
+    # Overlaps .8 and, but for what lists leave, .1 at the first position, then 1, 1 and 0.
+    found = {line[1]: [float(cell.split()[0]) for cell in line[4:]] for line in lines_of(out)}
+    assert found["same most likely token"] == [0.5, 0.75, 0.25]
+    assert found["overlap of the distributions"] == pytest.approx([0.725, 0.75, 0.025], abs=2e-3)
+    assert found["Kullback-Leibler divergence, nats"][2] == pytest.approx(0.25 * 0.1 * math.log(0.5 / 0.4), abs=2e-3)
     rewrite(output, other, "theirs")
     other.write_text(re.sub(r'"predictions": \[[^\]]*\]', '"predictions": []', other.read_text()))
     assert "Next tokens" not in run("compare", str(output), str(other), base=())[1]
@@ -726,7 +745,8 @@ def test_a_picture_that_cannot_be_written(run, output, tmp_path):
 
 
 def test_a_missing_extra_is_named(run, monkeypatch):
-    monkeypatch.setattr(evaluate, "_EXTRA", {"no_such_module": "no-such-package"})
+    for module in (evaluate, result_files):
+        monkeypatch.setattr(module, "_EXTRA", {"no_such_module": "no-such-package"})
     for arguments in ((*NEEDLES,), ("show", "x"), ("compare", "x", "y")):
         message = refused(run(*arguments, base=() if "x" in arguments else None))
         assert message == (

@@ -1,17 +1,21 @@
 import pytest
 import torch
 
+from vllm_sparse_plugin.config.account import ModelKeys
 from vllm_sparse_plugin.metrics.live import READS, SKIPPED, DeviceCounts, count_totals
-from vllm_sparse_plugin.tools.eval.reading import CountingWorker, ReadShare, resolve_arguments
+from vllm_sparse_plugin.tools.eval.reading import CountingWorker, EngineShares, resolve_arguments
 
 BLOCKS, STOPPED = (ratio.name for ratio in READS)
 (ROUTED,) = (ratio.name for ratio in SKIPPED)
-LAYERS, HEAD_SIZE, CONTEXT = 8, 64, 16384
+
+
+def shares_of(backend: str | None, settings: dict) -> EngineShares:
+    arguments = {"attention_backend": backend, "additional_config": {"sparse_attention": settings}}
+    return EngineShares(ModelKeys(resolve_arguments(arguments), num_layers=8, head_size=64, block_size=64))
 
 
 def share_of(backend: str | None, settings: dict, before: list[dict], after: list[dict]) -> float:
-    arguments = {"attention_backend": backend, "additional_config": {"sparse_attention": settings}}
-    return ReadShare(resolve_arguments(arguments), LAYERS, HEAD_SIZE).of(CONTEXT, before, after)
+    return shares_of(backend, settings).of(16384, 2, before, after).read
 
 
 def test_vllms_own_attention_reads_everything():
@@ -20,15 +24,10 @@ def test_vllms_own_attention_reads_everything():
     assert share_of(None, {}, [], []) == 1.0
 
 
-def test_in_lossless_mode_what_answers_reads_everything():
-    assert share_of("unique", {"lossless": {}}, [], []) == 1.0
-
-
-def test_a_selection_reads_what_its_settings_say():
-    selection = resolve_arguments({"attention_backend": "UNIQUE"}).selection
-    assert share_of("unique", {}, [], []) == selection.kv_read_share(CONTEXT, HEAD_SIZE)
-    dense_layers = share_of("unique", {"first_dense_layers": 2}, [], [])
-    assert dense_layers == pytest.approx((2 + 6 * selection.kv_read_share(CONTEXT, HEAD_SIZE)) / LAYERS)
+def test_where_lengths_tell_nothing_is_counted():
+    keys = shares_of("snapkv", {}).keys
+    assert shares_of("snapkv", {}).of(16384, 100, [], []) == keys.shares(16384, 100)
+    assert keys.shares(16384, 100).read < 0.1
 
 
 def test_attention_that_stops_reads_what_its_workers_have_counted_since():
@@ -40,9 +39,9 @@ def test_attention_that_stops_reads_what_its_workers_have_counted_since():
 def test_layers_that_are_routed_read_what_is_not_skipped():
     before, after = [{ROUTED: (0, 0)}], [{ROUTED: (30, 40)}]
     # Two layers are never routed.
-    assert share_of("sinkrouter", {}, before, after) == pytest.approx((2 + 6 * 0.25) / LAYERS)
+    assert share_of("sinkrouter", {}, before, after) == pytest.approx((2 + 6 * 0.25) / 8)
     both = share_of("sinkrouter", {"stopping": {}}, [{}], [{ROUTED: (30, 40), STOPPED: (1, 2)}])
-    assert both == pytest.approx((2 * 0.5 + 6 * 0.25 * 0.5) / LAYERS)
+    assert both == pytest.approx((2 * 0.5 + 6 * 0.25 * 0.5) / 8)
 
 
 def test_what_is_counted_depends_on_the_settings():
@@ -50,8 +49,7 @@ def test_what_is_counted_depends_on_the_settings():
         ("unique", {}, False), ("dense", {}, False), ("art", {}, True), ("sinkrouter", {}, True),
         ("unique", {"stopping": {}}, True), (None, {}, False),
     ):  # fmt: skip
-        arguments = {"attention_backend": backend, "additional_config": {"sparse_attention": settings}}
-        assert ReadShare(resolve_arguments(arguments), LAYERS, HEAD_SIZE).is_counted == is_counted
+        assert shares_of(backend, settings).is_counted == is_counted
 
 
 def test_a_worker_tells_what_all_its_layers_have_counted():

@@ -48,6 +48,11 @@ def test_every_preset_has_a_row_and_compaction_fits_more(folder):
     assert longest["unique"] < 14
     assert longest["snapkv"] > 300
     assert longest["streaming_llm"] > longest["snapkv"] > longest["dense"]
+    shares = {preset: [cell.strip() for cell in cells[1:3]] for preset, cells in rows.items()}
+    assert shares["dense"] == ["100.0%", "100.0%"]
+    assert shares["unique"] == ["1.6%", "100.0%"]
+    assert shares["snapkv"] == ["3.1%", "3.1%"]
+    assert shares["art"] == shares["sinkrouter"] == ["?", "100.0%"]
 
 
 def rows_of(output: str) -> dict[str, list[str]]:
@@ -60,10 +65,9 @@ SIZES = ("--gpu-memory", "80GiB", "--weights", "16GiB")
 
 def test_blocks_are_those_that_a_server_would_choose(folder):
     from vllm_sparse_plugin.admission import CUDA_KERNEL_BLOCK
-    from vllm_sparse_plugin.attention.cuda import backend
     from vllm_sparse_plugin.tools.cli import plan
 
-    assert (plan._KERNEL_BLOCK, plan._PREFERRED_BLOCK) == (CUDA_KERNEL_BLOCK, backend._PREFERRED_BLOCK)
+    assert plan._KERNEL_BLOCK == CUDA_KERNEL_BLOCK
     rows = rows_of(run("--model", str(folder), *SIZES))
     assert {cells[0] for cells in rows.values()} == {"64"}
     eight_bits = rows_of(run("--model", str(folder), *SIZES, "--kv-cache-dtype", "fp8"))
@@ -76,7 +80,7 @@ def test_a_preset_that_does_not_fit_is_marked_and_the_table_goes_on(folder):
     output = run("--model", str(folder), *SIZES, "--block-size", "96")
     rows = rows_of(output)
     assert set(rows) == set(preset_names())
-    assert rows["unique_paper"] == ["-"] * 6
+    assert rows["unique_paper"] == ["-"] * 8
     assert "-" not in rows["dense"]
     assert "-" not in rows["zipvl"]
     assert "unique_paper is refused: block_size: got 96, allowed: a multiple of 64\n" in output

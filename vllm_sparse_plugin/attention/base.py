@@ -23,7 +23,7 @@ from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.attention.plan import LayerPlan
 from vllm_sparse_plugin.compaction.manager import CompactSpec, compacted, spread
 from vllm_sparse_plugin.compaction.step import Observed, StepCompaction
-from vllm_sparse_plugin.config import ResolvedConfig, resolve
+from vllm_sparse_plugin.config import ResolvedConfig, Retention, resolve
 from vllm_sparse_plugin.engine_settings import resolved
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.lossless.drafter import SparseDrafter
@@ -265,6 +265,11 @@ def decode_runs(query_lens: Sequence[int], longest: int) -> list[DecodeRun]:
         runs.append(DecodeRun(request, count, token, count * length))
         request, token = request + count, token + count * length
     return runs
+
+
+def retention_of(spec: AttentionSpec) -> Retention | None:
+    """Returns what the cache of some layers keeps of a request; None for everything."""
+    return spec.retention if isinstance(spec, CompactSpec) else None
 
 
 def plan_compaction(

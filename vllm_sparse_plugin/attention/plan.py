@@ -23,7 +23,8 @@ from vllm_sparse_plugin.admission import drafts_with_attention
 from vllm_sparse_plugin.attention.metering import sampled_steps
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.attention.rolling import RollingPlan, plan_rolling
-from vllm_sparse_plugin.config import KEY, ResolvedConfig
+from vllm_sparse_plugin.config import KEY, ResolvedConfig, Retention
+from vllm_sparse_plugin.config.account import keys_of_layer
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.metrics.live import (
     PROMPT_READS,
@@ -132,7 +133,7 @@ class LayerGroup(NamedTuple):
     counts: list[DeviceCounts]
     """What is counted on the device."""
     reads: ContextReads | None
-    """What lengths say of the tokens read; None if no layer selects, or where attention may stop."""
+    """What lengths say of the keys read and kept; None where they say nothing."""
     prefill_rule: PromptRule | None
     """What prompts attend to in the layers whose prefill is sparse; None if there are none."""
     group_sizes: set[int]
@@ -146,6 +147,7 @@ def plan_layers(
     block_size: int,
     statistics: StatisticsLayout | None,
     device: torch.device,
+    retention: Retention | None = None,
 ) -> LayerGroup:
     """Plans a group of layers by name.
 
@@ -157,6 +159,7 @@ def plan_layers(
         block_size: tokens of a cache block.
         statistics: layout of the statistics rows in the blocks of these layers, if they have any.
         device: where the layers run.
+        retention: what the cache of these layers keeps; None for everything.
 
     Raises:
         ConfigurationError: for routed layers with learned sink logits, which take the place of the first token, for a
@@ -197,11 +200,14 @@ def plan_layers(
             moves_tokens=sparse.moves_tokens and attends_whole_context(layer),
             rolling=rolling.get(name),
         )
+    by_length = _context_reads(sparse, retention, block_size) if selecting or sparse.compaction else None
+    if reads is not None and by_length is not None:
+        reads.positions_per_key = by_length.positions_per_key
     counts = [counts for counts in (skipped, reads, densities, measured) if counts is not None]
     return LayerGroup(
         plans=plans,
         counts=counts,
-        reads=_reads_by_length(sparse) if selecting else None,
+        reads=by_length,
         prefill_rule=next((plan.rule for plan in prefill.values()), None),
         group_sizes={layers[name].num_heads // layers[name].num_kv_heads for name in prefill},
     )
@@ -325,11 +331,12 @@ def _quality_of(
     return of_layer, counts
 
 
-def _reads_by_length(sparse: ResolvedConfig) -> ContextReads | None:
-    """Makes what counts the tokens that a budget reads; None where more than lengths decides how many."""
-    if sparse.selector is None or sparse.stop_rule is not None or sparse.coverage is not None:
+def _context_reads(sparse: ResolvedConfig, retention: Retention | None, block_size: int) -> ContextReads | None:
+    """Makes what counts from lengths how much is read and kept; None where nothing is left out by length."""
+    by_length = sparse.stop_rule is None and sparse.coverage is None
+    if sparse.compaction is None and (sparse.selector is None or not by_length):
         return None
-    return ContextReads(sparse.selector.page_size, sparse.selector.budget_pages, sparse.config.min_context_tokens - 1)
+    return ContextReads(keys_of_layer(sparse, retention, block_size), by_length)
 
 
 def _numbered(layers: Mapping[str, Attention], vllm_config: VllmConfig) -> list[tuple[int, range]]:

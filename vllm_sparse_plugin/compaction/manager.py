@@ -136,7 +136,7 @@ class CompactManager(FullAttentionManager):  # type: ignore[misc]
         if left_out.stop <= first:
             return
         self._remove_blocks_in_range(request_id, first, left_out.stop)
-        count_freed_blocks(left_out.stop - first, len(self.req_to_blocks[request_id]), is_first=not running.freed_until)
+        count_freed_blocks(left_out.stop - first, is_first=not running.freed_until)
         self._running[request_id] = running._replace(freed_until=left_out.stop)
 
     def pop_blocks_for_free(self, request_id: str) -> list[KVCacheBlock]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from sparse_kernels.compaction import ROWS_AT_ONCE, CompactionRule, ObservationWindow, PromptBlocks, voting_rows
 from sparse_kernels.page_statistics import FEW_SLOTS
@@ -120,6 +121,8 @@ class StepCompaction:
         self.layers = layers
         self.observed: list[Observed] = []
         """Query tokens of the latest step whose queries the layers keep."""
+        self.left_out = np.zeros(0, dtype=np.int64)
+        """`[num_requests]`, positions of each request of the latest step that attention does not see."""
         self.block_size = block_size
         self.rows = rows
         self.sinks = retention.sink_blocks(block_size)
@@ -138,6 +141,7 @@ class StepCompaction:
         starts = common.query_start_loc_cpu
         query_lens = (starts[1:] - starts[:-1]).tolist()
         left_out = self._left_out(common, lengths.tolist(), query_lens)
+        self.left_out = self.block_size * np.array(left_out, dtype=np.int64)
         columns = torch.tensor(left_out, dtype=torch.int32)
         shorter = lengths[: common.num_reqs] - columns * self.block_size
         table, seq_lens = self._write(common, columns)

@@ -26,7 +26,6 @@ from weakref import WeakSet
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from prometheus_client import REGISTRY
 from prometheus_client.mmap_dict import MmapedDict, mmap_key
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -34,6 +33,7 @@ from sparse_kernels.batch import PageSelection, QueryTokens, Softmax
 from sparse_kernels.block_prefill import SHARE_UNITS
 from sparse_kernels.cache import KVCache
 
+from vllm_sparse_plugin.config.account import LayerKeys, Lengths
 from vllm_sparse_plugin.metrics.quality import measure_cached
 from vllm_sparse_plugin.metrics.sampling import Sample, dropping
 
@@ -44,8 +44,8 @@ _COPIED_TO_RAY = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 _READ_SHARE = "vllm_sparse_kv_read_share"
 _READ_SHARE_TEXT = (
-    "Tokens read (sum) of those in the context (count) by decoding tokens that read selected pages, of groups that are "
-    "not skipped; layer and kv_head are empty where all read alike."
+    "Keys read (sum) of the positions in the context (count) by decoding tokens that leave something out or, with "
+    "compaction, by all of them, of groups that are not skipped; layer and kv_head are empty where all read alike."
 )
 
 
@@ -86,7 +86,10 @@ _DENSITY_TEXT = (
     "their chunks."
 )
 _FREED_TEXT = "Blocks that running requests have given back (sum), and the requests that have, by block table (count)."
-_KEPT_TEXT = "Blocks that requests keep when they first give some back (sum), of those they had (count)."
+_KEPT_TEXT = (
+    "Keys that the cache keeps (sum) of the positions in the context (count) of decoding tokens, where compaction may "
+    "give some back."
+)
 _GAIN_TEXT = (
     "How many times faster tokens come than without drafts (sum), as steps of adaptive lossless mode estimate it."
 )
@@ -269,6 +272,8 @@ class DeviceCounts:
         self._event = torch.cuda.Event() if counts.is_cuda else None
         self._known = torch.zeros(counts.shape, dtype=torch.int64, device="cpu")
         self._steps = 0
+        self.positions_per_key: Callable[[], float] = lambda: 1.0
+        """See `ContextReads.positions_per_key`."""
         _COUNTING.add(self)
 
     def totals(self) -> dict[str, tuple[float, int]]:
@@ -293,10 +298,12 @@ class DeviceCounts:
         if self._event is None or self._event.query():
             new = self._copied - self._known
             self._known.copy_(self._copied)
+            per_key = self.positions_per_key()
             for labels, counted in zip(self.labels, new.tolist() if new.any() else (), strict=False):
                 for metric, text, sum_column, count_column, units in self.metrics:
                     if counted[count_column]:
-                        _add(metric, text, counted[sum_column] / units, counted[count_column], labels)
+                        count = counted[count_column] * (per_key if metric == _READ_SHARE else 1)
+                        _add(metric, text, counted[sum_column] / units, count, labels)
             self._copied.copy_(self._counts, non_blocking=True)
             if self._event is not None:
                 self._event.record()
@@ -327,39 +334,42 @@ class BatchLengths(Protocol):
     """`[num_requests]` bool, requests whose prompt is not finished."""
 
 
-LogOfStep = Callable[[NDArray[np.int64], NDArray[np.int64]], None]
-"""Takes two arrays `[num_requests]` per step: tokens read by the decoding tokens of each request, and tokens of their
-contexts. Requests that read everything are included; prompts have 0."""
+LogOfStep = Callable[[Lengths, Lengths], None]
+"""Takes of every step, `[num_requests]` each, tokens read by the decoding tokens of each request, and tokens of their
+contexts, those included that read everything; 0 for prompts."""
 
 
 class ContextReads:
-    """The share of its context that a decoding token reads under a fixed budget, from lengths on the host."""
+    """How much of its context a decoding token reads and the cache keeps, as far as lengths on the host say it."""
 
-    def __init__(self, page_size: int, budget_pages: int, dense_tokens: int) -> None:
-        """Takes tokens per page, pages of the budget, and the longest context that is attended whole."""
-        self.page_size = page_size
-        self.budget_pages = budget_pages
-        self.dense_tokens = dense_tokens
+    def __init__(self, keys: LayerKeys, by_length: bool = True) -> None:
+        """Takes the account of the layers, and whether lengths alone say what is read."""
+        self.keys = keys
+        self.by_length = by_length
         self._steps = 0
+        self._kept = self._positions = 0
 
     def step(
         self,
         batch: BatchLengths,
         longest_query: int | None,
-        budgets: NDArray[np.int64] | None = None,
+        budgets: Lengths | None = None,
         log: LogOfStep | None = None,
+        left_out: Lengths | None = None,
     ) -> None:
         """Runs once per step: adds every `COUNTED_STEPS`-th step to the metrics.
 
         Args:
-            batch: vLLM's metadata of the step.
-            longest_query: largest number of query tokens of a decoding request; None for 1.
-            budgets: `[num_requests]`, pages that each request reads; None for the settings' budget.
-            log: logs each request; None without a log.
+            batch: the step's requests as attention sees them, without what compaction has given back.
+            longest_query: most query tokens of a request that decodes; None for 1.
+            budgets: `[num_requests]`, pages that each request reads; None for those of the settings.
+            log: what logs each request; None where nobody asks for it.
+            left_out: `[num_requests]`, positions of each that `batch` leaves out; None for none.
         """
         self._steps += 1
+        is_counted = self._steps % COUNTED_STEPS == 0
         seq_lens, is_prefilling = batch.seq_lens_cpu_upper_bound, batch.is_prefilling
-        if seq_lens is None or (log is None and self._steps % COUNTED_STEPS):
+        if seq_lens is None or (log is None and not is_counted and self.by_length):
             return
         query_lens = np.diff(batch.query_start_loc_cpu.numpy())[: len(seq_lens)]
         lens = seq_lens.numpy()[: len(query_lens)]
@@ -368,31 +378,49 @@ class ContextReads:
             # It may omit requests that are padding.
             prompts = is_prefilling.numpy()[: len(decodes)]
             decodes[: len(prompts)] &= ~prompts
-        read, in_context, whole = np.zeros((3, len(lens)), dtype=np.int64)
-        budget = np.full(len(lens), self.budget_pages) if budgets is None else budgets[: len(lens)]
+        read, sparse, positions, kept = np.zeros((4, len(lens)), dtype=np.int64)
+        evicts = self.keys.retention is not None
+        own = None if budgets is None else budgets[: len(lens)]
         for later_tokens in range(int(query_lens[decodes].max(initial=0))):
-            context = np.where(decodes & (query_lens > later_tokens), lens - later_tokens, 0)
-            is_sparse = (context > self.dense_tokens) & (context // self.page_size > budget)
-            read += np.where(is_sparse, self.page_size * budget + context % self.page_size, 0)
-            in_context += np.where(is_sparse, context, 0)
-            whole += np.where(is_sparse, 0, context)
+            counts = decodes & (query_lens > later_tokens)
+            seen = np.where(counts, lens - later_tokens, 0)
+            contexts = seen if left_out is None else np.where(counts, seen + left_out[: len(seen)], 0)
+            # Where positions roll, attention sees the whole context, of which the cache keeps a part.
+            keeps = self.keys.kept(0, contexts) if self.keys.rolls else seen
+            reads = self.keys.read(contexts, keeps, own)
+            read += reads
+            positions += contexts
+            selects = keeps > self.keys.dense_tokens
+            self._kept += int(keeps[selects].sum())
+            self._positions += int(contexts[selects].sum())
+            kept += keeps
+            # Layers of other budgets may keep less of a request of which these keep all.
+            sparse += contexts if evicts else np.where(reads < contexts, contexts, 0)
         if log is not None:
-            log(read + whole, in_context + whole)
-        if self._steps % COUNTED_STEPS == 0 and in_context.any():
-            _add(_READ_SHARE, _READ_SHARE_TEXT, int(read.sum()), int(in_context.sum()))
+            log(read, positions)
+        if not is_counted:
+            return
+        if self.by_length and sparse.any():
+            _add(_READ_SHARE, _READ_SHARE_TEXT, int(read.sum() - (positions - sparse).sum()), int(sparse.sum()))
+        if evicts and positions.any():
+            _add("vllm_sparse_kept_share", _KEPT_TEXT, int(kept.sum()), int(positions.sum()))
+
+    def positions_per_key(self) -> float:
+        """Returns the positions of contexts for each key that the cache keeps of them, of the tokens since the last
+        call: kernels count the keys that are kept."""
+        ratio = self._positions / self._kept if self._kept else 1.0
+        self._kept = self._positions = 0
+        return ratio
 
 
-def count_freed_blocks(freed: int, held_before: int, is_first: bool) -> None:
+def count_freed_blocks(freed: int, is_first: bool) -> None:
     """Adds blocks that a running request gives back to the metrics.
 
     Args:
-        freed: number of blocks.
-        held_before: blocks that the request held before.
-        is_first: whether the request gives blocks back for the first time.
+        freed: how many.
+        is_first: whether it gives some back for the first time.
     """
     _add("vllm_sparse_blocks_freed", _FREED_TEXT, freed, int(is_first))
-    if is_first:
-        _add("vllm_sparse_kept_share", _KEPT_TEXT, held_before - freed, held_before)
 
 
 def record_gain(gain: float) -> None:

@@ -47,11 +47,6 @@ class Policy(Section):
         """Returns the layout of the policy's page statistics in the KV block; None if it needs none."""
         return None
 
-    def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
-        """Returns an upper bound on the bytes (pages and statistics) that a decode step reads, divided by those of
-        dense attention."""
-        return 1.0
-
 
 class Selection(Policy):
     """A policy that selects pages, with the settings that all such policies share."""
@@ -164,13 +159,3 @@ class Selection(Policy):
         from sparse_kernels.batch import PageSelection
 
         return PageSelection(self.budget_pages, self.sink_pages)
-
-    def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
-        most = self.pages_read.most
-        if context_tokens // self.page_size <= most:
-            return 1.0
-        token_bytes = 2 * head_size * cache_itemsize
-        read = (most * self.page_size + context_tokens % self.page_size) * token_bytes
-        if layout := self.statistics_layout(head_size, cache_itemsize):
-            read += context_tokens // self.page_size * layout.record_bytes
-        return read / (context_tokens * token_bytes)

@@ -56,6 +56,3 @@ class EveryPage(Selection):
         budgets: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return every_page(num_pages, query.shape[1])
-
-    def kv_read_share(self, context_tokens: int, head_size: int, cache_itemsize: int = 2) -> float:
-        return 1.0

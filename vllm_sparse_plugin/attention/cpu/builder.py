@@ -15,7 +15,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from vllm_sparse_plugin.attention import packing
-from vllm_sparse_plugin.attention.base import SparseBackend, plan_compaction, report_memory
+from vllm_sparse_plugin.attention.base import SparseBackend, plan_compaction, report_memory, retention_of
 from vllm_sparse_plugin.attention.cpu.metadata import (
     DecodeTokens,
     DenseTokens,
@@ -28,6 +28,7 @@ from vllm_sparse_plugin.attention.cpu.metadata import (
 from vllm_sparse_plugin.attention.metering import Meter
 from vllm_sparse_plugin.attention.plan import plan_layers
 from vllm_sparse_plugin.attention.prefill import PromptRound, plan_rounds, reads_less
+from vllm_sparse_plugin.metrics.live import ContextReads
 from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.policies.base import PagesRead
 from vllm_sparse_plugin.policies.dense import EveryPage
@@ -63,7 +64,9 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         assert self.reorder_batch_threshold is not None
         self.meter = Meter(self.sparse, vllm_config, self.reorder_batch_threshold)
         self.compaction = plan_compaction(layers, self.sparse, kv_cache_spec, vllm_config, device)
-        group = plan_layers(layers, self.sparse, vllm_config, self.block_size, statistics, device)
+        group = plan_layers(
+            layers, self.sparse, vllm_config, self.block_size, statistics, device, retention_of(kv_cache_spec)
+        )
         self.counts = group.counts
         self.reads = group.reads
         plans = group.plans.values()
@@ -97,21 +100,15 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         whole = super().build(common_prefix_len, common, fast_build)
         metadata = SparseCPUMetadata(**{field.name: getattr(whole, field.name) for field in fields(whole)})
 
+        limits = self._limits(common)
+        if self.reads is not None and selects:
+            self._count_reads(self.reads, common, limits)
         if not self.sparse.runs_kernels:
             return metadata
         if self.compaction is not None:
             metadata.observed = self.compaction.observed
         for counts in self.counts:
             counts.step()
-        limits = self._limits(common)
-        if self.reads is not None and selects:
-            # What a coverage reads is not known from lengths.
-            budgets, covers = None, torch.zeros(0, dtype=torch.bool)
-            if limits is not None:
-                covers = limits.share > 0
-                budgets = torch.where(covers, EVERY_PAGE, limits.most).numpy()
-            log = self.meter.log_of(common, covers.numpy())
-            self.reads.step(common, self.reorder_batch_threshold, budgets, log)
 
         page_size = self.summarised_tokens
         slots = common.slot_mapping[: common.num_actual_tokens]
@@ -155,6 +152,16 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 rest = self._rest(common_prefix_len, common, fast_build, ~rolling)
                 metadata.rolling = RollingTokens(tokens, prompts, rest)
         return metadata
+
+    def _count_reads(self, reads: ContextReads, common: CommonAttentionMetadata, limits: Coverage | None) -> None:
+        """Counts what lengths say of a step; what a coverage reads is not known from them."""
+        budgets, covers = None, torch.zeros(0, dtype=torch.bool)
+        if limits is not None:
+            covers = limits.share > 0
+            budgets = torch.where(covers, EVERY_PAGE, limits.most).numpy()
+        log = self.meter.log_of(common, covers.numpy())
+        left_out = None if self.compaction is None else self.compaction.left_out
+        reads.step(common, self.reorder_batch_threshold, budgets, log, left_out)
 
     def _sample(
         self, sample: Sample, decode: DecodeTokens, common: CommonAttentionMetadata, request: torch.Tensor

@@ -20,14 +20,10 @@ from vllm_sparse_plugin.attention.base import (
 )
 from vllm_sparse_plugin.attention.cuda.builder import SparseCUDAMetadataBuilder
 from vllm_sparse_plugin.attention.cuda.layer import SparseCUDAImpl
+from vllm_sparse_plugin.config.account import PREFERRED_BLOCK
 
 if TYPE_CHECKING:
     from vllm.config.cache import CacheDType
-
-
-_PREFERRED_BLOCK = 64
-"""Tokens of a block unless the user says otherwise: the statistics of a block and head are then one kilobyte in a row,
-which is what memory reads well."""
 
 
 class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
@@ -66,8 +62,8 @@ class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         current = get_current_vllm_config_or_none()
         if current is None or current.model_config is None:
-            return max(default_block_size, _PREFERRED_BLOCK)
-        multiple = math.lcm(_PREFERRED_BLOCK, block_multiple(current, cls.config(), CUDA_KERNEL_BLOCK))
+            return max(default_block_size, PREFERRED_BLOCK)
+        multiple = math.lcm(PREFERRED_BLOCK, block_multiple(current, cls.config(), CUDA_KERNEL_BLOCK))
         return math.ceil(default_block_size / multiple) * multiple
 
     @classmethod

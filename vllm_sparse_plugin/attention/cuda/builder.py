@@ -26,6 +26,7 @@ from vllm_sparse_plugin.attention.base import (
     decode_runs,
     plan_compaction,
     report_memory,
+    retention_of,
 )
 from vllm_sparse_plugin.attention.cuda.metadata import (
     DecodeRequests,
@@ -86,7 +87,9 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         max_requests = max(vllm_config.scheduler_config.max_num_seqs, self.max_cudagraph_size or 0)
         self.dense_requests = StepNumbers(False, max_requests, torch.bool, device)
         self.limits = StepLimits(sparse, rows.current_if_any(), max_requests, device)
-        group = plan_layers(layers, sparse, vllm_config, self.block_size, statistics, device)
+        group = plan_layers(
+            layers, sparse, vllm_config, self.block_size, statistics, device, retention_of(kv_cache_spec)
+        )
         self.counts = group.counts
         self.reads = group.reads
         max_tokens = max_requests * self.reorder_batch_threshold
@@ -152,7 +155,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         if self.reads is not None and selects:
             self.reads.step(
                 common, self.reorder_batch_threshold, self.limits.by_request(asked, common.num_reqs),
-                self.meter.log_of(common),
+                self.meter.log_of(common), None if self.compaction is None else self.compaction.left_out,
             )  # fmt: skip
         runs, prompts = self._split(common) if selects else ([], None)
         num_decodes = sum(run.num_requests for run in runs)

@@ -25,6 +25,7 @@ from vllm_sparse_plugin.tools.arguments import (
     read_prompts,
 )
 from vllm_sparse_plugin.tools.caches import ensure_caches
+from vllm_sparse_plugin.tools.cli.result_files import Plot, compare, show
 from vllm_sparse_plugin.tools.endings import FAILED, UNWRITABLE, open_console
 from vllm_sparse_plugin.tools.extras import METRICS, TABLES, require_packages
 from vllm_sparse_plugin.tools.files import digest_of
@@ -48,6 +49,14 @@ Model = Annotated[
 ]
 Tokenizer = Annotated[str | None, typer.Option(help="Its folder or name; that of the model if left out.")]
 Concurrency = Annotated[int, typer.Option(min=1, help="Requests under way at a time.")]
+OtherBatches = Annotated[
+    bool,
+    typer.Option(
+        "--other-batches",
+        help="Answer other numbers of requests at a time and, in process, prefill in other chunks: a second run of "
+        "dense attention then says how far it is from itself.",
+    ),
+]
 Chat = Annotated[bool, typer.Option("--chat", help="Put prompts into the tokenizer's chat template.")]
 DecodeFrom = Annotated[
     str, typer.Option(help="`prompt`: prefill all of it. `question`: decode the question token by token.")
@@ -56,7 +65,6 @@ Output = Annotated[
     Path | None, typer.Option(help="JSON lines to write; a run that was cut short goes on where it was.")
 ]
 Label = Annotated[str | None, typer.Option(help="What tables call this run; the model's name if left out.")]
-Plot = Annotated[Path | None, typer.Option(help="Picture to write, .png or .svg.")]
 
 InProcess = Annotated[bool, typer.Option("--in-process", help="Start vLLM in this process.", rich_help_panel=_ENGINE)]
 Backend = Annotated[
@@ -112,6 +120,8 @@ ScoredTokens = Annotated[
 ]
 
 app = typer.Typer(no_args_is_help=True, add_completion=False)
+app.command("show")(show)
+app.command("compare")(compare)
 
 
 @dataclass(frozen=True)
@@ -193,6 +203,7 @@ def evaluate(
     chat: Chat = False,
     decode_from: DecodeFrom = "prompt",
     concurrency: Concurrency = 1,
+    other_batches: OtherBatches = False,
     label: Label = None,
     plot: Plot = None,
     in_process: InProcess = False,
@@ -227,6 +238,11 @@ def evaluate(
     asked = _Asked(
         names, context, questions, seed, files, file or [], prompts, text or [], completions, scored_tokens
     )  # fmt: skip
+    if other_batches:
+        from vllm_sparse_plugin.tools.eval.noise import in_other_batches
+
+        arguments, concurrency = in_other_batches(engine, concurrency)
+        engine = arguments if in_process else engine
     answerer = _find_answerer(None if in_process else base_url, model, engine, concurrency, max(asked.lengths))
     settings = {
         "label": _printable(label or Path(answerer.model).name),
@@ -237,6 +253,8 @@ def evaluate(
         "engine": engine,
         "contents": _contents(answerer, tokenizer or answerer.model),
     }
+    if other_batches:
+        settings["other_batches"] = True
     if in_process:
         ensure_caches()
     prompter = _open_prompter(tokenizer or answerer.model, chat)
@@ -431,47 +449,6 @@ def _ask_missing(plan: _Plan, answerer: _Answerer, prompter: Prompter, output: P
     except EndpointError as error:
         print(f"error: the model {answerer.model} {error}; the same command goes on from here", file=sys.stderr)
         raise typer.Exit(FAILED) from None
-
-
-@app.command("show")
-def show(
-    results: Annotated[list[Path], typer.Argument(help="Files of `vllm-sparse eval`.")],
-    plot: Plot = None,
-) -> None:
-    """Print the scores of runs side by side, and draw them."""
-    require_packages("eval", _EXTRA)
-    from vllm_sparse_plugin.tools.eval.report import check_plot, plot_scores, score_table
-    from vllm_sparse_plugin.tools.eval.results import read_results
-
-    check_plot(plot)
-    files = [read_results(path) for path in results]
-    open_console().print(score_table(files))
-    if plot:
-        plot_scores(files, plot)
-
-
-@app.command("compare")
-def compare(
-    first: Annotated[Path, typer.Argument(help="File of `vllm-sparse eval`, such as of dense attention.")],
-    second: Annotated[Path, typer.Argument(help="Another one, of the same tasks.")],
-    plot: Plot = None,
-) -> None:
-    """Print how much the second run's scores differ from the first's on the same items, and draw it.
-
-    Of text, it also prints how often both expect the same next token.
-    """
-    require_packages("eval", _EXTRA)
-    from vllm_sparse_plugin.tools.eval.report import check_plot, difference_table, fidelity_table, plot_differences
-    from vllm_sparse_plugin.tools.eval.results import read_results
-
-    check_plot(plot)
-    files = read_results(first), read_results(second)
-    console = open_console()
-    console.print(difference_table(*files))
-    if (next_tokens := fidelity_table(*files)) is not None:
-        console.print(next_tokens)
-    if plot:
-        plot_differences(*files, plot)
 
 
 def _open_prompter(name: str, chat: bool) -> Prompter:

@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from vllm_sparse_plugin.config import KEY, read_trained_section, resolve
+from vllm_sparse_plugin.config.account import PREFERRED_BLOCK, ModelKeys
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.tools.arguments import (
@@ -110,7 +110,7 @@ def needle_test(
         count=questions,
         seed=seed,
     )
-    kv_read_shares = _check(model, plan, backends, min_ratio, additional_config)
+    shares = _check(model, plan, backends, min_ratio, additional_config)
     dense = ServerSettings(model, max(plan.contexts), None, log_lines=0, every_core=True)
     # Our own backend of that name has it; then vLLM's goes by vLLM's.
     reference = _VLLM if _DENSE in map(str.lower, backends) else _DENSE
@@ -127,7 +127,7 @@ def needle_test(
         with open_report(json_path, model, "json") as report:
             results = _ask_all(servers, plan, report, console)
             for name in backends:
-                console.print(_table(name, results[name], reference, results[reference], kv_read_shares[name]))
+                console.print(_table(name, results[name], reference, results[reference], shares[name]))
             enough = [_enough(name, reference, results, min_ratio, console) for name in backends]
             if not everything:
                 console.print(_MORE, highlight=False, soft_wrap=True)
@@ -228,18 +228,19 @@ def _ask(server: LaunchedServer, items: list[Item], report: Report, console: Con
 
 def _check(
     model: Path, plan: _Plan, backends: list[str], min_ratio: float, additional_config: str | None
-) -> dict[str, Callable[[int], float]]:
+) -> dict[str, ModelKeys]:
     """Raise ConfigurationError for what can be refused before a server is started.
 
-    Returns the share of the KV cache's bytes that each backend reads, by context in tokens.
+    Returns what each backend reads and keeps, by context in tokens.
     """
     try:
         config = text_config(read_config(model))
         limit, head_size = int(config["max_position_embeddings"]), head_size_of(config)
+        layers = int(config["num_hidden_layers"])
     except (OSError, ValueError, KeyError, TypeError, ArithmeticError):
         raise ConfigurationError(
-            f"model: got {str(model)!r}, allowed: a folder with a config.json that has max_position_embeddings and "
-            "head_dim"
+            f"model: got {str(model)!r}, allowed: a folder with a config.json that has max_position_embeddings, "
+            "num_hidden_layers and head_dim"
         ) from None
     for size in plan.contexts:
         for task in plan.tasks:
@@ -253,8 +254,9 @@ def _check(
     if not 0 <= min_ratio <= 1:
         raise ConfigurationError(f"min_ratio: got {min_ratio}, allowed: 0 to 1")
     settings, trained = parse_additional_config(additional_config or "{}").get(KEY), read_trained_section(model)
-    selections = {name: resolve(settings, BACKENDS[name.upper()], trained).selection for name in backends}
-    return {name: partial(selection.kv_read_share, head_size=head_size) for name, selection in selections.items()}
+    resolved = {name: resolve(settings, BACKENDS[name.upper()], trained) for name in backends}
+    # Where the cache gives something back, it does so in whole blocks, whose size a server chooses when it starts.
+    return {name: ModelKeys(each, layers, head_size, PREFERRED_BLOCK) for name, each in resolved.items()}
 
 
 def _record(backend: str, result: Result) -> dict[str, object]:
@@ -293,18 +295,17 @@ def _keep(settings: ServerSettings, console: Console) -> None:
                 client.models.list()
 
 
-def _table(
-    backend: str, sparse: list[Result], reference: str, dense: list[Result], kv_read_share: Callable[[int], float]
-) -> Table:
+def _table(backend: str, sparse: list[Result], reference: str, dense: list[Result], keys: ModelKeys) -> Table:
     """Return one row for each task and context."""
     table = Table(Column("task", no_wrap=True), title="Needles: right answers, and seconds spent in the questions")
-    for heading in ("context", reference, backend, f"KV read by {backend}", f"{reference} s", f"{backend} s"):
+    headings = "context", reference, backend, "keys read", "keys kept", f"{reference} s", f"{backend} s"
+    for heading in headings:
         table.add_column(heading, justify="right")
     for ((task, context_tokens), ours), (_, theirs) in zip(groupby(sparse, _row), groupby(dense, _row), strict=True):
         parts = [list(theirs), list(ours)]
         table.add_row(
             task, str(context_tokens), *(f"{_correct(part)}/{len(part)}" for part in parts),
-            f"{kv_read_share(context_tokens):.1%}",
+            *(f"{share:.1%}" for share in keys.shares(context_tokens)[:2]),
             *(f"{sum(result.seconds for result in part):.1f}" for part in parts),
         )  # fmt: skip
     return table

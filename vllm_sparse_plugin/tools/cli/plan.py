@@ -20,6 +20,7 @@ from vllm_sparse_plugin.config import (
     requests_at_once,
     resolve,
 )
+from vllm_sparse_plugin.config.account import PREFERRED_BLOCK, ModelKeys
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 from vllm_sparse_plugin.tools.arguments import (
@@ -35,8 +36,8 @@ from vllm_sparse_plugin.tools.models import head_size_of, name_of, read_config, 
 
 _CACHE_DTYPES = ("auto", "bfloat16", "float16", *EIGHT_BIT_CACHES)
 """What our backends serve on a GPU."""
-_KERNEL_BLOCK, _PREFERRED_BLOCK = 16, 64
-"""Tokens that FlashAttention's blocks are a multiple of, and those of the blocks that our backends ask for."""
+_KERNEL_BLOCK = 16
+"""Tokens that FlashAttention's blocks are a multiple of."""
 _MOST_TOKENS = 1 << 30
 _UNITS = {"": 1, "B": 1, **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)},
           **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("KMGT", 1)}}  # fmt: skip
@@ -61,7 +62,7 @@ class CacheShape(NamedTuple):
         pages = config.selector.page_size if config.selector else 1
         multiple = math.lcm(_KERNEL_BLOCK, pages, layout.unit_tokens if layout else 1)
         if given is None:
-            return math.lcm(_PREFERRED_BLOCK, multiple)
+            return math.lcm(PREFERRED_BLOCK, multiple)
         if given % multiple:
             raise ConfigurationError(f"block_size: got {given}, allowed: a multiple of {multiple}")
         return given
@@ -93,8 +94,9 @@ def plan(
 
     All of them decode but one, which prefills. Activations and CUDA graphs take a share that vLLM measures when it
     starts and that is not known here: take the numbers for an upper bound, and compare the rows. A preset that a server
-    would refuse has no numbers. With `--additional-config` there is a row for `--attention-backend` with these
-    settings.
+    would refuse has no numbers. Keys read and kept are shares of the longest prompt, for the step behind it; "?" stands
+    where attention decides while it reads. With `--additional-config` there is a row for `--attention-backend` with
+    these settings.
     """
     folder = find_model(model)
     preset = find_preset(attention_backend)
@@ -115,8 +117,9 @@ def plan(
         resolve(settings, preset, trained)
     prompts = sorted({max(1, context // part) for part in (16, 4, 2, 1)})
     table = Table(
-        Column("preset", no_wrap=True), "block", "tokens of cache", *(f"requests of {prompt:,}" for prompt in prompts)
-    )
+        Column("preset", no_wrap=True), "block", "keys read", "keys kept", "tokens of cache",
+        *(f"requests of {prompt:,}" for prompt in prompts),
+    )  # fmt: skip
     refused = []
     for name, given, of_preset in _rows(settings, attention_backend.lower(), preset):
         try:
@@ -126,10 +129,13 @@ def plan(
             tables, num_blocks = _pool(config, shape, memory, tokens)
         except ConfigurationError as error:
             refused.append(f"{name} is refused: {error}")
-            table.add_row(name, *["-"] * (2 + len(prompts)))
+            table.add_row(name, *["-"] * (4 + len(prompts)))
             continue
         fits = [str(requests_at_once(tables, num_blocks, prompt, tokens)) for prompt in prompts]
-        table.add_row(name, str(tokens), f"{num_blocks * tokens // len(tables):,}", *fits)
+        shares = ModelKeys(config, shape.layers, shape.head_size, tokens, shape.itemsize).shares(context)
+        read = f"{shares.read:.1%}" if config.lossless or not (config.stop_rule or config.routing) else "?"
+        room = f"{num_blocks * tokens // len(tables):,}"
+        table.add_row(name, str(tokens), read, f"{shares.kept:.1%}", room, *fits)
     console = open_console()
     console.print(f"{name_of(folder)}: {memory / 2**30:.1f} GiB for the KV cache, {shape.itemsize * 8} bits an element")
     console.print(table)

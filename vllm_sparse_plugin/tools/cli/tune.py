@@ -1,4 +1,4 @@
-"""The command `vllm-sparse tune`: the settings that read least and keep a chosen quality on the user's prompts."""
+"""The command `vllm-sparse tune`: the settings that read or keep least and answer like dense attention on prompts."""
 
 from __future__ import annotations
 
@@ -29,8 +29,12 @@ if TYPE_CHECKING:
     from vllm_sparse_plugin.tools.eval.statistics import Estimate
 
 BUDGETS = (256, 512, 1024, 2048, 4096)
-_DENSE = "dense"
+_DENSE, _AGAIN = "dense", "dense-again"
+_SELECTING, _EVICTING = ("unique",), ("streaming_llm", "snapkv", "pyramidkv", "h2o")
+"""Backends that are tried unless others are named: those that read least, and those that save memory."""
 _STOP_SECONDS = 10
+_LOST = {"agreement": "tokens", "overlap": "the overlap", "likelihood": "the likelihood per token"}
+"""Words for what is lost, by measure."""
 
 Model = Annotated[str, typer.Option(help="Folder or name of the model.")]
 Prompts = Annotated[
@@ -40,7 +44,13 @@ Prompts = Annotated[
         "where there is none."
     ),
 ]
-Target = Annotated[float, typer.Option(help="What is to be kept of dense attention; 1 is everything.")]
+MostExcess = Annotated[
+    float,
+    typer.Option(
+        help="Largest excess: the share of tokens that may change beyond those that dense attention changes itself in "
+        "other batches; with other measures, of what they measure. 0.01 is 1 % of tokens."
+    ),
+]
 Measure = Annotated[
     Literal["agreement", "overlap", "likelihood"],
     typer.Option(
@@ -48,14 +58,25 @@ Measure = Annotated[
         "distributions of the next token; `likelihood`: of the text, per token."
     ),
 ]
+Minimise = Annotated[
+    Literal["bytes", "memory"],
+    typer.Option(
+        help="`bytes`: keys, values and page statistics that a decode step reads; `memory`: what the KV cache keeps."
+    ),
+]
 Backends = Annotated[
     list[str] | None,
-    typer.Option(help="Attention backend to try, repeatable; unique if left out.", autocompletion=complete_backend),
+    typer.Option(
+        help=f"Attention backend to try, repeatable; {_SELECTING[0]}, and with --minimise memory "
+        f"{', '.join(_EVICTING)}.",
+        autocompletion=complete_backend,
+    ),
 ]
 Budgets = Annotated[
     list[int] | None,
     typer.Option(
-        help=f"`budget_tokens` to try with backends that have it, repeatable; {', '.join(map(str, BUDGETS))}."
+        help="Keys to read or, where the cache gives some back, to keep, with backends that have such a budget, "
+        f"repeatable; {', '.join(map(str, BUDGETS))}."
     ),
 ]
 ScoredTokens = Annotated[int, typer.Option(min=1, help="Tokens of each prompt to decode and compare.")]
@@ -88,34 +109,38 @@ class Setting:
         return f"# For {model}, written by vllm-sparse tune: {about}.\n{yaml.safe_dump(self.section, sort_keys=False)}"
 
 
-def _as_row(kept: Estimate) -> dict[str, float | None]:
+def _as_row(kept: Estimate | None) -> dict[str, float | None]:
     """Returns an estimate for a line of JSON, which has no infinite numbers: the interval of one prompt is unknown."""
-    return {name: number if math.isfinite(number) else None for name, number in asdict(kept).items()}
+    numbers = {} if kept is None else asdict(kept)
+    return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
 
 
 def tune(
     model: Model,
     prompts: Prompts,
-    target: Target = 0.99,
+    most_excess: MostExcess = 0.01,
     measure: Measure = "agreement",
+    minimise: Minimise = "bytes",
     attention_backend: Backends = None,
     budget: Budgets = None,
     scored_tokens: ScoredTokens = 128,
     engine_args: EngineArguments = "{}",
     output: Output = None,
 ) -> None:
-    """Find the settings that read least of the KV cache and keep a chosen quality on your prompts.
+    """Find the settings that read or keep least of the KV cache and answer like dense attention on your prompts.
 
     Each setting decodes the same tokens as dense attention, in an engine of its own, and is compared with it at every
-    token. Prints all of them by one measure, draws them, writes them by every measure (`frontier.jsonl`), and writes a
-    preset with those that were chosen, to be given as
-    `--additional-config '{"sparse_attention": {"config": "PATH"}}'`. Exit code 1 if none keeps the target, 2 for bad
+    token. Dense attention runs twice, the second time in other batches: what changes then is noise, and the excess of a
+    setting is what it changes beyond that. Prints all settings, draws them, writes them by every measure
+    (`frontier.jsonl`), and writes a preset with those that were chosen, to be given as
+    `--additional-config '{"sparse_attention": {"config": "PATH"}}'`. Exit code 1 if all exceed --most-excess, 2 for bad
     input, 3 if an engine fails.
     """
     require_packages("tune", TABLES)
-    if not 0 < target <= 1:
-        raise ConfigurationError(f"target: got {target}, allowed: more than 0, up to 1")
-    settings = list(_settings(attention_backend or ["unique"], budget or BUDGETS))
+    if not 0 <= most_excess < 1:
+        raise ConfigurationError(f"most_excess: got {most_excess}, allowed: 0 or more, below 1")
+    backends = attention_backend or (_SELECTING if minimise == "bytes" else _EVICTING)
+    settings = list(_settings(backends, budget))
     parse_additional_config(engine_args, "engine_args")
     read_prompts(prompts)
     name = Path(model).name
@@ -129,60 +154,86 @@ def tune(
         check_output(path, "output")
     from vllm_sparse_plugin.tools.eval.progress import show_progress
     from vllm_sparse_plugin.tools.eval.results import read_results
-    from vllm_sparse_plugin.tools.eval.tuning import choose, frontier_table, judge, plot_frontier
+    from vllm_sparse_plugin.tools.eval.tuning import OBJECTIVES, choose, frontier_table, judge, plot_frontier
 
     console = open_console()
     shared = ["--in-process", "--model", model, "--completions", str(prompts), "--scored-tokens", str(scored_tokens)]
     results = {}
-    for setting in (Setting(_DENSE, None, {}), *settings):
+    for setting in (Setting(_DENSE, None, {}), Setting(_AGAIN, None, {}), *settings):
         path = folder / f"{setting.name}.jsonl"
+        options = [*shared, "--engine-args", engine_args, *setting.options()]
         with show_progress(console, f"{setting.name}: decoding the prompts in an engine of its own"):
-            _evaluate([*shared, "--engine-args", engine_args, *setting.options()], setting.name, path)
+            _evaluate([*options, "--other-batches"] if setting.name == _AGAIN else options, setting.name, path)
         results[setting.name] = read_results(path)
-    candidates = [judge(each.name, measure, results[_DENSE], results[each.name]) for each in settings]
-    chosen = choose(candidates, target)
-    console.print(frontier_table(candidates, measure, chosen))
+    dense = results[_DENSE], results[_AGAIN]
+    candidates = [judge(each.name, measure, *dense, results[each.name]) for each in settings]
+    chosen = choose(candidates, most_excess, minimise)
+    console.print(frontier_table(candidates, chosen, minimise))
     lines: list[dict[str, Any]] = [describe_run(Path(model)) | {"scored_tokens": scored_tokens}]
     for setting, candidate in zip(settings, candidates, strict=True):
-        found = {measured: _as_row(kept) for measured, kept in candidate.kept.items()}
-        lines.append({"setting": setting.name, "section": setting.section, "kv_read_share": candidate.kv_read_share})
-        lines[-1] |= found
+        shares = ("key_read_share", "key_kept_share", "kv_read_share", "memory_share")
+        lines.append({"setting": setting.name, "section": setting.section})
+        lines[-1] |= {share: getattr(candidate, share) for share in shares}
+        lines[-1] |= {measured: _as_row(kept.found) for measured, kept in candidate.kept.items()}
+        lines[-1]["dense_again"] = {measured: _as_row(kept.own) for measured, kept in candidate.kept.items()}
+        lines[-1]["excess"] = {measured: _as_row(kept.excess) for measured, kept in candidate.kept.items()}
     write_output(frontier, "".join(json.dumps(line) + "\n" for line in lines), "output")
-    plot_frontier(candidates, measure, target, picture)
+    plot_frontier(candidates, most_excess, minimise, picture)
     if chosen is None:
         console.print(
-            f"None that leaves anything out keeps {target:g} of dense attention's {measure}: serve dense, "
-            "or ask for less."
+            f"Each setting that leaves anything out loses more than {most_excess:.1%} of {_LOST[measure]} beyond dense "
+            "attention's own noise: serve dense, or raise --most-excess."
         )
         raise typer.Exit(1)
     setting = next(each for each in settings if each.name == chosen.name)
-    about = f"{measure} {chosen.quality.value:.3f} on {chosen.quality.count} prompts of {prompts.name}"
+    about = (
+        f"{chosen.excess.value:+.1%} of {_LOST[measure]} lost beyond dense attention's own noise, "
+        f"{OBJECTIVES[minimise].share(chosen):.1%} of its {OBJECTIVES[minimise].heading}, "
+        f"on {chosen.excess.count} prompts of {prompts.name}"
+    )
     write_output(preset, setting.preset(name, about), "output")
-    if chosen.quality.low < target:
-        console.print(f"The interval of {chosen.name} reaches below {target:g}; more prompts would say more.")
+    if chosen.excess.high > most_excess:
+        console.print(f"The interval of {chosen.name} reaches above {most_excess:.1%}; more prompts would say more.")
     print(f"Wrote {preset}. To serve with it:")
     additional = json.dumps({KEY: {"config": str(preset)}})
     options = ["--attention-backend", str(setting.backend), "--additional-config", additional]
     print(f"{serve_command()} {shlex.join([model, *options])}")
 
 
-def _settings(backends: Sequence[str], budgets: Sequence[int]) -> Iterator[Setting]:
+def _settings(backends: Sequence[str], given: Sequence[int] | None) -> Iterator[Setting]:
     """Every backend with every budget, and once if it has none.
 
     Raises:
-        ConfigurationError: for an unknown backend or a budget that it does not take.
+        ConfigurationError: for an unknown backend, a budget that it does not take, and budgets that move nothing.
     """
-    for backend in dict.fromkeys(map(str.lower, backends)):
-        preset = find_preset(backend)
-        selection = resolve(None, preset).selection
-        if "budget_tokens" not in type(selection).model_fields:
+    names = list(dict.fromkeys(map(str.lower, backends)))
+    sections = {name: _budget_section(find_preset(name)) for name in names}
+    if given and not any(sections.values()):
+        raise ConfigurationError(
+            f"budget: got {given[0]} with {', '.join(names)}, where it would move nothing, allowed: none, or with a "
+            "backend that has a budget"
+        )
+    for name, of_budget in sections.items():
+        if of_budget is None:
             # Results of dense attention of vLLM's own have that name.
-            yield Setting("backend-dense" if backend == _DENSE else backend, backend, {})
+            yield Setting("backend-dense" if name == _DENSE else name, name, {})
             continue
-        for tokens in dict.fromkeys(budgets):
-            section = {"selection": {"policy": selection.policy, "budget_tokens": tokens}}
-            resolve(section, preset)
-            yield Setting(f"{backend}-{tokens}", backend, section)
+        key, values = of_budget
+        for tokens in dict.fromkeys(given or BUDGETS):
+            section = {key: {**values, "budget_tokens": tokens}}
+            resolve(section, find_preset(name))
+            yield Setting(f"{name}-{tokens}", name, section)
+
+
+def _budget_section(preset: str) -> tuple[str, dict[str, Any]] | None:
+    """The section of a preset whose budget says what is read or, without one, what is kept, and what it must name; None
+    where there is none."""
+    resolved = resolve(None, preset)
+    if "budget_tokens" in type(resolved.selection).model_fields:
+        return "selection", {"policy": resolved.selection.name()}
+    if resolved.compaction is not None:
+        return "compaction", {"method": resolved.compaction.name()}
+    return None
 
 
 def _evaluate(options: list[str], label: str, path: Path) -> None:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from openai import APIConnectionError, APIStatusError, DefaultHttpxClient, OpenAI, OpenAIError
 from pydantic import ValidationError
 
+from vllm_sparse_plugin.config.account import Shares
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.eval import FORCED_TOKENS_ARGUMENT, FORCED_TOKENS_PROCESSOR
 from vllm_sparse_plugin.tools.eval.fidelity import ALTERNATIVES, Prediction, keep_likely
@@ -58,8 +59,8 @@ class Reply:
     seconds: float
     predictions: tuple[Prediction, ...] = ()
     """What the model expected at each forced token, if nothing else was asked for."""
-    kv_read_share: float | None = None
-    """Share of the cached keys and values that the decode steps read, if the endpoint can tell."""
+    shares: Shares | None = None
+    """What the decode steps read and the cache keeps, if the endpoint can tell."""
 
 
 class Endpoint(Protocol):

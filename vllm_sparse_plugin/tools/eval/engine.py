@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -12,7 +13,9 @@ from vllm import LLM, SamplingParams
 from vllm.engine.arg_utils import EngineArgs
 
 from vllm_sparse_plugin.config import trained_section
+from vllm_sparse_plugin.config.account import ModelKeys
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 from vllm_sparse_plugin.tools.eval import FORCED_TOKENS_ARGUMENT, FORCED_TOKENS_PROCESSOR
 from vllm_sparse_plugin.tools.eval.endpoints import (
     EndpointError,
@@ -23,7 +26,13 @@ from vllm_sparse_plugin.tools.eval.endpoints import (
     first_line,
 )
 from vllm_sparse_plugin.tools.eval.fidelity import ALTERNATIVES, keep_likely
-from vllm_sparse_plugin.tools.eval.reading import COUNT_METHOD, COUNTING_WORKER, ReadShare, Totals, resolve_arguments
+from vllm_sparse_plugin.tools.eval.reading import (
+    COUNT_METHOD,
+    COUNTING_WORKER,
+    EngineShares,
+    Totals,
+    resolve_arguments,
+)
 
 
 class Engine:
@@ -54,15 +63,19 @@ class Engine:
                 raise ConfigurationError(
                     f"context: got {most_tokens} tokens, allowed: at most the model's {model_config.max_model_len}"
                 )
-            self._share = ReadShare(
+            keys = ModelKeys(
                 resolve_arguments(arguments, trained_section(model_config.hf_config)),
                 model_config.get_total_num_hidden_layers(),
                 model_config.get_head_size(),
+                block_size=1,
             )
-            self._counts = self._share.is_counted and "worker_extension_cls" not in arguments
+            self._counts = EngineShares(keys).is_counted and "worker_extension_cls" not in arguments
             if self._counts:
                 defaults["worker_extension_cls"] = COUNTING_WORKER
             self._llm = LLM(model=model, **(defaults | arguments))
+            cache = self._llm.llm_engine.vllm_config.cache_config
+            itemsize = 1 if cache.cache_dtype in EIGHT_BIT_CACHES else 2
+            self._shares = EngineShares(replace(keys, block_size=cache.block_size, itemsize=itemsize))
         except (TypeError, ValueError, OSError) as error:
             raise ConfigurationError(
                 f"in_process: got {model!r} with {arguments} ({first_line(error):.160}), allowed: what vLLM serves"
@@ -74,7 +87,7 @@ class Engine:
         self._batch = batch
 
     def complete(self, requests: Iterable[Request]) -> Iterator[Reply]:
-        """Answer one batch after the other; each takes the whole batch's time, and has its share of KV read."""
+        """Answer one batch after the other; each takes the whole batch's time."""
         remaining = iter(requests)
         while batch := list(islice(remaining, self._batch)):
             sampling = [
@@ -103,8 +116,8 @@ class Engine:
                 alternatives = [{token: each.logprob for token, each in at.items()} for at in said.logprobs or []]
                 logprobs = [at[token] for token, at in zip(token_ids, alternatives, strict=False)]
                 predictions = tuple(map(keep_likely, alternatives))
-                share = self._share.of(len(request.prompt) + len(request.forced), counted, counted_after)
-                yield Reply(answer, check_logprobs(request, logprobs), seconds, predictions, share)
+                shares = self._shares.of(len(request.prompt), len(token_ids), counted, counted_after)
+                yield Reply(answer, check_logprobs(request, logprobs), seconds, predictions, shares)
 
     def close(self) -> None:
         """Ends the engine's processes. Left to the end of the interpreter, it waits for them for ever on a GPU."""

@@ -9,6 +9,8 @@ ALTERNATIVES = 20
 """Tokens whose log probabilities are asked for at each position: the most that vLLM gives unless told otherwise."""
 _LEAST = math.log(1e-3)
 """Log probability below which an alternative is not kept: all of them together would not change a share."""
+_LEFT = 1e-6
+"""Probability that a list leaves for other tokens at least: its values are rounded."""
 Prediction = Mapping[int, float]
 """Log probabilities of the likeliest next tokens at one position, by token id."""
 
@@ -26,17 +28,54 @@ def agreement(first: Sequence[Prediction], second: Sequence[Prediction]) -> floa
 
 
 def overlap(first: Sequence[Prediction], second: Sequence[Prediction]) -> float:
-    """Return the mean overlap of the distributions, of what is known of them: a lower bound.
+    """Return the mean overlap of the distributions; 1 for a run with itself.
 
         sum over tokens t of  min(p_t, q_t)  =  1 - total variation of p and q
 
-    That is also the rate at which one run would accept tokens that the other has sampled as drafts.
+    That is also the rate at which one run would accept tokens that the other has sampled as drafts. It is an
+    approximation, see `_completed`.
     """
     shared = [
-        sum(math.exp(min(value, other[token])) for token, value in one.items() if token in other)
+        sum(map(min, *_completed(one, other))) for one, other in zip(first, second, strict=True)
+    ]  # fmt: skip
+    return sum(shared) / len(shared)
+
+
+def divergence(first: Sequence[Prediction], second: Sequence[Prediction]) -> float:
+    """Return the mean Kullback-Leibler divergence of the second run's distributions from the first's, in nats.
+
+        sum over tokens t of  p_t log(p_t / q_t)
+
+    It is 0 for a run with itself. It is an approximation, see `_completed`.
+    """
+    nats = [
+        sum(p * math.log(p / q) for p, q in zip(*_completed(one, other), strict=True))
         for one, other in zip(first, second, strict=True)
     ]
-    return sum(shared) / len(shared)
+    return sum(nats) / len(nats)
+
+
+def _completed(one: Prediction, other: Prediction) -> tuple[list[float], list[float]]:
+    """Return both distributions over the same outcomes: each token that either run lists, and all others as one.
+
+    A file lists the likeliest tokens alone. The probability that a list leaves is shared equally by the tokens that
+    only the other run lists and by the rest. None of these tokens gets more than an unlisted token can have: the
+    probability of the 20th, or 0.001.
+    """
+    tokens = sorted({*one, *other})
+
+    def complete(prediction: Prediction) -> list[float]:
+        known = {token: math.exp(value) for token, value in prediction.items()}
+        left = max(1 - sum(known.values()), _LEFT)
+        missing = len(tokens) - len(known)
+        ranked = sorted(known.values(), reverse=True)
+        most = ranked[ALTERNATIVES - 1] if len(ranked) >= ALTERNATIVES else math.exp(_LEAST)
+        each = min(most, left / (missing + 1))
+        found = [*(known.get(token, each) for token in tokens), left - missing * each]
+        total = sum(found)
+        return [value / total for value in found]
+
+    return complete(one), complete(other)
 
 
 def _best(prediction: Prediction) -> int:

@@ -1,4 +1,4 @@
-"""How much of the KV cache the decode steps of an engine in this process read."""
+"""What the decode steps of an engine in this process read, and what its KV cache keeps."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, resolve
+from vllm_sparse_plugin.config.account import Counted, ModelKeys, Shares
 from vllm_sparse_plugin.metrics.live import READS, SKIPPED, count_totals
 from vllm_sparse_plugin.names import BACKENDS
 
@@ -46,54 +47,41 @@ def resolve_arguments(arguments: Mapping[str, Any], trained: Mapping[str, Any] |
 
 
 @dataclass(frozen=True)
-class ReadShare:
-    """The share of the cached keys and values that decode steps read, over the layers of a model.
+class EngineShares:
+    """What the decode steps of an engine read and its cache keeps, over the layers of a model.
 
-    Kernels count what routing skips and where attention stops; a selection without these reads what its settings say,
-    page statistics included. In lossless mode the steps that answer read everything; drafts do not count.
+    Kernels count what routing skips and where attention stops; lengths tell the rest, see `config.account`.
     """
 
-    config: ResolvedConfig | None
-    """None for vLLM's own attention, which reads everything."""
-    num_layers: int
-    """Layers of the model; all are taken to be of full attention."""
-    head_size: int
-    """Elements of a head."""
+    keys: ModelKeys
 
     @property
     def is_counted(self) -> bool:
-        """Whether the share depends on what kernels count."""
-        return self.config is not None and bool(self.config.routing or self.config.stop_rule or self.config.coverage)
+        """Whether the shares depend on what kernels count."""
+        config = self.keys.config
+        return config is not None and bool(config.routing or config.stop_rule or config.coverage)
 
-    def of(self, context_tokens: int, before: Sequence[Totals], after: Sequence[Totals]) -> float:
-        """The share that some decode steps read.
+    def of(self, prompt_tokens: int, decoded_tokens: int, before: Sequence[Totals], after: Sequence[Totals]) -> Shares:
+        """The shares of a request.
 
         Args:
-            context_tokens: length of their context.
+            prompt_tokens: length of its prompt.
+            decoded_tokens: tokens that were decoded.
             before: what each worker had counted before them; empty if nothing is counted.
             after: the same after them.
         """
-        if self.config is None or self.config.lossless is not None:
-            return 1.0
-        selecting = self.config.selection.kv_read_share(context_tokens, self.head_size)
-        if self.config.stop_rule is not None or self.config.coverage is not None:
-            selecting = _ratio(_TOKENS_READ, before, after, default=selecting)
-        attending = 1 - _ratio(_SKIPPED, before, after, default=0.0) if self.config.routing else 1.0
-        routed_from = self.config.routing.dense_layers if self.config.routing else 0
-        layers = range(self.num_layers)
-        return sum(
-            (selecting if layer >= self.config.config.first_dense_layers else 1.0)
-            * (attending if layer >= routed_from else 1.0)
-            for layer in layers
-        ) / len(layers)
+        skipped = _ratio(_SKIPPED, before, after)
+        return self.keys.shares(
+            prompt_tokens, decoded_tokens, Counted(_ratio(_TOKENS_READ, before, after), skipped or 0.0)
+        )
 
 
-def _ratio(name: str, before: Sequence[Totals], after: Sequence[Totals], default: float) -> float:
-    """By how much a metric's sum has grown for each by which its count has."""
+def _ratio(name: str, before: Sequence[Totals], after: Sequence[Totals]) -> float | None:
+    """By how much a metric's sum has grown for each by which its count has; None where nothing was counted."""
 
     def grown(column: int) -> float:
         return sum(worker[name][column] for worker in after if name in worker) - sum(
             worker[name][column] for worker in before if name in worker
         )
 
-    return grown(0) / grown(1) if grown(1) else default
+    return grown(0) / grown(1) if grown(1) else None

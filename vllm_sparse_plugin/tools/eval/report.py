@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from rich.table import Column, Table
 
 from vllm_sparse_plugin.errors import ConfigurationError
-from vllm_sparse_plugin.tools.eval.fidelity import agreement, overlap
 from vllm_sparse_plugin.tools.eval.items import NLL, TEXT_TASKS
+from vllm_sparse_plugin.tools.eval.noise import MEASURES, beside
 from vllm_sparse_plugin.tools.eval.results import Result, ResultFile
 from vllm_sparse_plugin.tools.eval.statistics import Difference, Estimate, estimate_difference, estimate_mean
 from vllm_sparse_plugin.tools.provenance import check_output
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 PLOT_SUFFIXES = (".png", ".svg")
 _ALL = "all"
 _COLUMNS = 4
+SHARES = {"keys read": "key_read_share", "keys kept": "key_kept_share", "bytes read": "kv_read_share"}
+"""Shares of a result, by the headings of their columns."""
 Place = tuple[str, int]
 """A task and a context in tokens."""
 
@@ -41,13 +43,11 @@ def estimates(results: Sequence[Result]) -> dict[Place, Estimate]:
     return found
 
 
-def differences(first: ResultFile, second: ResultFile) -> dict[Place, Difference]:
-    """Estimate how much larger the second's scores are on the items that both have.
-
-    The values of perplexity are ratios of perplexities.
+def shared_items(first: ResultFile, second: ResultFile) -> list[str]:
+    """Items that both files have, in order.
 
     Raises:
-        ConfigurationError: if they have no item in common, or one whose prompt or answer differs.
+        ConfigurationError: if there are none, or one whose prompt or answer differs.
     """
     shared = [name for name in first.results if name in second.results]
     for name in shared:
@@ -61,6 +61,18 @@ def differences(first: ResultFile, second: ResultFile) -> dict[Place, Difference
             f"results: got {str(first.path)!r} and {str(second.path)!r} without an item in common, allowed: runs of "
             "the same tasks and contexts"
         )
+    return shared
+
+
+def differences(first: ResultFile, second: ResultFile) -> dict[Place, Difference]:
+    """Estimate how much larger the second's scores are on the items that both have.
+
+    The values of perplexity are ratios of perplexities.
+
+    Raises:
+        ConfigurationError: as `shared_items`.
+    """
+    shared = shared_items(first, second)
     found: dict[Place, Difference] = {}
     for place, part in _places([first.results[name] for name in shared]).items():
         scores = [[held.results[result.id].score for result in part] for held in (first, second)]
@@ -72,11 +84,11 @@ def differences(first: ResultFile, second: ResultFile) -> dict[Place, Difference
     return found
 
 
-def read_shares(results: Sequence[Result]) -> dict[Place, float]:
-    """Mean share of the cached keys and values read, of each task and context where every answer has one."""
+def mean_shares(results: Sequence[Result], field: str) -> dict[Place, float]:
+    """Mean of a share, such as `kv_read_share`, of each task and context where every answer has it."""
     shares: dict[Place, float] = {}
     for place, part in _places(results).items():
-        known = [result.kv_read_share for result in part if result.kv_read_share is not None]
+        known = [share for result in part if (share := getattr(result, field)) is not None]
         if len(known) == len(part):
             shares[place] = sum(known) / len(known)
     return shares
@@ -85,28 +97,33 @@ def read_shares(results: Sequence[Result]) -> dict[Place, float]:
 def score_table(files: Sequence[ResultFile]) -> Table:
     """Return a row for each task and context, with the score and its interval in each file.
 
-    A file whose engine could tell has the share of the KV cache that was read beside its score.
+    A file whose engine could tell has beside its score what was read and kept, of dense attention's.
     """
     found = [estimates(list(file.results.values())) for file in files]
-    shares = [read_shares(list(file.results.values())) for file in files]
+    shares = [_known_shares(file) for file in files]
     table = Table(Column("task", no_wrap=True), title="Mean scores and perplexities, with intervals of 95 %")
     for heading in ("context", "items"):
         table.add_column(heading, justify="right")
     for file, of_file in zip(files, shares, strict=True):
         table.add_column(_heading(file), justify="right")
-        if of_file:
-            table.add_column("KV read", justify="right")
+        for heading in of_file:
+            table.add_column(heading, justify="right")
     for place in _order(found):
         cells = []
         for scores, of_file in zip(found, shares, strict=True):
             cells.append(_interval(scores[place]) if place in scores else "-")
-            if of_file:
-                cells.append(f"{of_file[place]:.1%}" if place in of_file else "-")
+            cells += [f"{share[place]:.1%}" if place in share else "-" for share in of_file.values()]
         counts = {scores[place].count for scores in found if place in scores}
         table.add_row(
             place[0], f"{place[1]:,}", "/".join(map(str, sorted(counts))), *cells, end_section=place[0] == _ALL
         )
     return table
+
+
+def _known_shares(file: ResultFile) -> dict[str, dict[Place, float]]:
+    """What a file says of the keys and bytes that were read and kept, by the heading of its column."""
+    found = {heading: mean_shares(list(file.results.values()), field) for heading, field in SHARES.items()}
+    return {heading: shares for heading, shares in found.items() if shares}
 
 
 def difference_table(first: ResultFile, second: ResultFile) -> Table:
@@ -132,26 +149,43 @@ def difference_table(first: ResultFile, second: ResultFile) -> Table:
     return table
 
 
-def fidelity_table(first: ResultFile, second: ResultFile) -> Table | None:
+def fidelity_table(first: ResultFile, second: ResultFile, again: ResultFile | None = None) -> Table | None:
     """Return how near the next tokens that two runs expect in the same text are, by context; None without such text.
 
     Each window of text is one sample: positions within a window depend on each other.
+
+    Args:
+        first: a run, such as of dense attention.
+        second: the run to judge.
+        again: the first one in other batches, to which the same texts are compared; None if there is none.
+
+    Raises:
+        ConfigurationError: as `shared_items`, of the first run and its second one.
     """
-    pairs = [(result, second.results[name]) for name, result in first.results.items() if name in second.results]
-    pairs = [(one, other) for one, other in pairs if one.predictions and other.predictions]
+    held = [first, second] if again is None else [first, second, again]
+    shared = shared_items(first, again) if again is not None else list(first.results)
+    runs = [[file.results[name] for file in held] for name in shared if name in second.results]
+    runs = [each for each in runs if all(result.predictions for result in each)]
+    if not runs:
+        return None
     table = Table(
-        Column("context", justify="right"),
+        Column("context", justify="right"), "of the next tokens",
         title=f"Next tokens of {_heading(second)} beside {_heading(first)}, same text; intervals of 95 %",
-    )
-    for heading in ("windows", "positions", "same most likely token", "overlap of the distributions, at least"):
+    )  # fmt: skip
+    for heading in ("windows", "positions", _heading(second), f"{first.label} with itself", "excess"):
         table.add_column(heading, justify="right")
-    for context in sorted({one.context_tokens for one, _ in pairs}):
-        here = [(one.predictions, other.predictions) for one, other in pairs if one.context_tokens == context]
-        least = max(min(len(one) for one, _ in here), 2)
-        shares = [estimate_mean([measure(*each) for each in here], least) for measure in (agreement, overlap)]
-        positions = sum(len(one) for one, _ in here)
-        table.add_row(f"{context:,}", str(len(here)), str(positions), *map(_interval, shares))
-    return table if pairs else None
+    for context in sorted({each[0].context_tokens for each in runs}):
+        of_first, of_second, *of_again = zip(*(each for each in runs if each[0].context_tokens == context), strict=True)
+        positions = sum(len(result.predictions) for result in of_first)
+        for name, measure in MEASURES.items():
+            line = beside(name, of_first, of_second, of_again[0] if of_again else None)
+            table.add_row(
+                f"{context:,}", measure.heading, str(len(of_first)), str(positions), _interval(line.found),
+                "not measured" if line.own is None else _interval(line.own),
+                "not measured" if line.excess is None else _interval(line.excess, "+"),
+                end_section=name == list(MEASURES)[-1],
+            )  # fmt: skip
+    return table
 
 
 def plot_scores(files: Sequence[ResultFile], path: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from rich.console import Console
 
+from vllm_sparse_plugin.config.account import Shares
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.eval.endpoints import Endpoint, Request
 from vllm_sparse_plugin.tools.eval.items import NLL, Item, PlannedItem, Prompter
@@ -50,8 +51,14 @@ class Result(BaseModel):
     predictions: tuple[dict[int, float], ...] = ()
     """For the metric `nll`: log probabilities of the likeliest tokens at each forced one, by token id."""
     kv_read_share: float | None = None
-    """Share of the cached keys and values that the decode steps of the answer's batch read, over all layers and KV
-    heads, where the endpoint can tell; see `eval.reading`."""
+    """Bytes that the decode steps read, over those of dense attention to the whole context: keys, values and page
+    statistics of all layers and KV heads. This and the shares below are there where the endpoint can tell."""
+    key_read_share: float | None = None
+    """Keys that the decode steps read, over those of the whole context; see `config.account`."""
+    key_kept_share: float | None = None
+    """Keys that the cache keeps meanwhile, over those of the whole context."""
+    memory_share: float | None = None
+    """Bytes of the cache meanwhile, page statistics included, over those of dense attention."""
 
 
 @dataclass(frozen=True)
@@ -125,11 +132,24 @@ def ask(
                 score=round(value, 6),
                 seconds=round(reply.seconds, 4),
                 predictions=tuple(map(dict, reply.predictions)),
-                kv_read_share=None if reply.kv_read_share is None else round(reply.kv_read_share, 6),
+                **_shares(reply.shares),
             )
             text = f"{title}: {item.task} {item.context_tokens}"
             text += f", accuracy so far {sum(scores) / len(scores):.2f}" if scores else ""
             advance(text)
+
+
+def _shares(shares: Shares | None) -> dict[str, float]:
+    """Fields of a result for what was read and kept."""
+    if shares is None:
+        return {}
+    found = {
+        "kv_read_share": shares.bytes_read,
+        "key_read_share": shares.read,
+        "key_kept_share": shares.kept,
+        "memory_share": shares.bytes_kept,
+    }
+    return {name: round(share, 6) for name, share in found.items()}
 
 
 def check_results(path: Path, settings: dict[str, Any]) -> ResultFile:

@@ -83,6 +83,36 @@ def estimate_difference(first: Sequence[float], second: Sequence[float]) -> Diff
     return Difference(mean, *_bootstrap(differences), float(test.pvalue), count)
 
 
+def estimate_amount(values: Sequence[float]) -> Estimate:
+    """Estimate a mean of values that are no shares, such as nats."""
+    return Estimate(sum(values) / len(values), *_bootstrap(values), len(values))
+
+
+def estimate_excess(own: Sequence[float], kept: Sequence[float], positions: int) -> Estimate:
+    """Estimate how much more is lost than what the reference loses to itself: the mean of `own - kept`, paired.
+
+    Where all of these differences are equal, as where every prompt is kept whole, a bootstrap would call that certain.
+    The interval is then that of the difference of two independent shares (Newcombe, Statistics in Medicine 17, 1998),
+    of as many answers as the positions stand for.
+
+    Args:
+        own: of each text, the share of its positions that the reference keeps of itself.
+        kept: the share that is kept of the reference.
+        positions: of the shortest text.
+    """
+    differences = [before - after for before, after in zip(own, kept, strict=True)]
+    count = len(differences)
+    if count < 2 or max(differences) > min(differences):
+        return estimate_amount(differences)
+    mean, (of_own, of_kept) = differences[0], (sum(own) / count, sum(kept) / count)
+    # Shares of likelihood may be above 1.
+    bounds = [_wilson(min(share, 1.0), count * max(positions // _POSITIONS, 1)) for share in (of_own, of_kept)]
+    (own_low, own_high), (kept_low, kept_high) = bounds
+    low = math.hypot(of_own - own_low, kept_high - of_kept)
+    high = math.hypot(own_high - of_own, of_kept - kept_low)
+    return Estimate(mean, mean - low, mean + high, count)
+
+
 def _wilson(share: float, count: int) -> tuple[float, float]:
     """Wilson's interval of a share of `count` answers."""
     squared = float(stats.norm.ppf((1 + _LEVEL) / 2)) ** 2

@@ -1,124 +1,159 @@
-"""Which settings keep a chosen quality on given prompts: what `vllm-sparse tune` measures and how it chooses."""
+"""What `vllm-sparse tune` measures of settings on given prompts, and how it chooses among them."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rich.table import Column, Table
 
-from vllm_sparse_plugin.tools.eval.fidelity import agreement, overlap
+from vllm_sparse_plugin.tools.eval.noise import MEASURES, Beside, beside
 from vllm_sparse_plugin.tools.eval.report import save_figure
-from vllm_sparse_plugin.tools.eval.results import Result, ResultFile
-from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_mean
+from vllm_sparse_plugin.tools.eval.results import ResultFile
+from vllm_sparse_plugin.tools.eval.statistics import Estimate
 
 
-def _likelihood(dense: Result, sparse: Result) -> float:
-    return min(math.exp(dense.score - sparse.score), 1.0)
+class Objective(NamedTuple):
+    """What is minimised."""
+
+    heading: str
+    share: Callable[[Candidate], float]
+    """Its share of dense attention's."""
+    keys: Callable[[Candidate], float]
+    """The share of the keys that has to be below 1 for a candidate to save anything."""
 
 
-MEASURES: Mapping[str, Callable[[Result, Result], float]] = {
-    "agreement": lambda dense, sparse: agreement(dense.predictions, sparse.predictions),
-    "overlap": lambda dense, sparse: overlap(dense.predictions, sparse.predictions),
-    "likelihood": _likelihood,
+OBJECTIVES: Mapping[str, Objective] = {
+    "bytes": Objective("bytes read per token", lambda each: each.kv_read_share, lambda each: each.key_read_share),
+    "memory": Objective("memory of the KV cache", lambda each: each.memory_share, lambda each: each.key_kept_share),
 }
-"""What is kept of dense attention, by name; 1 is everything. Of one prompt:
-
-- agreement: share of positions whose most likely next token is dense attention's.
-- overlap: of the distributions of the next token, see `fidelity.overlap`.
-- likelihood: how likely the text is, as a share of how likely it is with dense attention, per token; at most 1.
-"""
+"""By name."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What some settings keep of dense attention, and what they read."""
+    """What some settings keep of dense attention, and what they read. Shares are means over prompts, of dense
+    attention's."""
 
     name: str
     measure: str
-    """One of `MEASURES`, by which candidates are chosen."""
-    kept: Mapping[str, Estimate]
-    """Over prompts, by each of `MEASURES`."""
+    """One of `noise.SHARES`, by which candidates are chosen."""
+    kept: Mapping[str, Beside]
+    """By each of `noise.MEASURES`."""
+    key_read_share: float
+    """Keys that decode steps read."""
+    key_kept_share: float
+    """Keys that the cache keeps."""
     kv_read_share: float
-    """Mean share of the cached keys and values that decode steps read."""
+    """Bytes that decode steps read."""
+    memory_share: float
+    """Bytes of the cache."""
     seconds: float
     """Mean time of a prompt and its scored tokens."""
-    reads_everything: bool = False
-    """Whether every decode step read its whole context, which is dense attention."""
 
     @property
-    def quality(self) -> Estimate:
-        """What is kept by the measure that counts."""
-        return self.kept[self.measure]
+    def excess(self) -> Estimate:
+        """How much more is lost than by dense attention itself, by the measure that counts."""
+        excess = self.kept[self.measure].excess
+        assert excess is not None
+        return excess
 
 
-def judge(name: str, measure: str, dense: ResultFile, sparse: ResultFile) -> Candidate:
+def judge(name: str, measure: str, dense: ResultFile, again: ResultFile, sparse: ResultFile) -> Candidate:
     """Return what settings keep on the prompts that dense attention was asked too.
 
     Args:
         name: of the settings.
-        measure: one of `MEASURES`.
+        measure: one of `noise.SHARES`.
         dense: results of dense attention.
+        again: results of dense attention in other batches, of the same prompts.
         sparse: results of the settings, of the same prompts.
     """
-    results = [sparse.results[item] for item in dense.results]
-    shares = [1.0 if result.kv_read_share is None else result.kv_read_share for result in results]
-    seconds = [result.seconds for result in results]
-    positions = min(len(result.predictions) for result in results)
-    kept = {
-        name: estimate_mean([keeps(dense.results[result.id], result) for result in results], max(positions, 2))
-        for name, keeps in MEASURES.items()
-    }
-    whole = all(result.kv_read_share is not None and result.kv_read_share >= 1 for result in results)
-    return Candidate(name, measure, kept, sum(shares) / len(shares), sum(seconds) / len(seconds), whole)
+    results, own = ([file.results[item] for item in dense.results] for file in (sparse, again))
+    reference = list(dense.results.values())
+
+    def mean(field: str) -> float:
+        shares = [getattr(result, field) for result in results]
+        return sum(1.0 if share is None else share for share in shares) / len(shares)
+
+    return Candidate(
+        name, measure, {each: beside(each, reference, results, own) for each in MEASURES},
+        mean("key_read_share"), mean("key_kept_share"), mean("kv_read_share"), mean("memory_share"), mean("seconds"),
+    )  # fmt: skip
 
 
-def choose(candidates: Sequence[Candidate], target: float) -> Candidate | None:
-    """Return the candidate that reads least of those that keep `target` on average; None if none does but those that
-    read everything."""
-    enough = [each for each in candidates if each.quality.value >= target and not each.reads_everything]
-    return min(enough, key=lambda candidate: (candidate.kv_read_share, -candidate.quality.value), default=None)
+def choose(candidates: Sequence[Candidate], most_excess: float, objective: str) -> Candidate | None:
+    """Return the candidate with the least of what is minimised, of those whose mean excess is at most `most_excess`.
+
+    None if there is none but those that leave nothing out.
+    """
+    minimised = OBJECTIVES[objective]
+    enough = [each for each in candidates if each.excess.value <= most_excess and minimised.keys(each) < 1]
+    return min(enough, key=lambda each: (minimised.share(each), each.excess.value), default=None)
 
 
-def frontier_table(candidates: Sequence[Candidate], measure: str, chosen: Candidate | None) -> Table:
-    """Return a row for each candidate, that which reads least first."""
-    table = Table(Column("settings", no_wrap=True), title="What is kept of dense attention, with intervals of 95 %")
-    for heading in (measure, "KV read", "seconds a prompt", ""):
+def frontier_table(candidates: Sequence[Candidate], chosen: Candidate | None, objective: str) -> Table:
+    """Return a row for each candidate, that with the least of what is minimised first."""
+    minimised, measure = OBJECTIVES[objective], candidates[0].measure
+    of_dense = {name: found.own for name, found in candidates[0].kept.items() if found.own is not None}
+    own = of_dense[measure]
+    table = Table(
+        Column("settings", no_wrap=True),
+        title=f"Least {minimised.heading} first. Excess: {measure} lost beyond dense attention's own noise.\n"
+        f"Dense attention keeps {_interval(own)} of itself in other batches. Intervals of 95 %.",
+    )  # fmt: skip
+    amount = "bytes read" if objective == "bytes" else "memory"
+    for heading in (measure, "excess", "more nats", "KL", "keys read", "keys kept", amount, "s a prompt", ""):
         table.add_column(heading, justify="right")
-    for candidate in sorted(candidates, key=lambda each: each.kv_read_share):
-        quality = candidate.quality
-        interval = f" [{quality.low:.3f}, {quality.high:.3f}]" if quality.count > 1 else ""
+    for candidate in sorted(candidates, key=minimised.share):
+        shares = candidate.key_read_share, candidate.key_kept_share, minimised.share(candidate)
         table.add_row(
-            candidate.name, f"{quality.value:.3f}{interval}", f"{candidate.kv_read_share:.1%}",
-            f"{candidate.seconds:.2f}", "chosen" if candidate is chosen else "",
+            candidate.name, _interval(candidate.kept[measure].found), _percent(candidate.excess),
+            *(f"{candidate.kept[each].found.value:.4f}" for each in ("nll", "kl")),
+            *(f"{share:.1%}" for share in shares), f"{candidate.seconds:.2f}",
+            "chosen" if candidate is chosen else "",
         )  # fmt: skip
+    table.add_section()
+    nats = (f"{of_dense[each].value:.4f}" for each in ("nll", "kl"))
+    table.add_row("dense, other batches", _interval(own), "0", *nats, *["100.0%"] * 3, "", "")
     return table
 
 
-def plot_frontier(candidates: Sequence[Candidate], measure: str, target: float, path: Path) -> None:
-    """Draw quality against the share of the cache that is read.
+def plot_frontier(candidates: Sequence[Candidate], most_excess: float, objective: str, path: Path) -> None:
+    """Draw the excess against what is minimised.
 
     Raises:
         ConfigurationError: if the picture cannot be written.
     """
     from matplotlib.figure import Figure
 
+    minimised, measure = OBJECTIVES[objective], candidates[0].measure
     figure = Figure(figsize=(6, 4), layout="constrained")
     panel = figure.subplots()
-    ordered = sorted(candidates, key=lambda each: each.kv_read_share)
-    shares = [100 * each.kv_read_share for each in ordered]
-    panel.plot(shares, [each.quality.value for each in ordered], marker="o", markersize=4)
+    ordered = sorted(candidates, key=minimised.share)
+    shares = [100 * minimised.share(each) for each in ordered]
+    panel.plot(shares, [100 * each.excess.value for each in ordered], "o", markersize=4)
     for share, each in zip(shares, ordered, strict=True):
-        if each.quality.count > 1:
-            panel.vlines([share], [each.quality.low], [each.quality.high], "C0")
-        panel.annotate(
-            each.name, (share, each.quality.value), xytext=(5, -10), textcoords="offset points", fontsize=8
-        )  # fmt: skip
-    panel.axhline(target, color="black", linewidth=0.8, linestyle="--")
+        excess = each.excess
+        if excess.count > 1:
+            panel.vlines([share], [100 * excess.low], [100 * excess.high], "C0")
+        place = share, 100 * excess.value
+        panel.annotate(each.name, place, xytext=(5, 5), textcoords="offset points", fontsize=8)
+    panel.axhline(0, color="black", linewidth=0.8)
+    panel.axhline(100 * most_excess, color="black", linewidth=0.8, linestyle="--")
     panel.set_xscale("log")
-    panel.set_xlabel("KV cache read by a decode step, %")
-    panel.set_ylabel(f"{measure} with dense attention")
+    panel.set_xlabel(f"{minimised.heading}, % of dense attention")
+    panel.set_ylabel(f"{measure} lost beyond dense attention's noise, %")
     panel.grid(alpha=0.3)
     save_figure(figure, path)
+
+
+def _interval(found: Estimate) -> str:
+    return f"{found.value:.3f}" + (f" [{found.low:.3f}, {found.high:.3f}]" if found.count > 1 else "")
+
+
+def _percent(found: Estimate) -> str:
+    interval = f" [{100 * found.low:+.1f}, {100 * found.high:+.1f}]" if found.count > 1 else ""
+    return f"{100 * found.value:+.1f}%{interval}"
