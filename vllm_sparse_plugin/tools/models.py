@@ -19,6 +19,8 @@ _CONTENT = {
 """Endings of the files that a model consists of."""
 _TOKENIZER = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|.*\.(tiktoken|jinja)$")
 """Names of the files of a tokenizer."""
+_BEGIN_WITH_BOS = "gemma"
+"""Beginning of the `model_type` of models whose texts begin with `bos`, whether their tokenizer says so or not."""
 _MOST_CONFIG_BYTES = 1 << 24
 _WHOLE_BYTES = 1 << 26
 """Files up to this size are compared whole, larger ones by `_PIECES` pieces."""
@@ -112,6 +114,39 @@ def end_tokens(model: str | Path) -> frozenset[int]:
             if found is not None:
                 return frozenset(each for each in (found if isinstance(found, list) else [found]) if type(each) is int)
     return frozenset()
+
+
+def load_tokenizer(model: str | Path) -> Any:
+    """Return the tokenizer of a model on this machine. It begins texts with `bos` where the model was trained so.
+
+    transformers ignores `add_bos_token` where there is a tokenizer.json, and conversions from GGUF leave it out.
+    Without `bos` such a model loses its attention sink.
+
+    Args:
+        model: folder, or name in Hugging Face's cache.
+
+    Raises:
+        Exception: of many kinds, if it has none or a damaged one.
+    """
+    # Imported late: it takes seconds.
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    bos = tokenizer.bos_token_id
+    if bos is not None and tokenizer.encode("")[:1] != [bos] and _needs_bos(folder_of(model)):
+        tokenizer.add_bos_token = True
+    return tokenizer
+
+
+def _needs_bos(folder: Path) -> bool:
+    """Return whether texts begin with `bos`: as tokenizer_config.json says, or else the kind of the model."""
+    with suppress(OSError, ValueError):
+        said = read_config(folder, "tokenizer_config.json").get("add_bos_token")
+        if isinstance(said, bool):
+            return said
+    with suppress(OSError, ValueError):
+        return str(read_config(folder).get("model_type")).startswith(_BEGIN_WITH_BOS)
+    return False
 
 
 def load_causal_lm(folder: Path, attention: str, dtype: Any) -> Any:
