@@ -29,7 +29,7 @@ STAMP = VENV / "installed"
 REQUIREMENTS = ROOT / "requirements"
 LOCK = REQUIREMENTS / "cpu.lock"
 GPU_LOCK = REQUIREMENTS / "gpu.lock"
-EXTRAS = ("cpu", "dev", "bench", "docs", "eval", "train")
+EXTRAS = ("cpu", "dev", "bench", "docs", "eval", "real", "train")
 TORCH = "2.13.0"
 
 

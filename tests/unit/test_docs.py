@@ -31,7 +31,7 @@ STANDS_FOR = {
     f"{KEY}.{{SWITCH}}": (f"{KEY}.trained",),
     "settings.{name}": (),  # any setting of training, by its path
     "settings.{first['msg']}": (),
-    "vllm-sparse {command}": ("vllm-sparse eval", "vllm-sparse train", "vllm-sparse tune"),
+    "vllm-sparse {command}": tuple(f"vllm-sparse {name}" for name in ("eval", "fetch-model", "real", "train", "tune")),
     "{self._option}": (),  # the option of a report, which has an entry of its own
     "{option}": ("data", "json", "output", "squad", "hotpotqa", "prompts", "completions"),
     "{', '.join(engine)}": ("attention_backend", "additional_config", "engine_args"),

@@ -99,6 +99,16 @@ def run(monkeypatch, capfd):
     return call
 
 
+def pretend(monkeypatch, installed: dict[str, str], missing: str | None = None) -> None:
+    """Packages of an extra are there, but for one."""
+    find = importlib.util.find_spec
+
+    def found(name: str, *rest: object) -> object:
+        return None if name == missing else find(name, *rest) or (name in installed and SimpleNamespace()) or None
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
+
+
 def sentence_of(result: tuple[int, str], code: int = 2) -> str:
     """The only line of stderr."""
     assert "Traceback" not in result[1]
@@ -227,10 +237,11 @@ OUTPUTS = {
     "eval show": (["eval", "show", "results.jsonl"], "plot"),
     "tune": (["tune", "--model", str(MODEL), "--prompts", "data.jsonl"], "output"),
     "train": (["train", "--data", "long.jsonl", "--settings", '{"sequence_tokens": 2048}'], "output"),
+    "fetch-model": (["fetch-model", "smollm2-135m"], "output"),
 }
 
 
-FOLDERS = ("tune", "train")
+FOLDERS = ("fetch-model", "tune", "train")
 """Those whose output is a folder."""
 
 
@@ -306,14 +317,14 @@ NEEDS = {
     "eval compare": (["eval", "compare", "x", "y"], extras.TABLES),
     "tune": (["tune", "--model", "x", "--prompts", "x"], extras.TABLES),
     "train": (["train", "--data", "x", "--output", "new"], extras.TRAINING),
+    "fetch-model": (["fetch-model", "smollm2-135m", "--output", "new"], extras.CONVERSION),
 }
 
 
 @pytest.mark.parametrize(("case", "module"), [(case, module) for case in NEEDS for module in NEEDS[case][1]])
 def test_a_package_that_is_missing(run, monkeypatch, case, module):
     command, packages = NEEDS[case]
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
+    pretend(monkeypatch, packages, module)
     said = sentence_of(run(*command))
     assert said.startswith(f"vllm-sparse {command[0]}: got no {packages[module]}, allowed: with ")
     line = said.partition("extra, ")[2]
@@ -344,6 +355,7 @@ INTERRUPTED = {
         "tools.diagnostics.forward.CapturingModel",
     ),
     "tune": (["--model", str(MODEL), "--prompts", "data.jsonl", "--output", "."], "tools.cli.tune._run"),
+    "fetch-model": (["smollm2-135m", "--output", "new"], "tools.fetching._obtain"),
     "train": (
         ["--data", "long.jsonl", "--output", "new", "--settings", '{"sequence_tokens": 2048}'],
         "tools.training.trainer.Trainer",
@@ -360,6 +372,7 @@ INTERRUPTED = {
 @pytest.mark.parametrize("command", INTERRUPTED)
 def test_a_signal_ends_the_command_in_one_sentence(run, monkeypatch, command, number):
     arguments, place = INTERRUPTED[command]
+    pretend(monkeypatch, extras.CONVERSION)
     put("data.jsonl", WHOLE.encode() * 2)
     put("long.jsonl", (json.dumps({"prompt": "x = 1\n" * 800, "completion": "y = 2\n" * 800}) + "\n").encode() * 2)
     owner, _, name = place.rpartition(".")

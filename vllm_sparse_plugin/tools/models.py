@@ -161,16 +161,12 @@ def load_causal_lm(folder: Path, attention: str, dtype: Any) -> Any:
         ConfigurationError: if transformers cannot load it, or weights are missing or have other shapes.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what it warns of is refused below
-    with explain_load(folder):
+    # What it warns of is refused below.
+    with quiet_transformers(), explain_load(folder):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation=attention, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
-    logging.set_verbosity(verbosity)
     model, found = loaded
     # transformers would go on with random numbers in their place.
     wrong = [*found["missing_keys"], *(str(name) for name, *_ in found["mismatched_keys"])]
@@ -180,6 +176,20 @@ def load_causal_lm(folder: Path, attention: str, dtype: Any) -> Any:
             f"{min(wrong)}, allowed: weights and a config.json of the same model"
         )
     return model
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Let transformers show no bars, and no warnings to the end of the block."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 @contextmanager
