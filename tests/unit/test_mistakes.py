@@ -73,6 +73,7 @@ def _folder(monkeypatch, tmp_path):
     """Commands run in a folder of their own, and start nothing."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     start = subprocess.Popen.__init__
 
     def only_questions(self, command, *arguments, **options):
@@ -226,6 +227,7 @@ def test_a_device_that_is_not_there(run, command, device):
 
 OUTPUTS = {
     "needles": (["needles"], "json"),
+    "real": (["real"], "json"),
     "diagnose": (["diagnose", "--prompts", "data.jsonl"], "json"),
     "calibrate": (["calibrate", "--prompts", "long.jsonl", "--context", "64", "--context", "128"], "json"),
     "calibrate's preset": (["calibrate"], "output"),
@@ -318,6 +320,7 @@ NEEDS = {
     "tune": (["tune", "--model", "x", "--prompts", "x"], extras.TABLES),
     "train": (["train", "--data", "x", "--output", "new"], extras.TRAINING),
     "fetch-model": (["fetch-model", "smollm2-135m", "--output", "new"], extras.CONVERSION),
+    "real": (["real"], extras.CONVERSION),
 }
 
 
@@ -356,6 +359,7 @@ INTERRUPTED = {
     ),
     "tune": (["--model", str(MODEL), "--prompts", "data.jsonl", "--output", "."], "tools.cli.tune._run"),
     "fetch-model": (["smollm2-135m", "--output", "new"], "tools.fetching._obtain"),
+    "real": (["--json", "new"], "tools.fetching._obtain"),
     "train": (
         ["--data", "long.jsonl", "--output", "new", "--settings", '{"sequence_tokens": 2048}'],
         "tools.training.trainer.Trainer",

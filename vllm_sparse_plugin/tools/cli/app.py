@@ -47,6 +47,11 @@ COMMANDS: dict[str, Command] = {
         "fetch_model",
         "Fetch the weights of a real model, convert them for vLLM, and print the folder and the licence.",
     ),
+    "real": Command(
+        "real",
+        "real",
+        "Fetch a real model, and compare sparse with dense attention on needles and on the next tokens of text.",
+    ),
     "eval": Command("evaluate", "app", "Ask a model long-context tasks and score its answers."),
     "diagnose": Command(
         "diagnose",
