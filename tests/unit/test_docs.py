@@ -24,6 +24,8 @@ TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 
 STANDS_FOR = {
     "{field}.threshold": (f"{KEY}.routing.threshold",),
+    "{field}.{form}": (f"{KEY}.routing.threshold", f"{KEY}.routing.cubic"),
+    "{field}.recommended": (f"{KEY}.routing.recommended",),
     # A setting by its path, the name of a preset, an option with JSON; what `expect` names has a row of its own.
     "{field}": (f"{KEY}.preset", "additional_config", "engine_args", "settings"),
     "{origin}": (f"{KEY}.config",),

@@ -147,15 +147,15 @@ def _ask(
     from vllm_sparse_plugin.tools.eval.endpoints import Server
     from vllm_sparse_plugin.tools.server import run_server
 
-    runs = {name: (1, [*asked.questions, *asked.texts])}
-    if name == _DENSE:
-        runs[_AGAIN] = (_BATCH, asked.texts)
-    found = {}
+    asking = [(name, 1, asked.texts), (_AGAIN, _BATCH, asked.texts), (name, 1, asked.questions)]
+    found: dict[str, list[Result]] = {}
     with run_server(name, settings, console) as client:
-        for run, (concurrency, planned) in runs.items():
+        for run, concurrency, planned in asking:
+            if run == _AGAIN and name != _DENSE:
+                continue
             endpoint = Server(client, settings.model.name, concurrency)
-            found[run] = list(results.ask(endpoint, planned, "question", prompter, metrics.score, console, run))
-            for result in found[run]:
+            for result in results.ask(endpoint, planned, "question", prompter, metrics.score, console, run):
+                found.setdefault(run, []).append(result)
                 report.add({"run": run, **result.model_dump(mode="json")})
     return found
 
