@@ -2,6 +2,7 @@
 
     python3 run.py needles [arguments]   accuracy of sparse attention beside dense attention, on a real server
                                          (a short test; all of it with --all)
+    python3 run.py real [arguments]      the same for a real model, which is fetched first
     python3 run.py test [arguments]      the tests; arguments go to pytest
     python3 run.py exec COMMAND ...      any command of the environment, such as `exec vllm-sparse show-config`
     python3 run.py setup                 only install
@@ -29,7 +30,7 @@ STAMP = VENV / "installed"
 REQUIREMENTS = ROOT / "requirements"
 LOCK = REQUIREMENTS / "cpu.lock"
 GPU_LOCK = REQUIREMENTS / "gpu.lock"
-EXTRAS = ("cpu", "dev", "bench", "docs", "eval", "train")
+EXTRAS = ("cpu", "dev", "bench", "docs", "eval", "real", "train")
 TORCH = "2.13.0"
 
 
@@ -119,6 +120,7 @@ def main(arguments: list[str]) -> int:
         return 2
     commands = {
         "needles": [str(BIN / "vllm-sparse"), "needles"],
+        "real": [str(BIN / "vllm-sparse"), "real"],
         "test": [str(BIN / "python"), "-m", "pytest"],
         "exec": [],
         "setup": [],

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +22,8 @@ from sparse_kernels.sparse_decode.refusals import decode_refusals
 
 from vllm_sparse_plugin import compat, connectors
 from vllm_sparse_plugin.config import KEY, ResolvedConfig, check_additional_config
-from vllm_sparse_plugin.config.routing import Routing, identify
+from vllm_sparse_plugin.config.fingerprint import fingerprint_of
+from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.engine_settings import resolved, settings_of
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.metrics.live import expose
@@ -96,7 +99,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     config = resolved(vllm_config, backends[name])
     _name_declared_cache_dtype(vllm_config)
     for field, got, allowed in _unsupported(vllm_config, config):
-        raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {name.lower()}: {allowed}")
+        _refuse(name, False, field, got, allowed)
     announce(config, vllm_config.cache_config.cache_dtype)
     if vllm_config.kv_transfer_config:
         vllm_config.kv_transfer_config.kv_connector_module_path = connectors.__name__
@@ -107,15 +110,23 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
         expose()
 
 
+def _refuse(backend: str, holds: bool, field: str, got: Any, allowed: str) -> None:
+    if not holds:
+        raise ConfigurationError(f"{field}: got {got}, allowed with attention backend {backend.lower()}: {allowed}")
+
+
 def check_layers(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     """Checks that the attention layers of a worker use the chosen backend: some models bring other backends.
+
+    Also checks whose thresholds a routing has: now the weights are on this machine.
 
     Args:
         vllm_config: vLLM's configuration after the model is loaded.
         backends: names and presets of this plugin's backends.
 
     Raises:
-        ConfigurationError: if the worker has attention layers and none of them has the backend.
+        ConfigurationError: if the worker has attention layers and none of them has the backend, or if thresholds are
+            those of another model.
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -124,7 +135,12 @@ def check_layers(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     found = {layer.get_attn_backend() for layer in layers.values()}
     names = sorted({backend.get_name() for backend in found if not backend.is_ssm()})
-    if name is None or not names or name in names:
+    if name is None or not names:
+        return
+    if name in names:
+        routing = resolved(vllm_config, backends[name]).routing
+        if routing is not None:
+            _expect_calibrated(partial(_refuse, name), vllm_config, routing)
         return
     architecture = ", ".join(getattr(vllm_config.model_config.hf_config, "architectures", None) or ["unknown"])
     raise ConfigurationError(
@@ -353,13 +369,26 @@ def _expect_routable(expect: Callable[[bool, str, Any, str], None], vllm_config:
     longest = model.max_model_len
     expect(routing.cubic is None or longest <= routing.longest, "max_model_len", longest,
            f"up to {routing.longest} ({field}.longest, the longest context that its cubic was fitted to)")  # fmt: skip
-    if routing.model is not None:
-        served = identify(model.model, getattr(model.hf_config, "_commit_hash", None))
-        allowed = f"{routing.model} ({field}.model), whose thresholds these are"
-        expect(served.model.lower() == routing.model.lower(), "model", served.model, allowed)
-        known = served.revision is not None and routing.revision is not None
-        expect(not known or served.revision == routing.revision, "model", f"{served.model} at {served.revision}",
-               f"its revision {routing.revision} ({field}.revision), whose thresholds these are")  # fmt: skip
+    form = "cubic" if routing.threshold is None else "threshold"
+    if routing.objection != routing.accept and routing.objection == "uncalibrated":
+        expect(False, f"{field}.{form}", "a value that is not calibrated for this model",
+               "as config the file that vllm-sparse calibrate writes, or routing.accept uncalibrated")  # fmt: skip
+    elif routing.objection != routing.accept and routing.objection == "not_recommended":
+        expect(False, f"{field}.recommended", "false, since vllm-sparse calibrate advises against routing",
+               "another backend, or routing.accept not_recommended")  # fmt: skip
+    elif Path(model.model).is_dir():
+        _expect_calibrated(expect, vllm_config, routing)
+
+
+def _expect_calibrated(
+    expect: Callable[[bool, str, Any, str], None], vllm_config: VllmConfig, routing: Routing
+) -> None:
+    model = vllm_config.model_config
+    if routing.fingerprint is None:
+        return
+    served = fingerprint_of(model.model, model.revision, vllm_config.load_config.download_dir)
+    expect(served == routing.fingerprint, "model", f"{Path(model.model).name} with fingerprint {served}",
+           f"{routing.model or 'one'} with fingerprint {routing.fingerprint}, whose thresholds these are")  # fmt: skip
 
 
 def _expect_compactable(expect: Callable[[bool, str, Any, str], None], vllm_config: VllmConfig) -> None:

@@ -35,7 +35,7 @@ _OF_DECODE = {
     "selection", "routing", "stopping", "compaction", "speculation", "first_dense_layers", "min_context_tokens",
 }  # fmt: skip
 """Settings that decide what a decoding token attends to."""
-_ORIGIN = {"routing": {"model", "revision", "data", "date"}}
+_ORIGIN = {"routing": {"accept", "recommended", "fingerprint", "model", "data", "date"}}
 """Settings that only describe the origin of others."""
 
 

@@ -62,8 +62,8 @@ class Situation(NamedTuple):
 
     @property
     def has_threshold_of_no_model(self) -> bool:
-        """Whether routing uses a threshold that was not calibrated."""
-        return self.config.routing is not None and self.config.routing.model is None
+        """Whether groups are skipped by a threshold that was not calibrated."""
+        return self.config.routing is not None and self.config.routing.objection == "uncalibrated"
 
 
 class Notice(NamedTuple):
@@ -104,7 +104,7 @@ def _about_threshold_of_no_model(situation: Situation) -> str:
     form = "cubic" if routing is None or routing.threshold is None else "threshold"
     return (
         f"{KEY}.routing.{form}: it was not calibrated for this model, so it is unknown how many groups are skipped and "
-        "whether the answers stay; vllm-sparse calibrate finds both."
+        "whether the answers stay; vllm-sparse calibrate finds both. A server refuses it without routing.accept."
     )
 
 

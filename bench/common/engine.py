@@ -139,7 +139,7 @@ def force_routing(model: Model, additional_config: str | None, skip_ratio: float
         thresholds.append([-2] * (after - before) + [2] * (heads - after + before))
     settings = parse_additional_config(additional_config or "{}")
     ours = settings.get(KEY) or {}
-    return json.dumps(settings | {KEY: {**ours, "routing": {"threshold": thresholds}}})
+    return json.dumps(settings | {KEY: {**ours, "routing": {"threshold": thresholds, "accept": "uncalibrated"}}})
 
 
 def engine_options(model: Model, variant: Variant, additional_config: str | None, **options: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from bench.common.results import ROOT
 from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools import models
 from vllm_sparse_plugin.tools.needles import library_text
 
 NEEDLE_8M = ROOT / "models" / "needle-8m"
@@ -127,10 +128,8 @@ def load_tokenizer(folder: Path) -> Any:
     Raises:
         ConfigurationError: if the folder has none.
     """
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(folder)
+        return models.load_tokenizer(folder)
     except (OSError, ValueError):
         raise ConfigurationError(f"model: got {folder.name!r}, allowed: a model with a tokenizer") from None
 

@@ -28,7 +28,7 @@ EVERY_PAGE = {
     "unique": {"selection": {"budget_tokens": 8192}, "min_context_tokens": 0},
     "quest": {"selection": {"budget_tokens": 8192}, "min_context_tokens": 0},
     # Nothing is skipped, but decoding tokens are attended to by our kernels.
-    "sinkrouter": {"routing": {"threshold": 2.0, "dense_layers": 0}, "min_context_tokens": 0},
+    "sinkrouter": {"routing": {"threshold": 2.0, "dense_layers": 0, "accept": "uncalibrated"}, "min_context_tokens": 0},
     "art": {"stopping": {"patience": 0}, "min_context_tokens": 0},
 }
 TOLERANCE, TOLERANCE_8_BITS = 2**-6, 2**-3

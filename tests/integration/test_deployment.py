@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "models" / "needle-8m"
 EVERY_METRIC = {
     "selection": {"budget_tokens": 128},
-    "routing": {"threshold": 0.5},
+    "routing": {"threshold": 0.5, "accept": "uncalibrated"},
     "stopping": {"scale_tolerance": 1e-3, "block_tokens": 64},
     "prefill": {"method": "blocks", "min_context_tokens": 128, "min_blocks": 2},
     "diagnostics": {"sample_every": 4},

@@ -407,7 +407,7 @@ def measured_of(harness: LayerHarness, sample: Sample, batch: list[tuple[Request
 
 
 def test_skipped_groups_and_tokens_that_leave_nothing_out_are_not_measured(model):
-    routing = {"threshold": [[-2.0, 2.0]] * 8, "dense_layers": 0}
+    routing = {"threshold": [[-2.0, 2.0]] * 8, "dense_layers": 0, "accept": "uncalibrated"}
     harness = LayerHarness(model, settings=SAMPLED | {"routing": routing})
     short, long = harness.request(60), harness.request(300)
     harness.step([(short, 60), (long, 300)])

@@ -64,7 +64,8 @@ def test_sinks_that_are_replaced_in_place_are_read_from_then_on(implementation):
 
 @pytest.mark.parametrize("backend", ["unique", "sinkrouter"])
 def test_layers_that_attend_to_a_chunk_stay_dense(backend, model):
-    harness = LayerHarness(model, num_blocks=200, backend=backend, layer_index=3)
+    settings = {"routing": {"accept": "uncalibrated"}} if backend == "sinkrouter" else {}
+    harness = LayerHarness(model, num_blocks=200, backend=backend, layer_index=3, settings=settings)
     assert harness.layer.impl.plan.is_sparse
     harness.layer.attention_chunk_size = CHUNK
     config = harness.builder.vllm_config

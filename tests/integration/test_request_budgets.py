@@ -121,7 +121,7 @@ def test_a_budget_that_holds_the_context_is_dense(model):
 
 
 def test_routed_groups_are_those_of_the_budget_and_a_dense_request_has_none(model):
-    harness = harness_of(model, routing={"threshold": -1.0, "dense_layers": 0})
+    harness = harness_of(model, routing={"threshold": -1.0, "dense_layers": 0, "accept": "uncalibrated"})
     plain, whole = harness.request(300), harness.request(300)
     whole.arguments = {"sparse": "dense"}
     for request in (plain, whole):

@@ -15,7 +15,7 @@ HEADS = 2
 
 def settings_of(backend: str, threshold: object, **more: object) -> dict:
     selection = {} if backend == "dense" else {"selection": {"budget_tokens": 64}}
-    routing = None if threshold is None else {"threshold": threshold, "dense_layers": 2}
+    routing = None if threshold is None else {"threshold": threshold, "dense_layers": 2, "accept": "uncalibrated"}
     return {**selection, "min_context_tokens": 100, "routing": routing, **more}
 
 

@@ -1,6 +1,8 @@
 import json
 import pickle
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sparse_kernels.page_statistics import KINDS, StatisticsKind
@@ -10,10 +12,10 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 
 from vllm_sparse_plugin import admission, compat, notices
-from vllm_sparse_plugin.admission import admit
+from vllm_sparse_plugin.admission import admit, check_layers
 from vllm_sparse_plugin.attention.plan import is_of_draft
 from vllm_sparse_plugin.config import resolve
-from vllm_sparse_plugin.config.routing import identify
+from vllm_sparse_plugin.config.fingerprint import fingerprint_of
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.lossless.scheduler import PacedScheduler
 from vllm_sparse_plugin.lossless.speculation import speculate_if_lossless
@@ -283,8 +285,8 @@ ROLLING = {"method": "streaming_llm", "positions": "rolling"}
 NOT_ROLLING = {
     "selection": ({"selection": {"policy": "unique"}}, "selection.policy: got unique with compaction.positions "
                   "rolling"),
-    "routing": ({"routing": {"threshold": 0.5}}, "sparse_attention.compaction.positions: got rolling beside "
-                "sparse_attention.routing"),
+    "routing": ({"routing": {"threshold": 0.5, "accept": "uncalibrated"}},
+                "sparse_attention.compaction.positions: got rolling beside sparse_attention.routing"),
     "stopping": ({"stopping": {}}, "sparse_attention.compaction.positions: got rolling beside "
                     "sparse_attention.stopping"),
     "prefill": ({"prefill": {"method": "blocks"}}, "sparse_attention.compaction.positions: got rolling beside "
@@ -592,29 +594,61 @@ def test_alibi_that_is_off_is_served(folder):
     assert engine_config(folder(alibi=False, attn_config={"alibi": False}))
 
 
+UNCALIBRATED = {"accept": "uncalibrated"}
+
+
 def routed(**settings: object) -> dict:
     return {"attention_backend": "sinkrouter", "additional_config": {"sparse_attention": {"routing": settings}}}
 
 
 ROUTED = "allowed with attention backend sinkrouter: "
+CALIBRATE = "as config the file that vllm-sparse calibrate writes, or routing.accept uncalibrated"
 CUBIC = {"cubic": [0.5, 0, 0, 0], "shortest": 16, "longest": 256}
 REFUSED_ROUTING = {
     "thresholds of other layers": (
-        routed(threshold=[0.5] * 3),
+        routed(threshold=[0.5] * 3, **UNCALIBRATED),
         f"sparse_attention.routing.threshold: got a list of 3, {ROUTED}the model's 2 layers",
     ),
     "thresholds of other heads": (
-        routed(threshold=[0.5, [0.5] * 4]),
+        routed(threshold=[0.5, [0.5] * 4], **UNCALIBRATED),
         f"sparse_attention.routing.threshold: got a layer's list of 4, {ROUTED}the model's 2 KV heads",
     ),
     "contexts beyond the fit": (
-        routed(**CUBIC),
+        routed(**CUBIC, **UNCALIBRATED),
         f"max_model_len: got 512, {ROUTED}up to 256 (sparse_attention.routing.longest, the longest context that its "
         "cubic was fitted to)",
     ),
     "another model": (
-        routed(threshold=0.5, model="Llama-3.1-8B"),
-        f"model: got FOLDER, {ROUTED}Llama-3.1-8B (sparse_attention.routing.model), whose thresholds these are",
+        routed(**CUBIC, model="Llama-3.1-8B", fingerprint="1234", recommended=True) | {"max_model_len": 256},
+        f"model: got FOLDER with fingerprint DIGITS, {ROUTED}Llama-3.1-8B with fingerprint 1234, whose thresholds "
+        "these are",
+    ),
+    "a preset that is not calibrated": (
+        {"attention_backend": "sinkrouter"},
+        f"sparse_attention.routing.threshold: got a value that is not calibrated for this model, {ROUTED}{CALIBRATE}",
+    ),
+    "a name of a model alone": (
+        routed(**CUBIC, model="FOLDER") | {"max_model_len": 256},
+        f"sparse_attention.routing.cubic: got a value that is not calibrated for this model, {ROUTED}{CALIBRATE}",
+    ),
+    "thresholds beside a policy": (
+        {"additional_config": {"sparse_attention": {"routing": {"threshold": 0.5}}}},
+        "sparse_attention.routing.threshold: got a value that is not calibrated for this model, allowed with attention "
+        f"backend unique: {CALIBRATE}",
+    ),
+    "a verdict against routing": (
+        routed(**CUBIC, fingerprint="DIGITS", recommended=False) | {"max_model_len": 256},
+        "sparse_attention.routing.recommended: got false, since vllm-sparse calibrate advises against routing, "
+        f"{ROUTED}another backend, or routing.accept not_recommended",
+    ),
+    "no verdict": (
+        routed(**CUBIC, fingerprint="DIGITS") | {"max_model_len": 256},
+        "sparse_attention.routing.recommended: got false, since vllm-sparse calibrate advises against routing, "
+        f"{ROUTED}another backend, or routing.accept not_recommended",
+    ),
+    "another model that is not recommended": (
+        routed(**CUBIC, fingerprint="1234", accept="not_recommended") | {"max_model_len": 256},
+        f"model: got FOLDER with fingerprint DIGITS, {ROUTED}one with fingerprint 1234, whose thresholds these are",
     ),
 }
 
@@ -623,26 +657,46 @@ REFUSED_ROUTING = {
 def test_refused_routing(case, folder):
     arguments, sentence = REFUSED_ROUTING[case]
     model = folder()
-    assert refusal(model, **arguments) == sentence.replace("FOLDER", Path(model).name)
+    names = {"FOLDER": Path(model).name, "DIGITS": fingerprint_of(model)}
+    given, expected = json.dumps(arguments), sentence
+    for name, stands_for in names.items():
+        given, expected = given.replace(name, stands_for), expected.replace(name, stands_for)
+    assert refusal(model, **json.loads(given)) == expected
 
 
 def test_refused_routing_of_learned_sinks(folder, monkeypatch):
-    config = engine_config(folder(), **routed(threshold=0.5))
+    config = engine_config(folder(), **routed(threshold=0.5, **UNCALIBRATED))
     monkeypatch.setattr(config.model_config.hf_config, "model_type", "gpt_oss")
     with pytest.raises(ConfigurationError) as caught:
         admit(config, BACKENDS)
     assert str(caught.value) == f"model: got gpt_oss with learned attention sinks, {ROUTED}models without, if routed"
 
 
-def test_thresholds_are_those_of_one_revision(folder):
+def test_thresholds_are_those_of_one_model_wherever_it_lies(folder, tmp_path):
     model = folder()
-    name, revision = identify(model)
-    assert engine_config(model, **routed(threshold=0.5, model=name.upper(), revision=revision))
+    calibrated = routed(threshold=0.5, fingerprint=fingerprint_of(model), recommended=True)
+    assert engine_config(model, **calibrated)
+    moved = shutil.copytree(model, tmp_path / "elsewhere" / "renamed")
+    assert engine_config(str(moved), **calibrated)
+    accepted = routed(threshold=0.5, fingerprint=fingerprint_of(model), recommended=False, accept="not_recommended")
+    assert engine_config(model, **accepted)
     folder(rope_theta=5e5)
-    assert refusal(model, **routed(threshold=0.5, model=name, revision=revision)) == (
-        f"model: got {name} at {identify(model).revision}, {ROUTED}its revision {revision} "
-        "(sparse_attention.routing.revision), whose thresholds these are"
-    )
+    assert refusal(model, **calibrated).startswith(f"model: got {Path(model).name} with fingerprint ")
+
+
+def test_a_model_of_the_hub_is_compared_once_it_is_loaded(folder, monkeypatch):
+    model = folder()
+    calibrated = routed(threshold=0.5, fingerprint="1234", recommended=True)
+    monkeypatch.setattr(Path, "is_dir", lambda _: False)
+    config = engine_config(model, **calibrated)
+    monkeypatch.undo()
+    chosen = config.attention_config.backend.get_class()
+    layer = SimpleNamespace(get_attn_backend=lambda: chosen)
+    monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: {"layer": layer})
+    with pytest.raises(
+        ConfigurationError, match=r"^model: got .* with fingerprint [0-9a-f]{16}, allowed .* 1234, whose "
+    ):
+        check_layers(config, BACKENDS)
 
 
 def test_the_thresholds_beside_the_witness_are_its_own(model):
@@ -654,30 +708,46 @@ def test_the_thresholds_beside_the_witness_are_its_own(model):
     }
     assert engine_config(str(witness), **given)
     assert refusal(str(witness), **given | {"max_model_len": 16384}).startswith("max_model_len: got 16384")
+    digits = [fingerprint_of(folder) for folder in (model, str(witness))]
     assert refusal(model, **given) == (
-        f"model: got needle-8m, {ROUTED}witness-6m (sparse_attention.routing.model), whose thresholds these are"
+        f"model: got needle-8m with fingerprint {digits[0]}, {ROUTED}witness-6m with fingerprint {digits[1]}, whose "
+        "thresholds these are"
     )
 
 
-def test_a_model_is_known_by_its_place(tmp_path):
-    assert identify("meta-llama/Llama-3.1-8B", "abc") == ("Llama-3.1-8B", "abc")
-    assert identify("meta-llama/Llama-3.1-8B") == ("Llama-3.1-8B", None)
-    cached = tmp_path / "models--meta-llama--Llama-3.1-8B" / "snapshots" / "abc"
-    cached.mkdir(parents=True)
-    assert identify(str(cached)) == ("Llama-3.1-8B", "abc")
-    found = set()
-    for weights in (b"", b"1", b"2"):
-        (cached.parent / "model.safetensors").write_bytes(weights)
-        (cached.parent / "config.json").write_bytes(b"{}")
-        found.add(identify(str(cached.parent)))
-    assert len(found) == 3
+def test_a_fingerprint_is_of_contents(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"model_type": "llama", "hidden_size": 64, "transformers_version": "5.0", "_name_or_path": "/a"}
+
+    def write(weights: bytes, name: str = "model.safetensors", **changes: object) -> str | None:
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        (folder / name).write_bytes(weights)
+        return fingerprint_of(folder)
+
+    first = write(b"0" * 10_000)
+    assert write(b"0" * 10_000, transformers_version="6", _name_or_path="/b", text_config=None) == first
+    assert write(b"0" * 10_000, "optimizer.bin") == first
+    others = {write(b"1" * 10_000), write(b"0" * 9_999), write(b"0" * 10_000, hidden_size=65), write(b"")}
+    others.add(write(b"0" * 9_990 + b"1" * 10))
+    assert len(others - {first}) == 5
+    (folder / "config.json").write_text("[")
+    assert fingerprint_of(folder) is None
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert fingerprint_of("meta-llama/Llama-3.1-8B", cache=str(tmp_path)) is None
+    cached = tmp_path / "models--a--b" / "snapshots" / "abc"
+    shutil.copytree(folder, cached)
+    (cached / "config.json").write_text(json.dumps(config))
+    (tmp_path / "models--a--b" / "refs").mkdir()
+    (tmp_path / "models--a--b" / "refs" / "main").write_text("abc")
+    assert fingerprint_of("a/b", cache=str(tmp_path)) == fingerprint_of(cached) is not None
 
 
 ADMITTED = {
-    "routing by layer and head": routed(threshold=[[0.5, 0.25], 0.5]),
-    "routing by a cubic": {**routed(**CUBIC), "max_model_len": 256},
+    "routing by layer and head": routed(threshold=[[0.5, 0.25], 0.5], **UNCALIBRATED),
+    "routing by a cubic": {**routed(**CUBIC, **UNCALIBRATED), "max_model_len": 256},
     "defaults": {},
-    **{f"backend {name.lower()}": {"attention_backend": name.lower()} for name in BACKENDS},
+    **{f"backend {name.lower()}": {"attention_backend": name.lower()} for name in BACKENDS if name != "SINKROUTER"},
     "dense in blocks of 32": {"attention_backend": "dense", "block_size": 32},
     "block of 32": {"block_size": 32},
     "block of 96": {"block_size": 96},
@@ -710,7 +780,7 @@ def test_admitted(case, folder):
     [
         ("unique", {}, True),
         ("streaming_llm", {}, True),
-        ("sinkrouter", {}, True),
+        ("sinkrouter", {"routing": {"accept": "uncalibrated"}}, True),
         ("art", {}, True),
         ("dense", {"prefill": {"method": "blocks"}}, True),
         ("dense", {}, False),
@@ -780,7 +850,7 @@ SERVED_ON_CUDA = {
     "32 query heads to one": ({"head_dim": 64, "num_attention_heads": 32, "num_key_value_heads": 1}, {}),
     "64 routed query heads to one": (
         {"head_dim": 64, "num_attention_heads": 64, "num_key_value_heads": 1},
-        {"attention_backend": "sinkrouter"},
+        routed(**UNCALIBRATED),
     ),
     "a budget of 64K": ({"head_dim": 64}, {"additional_config": settings(budget_tokens=1 << 16)}),
     "sketches of heads of 128": ({"head_dim": 128}, {"additional_config": settings(statistics="sketch")}),
@@ -845,7 +915,7 @@ def test_blocks_hold_the_statistics_that_sparse_prefill_needs(folder, monkeypatc
 
 
 def test_routing_has_the_limits_of_our_kernels(folder, monkeypatch):
-    config = engine_config(folder(head_dim=72), attention_backend="sinkrouter")
+    config = engine_config(folder(head_dim=72), **routed(**UNCALIBRATED))
     on_cuda(monkeypatch)
     with pytest.raises(ConfigurationError) as caught:
         admit(config, BACKENDS)

@@ -8,7 +8,8 @@ import torch
 import yaml
 
 from vllm_sparse_plugin.config import resolve
-from vllm_sparse_plugin.config.routing import Routing, identify
+from vllm_sparse_plugin.config.fingerprint import fingerprint_of
+from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.cli import main
 from vllm_sparse_plugin.tools.cli.calibrate import _cut, _lengths
@@ -210,8 +211,9 @@ def test_calibrate_writes_a_preset_that_skips_what_it_says(monkeypatch, capsys, 
     routing = resolved.routing
     assert written["selection"] == {"policy": "dense"}
     assert (routing.score, routing.dense_layers, routing.shortest, routing.longest) == ("max", 3, 128, 300)
-    assert (routing.model, routing.revision) == identify(model)
-    assert routing.data == "prompts.jsonl, 4 texts, contexts of 128, 300 tokens"
+    assert (routing.model, routing.fingerprint) == (Path(model).name, fingerprint_of(model))
+    assert (routing.recommended, routing.objection) == (False, "not_recommended")
+    assert routing.data == "prompts.jsonl, 4 texts to fit to, 4 to judge by, contexts of 128, 300 tokens"
     described, found = map(json.loads, report.read_text().splitlines())
     assert described["model"] == "needle-8m"
     assert [row["layer"] for row in found["layers"]] == [3, 4, 5, 6, 7]
@@ -237,6 +239,7 @@ def test_calibrate_writes_a_preset_that_skips_what_it_says(monkeypatch, capsys, 
         assert float(torch.stack(skips).float().mean()) == pytest.approx(0.25, abs=0.03)
     out = capsys.readouterr().out
     assert "Routing is NOT recommended for needle-8m" in out
+    assert "Fitted to 4 samples of 2 lengths; take 50 samples and 4 lengths or more before you serve with it." in out
     assert "Routing is not recommended" in preset.read_text()
 
 

@@ -435,7 +435,7 @@ BAD = {
     "unknown key of the routing": (
         {"routing": {"treshold": 0.5}},
         "sparse_attention.routing.treshold: unknown key (did you mean 'threshold'?), allowed: score, threshold, "
-        "cubic, shortest, longest, dense_layers, model, revision, data or date",
+        "cubic, shortest, longest, dense_layers, accept, recommended, fingerprint, model, data or date",
     ),
     "routing that is no mapping": (
         {"routing": 0.5},
@@ -831,6 +831,15 @@ POINTLESS = {
         "unique", {"routing": {"threshold": 0.5, "longest": 64}},
         "routing.longest: got a value with a threshold, allowed: none, or with a cubic: a threshold is the same "
         "for all contexts",
+    ),
+    "a word for thresholds that need another": (
+        "sinkrouter", {"routing": {"accept": "not_recommended"}},
+        "routing.accept: got not_recommended with thresholds that are of no calibration, allowed: uncalibrated",
+    ),
+    "a word for thresholds that need none": (
+        "unique",
+        {"routing": {"threshold": 0.5, "fingerprint": "0", "recommended": True, "accept": "uncalibrated"}},
+        "routing.accept: got uncalibrated with thresholds that are recommended, allowed: null",
     ),
     "log of requests that read everything": (
         "dense", {"diagnostics": {"log_requests": True}},

@@ -42,10 +42,10 @@ CONTENTS = {
     "means without an offset": {"backend": "mean"},
     "a dense layer": {"first_dense_layers": 1},
     "another shortest context": {"min_context_tokens": 512},
-    "skipped groups": {"routing": {"threshold": 0.5}},
+    "skipped groups": {"routing": {"threshold": 0.5, "accept": "uncalibrated"}},
     "attention that stops": {"stopping": {}},
     "dense attention that stops": {"backend": "art"},
-    "dense attention with skipped groups": {"backend": "sinkrouter"},
+    "dense attention with skipped groups": {"backend": "sinkrouter", "routing": {"accept": "uncalibrated"}},
     "sinks and a window": {"backend": "streaming_llm", "compaction": None},
 }
 """Settings of engines with different block contents."""
@@ -88,7 +88,7 @@ def test_files_and_handshakes_are_apart_unless_blocks_hold_the_same(model, monke
         CONTENTS
         | {
             "quarters again": {"selection": {"budget_tokens": 512}, "diagnostics": {"sample_every": 7}},
-            "skipped groups again": {"routing": {"threshold": 0.5, "data": "another text", "date": "today"}},
+            "skipped groups again": {"routing": {"threshold": 0.5, "accept": "uncalibrated", "data": "another text"}},
         }
     ).items():
         config, cache = engine(model, "OffloadingConnector", {"cpu_bytes_to_use": 1 << 20}, settings)

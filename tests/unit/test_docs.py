@@ -24,6 +24,8 @@ TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 
 STANDS_FOR = {
     "{field}.threshold": (f"{KEY}.routing.threshold",),
+    "{field}.{form}": (f"{KEY}.routing.threshold", f"{KEY}.routing.cubic"),
+    "{field}.recommended": (f"{KEY}.routing.recommended",),
     # A setting by its path, the name of a preset, an option with JSON; what `expect` names has a row of its own.
     "{field}": (f"{KEY}.preset", "additional_config", "engine_args", "settings"),
     "{origin}": (f"{KEY}.config",),
@@ -31,7 +33,7 @@ STANDS_FOR = {
     f"{KEY}.{{SWITCH}}": (f"{KEY}.trained",),
     "settings.{name}": (),  # any setting of training, by its path
     "settings.{first['msg']}": (),
-    "vllm-sparse {command}": ("vllm-sparse eval", "vllm-sparse train", "vllm-sparse tune"),
+    "vllm-sparse {command}": tuple(f"vllm-sparse {name}" for name in ("eval", "fetch-model", "real", "train", "tune")),
     "{self._option}": (),  # the option of a report, which has an entry of its own
     "{option}": ("data", "json", "output", "squad", "hotpotqa", "prompts", "completions"),
     "{', '.join(engine)}": ("attention_backend", "additional_config", "engine_args"),

@@ -73,6 +73,7 @@ def _folder(monkeypatch, tmp_path):
     """Commands run in a temporary folder, and start nothing."""
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     start = subprocess.Popen.__init__
 
     def only_questions(self, command, *arguments, **options):
@@ -97,6 +98,16 @@ def run(monkeypatch, capfd):
         return ended.value.code or 0, capfd.readouterr().err
 
     return call
+
+
+def pretend(monkeypatch, installed: dict[str, str], missing: str | None = None) -> None:
+    """Packages of an extra are there, but for one."""
+    find = importlib.util.find_spec
+
+    def found(name: str, *rest: object) -> object:
+        return None if name == missing else find(name, *rest) or (name in installed and SimpleNamespace()) or None
+
+    monkeypatch.setattr(importlib.util, "find_spec", found)
 
 
 def sentence_of(result: tuple[int, str], code: int = 2) -> str:
@@ -216,6 +227,7 @@ def test_a_device_that_is_not_there(run, command, device):
 
 OUTPUTS = {
     "needles": (["needles"], "json"),
+    "real": (["real"], "json"),
     "diagnose": (["diagnose", "--prompts", "data.jsonl"], "json"),
     "calibrate": (["calibrate", "--prompts", "long.jsonl", "--context", "64", "--context", "128"], "json"),
     "calibrate's preset": (["calibrate"], "output"),
@@ -227,11 +239,12 @@ OUTPUTS = {
     "eval show": (["eval", "show", "results.jsonl"], "plot"),
     "tune": (["tune", "--model", str(MODEL), "--prompts", "data.jsonl"], "output"),
     "train": (["train", "--data", "long.jsonl", "--settings", '{"sequence_tokens": 2048}'], "output"),
+    "fetch-model": (["fetch-model", "smollm2-135m"], "output"),
 }
 
 
-FOLDERS = ("tune", "train")
-"""Commands whose output is a folder."""
+FOLDERS = ("fetch-model", "tune", "train")
+"""Those whose output is a folder."""
 
 
 @pytest.mark.parametrize(
@@ -306,14 +319,15 @@ NEEDS = {
     "eval compare": (["eval", "compare", "x", "y"], extras.TABLES),
     "tune": (["tune", "--model", "x", "--prompts", "x"], extras.TABLES),
     "train": (["train", "--data", "x", "--output", "new"], extras.TRAINING),
+    "fetch-model": (["fetch-model", "smollm2-135m", "--output", "new"], extras.CONVERSION),
+    "real": (["real"], extras.CONVERSION),
 }
 
 
 @pytest.mark.parametrize(("case", "module"), [(case, module) for case in NEEDS for module in NEEDS[case][1]])
 def test_a_package_that_is_missing(run, monkeypatch, case, module):
     command, packages = NEEDS[case]
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == module else find(name, *rest))
+    pretend(monkeypatch, packages, module)
     said = sentence_of(run(*command))
     assert said.startswith(f"vllm-sparse {command[0]}: got no {packages[module]}, allowed: with ")
     line = said.partition("extra, ")[2]
@@ -344,6 +358,8 @@ INTERRUPTED = {
         "tools.diagnostics.forward.CapturingModel",
     ),
     "tune": (["--model", str(MODEL), "--prompts", "data.jsonl", "--output", "."], "tools.cli.tune._run"),
+    "fetch-model": (["smollm2-135m", "--output", "new"], "tools.fetching._obtain"),
+    "real": (["--json", "new"], "tools.fetching._obtain"),
     "train": (
         ["--data", "long.jsonl", "--output", "new", "--settings", '{"sequence_tokens": 2048}'],
         "tools.training.trainer.Trainer",
@@ -360,6 +376,7 @@ INTERRUPTED = {
 @pytest.mark.parametrize("command", INTERRUPTED)
 def test_a_signal_ends_the_command_in_one_sentence(run, monkeypatch, command, number):
     arguments, place = INTERRUPTED[command]
+    pretend(monkeypatch, extras.CONVERSION)
     put("data.jsonl", WHOLE.encode() * 2)
     put("long.jsonl", (json.dumps({"prompt": "x = 1\n" * 800, "completion": "y = 2\n" * 800}) + "\n").encode() * 2)
     owner, _, name = place.rpartition(".")

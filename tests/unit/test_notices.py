@@ -34,7 +34,7 @@ CASES = {
     "8-bit cache and another policy": ("quest", {}, "fp8", []),
     "sinkrouter": ("sinkrouter", {}, "auto", [THRESHOLD]),
     "routing by a cubic": ("dense", {"routing": CUBIC_ROUTING}, "auto", [CUBIC]),
-    "calibrated": ("dense", {"routing": CUBIC_ROUTING | {"model": "needle-8m"}}, "auto", []),
+    "calibrated": ("dense", {"routing": CUBIC_ROUTING | {"fingerprint": "0", "recommended": True}}, "auto", []),
     "infllm": ("infllm", {}, "auto", [INFLLM]),
     "infllm by its policy": ("dense", {"selection": {"policy": "infllm"}}, "auto", [INFLLM]),
     "lambda spelled out": ("unique", {"selection": {"lambda": 1.0}}, "auto", [LAMBDA]),

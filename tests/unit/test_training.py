@@ -54,6 +54,15 @@ def test_documents_are_cut_and_packed_and_nothing_is_lost():
     assert pack(documents, 10, seed=3) == packed
 
 
+def test_every_piece_of_a_document_begins_as_a_text_does():
+    text = Document([0, *range(1, 41)], 18)
+    rows = sorted(pack([text], 16, seed=0, begin=[0]), key=lambda row: row.tokens[1])
+    # The first piece is all prompt.
+    assert [row.tokens for row in rows] == [[0, *range(16, 31)], [0, *range(31, 41)]]
+    assert [row.learned.index(True) for row in rows] == [3, 2]
+    assert all(all(row.learned[3:]) for row in rows)
+
+
 def test_the_end_of_a_text_follows_what_counts_as_its_prompt():
     # What does not begin with a prompt in its piece belongs to a completion, all of it.
     (*_, tail) = sorted(pack([Document(list(range(40)), 10)], 16, seed=0, decoded_tokens=8), key=lambda row: row.tokens)

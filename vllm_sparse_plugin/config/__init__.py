@@ -8,7 +8,7 @@ from vllm_sparse_plugin.config.lossless import DraftRule, Lossless
 from vllm_sparse_plugin.config.messages import describe_fields, describe_policies
 from vllm_sparse_plugin.config.prefill import BlockPrefill, ZipVLPrefill
 from vllm_sparse_plugin.config.retention import Retention, requests_at_once
-from vllm_sparse_plugin.config.routing import ModelIdentity, Routing, identify
+from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.config.schema import KEY, Diagnostics, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.config.sources import check_additional_config, preset_names, resolve
 from vllm_sparse_plugin.config.speculation import Speculation
@@ -23,7 +23,6 @@ __all__ = [
     "Diagnostics",
     "DraftRule",
     "Lossless",
-    "ModelIdentity",
     "ResolvedConfig",
     "Retention",
     "Routing",
@@ -34,7 +33,6 @@ __all__ = [
     "check_additional_config",
     "describe_fields",
     "describe_policies",
-    "identify",
     "preset_names",
     "read_trained_section",
     "requests_at_once",

@@ -61,6 +61,12 @@ def with_one_window(config: SparseAttentionConfig, sources: Mapping[str, str]) -
     return ResolvedConfig(config.model_copy(update=update), where)
 
 
+_OBJECTIONS = {
+    "uncalibrated": "of no calibration", "not_recommended": "calibrated and not recommended", None: "recommended",
+}  # fmt: skip
+"""What thresholds are, by `Routing.objection`."""
+
+
 def check_effects(resolved: ResolvedConfig) -> None:
     """Checks that the settings of a user have an effect.
 
@@ -90,6 +96,10 @@ def check_effects(resolved: ResolvedConfig) -> None:
     by_length = routing is None or routing.cubic is not None
     expect(by_length, f"{KEY}.routing.shortest", "a value with a threshold", for_cubic)
     expect(by_length, f"{KEY}.routing.longest", "a value with a threshold", for_cubic)
+    if routing is not None:
+        expect(routing.accept in (None, routing.objection), f"{KEY}.routing.accept",
+               f"{routing.accept} with thresholds that are {_OBJECTIONS[routing.objection]}",
+               f"{routing.objection or 'null'}")  # fmt: skip
     unlogged = _against_logs(resolved)
     expect(unlogged is None or not diagnostics.log_requests, f"{KEY}.diagnostics.log_requests",
            f"true with {unlogged}, where no request has a line", "false")  # fmt: skip

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -18,22 +16,13 @@ if TYPE_CHECKING:
 _MOST = 2.0
 """Thresholds reach from minus this to this: cosines are never above 1, so more than 1 skips nothing."""
 _MOST_COEFFICIENT = 1e6
-_SOME_BYTES = 1 << 20
 
 THRESHOLD = (
     "a number from -2 to 2, a list of one for each layer, or a list of lists with one for each KV head of a layer"
 )
 CUBIC = "a list of four numbers, c0 to c3"
 TEXT = "a text"
-
-
-class ModelIdentity(NamedTuple):
-    """What a preset remembers of the model it was made for."""
-
-    model: str
-    """Name without its organisation or folder."""
-    revision: str | None
-    """Commit of the Hugging Face hub, or digest of the beginnings of a folder's files; None if unknown."""
+ACCEPTED = "uncalibrated or not_recommended"
 
 
 class Routing(Section):
@@ -54,10 +43,15 @@ class Routing(Section):
     """Longest context, in tokens, that `cubic` was fitted to; longer ones are refused at start."""
     dense_layers: Annotated[int, Field(ge=0, le=1024)] = 2
     """Number of leading layers that are not routed."""
+    accept: Annotated[Literal["uncalibrated", "not_recommended"] | None, ACCEPTED] = None
+    """Serves thresholds that are otherwise refused: those of no calibration, or those that `calibrate` advises
+    against."""
+    recommended: Annotated[bool | None, "true or false"] = None
+    """Whether `calibrate` recommends routing for this model."""
+    fingerprint: Annotated[str | None, TEXT] = None
+    """Model that was calibrated, by its contents; any other is refused. Null: the thresholds are not calibrated."""
     model: Annotated[str | None, TEXT] = None
-    """Model of the thresholds; another model is refused. Null: any."""
-    revision: Annotated[str | None, TEXT] = None
-    """Revision of that model; another revision is refused. Null: any."""
+    """Name of that model."""
     data: Annotated[str | None, TEXT] = None
     """Data that the thresholds were fitted to."""
     date: Annotated[str | None, TEXT] = None
@@ -95,6 +89,13 @@ class Routing(Section):
         return self
 
     @property
+    def objection(self) -> Literal["uncalibrated", "not_recommended"] | None:
+        """Why these thresholds should not be served, as `accept` names it."""
+        if self.fingerprint is None:
+            return "uncalibrated"
+        return None if self.recommended else "not_recommended"
+
+    @property
     def shape(self) -> tuple[int | None, tuple[int, ...]]:
         """Layers that `threshold` is a list for, None if it is one number, and KV heads of each that has a list."""
         if not isinstance(self.threshold, tuple):
@@ -124,28 +125,6 @@ class Routing(Section):
         of_heads = [level[head] for head in kv_heads] if isinstance(level, tuple) else [level] * len(kv_heads)
         coefficients[:, 0] = torch.tensor(of_heads)
         return GroupRouting(coefficients.to(device), self.score, counts=counts)
-
-
-def identify(model: str, commit: str | None = None) -> ModelIdentity:
-    """Identifies a model by its name on the hub or its folder.
-
-    Args:
-        model: as given to vLLM or transformers.
-        commit: the hub's commit, where it is known.
-    """
-    path = Path(model)
-    if not path.is_dir():
-        return ModelIdentity(model.rpartition("/")[2], commit)
-    path = path.resolve()
-    if path.parent.name == "snapshots":  # of the hub's cache
-        return ModelIdentity(path.parent.parent.name.rpartition("--")[2], path.name)
-    digest = hashlib.sha256()
-    for file in sorted([path / "config.json", *path.glob("*.safetensors")]):
-        if file.is_file():
-            digest.update(f"{file.name} {file.stat().st_size}\n".encode())
-            with file.open("rb") as opened:
-                digest.update(opened.read(_SOME_BYTES))
-    return ModelIdentity(path.name, digest.hexdigest()[:16])
 
 
 def _nested(value: Any, depth: int, most: float) -> Any:

@@ -13,7 +13,7 @@ from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.tools import endings
 from vllm_sparse_plugin.tools.files import read_json_lines
-from vllm_sparse_plugin.tools.models import folder_of, read_config, text_config
+from vllm_sparse_plugin.tools.models import folder_of, load_tokenizer, read_config, text_config
 
 NEEDLE_MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 """The model that a checkout brings along and a wheel does not."""
@@ -74,16 +74,13 @@ def find_model(folder: Path | None) -> Path:
 
 
 def open_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model, of transformers.
+    """The tokenizer of a model, see `load_tokenizer`.
 
     Raises:
         ConfigurationError: if the folder has none.
     """
-    # Imported late: it takes seconds.
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        return load_tokenizer(folder)
     except Exception as error:  # a damaged file raises errors of many kinds
         reason = "" if isinstance(error, OSError) else f" ({' '.join(str(error).split()):.120})"
         raise ConfigurationError(f"model: got {str(folder)!r}{reason}, allowed: a folder with a tokenizer") from None

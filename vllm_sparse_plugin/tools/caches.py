@@ -1,4 +1,4 @@
-"""Gives compiled kernels a folder where the user has none that can be written, as in containers and services."""
+"""Folders of caches: the user's, and one for compiled kernels where that cannot be written, as in containers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import importlib.util
 import os
 import shutil
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
@@ -26,9 +27,15 @@ def ensure_caches() -> None:
         os.environ[_NUMBA] = folder
 
 
+def user_cache() -> Path:
+    """Return the user's folder of caches."""
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given)
+    return Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache").expanduser()
+
+
 def _numba_has_a_folder() -> bool:
     """Return whether Numba can write beside the kernels or to the user's cache."""
     kernels = importlib.util.find_spec("sparse_kernels")
     beside = [Path(place) for place in kernels.submodule_search_locations or ()] if kernels else []
-    users = os.environ.get("XDG_CACHE_HOME") or str(Path("~/.cache").expanduser())
-    return any(can_be_made(folder) for folder in (*beside, Path(users)))
+    return any(can_be_made(folder) for folder in (*beside, user_cache()))

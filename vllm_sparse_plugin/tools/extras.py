@@ -16,7 +16,9 @@ METRICS = {"jieba": "jieba", "pytrec_eval": "pytrec-eval-terrier", "rapidfuzz": 
 """Those of the metrics of `eval --file`."""
 TRAINING = {"accelerate": "accelerate", "matplotlib": "matplotlib", "peft": "peft"}
 """Those of `train`."""
-_ALL = TABLES | METRICS | TRAINING
+CONVERSION = {"accelerate": "accelerate", "gguf": "gguf"}
+"""Those of `fetch-model` and `real`."""
+_ALL = TABLES | METRICS | TRAINING | CONVERSION
 
 
 def require_packages(command: str, packages: Mapping[str, str]) -> None:

@@ -19,6 +19,8 @@ _CONTENT = {
 """Endings of the files that a model consists of."""
 _TOKENIZER = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|.*\.(tiktoken|jinja)$")
 """Names of the files of a tokenizer."""
+_BEGIN_WITH_BOS = "gemma"
+"""Beginning of the `model_type` of models whose texts begin with `bos`, whether their tokenizer says so or not."""
 _MOST_CONFIG_BYTES = 1 << 24
 _WHOLE_BYTES = 1 << 26
 """Files up to this size are compared whole, larger ones by `_PIECES` pieces."""
@@ -114,6 +116,39 @@ def end_tokens(model: str | Path) -> frozenset[int]:
     return frozenset()
 
 
+def load_tokenizer(model: str | Path) -> Any:
+    """Return the tokenizer of a model on this machine. It begins texts with `bos` where the model was trained so.
+
+    transformers ignores `add_bos_token` where there is a tokenizer.json, and conversions from GGUF leave it out.
+    Without `bos` such a model loses its attention sink.
+
+    Args:
+        model: folder, or name in Hugging Face's cache.
+
+    Raises:
+        Exception: of many kinds, if it has none or a damaged one.
+    """
+    # Imported late: it takes seconds.
+    from transformers import AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    bos = tokenizer.bos_token_id
+    if bos is not None and tokenizer.encode("")[:1] != [bos] and _needs_bos(folder_of(model)):
+        tokenizer.add_bos_token = True
+    return tokenizer
+
+
+def _needs_bos(folder: Path) -> bool:
+    """Return whether texts begin with `bos`: as tokenizer_config.json says, or else the kind of the model."""
+    with suppress(OSError, ValueError):
+        said = read_config(folder, "tokenizer_config.json").get("add_bos_token")
+        if isinstance(said, bool):
+            return said
+    with suppress(OSError, ValueError):
+        return str(read_config(folder).get("model_type")).startswith(_BEGIN_WITH_BOS)
+    return False
+
+
 def load_causal_lm(folder: Path, attention: str, dtype: Any) -> Any:
     """Return a model of transformers.
 
@@ -126,16 +161,12 @@ def load_causal_lm(folder: Path, attention: str, dtype: Any) -> Any:
         ConfigurationError: if transformers cannot load it, or weights are missing or have other shapes.
     """
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
-    logging.disable_progress_bar()
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what it warns of is refused below
-    with explain_load(folder):
+    # What it warns of is refused below.
+    with quiet_transformers(), explain_load(folder):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation=attention, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
-    logging.set_verbosity(verbosity)
     model, found = loaded
     # transformers would go on with random numbers in their place.
     wrong = [*found["missing_keys"], *(str(name) for name, *_ in found["mismatched_keys"])]
@@ -145,6 +176,20 @@ def load_causal_lm(folder: Path, attention: str, dtype: Any) -> Any:
             f"{min(wrong)}, allowed: weights and a config.json of the same model"
         )
     return model
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Let transformers show no bars, and no warnings to the end of the block."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 @contextmanager

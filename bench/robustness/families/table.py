@@ -303,7 +303,11 @@ WAYS: Mapping[str, Way] = {
     "dense": Way("dense", {"min_context_tokens": 16}, judged=False),
     # Random keys have random directions: about half of the groups are skipped.
     "sinkrouter": Way(
-        "sinkrouter", {"routing": {"threshold": 0.0, "dense_layers": 0}, "min_context_tokens": _ABOVE_SHORT}
+        "sinkrouter",
+        {
+            "routing": {"threshold": 0.0, "dense_layers": 0, "accept": "uncalibrated"},
+            "min_context_tokens": _ABOVE_SHORT,
+        },
     ),
     "art": Way(
         "art",

@@ -24,7 +24,7 @@ from bench.common.console import open_console
 from bench.common.continuations import LOGPROB_TOLERANCE, Continuation, gap_at_first_difference, logprob_error
 from bench.common.engine import DENSE, Variant
 from bench.common.metrics import wait_until_quiet
-from bench.common.models import NEEDLE_8M
+from bench.common.models import NEEDLE_8M, load_tokenizer
 from bench.common.options import Commit, Output, parse_sizes
 from bench.common.results import ResultFile, Row
 from bench.robustness.soak.clients import Asker, Tally, run_client
@@ -52,14 +52,12 @@ def soak(
     start_seconds: Annotated[float, typer.Option(min=1, help="How long a server may take to start.")] = 600,
     commit: Commit = None,
 ) -> None:
-    """Ask alone, then together; exit code 3 for a changed answer, a lost block or a failed request."""
-    from transformers import AutoTokenizer
-
+    """Ask alone, then together; exit code 3 for a changed answer, a lost block or a request that failed."""
     from vllm_sparse_plugin.tools.needles import build_questions
 
     (tokens,) = parse_sizes("context", [context])
     chosen, dense = Variant.parse(variant), Variant.parse(DENSE)
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = load_tokenizer(model)
     texts = [question.prompt for question in build_questions(tokenizer, "kv", tokens, prompts, seed=1)]
     console = open_console()
 

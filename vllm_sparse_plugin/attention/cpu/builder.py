@@ -153,7 +153,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
                 metadata.rolling = RollingTokens(tokens, prompts, rest)
         return metadata
 
-    def _count_reads(self, reads: ContextReads, common: CommonAttentionMetadata, limits: Coverage | None) -> None:
+    def _count_reads(self, reads: ContextReads, common: CommonAttentionMetadata, limits: Limits | None) -> None:
         """Counts what lengths say of a step; what a coverage reads is not known from them."""
         budgets, covers = None, torch.zeros(0, dtype=torch.bool)
         if limits is not None:

