@@ -29,7 +29,7 @@ class Llama:
             raise ConfigurationError(f"model: got {config['model_type']!r}, allowed: a Llama without biases")
         self.num_layers, self.num_heads = _integer(config, "num_hidden_layers"), _integer(config, "num_attention_heads")
         self.num_kv_heads = _integer(config, "num_key_value_heads")
-        self.head_size = _integer(config, "head_dim")
+        self.head_size = int(str(config.get("head_dim") or _integer(config, "hidden_size") // self.num_heads))
         self.scale: float = self.head_size**-0.5
         self.device = torch.device(device)
         self._epsilon = float(str(config["rms_norm_eps"]))
@@ -147,9 +147,19 @@ def causal_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tens
     """Attends causally, the queries being the newest tokens: `[batch, heads, tokens, head_size]` each."""
     tokens, total = query.shape[2], keys.shape[2]
     if tokens == total:
-        return F.scaled_dot_product_attention(query, keys, values, is_causal=True, scale=scale, enable_gqa=True)
+        return masked_attention(query, keys, values, scale, None)
     mask = torch.ones(tokens, total, dtype=torch.bool, device=query.device).tril(total - tokens)
-    return F.scaled_dot_product_attention(query, keys, values, mask, scale=scale, enable_gqa=True)
+    return masked_attention(query, keys, values, scale, mask)
+
+
+def masked_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Attends where a mask `[tokens, num_tokens]` allows it, causally without one; no row of it may be empty."""
+    # The kernel that takes a mask does not take groups.
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
+    return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=mask is None, scale=scale)
 
 
 def causal_weights(query: torch.Tensor, keys: torch.Tensor, scale: float, rows: torch.Tensor) -> torch.Tensor:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 
-from research.real.model import Cache, Llama, causal_weights, read
+from research.real.model import Cache, Llama, causal_weights, masked_attention, read
 from research.real.texts import Prompt
 
 SCORED = 128
@@ -126,7 +125,7 @@ class Prefill:
         if layer < form.first_dense:
             self.kept.append(1.0)
             self.pairs.append(1.0)
-            return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+            return masked_attention(query, key, value, scale, None)
         weights = causal_weights(query[0, :, self._rows], key[0], scale, self._rows)
         position = torch.arange(key.shape[2], device=key.device)
         seen_by = (self._rows[:, None] >= position).sum(dim=0)
@@ -138,8 +137,7 @@ class Prefill:
         self.kept.append(important.float().mean().item())
         self.pairs.append(pairs.sum().item() / (len(important) * (len(important) + 1) / 2))
         pairs[empty, 0] = True
-        output = F.scaled_dot_product_attention(query, key, value, pairs, scale=scale, enable_gqa=True)
-        return output.masked_fill_(empty[:, None], 0.0)
+        return masked_attention(query, key, value, scale, pairs).masked_fill_(empty[:, None], 0.0)
 
 
 def flops_share(model: Llama, num_tokens: int, form: Form, pairs: Sequence[float]) -> dict[str, float]:
