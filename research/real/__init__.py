@@ -1,0 +1,1 @@
+"""Looks for the rules of eviction, sparse prefill, routing and page scores that hold on a pretrained model."""

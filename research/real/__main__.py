@@ -1,0 +1,196 @@
+"""Looks for the rules that hold on a pretrained model.
+
+python -m research.real prepare --model MODEL --output prompts.jsonl.gz
+python -m research.real run --model MODEL --prompts prompts.jsonl.gz --output real.jsonl
+python -m research.real table real.jsonl
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from bench.common.console import open_console
+from bench.common.results import ResultFile, read_runs
+from research.real import pages, prefill, routing, rules
+from research.real.answers import measure_answers
+from research.real.model import Llama
+from research.real.report import tables
+from research.real.texts import RULER, TASK_NAMES, Prompt, read_prompts, ruler_prompts, text_prompts, write_prompts
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.arguments import open_tokenizer, run_app
+from vllm_sparse_plugin.tools.needles import library_text
+from vllm_sparse_plugin.tools.provenance import describe_run
+
+STUDIES = ("answers", "prefill", "routing", "pages")
+PROSE, CODE = "prose", "code"
+PAGE_ARMS = (pages.ORACLE, *pages.KINDS_OF_PAGES, *pages.LEVELS)
+_LIBRARY_CHARS = 4_000_000
+_END_TOKENS = ("<|im_end|>", "<|endoftext|>")
+_AGAIN = "<|im_end|>\n<|im_start|>user\nRepeat the previous context exactly.<|im_end|>\n<|im_start|>assistant\n"
+
+app = typer.Typer(
+    help="The rules that hold on a pretrained model.", no_args_is_help=True, add_completion=False,
+    pretty_exceptions_enable=False,
+)  # fmt: skip
+Model = Annotated[Path, typer.Option(help="Folder of a Llama, as transformers stores it.")]
+
+
+@app.command()
+def prepare(
+    model: Model,
+    output: Annotated[Path, typer.Option(help="Compressed JSON lines to write.")],
+    contexts: Annotated[str, typer.Option(help="Tokens of questions and texts.")] = "4096,7680",
+    tasks: Annotated[str, typer.Option(help="Of RULER.")] = ",".join(TASK_NAMES),
+    questions: Annotated[int, typer.Option(min=1, help="For each task and the first context.")] = 25,
+    more_questions: Annotated[int, typer.Option(min=1, help="For each task and further contexts.")] = 2,
+    texts: Annotated[int, typer.Option(min=1, help="For each kind of text and context.")] = 10,
+    prose: Annotated[Path | None, typer.Option(help="A file of text; Python's documentation without.")] = None,
+    seed: Annotated[int, typer.Option(help="Of questions.")] = 0,
+) -> None:
+    """Write what the model reads, in tokens."""
+    tokenizer = open_tokenizer(model)
+    if prose is None:
+        from pydoc_data.topics import topics
+
+        documentation = "\n".join(topics.values())
+    else:
+        documentation = prose.read_text(encoding="utf-8")
+    found: list[Prompt] = []
+    for number, context in enumerate(map(int, contexts.split(","))):
+        count = more_questions if number else questions
+        found += ruler_prompts(tokenizer, tasks.split(","), context, count, seed)
+        found += text_prompts(tokenizer, PROSE, documentation, context, texts)
+        found += text_prompts(tokenizer, CODE, library_text(0, _LIBRARY_CHARS), context, texts)
+    write_prompts(output, found)
+    typer.echo(f"{len(found)} prompts, {sum(len(each.tokens) for each in found)} tokens")
+
+
+@app.command()
+def run(
+    model: Model,
+    prompts: Annotated[Path, typer.Option(help="What `prepare` wrote.")],
+    output: Annotated[Path, typer.Option(help="JSON lines to write.")],
+    study: Annotated[str, typer.Option(help="Studies, in this order.")] = ",".join(STUDIES),
+    arms: Annotated[str, typer.Option(help="Names of arms of these studies; all of them without.")] = "",
+    ratios: Annotated[str, typer.Option(help="Shares of a prompt that eviction keeps.")] = "0.25,0.125",
+    shares: Annotated[str, typer.Option(help="Shares of the groups that routing skips.")] = "0.05,0.1,0.2",
+    reduces: Annotated[str, typer.Option(help="How page scores of a group are put together.")] = "max,share",
+    context: Annotated[int, typer.Option(help="Of questions that are answered.")] = 4096,
+    questions: Annotated[int, typer.Option(min=1, help="For each task, at most.")] = 25,
+    texts: Annotated[int, typer.Option(min=1, help="For each kind and context, at most.")] = 10,
+    longest: Annotated[int, typer.Option(min=1, help="Tokens of an answer, at most.")] = 128,
+    device: Annotated[str, typer.Option(help="Torch device.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    time_limit: Annotated[float, typer.Option(min=1, help="Seconds after which the command ends.")] = 480,
+    commit: Annotated[str | None, typer.Option(help="Commit to record.")] = None,
+) -> None:
+    """Measure arms and write each result as it comes; exit code 3 if time runs out."""
+    end = time.monotonic() + time_limit
+    studies, chosen = _names("study", study, STUDIES), choose_arms(arms)
+    if dtype not in ("bfloat16", "float32"):
+        raise ConfigurationError(f"dtype: got {dtype!r}, allowed: bfloat16, float32")
+    loaded = Llama.load(model, device, getattr(torch, dtype))
+    exact = None if dtype == "float32" else Llama.load(model, device, torch.float32)
+    everything = read_prompts(prompts)
+    asked = _first([each for each in everything if each.kind == RULER and each.context_tokens == context], questions)
+    written = _first([each for each in everything if each.kind != RULER], texts + 1)
+    # The first text of each kind and context sets thresholds, and is not measured.
+    held_out, measured = _first(written, 1), [each for each in written if each not in _first(written, 1)]
+    few = _first([each for each in everything if each.kind == RULER], 1)
+    decode, end_tokens, instruction = _tokenizer(model)
+    measurements: Mapping[str, Callable[[], Iterator[dict[str, Any]]]] = {
+        "answers": lambda: measure_answers(
+            loaded, asked, chosen["answers"], _numbers(ratios), decode, end_tokens, instruction, longest
+        ),
+        "prefill": lambda: prefill.measure_prefill(loaded, exact, measured, chosen["prefill"]),
+        "routing": lambda: routing.measure_routing(
+            loaded, exact, held_out, measured, chosen["routing"], _numbers(shares)
+        ),
+        "pages": lambda: pages.measure_pages(loaded, [*few, *measured], chosen["pages"], reduces.split(",")),
+    }
+    with torch.inference_mode(), ResultFile(output, describe_run(model, commit)) as file:
+        for name in studies:
+            if not chosen[name]:
+                continue
+            for row in measurements[name]():
+                file.write(row)
+                if "seconds" in row and "text" not in row:
+                    typer.echo(f"{row['arm']} {row.get('ratio', '')}: {row['seconds']} s", err=True)
+                if time.monotonic() > end:
+                    typer.echo("time is up", err=True)
+                    raise typer.Exit(3)
+            if device.startswith("cuda"):
+                torch.cuda.empty_cache()
+
+
+@app.command("table")
+def print_tables(
+    results: Annotated[list[Path], typer.Argument(help="Files that `run` wrote, of one model.")],
+) -> None:
+    """Print the tables of result files."""
+    console = open_console()
+    for table in tables([row for path in results for run in read_runs(path) for row in run.rows]):
+        console.print(table)
+
+
+def choose_arms(arms: str) -> dict[str, list[str]]:
+    """Returns the arms of each study: those that `arms` names, or all of them without a name.
+
+    Raises:
+        ConfigurationError: for a name that no study has.
+    """
+    known: dict[str, Sequence[str]] = {
+        "answers": tuple(rules.RULES), "prefill": tuple(prefill.FORMS), "routing": tuple(routing.ROUTINGS),
+        "pages": PAGE_ARMS,
+    }  # fmt: skip
+    names = _names("arms", arms, [name for each in known.values() for name in each]) if arms else None
+    return {study: [name for name in each if names is None or name in names] for study, each in known.items()}
+
+
+def _names(option: str, value: str, allowed: Sequence[str]) -> list[str]:
+    names = value.split(",")
+    for name in names:
+        if name not in allowed:
+            raise ConfigurationError(f"{option}: got {name!r}, allowed: {', '.join(allowed)}")
+    return names
+
+
+def _numbers(value: str) -> list[float]:
+    return [float(part) for part in value.split(",")]
+
+
+def _first(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
+    """The first prompts of each kind, task and context."""
+    seen: dict[tuple[str, str, int], int] = {}
+    found = []
+    for prompt in prompts:
+        key = prompt.kind, prompt.task, prompt.context_tokens
+        seen[key] = seen.get(key, 0) + 1
+        if seen[key] <= count:
+            found.append(prompt)
+    return found
+
+
+def _tokenizer(folder: Path) -> tuple[Callable[[list[int]], str], list[int], list[int]]:
+    """Decodes, and gives the tokens that end an answer and those that ask for a repetition."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ends = [tokenizer.token_to_id(token) for token in _END_TOKENS]
+    again = tokenizer.encode(_AGAIN, add_special_tokens=False).ids
+    return tokenizer.decode, [token for token in ends if token is not None], again
+
+
+def main() -> None:
+    """Runs the command line; bad input ends in one sentence and exit code 2."""
+    run_app(app)
+
+
+if __name__ == "__main__":
+    main()

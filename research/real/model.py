@@ -1,0 +1,200 @@
+"""A Llama in plain torch whose attention is a function that the caller gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from vllm_sparse_plugin.errors import ConfigurationError
+
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Takes the layer, queries `[batch, num_query_heads, tokens, head_size]`, and keys and values `[batch, num_kv_heads,
+tokens, head_size]` of the same tokens, with positions. Returns the output in the shape of the queries."""
+
+
+class Llama:
+    """The weights, and the forward pass around the attention."""
+
+    def __init__(self, config: Mapping[str, object], weights: Mapping[str, torch.Tensor], device: str) -> None:
+        """Takes a configuration and weights as transformers stores them.
+
+        Raises:
+            ConfigurationError: for a model that is not a Llama.
+        """
+        if config["model_type"] != "llama" or config.get("attention_bias") or config.get("mlp_bias"):
+            raise ConfigurationError(f"model: got {config['model_type']!r}, allowed: a Llama without biases")
+        self.num_layers, self.num_heads = _integer(config, "num_hidden_layers"), _integer(config, "num_attention_heads")
+        self.num_kv_heads = _integer(config, "num_key_value_heads")
+        self.head_size = int(str(config.get("head_dim") or _integer(config, "hidden_size") // self.num_heads))
+        self.scale: float = self.head_size**-0.5
+        self.device = torch.device(device)
+        self._epsilon = float(str(config["rms_norm_eps"]))
+        parameters = config.get("rope_parameters") or config
+        assert isinstance(parameters, Mapping)
+        if parameters.get("rope_type", "default") != "default" or config.get("rope_scaling"):
+            raise ConfigurationError("model: got scaled positions, allowed: plain ones")
+        exponent = torch.arange(0, self.head_size, 2, dtype=torch.float32, device=device) / self.head_size
+        self._frequencies = float(parameters["rope_theta"]) ** -exponent
+        self._weights = {name.removeprefix("model."): weight.to(device) for name, weight in weights.items()}
+        self._weights.setdefault("lm_head.weight", self._weights["embed_tokens.weight"])
+        self.dtype = self._weights["norm.weight"].dtype
+
+    @classmethod
+    def load(cls, folder: Path, device: str, dtype: torch.dtype) -> Llama:
+        """Loads a folder with `config.json` and `model.safetensors`."""
+        from safetensors.torch import load_file
+
+        try:
+            config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+            weights = load_file(folder / "model.safetensors")
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(f"model: got {folder} ({error}), allowed: a folder of transformers") from None
+        return cls(config, {name: weight.to(dtype) for name, weight in weights.items()}, device)
+
+    def weight(self, layer: int, name: str) -> torch.Tensor:
+        """Returns a weight of a layer, such as `self_attn.o_proj`."""
+        return self._weights[f"layers.{layer}.{name}.weight"]
+
+    def rotate(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Gives queries or keys their positions; negative positions take them away again.
+
+        Args:
+            rows: `[batch, heads, tokens, head_size]`.
+            positions: `[tokens]` or `[batch, tokens]` integer.
+        """
+        angles = positions.to(torch.float32)[..., None] * self._frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        if angles.dim() == 3:
+            angles = angles[:, None]
+        first, second = rows.chunk(2, dim=-1)
+        turned = torch.cat([-second, first], dim=-1)
+        return rows * angles.cos().to(rows.dtype) + turned * angles.sin().to(rows.dtype)
+
+    def hidden(
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        project: Callable[[int, torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Runs all layers; returns `[batch, tokens, hidden_size]` before the last norm.
+
+        Args:
+            tokens: `[batch, tokens]` ids.
+            positions: `[tokens]` or `[batch, tokens]`.
+            attend: the attention.
+            project: replaces the output projection; takes the layer, the residual stream and the attention's output
+                `[batch, tokens, num_query_heads * head_size]`.
+        """
+        x = F.embedding(tokens, self._weights["embed_tokens.weight"])
+        for layer in range(self.num_layers):
+            h = self._norm(x, self.weight(layer, "input_layernorm"))
+            query, key, value = (
+                F.linear(h, self.weight(layer, f"self_attn.{name}_proj")).unflatten(-1, (-1, self.head_size))
+                .transpose(1, 2)
+                for name in "qkv"
+            )  # fmt: skip
+            query, key = self.rotate(query, positions), self.rotate(key, positions)
+            output = attend(layer, query, key, value).transpose(1, 2).flatten(2)
+            if project is None:
+                x = x + F.linear(output, self.weight(layer, "self_attn.o_proj"))
+            else:
+                x = x + project(layer, x, output)
+            h = self._norm(x, self.weight(layer, "post_attention_layernorm"))
+            gate = F.silu(F.linear(h, self.weight(layer, "mlp.gate_proj")))
+            x = x + F.linear(gate * F.linear(h, self.weight(layer, "mlp.up_proj")), self.weight(layer, "mlp.down_proj"))
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns float32 logits of hidden states."""
+        return F.linear(self._norm(hidden, self._weights["norm.weight"]), self._weights["lm_head.weight"]).float()
+
+    @property
+    def linear_parameters(self) -> int:
+        """Parameters that every token of a prompt is multiplied with."""
+        return sum(weight.numel() for name, weight in self._weights.items() if "_proj" in name)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + self._epsilon)
+        return weight * wide.to(x.dtype)
+
+
+def _integer(config: Mapping[str, object], name: str) -> int:
+    return int(str(config[name]))
+
+
+class Cache:
+    """Keys and values of one sequence, layer by layer, with room for more."""
+
+    def __init__(self, model: Llama, room: int) -> None:
+        shape = model.num_layers, model.num_kv_heads, room, model.head_size
+        self.keys, self.values = (torch.empty(shape, dtype=model.dtype, device=model.device) for _ in range(2))
+        self.length = 0
+
+    def put(self, layer: int, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Writes a batch of one behind what is there; returns all keys and values of the layer."""
+        end = self.length + key.shape[2]
+        self.keys[layer, :, self.length : end], self.values[layer, :, self.length : end] = key[0], value[0]
+        return self.keys[layer, :, :end], self.values[layer, :, :end]
+
+
+def causal_attention(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """Attends causally, the queries being the newest tokens: `[batch, heads, tokens, head_size]` each."""
+    tokens, total = query.shape[2], keys.shape[2]
+    if tokens == total:
+        return masked_attention(query, keys, values, scale, None)
+    mask = torch.ones(tokens, total, dtype=torch.bool, device=query.device).tril(total - tokens)
+    return masked_attention(query, keys, values, scale, mask)
+
+
+def masked_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, mask: torch.Tensor | None
+) -> torch.Tensor:
+    """Attends where a mask `[tokens, num_tokens]` allows it, causally without one; no row of it may be empty."""
+    # The kernel that takes a mask does not take groups.
+    group = query.shape[1] // keys.shape[1]
+    keys, values = (part.repeat_interleave(group, dim=1) for part in (keys, values))
+    return F.scaled_dot_product_attention(query, keys, values, mask, is_causal=mask is None, scale=scale)
+
+
+def causal_weights(query: torch.Tensor, keys: torch.Tensor, scale: float, rows: torch.Tensor) -> torch.Tensor:
+    """Returns causal attention weights: `[..., num_kv_heads, group_size, rows, num_tokens]` float32.
+
+    Args:
+        query: `[..., num_query_heads, rows, head_size]`.
+        keys: `[..., num_kv_heads, num_tokens, head_size]`.
+        scale: factor of the logits.
+        rows: `[rows]`, positions of the queries.
+    """
+    grouped = query.unflatten(-3, (keys.shape[-3], -1))
+    logits = (grouped @ keys.unsqueeze(-3).transpose(-1, -2)).float() * scale
+    hidden = torch.arange(keys.shape[-2], device=keys.device) > rows[:, None]
+    weights: torch.Tensor = logits.masked_fill_(hidden, -torch.inf).softmax(dim=-1)
+    return weights
+
+
+def read(model: Llama, tokens: torch.Tensor, cache: Cache, watch: Attend | None = None) -> torch.Tensor:
+    """Reads tokens behind a cache densely; returns their hidden states `[tokens, hidden_size]`.
+
+    Args:
+        model: the model.
+        tokens: `[tokens]` ids.
+        cache: grows by them.
+        watch: sees queries, and all keys and values, of each layer; what it returns is ignored.
+    """
+
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        keys, values = (part[None] for part in cache.put(layer, key, value))
+        if watch is not None:
+            watch(layer, query, keys, values)
+        return causal_attention(query, keys, values, model.scale)
+
+    positions = torch.arange(cache.length, cache.length + len(tokens), device=model.device)
+    hidden = model.hidden(tokens[None], positions, attend)
+    cache.length += len(tokens)
+    return hidden[0]

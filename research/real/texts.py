@@ -1,0 +1,119 @@
+"""Prepares what the model reads, in tokens, so that a machine without texts or tokenizers of its own can run it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.tools.eval.items import Prompter
+from vllm_sparse_plugin.tools.eval.ruler import TASKS, build_item
+
+RULER = "ruler"
+"""The kind of prompts with an answer; other kinds are texts."""
+TASK_NAMES = (
+    "niah_single_1", "niah_single_2", "niah_single_3", "niah_multikey_1", "niah_multikey_2", "niah_multivalue",
+    "niah_multiquery", "vt",
+)  # fmt: skip
+_END_OF_TURN = "<|im_end|>"
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One text or question in tokens."""
+
+    kind: str
+    """`RULER`, or the kind of text."""
+    name: str
+    context_tokens: int
+    tokens: list[int]
+    task: str = ""
+    answers: tuple[str, ...] = ()
+    answer_tokens: int = 0
+    """Room for the answer."""
+    spans: tuple[tuple[int, int], ...] = ()
+    """Where the answers lie in the prompt, if each does so once: first token, and the one behind the last."""
+    tail_tokens: int = 0
+    """Tokens of the chat template behind the question."""
+    gold: tuple[int, ...] = ()
+    """Ids of the right answer."""
+
+
+def ruler_prompts(tokenizer: Any, tasks: Sequence[str], context: int, count: int, seed: int) -> Iterator[Prompt]:
+    """Yields questions of RULER in the model's chat template, the question in the prompt."""
+    prompter = Prompter(tokenizer, chat=True)
+    for task in tasks:
+        for index in range(count):
+            item = build_item(TASKS[task], task, prompter, context, index, seed)
+            tokens = [*item.context, *item.question]
+            text = tokenizer.decode(tokens, skip_special_tokens=False)
+            encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            offsets = encoded["offset_mapping"] if encoded["input_ids"] == tokens else []
+            tail = len(tokenizer.encode(text[text.rindex(_END_OF_TURN) :], add_special_tokens=False))
+            spans = find_spans(text, offsets, item.answers) if task != "vt" else ()
+            gold = tokenizer.encode(f" {', '.join(item.answers)}", add_special_tokens=False)
+            yield Prompt(
+                RULER, item.id, context, tokens, task, item.answers, item.answer_tokens, spans, tail, tuple(gold)
+            )
+
+
+def find_spans(text: str, offsets: Sequence[tuple[int, int]], answers: Sequence[str]) -> tuple[tuple[int, int], ...]:
+    """Returns the tokens that each answer covers; none unless each occurs exactly once.
+
+    Args:
+        text: the prompt.
+        offsets: first character of each token, and the one behind its last.
+        answers: what to find.
+    """
+    found = []
+    for answer in answers:
+        begin = text.find(answer)
+        if not offsets or begin < 0 or text.find(answer, begin + 1) >= 0:
+            return ()
+        end = begin + len(answer)
+        inside = [i for i, (first, last) in enumerate(offsets) if first < end and last > begin]
+        found.append((inside[0], inside[-1] + 1))
+    return tuple(found)
+
+
+def text_prompts(tokenizer: Any, kind: str, text: str, context: int, count: int) -> Iterator[Prompt]:
+    """Yields stretches of a text that do not overlap, spread evenly over it.
+
+    Raises:
+        ConfigurationError: for too little text.
+    """
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    if len(tokens) < count * context:
+        raise ConfigurationError(f"{kind}: got {len(tokens)} tokens, allowed: at least {count * context}")
+    stride = len(tokens) // count
+    for index in range(count):
+        yield Prompt(kind, f"{kind}/{context}/{index}", context, tokens[index * stride :][:context])
+
+
+def write_prompts(path: Path, prompts: Sequence[Prompt]) -> None:
+    """Writes compressed JSON lines."""
+    with gzip.open(path, "wt", encoding="utf-8") as file:
+        for prompt in prompts:
+            print(json.dumps(asdict(prompt), separators=(",", ":")), file=file)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Reads what `write_prompts` wrote.
+
+    Raises:
+        ConfigurationError: for another file.
+    """
+    try:
+        with gzip.open(path, "rt", encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file]
+        tuples = "answers", "gold"
+        return [
+            Prompt(**row | {name: tuple(row[name]) for name in tuples} | {"spans": tuple(map(tuple, row["spans"]))})
+            for row in rows
+        ]
+    except (OSError, EOFError, ValueError, TypeError, KeyError) as error:
+        raise ConfigurationError(f"prompts: got {path} ({error}), allowed: a file of `prepare`") from None

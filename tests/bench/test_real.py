@@ -1,0 +1,312 @@
+"""The study of rules on a pretrained model, on a tiny Llama with random weights and on drawn votes."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from support.llama import GROUP, KV_HEADS, LAYERS, save_llama
+from transformers import LlamaForCausalLM
+
+from research.real import pages, prefill, routing, rules
+from research.real.__main__ import PAGE_ARMS, choose_arms
+from research.real.answers import answer, keep, measure_answers
+from research.real.model import Cache, Llama, causal_attention, causal_weights, read
+from research.real.report import relative, tables
+from research.real.rules import RULES, SINKS, Rule, budget_of, choose, combine, layer_budgets, pool, survival
+from research.real.texts import RULER, Prompt, find_spans, read_prompts, write_prompts
+from research.real.votes import read_again, read_prompt, watch_answer
+from vllm_sparse_plugin.errors import ConfigurationError
+
+TOKENS, ROOM = 300, 6
+
+
+def _tokens(seed: int, count: int = TOKENS) -> list[int]:
+    return torch.randint(0, 97, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("llama"), 2048)
+
+
+@pytest.fixture(scope="module")
+def model(folder) -> Llama:
+    return Llama.load(folder, "cpu", torch.float32)
+
+
+@pytest.fixture(scope="module")
+def question() -> Prompt:
+    return Prompt(RULER, "q/0", 320, _tokens(0), "niah_single_1", ("ab",), ROOM, ((50, 57),), 5, (3, 4, 5))
+
+
+@pytest.fixture(scope="module")
+def text() -> Prompt:
+    return Prompt("prose", "prose/0", TOKENS, _tokens(1))
+
+
+def test_forward_pass_is_that_of_transformers(folder, model):
+    tokens = torch.tensor(_tokens(2, 64))
+    expected = LlamaForCausalLM.from_pretrained(folder)(tokens[None]).logits[0]
+    cache = Cache(model, 64)
+    # In two pieces, so that the second one attends to a cache.
+    hidden = torch.cat([read(model, tokens[:40], cache), read(model, tokens[40:], cache)])
+    torch.testing.assert_close(model.logits(hidden), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_negative_positions_take_positions_away(model):
+    rows, positions = torch.randn(1, 2, 7, model.head_size), torch.arange(5, 12)
+    turned = model.rotate(rows, positions)
+    torch.testing.assert_close(model.rotate(turned, -positions), rows)
+    assert not torch.allclose(turned, rows)
+
+
+def test_weights_are_those_of_the_attention():
+    query, keys, values = torch.randn(6, 9, 16), torch.randn(3, 20, 16), torch.randn(3, 20, 16)
+    weights = causal_weights(query, keys, 0.25, torch.arange(11, 20))
+    expected = causal_attention(query[None], keys[None], values[None], 0.25)[0]
+    torch.testing.assert_close((weights @ values[:, None]).flatten(0, 1), expected)
+
+
+def test_another_architecture_is_refused():
+    with pytest.raises(ConfigurationError, match="got 'gpt2', allowed: a Llama"):
+        Llama({"model_type": "gpt2"}, {}, "cpu")
+
+
+@pytest.mark.parametrize("arm", RULES)
+def test_each_rule_keeps_its_budget(arm):
+    rule, tokens = RULES[arm], 2000
+    votes = torch.rand(30, 3, 1, tokens, generator=torch.Generator().manual_seed(0))
+    budget = budget_of(tokens, 0.25)
+    kept = choose(combine(votes, torch.ones(30, 3, tokens, 1), rule, 7), rule, budget, 7)
+    # Whole blocks of a layer cost at most a block each; a pyramid's last layers keep the window besides.
+    assert budget - rules.BLOCK < kept.float().mean() * tokens <= budget + (rule.window // 10 if rule.pyramid else 0)
+    if rule.source != "newest":
+        assert kept[..., :SINKS].all()
+    assert kept[..., -rule.window :].all()
+    if not rule.adaptive:
+        assert (kept.sum(dim=-1) == kept.sum(dim=-1)[:, :1]).all()
+
+
+def test_a_rule_that_the_server_follows_needs_a_setting():
+    assert {RULES[arm].serves for arm in ("snapkv", "pool25", "window64", "h2o", "pyramid", "newest")} == {"setting"}
+    assert {RULES[arm].serves for arm in ("avg7", "model25", "ahead25", "repeat", "expected", "gmax")} == {"code"}
+    assert RULES["ada"].serves.startswith("no:")
+
+
+def test_tokens_take_votes_of_their_neighbours():
+    votes = torch.zeros(1, 1, 20)
+    votes[..., 10] = 1.0
+    where = {
+        name: pool(votes, rule)[0, 0].nonzero()[:, 0].tolist()
+        for name, rule in {
+            "around": Rule(pool=5), "average": Rule(pool=5, average=True), "ahead": Rule(ahead=4),
+            "page": Rule(pool=1, page=8), "alone": Rule(pool=1),
+        }.items()
+    }  # fmt: skip
+    assert where["around"] == where["average"] == [8, 9, 10, 11, 12]
+    assert where["ahead"] == [8, 9, 10, 11, 12, 13]
+    assert where["page"] == [8, 9, 10, 11, 12, 13, 14, 15]
+    assert where["alone"] == [10]
+
+
+def test_heads_vote_together():
+    votes = torch.zeros(2, 3, 2, 200)
+    votes[1, 2, 1, 50] = 1.0
+    values = torch.ones(2, 3, 200, 4)
+    shares = {
+        across: (combine(votes, values, Rule(across=across))[..., 50] > 0).float().mean().item()
+        for across in ("none", "layer", "model")
+    }
+    assert shares == pytest.approx({"none": 1 / 6, "layer": 1 / 2, "model": 1.0})
+    # Tokens of the window are kept anyway, and lend no neighbour their votes.
+    votes[:] = 0
+    votes[..., -32] = 1
+    assert not combine(votes, values, Rule()).any()
+
+
+def test_budgets_of_layers():
+    assert layer_budgets(Rule(whole_layers=2), 256, 1024, 10)[:2] == [1024, 1024]
+    assert sum(layer_budgets(Rule(whole_layers=2), 256, 1024, 10)) <= 2560
+    pyramid = layer_budgets(Rule(pyramid=20.0), 512, 4096, 10)
+    assert pyramid == sorted(pyramid, reverse=True)
+    assert pyramid[-1] < 512 < pyramid[0]
+
+
+def test_adaptive_budgets_follow_the_votes():
+    votes = torch.zeros(1, 2, 1, 400)
+    votes[:, 0] = 1.0
+    kept = choose(combine(votes, torch.ones(1, 2, 400, 1), Rule(adaptive=True)), Rule(adaptive=True), 100)
+    assert kept.sum(dim=-1).tolist() == [[164, 36]]
+
+
+def test_survival_counts_heads_that_keep_an_answer_whole():
+    kept = torch.ones(2, 2, 100, dtype=torch.bool)
+    kept[0, 0, 12] = False
+    assert survival(kept, ((10, 15), (20, 25))) == pytest.approx((0.75 + 1) / 2)
+
+
+def test_answers_of_a_whole_prompt_are_those_of_the_model(folder, model, question):
+    other = replace(question, tokens=_tokens(3, 280))
+    reads = [read_prompt(model, each, set()) for each in (question, other)]
+    everything = [torch.ones(LAYERS, KV_HEADS, each.num_tokens, dtype=torch.bool) for each in reads]
+    said = answer(model, reads, [None, None], [ROOM, ROOM], [])
+    assert answer(model, reads, everything, [ROOM, ROOM], []) == said
+    expected = LlamaForCausalLM.from_pretrained(folder).generate(
+        torch.tensor([other.tokens]), max_new_tokens=ROOM, do_sample=False, eos_token_id=None
+    )
+    assert said[1] == expected[0, 280:].tolist()
+
+
+def test_answers_see_only_what_is_kept(model, question):
+    one = read_prompt(model, question, set())
+    kept = keep(one, RULES["snapkv"], 0.25, model.scale)
+    changed = read_prompt(model, question, set())
+    hidden = ~kept[..., None].expand_as(changed.keys)
+    changed.cache.keys[:, :, :TOKENS][hidden] += 3
+    changed.cache.values[:, :, :TOKENS][hidden] -= 3
+    assert answer(model, [changed], [kept], [ROOM], []) == answer(model, [one], [kept], [ROOM], [])
+    assert answer(model, [changed], [None], [ROOM], []) != answer(model, [one], [None], [ROOM], [])
+
+
+def test_every_source_votes(model, question):
+    one = read_prompt(model, question, {"h2o", "expected"})
+    read_again(model, one, [7, 8], chunk=128)
+    watch_answer(model, one, [1, 2, 3])
+    assert set(one.votes) == {"h2o", "expected", "repeat", "answer"}
+    for votes in one.votes.values():
+        assert votes.shape == (LAYERS, KV_HEADS, GROUP, TOKENS)
+        assert bool((votes >= 0).all())
+    # Each of the prompt's queries has one vote to give.
+    torch.testing.assert_close(one.votes["h2o"].sum(dim=-1), torch.full((LAYERS, KV_HEADS, GROUP), float(TOKENS)))
+    window = one.votes_for(Rule(window=TOKENS), model.scale)
+    assert window.sum().item() == pytest.approx(LAYERS * KV_HEADS * GROUP * 192, rel=1e-4)
+
+
+def test_important_tokens_are_the_fewest_that_reach_tau():
+    sums = torch.tensor([5.0, 1.0, 3.0, 1.0, 0.0])
+    seen_by = torch.ones(5)
+    assert prefill.important_tokens(sums, seen_by, 0.8).tolist() == [True, False, True, False, True]
+    assert prefill.important_tokens(sums, seen_by, 0.5).tolist() == [True, False, False, False, True]
+    # A late token that few rows see is as important as they find it.
+    seen_by = torch.tensor([50.0, 50.0, 50.0, 1.0, 1.0])
+    assert prefill.important_tokens(sums, seen_by, 0.5).tolist() == [False, False, False, True, True]
+
+
+def test_forms_say_what_attends():
+    important = torch.tensor([True, False, True, False])
+    zero, rows = (prefill.allowed_pairs(important, form) for form in (prefill.Form(), prefill.Form("rows")))
+    assert zero.int().tolist() == [[1, 0, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0], [0, 0, 0, 0]]
+    assert rows.int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 0, 1, 1]]
+    dense = prefill.allowed_pairs(important, prefill.Form(shortest=4))
+    assert dense.equal(torch.ones(4, 4, dtype=torch.bool).tril())
+
+
+def test_prefill_of_all_tokens_is_dense(model, text):
+    rows = list(prefill.measure_prefill(model, model, [text], ["zipvl", "rows_999"]))
+    assert [row["arm"] for row in rows] == [prefill.NOISE, "zipvl", "rows_999"]
+    assert rows[0]["agreement"] == rows[0]["within"] == 1
+    assert 0 < rows[1]["kept"] < 1
+    tokens = torch.tensor(text.tokens)
+    whole = prefill.Prefill(model, prefill.Form("rows", tau=1.1), Cache(model, TOKENS), TOKENS, 0)
+    found = model.hidden(tokens[None], torch.arange(TOKENS), whole.attend)[0]
+    torch.testing.assert_close(found, read(model, tokens, Cache(model, TOKENS)), rtol=1e-4, atol=1e-4)
+    assert whole.kept == whole.pairs == [1.0] * LAYERS
+
+
+def test_routing_skips_the_share_that_held_out_texts_set(model, text, monkeypatch):
+    monkeypatch.setattr(routing, "DENSE_LAYERS", 0)
+    rows = list(routing.measure_routing(model, None, [text], [text], list(routing.ROUTINGS), [0.25]))
+    assert rows[0]["arm"] == routing.DENSE
+    assert rows[0]["agreement"] == 1
+    for row in rows[1:]:
+        # A static rule skips whole groups, and the same text sets and meets the threshold elsewhere.
+        assert row["skipped"] == pytest.approx(0.25, abs=0.13 if row["arm"].startswith("static") else 0.05), row
+
+
+def test_a_group_that_only_sees_the_first_token_is_filled_by_its_value(model):
+    cache = Cache(model, 8)
+    cache.keys.zero_()
+    cache.values.normal_(generator=torch.Generator().manual_seed(0))
+    cache.length = 4
+    query = torch.ones(1, model.num_heads, 1, model.head_size)
+    cache.keys[0, :, 0] = 10
+    run = routing.RoutedDecode(model, cache, routing.Routing("mass", "sink"), None)
+    output = run.attend(0, query, torch.zeros(1, KV_HEADS, 1, model.head_size), torch.zeros(1, KV_HEADS, 1, 32))
+    attended, fill = run._late
+    torch.testing.assert_close(attended, fill)
+    torch.testing.assert_close(output[0].unflatten(0, (KV_HEADS, GROUP)), fill)
+    torch.testing.assert_close(run.scores[0], torch.ones(KV_HEADS, 1))
+
+
+def test_pages_hold_at_most_what_the_oracle_reads(model, text, question):
+    monotone = list(pages.measure_pages(model, [text, question], PAGE_ARMS, ["max", "share"]))
+    mass = {(row["text"], row["arm"], row["reduce"], row["pages"]): row["mass"] for row in monotone if "mass" in row}
+    for (name, arm, _, budget), value in mass.items():
+        assert value <= mass[name, pages.ORACLE, "", budget] + 1e-4, arm
+        assert 0 < value <= 1.0001
+    # All complete pages, and the incomplete one.
+    assert mass["prose/0", "mean8", "max", 64] == pytest.approx(1.0, abs=1e-4)
+
+
+def test_first_and_newest_page_and_the_rest_are_always_read():
+    query, keys = torch.randn(4, 3, 16), torch.randn(2, 45, 16)
+    layer = pages.Layer.of(query, keys, 0.25)
+    weights = causal_weights(query, keys, 0.25, torch.arange(42, 45)).mean(dim=1).transpose(0, 1)
+    read_by_two = layer.read(torch.zeros(3, 2, 5), 2)
+    torch.testing.assert_close(read_by_two, weights[..., :8].sum(dim=-1) + weights[..., 32:].sum(dim=-1))
+
+
+def test_all_keys_estimate_the_weight_of_a_page():
+    keys = torch.randn(2, 6, pages.PAGE, 64, generator=torch.Generator().manual_seed(0))
+    query = torch.randn(5, 2, 3, 64, generator=torch.Generator().manual_seed(1)) / 8
+    truth = torch.einsum("rhgd,hptd->rhgpt", query, keys).logsumexp(dim=-1)
+    error = {
+        name: (kind.make(keys)(query) - truth).std().item() for name, kind in pages.KINDS_OF_PAGES.items()
+    }  # fmt: skip
+    assert error["keys2"] < error["mean8"]
+    assert all(value < 2 for value in error.values()), error
+
+
+def test_spans_of_answers():
+    text, offsets = "ab 12 cd", [(0, 2), (2, 3), (3, 4), (4, 5), (5, 8)]
+    assert find_spans(text, offsets, ("12",)) == ((2, 4),)
+    assert find_spans(text, offsets, ("1", "cd")) == ((2, 3), (4, 5))
+    assert find_spans(text, offsets, ("12", "zz")) == ()
+    assert find_spans("12 12", [(0, 2), (2, 5)], ("12",)) == ()
+
+
+def test_prompts_are_read_as_written(tmp_path, question, text):
+    path = tmp_path / "prompts.gz"
+    write_prompts(path, [question, text])
+    assert read_prompts(path) == [question, text]
+    path.write_text("x")
+    with pytest.raises(ConfigurationError, match="allowed: a file of `prepare`"):
+        read_prompts(path)
+
+
+def test_names_choose_arms():
+    assert choose_arms("pool13,zipvl") == {"answers": ["pool13"], "prefill": ["zipvl"], "routing": [], "pages": []}
+    assert choose_arms("")["answers"] == list(RULES)
+    with pytest.raises(ConfigurationError, match="arms: got 'nope'"):
+        choose_arms("nope")
+
+
+def test_scores_are_held_to_dense_attention():
+    share, low, high = relative([0.5, 0.0, 1.0, 0.5] * 10, [1.0, 0.5, 1.0, 0.5] * 10)
+    assert share == pytest.approx(2 / 3)
+    assert low < share < high
+    assert all(value != value for value in relative([0.0], [0.0]))
+
+
+def test_tables_of_all_studies(model, question, text, monkeypatch):
+    monkeypatch.setattr(routing, "DENSE_LAYERS", 0)
+    rows = [
+        *measure_answers(model, [question], list(RULES), [0.25], str, [], [1], ROOM),
+        *prefill.measure_prefill(model, model, [text], ["zipvl"]),
+        *routing.measure_routing(model, model, [text], [text], ["cosine"], [0.1]),
+        *pages.measure_pages(model, [text], ["mean8"], ["max"]),
+    ]  # fmt: skip
+    rows = json.loads(json.dumps(rows))
+    assert {row["arm"] for row in rows if "survive" in row} == set(RULES)
+    assert [table.title.split()[0] for table in tables(rows)] == ["RULER", "Prefill", "Skipped", "Weight"]
