@@ -92,7 +92,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     if name is None:
         if settings_of(vllm_config).given is not None:
             allowed = choices(backend.lower() for backend in backends)
-            raise ConfigurationError(f"{KEY}: got settings but no attention backend of ours, allowed: {allowed}")
+            raise ConfigurationError(f"{KEY}: got settings but no attention backend of this plugin, allowed: {allowed}")
         return
     if isinstance(vllm_config.additional_config, Mapping):
         check_additional_config(vllm_config.additional_config)

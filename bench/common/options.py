@@ -28,9 +28,7 @@ Output = Annotated[Path, typer.Option("--output", help="JSON lines to write.")]
 TimeLimit = Annotated[
     float, typer.Option("--time-limit", min=1, help="Seconds after which the command ends with what it has measured.")
 ]
-Commit = Annotated[
-    str | None, typer.Option("--commit", help="Commit to record, where the checkout has no history of its own.")
-]
+Commit = Annotated[str | None, typer.Option("--commit", help="Commit to record if the checkout has no history.")]
 
 
 Seed = Annotated[int, typer.Option("--seed", help="Of documents and needles.")]

@@ -99,7 +99,9 @@ def all_settings(
     ]
     for setting in settings:
         if setting.variant.sparse != (setting.pages is not None):
-            option, allowed = ("dense", "a backend of vLLM") if setting.pages is None else ("sparse", "one of ours")
+            option, allowed = (
+                ("dense", "a backend of vLLM") if setting.pages is None else ("sparse", "a backend of the plugin")
+            )
             raise ConfigurationError(f"{option}: got {setting.variant.name!r}, allowed: {allowed}")
         setting.variant.additional_config(setting.additional_config)
     return settings

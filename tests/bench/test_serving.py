@@ -742,7 +742,7 @@ QUALITY = {
 }
 ACCURACY = QUALITY | {
     "sparse as dense": (["--dense", "unique"], "dense: got 'unique', allowed: a backend of vLLM"),
-    "dense as sparse": (["--sparse", "flash_attn"], "sparse: got 'flash_attn', allowed: one of ours"),
+    "dense as sparse": (["--sparse", "flash_attn"], "sparse: got 'flash_attn', allowed: a backend of the plugin"),
     "unknown format": (["--statistics", "int3"], "sparse_attention.selection.statistics: got 'int3', allowed: "),
     "no budget": (["--pages", "1"], "sparse_attention.selection.budget_tokens: got 8, allowed: "),
 }

@@ -114,7 +114,7 @@ def test_groups_that_are_left_stop_as_without_routing_and_they_alone_count(model
         harness.step([(request, request.prompt_tokens) for request in requests])
         found[threshold] = []
         counters = harness.layer.impl.plan.counters
-        assert not counters.any(), "the token that compiles the kernels is nobody's"
+        assert not counters.any(), "the token that compiles the kernels must not be counted"
         for _ in range(8):
             for request in requests:
                 before = counters.clone()

@@ -93,7 +93,7 @@ def _series(node: Any, labels: frozenset[str]) -> Iterator[Series]:
             for argument in node.args:
                 yield from _series(argument, labels)
         case promql.BinaryExpr():
-            assert not (node.modifier and node.modifier.matching), "no expression of ours matches by labels"
+            assert not (node.modifier and node.modifier.matching), "no expression of the dashboard matches by labels"
             yield from _series(node.lhs, labels)
             yield from _series(node.rhs, labels)
         case promql.ParenExpr():

@@ -218,13 +218,13 @@ REFUSED = {
     ),
     "settings without a backend": (
         {"attention_backend": None, "additional_config": settings()},
-        "sparse_attention: got settings but no attention backend of ours, "
+        "sparse_attention: got settings but no attention backend of this plugin, "
         "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
         "unique_prefill, zipvl, snapkv, pyramidkv or h2o",
     ),
     "settings with vLLM's backend": (
         {"attention_backend": "CPU_ATTN", "additional_config": {"sparse_attention": {}}},
-        "sparse_attention: got settings but no attention backend of ours, "
+        "sparse_attention: got settings but no attention backend of this plugin, "
         "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
         "unique_prefill, zipvl, snapkv, pyramidkv or h2o",
     ),

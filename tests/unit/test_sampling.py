@@ -1,4 +1,4 @@
-"""Steps to be measured: the same for all workers, outside full graphs, and none that is nobody's."""
+"""Measured steps: the same for all workers, outside full graphs, and never a step without requests."""
 
 import gc
 import inspect
@@ -183,7 +183,7 @@ def test_samplers_go_with_their_runners():
     del runner
     gc.collect()
     assert len(sampling._samplers) == known - 1
-    # Layers without a runner have samplers of their own.
+    # Layers without a runner have separate samplers.
     assert sampling.of_runner(None, shared) is shared
     assert len(sampling._samplers) == known - 1
 

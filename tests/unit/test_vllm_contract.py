@@ -65,7 +65,7 @@ def test_the_stances_are_kept(base):
     for name, stance in stances(base).items():
         owner = next((parent for parent in ours.__mro__ if name in vars(parent)), None)
         if stance == "must_be_false":
-            # What this vLLM does not know, and we do not say, is not true.
+            # A feature that neither this vLLM nor the plugin names is false.
             assert owner is None or value_of(ours, name) is False, name
         else:
             is_ours = owner is not None and owner.__module__.startswith("vllm_sparse_plugin.")

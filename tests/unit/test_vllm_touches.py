@@ -35,7 +35,7 @@ def defined(tree: ast.AST) -> set[str]:
 
 
 def private(tree: ast.AST, ours: set[str]) -> set[str]:
-    """Private attributes that we have not made."""
+    """Private attributes that the plugin does not define."""
     return {
         node.attr
         for node in ast.walk(tree)

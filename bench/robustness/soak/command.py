@@ -156,7 +156,7 @@ def ask_for_long(
     last = report("end")
     faults = list(last["faults"])
     if last["requests_running"] or last["kv_cache_usage"]:
-        faults.append(f"blocks are in use when nobody asks: {last['kv_cache_usage']:.2%} of them")
+        faults.append(f"blocks are in use without requests: {last['kv_cache_usage']:.2%} of them")
     if not last["answers"] or not last["hung_up"]:
         faults.append("too little was asked to say anything")
     return faults
