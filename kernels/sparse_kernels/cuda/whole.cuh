@@ -62,27 +62,30 @@ DEVICE float2 load_l2(const float2* p) {
     return x;
 }
 
-// The launch is compiled for this. `Params` has what `DecodeParams` has. There is shared memory for ROOM pieces.
-template <int QUERY, int OUTPUT, int KV, int GROUP, int HEAD_SIZE, int BLOCK_TOKENS, int WARPS, int ROOM, typename Params>
+// The launch is compiled for this. `Params` has what `DecodeParams` has.
+template <int QUERY, int OUTPUT, int KV, int GROUP, int HEAD_SIZE, int BLOCK_TOKENS, int WARPS, typename Params>
 struct WholeAttention {
     using Chained = ChainedAttention<1, WARPS, KV, GROUP, HEAD_SIZE>;
     using Attend = typename Chained::Attend;
     using Query = typename Attend::Query;
     static constexpr int THREADS = WARPS * WARP, WIDTH = GROUP * HEAD_SIZE, ELEMENTS = ceil_div(WIDTH, THREADS);
     using Sum = OrderedSum<ELEMENTS>;
-    struct Memory {
-        float values[ROOM][WIDTH];
-        float2 weights[ROOM][GROUP];
+    // What a warp has of a piece.
+    struct alignas(16) Piece {
+        float values[WIDTH];
+        float2 weights[GROUP];
     };
 
     const Params& p;
     Query& query;
-    Memory& memory;
+    Piece* published;
+    int room;  // Pieces that find room in shared memory.
     int thread, lane, warp;
 
-    DEVICE WholeAttention(const Params& params, Query& query, void* memory)
-        : p(params), query(query), memory(*(Memory*)memory), thread(threadIdx.x), lane(threadIdx.x % WARP),
-          warp(threadIdx.x / WARP) {}
+    // `memory` has `bytes` of shared memory, for two pieces at least.
+    DEVICE WholeAttention(const Params& params, Query& query, void* memory, u32 bytes)
+        : p(params), query(query), published((Piece*)memory), room(min(WARPS, (int)(bytes / sizeof(Piece)))),
+          thread(threadIdx.x), lane(threadIdx.x % WARP), warp(threadIdx.x / WARP) {}
 
     // Calls `f(which of the thread's elements, its place in the output)`.
     template <typename F>
@@ -109,10 +112,10 @@ struct WholeAttention {
         for (int tile = 0; tile < Attend::TILES; tile++) {
             int h = 8 * tile + lane / 4;
             float total_weight = attention.total_weight(tile);
-            if (lane % 4 == 0 && h < GROUP) memory.weights[place][h] = float2{attention.largest[tile], total_weight};
+            if (lane % 4 == 0 && h < GROUP) published[place].weights[h] = float2{attention.largest[tile], total_weight};
         }
         attention.for_each_four(lane, [&](int h, int d, float4 four) {
-            *(float4*)(memory.values[place] + h * HEAD_SIZE + d) = four;
+            *(float4*)(published[place].values + h * HEAD_SIZE + d) = four;
         });
     }
 
@@ -127,15 +130,15 @@ struct WholeAttention {
             Attend attention;
             if (piece < last) attend(attention, at, rows, cut, piece);
 #pragma unroll 1
-            for (int turn = first; turn < last; turn += ROOM) {
+            for (int turn = first; turn < last; turn += room) {
                 __syncthreads();
-                if (piece >= turn && piece < min(turn + ROOM, last)) publish(attention, piece - turn);
+                if (piece >= turn && piece < min(turn + room, last)) publish(attention, piece - turn);
                 __syncthreads();
                 for_each_element([&](int e, int i) {
 #pragma unroll 1
-                    for (int n = 0; n < min(ROOM, last - turn); n++) {
-                        float2 weight = memory.weights[n][i / HEAD_SIZE];
-                        sum.add(e, weight.x, weight.y, memory.values[n][i]);
+                    for (int n = 0; n < min(room, last - turn); n++) {
+                        float2 weight = published[n].weights[i / HEAD_SIZE];
+                        sum.add(e, weight.x, weight.y, published[n].values[i]);
                     }
                 });
             }

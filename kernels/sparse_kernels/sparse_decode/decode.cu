@@ -94,10 +94,8 @@ struct Attending<0> {
 };
 
 using Shared = typename Attending<STOP_TILES>::Shared;
-// Pieces of a whole context lie where the sums of the chains do.
-constexpr int WHOLE_ROOM = Chained::PER_BLOCK / 2 < WARPS ? Chained::PER_BLOCK / 2 : WARPS;
-using Whole = WholeAttention<QUERY, OUTPUT, KV, GROUP, HEAD_SIZE, PAGES_PER_BLOCK * PAGE_SIZE, WARPS, WHOLE_ROOM, DecodeParams>;
-static_assert(sizeof(typename Whole::Memory) <= sizeof(typename Chained::Values), "the pieces find no room");
+using Whole = WholeAttention<QUERY, OUTPUT, KV, GROUP, HEAD_SIZE, PAGES_PER_BLOCK * PAGE_SIZE, WARPS, DecodeParams>;
+static_assert(2 * sizeof(typename Whole::Piece) <= sizeof(typename Chained::Values), "two pieces find no room");
 constexpr int FIXED_BYTES = (sizeof(Shared) + 15) / 16 * 16;
 static_assert(FIXED_BYTES == SK_FIXED_BYTES, "the host counts the shared memory of a block otherwise");
 static_assert(sizeof(typename Chained::Values) == SK_VALUES_BYTES, "the host counts the values of the chains otherwise");
@@ -315,7 +313,7 @@ struct Row {
     DEVICE void attend_long(const QueryRows& x, int num_pages) const {
         if constexpr (WRITTEN) write_selection(0);
         if (STOP_TILES && p.output.pages_read && rank == 0 && thread == 0) p.output.pages_read[row] = num_pages;
-        Whole whole(p, shared.attention.query, &values);
+        Whole whole(p, shared.attention.query, &values, dynamic_shared_bytes() - FIXED_BYTES);
         if (whole.lists(at.request) || rank > 0) return;
         prepare_query(x, false);
         __syncthreads();
@@ -398,7 +396,7 @@ sparse_decode(const __grid_constant__ DecodeParams p) {
     if (blockIdx.z < p.num_tokens) attend_row(p, memory);
     if (listed == 0) return;
     // Peers no longer reach into the memory of this block: they have merged, or this row had nothing to merge.
-    Whole whole(p, ((Shared*)memory)->attention.query, memory + FIXED_BYTES);
+    Whole whole(p, ((Shared*)memory)->attention.query, memory + FIXED_BYTES, dynamic_shared_bytes() - FIXED_BYTES);
     int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
     whole.share(gridDim.y, p.num_tokens / p.contexts.tokens_per_request, block, gridDim.x * gridDim.y * gridDim.z);
 }
