@@ -39,6 +39,7 @@ SECTIONS: Mapping[str, Callable[[], Block]] = {
     "meter": serving.meter,
     "decode-gpu": serving.decode_gpu,
     "decode-steps": serving.decode_steps,
+    "loads": serving.loads,
     "decode-routed": serving.decode_routed,
     "decode-stopping": serving.decode_stopping,
     "lossless-adaptive": serving.lossless_adaptive,

@@ -92,6 +92,29 @@ def decode_steps() -> Block:
     return Block(table(headings, lines), sources)
 
 
+def loads() -> Block:
+    """Time per token of batches of unlike requests, by server. Each server was measured with its rival in one run."""
+    lines, sources = [], sorted((H200 / "loads").glob("*.jsonl"))
+    for path in sources:
+        times: dict[tuple[int, str], dict[str, float]] = {}
+        for row in read_run(path).rows:
+            if row.get("ms_per_token"):
+                times.setdefault((row["max_model_len"], row["load"]), {})[row["variant"]] = row["ms_per_token"]
+        for (length, load), found in times.items():
+            dense, sparse = found["flash_attn"], found["unique"]
+            described = ", ".join(map(_described, load.split("+")))
+            lines.append([f"{length:,}", described, f"{dense:.2f}", f"{sparse:.2f}", f"{dense / sparse:.2f}"])
+    headings = ["`max_model_len`", "requests", "FlashAttention 3, ms", "`unique`, ms", "ratio"]
+    return Block(table(headings, lines), sources)
+
+
+def _described(part: str) -> str:
+    """Describes requests of a load: `1x128K:dense` is `1 of 128K (dense)`."""
+    shape, _, argument = part.partition(":")
+    count, _, context = shape.partition("x")
+    return f"{count} of {context}{f' ({argument})' if argument else ''}"
+
+
 def decode_routed() -> Block:
     """Time per token with and without routing, of dense attention and of `unique`."""
     pairs = (
