@@ -88,7 +88,7 @@ def answer(
         end_tokens: ids that end an answer; they are not part of it.
     """
     room, device = max(rooms), model.device
-    packed = _Packed(model, reads, kept, room)
+    packed = PackedCache(model, reads, kept, room)
     position = torch.tensor([read.num_tokens for read in reads], device=device)
     token = torch.tensor([read.first for read in reads], device=device)
     ends, limit = torch.tensor(sorted(end_tokens), device=device), torch.tensor(rooms, device=device)
@@ -117,7 +117,7 @@ def _cut(ids: list[int], room: int, end_tokens: Collection[int]) -> list[int]:
     return ids[: min(end, room)]
 
 
-class _Packed:
+class PackedCache:
     """What prompts keep, one behind the other in each layer, with room for answers."""
 
     def __init__(self, model: Llama, reads: Sequence[Read], kept: Sequence[torch.Tensor | None], room: int) -> None:

@@ -10,7 +10,7 @@ from transformers import LlamaForCausalLM
 
 from research.real import pages, prefill, routing, rules
 from research.real.__main__ import PAGE_ARMS, choose_arms
-from research.real.answers import answer, keep, measure_answers
+from research.real.answers import PackedCache, answer, keep, measure_answers
 from research.real.model import Cache, Llama, causal_attention, causal_weights, read
 from research.real.report import relative, tables
 from research.real.rules import RULES, SINKS, Rule, budget_of, choose, combine, layer_budgets, pool, survival
@@ -147,7 +147,7 @@ def test_survival_counts_heads_that_keep_an_answer_whole():
 
 
 def test_answers_of_a_whole_prompt_are_those_of_the_model(folder, model, question):
-    other = replace(question, tokens=_tokens(3, 280))
+    other = replace(question, tokens=_tokens(3, 40))
     reads = [read_prompt(model, each, set()) for each in (question, other)]
     everything = [torch.ones(LAYERS, KV_HEADS, each.num_tokens, dtype=torch.bool) for each in reads]
     said = answer(model, reads, [None, None], [ROOM, ROOM], [])
@@ -155,7 +155,19 @@ def test_answers_of_a_whole_prompt_are_those_of_the_model(folder, model, questio
     expected = LlamaForCausalLM.from_pretrained(folder).generate(
         torch.tensor([other.tokens]), max_new_tokens=ROOM, do_sample=False, eos_token_id=None
     )
-    assert said[1] == expected[0, 280:].tolist()
+    assert said[1] == expected[0, 40:].tolist()
+
+
+def test_a_prompt_does_not_attend_to_what_pads_it(model, question):
+    long, short = (read_prompt(model, replace(question, tokens=_tokens(4, size)), set()) for size in (TOKENS, 40))
+    query, key, value = (torch.randn(1, heads, 1, model.head_size) for heads in (KV_HEADS * GROUP, KV_HEADS, KV_HEADS))
+    alone, beside = (
+        PackedCache(model, reads, [None] * len(reads), ROOM).attend(
+            0, 0, *(part.expand(len(reads), -1, -1, -1) for part in (query, key, value)), model.scale
+        )
+        for reads in ([short], [short, long])
+    )
+    torch.testing.assert_close(beside[:1], alone)
 
 
 def test_answers_see_only_what_is_kept(model, question):
@@ -179,6 +191,8 @@ def test_every_source_votes(model, question):
         assert bool((votes >= 0).all())
     # Each of the prompt's queries has one vote to give.
     torch.testing.assert_close(one.votes["h2o"].sum(dim=-1), torch.full((LAYERS, KV_HEADS, GROUP), float(TOKENS)))
+    # The largest of several distributions add up to more than one of them.
+    assert bool((one.votes["repeat"].sum(dim=-1) > 1).all())
     window = one.votes_for(Rule(window=TOKENS), model.scale)
     assert window.sum().item() == pytest.approx(LAYERS * KV_HEADS * GROUP * 192, rel=1e-4)
 
