@@ -32,7 +32,10 @@ from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce
 from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
+
+_Expect = Callable[[bool, str, Any, str], None]
+"""Notes or raises a refusal: whether something holds, the field, the value and the allowed values."""
 
 CPU_KERNEL_BLOCK = 32
 """vLLM's CPU attention requires block sizes that are multiples of this many tokens."""
@@ -118,7 +121,7 @@ def _refuse(backend: str, holds: bool, field: str, got: Any, allowed: str) -> No
 def check_layers(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     """Checks that the attention layers of a worker use the chosen backend: some models bring other backends.
 
-    Also checks whose thresholds a routing has: now the weights are on this machine.
+    Also checks whose thresholds a routing has, and on a GPU the heads of every layer. Layers may differ.
 
     Args:
         vllm_config: vLLM's configuration after the model is loaded.
@@ -126,7 +129,7 @@ def check_layers(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
 
     Raises:
         ConfigurationError: if the worker has attention layers and none of them has the backend, or if thresholds are
-            those of another model.
+            those of another model, or if the kernels do not serve the heads of a layer.
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -138,9 +141,11 @@ def check_layers(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     if name is None or not names:
         return
     if name in names:
-        routing = resolved(vllm_config, backends[name]).routing
-        if routing is not None:
-            _expect_calibrated(partial(_refuse, name), vllm_config, routing)
+        config = resolved(vllm_config, backends[name])
+        if config.routing is not None:
+            _expect_calibrated(partial(_refuse, name), vllm_config, config.routing)
+        served = [layer for layer in layers.values() if layer.get_attn_backend().get_name() == name]
+        _expect_layer_shapes(partial(_refuse, name), vllm_config, config, served)
         return
     architecture = ", ".join(getattr(vllm_config.model_config.hf_config, "architectures", None) or ["unknown"])
     raise ConfigurationError(
@@ -207,7 +212,8 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
         expect(model.dtype in dtypes, "dtype", _short(model.dtype), choices(tuple(map(_short, dtypes))))
         if on_cuda and config.runs_kernels:
             for each in _models(vllm_config) if config.draft_is_sparse else [model]:
-                _expect_cuda_shapes(expect, each, parallel, config, (capability[0], capability[1]))
+                group = each.get_num_attention_heads(parallel) // each.get_num_kv_heads(parallel)
+                _expect_cuda_shapes(expect, group, each.get_head_size(), each.max_model_len, config)
         if config.routing is not None:
             _expect_routable(expect, vllm_config, config.routing)
         if config.compaction is not None:
@@ -272,10 +278,7 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
 
 
 def _expect_known_drafts(
-    expect: Callable[[bool, str, Any, str], None],
-    vllm_config: VllmConfig,
-    config: ResolvedConfig,
-    methods: tuple[str, ...],
+    expect: _Expect, vllm_config: VllmConfig, config: ResolvedConfig, methods: tuple[str, ...]
 ) -> None:
     speculative = vllm_config.speculative_config
     expect(speculative.method in methods, "speculative method", speculative.method, choices(methods))
@@ -299,15 +302,28 @@ def _expect_known_drafts(
            f"sparse with policy {config.selection.name()}", "dense")  # fmt: skip
 
 
+def attends_whole_context(layer: Any) -> bool:
+    """Returns whether a layer attends to its whole context, not to a window or a chunk of it."""
+    return layer.sliding_window is None and getattr(layer, "attention_chunk_size", None) is None
+
+
+def _expect_layer_shapes(expect: _Expect, vllm_config: VllmConfig, config: ResolvedConfig, layers: list[Any]) -> None:
+    from vllm.platforms import current_platform
+
+    # The layers of a dense draft may have any heads.
+    if not current_platform.is_cuda() or not config.runs_kernels or drafts_with_attention(vllm_config):
+        return
+    whole = [layer for layer in layers if attends_whole_context(layer)]
+    for group, head_size in sorted({(layer.num_heads // layer.num_kv_heads, layer.head_size) for layer in whole}):
+        _expect_cuda_shapes(expect, group, head_size, vllm_config.model_config.max_model_len, config)
+
+
 def _expect_cuda_shapes(
-    expect: Callable[[bool, str, Any, str], None],
-    model: ModelConfig,
-    parallel: ParallelConfig,
-    config: ResolvedConfig,
-    capability: tuple[int, int],
+    expect: _Expect, group: int, head_size: int, max_model_len: int, config: ResolvedConfig
 ) -> None:
-    head_size = model.get_head_size()
-    group = model.get_num_attention_heads(parallel) // model.get_num_kv_heads(parallel)
+    from vllm.platforms import current_platform
+
+    capability = (*current_platform.get_device_capability(),)
     selector, stopping = config.selector, config.stop_rule is not None
     refusals = list(head_refusals(group, head_size, stopping))
     # vLLM runs another FlashAttention there, which supports only its own page size.
@@ -324,7 +340,7 @@ def _expect_cuda_shapes(
         shape = DecodeShape(
             group,
             head_size,
-            max_pages=model.max_model_len // selector.page_size,
+            max_pages=max_model_len // selector.page_size,
             k=most_pages_on_gpu(selector) if varies_pages(config) else selector.budget_pages,
             stopping=stopping,
             float8_statistics=layout is not None and layout.format == "fp8",
@@ -347,7 +363,7 @@ def _expect_cuda_shapes(
         expect(False, field, got, allowed)
 
 
-def _expect_routable(expect: Callable[[bool, str, Any, str], None], vllm_config: VllmConfig, routing: Routing) -> None:
+def _expect_routable(expect: _Expect, vllm_config: VllmConfig, routing: Routing) -> None:
     model = vllm_config.model_config
     field = f"{KEY}.routing"
     has_sink_logits = model.hf_config.model_type in LEARNED_SINKS
@@ -380,9 +396,7 @@ def _expect_routable(expect: Callable[[bool, str, Any, str], None], vllm_config:
         _expect_calibrated(expect, vllm_config, routing)
 
 
-def _expect_calibrated(
-    expect: Callable[[bool, str, Any, str], None], vllm_config: VllmConfig, routing: Routing
-) -> None:
+def _expect_calibrated(expect: _Expect, vllm_config: VllmConfig, routing: Routing) -> None:
     model = vllm_config.model_config
     if routing.fingerprint is None:
         return
@@ -391,7 +405,7 @@ def _expect_calibrated(
            f"{routing.model or 'one'} with fingerprint {routing.fingerprint}, whose thresholds these are")  # fmt: skip
 
 
-def _expect_compactable(expect: Callable[[bool, str, Any, str], None], vllm_config: VllmConfig) -> None:
+def _expect_compactable(expect: _Expect, vllm_config: VllmConfig) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     architecture = ", ".join(getattr(model.hf_config, "architectures", None) or ["unknown"])
     allowed = "null"
@@ -417,7 +431,7 @@ def _expect_compactable(expect: Callable[[bool, str, Any, str], None], vllm_conf
     refuse(bool(per_kind), "a backend by kind of attention")
 
 
-def _expect_rolling(expect: Callable[[bool, str, Any, str], None], config: ResolvedConfig, cache_dtype: str) -> None:
+def _expect_rolling(expect: _Expect, config: ResolvedConfig, cache_dtype: str) -> None:
     def refuse(holds: bool, got: str) -> None:
         expect(not holds, f"{KEY}.compaction.positions", f"rolling {got}", "text")
 
@@ -429,9 +443,7 @@ def _expect_rolling(expect: Callable[[bool, str, Any, str], None], config: Resol
         refuse(getattr(config.config, section) is not None, f"beside {KEY}.{section}")
 
 
-def _expect_verifiable(
-    expect: Callable[[bool, str, Any, str], None], vllm_config: VllmConfig, config: ResolvedConfig
-) -> None:
+def _expect_verifiable(expect: _Expect, vllm_config: VllmConfig, config: ResolvedConfig) -> None:
     from vllm.platforms import current_platform
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config

@@ -821,6 +821,29 @@ REFUSED_ON_CUDA = {
 }
 
 
+def test_heads_that_differ_between_layers_are_all_checked_on_cuda(folder, monkeypatch):
+    """The configuration has the heads of one layer."""
+    config = engine_config(folder(head_dim=64))
+    chosen = config.attention_config.backend.get_class()
+
+    def checked(**heads: int | None) -> None:
+        shape = {"num_heads": 8, "num_kv_heads": 2, "head_size": 64, "sliding_window": None}
+        layers = {
+            str(index): SimpleNamespace(get_attn_backend=lambda: chosen, **shape | other)
+            for index, other in enumerate(({}, heads))
+        }
+        monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: layers)
+        check_layers(config, BACKENDS)
+
+    checked(head_size=72)
+    on_cuda(monkeypatch)
+    checked(head_size=128)
+    # Layers with a window stay dense.
+    checked(head_size=72, sliding_window=512)
+    with pytest.raises(ConfigurationError, match=r"^head size: got 72, .* multiples of 16 from 32 to 256$"):
+        checked(head_size=72)
+
+
 @pytest.mark.parametrize("case", REFUSED_ON_CUDA)
 def test_refused_on_cuda(case, folder, monkeypatch):
     model, arguments, sentence = REFUSED_ON_CUDA[case]

@@ -1,3 +1,4 @@
+import fcntl
 import functools
 import json
 import math
@@ -324,6 +325,21 @@ def test_an_engine_in_the_process_is_ended(run, output, monkeypatch, fails):
     monkeypatch.setitem(sys.modules, "vllm_sparse_plugin.tools.eval.engine", SimpleNamespace(Engine=FakeEngine))
     code, _, err = run(*NEEDLES, base=("--in-process", "--model", str(MODEL), "--output", str(output)))
     assert (code, ended) == ((3, [0]) if fails else (0, [4])), err
+
+
+def test_a_file_takes_the_results_of_one_run_at_a_time(run, stub, output):
+    """A run that another process has begun keeps its lock to its end, even while the file is empty."""
+    with output.open("a") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        sentence = refused(run(*NEEDLES))
+    assert sentence == (
+        f"output: got {str(output)!r}, which another run is writing, allowed: another file, or this one when that run "
+        "has ended"
+    )
+    assert not stub.requests
+    assert not output.read_bytes()
+    assert run(*NEEDLES)[0] == 0
+    assert len(read_results(output).results) == 4
 
 
 def test_a_run_that_was_cut_short_goes_on(run, stub, output):

@@ -19,7 +19,7 @@ from vllm.config import VllmConfig, get_layers_from_vllm_config
 from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.models.utils import extract_layer_index
 
-from vllm_sparse_plugin.admission import drafts_with_attention
+from vllm_sparse_plugin.admission import attends_whole_context, drafts_with_attention
 from vllm_sparse_plugin.attention.metering import sampled_steps
 from vllm_sparse_plugin.attention.prefill import PrefillPlan, PromptRule
 from vllm_sparse_plugin.attention.rolling import RollingPlan, plan_rolling
@@ -221,11 +221,6 @@ def is_of_draft(layer_name: str, vllm_config: VllmConfig) -> bool:
     if parts[0] == "draft_model" or any(part.startswith("mtp") for part in parts):
         return True
     return bool(extract_layer_index(layer_name) >= vllm_config.model_config.hf_text_config.num_hidden_layers)
-
-
-def attends_whole_context(layer: Attention) -> bool:
-    """Returns whether a layer attends to its whole context, not to a window or a chunk of it."""
-    return layer.sliding_window is None and getattr(layer, "attention_chunk_size", None) is None
 
 
 def selects_pages(layer: Attention, sparse: ResolvedConfig) -> bool:

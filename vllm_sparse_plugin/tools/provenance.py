@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import shlex
@@ -56,6 +57,35 @@ def open_output(path: Path, option: str, mode: Literal["w", "a"] = "w") -> IO[st
         raise ConfigurationError(
             f"{option}: got {str(path)!r} ({error.strerror}), allowed: a file that can be written"
         ) from None
+
+
+@contextmanager
+def writing_alone(path: Path, option: str) -> Iterator[None]:
+    """Keep other runs from a file that this one adds to. A file that is still empty at the end is removed.
+
+    A file system without locks gives no protection.
+
+    Raises:
+        ConfigurationError: names `option` if another run holds the file, or if it cannot be written.
+    """
+    is_new = not path.exists()
+    if not is_new and not path.is_file():
+        check_output(path, option)
+    with open_output(path, option, "a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigurationError(
+                f"{option}: got {str(path)!r}, which another run is writing, allowed: another file, or this one when "
+                "that run has ended"
+            ) from None
+        except OSError:
+            pass  # no locks there
+        try:
+            yield
+        finally:
+            if is_new and path.exists() and not path.stat().st_size:
+                path.unlink()
 
 
 def check_output(path: Path, option: str) -> None:

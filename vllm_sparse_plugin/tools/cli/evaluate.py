@@ -30,7 +30,7 @@ from vllm_sparse_plugin.tools.endings import FAILED, UNWRITABLE, open_console
 from vllm_sparse_plugin.tools.extras import METRICS, TABLES, require_packages
 from vllm_sparse_plugin.tools.files import digest_of
 from vllm_sparse_plugin.tools.models import end_tokens, fingerprint, folder_of, load_tokenizer, read_config
-from vllm_sparse_plugin.tools.provenance import describe_run
+from vllm_sparse_plugin.tools.provenance import describe_run, writing_alone
 
 if TYPE_CHECKING:
     from vllm_sparse_plugin.tools.eval.endpoints import Endpoint, Server
@@ -258,7 +258,8 @@ def evaluate(
     if in_process:
         ensure_caches()
     prompter = _open_prompter(tokenizer or answerer.model, chat)
-    _ask_missing(_plan(asked, prompter, answerer.server, settings), answerer, prompter, output)
+    with writing_alone(output, "output"):
+        _ask_missing(_plan(asked, prompter, answerer.server, settings), answerer, prompter, output)
     show([output], plot)
 
 
