@@ -26,9 +26,10 @@ from vllm_sparse_plugin.config.fingerprint import fingerprint_of
 from vllm_sparse_plugin.config.routing import Routing
 from vllm_sparse_plugin.engine_settings import resolved, settings_of
 from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.lossless.notices import lossless_notices
+from vllm_sparse_plugin.lossless.speculation import other_scheduler
 from vllm_sparse_plugin.metrics.live import expose
-from vllm_sparse_plugin.names import SCHEDULER
-from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce
+from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES, announce, is_from_user
 from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     _name_declared_cache_dtype(vllm_config)
     for field, got, allowed in _unsupported(vllm_config, config):
         _refuse(name, False, field, got, allowed)
-    announce(config, vllm_config.cache_config.cache_dtype)
+    announce(config, vllm_config.cache_config.cache_dtype, lossless_notices(vllm_config, config))
     if vllm_config.kv_transfer_config:
         vllm_config.kv_transfer_config.kv_connector_module_path = connectors.__name__
     if drafts_with_attention(vllm_config) and not vllm_config.use_v2_model_runner:
@@ -453,15 +454,12 @@ def _expect_verifiable(expect: _Expect, vllm_config: VllmConfig, config: Resolve
     def refuse(holds: bool, got: str) -> None:
         expect(not holds, field, got, "null")
 
-    refuse(current_platform.is_cuda() and not vllm_config.use_v2_model_runner, "vLLM's first model runner on a GPU")
-    adapts = config.draft_rule is not None and config.draft_rule.is_adaptive
-    if adapts and current_platform.is_cuda():
-        scheduler = vllm_config.scheduler_config.scheduler_cls
-        alone = f"{KEY}.lossless.draft_length"
-        expect(vllm_config.scheduler_config.max_num_seqs > 1, alone, "adaptive with max_num_seqs 1", "fixed")
-        expect(scheduler == SCHEDULER, alone, f"adaptive with the scheduler {scheduler}", "fixed")
-        asynchronous = vllm_config.scheduler_config.async_scheduling
-        expect(bool(asynchronous), alone, "adaptive without asynchronous scheduling", "fixed")
+    first = current_platform.is_cuda() and not vllm_config.use_v2_model_runner
+    expect(not first, field, "vLLM's first model runner on a GPU", "null, or vLLM's second one, which is its default")
+    other = other_scheduler(vllm_config)
+    asked = config.config.lossless is not None and config.config.lossless.draft_length == "adaptive"
+    if other is not None and asked and is_from_user(config, "lossless.draft_length"):
+        expect(False, f"{field}.draft_length", f"adaptive {other}", "fixed")
     # Answers are those of dense attention, so nothing but drafts may leave anything out.
     refuse(not config.is_sparse, "a section with nothing sparse to draft with")
     refuse(config.prefill is not None, f"a section beside {KEY}.prefill")

@@ -15,6 +15,7 @@ BACKENDS: dict[str, str] = {
     "SNAPKV": "snapkv",
     "PYRAMIDKV": "pyramidkv",
     "H2O": "h2o",
+    "LOSSLESS": "lossless",
 }
 """Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
 KEY = "sparse_attention"
@@ -22,4 +23,4 @@ KEY = "sparse_attention"
 DRAFTER = "vllm_sparse_plugin.lossless.drafter.SparseDrafter"
 """The class that drafts in lossless mode, as vLLM's speculative configuration names it."""
 SCHEDULER = "vllm_sparse_plugin.lossless.scheduler.PacedScheduler"
-"""The class that says how long drafts are on a GPU, as vLLM's scheduler configuration names it."""
+"""The class that says for whom, and how much, steps draft on a GPU, as vLLM's scheduler configuration names it."""

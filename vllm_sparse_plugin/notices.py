@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from vllm_sparse_plugin.config import KEY, ResolvedConfig
@@ -22,6 +22,12 @@ EIGHT_BIT_CACHES = ("fp8", "fp8_e4m3")
 FEW_PAGES = 64
 """With pages of more than 8 tokens, selections below this number of pages miss single facts. 64 is the paper's budget;
 the study of page scores measured the effect."""
+
+
+def is_from_user(config: ResolvedConfig, field: str) -> bool:
+    """Returns whether the user gave the value of a field, such as `selection.lambda`, and no preset did."""
+    source = config.sources.get(field, "")
+    return source == ADDITIONAL_CONFIG or source.startswith(FILE)
 
 
 class Situation(NamedTuple):
@@ -51,9 +57,7 @@ class Situation(NamedTuple):
     @property
     def has_lambda_without_effect(self) -> bool:
         """Whether the user set a lambda without an effect."""
-        source = self.config.sources.get("selection.lambda", "")
-        is_from_user = source == ADDITIONAL_CONFIG or source.startswith(FILE)
-        return is_from_user and self.statistics in ("quarters", "sketch")
+        return is_from_user(self.config, "selection.lambda") and self.statistics in ("quarters", "sketch")
 
     @property
     def has_statistics_of_its_cache(self) -> bool:
@@ -149,13 +153,18 @@ def notices_of(config: ResolvedConfig, cache_dtype: str) -> list[str]:
     return [notice.sentence(situation) for notice in NOTICES if notice.applies(situation)]
 
 
-def announce(config: ResolvedConfig, cache_dtype: str) -> None:
-    """Logs the sentences that apply, each once, in the process that the user started; arguments as `notices_of`.
+def announce(config: ResolvedConfig, cache_dtype: str, of_engine: Iterable[str] = ()) -> None:
+    """Logs the sentences that apply, each once, in the process that the user started.
+
+    Args:
+        config: as of `notices_of`.
+        cache_dtype: as of `notices_of`.
+        of_engine: sentences that depend on more than these, logged after the others.
 
     Raises:
         ConfigurationError: as `notices_of`.
     """
-    sentences = notices_of(config, cache_dtype)
+    sentences = [*notices_of(config, cache_dtype), *of_engine]
     if multiprocessing.parent_process() is None:
         for sentence in sentences:
             _log_once(sentence)

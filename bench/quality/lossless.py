@@ -90,7 +90,7 @@ class Job(BaseModel):
         """The JSON for vLLM's `--additional-config`."""
         if self.draft_tokens is None:
             return json.dumps({KEY: {"selection": {"policy": "dense"}}})
-        lossless = {"draft_tokens": self.draft_tokens, "min_context_tokens": 0}
+        lossless = {"draft_tokens": self.draft_tokens, "draft_length": "fixed", "min_context_tokens": 0}
         return json.dumps({KEY: {"selection": {"budget_tokens": self.budget_tokens}, "lossless": lossless}})
 
 

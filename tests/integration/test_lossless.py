@@ -10,7 +10,10 @@ from transformers import AutoTokenizer
 
 from vllm_sparse_plugin.tools.needles import build_questions, is_correct
 
-LOSSLESS = {"lossless": {"draft_tokens": 4, "min_context_tokens": 2000}, "min_context_tokens": 0}
+LOSSLESS = {
+    "lossless": {"draft_tokens": 4, "draft_length": "fixed", "min_context_tokens": 2000},
+    "min_context_tokens": 0,
+}
 ARGUMENTS = {"max_num_batched_tokens": 2048, "max_model_len": 4608}
 TIE = 1.01 * 2**-3
 """More than one step of a bfloat16 logit between 16 and 32, where the largest logits of needle-8m lie."""
@@ -95,9 +98,9 @@ def test_structured_output_follows_its_grammar(lossless):
     assert re.fullmatch(DIGITS, lossless[5])
 
 
-def test_drafts_as_long_as_pays_leave_the_tokens_as_they_are(lossless, texts):
-    adaptive = {**LOSSLESS, "lossless": {**LOSSLESS["lossless"], "draft_length": "adaptive"}}
-    with run_engine("unique", adaptive, **ARGUMENTS) as engine:
+def test_the_backend_drafts_as_long_as_pays_and_leaves_the_tokens_as_they_are(lossless, texts):
+    settings = {"lossless": {"draft_tokens": 4, "min_context_tokens": 2000}, "min_context_tokens": 0}
+    with run_engine("lossless", settings, **ARGUMENTS) as engine:
         (tokens,) = engine.answer([texts[2]], max_tokens=64, ignore_eos=True)
         drafts, steps = (
             engine.metric(name) for name in ("vllm:spec_decode_num_drafts_total", "vllm_sparse_lossless_gain_count")
@@ -131,6 +134,6 @@ def test_tokens_are_drawn_of_the_likeliest_with_drafts_and_without(lossless):
 
 
 def test_what_drafts_write_is_never_read_and_statistics_are_those_of_verified_keys():
-    settings = {"lossless": {"draft_tokens": 5, "min_context_tokens": 0}}
+    settings = {"lossless": {"draft_tokens": 5, "draft_length": "fixed", "min_context_tokens": 0}}
     seen = in_fresh_process(check_random_schedules, 1, "unique", settings, 400)
     assert min(seen[kind] for kind in ("pages", "decodes", "chunks", "hits", "preemptions", "drafts")) > 0, seen

@@ -220,13 +220,13 @@ REFUSED = {
         {"attention_backend": None, "additional_config": settings()},
         "sparse_attention: got settings but no attention backend of this plugin, "
         "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
-        "unique_prefill, zipvl, snapkv, pyramidkv or h2o",
+        "unique_prefill, zipvl, snapkv, pyramidkv, h2o or lossless",
     ),
     "settings with vLLM's backend": (
         {"attention_backend": "CPU_ATTN", "additional_config": {"sparse_attention": {}}},
         "sparse_attention: got settings but no attention backend of this plugin, "
         "allowed: unique, unique_paper, quest, infllm, mean, streaming_llm, dense, sinkrouter, art, "
-        "unique_prefill, zipvl, snapkv, pyramidkv or h2o",
+        "unique_prefill, zipvl, snapkv, pyramidkv, h2o or lossless",
     ),
     "settings that are no mapping": (
         {"additional_config": {"sparse_attention": 5}},
@@ -448,40 +448,66 @@ def test_on_a_gpu_lossless_mode_is_for_the_second_model_runner_and_may_be_schedu
 
 
 @pytest.fixture
-def adaptive_on_a_gpu(folder, monkeypatch):
-    """A complete configuration with drafts as long as pays, as on an NVIDIA GPU."""
-    config = engine_config(folder(head_dim=64), max_num_seqs=4)
-    sections = {"lossless": {"draft_tokens": 8, "draft_length": "adaptive"}}
-    config.additional_config = {"sparse_attention": sections}
-    config.scheduler_config.async_scheduling = True
-    on_cuda(monkeypatch)
+def start_on_a_gpu(folder, monkeypatch):
+    """Makes a complete configuration in lossless mode, as on an NVIDIA GPU, and admits it."""
     monkeypatch.setattr("vllm.config.vllm.HAS_TRITON", True)
-    speculate_if_lossless(config, BACKENDS)
-    return config
+    monkeypatch.setattr(notices, "_log_once", (said := []).append)
+    model = folder(head_dim=64)
+
+    def start(backend="unique", requests=4, scheduler=None, asynchronous=True, **sections):
+        config = engine_config(model, attention_backend=backend, max_num_seqs=requests, additional_config={
+            "sparse_attention": {"lossless": None}})  # fmt: skip
+        assert config.speculative_config is None
+        config.additional_config = {"sparse_attention": sections}
+        config.scheduler_config.async_scheduling = asynchronous
+        config.scheduler_config.scheduler_cls = scheduler
+        on_cuda(monkeypatch)
+        speculate_if_lossless(config, BACKENDS)
+        admit(config, BACKENDS)
+        return config, said
+
+    return start
 
 
-def test_drafts_on_a_gpu_may_be_as_long_as_pays(adaptive_on_a_gpu):
-    admit(adaptive_on_a_gpu, BACKENDS)
-    speculative = adaptive_on_a_gpu.speculative_config
-    assert speculative.uses_dynamic_speculative_decoding()
-    assert speculative.num_speculative_tokens_per_batch_size == [(1, 1, 0), (2, 2, 2), (3, 3, 4), (4, 4, 8)]
-    assert adaptive_on_a_gpu.scheduler_config.get_scheduler_cls() is PacedScheduler
-
-
+@pytest.mark.parametrize("requests", [1, 4])
 @pytest.mark.parametrize(
-    ("name", "value", "got"),
+    ("backend", "sections"),
     [
-        ("max_num_seqs", 1, "adaptive with max_num_seqs 1"),
-        ("scheduler_cls", None, "adaptive with the scheduler None"),
-        ("async_scheduling", False, "adaptive without asynchronous scheduling"),
+        ("lossless", {}),
+        ("unique", {"preset": "lossless"}),
+        ("unique", {"lossless": {}}),
+        ("unique", {"lossless": {"draft_length": "adaptive"}}),
+        ("unique", {"lossless": {"draft_length": "fixed"}}),
     ],
 )
-def test_drafts_as_long_as_pays_need_our_scheduler(adaptive_on_a_gpu, name, value, got):
-    setattr(adaptive_on_a_gpu.scheduler_config, name, value)
-    with pytest.raises(
-        ConfigurationError, match=rf"^sparse_attention\.lossless\.draft_length: got {got}, allowed .*: fixed$"
-    ):
-        admit(adaptive_on_a_gpu, BACKENDS)
+def test_on_a_gpu_our_scheduler_says_how_much_is_drafted(start_on_a_gpu, backend, sections, requests):
+    config, said = start_on_a_gpu(backend, requests, **sections)
+    assert config.scheduler_config.get_scheduler_cls() is PacedScheduler
+    assert config.num_speculative_tokens == 8
+    assert said == []
+
+
+OTHER_SCHEDULERS = {
+    "without asynchronous scheduling": {"asynchronous": False},
+    "with the scheduler another.Scheduler": {"scheduler": "another.Scheduler"},
+}
+
+
+@pytest.mark.parametrize("other", OTHER_SCHEDULERS)
+def test_under_another_scheduler_every_request_drafts_as_much_and_the_log_says_so(start_on_a_gpu, other):
+    config, said = start_on_a_gpu(**OTHER_SCHEDULERS[other], preset="lossless")
+    assert config.scheduler_config.scheduler_cls != PacedScheduler
+    assert said == [
+        f"sparse_attention.lossless.draft_length: {other} every decoding request drafts and verifies 8 tokens in each "
+        "step on a GPU, also where drafts gain nothing."
+    ]
+
+
+@pytest.mark.parametrize("other", OTHER_SCHEDULERS)
+def test_under_another_scheduler_a_user_cannot_ask_for_lengths_that_adapt(start_on_a_gpu, other):
+    expected = rf"^sparse_attention\.lossless\.draft_length: got adaptive {other}, {UNIQUE}fixed$"
+    with pytest.raises(ConfigurationError, match=expected):
+        start_on_a_gpu(**OTHER_SCHEDULERS[other], lossless={"draft_length": "adaptive"})
 
 
 def test_a_hybrid_is_not_compacted(folder):

@@ -148,7 +148,7 @@ def test_preset_names_are_the_files_and_every_backend_has_one():
     for name, preset in BACKENDS.items():
         resolved = resolve(None, preset)
         dense = dict.fromkeys(("ART", "ZIPVL", "SNAPKV", "PYRAMIDKV", "H2O"), "dense")
-        policies = {**dense, "UNIQUE_PAPER": "unique", "UNIQUE_PREFILL": "unique"}
+        policies = dense | dict.fromkeys(("UNIQUE_PAPER", "UNIQUE_PREFILL", "LOSSLESS"), "unique")
         policy = policies.get(name, name.lower())
         assert ("sinkrouter" if resolved.routing else resolved.selection.name()) == policy
 

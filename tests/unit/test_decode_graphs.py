@@ -12,8 +12,9 @@ from vllm.v1.worker.gpu import cudagraph_utils
 
 import vllm_sparse_plugin
 from vllm_sparse_plugin import compat
-from vllm_sparse_plugin.config import DraftRule
+from vllm_sparse_plugin.config import DraftRule, resolve
 from vllm_sparse_plugin.lossless.graphs import plan_decode_graphs
+from vllm_sparse_plugin.lossless.notices import lossless_notices
 
 NINES = [9, 72, 144, 153, 216, 576]
 WIDTHS = {"fixed": (1, 9), "adaptive": (1, 3, 5, 7, 9)}
@@ -113,6 +114,17 @@ def test_without_graphs_of_whole_steps_nothing_changes(manage, mode):
 def test_other_drafts_are_planned_by_vllm(manage):
     manager = manage.manager(manage.configure(24, NINES, model="another"))
     assert outside(manager, 1, 24) == list(range(1, 25))
+
+
+def test_what_has_no_graph_is_said_in_one_sentence(manage):
+    settings = resolve({"lossless": {}}, "unique")
+    assert lossless_notices(manage.configure(56), settings) == []
+    assert lossless_notices(manage.configure(64, mode=CUDAGraphMode.PIECEWISE), settings) == []
+    assert lossless_notices(manage.configure(64), resolve(None, "unique")) == []
+    assert lossless_notices(manage.configure(64), settings) == [
+        "max_cudagraph_capture_size: 512 holds 56 requests of 8 drafts each; larger batches (max_num_seqs is 64) "
+        "verify that many drafts outside of CUDA graphs; set it to 576, or lower max_num_seqs or draft_tokens."
+    ]
 
 
 def test_a_step_has_no_drafts_or_the_longest_or_a_quarter_of_them_if_lengths_adapt():

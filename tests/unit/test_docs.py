@@ -23,6 +23,7 @@ PACKAGE = ROOT / "vllm_sparse_plugin"
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 
 STANDS_FOR = {
+    "{field}.draft_length": (f"{KEY}.lossless.draft_length",),
     "{field}.threshold": (f"{KEY}.routing.threshold",),
     "{field}.{form}": (f"{KEY}.routing.threshold", f"{KEY}.routing.cubic"),
     "{field}.recommended": (f"{KEY}.routing.recommended",),
@@ -226,20 +227,21 @@ def test_troubleshooting_has_every_refusal_and_no_other():
 
 
 def test_troubleshooting_has_every_notice_and_no_other():
-    tree = ast.parse((PACKAGE / "notices.py").read_text(encoding="utf-8"))
+    files = PACKAGE / "notices.py", PACKAGE / "lossless" / "notices.py"
     sentences = [
         text_of(node.value)
-        for function in ast.walk(tree)
+        for file in files
+        for function in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
         if isinstance(function, ast.FunctionDef) and function.name.startswith("_about_")
         for node in ast.walk(function)
-        if isinstance(node, ast.Return) and node.value is not None
+        if isinstance(node, ast.Return) and isinstance(node.value, ast.JoinedStr)
     ]
     fields = {sentence.partition(":")[0].removeprefix("{KEY}.") for sentence in sentences}
     section = TROUBLESHOOTING.read_text(encoding="utf-8").partition("### Notices")[2].partition("\n## ")[0]
     listed = {
         field for cell in re.findall(r"^\| (`[^|]*`) \|", section, re.M) for field in re.findall(r"`(.*?)`", cell)
     }
-    assert fields >= {"selection.lambda", "routing.{form}"}
+    assert fields >= {"selection.lambda", "routing.{form}", "lossless.draft_length"}
     assert listed == {field.replace("{form}", form) for field in fields for form in ("threshold", "cubic")}
 
 

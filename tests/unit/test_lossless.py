@@ -24,8 +24,15 @@ SHORTEST = {
 def test_contexts_that_gain_nothing_are_not_drafted_for(case):
     settings, shortest = SHORTEST[case]
     rule = resolve({"lossless": {"draft_tokens": 4}, **settings}, "unique").draft_rule
-    assert rule == DraftRule(4, shortest, is_adaptive=False)
+    assert rule == DraftRule(4, shortest, is_adaptive=True)
     assert [rule.drafts(length, 1 << 20, 1 << 20) for length in (1, shortest - 1, shortest)] == [0, 0, 4]
+
+
+def test_the_length_of_drafts_adapts_unless_it_is_fixed():
+    assert resolve({"lossless": {}}, "unique").draft_rule.is_adaptive
+    assert resolve(None, "lossless").draft_rule == DraftRule(8, 8192, is_adaptive=True)
+    assert resolve({"preset": "lossless"}, "unique").config == resolve(None, "lossless").config
+    assert not resolve({"lossless": {"draft_length": "fixed"}}, "lossless").draft_rule.is_adaptive
 
 
 def test_sparse_steps_answer_unless_asked_to_draft():

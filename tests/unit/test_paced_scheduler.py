@@ -6,7 +6,8 @@ import pytest
 from support.engines import MODEL
 from vllm import SamplingParams
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.kv_cache_utils import KVCacheConfig
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import KVCacheConfig, get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -14,35 +15,34 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 import vllm_sparse_plugin
 from vllm_sparse_plugin.lossless.scheduler import PacedScheduler
-from vllm_sparse_plugin.lossless.speculation import lengths_of
 from vllm_sparse_plugin.metrics import live
 
 DRAFTS, SHORTEST, BLOCK = 8, 100, 16
 
 
-@pytest.fixture
-def scheduler(monkeypatch):
-    monkeypatch.setattr(live, "record_gain", lambda gain: None)
+def make_scheduler(length="adaptive", shortest=SHORTEST, longest=4096, **arguments):
     vllm_sparse_plugin.register()
-    lossless = {"draft_tokens": DRAFTS, "min_context_tokens": SHORTEST, "draft_length": "adaptive"}
+    lossless = {"draft_tokens": DRAFTS, "min_context_tokens": shortest, "draft_length": length}
     settings = {"lossless": lossless, "min_context_tokens": 0, "selection": {"budget_tokens": 64}}
     config = EngineArgs(
         model=str(MODEL),
         attention_backend="unique",
         additional_config={"sparse_attention": settings},
-        max_model_len=4096,
+        max_model_len=longest,
         max_num_seqs=4,
-        enable_prefix_caching=False,
         enforce_eager=True,
+        **{"enable_prefix_caching": False} | arguments,
     ).create_engine_config()
-    lengths = lengths_of(DRAFTS, 4)
-    config.speculative_config.num_speculative_tokens_per_batch_size = [
-        (requests, requests, length) for requests, length in enumerate(lengths, start=1)
-    ]
     config.cache_config.num_gpu_blocks = 600
     spec = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=64, dtype=config.model_config.dtype)
     cache = KVCacheConfig(600, [], [KVCacheGroupSpec(["layer"], spec)])
     return PacedScheduler(config, cache, StructuredOutputManager(config), block_size=BLOCK)
+
+
+@pytest.fixture
+def scheduler(monkeypatch):
+    monkeypatch.setattr(live, "record_gain", lambda gain: None)
+    return make_scheduler()
 
 
 class Engine:
@@ -122,7 +122,85 @@ def test_a_request_may_end_while_a_step_with_it_is_under_way(scheduler, monkeypa
     assert lengths.count(DRAFTS) > 30
 
 
-def test_the_lengths_are_none_the_longest_and_powers_of_two_as_far_as_there_is_room():
-    assert [lengths_of(8, requests) for requests in (1, 2, 3, 9)] == [[8], [0, 8], [0, 4, 8], [0, 2, 4, 6, 8]]
-    assert lengths_of(5, 9) == [0, 1, 2, 3, 5]
-    assert lengths_of(1, 9) == [0, 1]
+def drafts_by_step(scheduler, contexts, steps, accepts=0, ahead=1, tokens=3000):
+    """The drafts of each request in each step of vLLM's scheduler, which is `ahead` steps in front of the model.
+
+    `accepts` is how many drafts the model accepts.
+    """
+    init_none_hash(sha256)
+    hasher = get_request_block_hasher(BLOCK, sha256)
+    for name, context in contexts.items():
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        scheduler.add_request(Request(name, list(range(context)), sampling, None, block_hasher=hasher))
+    found, under_way = [], []
+    for _ in range(steps):
+        output = scheduler.schedule()
+        drafts = {name: len(output.scheduled_spec_decode_tokens.get(name, ())) for name in output.num_scheduled_tokens}
+        found.append(drafts)
+        if drafts:
+            names = list(drafts)
+            made = [[5] * (1 + min(accepts, drafts[name])) for name in names]
+            places = {name: place for place, name in enumerate(names)}
+            under_way.append((output, ModelRunnerOutput(names, places, made)))
+        while len(under_way) > (ahead if drafts else 0):
+            scheduler.update_from_output(*under_way.pop(0))
+    return found
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_with_a_fixed_length_only_requests_that_are_drafted_for_have_placeholders(ahead):
+    scheduler = make_scheduler("fixed")
+    steps = drafts_by_step(scheduler, {"short": 40, "long": 300}, 20, ahead=ahead)
+    assert steps[0] == {"short": 0, "long": 0}
+    assert steps[1:] == [{"short": 0, "long": DRAFTS}] * 19
+
+
+@pytest.mark.parametrize("length", ["fixed", "adaptive"])
+def test_where_no_request_is_drafted_for_no_step_drafts(monkeypatch, length):
+    monkeypatch.setattr(live, "record_gain", lambda gain: None)
+    scheduler = make_scheduler(length)
+    scheduled = []
+    schedule = scheduler.schedule
+    monkeypatch.setattr(scheduler, "schedule", lambda: scheduled.append(schedule()) or scheduled[-1])
+    assert drafts_by_step(scheduler, {"a": 40, "b": 20}, 10) == [{"a": 0, "b": 0}] * 10
+    assert {output.num_spec_tokens_to_schedule for output in scheduled} == {0}
+
+
+def test_a_context_that_grows_long_enough_is_drafted_for():
+    steps = drafts_by_step(make_scheduler("fixed"), {"a": SHORTEST - 10}, 20, ahead=0)
+    # The prompt's step makes the first token; the step that makes the tenth drafts.
+    assert [step["a"] for step in steps] == [0] * 10 + [DRAFTS] * 10
+
+
+def test_a_context_that_a_draft_reads_whole_is_not_drafted_for():
+    steps = drafts_by_step(make_scheduler("fixed", shortest=0), {"whole": 40, "more": 72}, 10, ahead=0)
+    assert steps[1:] == [{"whole": 0, "more": DRAFTS}] * 9
+
+
+@pytest.mark.parametrize("accepts", [0, 3, DRAFTS])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_no_draft_is_cut_off_at_the_longest_context(ahead, accepts):
+    scheduler = make_scheduler("fixed", longest=512)
+    steps = drafts_by_step(scheduler, {"a": 480}, 60, accepts, ahead)
+    drafted = [step["a"] for step in steps if step]
+    assert set(drafted) == {0, DRAFTS}
+    assert drafted[-1] == 0
+    assert not scheduler.requests
+
+
+def test_a_request_that_hits_the_prefix_cache_has_no_placeholders_in_its_first_step():
+    scheduler = make_scheduler("fixed", enable_prefix_caching=True)
+    drafts_by_step(scheduler, {"first": 33}, 5, tokens=1)
+    assert not scheduler.requests
+    (step,) = drafts_by_step(scheduler, {"again": 33}, 1)
+    assert scheduler.requests["again"].num_computed_tokens == 33
+    assert step == {"again": 0}
+
+
+def test_steps_are_timed_where_some_requests_are_not_drafted_for(scheduler, monkeypatch):
+    engine = Engine(scheduler, 0.05, False, monkeypatch)
+    engine.ask("short", 20)
+    engine.ask("long", 300)
+    engine.run(40)
+    lengths, _ = engine.run(40)
+    assert lengths.count(0) > 30

@@ -16,8 +16,8 @@ class Lossless(Section):
 
     draft_tokens: Annotated[int, Field(ge=1, le=64)] = 8
     """Tokens of a draft; the most if `draft_length` is `adaptive`."""
-    draft_length: Literal["fixed", "adaptive"] = "fixed"
-    """`fixed`: `draft_tokens`. `adaptive`: 0 to `draft_tokens`, by the acceptance and the times of the latest steps."""
+    draft_length: Literal["fixed", "adaptive"] = "adaptive"
+    """`adaptive`: 0 to `draft_tokens`, by acceptance and step times. `fixed`: `draft_tokens`, so that seeds repeat."""
     min_context_tokens: Annotated[int, Field(ge=0, le=1 << 24)] = 8192
     """Shorter contexts, and contexts that a draft would read whole, decode densely without drafts."""
 

@@ -153,14 +153,3 @@ class DraftPace:
         """Returns E(k) for each k."""
         acceptance = self._accepted / self._tried
         return list(accumulate(acceptance**drafts for drafts in range(self.most + 1)))
-
-
-def lengths_of(most: int, max_requests: int) -> list[int]:
-    """Returns the lengths to choose from where each has CUDA graphs of its own: none, the longest, and its quarters.
-
-    Args:
-        most: the longest.
-        max_requests: requests that run at once; vLLM takes no more lengths.
-    """
-    quarters = [most * count // 4 for count in (2, 1, 3)]
-    return sorted(list(dict.fromkeys([most, 0, *quarters]))[:max_requests])

@@ -1,4 +1,4 @@
-"""Says how many tokens a step drafts on a GPU, where vLLM schedules drafts before they are made."""
+"""Says for which requests a step drafts on a GPU, and how many tokens: vLLM schedules drafts before they are made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ _HOLD = 2
 
 
 class PacedScheduler(AsyncScheduler):  # type: ignore[misc]
-    """vLLM's scheduler, which looks up here how many tokens each step drafts: one number for all of its requests."""
+    """vLLM's scheduler, which verifies drafts of one length in the requests that are drafted for, and none in others.
+
+    A placeholder is a draft that the next step verifies, and that the current step has yet to make.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -29,30 +32,51 @@ class PacedScheduler(AsyncScheduler):  # type: ignore[misc]
         assert backend is not None
         rule = resolved(self.vllm_config, BACKENDS[backend]).draft_rule
         assert rule is not None
-        table: list[int] = self.dynamic_sd_lookup
-        self.lengths = StepLengths(self, rule, sorted(set(table[1:])))
-        self.dynamic_sd_lookup: Any = self.lengths
+        self.rule: DraftRule = rule
+        self.lengths = StepLengths(self, rule) if rule.is_adaptive else None
+        # With a table vLLM adds no placeholders to new requests, and with zeros none to others.
+        self.dynamic_sd_lookup = [0] * (self.scheduler_config.max_num_seqs + 1)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        """Also gives placeholders to the requests of a step that are drafted for at its end; the argument is vLLM's."""
+        super()._update_after_schedule(scheduler_output)
+        scheduled = [self.requests[name] for name in scheduler_output.num_scheduled_tokens]
+        drafting = [request for request in scheduled if self._drafts(request)]
+        length = self.rule.draft_tokens if drafting else 0
+        if self.lengths is not None:
+            length = self.lengths.choose(bool(drafting))
+        scheduler_output.num_spec_tokens_to_schedule = length
+        for request in drafting:
+            request.spec_token_ids = [-1] * length
+
+    def _drafts(self, request: Any) -> bool:
+        """Returns whether a request of the step that has been scheduled is drafted for at its end."""
+        if request.is_prefill_chunk or not self.rule.covers(request.num_tokens + 1):
+            return False
+        # vLLM would cut drafts off at the longest context, and the step would have requests of unlike widths.
+        return bool(request.num_computed_tokens + self.rule.draft_tokens + 2 <= self.max_model_len)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
         """Takes what a step has made; arguments are vLLM's."""
-        self.lengths.observe(scheduler_output, model_runner_output, time.perf_counter())
+        if self.lengths is not None:
+            self.lengths.observe(scheduler_output, model_runner_output, time.perf_counter())
         return super().update_from_output(scheduler_output, model_runner_output)
 
 
 class StepLengths:
-    """What a scheduler finds in place of its table of lengths by the number of requests."""
+    """Chooses how many tokens each step drafts for its requests, where the length adapts."""
 
-    def __init__(self, scheduler: AsyncScheduler, rule: DraftRule, lengths: list[int]) -> None:
-        """Takes the scheduler, who is drafted for, and the lengths that have graphs."""
+    def __init__(self, scheduler: AsyncScheduler, rule: DraftRule) -> None:
+        """Takes the scheduler, and who is drafted for."""
         self.scheduler, self.rule = scheduler, rule
-        self.pace = DraftPace(lengths)
+        self.pace = DraftPace(rule.step_lengths)
         self._chosen, self._held = 0, _HOLD
         self._requests: set[str] = set()
         self._began = 0.0
 
-    def __getitem__(self, count: int) -> int:
-        """Returns how many tokens to draft in the step that is being scheduled."""
-        if not any(self._gains(request) for request in self.scheduler.running):
+    def choose(self, drafts: bool) -> int:
+        """Returns how many tokens the step that has been scheduled drafts; `drafts` says whether it may draft any."""
+        if not drafts:
             # Contexts that are too short say nothing about others.
             self._held = _HOLD
             return 0
@@ -62,26 +86,19 @@ class StepLengths:
         self._held += 1
         return self._chosen
 
-    def _gains(self, request: Any) -> bool:
-        """Returns whether a request is drafted for, as far as the scheduler knows its length."""
-        return bool(request.num_tokens >= self.rule.min_context_tokens)
-
     def observe(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, now: float) -> None:
         """Takes what a step has made, and when it was done."""
-        drafts = scheduled.scheduled_spec_decode_tokens
+        drafts, requests = scheduled.scheduled_spec_decode_tokens, self.scheduler.requests
         made = dict(zip(output.req_ids, map(len, output.sampled_token_ids or ()), strict=False))
-        drafted_for = {
-            name for name in made if name in self.scheduler.requests and self._gains(self.scheduler.requests[name])
-        }
-        for name in drafted_for & drafts.keys():
-            if drafts[name] and made[name]:
+        drafted_for = [name for name in made if name in requests and self.rule.covers(requests[name].num_tokens)]
+        for name in drafted_for:
+            if drafts.get(name) and made[name]:
                 self.pace.observe_drafts(len(drafts[name]), made[name] - 1)
-        verified = {len(drafts.get(name, ())) for name in made}
+        verified = {len(drafts.get(name, ())) for name in drafted_for}
         same = verified == {scheduled.num_spec_tokens_to_schedule} and self._requests == made.keys()
         # A request that ended while the step was under way is unknown, and so is what the step had to do.
-        same = same and made.keys() <= self.scheduler.requests.keys()
-        if same and drafted_for and all(made.values()):
-            load = Load.of(self.scheduler.requests[name].num_tokens for name in made)
+        if same and made.keys() <= requests.keys() and all(made.values()):
+            load = Load.of(requests[name].num_tokens for name in made)
             self.pace.observe_step(verified.pop(), now - self._began, load)
             live.record_gain(self.pace.gain(load))
         self._requests, self._began = set(made), now

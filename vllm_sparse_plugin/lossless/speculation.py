@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from vllm_sparse_plugin import compat
 from vllm_sparse_plugin.engine_settings import resolved
-from vllm_sparse_plugin.lossless.pace import lengths_of
 from vllm_sparse_plugin.names import DRAFTER, SCHEDULER
 
 if TYPE_CHECKING:
@@ -45,10 +44,23 @@ def speculate_if_lossless(vllm_config: VllmConfig, backends: Mapping[str, str]) 
         # Made with this method, it would look for a second model.
         speculative.method = compat.GPU_DRAFTING_METHOD
         scheduler = vllm_config.scheduler_config
-        lengths = lengths_of(lossless.draft_tokens, scheduler.max_num_seqs)
-        if lossless.draft_length == "adaptive" and len(lengths) > 1:
-            # vLLM takes one length for each number of requests, and captures graphs of all lengths that it finds.
-            schedule = [(requests, requests, length) for requests, length in enumerate(lengths, start=1)]
-            speculative.num_speculative_tokens_per_batch_size = schedule
+        if scheduler.scheduler_cls is None and scheduler.async_scheduling:
             scheduler.scheduler_cls = SCHEDULER
     vllm_config.speculative_config = speculative
+
+
+def other_scheduler(vllm_config: VllmConfig) -> str | None:
+    """Returns how a GPU's steps are scheduled where the plugin does not say for whom and how much they draft: each then
+    drafts and verifies `draft_tokens` for every request. None where the plugin says it, and on a CPU.
+
+    Args:
+        vllm_config: vLLM's configuration in lossless mode.
+    """
+    from vllm.platforms import current_platform
+
+    scheduler = vllm_config.scheduler_config
+    if not current_platform.is_cuda() or scheduler.scheduler_cls == SCHEDULER:
+        return None
+    if scheduler.scheduler_cls is not None:
+        return f"with the scheduler {scheduler.scheduler_cls}"
+    return "without asynchronous scheduling"
