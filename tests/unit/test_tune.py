@@ -172,6 +172,10 @@ def test_every_budget_moves_what_is_read_or_kept(backend):
     assert backend in ("unique", "quest") or all(kept < 0.2 for _, kept in shares)
 
 
+def test_the_budget_of_drafts_moves_nothing():
+    assert tune._budget_section("lossless") is None
+
+
 def test_memory_is_saved_by_backends_that_evict(run, monkeypatch):
     asked = []
     monkeypatch.setattr(tune, "_settings", lambda names, budgets: asked.append(names) or [])

@@ -229,6 +229,9 @@ def _budget_section(preset: str) -> tuple[str, dict[str, Any]] | None:
     """The section of a preset whose budget says what is read or, without one, what is kept, and what it must name; None
     where there is none."""
     resolved = resolve(None, preset)
+    if resolved.lossless is not None:
+        # Its budget moves drafts alone.
+        return None
     if "budget_tokens" in type(resolved.selection).model_fields:
         return "selection", {"policy": resolved.selection.name()}
     if resolved.compaction is not None:
