@@ -23,12 +23,15 @@ from vllm_sparse_plugin.tools.fetching import (
     HubFile,
     Package,
     RealModel,
+    _convert,
     check_folder,
     default_folder,
     fetch,
     find_fetched,
 )
+from vllm_sparse_plugin.tools.models import load_causal_lm, load_tokenizer
 
+ROOT = Path(__file__).parents[2]
 PARTS = (b"half of the ", b"weights")
 NAME = "toy"
 
@@ -278,3 +281,43 @@ def test_two_processes_do_not_write_one_folder(index, tmp_path):
         ):
             fetch_toy(folder)
     fetch_toy(folder)
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """What transformers would load of weights in GGUF's format: marked as quantized, with a tokenizer without `bos`."""
+    import torch
+    import transformers
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    config = transformers.LlamaConfig(vocab_size=4096, **sizes)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    model.is_quantized, model.hf_quantizer, model.config.quantization_config = True, object(), {"quant_method": "gguf"}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(ROOT / "models" / "needle-8m")
+    tokenizer.add_bos_token = False
+    for kind, found in (("AutoModelForCausalLM", model), ("AutoTokenizer", tokenizer)):
+        monkeypatch.setattr(getattr(transformers, kind), "from_pretrained", lambda *_, found=found, **__: found)
+    return model
+
+
+@pytest.mark.parametrize("adds_bos", [True, False])
+def test_a_converted_model_is_plain_bfloat16_with_its_bos(loaded, monkeypatch, tmp_path, adds_bos):
+    import torch
+
+    _convert(tmp_path / "weights.gguf", tmp_path / "model", adds_bos)
+    monkeypatch.undo()
+    model = load_causal_lm(tmp_path / "model", "sdpa", "auto")
+    assert {weight.dtype for weight in model.parameters()} == {torch.bfloat16}
+    assert all(map(torch.equal, model.state_dict().values(), loaded.state_dict().values()))
+    assert "quantization_config" not in json.loads((tmp_path / "model" / "config.json").read_text())
+    assert (load_tokenizer(tmp_path / "model").encode("x = 1")[0] == 0) == adds_bos
+
+
+def test_a_library_that_finds_the_disk_full_is_understood(loaded, monkeypatch, tmp_path):
+    def fill(*_: object) -> None:
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(loaded, "save_pretrained", fill)
+    with pytest.raises(OSError, match="No space left on device") as failed:
+        _convert(tmp_path / "weights.gguf", tmp_path / "model", adds_bos=False)
+    assert failed.value.errno == errno.ENOSPC

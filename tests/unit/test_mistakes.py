@@ -320,7 +320,7 @@ NEEDS = {
     "tune": (["tune", "--model", "x", "--prompts", "x"], extras.TABLES),
     "train": (["train", "--data", "x", "--output", "new"], extras.TRAINING),
     "fetch-model": (["fetch-model", "smollm2-135m", "--output", "new"], extras.CONVERSION),
-    "real": (["real"], extras.CONVERSION),
+    "real": (["real"], extras.CONVERSION | extras.STATISTICS),
 }
 
 

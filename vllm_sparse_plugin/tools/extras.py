@@ -17,7 +17,9 @@ METRICS = {"jieba": "jieba", "pytrec_eval": "pytrec-eval-terrier", "rapidfuzz": 
 TRAINING = {"accelerate": "accelerate", "matplotlib": "matplotlib", "peft": "peft"}
 """Those of `train`."""
 CONVERSION = {"accelerate": "accelerate", "gguf": "gguf"}
-"""Those of `fetch-model` and `real`."""
+"""Those of `fetch-model`, and of `real` besides `STATISTICS`."""
+STATISTICS = {"scipy": "scipy"}
+"""Those of intervals."""
 _ALL = TABLES | METRICS | TRAINING | CONVERSION
 
 

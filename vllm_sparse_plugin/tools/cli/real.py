@@ -27,8 +27,8 @@ from vllm_sparse_plugin.tools.caches import ensure_caches
 from vllm_sparse_plugin.tools.cli.fetch_model import fetched_model
 from vllm_sparse_plugin.tools.endings import FAILED, open_console
 from vllm_sparse_plugin.tools.eval import FORCED_TOKENS_PROCESSOR
-from vllm_sparse_plugin.tools.eval.fidelity import agreement
 from vllm_sparse_plugin.tools.eval.items import NLL
+from vllm_sparse_plugin.tools.extras import STATISTICS, require_packages
 from vllm_sparse_plugin.tools.fetching import MODELS, default_folder
 from vllm_sparse_plugin.tools.models import end_tokens
 from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS
@@ -37,6 +37,7 @@ from vllm_sparse_plugin.tools.provenance import open_report
 if TYPE_CHECKING:
     from vllm_sparse_plugin.tools.eval.items import PlannedItem, Prompter
     from vllm_sparse_plugin.tools.eval.results import Result
+    from vllm_sparse_plugin.tools.eval.statistics import Estimate
     from vllm_sparse_plugin.tools.reports import Report
     from vllm_sparse_plugin.tools.server import ServerSettings
 
@@ -90,6 +91,7 @@ def real(
     if context < MIN_CONTEXT_TOKENS:
         raise ConfigurationError(f"context: got {context} tokens, allowed: {MIN_CONTEXT_TOKENS} or more")
     with open_report(json_path, default_folder(model), "json") as report:
+        require_packages("real", STATISTICS)
         folder, _ = fetched_model(model, None, "real")
         if context > (limit := model_limits(folder)[0]):
             raise ConfigurationError(f"context: got {context} tokens, allowed: at most the model's {limit}")
@@ -162,6 +164,8 @@ def _ask(
 
 def _table(model: str, runs: dict[str, list[Result]], sparse: str) -> Table:
     """Return a row for each task, and rows for the next tokens of text."""
+    from vllm_sparse_plugin.tools.eval.noise import beside
+
     table = Table(Column("", no_wrap=True), title=f"{model}: sparse attention beside dense attention")
     for heading in (_DENSE, sparse):
         table.add_column(heading, justify="right")
@@ -170,25 +174,28 @@ def _table(model: str, runs: dict[str, list[Result]], sparse: str) -> Table:
         parts = [list(of_dense), list(of_sparse)]
         means = (f"{fmean(result.score for result in part):.2f}" for part in parts)
         table.add_row(f"{task}, score of {len(parts[0])} questions", *means)
-    same = {name: _agreement(runs[_DENSE], runs[name]) for name in (_AGAIN, sparse)}
-    texts = runs[_AGAIN]
+    dense, other, again = (
+        [result for result in runs[name] if result.metric == NLL] for name in (_DENSE, sparse, _AGAIN)
+    )
+    same = beside("agreement", dense, other, again)
+    assert same.own is not None
+    assert same.excess is not None
     table.add_section()
     table.add_row(
-        f"same next token as dense, {len(texts)} texts x {texts[0].forced_tokens} tokens",
-        *(f"{share:.1%}" for share in same.values()),
-    )
-    table.add_row("changed beyond those of dense itself", "", f"{same[_AGAIN] - same[sparse]:.1%}")
+        f"same next token as dense, {len(dense)} texts x {dense[0].forced_tokens} tokens",
+        _percent(same.own), _percent(same.found),
+    )  # fmt: skip
+    table.add_row("changed beyond those of dense itself", "", _percent(same.excess))
     table.caption = (
         f"Dense attention is compared with itself in another batch ({_BATCH} requests at a time in place of one): "
-        "rounding changes some tokens."
+        "rounding changes some tokens. In brackets: intervals of 95 %."
     )
     return table
 
 
-def _agreement(first: list[Result], second: list[Result]) -> float:
-    """Mean share of the positions of a text at which both runs expect the same next token."""
-    texts = {result.id: result.predictions for result in first}
-    return fmean(agreement(texts[each.id], each.predictions) for each in second if each.metric == NLL)
+def _percent(found: Estimate) -> str:
+    interval = f" [{found.low:.1%}, {found.high:.1%}]" if found.count > 1 else ""
+    return f"{found.value:.1%}{interval}"
 
 
 def _task(result: Result) -> str:
