@@ -24,7 +24,8 @@ MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
 def test_an_engine_in_the_process_decodes_under_its_policy(tmp_path):
     output, text = tmp_path / "results.jsonl", write_needle_text(tmp_path / "text.txt", MODEL)
     engine = ["--in-process", "--model", str(MODEL), "--attention-backend", "streaming_llm", "--concurrency", "2"]
-    settings = {"sparse_attention": {"stopping": {}}}
+    # Attention sees what the cache keeps, which is shorter than contexts that are read whole by default.
+    settings = {"sparse_attention": {"stopping": {}, "min_context_tokens": 256}}
     engine += ["--engine-args", json.dumps({"enforce_eager": True}), "--additional-config", json.dumps(settings)]
     command = [sys.executable, "-m", "vllm_sparse_plugin", "eval", *engine, "--output", str(output), *text.options]
     done = subprocess.run([*command, "--task", "multikey", "--decode-from", "question"], capture_output=True, text=True)
