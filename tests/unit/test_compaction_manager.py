@@ -33,7 +33,7 @@ def freed(monkeypatch):
     """The calls of the metrics."""
     told = Counter()
 
-    def count(freed: int, held: int, is_first: bool) -> None:
+    def count(freed: int, is_first: bool) -> None:
         told.update(freed=freed, requests=is_first)
 
     monkeypatch.setattr("vllm_sparse_plugin.compaction.manager.count_freed_blocks", count)

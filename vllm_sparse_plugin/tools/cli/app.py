@@ -59,7 +59,9 @@ COMMANDS: dict[str, Command] = {
         "Run a model once over each prompt and compare each policy's selections with dense attention.",
     ),
     "tune": Command(
-        "tune", "tune", "Find the settings that read least of the KV cache and keep a chosen quality on your prompts."
+        "tune",
+        "tune",
+        "Find the settings that read or keep least of the KV cache and answer like dense attention on your prompts.",
     ),
     "calibrate": Command(
         "calibrate",
