@@ -31,8 +31,8 @@ class SparseSpeculator(DraftModelSpeculator):
     """What drafts for vLLM's model runner, after each of its steps.
 
     Drafts are the likeliest tokens. To vLLM's rejection sampler such a draft is a distribution with one outcome, so
-    sampled tokens have the distribution that they have without drafts. The runner verifies as many drafts for every
-    request that decodes; requests that none are made for have their newest token in the place of each.
+    sampled tokens have the distribution that they have without drafts. Every request has a row of drafts. Requests
+    without drafts have their newest token there. `PacedScheduler` verifies no such row; another scheduler verifies all.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
