@@ -168,8 +168,8 @@ def test_needles_refuses_a_folder_without_a_usable_model(run, tmp_path, content)
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     assert refused(run("needles", "--model", str(tmp_path))) == (
-        f"model: got {str(tmp_path)!r}, allowed: a folder with a config.json that has max_position_embeddings and "
-        "head_dim"
+        f"model: got {str(tmp_path)!r}, allowed: a folder with a config.json that has max_position_embeddings, "
+        "num_hidden_layers and head_dim"
     )
 
 
