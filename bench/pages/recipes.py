@@ -30,7 +30,8 @@ def _decode(paths: list[Path], settings: str, batches: tuple[int, ...]) -> Itera
     dense, sparse = map(read_steps, paths)
     for batch in batches:
         times = [steps[_LONGEST, batch]["ms_per_token"] for steps in (dense, sparse)]
-        yield _line(f"{batch} x {_LONGEST:,} tokens", "ms per token", times[0], times[1], settings, times[0] / times[1])
+        load = f"{batch} request{'s' * (batch > 1)} with {_LONGEST:,} tokens"
+        yield _line(load, "ms per token", times[0], times[1], settings, times[0] / times[1])
 
 
 def _cache_tokens() -> Iterator[list[str]]:
@@ -40,8 +41,8 @@ def _cache_tokens() -> Iterator[list[str]]:
 
 def _capacity() -> Iterator[list[str]]:
     dense, sparse = _by_variant(_CAPACITY, "dense", "snapkv")
-    load = f"{dense['concurrency']} clients, {dense['input_tokens']:,} + {dense['output_tokens']:,} tokens"
-    load += f", cache of {dense['cache_tokens']:,} tokens"
+    load = f"{dense['concurrency']} clients, prompts of {dense['input_tokens']:,} tokens, answers of "
+    load += f"{dense['output_tokens']:,}, cache of {dense['cache_tokens']:,}"
     for unit, key in (("requests at once", "running_mean"), ("output tokens per s", "output_tokens_per_second")):
         yield _line(load, unit, dense[key], sparse[key], "`snapkv`", sparse[key] / dense[key])
 

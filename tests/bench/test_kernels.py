@@ -22,9 +22,10 @@ from bench.common.options import parse_sizes, size_text
 from bench.common.results import ResultFile
 from bench.kernels import checks, prefill, report, runner, timing, traffic
 from bench.kernels.__main__ import main
+from bench.kernels.calls import fused, imported, split
 from bench.kernels.cases import OPS, QUICK, DecodeCase, Geometry, Grid, PrefillCase, TopKCase
 from bench.kernels.cli import app, cache_blocks, grid_of
-from bench.kernels.providers import PROVIDERS, Op, Provider, _fused, _split, imported
+from bench.kernels.providers import PROVIDERS, Op, Provider
 from bench.kernels.workload import Workload, needles
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.provenance import describe_run
@@ -498,7 +499,7 @@ def test_routing_that_skips_another_group_fails(op, decode_inputs):
     loaded, groups = subject.load(), decode_inputs.case.skipped_groups(SMALL)
     assert groups == 5
     subject.check(decode_inputs, {"call": subject.prepare(loaded, decode_inputs)})
-    make = _split if op == "route" else _fused
+    make = split if op == "route" else fused
     for wrong in (groups - 1, groups + 1):
         with pytest.raises(checks.CheckError):
             subject.check(decode_inputs, {"call": make(loaded, decode_inputs, wrong)})

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from markdown_it import MarkdownIt
 from sparse_kernels import limits
 from typer import Context
 from typer.core import TyperGroup
@@ -127,6 +128,7 @@ def entries(page: str) -> set[str]:
 def code_lines(path: Path) -> Iterator[str]:
     """Lines of the code blocks of a page, continued lines joined."""
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
+    text = re.sub(r"'\{[^']*\}'", lambda quoted: re.sub(r"\n\s*", " ", quoted[0]), text)  # JSON over several lines
     for line in text.splitlines():
         if line.startswith("    ") and not line.lstrip().startswith("-"):
             yield line.strip()
@@ -168,6 +170,13 @@ def test_the_readme_fits_a_few_screens_and_helps_in_the_first():
 def test_lines_can_be_read(path):
     long = [(number, len(line)) for number, line in enumerate(path.read_text().splitlines(), 1) if len(line) >= 200]
     assert long == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_code_is_as_wide_as_the_page(path):
+    # The site and GitHub cut longer lines off, behind a scroll bar.
+    blocks = [each.content for each in MarkdownIt().parse(path.read_text(encoding="utf-8")) if each.tag == "code"]
+    assert [line for block in blocks for line in block.splitlines() if len(line) > 96] == []
 
 
 @pytest.mark.parametrize("path", PAGES, ids=name_of)

@@ -99,7 +99,8 @@ def load(name: str) -> Any:
     command = COMMANDS[name]
     target = getattr(importlib.import_module(f"vllm_sparse_plugin.tools.cli.{command.module}"), command.name)
     if not isinstance(target, typer.Typer):
-        function, target = target, typer.Typer(add_completion=False)
+        # Markdown: lines of a docstring are joined and wrap at the width of the terminal.
+        function, target = target, typer.Typer(add_completion=False, rich_markup_mode="markdown")
         target.command(name, **_settings(command))(function)
     loaded = typer.main.get_command(target)
     loaded.name = name

@@ -35,7 +35,7 @@ from vllm_sparse_plugin.tools.endings import open_console
 from vllm_sparse_plugin.tools.models import head_size_of, name_of, read_config, text_config
 
 _CACHE_DTYPES = ("auto", "bfloat16", "float16", *EIGHT_BIT_CACHES)
-"""What our backends serve on a GPU."""
+"""What the backends serve on a GPU."""
 _KERNEL_BLOCK = 16
 """Tokens that FlashAttention's blocks are a multiple of."""
 _MOST_TOKENS = 1 << 30
@@ -92,11 +92,11 @@ def plan(
 ) -> None:
     """Print how many requests fit a GPU's memory with every preset, without starting anything.
 
-    All of them decode but one, which prefills. Activations and CUDA graphs take a share that vLLM measures when it
-    starts and that is not known here: take the numbers for an upper bound, and compare the rows. A preset that a server
-    would refuse has no numbers. Keys read and kept are shares of the longest prompt, for the step behind it; "?" stands
-    where attention decides while it reads. With `--additional-config` there is a row for `--attention-backend` with
-    these settings.
+    The numbers are upper bounds, because the memory of activations and CUDA graphs is measured only when a server
+    starts. One request prefills, the others decode. A preset that a server would refuse has no numbers.
+
+    Keys read and keys kept are shares of the longest prompt, in the first decode step after it. "?": known only at run
+    time. With `--additional-config` there is a row for `--attention-backend` with these settings.
     """
     folder = find_model(model)
     preset = find_preset(attention_backend)

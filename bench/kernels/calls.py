@@ -1,0 +1,198 @@
+"""The calls of this project's kernels, made from the inputs of a case.
+
+A function takes what a loader has imported, and returns the call to check and to time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from sparse_kernels.batch import DecodeOutput
+from sparse_kernels.limits import MAX_K
+from sparse_kernels.page_coverage import Limits
+from sparse_kernels.split_attention import Stopping, stop_scratch
+from sparse_kernels.stopping import StopRule
+
+from bench.kernels.workload import DecodeInputs, TopKInputs
+
+Call = Callable[[], Any]
+
+_COVERAGE = 0.95
+"""Share of the attention weight of the coverage."""
+
+
+def imported(*names: str) -> Callable[[], list[Any]]:
+    """A loader of `module:attribute` names."""
+
+    def load() -> list[Any]:
+        return [getattr(import_module(module), name) for module, _, name in (each.partition(":") for each in names)]
+
+    return load
+
+
+def write(write_cache: Any, inputs: DecodeInputs) -> Call:
+    """The write of a step's keys and values, with the records of full pages."""
+    page_size = inputs.geometry.page_size
+
+    def call() -> None:
+        write_cache(inputs.new_keys, inputs.new_values, inputs.token_rows, inputs.statistics, inputs.slots, page_size)
+
+    return call
+
+
+def score(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """The scores of all complete pages."""
+    (score_pages,) = loaded
+    num_pages, std_weight = inputs.num_pages, inputs.geometry.std_weight
+    return lambda: score_pages(inputs.grouped_query, inputs.statistics, inputs.block_table, num_pages, std_weight)
+
+
+def attend(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """Attention to given pages."""
+    (attend_pages,) = loaded
+    tokens, cache, softmax = inputs.tokens, inputs.cache, inputs.softmax
+    return lambda: attend_pages(tokens, cache, inputs.pages, softmax)
+
+
+def split(loaded: list[Any], inputs: DecodeInputs, skipped_groups: int | None) -> Call:
+    """Dense attention with `skipped_groups` groups skipped; None without routing."""
+    (split_attention,) = loaded
+    routing = None if skipped_groups is None else inputs.routing(skipped_groups)
+    batch, cache, softmax = inputs.batch, inputs.cache, inputs.softmax
+    return lambda: split_attention(batch, cache, softmax, routing=routing)
+
+
+def together(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """Dense attention with several query tokens of each request at once."""
+    (multi_token_decode,) = loaded
+    batch, cache, softmax = inputs.batch, inputs.cache, inputs.softmax
+    return lambda: multi_token_decode(batch, cache, softmax)
+
+
+def fused(loaded: list[Any], inputs: DecodeInputs, skipped_groups: int | None = None) -> Call:
+    """A decode step without the write, with `skipped_groups` groups skipped; None without routing."""
+    sparse_decode = loaded[0]
+    geometry = inputs.geometry
+    routing = None if skipped_groups is None else inputs.routing(skipped_groups)
+    batch, cache, softmax = inputs.batch, inputs.cache, inputs.softmax
+    return lambda: sparse_decode(batch, cache, softmax, geometry.selection, routing=routing)
+
+
+def budgets(loaded: list[Any], inputs: DecodeInputs, most_pages: int | None) -> Call:
+    """A decode step without the write, with a budget per request; None for one budget of all.
+
+    All budgets are equal, so the same pages are read. There is room for the largest budget of a request.
+    """
+    (sparse_decode,) = loaded
+    batch, selection = inputs.batch, inputs.geometry.selection
+    if most_pages is not None:
+        budgets = torch.full((len(batch.seq_lens),), selection.k, dtype=torch.int32, device=batch.query.device)
+        batch, selection = replace(batch, budgets=budgets), replace(selection, k=max(selection.k, most_pages))
+    cache, softmax = inputs.cache, inputs.softmax
+    return lambda: sparse_decode(batch, cache, softmax, selection)
+
+
+def counted(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """A decode step without the write, after counting the pages of a coverage.
+
+    It attends to the pages of a fixed budget, given for each row, so that the same pages are read.
+    """
+    sparse_decode, count_rows = loaded
+    batch, cache, softmax, selection = inputs.batch, inputs.cache, inputs.softmax, inputs.geometry.selection
+    rows, device = len(batch.seq_lens), batch.query.device
+    always = selection.sink_pages + selection.recent_pages
+    limits = Limits(
+        torch.full((rows,), _COVERAGE, device=device),
+        torch.full((rows,), max(always, 1), device=device),
+        torch.full((rows,), MAX_K, device=device),
+    )
+    budgets = torch.full((rows, inputs.geometry.num_kv_heads), selection.k, dtype=torch.int32, device=device)
+    most = replace(selection, k=MAX_K)
+
+    def call() -> torch.Tensor:
+        counted = replace(count_rows(batch, cache, selection, softmax, limits), budgets=budgets)
+        output: torch.Tensor = sparse_decode(counted, cache, softmax, most)
+        return output
+
+    return call
+
+
+def one_launch(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """A decode step that attends in one launch, for any budget."""
+    sparse_decode, launch_of, shape_of = loaded
+    geometry, batch, cache = inputs.geometry, inputs.batch, inputs.cache
+    max_pages = batch.block_table.shape[1] * geometry.pages_per_block
+    shape = shape_of(inputs.case.group, geometry.head_size, max_pages, geometry.k)
+    rows = len(inputs.query) * geometry.num_kv_heads
+    record_bytes = inputs.statistics.vectors.shape[3] * inputs.statistics.vectors.element_size()
+    launch = launch_of(rows, shape, record_bytes, torch.cuda.get_device_capability(inputs.query.device))
+    selection, output = geometry.selection, torch.empty_like(inputs.query)
+
+    def call() -> torch.Tensor:
+        sparse_decode(batch, cache, inputs.softmax, selection, None, None, DecodeOutput(output), launch)
+        return output
+
+    return call
+
+
+def in_pieces(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """The same in pieces, which another launch adds up."""
+    (decode_in_pieces,) = loaded
+    batch, cache, softmax, selection = inputs.batch, inputs.cache, inputs.softmax, inputs.geometry.selection
+    output = torch.empty_like(inputs.query)
+
+    def call() -> torch.Tensor:
+        decode_in_pieces(batch, cache, softmax, selection, None, DecodeOutput(output))
+        return output
+
+    return call
+
+
+def stopping(loaded: list[Any], inputs: DecodeInputs, rule: StopRule) -> Call:
+    """Dense attention by this project's kernel, newest tokens first under a stop rule."""
+    (split_attention,) = loaded
+    geometry, table = inputs.geometry, inputs.block_table
+    rows = len(inputs.query) * geometry.num_kv_heads
+    scratch = stop_scratch(rule, rows, table.shape[1] * geometry.block_size, table.device)
+    batch, cache, softmax, stopping = inputs.batch, inputs.cache, inputs.softmax, Stopping(rule, scratch=scratch)
+    return lambda: split_attention(batch, cache, softmax, stopping=stopping)
+
+
+def step(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """A decode step with its write."""
+    attend = fused(loaded, inputs)
+    write_step = write(loaded[1], inputs)
+
+    def call() -> Any:
+        write_step()
+        return attend()
+
+    return call
+
+
+def separate(loaded: list[Any], inputs: DecodeInputs) -> Call:
+    """The same with a launch each for scores, selection and attention."""
+    score_pages, select_pages, attend_pages, write_cache = loaded
+    geometry, num_pages = inputs.geometry, inputs.num_pages
+    tokens, cache, softmax = inputs.tokens, inputs.cache, inputs.softmax
+    write_step = write(write_cache, inputs)
+
+    def call() -> Any:
+        write_step()
+        scores = score_pages(
+            inputs.grouped_query, inputs.statistics, inputs.block_table, num_pages, geometry.std_weight
+        )
+        pages = select_pages(scores, num_pages, geometry.k, geometry.sink_pages, geometry.recent_pages)
+        return attend_pages(tokens, cache, pages, softmax)
+
+    return call
+
+
+def select(loaded: list[Any], inputs: TopKInputs) -> Call:
+    """The pages with the best scores."""
+    (select_pages,) = loaded
+    return lambda: select_pages(inputs.scores, inputs.num_pages, inputs.geometry.k)

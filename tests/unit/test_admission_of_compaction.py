@@ -1,0 +1,78 @@
+import pytest
+from support.admission import NGRAM, connector, engine_config, on_cuda, refusal
+
+from vllm_sparse_plugin.admission import admit
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.names import BACKENDS
+
+COMPACTING = {"attention_backend": "snapkv"}
+NOT_COMPACTED = {
+    "speculation": (NGRAM, {}, "speculation"),
+    "a connector": (connector("OffloadingConnector"), {}, "a KV connector"),
+    "offloading": ({"kv_offloading_size": 1.0}, {}, "a KV connector"),
+    "stages": ({"pipeline_parallel_size": 2}, {}, "2 pipeline stages"),
+    "engines": ({"data_parallel_size": 2}, {}, "2 data-parallel engines"),
+    "shared caches": ({}, {"num_kv_shared_layers": 1}, "LlamaForCausalLM with layers that share a cache"),
+    "windows": (
+        {},
+        {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 64},
+        "LlamaForCausalLM with layers of a sliding window or a chunk",
+    ),
+    "one window": ({}, {"sliding_window": 64}, "LlamaForCausalLM with layers of a sliding window or a chunk"),
+}
+
+
+@pytest.mark.parametrize("case", NOT_COMPACTED)
+def test_compaction_is_refused_where_it_is_not_proven_that_nothing_reads_what_is_given_back(case, folder):
+    arguments, model, got = NOT_COMPACTED[case]
+    expected = f"sparse_attention.compaction: got {got}, allowed with attention backend snapkv: null"
+    assert refusal(folder(**model), **COMPACTING, **arguments) == expected
+    without = {"additional_config": {"sparse_attention": {"compaction": None}}}
+    assert engine_config(folder(**model), **COMPACTING, **arguments, **without)
+
+
+ROLLING = {"method": "streaming_llm", "positions": "rolling"}
+NOT_ROLLING = {
+    "selection": ({"selection": {"policy": "unique"}}, "selection.policy: got unique with compaction.positions "
+                  "rolling"),
+    "routing": ({"routing": {"threshold": 0.5, "accept": "uncalibrated"}},
+                "sparse_attention.compaction.positions: got rolling beside sparse_attention.routing"),
+    "stopping": ({"stopping": {}}, "sparse_attention.compaction.positions: got rolling beside "
+                    "sparse_attention.stopping"),
+    "prefill": ({"prefill": {"method": "blocks"}}, "sparse_attention.compaction.positions: got rolling beside "
+                "sparse_attention.prefill"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", NOT_ROLLING)
+def test_positions_roll_where_a_window_is_all_that_is_read(case, folder):
+    sections, sentence = NOT_ROLLING[case]
+    backend = {"attention_backend": "dense"}
+    given = {"additional_config": {"sparse_attention": {"compaction": ROLLING, **sections}}}
+    allowed = "dense" if case == "selection" else "text"
+    assert refusal(folder(), **backend, **given) == f"{sentence}, allowed with attention backend dense: {allowed}"
+
+
+def test_positions_roll_on_both_platforms_in_a_cache_of_16_bits(folder, monkeypatch):
+    given = {"additional_config": {"sparse_attention": {"compaction": ROLLING}}}
+    config = engine_config(folder(head_dim=64), attention_backend="dense", **given)
+    admit(config, BACKENDS)
+    on_cuda(monkeypatch)
+    admit(config, BACKENDS)
+    config.cache_config.cache_dtype = "fp8"
+    expected = "positions: got rolling with a KV cache of 8 bits, allowed with attention backend dense: text"
+    with pytest.raises(ConfigurationError, match=expected):
+        admit(config, BACKENDS)
+
+
+def test_workers_of_tensor_parallelism_and_8_bit_caches_compact(folder, monkeypatch):
+    config = engine_config(folder(head_dim=64), **COMPACTING, tensor_parallel_size=2)
+    admit(config, BACKENDS)
+    on_cuda(monkeypatch)
+    config.cache_config.cache_dtype = "fp8"
+    admit(config, BACKENDS)
+
+
+def test_a_hybrid_is_not_compacted(folder):
+    expected = "sparse_attention.compaction: got JambaForCausalLM with state-space layers, allowed with attention "
+    assert refusal(folder("JambaForCausalLM"), **COMPACTING) == f"{expected}backend snapkv: null"

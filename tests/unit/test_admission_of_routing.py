@@ -1,0 +1,158 @@
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from support.admission import (
+    CUBIC,
+    UNCALIBRATED,
+    engine_config,
+    refusal,
+    routed,
+)
+
+from vllm_sparse_plugin.admission import admit, check_layers
+from vllm_sparse_plugin.config.fingerprint import fingerprint_of
+from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.names import BACKENDS
+
+ROUTED = "allowed with attention backend sinkrouter: "
+CALIBRATE = "as config the file that vllm-sparse calibrate writes, or routing.accept uncalibrated"
+REFUSED_ROUTING = {
+    "thresholds of other layers": (
+        routed(threshold=[0.5] * 3, **UNCALIBRATED),
+        f"sparse_attention.routing.threshold: got a list of 3, {ROUTED}the model's 2 layers",
+    ),
+    "thresholds of other heads": (
+        routed(threshold=[0.5, [0.5] * 4], **UNCALIBRATED),
+        f"sparse_attention.routing.threshold: got a layer's list of 4, {ROUTED}the model's 2 KV heads",
+    ),
+    "contexts beyond the fit": (
+        routed(**CUBIC, **UNCALIBRATED),
+        f"max_model_len: got 512, {ROUTED}up to 256 (sparse_attention.routing.longest, the longest context that its "
+        "cubic was fitted to)",
+    ),
+    "another model": (
+        routed(**CUBIC, model="Llama-3.1-8B", fingerprint="1234", recommended=True) | {"max_model_len": 256},
+        f"model: got FOLDER with fingerprint DIGITS, {ROUTED}Llama-3.1-8B with fingerprint 1234, whose thresholds "
+        "these are",
+    ),
+    "a preset that is not calibrated": (
+        {"attention_backend": "sinkrouter"},
+        f"sparse_attention.routing.threshold: got a value that is not calibrated for this model, {ROUTED}{CALIBRATE}",
+    ),
+    "a name of a model alone": (
+        routed(**CUBIC, model="FOLDER") | {"max_model_len": 256},
+        f"sparse_attention.routing.cubic: got a value that is not calibrated for this model, {ROUTED}{CALIBRATE}",
+    ),
+    "thresholds beside a policy": (
+        {"additional_config": {"sparse_attention": {"routing": {"threshold": 0.5}}}},
+        "sparse_attention.routing.threshold: got a value that is not calibrated for this model, allowed with attention "
+        f"backend unique: {CALIBRATE}",
+    ),
+    "a verdict against routing": (
+        routed(**CUBIC, fingerprint="DIGITS", recommended=False) | {"max_model_len": 256},
+        "sparse_attention.routing.recommended: got false, since vllm-sparse calibrate advises against routing, "
+        f"{ROUTED}another backend, or routing.accept not_recommended",
+    ),
+    "no verdict": (
+        routed(**CUBIC, fingerprint="DIGITS") | {"max_model_len": 256},
+        "sparse_attention.routing.recommended: got false, since vllm-sparse calibrate advises against routing, "
+        f"{ROUTED}another backend, or routing.accept not_recommended",
+    ),
+    "another model that is not recommended": (
+        routed(**CUBIC, fingerprint="1234", accept="not_recommended") | {"max_model_len": 256},
+        f"model: got FOLDER with fingerprint DIGITS, {ROUTED}one with fingerprint 1234, whose thresholds these are",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED_ROUTING)
+def test_refused_routing(case, folder):
+    arguments, sentence = REFUSED_ROUTING[case]
+    model = folder()
+    names = {"FOLDER": Path(model).name, "DIGITS": fingerprint_of(model)}
+    given, expected = json.dumps(arguments), sentence
+    for name, stands_for in names.items():
+        given, expected = given.replace(name, stands_for), expected.replace(name, stands_for)
+    assert refusal(model, **json.loads(given)) == expected
+
+
+def test_refused_routing_of_learned_sinks(folder, monkeypatch):
+    config = engine_config(folder(), **routed(threshold=0.5, **UNCALIBRATED))
+    monkeypatch.setattr(config.model_config.hf_config, "model_type", "gpt_oss")
+    with pytest.raises(ConfigurationError) as caught:
+        admit(config, BACKENDS)
+    assert str(caught.value) == f"model: got gpt_oss with learned attention sinks, {ROUTED}models without, if routed"
+
+
+def test_thresholds_are_those_of_one_model_wherever_it_lies(folder, tmp_path):
+    model = folder()
+    calibrated = routed(threshold=0.5, fingerprint=fingerprint_of(model), recommended=True)
+    assert engine_config(model, **calibrated)
+    moved = shutil.copytree(model, tmp_path / "elsewhere" / "renamed")
+    assert engine_config(str(moved), **calibrated)
+    accepted = routed(threshold=0.5, fingerprint=fingerprint_of(model), recommended=False, accept="not_recommended")
+    assert engine_config(model, **accepted)
+    folder(rope_theta=5e5)
+    assert refusal(model, **calibrated).startswith(f"model: got {Path(model).name} with fingerprint ")
+
+
+def test_a_model_of_the_hub_is_compared_once_it_is_loaded(folder, monkeypatch):
+    model = folder()
+    calibrated = routed(threshold=0.5, fingerprint="1234", recommended=True)
+    monkeypatch.setattr(Path, "is_dir", lambda _: False)
+    config = engine_config(model, **calibrated)
+    monkeypatch.undo()
+    chosen = config.attention_config.backend.get_class()
+    layer = SimpleNamespace(get_attn_backend=lambda: chosen)
+    monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: {"layer": layer})
+    with pytest.raises(
+        ConfigurationError, match=r"^model: got .* with fingerprint [0-9a-f]{16}, allowed .* 1234, whose "
+    ):
+        check_layers(config, BACKENDS)
+
+
+def test_the_thresholds_beside_the_witness_are_its_own(model):
+    witness = Path(model).parent / "witness-6m"
+    given = {
+        "attention_backend": "sinkrouter",
+        "max_model_len": 8192,
+        "additional_config": {"sparse_attention": {"config": str(witness / "sinkrouter.yaml")}},
+    }
+    assert engine_config(str(witness), **given)
+    assert refusal(str(witness), **given | {"max_model_len": 16384}).startswith("max_model_len: got 16384")
+    digits = [fingerprint_of(folder) for folder in (model, str(witness))]
+    assert refusal(model, **given) == (
+        f"model: got needle-8m with fingerprint {digits[0]}, {ROUTED}witness-6m with fingerprint {digits[1]}, whose "
+        "thresholds these are"
+    )
+
+
+def test_a_fingerprint_is_of_contents(tmp_path, monkeypatch):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = {"model_type": "llama", "hidden_size": 64, "transformers_version": "5.0", "_name_or_path": "/a"}
+
+    def write(weights: bytes, name: str = "model.safetensors", **changes: object) -> str | None:
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        (folder / name).write_bytes(weights)
+        return fingerprint_of(folder)
+
+    first = write(b"0" * 10_000)
+    assert write(b"0" * 10_000, transformers_version="6", _name_or_path="/b", text_config=None) == first
+    assert write(b"0" * 10_000, "optimizer.bin") == first
+    others = {write(b"1" * 10_000), write(b"0" * 9_999), write(b"0" * 10_000, hidden_size=65), write(b"")}
+    others.add(write(b"0" * 9_990 + b"1" * 10))
+    assert len(others - {first}) == 5
+    (folder / "config.json").write_text("[")
+    assert fingerprint_of(folder) is None
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path))
+    assert fingerprint_of("meta-llama/Llama-3.1-8B", cache=str(tmp_path)) is None
+    cached = tmp_path / "models--a--b" / "snapshots" / "abc"
+    shutil.copytree(folder, cached)
+    (cached / "config.json").write_text(json.dumps(config))
+    (tmp_path / "models--a--b" / "refs").mkdir()
+    (tmp_path / "models--a--b" / "refs" / "main").write_text("abc")
+    assert fingerprint_of("a/b", cache=str(tmp_path)) == fingerprint_of(cached) is not None
