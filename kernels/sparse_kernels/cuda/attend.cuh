@@ -49,6 +49,18 @@ struct AttendQuery {
 #pragma unroll
         for (int i = 0; i < PER_LANE; i++) rows[row][lane * PER_LANE + i] = (u16)pack_pair<MMA>(row < GROUP ? x[i] : 0, 0);
     }
+
+    // Loads the query of a token and KV head, the warps of a block together. All threads see it after a barrier.
+    template <int QUERY, int WARPS>
+    DEVICE void prepare_all(const QueryParams& p, int token, int head, int warp, int lane) {
+        i64 first = first_query_element(p, token, head, GROUP);
+#pragma unroll 1
+        for (int r = warp; r < ROWS; r += WARPS) {
+            float x[padded(HEAD_SIZE) / WARP];
+            load_row<QUERY, GROUP, HEAD_SIZE>(p.heads, first, p.head_stride, r, lane, x);
+            prepare(r, x, lane);
+        }
+    }
 };
 
 // The unnormalised attention of a warp. A lane holds the largest logit (base 2) and the sum of weights of head g of each

@@ -131,6 +131,19 @@ struct ScoreQuery {
         }
     }
 
+    // Stores the query of a token and KV head, the warps of a block together. All threads see it after a barrier.
+    template <int QUERY, int WARPS>
+    static DEVICE void prepare_all(Shared& shared, const QueryParams& p, int token, int head, float std_weight, int warp,
+                                   int lane) {
+        i64 first = first_query_element(p, token, head, GROUP);
+#pragma unroll 1
+        for (int r = warp; r < ROWS; r += WARPS) {
+            float x[DIMS / WARP];
+            load_row<QUERY, GROUP, HEAD_SIZE>(p.heads, first, p.head_stride, r, lane, x);
+            prepare(shared, r, x, std_weight, lane);
+        }
+    }
+
     DEVICE void load(const Shared& shared, int lane) {
         int g = lane / 4, t = lane % 4;
 #pragma unroll

@@ -195,13 +195,7 @@ struct WholeAttention {
             WholeCut cut(at.context);
             if (!is_long_and_whole(at) || stripe >= cut.stripes()) continue;
             __syncthreads();
-            i64 first_query = first_query_element(p.query, token, head, GROUP);
-#pragma unroll 1
-            for (int r = warp; r < Query::ROWS; r += WARPS) {
-                float x[padded(HEAD_SIZE) / WARP];
-                load_row<QUERY, GROUP, HEAD_SIZE>(p.query.heads, first_query, p.query.head_stride, r, lane, x);
-                query.prepare(r, x, lane);
-            }
+            query.template prepare_all<QUERY, WARPS>(p.query, token, head, warp, lane);
             __syncthreads();
             Sum sum = attend_stripe(at, TokenRows(p.cache, head), cut, stripe);
             float* values = p.whole.values + (i64)row * MOST_STRIPES * WIDTH;

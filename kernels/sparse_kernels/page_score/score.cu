@@ -32,13 +32,7 @@ page_score(const __grid_constant__ ScoreParams p) {
     int count = p.page_size ? at.context / p.page_size : at.context;
     int first = blockIdx.x * CHUNK, last = min(first + CHUNK, count);
     if (first >= last || (p.skipped && p.skipped[row])) return;
-    i64 first_query = first_query_element(p.query, token, head, GROUP);
-#pragma unroll 1
-    for (int r = warp; r < Score::ROWS; r += WARPS) {
-        float x[padded(HEAD_SIZE) / WARP];
-        load_row<QUERY, GROUP, HEAD_SIZE>(p.query.heads, first_query, p.query.head_stride, r, lane, x);
-        Score::prepare(shared, r, x, p.statistics.std_weight, lane);
-    }
+    Score::prepare_all<QUERY, WARPS>(shared, p.query, token, head, p.statistics.std_weight, warp, lane);
     __syncthreads();
     Score score;
     score.load(shared, lane);

@@ -41,13 +41,7 @@ sparse_attention(const __grid_constant__ AttendParams p) {
         for (int i = rank * WARPS * WARP + threadIdx.x; i < GROUP * HEAD_SIZE; i += CLUSTER * WARPS * WARP) out[i] = 0;
         return;
     }
-    i64 first_query = first_query_element(p.query, token, head, GROUP);
-#pragma unroll 1
-    for (int r = warp; r < Chained::Attend::Query::ROWS; r += WARPS) {
-        float x[padded(HEAD_SIZE) / WARP];
-        load_row<QUERY, GROUP, HEAD_SIZE>(p.query.heads, first_query, p.query.head_stride, r, lane, x);
-        shared.query.prepare(r, x, lane);
-    }
+    shared.query.template prepare_all<QUERY, WARPS>(p.query, token, head, warp, lane);
     Cluster<CLUSTER>::arrive();
     __syncthreads();
     Cluster<CLUSTER>::wait();

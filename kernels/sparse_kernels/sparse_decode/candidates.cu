@@ -30,13 +30,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) find_candid
     QueryToken at(p.contexts, token);
     int num_pages = at.context / PAGE_SIZE, k = p.selection.pages_of(at.request, row);
     if (at.whole || num_pages <= max(k, p.candidates.most_fused) || (p.skipped && p.skipped[row])) return;
-    i64 first_query = first_query_element(p.query, token, head, GROUP);
-#pragma unroll 1
-    for (int r = warp; r < Score::ROWS; r += WARPS) {
-        float x[padded(HEAD_SIZE) / WARP];
-        load_row<QUERY, GROUP, HEAD_SIZE>(p.query.heads, first_query, p.query.head_stride, r, lane, x);
-        Score::prepare(prepared, r, x, p.statistics.std_weight, lane);
-    }
+    Score::prepare_all<QUERY, WARPS>(prepared, p.query, token, head, p.statistics.std_weight, warp, lane);
     __syncthreads();
     Score score;
     score.load(prepared, lane);
