@@ -25,16 +25,16 @@ def listed(whole: WholeList) -> list[int]:
 
 def test_only_long_dense_requests_are_listed() -> None:
     whole = whole_list()
-    whole.write(np.array([True, True, False, True]), [WHOLE_TOKENS, WHOLE_TOKENS + 1, 100_000, 50_000])
+    whole.write(np.array([True, True, False, True]), np.array([WHOLE_TOKENS, WHOLE_TOKENS + 1, 100_000, 50_000]))
     assert listed(whole) == [1, 3]
-    whole.write(np.array([False, False]), [100_000, 100_000])
+    whole.write(np.array([False, False]), np.array([100_000, 100_000]))
     assert listed(whole) == []
 
 
 def test_long_contexts_that_the_settings_call_short_are_listed() -> None:
     """A bound may be a few tokens above the true length."""
     whole = whole_list(dense_tokens=20_000, tokens_per_request=3)
-    whole.write(np.zeros(4, dtype=bool), [4096, 20_000, 20_004, 20_100])
+    whole.write(np.zeros(4, dtype=bool), np.array([4096, 20_000, 20_004, 20_100]))
     assert listed(whole) == [1, 2]
 
 
@@ -46,14 +46,14 @@ def test_without_bounds_every_dense_request_is_listed() -> None:
 
 def test_requests_that_pad_a_batch_have_no_bound() -> None:
     whole = whole_list()
-    whole.write(np.array([True, True, False, False]), [50_000, 50_000])
+    whole.write(np.array([True, True, False, False]), np.array([50_000, 50_000]))
     assert listed(whole) == [0, 1]
 
 
 def test_no_more_are_listed_than_there_is_room_for() -> None:
     whole = whole_list()
     assert whole.most == 63
-    whole.write(np.ones(80, dtype=bool), [50_000] * 80)
+    whole.write(np.ones(80, dtype=bool), np.array([50_000] * 80))
     assert listed(whole) == list(range(63))
     requests = whole.of_run(7)
     assert requests is not None

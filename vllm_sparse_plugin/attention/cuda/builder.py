@@ -185,7 +185,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             dense, budgets = self.dense_requests.tensor, self.limits.budgets
             if self.whole is not None:
                 bound = common.seq_lens_cpu_upper_bound
-                self.whole.write(whole_requests, None if bound is None else bound.tolist())
+                self.whole.write(whole_requests, None if bound is None else bound.numpy())
             for run in runs:
                 those = slice(run.first_request, run.first_request + run.num_requests)
                 tokens = slice(run.first_token, run.first_token + run.num_tokens)

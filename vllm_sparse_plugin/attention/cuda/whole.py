@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -50,26 +50,23 @@ class WholeList:
         self._listed = StepNumbers(0, 1 + self.most, torch.int32, device)
         self._dense_tokens, self._tokens_per_request = dense_tokens, tokens_per_request
 
-    def write(self, dense: NDArray[np.bool_], longest: Sequence[int] | None) -> None:
+    def write(self, dense: NDArray[np.bool_], longest: NDArray[np.int32] | None) -> None:
         """Lists the long requests of a step.
 
         Args:
             dense: `[num_requests]` bool, the requests that attend densely whatever their length.
             longest: upper bounds of the requests' contexts; None if they are not known.
         """
-        if longest is None:
-            listed = [request for request, is_dense in enumerate(dense.tolist()) if is_dense]
-        else:
+        may_be_long = dense
+        if longest is not None:
             # The requests that pad a batch may have no bound.
-            known = zip(dense.tolist(), longest, strict=False)
-            listed = [request for request, each in enumerate(known) if self._may_be_long(*each)]
-        listed = listed[: self.most]
+            count = min(len(dense), len(longest))
+            longest = longest[:count]
+            # A bound counts the drafts of a step as accepted.
+            shortest = longest - 2 * self._tokens_per_request
+            may_be_long = (longest > WHOLE_TOKENS) & (dense[:count] | (shortest <= self._dense_tokens))
+        listed = np.flatnonzero(may_be_long)[: self.most].tolist()
         self._listed.write([len(listed), *listed])
-
-    def _may_be_long(self, is_dense: bool, longest: int) -> bool:
-        # A bound counts the drafts of a step as accepted.
-        shortest = longest - 2 * self._tokens_per_request
-        return longest > WHOLE_TOKENS and (is_dense or shortest <= self._dense_tokens)
 
     def of_run(self, first_request: int) -> WholeRequests | None:
         """Returns the list for decoding requests that begin with `first_request`; None if there is no room for any."""
