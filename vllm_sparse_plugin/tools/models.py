@@ -10,6 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from vllm_sparse_plugin.config.fingerprint import add_pieces
 from vllm_sparse_plugin.errors import ConfigurationError
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
@@ -220,6 +221,4 @@ def _add(file: Path, digest: Any) -> None:
             while piece := opened.read(_PIECE_BYTES):
                 digest.update(piece)
             return
-        for number in range(_PIECES):
-            opened.seek(number * (size - _PIECE_BYTES) // (_PIECES - 1))
-            digest.update(opened.read(_PIECE_BYTES))
+        add_pieces(digest, opened, size, _PIECES, _PIECE_BYTES)
