@@ -32,7 +32,7 @@ from bench.serving.variants import (
     generator,
     measure_variants,
     open_variant,
-    per_token,
+    time_tokens,
     variant_columns,
 )
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -117,14 +117,8 @@ def measure_batch(
     begin = time.perf_counter()
     generate(prompts, 1)
     prefill = time.perf_counter() - begin
-    seconds(1 + settings.new_tokens)
-    times = [
-        (seconds(1 + settings.new_tokens) - seconds(1)) / settings.new_tokens * 1e3 for _ in range(settings.repeats)
-    ]
     return {
-        **per_token(times),
-        "repeats": settings.repeats,
-        "new_tokens": settings.new_tokens,
+        **time_tokens(seconds, settings.new_tokens, settings.repeats),
         "prefill_seconds": round(prefill, 3),
     }
 

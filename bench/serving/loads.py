@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -26,7 +27,7 @@ from bench.serving.variants import (
     BackendSettings,
     measure_variants,
     open_variant,
-    per_token,
+    time_tokens,
     variant_columns,
 )
 from vllm_sparse_plugin.errors import ConfigurationError
@@ -171,12 +172,8 @@ def loads_variant(text: Annotated[str, typer.Argument(metavar="JSON")]) -> None:
             if load.tokens + load.count * cache.block_size > room:
                 file.write({**about, "skipped": f"the KV cache holds {room} tokens"})
                 continue
-            generate(load, 1 + settings.new_tokens)
-            times = [
-                (generate(load, 1 + settings.new_tokens) - generate(load, 1)) / settings.new_tokens * 1e3
-                for _ in range(settings.repeats)
-            ]
-            found = {**about, **per_token(times), "repeats": settings.repeats, "new_tokens": settings.new_tokens}
+            measured = time_tokens(partial(generate, load), settings.new_tokens, settings.repeats)
+            found = {**about, **measured}
             file.write(found)
             print(f"{variant.name}, {size_text(settings.max_model_len)}: {load.name}: {found['ms_per_token']:.2f} ms")
 

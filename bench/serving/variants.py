@@ -128,6 +128,19 @@ def per_token(milliseconds: Sequence[float]) -> Row:
     return {name: round(value, 4) for name, value in zip(names, spread(milliseconds), strict=True)}
 
 
+def time_tokens(seconds: Callable[[int], float], new_tokens: int, repeats: int) -> Row:
+    """The columns of the time of one token: the difference between 1 and 1 + `new_tokens` tokens, divided by it.
+
+    Args:
+        seconds: generates that many tokens for each request of a batch; returns how long it took.
+        new_tokens: tokens that a time is taken over.
+        repeats: repeats of the measurement, after one that does not count.
+    """
+    seconds(1 + new_tokens)
+    times = [(seconds(1 + new_tokens) - seconds(1)) / new_tokens * 1e3 for _ in range(repeats)]
+    return {**per_token(times), "repeats": repeats, "new_tokens": new_tokens}
+
+
 def generator(llm: LLM) -> Generate:
     """Returns a function that generates a given number of likeliest tokens in an engine."""
     from vllm import SamplingParams, TokensPrompt

@@ -106,7 +106,7 @@ class ContextParams(ctypes.Structure):
 
 
 class WholeParams(ctypes.Structure):
-    """Long requests that are attended whole, whose pieces all blocks of a launch share."""
+    """Long requests that are attended whole. All blocks of a launch share their stripes."""
 
     _fields_: ClassVar[_Fields] = [
         ("requests", _Pointer), ("values", _Pointer), ("weights", _Pointer), ("arrived", _Pointer),

@@ -5,8 +5,9 @@ latency between them are most of the cost, a row has a cluster of blocks; with m
 capability 9.0 there are no clusters, and scoring is a launch of its own; so it is for the kinds of statistics that
 `page_score.triton` scores.
 
-What does not fit one launch takes several: contexts of more pages than a block numbers are selected from in launches of
-their own; and large budgets and groups are attended in pieces that another launch adds up.
+What does not fit one launch takes several. A launch before finds the candidates of long contexts (`candidates`), or
+scores all pages and selects, where they are more than a block numbers. Large budgets and groups are attended in pieces,
+which another launch adds up. The blocks of one launch share long contexts that are attended whole (`whole.cuh`).
 
 Where the batch has pages, a launch reads them as it reads a selection of another launch. A launch that writes its
 selection is compiled apart, so that the others do not carry it.
