@@ -17,7 +17,7 @@ import typer
 
 from bench.common.console import open_console
 from bench.common.results import ResultFile, read_runs
-from research.real import pages, prefill, routing, rules
+from research.real import decode, pages, prefill, routing, rules
 from research.real.answers import measure_answers
 from research.real.model import Llama
 from research.real.report import tables
@@ -27,9 +27,10 @@ from vllm_sparse_plugin.tools.arguments import open_tokenizer, run_app
 from vllm_sparse_plugin.tools.needles import library_text
 from vllm_sparse_plugin.tools.provenance import describe_run
 
-STUDIES = ("answers", "prefill", "routing", "pages")
+STUDIES = ("answers", "prefill", "routing", "pages", "decode")
 PROSE, CODE = "prose", "code"
 PAGE_ARMS = (pages.ORACLE, *pages.KINDS_OF_PAGES, *pages.LEVELS)
+DECODE_ARMS = (pages.ORACLE, *pages.KINDS_OF_PAGES)
 _LIBRARY_CHARS = 4_000_000
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>")
 _AGAIN = "<|im_end|>\n<|im_start|>user\nRepeat the previous context exactly.<|im_end|>\n<|im_start|>assistant\n"
@@ -81,6 +82,8 @@ def run(
     ratios: Annotated[str, typer.Option(help="Shares of a prompt that eviction keeps.")] = "0.25,0.125",
     shares: Annotated[str, typer.Option(help="Shares of the groups that routing skips.")] = "0.05,0.1,0.2",
     reduces: Annotated[str, typer.Option(help="How page scores of a group are put together.")] = "max,share",
+    budgets: Annotated[str, typer.Option(help="Pages that a decode reads.")] = "64,128,192,256",
+    first_dense: Annotated[str, typer.Option(help="First layers of a decode that read everything.")] = "0",
     context: Annotated[int, typer.Option(help="Of questions that are answered.")] = 4096,
     questions: Annotated[int, typer.Option(min=1, help="For each task, at most.")] = 25,
     texts: Annotated[int, typer.Option(min=1, help="For each kind and context, at most.")] = 10,
@@ -103,16 +106,25 @@ def run(
     # The first text of each kind and context sets thresholds, and is not measured.
     held_out, measured = _first(written, 1), [each for each in written if each not in _first(written, 1)]
     few = _first([each for each in everything if each.kind == RULER], 1)
-    decode, end_tokens, instruction = _tokenizer(model)
+    text_of, end_tokens, instruction = _tokenizer(model)
     measurements: Mapping[str, Callable[[], Iterator[dict[str, Any]]]] = {
         "answers": lambda: measure_answers(
-            loaded, asked, chosen["answers"], _numbers(ratios), decode, end_tokens, instruction, longest
+            loaded, asked, chosen["answers"], _numbers(ratios), text_of, end_tokens, instruction, longest
         ),
         "prefill": lambda: prefill.measure_prefill(loaded, exact, measured, chosen["prefill"]),
         "routing": lambda: routing.measure_routing(
             loaded, exact, held_out, measured, chosen["routing"], _numbers(shares)
         ),
         "pages": lambda: pages.measure_pages(loaded, [*few, *measured], chosen["pages"], reduces.split(",")),
+        "decode": lambda: decode.measure_decode(
+            loaded,
+            exact,
+            measured,
+            chosen["decode"],
+            reduces.split(","),
+            list(map(int, budgets.split(","))),
+            list(map(int, first_dense.split(","))),
+        ),
     }
     with torch.inference_mode(), ResultFile(output, describe_run(model, commit)) as file:
         for name in studies:
@@ -147,7 +159,7 @@ def choose_arms(arms: str) -> dict[str, list[str]]:
     """
     known: dict[str, Sequence[str]] = {
         "answers": tuple(rules.RULES), "prefill": tuple(prefill.FORMS), "routing": tuple(routing.ROUTINGS),
-        "pages": PAGE_ARMS,
+        "pages": PAGE_ARMS, "decode": DECODE_ARMS,
     }  # fmt: skip
     names = _names("arms", arms, [name for each in known.values() for name in each]) if arms else None
     return {study: [name for name in each if names is None or name in names] for study, each in known.items()}

@@ -130,8 +130,10 @@ def _far(keys: torch.Tensor) -> torch.Tensor:
     return torch.cat([far, (mean * PAGE - far) / (PAGE - 1)], dim=-2)
 
 
-def _all_keys(keys: torch.Tensor) -> Estimate:
+def _all_keys(keys: torch.Tensor, best: bool = False) -> Estimate:
     vectors = in_codes("sketch", rotate(keys).unflatten(-2, (2, 4))).flatten(-3, -2)
+    if best:
+        return lambda query: _dot(rotate(query), vectors).amax(dim=-1) + math.log(PAGE)
     return lambda query: _dot(rotate(query), vectors).logsumexp(dim=-1)
 
 
@@ -146,6 +148,8 @@ KINDS_OF_PAGES: dict[str, Kind] = {
     "halves8": Kind(lambda k: _best_of(in_8_bits(_split(k, 2))), lambda d: 2 * d + 4),
     "quarters4_deviation": Kind(lambda k: _with_deviation(_quarters(k), _spread(k, 4), 0.25), lambda d: 2 * d + 2),
     "keys2": Kind(_all_keys, lambda d: 2 * d + 4),
+    "keys2_best": Kind(lambda k: _all_keys(k, best=True), lambda d: 2 * d + 4),
+    "keys_exact": Kind(_best_of, lambda d: 16 * d),
     "keys2_centred": Kind(lambda k: _all_keys(_centred(k)), lambda d: 2 * d + 4),
     "quarters4_centred": Kind(lambda k: _best_of(_quarters(_centred(k))), lambda d: 2 * d),
     "quarters4_sum": Kind(lambda k: _sum_of(_quarters(k)), lambda d: 2 * d),
@@ -161,7 +165,7 @@ KINDS_OF_PAGES: dict[str, Kind] = {
     "by_norm8": Kind(lambda k: _best_of(in_8_bits(_by_norm(k))), lambda d: d + 2),
     "quarters_exact": Kind(lambda k: _best_of(_split(k, 4)), lambda d: 8 * d),
 }  # fmt: skip
-"""By the names of arms; `quarters_exact` shows what the codes cost."""
+"""By the names of arms; `quarters_exact` and `keys_exact` show what the codes cost."""
 LEVELS = ("two_levels", "two_levels_super")
 """Arms with a first level: a mean and a spread of each page, or of `SUPER` pages; then quarters of the best."""
 ORACLE = "oracle"
@@ -207,8 +211,8 @@ class Layer:
         pages = keys[:, : count * PAGE].float().unflatten(1, (count, PAGE))
         return cls(grouped, pages, mass, 1 - mass.sum(dim=-1), complete)
 
-    def read(self, scores: torch.Tensor, budget: int) -> torch.Tensor:
-        """Returns the weight that the best pages hold: `[rows, num_kv_heads]`.
+    def best(self, scores: torch.Tensor, budget: int) -> torch.Tensor:
+        """Returns the best pages of each query: `[rows, num_kv_heads, budget]`.
 
         Args:
             scores: `[rows, num_kv_heads, num_pages]`.
@@ -218,8 +222,11 @@ class Layer:
         always = (page == 0) | (page == self.complete[:, None] - 1)
         missing = page >= self.complete[:, None]
         ranked = scores.masked_fill(always[:, None], torch.inf).masked_fill(missing[:, None], -torch.inf)
-        best = ranked.topk(min(budget, ranked.shape[-1]), dim=-1).indices
-        return self.mass.gather(-1, best).sum(dim=-1) + self.rest
+        return ranked.topk(min(budget, ranked.shape[-1]), dim=-1).indices
+
+    def read(self, scores: torch.Tensor, budget: int) -> torch.Tensor:
+        """Returns the weight that the best pages hold, see `best`: `[rows, num_kv_heads]`."""
+        return self.mass.gather(-1, self.best(scores, budget)).sum(dim=-1) + self.rest
 
 
 def measure_layer(layer: Layer, arms: Sequence[str], reduces: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -235,12 +242,12 @@ def measure_layer(layer: Layer, arms: Sequence[str], reduces: Sequence[str]) -> 
             estimate = kind.make(layer.keys)(layer.query)
             about = {"arm": arm, "bytes": kind.record_bytes(size)}
             for reduce in reduces:
-                yield from _budgets(layer, over_group(_seen(layer, estimate), reduce), about | {"reduce": reduce})
+                yield from _budgets(layer, over_group(seen(layer, estimate), reduce), about | {"reduce": reduce})
 
 
 def _two_levels(layer: Layer, arm: str) -> Iterator[dict[str, Any]]:
     size, count = layer.keys.shape[-1], layer.keys.shape[1]
-    fine = over_group(_seen(layer, KINDS_OF_PAGES["quarters4"].make(layer.keys)(layer.query)), "max")
+    fine = over_group(seen(layer, KINDS_OF_PAGES["quarters4"].make(layer.keys)(layer.query)), "max")
     if arm == LEVELS[0]:
         coarse = over_group(first_level(layer.keys)(layer.query), "max")
         first_bytes = size + 4
@@ -262,7 +269,8 @@ def _two_levels(layer: Layer, arm: str) -> Iterator[dict[str, Any]]:
         yield from _budgets(layer, scores, about)
 
 
-def _seen(layer: Layer, estimate: torch.Tensor) -> torch.Tensor:
+def seen(layer: Layer, estimate: torch.Tensor) -> torch.Tensor:
+    """Takes pages away that a query does not see whole: `[rows, num_kv_heads, group_size, num_pages]`."""
     page = torch.arange(estimate.shape[-1], device=estimate.device)
     return estimate.masked_fill((page >= layer.complete[:, None])[:, None, None], -torch.inf)
 

@@ -9,9 +9,9 @@ import numpy as np
 from rich.table import Table
 
 from research.real.answers import DENSE
-from research.real.prefill import NOISE
+from research.real.prefill import NOISE, SCORED
 from research.real.rules import RULES
-from vllm_sparse_plugin.tools.eval.statistics import estimate_mean
+from vllm_sparse_plugin.tools.eval.statistics import estimate_excess, estimate_mean
 
 Rows = Sequence[dict[str, Any]]
 _RESAMPLES = 2000
@@ -20,7 +20,7 @@ _RESAMPLES = 2000
 def tables(rows: Rows) -> Iterator[Table]:
     """Yields a table for each study that rows have."""
     makers: dict[str, Callable[[Rows], list[Table]]] = {
-        "answers": _answers, "prefill": _prefill, "routing": _routing, "pages": _pages,
+        "answers": _answers, "prefill": _prefill, "routing": _routing, "pages": _pages, "decode": _decode,
     }  # fmt: skip
     for study, make in makers.items():
         found = [row for row in rows if row.get("study") == study]
@@ -119,6 +119,25 @@ def _pages(rows: Rows) -> list[Table]:
         for (arm, reduce, size), group in _groups(of_kind, "arm", "reduce", "bytes").items():
             values = [f"{_mean(row['mass'] for row in group if row['pages'] == budget):.3f}" for budget in budgets]
             table.add_row(arm, reduce, str(size), *values)
+        made.append(table)
+    return made
+
+
+def _decode(rows: Rows) -> list[Table]:
+    scored = [row for row in rows if "agreement" in row]
+    noise = {row["text"]: row["agreement"] for row in scored if row["arm"] == NOISE}
+    made = []
+    for (kind, context), of_kind in _groups(scored, "kind", "context_tokens").items():
+        table = Table(title=f"Decode from chosen pages: {kind}, {context} tokens")
+        for column in ("arm", "group", "pages", "first dense", "agreement", "excess", "95 %"):
+            table.add_column(column, no_wrap=True)
+        columns = "arm", "reduce", "pages", "first_dense"
+        for key, group in _groups(of_kind, *columns).items():
+            found = [row["agreement"] for row in group]
+            excess = estimate_excess([noise.get(row["text"], 1.0) for row in group], found, SCORED)
+            table.add_row(
+                *map(str, key), f"{_mean(found):.3f}", f"{excess.value:.3f}", f"{excess.low:.3f} to {excess.high:.3f}",
+            )  # fmt: skip
         made.append(table)
     return made
 

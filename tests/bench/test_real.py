@@ -8,7 +8,7 @@ import torch
 from support.llama import GROUP, KV_HEADS, LAYERS, save_llama
 from transformers import LlamaForCausalLM
 
-from research.real import pages, prefill, routing, rules
+from research.real import decode, pages, prefill, routing, rules
 from research.real.__main__ import PAGE_ARMS, choose_arms
 from research.real.answers import PackedCache, answer, keep, measure_answers
 from research.real.model import Cache, Llama, causal_attention, causal_weights, read
@@ -263,6 +263,25 @@ def test_pages_hold_at_most_what_the_oracle_reads(model, text, question):
     assert mass["prose/0", "mean8", "max", 64] == pytest.approx(1.0, abs=1e-4)
 
 
+def test_a_decode_that_reads_every_page_is_dense(model, text):
+    rows = list(decode.measure_decode(model, None, [text], [pages.ORACLE, "mean8"], ["max"], [2, 64], [0, 9]))
+    agreement = {(row["arm"], row["pages"], row["first_dense"]): row["agreement"] for row in rows if row["arm"]}
+    assert len(agreement) == 8
+    assert {value for (_, budget, first), value in agreement.items() if budget == 64 or first == 9} == {1.0}
+    assert agreement["mean8", 2, 0] < 1
+
+
+def test_a_decode_reads_chosen_pages_and_what_no_page_holds_yet():
+    layer = pages.Layer.of(torch.randn(4, 3, 16), torch.randn(2, 45, 16), 0.25)
+    read = decode.chosen_tokens(layer, pages.ORACLE, "max", 3, 45)
+    assert read.shape == (2, 3, 45)
+    for row, position in enumerate((42, 43, 44)):
+        assert read[:, row, :8].all()
+        assert read[:, row, 32 : position + 1].all()
+        assert not read[:, row, position + 1 :].any()
+        assert (read[:, row, 8:32].sum(dim=-1) == 8).all()
+
+
 def test_first_and_newest_page_and_the_rest_are_always_read():
     query, keys = torch.randn(4, 3, 16), torch.randn(2, 45, 16)
     layer = pages.Layer.of(query, keys, 0.25)
@@ -300,7 +319,13 @@ def test_prompts_are_read_as_written(tmp_path, question, text):
 
 
 def test_names_choose_arms():
-    assert choose_arms("pool13,zipvl") == {"answers": ["pool13"], "prefill": ["zipvl"], "routing": [], "pages": []}
+    assert choose_arms("pool13,zipvl") == {
+        "answers": ["pool13"],
+        "prefill": ["zipvl"],
+        "routing": [],
+        "pages": [],
+        "decode": [],
+    }
     assert choose_arms("")["answers"] == list(RULES)
     with pytest.raises(ConfigurationError, match="arms: got 'nope'"):
         choose_arms("nope")
@@ -320,7 +345,8 @@ def test_tables_of_all_studies(model, question, text, monkeypatch):
         *prefill.measure_prefill(model, model, [text], ["zipvl"]),
         *routing.measure_routing(model, model, [text], [text], ["cosine"], [0.1]),
         *pages.measure_pages(model, [text], ["mean8"], ["max"]),
+        *decode.measure_decode(model, model, [text], ["mean8"], ["max"], [2], [0]),
     ]  # fmt: skip
     rows = json.loads(json.dumps(rows))
     assert {row["arm"] for row in rows if "survive" in row} == set(RULES)
-    assert [table.title.split()[0] for table in tables(rows)] == ["RULER", "Prefill", "Skipped", "Weight"]
+    assert [table.title.split()[0] for table in tables(rows)] == ["RULER", "Prefill", "Skipped", "Weight", "Decode"]
