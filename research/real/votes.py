@@ -135,6 +135,11 @@ def expected_attention(model: Llama, query: torch.Tensor, keys: torch.Tensor) ->
 def watch_answer(model: Llama, prompt: Read, answer: Sequence[int]) -> None:
     """Collects the votes of the dense answer's queries; no server has them before it must choose."""
     votes: list[torch.Tensor] = []
+    if not answer:
+        prompt.votes["answer"] = prompt.keys.new_zeros(
+            *prompt.keys.shape[:2], model.num_heads // model.num_kv_heads, prompt.num_tokens, dtype=torch.float32
+        )
+        return
     tokens = torch.tensor(answer, device=model.device)
     _extend(model, prompt, tokens, lambda weights: votes.append(weights[..., : prompt.num_tokens].sum(dim=-2)))
     prompt.votes["answer"] = torch.stack(votes)

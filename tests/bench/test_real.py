@@ -184,6 +184,8 @@ def test_answers_see_only_what_is_kept(model, question):
 def test_every_source_votes(model, question):
     one = read_prompt(model, question, {"h2o", "expected"})
     read_again(model, one, [7, 8], chunk=128)
+    watch_answer(model, one, [])
+    assert not one.votes["answer"].any()
     watch_answer(model, one, [1, 2, 3])
     assert set(one.votes) == {"h2o", "expected", "repeat", "answer"}
     for votes in one.votes.values():
