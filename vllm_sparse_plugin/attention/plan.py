@@ -259,7 +259,7 @@ def _routing_of(
     if not routed:
         return {}, None
     if any(getattr(layer.impl, "sinks", None) is not None for layer in routed.values()):
-        raise ConfigurationError("model: got learned attention sinks, allowed with routing: models without")
+        raise ConfigurationError("model: got learned attention sinks, allowed with routing: models without them")
     numbered = _numbered(routed, vllm_config)
     counts = DeviceCounts(numbered, SKIPPED, 2, device)
     of_layer = {
