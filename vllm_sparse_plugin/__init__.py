@@ -11,10 +11,10 @@ except PackageNotFoundError:
 
 
 def announce() -> None:
-    """Entry point of `vllm.platform_plugins`: makes the backends' names known, and brings no platform.
+    """Entry point of `vllm.platform_plugins`: registers the names of the backends. It adds no platform.
 
-    vLLM calls it while it finds its platform, which is before `LLM(attention_config={...})` is validated; general
-    plugins are loaded after.
+    vLLM calls it while it looks for its platform, before it validates `LLM(attention_config={...})`. It loads general
+    plugins after that.
     """
 
     def names() -> None:
@@ -26,9 +26,9 @@ def announce() -> None:
 
 
 def register() -> None:
-    """Entry point of `vllm.general_plugins`: makes the attention backends known to vLLM.
+    """Entry point of `vllm.general_plugins`: registers the attention backends.
 
-    Idempotent, and called by vLLM in every process it starts. Changes nothing until one of the backends is chosen.
+    vLLM calls it in every process. It is idempotent and changes nothing until one of the backends is chosen.
     """
 
     def backends() -> None:
@@ -40,7 +40,7 @@ def register() -> None:
 
 
 def _try(step: Callable[[], None]) -> None:
-    """Takes a step, of which no failure may end the vLLM of a user who has merely installed the plugin."""
+    """Runs a step and logs its failure: an installed plugin must never end vLLM."""
     try:
         step()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""`python -m vllm_sparse_plugin`: the same as the `vllm-sparse` command."""
+"""`python -m vllm_sparse_plugin`: the `vllm-sparse` command."""
 
 from vllm_sparse_plugin.tools.cli import main
 

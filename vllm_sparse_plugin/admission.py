@@ -108,7 +108,8 @@ def admit(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
     if vllm_config.kv_transfer_config:
         vllm_config.kv_transfer_config.kv_connector_module_path = connectors.__name__
     if drafts_with_attention(vllm_config) and not vllm_config.use_v2_model_runner:
-        # vLLM's first model runner would choose another backend for the draft, without statistics in its blocks.
+        # Otherwise vLLM's first model runner would choose another backend for the draft, without statistics in its
+        # blocks.
         vllm_config.speculative_config.attention_backend = compat.backend_member(name)
     if config.runs_kernels or config.compaction:
         expose()
@@ -120,17 +121,17 @@ def _refuse(backend: str, holds: bool, field: str, got: Any, allowed: str) -> No
 
 
 def check_layers(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
-    """Checks that the attention layers of a worker use the chosen backend: some models bring other backends.
+    """Checks that the attention layers of a worker use the chosen backend; some models have other backends.
 
-    Also checks whose thresholds a routing has, and on a GPU the heads of every layer. Layers may differ.
+    Also checks the model of the routing thresholds and, on a GPU, the heads of every layer.
 
     Args:
         vllm_config: vLLM's configuration after the model is loaded.
         backends: names and presets of this plugin's backends.
 
     Raises:
-        ConfigurationError: if the worker has attention layers and none of them has the backend, or if thresholds are
-            those of another model, or if the kernels do not serve the heads of a layer.
+        ConfigurationError: if the worker has attention layers and none of them has the backend, if thresholds are for
+            another model, or if the kernels do not support the heads of a layer.
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -235,21 +236,21 @@ def _unsupported(vllm_config: VllmConfig, config: ResolvedConfig) -> list[tuple[
             )
     selector = config.selector
     if selector is not None and not selector.has_kernel() and on_cuda:
-        policy = f"policy {selector.name()}, whose select has no kernel"
-        expect(config.stop_rule is None, f"{KEY}.stopping", f"a rule with {policy}", "null with it on a GPU")
-        expect(config.lossless is None, f"{KEY}.lossless", f"a section with {policy}", "null with it on a GPU")
+        policy = f"policy {selector.name()}, which selects pages in torch"
+        expect(config.stop_rule is None, f"{KEY}.stopping", f"a rule with {policy}", "null on a GPU")
+        expect(config.lossless is None, f"{KEY}.lossless", f"a section with {policy}", "null on a GPU")
     if config.coverage is not None:
         field, got = f"{KEY}.selection.coverage", config.coverage
         eight_bits = cache.cache_dtype in EIGHT_BIT_CACHES
-        expect(not eight_bits, field, f"{got} with a KV cache of 8 bits", "null with it")
-        expect(config.stop_rule is None, field, f"{got} with stopping", "null with it")
-    # With it, vLLM does not say whether a request's last token is part of the prompt.
+        expect(not eight_bits, field, f"{got} with a KV cache of 8 bits", "null")
+        expect(config.stop_rule is None, field, f"{got} with stopping", "null")
+    # With this option vLLM does not tell whether a request's last token is part of the prompt.
     expect(not cache.kv_sharing_fast_prefill, "kv_sharing_fast_prefill", "true", "false")
-    # Two half batches at the same time would share the scratch memory and the counts of a layer.
-    expect(not parallel.use_ubatching, "enable_dbo, ubatch_size", "batches in parts", "neither")
+    # Two half batches at the same time would share the scratch and the counts of a layer.
+    expect(not parallel.use_ubatching, "enable_dbo, ubatch_size", "split batches", "neither option")
     skipped = cache.kv_cache_dtype_skip_layers
     mixed = cache.cache_dtype in EIGHT_BIT_CACHES and skipped
-    # The statistics rows of one-byte and two-byte caches have no common block size.
+    # The statistics rows of 8-bit and 16-bit caches have no common block size.
     expect(not mixed, "kv_cache_dtype_skip_layers", ", ".join(skipped), f"none with {cache.cache_dtype}")
     dcp, pcp = parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size
     expect(dcp == 1, "decode_context_parallel_size", dcp, "1")
@@ -294,9 +295,9 @@ def _expect_known_drafts(
     expect(not speculative.parallel_drafting, "speculative parallel_drafting", "true", "false")
     backend, attention = speculative.attention_backend, vllm_config.attention_config
     expect(backend in (None, attention.backend, *attention.backend_per_kind.values()), "speculative attention_backend",
-           "none" if backend is None else backend.name.lower(), "none, which takes that of the model")  # fmt: skip
+           "none" if backend is None else backend.name.lower(), "none: a draft uses that of the model")  # fmt: skip
     dtype = speculative.kv_cache_dtype
-    expect(dtype is None, "speculative kv_cache_dtype", dtype, "none, which takes that of the model")
+    expect(dtype is None, "speculative kv_cache_dtype", dtype, "none: a draft uses that of the model")
     expect(not draft.use_mla, "speculative model", "a draft with MLA", "drafts with multi-head or grouped attention")
     selects = config.selector is not None and not config.selector.reads_every_page
     expect(selects or not config.draft_is_sparse, f"{KEY}.speculation.draft",
@@ -327,12 +328,12 @@ def _expect_cuda_shapes(
     capability = (*current_platform.get_device_capability(),)
     selector, stopping = config.selector, config.stop_rule is not None
     refusals = list(head_refusals(group, head_size, stopping))
-    # vLLM runs another FlashAttention there, which supports only its own page size.
+    # vLLM runs another FlashAttention for such heads, which supports only its own page size.
     expect(
         config.block_prefill is None or head_size < 256 or capability < (10, 0),
         f"{KEY}.prefill",
         f"heads of {head_size} on compute capability {'.'.join(map(str, capability))}",
-        "null for them",
+        "null",
     )
     if selector is not None and not selector.reads_every_page:
         layout = selector.statistics_layout(head_size, 2)
@@ -368,12 +369,12 @@ def _expect_routable(expect: _Expect, vllm_config: VllmConfig, routing: Routing)
     model = vllm_config.model_config
     field = f"{KEY}.routing"
     has_sink_logits = model.hf_config.model_type in LEARNED_SINKS
-    # These models use learned sink logits instead of attention to the first token. Routing has no signal.
+    # In these models learned sink logits replace the attention to the first token, so routing has no signal.
     expect(
         not has_sink_logits,
         "model",
         f"{model.hf_config.model_type} with learned attention sinks",
-        "models without, if routed",
+        "models without them, or no routing",
     )
     layers, kv_heads = routing.shape
     num_layers = model.hf_text_config.num_hidden_layers
@@ -385,11 +386,11 @@ def _expect_routable(expect: _Expect, vllm_config: VllmConfig, routing: Routing)
     expect(wrong == heads, f"{field}.threshold", f"a layer's list of {wrong}", f"the model's {heads} KV heads")
     longest = model.max_model_len
     expect(routing.cubic is None or longest <= routing.longest, "max_model_len", longest,
-           f"up to {routing.longest} ({field}.longest, the longest context that its cubic was fitted to)")  # fmt: skip
+           f"up to {routing.longest}, the longest context of the cubic ({field}.longest)")  # fmt: skip
     form = "cubic" if routing.threshold is None else "threshold"
     if routing.objection != routing.accept and routing.objection == "uncalibrated":
         expect(False, f"{field}.{form}", "a value that is not calibrated for this model",
-               "as config the file that vllm-sparse calibrate writes, or routing.accept uncalibrated")  # fmt: skip
+               "the file of vllm-sparse calibrate as config, or routing.accept uncalibrated")  # fmt: skip
     elif routing.objection != routing.accept and routing.objection == "not_recommended":
         expect(False, f"{field}.recommended", "false, since vllm-sparse calibrate advises against routing",
                "another backend, or routing.accept not_recommended")  # fmt: skip
@@ -403,7 +404,7 @@ def _expect_calibrated(expect: _Expect, vllm_config: VllmConfig, routing: Routin
         return
     served = fingerprint_of(model.model, model.revision, vllm_config.load_config.download_dir)
     expect(served == routing.fingerprint, "model", f"{Path(model.model).name} with fingerprint {served}",
-           f"{routing.model or 'one'} with fingerprint {routing.fingerprint}, whose thresholds these are")  # fmt: skip
+           f"{routing.model or 'one'} with fingerprint {routing.fingerprint}, the model of the thresholds")  # fmt: skip
 
 
 def _expect_compactable(expect: _Expect, vllm_config: VllmConfig) -> None:
@@ -412,7 +413,7 @@ def _expect_compactable(expect: _Expect, vllm_config: VllmConfig) -> None:
     allowed = "null"
 
     def refuse(holds: bool, got: str) -> None:
-        # None of these cases has been proven safe: a layer might read blocks that were given back.
+        # These cases are not proven safe: a layer might read blocks that were given back.
         expect(not holds, f"{KEY}.compaction", got, allowed)
 
     text = model.hf_text_config
@@ -437,7 +438,7 @@ def _expect_rolling(expect: _Expect, config: ResolvedConfig, cache_dtype: str) -
         expect(not holds, f"{KEY}.compaction.positions", f"rolling {got}", "text")
 
     refuse(cache_dtype in EIGHT_BIT_CACHES, "with a KV cache of 8 bits")
-    # Every token reads only the window, and its kernel supports no other selection.
+    # Every token reads only the window, and the kernel of rolling positions supports no other selection.
     policy = config.selection.name()
     expect(policy == "dense", "selection.policy", f"{policy} with compaction.positions rolling", "dense")
     for section in ("routing", "stopping", "prefill"):
@@ -460,15 +461,15 @@ def _expect_verifiable(expect: _Expect, vllm_config: VllmConfig, config: Resolve
     asked = config.config.lossless is not None and config.config.lossless.draft_length == "adaptive"
     if other is not None and asked and is_from_user(config, "lossless.draft_length"):
         expect(False, f"{field}.draft_length", f"adaptive {other}", "fixed")
-    # Answers are those of dense attention, so nothing but drafts may leave anything out.
-    refuse(not config.is_sparse, "a section with nothing sparse to draft with")
-    refuse(config.prefill is not None, f"a section beside {KEY}.prefill")
-    refuse(config.compaction is not None, f"a section beside {KEY}.compaction")
-    refuse(config.draft_is_sparse, f"a section beside {KEY}.speculation.draft sparse")
+    # Answers must equal those of dense attention, so only drafts may leave tokens out.
+    refuse(not config.is_sparse, "a section without sparse attention for drafts")
+    refuse(config.prefill is not None, f"a section and {KEY}.prefill")
+    refuse(config.compaction is not None, f"a section and {KEY}.compaction")
+    refuse(config.draft_is_sparse, f"a section and {KEY}.speculation.draft sparse")
     speculative = vllm_config.speculative_config
     if speculative is not None:
-        refuse(not compat.drafts_for_itself(vllm_config), f"a section beside speculation by {speculative.method}")
-    # Each of these would need a drafting step, or a proof, of its own.
+        refuse(not compat.drafts_for_itself(vllm_config), f"a section and drafts of {speculative.method}")
+    # Drafting steps do not support these cases, or lossless answers are not proven for them.
     text = model.hf_text_config
     kinds = set(getattr(text, "layer_types", None) or ())
     windows = bool(kinds - {"full_attention"}) or (not kinds and model.get_sliding_window() is not None)

@@ -1,11 +1,10 @@
-"""Tells vLLM's KV connectors what the blocks of this plugin's backends hold.
+"""KV connectors of vLLM with names that describe the blocks of this plugin's backends.
 
-A block may leave its engine, to a file, another store or another engine. It is found again by its tokens, the model's
-name and vLLM's numbers of its layout. These do not describe the page statistics in a block. They also do not describe
-what its tokens attended to, which decides their keys and values. For prompts this depends on the settings of sparse
-prefill, for decoded tokens on the settings of sparse decode. The connectors here are vLLM's, constructed with a longer
-model name. Its suffix names the statistics and these settings. Files of other settings then have other names, and the
-handshake of engines with different settings fails.
+A block may leave its engine, to a file, another store or another engine. vLLM finds it by its tokens, the model's name
+and its own layout numbers. These do not describe the page statistics in the block. They also do not describe what the
+block's tokens attended to, which decides their keys and values: for prompts the settings of sparse prefill, for decoded
+tokens those of sparse decode. The connectors here get a longer model name. Its suffix names the statistics and these
+settings. Files of other settings then have other names, and the handshake of engines with different settings fails.
 
 vLLM finds the classes here because admission sets `kv_connector_module_path` to this module.
 """
@@ -29,14 +28,14 @@ if TYPE_CHECKING:
 CONNECTORS = ("OffloadingConnector", "SimpleCPUOffloadConnector", "NixlConnector", "DecodeBenchConnector")
 """Supported KV connectors: they move whole blocks with statistics rows, or fill blocks with noise to measure time."""
 STATISTICS_VERSION = 1
-"""Version of the bytes of page statistics. Raise it when a name gets other bytes. `test_connectors.py` has examples."""
+"""Version of the bytes of page statistics. Raise it when the bytes of a format change. See `test_connectors.py`."""
 
 _OF_DECODE = {
     "selection", "routing", "stopping", "compaction", "speculation", "first_dense_layers", "min_context_tokens",
 }  # fmt: skip
 """Settings that decide what a decoding token attends to."""
 _ORIGIN = {"routing": {"accept", "recommended", "fingerprint", "model", "data", "date"}}
-"""Settings that only describe the origin of others."""
+"""Settings that only record where other settings are from."""
 
 
 def __getattr__(name: str) -> Any:
@@ -75,10 +74,10 @@ def with_block_contents(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig)
 
 
 def block_contents(config: ResolvedConfig, kv_cache_config: KVCacheConfig) -> str:
-    """Returns a name for everything except the model that the bytes of a block depend on, usable in a file name.
+    """Returns a name of everything except the model that decides the bytes of a block. It is valid in a file name.
 
     Args:
-        config: the settings of the backend.
+        config: the settings of the plugin.
         kv_cache_config: vLLM's layout of the blocks of all layers.
 
     Returns:
@@ -88,7 +87,7 @@ def block_contents(config: ResolvedConfig, kv_cache_config: KVCacheConfig) -> st
 
     shapes = set()
     for group in kv_cache_config.kv_cache_groups:
-        # A group of layers of different shapes has several specifications.
+        # A group of layers with different shapes has several specs.
         specs = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
         shapes |= {
             (spec.block_size, spec.head_size, str(spec.dtype).removeprefix("torch."), spec.dtype.itemsize)

@@ -1,4 +1,4 @@
-"""Resolves the settings of sparse attention, once for each configuration of vLLM."""
+"""Resolves the settings of sparse attention once per configuration of vLLM."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 class _AdditionalConfig(dict[str, Any]):
-    """The value of `--additional-config`, which keeps the resolved settings.
+    """The value of `--additional-config`, together with the resolved settings.
 
-    They travel with vLLM's configuration to the workers, so the workers need no YAML file of the user. An attribute of
-    the configuration itself would do the same, but vLLM copies a configuration by its fields and knows no other.
+    The resolved settings reach the workers with vLLM's configuration, so workers do not read the user's YAML file. vLLM
+    copies a configuration by its fields and would lose an additional attribute.
     """
 
     kept: tuple[EngineSettings, str, ResolvedConfig] | None = None

@@ -1,4 +1,4 @@
-"""What the plugin raises for bad input."""
+"""The exception for bad input."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Iterable
 
 
 class ConfigurationError(RuntimeError):
-    """A setting or a combination of settings that cannot be served.
+    """A setting or a combination of settings that is not supported.
 
-    The message is one sentence that names the field, what was given and what is allowed. Not a ValueError: pydantic
-    would bury a ValueError raised while vLLM validates its own configuration.
+    The message is one sentence with the field, the value and the allowed values. The class does not derive from
+    ValueError, because pydantic would wrap that in its own report.
     """
 
 
 def choices(names: Iterable[str]) -> str:
-    """What is allowed, for the end of a sentence: `a, b or c`."""
+    """Lists the allowed values for a sentence: `a, b or c`."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last

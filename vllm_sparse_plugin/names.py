@@ -1,4 +1,4 @@
-"""The names that users write; nothing else of the plugin is needed to know them."""
+"""The names that users write."""
 
 BACKENDS: dict[str, str] = {
     "UNIQUE": "unique",
@@ -19,8 +19,8 @@ BACKENDS: dict[str, str] = {
 }
 """Name of each attention backend, as in `--attention-backend`, and its preset in `configs/`."""
 KEY = "sparse_attention"
-"""Key of our settings in vLLM's `--additional-config`."""
+"""Key of the plugin's settings in vLLM's `--additional-config`."""
 DRAFTER = "vllm_sparse_plugin.lossless.drafter.SparseDrafter"
-"""The class that drafts in lossless mode, as vLLM's speculative configuration names it."""
+"""The drafter class of lossless mode, for vLLM's speculative configuration."""
 SCHEDULER = "vllm_sparse_plugin.lossless.scheduler.PacedScheduler"
-"""The class that says for whom, and how much, steps draft on a GPU, as vLLM's scheduler configuration names it."""
+"""The scheduler class of lossless mode on a GPU, for vLLM's scheduler configuration."""

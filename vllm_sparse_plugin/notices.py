@@ -1,7 +1,7 @@
 """Notices about a supported configuration: one sentence each, logged at start and shown by `show-config`.
 
-Unsupported configurations end the start (`admission.py`). A notice describes a supported setting with a surprising
-effect. A setting of the user without an effect is refused.
+`admission.py` refuses unsupported configurations. A notice describes a supported setting with a surprising effect.
+A setting of the user without an effect is refused.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from vllm_sparse_plugin.policies import InfLLMSelection, UniqueSelection
 from vllm_sparse_plugin.policies.scored import ScoredSelection
 
 EIGHT_BIT_CACHES = ("fp8", "fp8_e4m3")
-"""vLLM's names of the supported one-byte types of the KV cache."""
+"""vLLM's names of the supported 8-bit types of the KV cache."""
 FEW_PAGES = 64
-"""With pages of more than 8 tokens, selections below this number of pages miss single facts. 64 is the paper's budget;
-the study of page scores measured the effect."""
+"""With pages of more than 8 tokens, smaller selections than this number of pages miss single facts. 64 pages are the
+paper's budget; the study of page scores measured the effect."""
 
 
 def is_from_user(config: ResolvedConfig, field: str) -> bool:
-    """Returns whether the user gave the value of a field, such as `selection.lambda`, and no preset did."""
+    """Returns whether the user, not a preset, gave the value of a field such as `selection.lambda`."""
     source = config.sources.get(field, "")
     return source == ADDITIONAL_CONFIG or source.startswith(FILE)
 
@@ -45,12 +45,12 @@ class Situation(NamedTuple):
 
     @property
     def statistics(self) -> str | None:
-        """UNIQUE's statistics of a page in this cache; None for another policy."""
+        """The format of UNIQUE's statistics in this cache; None for another policy."""
         return self.unique.statistics_in(self.cache_itemsize) if self.unique else None
 
     @property
     def has_few_large_pages(self) -> bool:
-        """Whether a scored policy reads fewer than `FEW_PAGES` pages of more than 8 tokens."""
+        """Whether a policy that scores reads fewer than `FEW_PAGES` pages of more than 8 tokens."""
         selection = self.config.selection
         return isinstance(selection, ScoredSelection) and selection.page_size > 8 and selection.budget_pages < FEW_PAGES
 
@@ -66,7 +66,7 @@ class Situation(NamedTuple):
 
     @property
     def has_threshold_of_no_model(self) -> bool:
-        """Whether groups are skipped by a threshold that was not calibrated."""
+        """Whether routing uses thresholds that are not calibrated."""
         return self.config.routing is not None and self.config.routing.objection == "uncalibrated"
 
 
@@ -79,8 +79,7 @@ class Notice(NamedTuple):
 
 def _about_lambda_without_effect(situation: Situation) -> str:
     return (
-        f"{KEY}.selection.lambda: it has no effect with statistics {situation.statistics!r}, which keep no deviation "
-        "to weigh."
+        f"{KEY}.selection.lambda: it has no effect with statistics {situation.statistics!r}, which store no deviation."
     )
 
 
@@ -89,7 +88,7 @@ def _about_few_large_pages(situation: Situation) -> str:
     assert isinstance(selection, ScoredSelection)
     return (
         f"{KEY}.selection: {selection.budget_tokens} tokens in pages of {selection.page_size} are "
-        f"{selection.budget_pages} pages, and with fewer than {FEW_PAGES} large pages single facts are missed; take "
+        f"{selection.budget_pages} pages; selections of fewer than {FEW_PAGES} large pages miss single facts; set "
         f"page_size 8, or budget_tokens {FEW_PAGES * selection.page_size} or more."
     )
 
@@ -98,8 +97,8 @@ def _about_statistics_of_its_cache(situation: Situation) -> str:
     assert situation.unique is not None
     usual = situation.unique.statistics_in(cache_itemsize=2)
     return (
-        f"{KEY}.selection.statistics: 'auto' keeps {situation.statistics} means in this 8-bit KV cache, not the "
-        f"{usual} of a 16-bit one, and chooses pages less well at small budgets."
+        f"{KEY}.selection.statistics: 'auto' stores {situation.statistics} means in this 8-bit KV cache, and {usual} "
+        "in a 16-bit cache; the means choose pages less well at small budgets."
     )
 
 
@@ -107,15 +106,15 @@ def _about_threshold_of_no_model(situation: Situation) -> str:
     routing = situation.config.routing
     form = "cubic" if routing is None or routing.threshold is None else "threshold"
     return (
-        f"{KEY}.routing.{form}: it was not calibrated for this model, so it is unknown how many groups are skipped and "
-        "whether the answers stay; vllm-sparse calibrate finds both. A server refuses it without routing.accept."
+        f"{KEY}.routing.{form}: it was not calibrated for this model, so the number of skipped groups and the quality "
+        "of answers are unknown; vllm-sparse calibrate measures both. A server refuses it without routing.accept."
     )
 
 
 def _about_sparse_prefill(situation: Situation) -> str:
     return (
-        f"{KEY}.prefill: prompts attend sparsely, so their log probabilities and their keys and values are not those "
-        "of dense attention, and depend a little on where a prompt is cut into chunks."
+        f"{KEY}.prefill: prompts attend sparsely, so their log probabilities, keys and values differ from those of "
+        "dense attention, and depend slightly on the chunks of a prompt."
     )
 
 
@@ -147,8 +146,8 @@ def notices_of(config: ResolvedConfig, cache_dtype: str) -> list[str]:
     unique = situation.unique
     if unique and situation.has_lambda_without_effect and unique.lambda_ != UniqueSelection().lambda_:
         raise ConfigurationError(
-            f"{KEY}.selection.lambda: got {unique.lambda_:g} with statistics {situation.statistics!r}, which keep no "
-            "deviation to weigh, allowed: with statistics int8, fp8 or bf16"
+            f"{KEY}.selection.lambda: got {unique.lambda_:g} with statistics {situation.statistics!r}, which store no "
+            "deviation, allowed: with statistics int8, fp8 or bf16"
         )
     return [notice.sentence(situation) for notice in NOTICES if notice.applies(situation)]
 
@@ -157,12 +156,12 @@ def announce(config: ResolvedConfig, cache_dtype: str, of_engine: Iterable[str] 
     """Logs the sentences that apply, each once, in the process that the user started.
 
     Args:
-        config: as of `notices_of`.
-        cache_dtype: as of `notices_of`.
-        of_engine: sentences that depend on more than these, logged after the others.
+        config: see `notices_of`.
+        cache_dtype: see `notices_of`.
+        of_engine: sentences that depend on the engine, logged after the others.
 
     Raises:
-        ConfigurationError: as `notices_of`.
+        ConfigurationError: see `notices_of`.
     """
     sentences = [*notices_of(config, cache_dtype), *of_engine]
     if multiprocessing.parent_process() is None:

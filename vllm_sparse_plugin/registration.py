@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def announce() -> None:
-    """Registers the names of the backends if the vLLM version is tested. Idempotent."""
+    """Registers the names of the backends if the version of vLLM is tested. Idempotent."""
     if compat.untested_vllm() is None:
         compat.register_backend_names(BACKENDS)
 
@@ -23,7 +23,7 @@ def register() -> None:
     """Registers the backends, and the checks that run if one of them is chosen. Idempotent.
 
     Raises:
-        UntestedVLLMError: for an untested version of vLLM, which does not change.
+        UntestedVLLMError: for an untested version of vLLM, which stays unchanged.
     """
     if untested := compat.untested_vllm():
         raise UntestedVLLMError(untested)
@@ -37,7 +37,7 @@ def register() -> None:
 def check_request(
     vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, beam_search: bool, streams_input: bool
 ) -> None:
-    """Checks a request with arguments for plugins or a growing prompt. Other requests import nothing.
+    """Checks a request that has arguments for plugins or a growing prompt. It imports nothing for other requests.
 
     Raises:
         ValueError: if one of this plugin's backends is chosen and cannot serve the request.
@@ -49,7 +49,8 @@ def check_request(
 
 
 def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, salt: str | None) -> str | None:
-    """Returns the salt for hashes of a request's blocks. A request without arguments for plugins imports nothing."""
+    """Returns the salt for the hashes of a request's blocks. It imports nothing for requests without arguments for
+    plugins."""
     if not arguments or compat.chosen_backend(vllm_config, BACKENDS) is None:
         return salt
     from vllm_sparse_plugin.requests import check
@@ -66,7 +67,7 @@ class UntestedVLLMError(RuntimeError):
 
 
 def make_speculator(vllm_config: VllmConfig, device: torch.device) -> Any:
-    """Returns the drafter of lossless mode for vLLM's second model runner, which plans its CUDA graphs afterwards."""
+    """Returns the drafter of lossless mode for vLLM's second model runner, and hooks the plan of its CUDA graphs."""
     from vllm_sparse_plugin.lossless.graphs import plan_decode_graphs
     from vllm_sparse_plugin.lossless.speculator import SparseSpeculator
 
@@ -90,7 +91,7 @@ def admit_if_chosen(vllm_config: VllmConfig) -> None:
     """Checks a complete configuration that chooses one of this plugin's backends or has settings for them.
 
     Raises:
-        ConfigurationError: if it cannot be served.
+        ConfigurationError: if it is not supported.
     """
     additional = vllm_config.additional_config
     has_settings = isinstance(additional, Mapping) and additional.get(KEY) is not None
@@ -106,7 +107,7 @@ def check_layers_if_chosen(vllm_config: VllmConfig) -> None:
     vLLM's sampling of drafts.
 
     Raises:
-        ConfigurationError: if no layer has the backend.
+        ConfigurationError: see `admission.check_layers`.
     """
     if compat.chosen_backend(vllm_config, BACKENDS):
         from vllm.platforms import current_platform

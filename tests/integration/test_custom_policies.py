@@ -104,7 +104,7 @@ def with_policy(policy: Selection) -> ResolvedConfig:
 
 def test_requests_have_no_budget_where_select_has_no_kernel(policies):
     config = with_policy(policies["evenly_spaced"]())
-    sentence = r"^sparse_budget_tokens: got 64 with policy evenly_spaced, whose select has no kernel, allowed: none$"
+    sentence = r"^sparse_budget_tokens: got 64 with policy evenly_spaced, which selects pages in torch, allowed: none$"
     with pytest.raises(ValueError, match=sentence):
         pages_of_request({"sparse_budget_tokens": 64}, config)
     assert pages_of_request({"sparse_budget_tokens": 64}, with_policy(policies["half_spread"]())) == (8, 8, 0)

@@ -272,7 +272,7 @@ def test_metrics_have_a_place_wherever_something_is_counted(backend, settings, m
 def test_batches_in_parts_are_refused(folder):
     config = engine_config(folder())
     config.parallel_config.enable_dbo = True
-    with pytest.raises(ConfigurationError, match=r"^enable_dbo, ubatch_size: got batches in parts, .*: neither$"):
+    with pytest.raises(ConfigurationError, match=r"^enable_dbo, ubatch_size: got split batches, .*: neither option$"):
         admit(config, BACKENDS)
 
 
@@ -310,6 +310,6 @@ def test_what_surprises_is_said_when_a_configuration_is_admitted(folder, monkeyp
 
 def test_a_lambda_without_effect_is_refused(folder):
     assert refusal(folder(), additional_config=settings(**{"lambda": 0.5})) == (
-        "sparse_attention.selection.lambda: got 0.5 with statistics 'quarters', which keep no deviation to weigh, "
+        "sparse_attention.selection.lambda: got 0.5 with statistics 'quarters', which store no deviation, "
         "allowed: with statistics int8, fp8 or bf16"
     )

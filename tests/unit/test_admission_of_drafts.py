@@ -16,12 +16,12 @@ REFUSED_DRAFTS = {
     "another backend": (
         {"attention_backend": "CPU_ATTN"},
         {},
-        "speculative attention_backend: got cpu_attn, {}none, which takes that of the model",
+        "speculative attention_backend: got cpu_attn, {}none: a draft uses that of the model",
     ),
     "another cache": (
         {"kv_cache_dtype": "bfloat16"},
         {},
-        "speculative kv_cache_dtype: got bfloat16, {}none, which takes that of the model",
+        "speculative kv_cache_dtype: got bfloat16, {}none: a draft uses that of the model",
     ),
     "several tokens in one pass": (
         {"parallel_drafting": True},
@@ -54,7 +54,7 @@ def test_a_draft_of_ours_alone_is_refused(folder):
     model = folder()
     draft = drafted(model, attention_backend="unique")["speculative_config"]
     assert refusal(model, attention_backend=None, speculative_config=draft) == (
-        f"speculative attention_backend: got unique, {UNIQUE}none, which takes that of the model"
+        f"speculative attention_backend: got unique, {UNIQUE}none: a draft uses that of the model"
     )
 
 

@@ -20,13 +20,13 @@ from vllm_sparse_plugin.lossless.speculation import speculate_if_lossless
 from vllm_sparse_plugin.names import BACKENDS
 
 NOT_LOSSLESS = {
-    "nothing sparse": (lossless(selection={"policy": "dense"}), {}, "a section with nothing sparse to draft with"),
-    "sparse prefill": (lossless(prefill={"method": "blocks"}), {}, "a section beside sparse_attention.prefill"),
-    "compaction": (lossless(compaction={"method": "snapkv"}), {}, "a section beside sparse_attention.compaction"),
+    "nothing sparse": (lossless(selection={"policy": "dense"}), {}, "a section without sparse attention for drafts"),
+    "sparse prefill": (lossless(prefill={"method": "blocks"}), {}, "a section and sparse_attention.prefill"),
+    "compaction": (lossless(compaction={"method": "snapkv"}), {}, "a section and sparse_attention.compaction"),
     "sparse drafts": (
-        lossless(speculation={"draft": "sparse"}), {}, "a section beside sparse_attention.speculation.draft sparse"
+        lossless(speculation={"draft": "sparse"}), {}, "a section and sparse_attention.speculation.draft sparse"
     ),
-    "another draft": (lossless() | NGRAM, {}, "a section beside speculation by ngram"),
+    "another draft": (lossless() | NGRAM, {}, "a section and drafts of ngram"),
     "adapters": (lossless() | {"enable_lora": True}, {}, "LoRA adapters"),
     "a connector": (lossless() | connector("OffloadingConnector"), {}, "a KV connector"),
     "offloading": (lossless() | {"kv_offloading_size": 1.0}, {}, "a KV connector"),
@@ -147,7 +147,7 @@ def test_under_another_scheduler_every_request_drafts_as_much_and_the_log_says_s
     assert config.scheduler_config.scheduler_cls != PacedScheduler
     assert said == [
         f"sparse_attention.lossless.draft_length: {other} every decoding request drafts and verifies 8 tokens in each "
-        "step on a GPU, also where drafts gain nothing."
+        "step on a GPU, even if drafts gain nothing."
     ]
 
 

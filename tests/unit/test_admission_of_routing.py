@@ -18,7 +18,7 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
 
 ROUTED = "allowed with attention backend sinkrouter: "
-CALIBRATE = "as config the file that vllm-sparse calibrate writes, or routing.accept uncalibrated"
+CALIBRATE = "the file of vllm-sparse calibrate as config, or routing.accept uncalibrated"
 REFUSED_ROUTING = {
     "thresholds of other layers": (
         routed(threshold=[0.5] * 3, **UNCALIBRATED),
@@ -30,13 +30,13 @@ REFUSED_ROUTING = {
     ),
     "contexts beyond the fit": (
         routed(**CUBIC, **UNCALIBRATED),
-        f"max_model_len: got 512, {ROUTED}up to 256 (sparse_attention.routing.longest, the longest context that its "
-        "cubic was fitted to)",
+        f"max_model_len: got 512, {ROUTED}up to 256, the longest context of the cubic "
+        "(sparse_attention.routing.longest)",
     ),
     "another model": (
         routed(**CUBIC, model="Llama-3.1-8B", fingerprint="1234", recommended=True) | {"max_model_len": 256},
-        f"model: got FOLDER with fingerprint DIGITS, {ROUTED}Llama-3.1-8B with fingerprint 1234, whose thresholds "
-        "these are",
+        f"model: got FOLDER with fingerprint DIGITS, {ROUTED}Llama-3.1-8B with fingerprint 1234, the model of "
+        "the thresholds",
     ),
     "a preset that is not calibrated": (
         {"attention_backend": "sinkrouter"},
@@ -63,7 +63,7 @@ REFUSED_ROUTING = {
     ),
     "another model that is not recommended": (
         routed(**CUBIC, fingerprint="1234", accept="not_recommended") | {"max_model_len": 256},
-        f"model: got FOLDER with fingerprint DIGITS, {ROUTED}one with fingerprint 1234, whose thresholds these are",
+        f"model: got FOLDER with fingerprint DIGITS, {ROUTED}one with fingerprint 1234, the model of the thresholds",
     ),
 }
 
@@ -84,7 +84,10 @@ def test_refused_routing_of_learned_sinks(folder, monkeypatch):
     monkeypatch.setattr(config.model_config.hf_config, "model_type", "gpt_oss")
     with pytest.raises(ConfigurationError) as caught:
         admit(config, BACKENDS)
-    assert str(caught.value) == f"model: got gpt_oss with learned attention sinks, {ROUTED}models without, if routed"
+    assert (
+        str(caught.value)
+        == f"model: got gpt_oss with learned attention sinks, {ROUTED}models without them, or no routing"
+    )
 
 
 def test_thresholds_are_those_of_one_model_wherever_it_lies(folder, tmp_path):
@@ -109,7 +112,7 @@ def test_a_model_of_the_hub_is_compared_once_it_is_loaded(folder, monkeypatch):
     layer = SimpleNamespace(get_attn_backend=lambda: chosen)
     monkeypatch.setattr("vllm.config.get_layers_from_vllm_config", lambda *_: {"layer": layer})
     with pytest.raises(
-        ConfigurationError, match=r"^model: got .* with fingerprint [0-9a-f]{16}, allowed .* 1234, whose "
+        ConfigurationError, match=r"^model: got .* with fingerprint [0-9a-f]{16}, allowed .* 1234, the "
     ):
         check_layers(config, BACKENDS)
 
@@ -125,8 +128,8 @@ def test_the_thresholds_beside_the_witness_are_its_own(model):
     assert refusal(str(witness), **given | {"max_model_len": 16384}).startswith("max_model_len: got 16384")
     digits = [fingerprint_of(folder) for folder in (model, str(witness))]
     assert refusal(model, **given) == (
-        f"model: got needle-8m with fingerprint {digits[0]}, {ROUTED}witness-6m with fingerprint {digits[1]}, whose "
-        "thresholds these are"
+        f"model: got needle-8m with fingerprint {digits[0]}, {ROUTED}witness-6m with fingerprint {digits[1]}, the "
+        "model of the thresholds"
     )
 
 

@@ -132,7 +132,7 @@ def test_sparse_prefill_of_large_heads_is_refused_where_vllm_has_another_kernel_
         admit(config, BACKENDS)
     assert str(caught.value) == (
         "sparse_attention.prefill: got heads of 256 on compute capability 10.0, "
-        "allowed with attention backend unique_prefill: null for them"
+        "allowed with attention backend unique_prefill: null"
     )
 
 
@@ -173,7 +173,7 @@ def test_a_coverage_needs_a_cache_of_16_bits(folder, monkeypatch):
     plain.cache_config.cache_dtype = "fp8"
     with pytest.raises(ConfigurationError) as caught:
         admit(plain, BACKENDS)
-    assert str(caught.value) == f"{field} with a KV cache of 8 bits, {UNIQUE}null with it"
+    assert str(caught.value) == f"{field} with a KV cache of 8 bits, {UNIQUE}null"
 
 
 def test_refused_on_an_old_gpu(folder, monkeypatch):

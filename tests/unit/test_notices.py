@@ -8,8 +8,8 @@ from vllm_sparse_plugin.config import resolve
 from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.names import BACKENDS
 
-LARGE = "sparse_attention.selection: 512 tokens in pages of 16 are 32 pages, and with fewer than 64 large pages "
-CACHE = "sparse_attention.selection.statistics: 'auto' keeps int8 means in this 8-bit KV cache, not the quarters of a "
+LARGE = "sparse_attention.selection: 512 tokens in pages of 16 are 32 pages; selections of fewer than 64 large pages "
+CACHE = "sparse_attention.selection.statistics: 'auto' stores int8 means in this 8-bit KV cache, and quarters in a "
 THRESHOLD = "sparse_attention.routing.threshold: it was not calibrated for this model, "
 CUBIC = "sparse_attention.routing.cubic: it was not calibrated for this model, "
 INFLLM = "sparse_attention.selection.policy: Representative keys are those that agree most with their page's own mean, "
@@ -24,7 +24,7 @@ CASES = {
         "quest",
         {"selection": {"page_size": 32, "budget_tokens": 2016}},
         "auto",
-        ["sparse_attention.selection: 2016 tokens in pages of 32 are 63 pages, and with fewer than 64 large pages "],
+        ["sparse_attention.selection: 2016 tokens in pages of 32 are 63 pages; selections of fewer than 64 large "],
     ),
     "few pages of 8": ("unique", {"selection": {"budget_tokens": 64}}, "auto", []),
     "pages that are not scored": ("streaming_llm", {"selection": {"page_size": 32}}, "auto", []),
@@ -64,7 +64,7 @@ def test_a_lambda_that_was_changed_and_has_no_effect_is_refused(selection, stati
     with pytest.raises(ConfigurationError) as caught:
         notices.notices_of(resolve({"selection": {"lambda": 0.5} | selection}, "unique"), "auto")
     assert str(caught.value) == (
-        f"sparse_attention.selection.lambda: got 0.5 with statistics {statistics!r}, which keep no deviation to weigh, "
+        f"sparse_attention.selection.lambda: got 0.5 with statistics {statistics!r}, which store no deviation, "
         "allowed: with statistics int8, fp8 or bf16"
     )
     (tmp_path / "mine.yaml").write_text("selection: {lambda: 2.0}\n")

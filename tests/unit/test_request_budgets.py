@@ -118,15 +118,15 @@ BOUNDS = "allowed: a multiple of page_size (8), from 24 to 1048576"
         ),
         (
             "streaming_llm", {}, {"sparse_budget_tokens": 512},
-            "sparse_budget_tokens: got 512 with a compaction that slides, allowed: none",
+            "sparse_budget_tokens: got 512 with a compaction that keeps a sliding window, allowed: none",
         ),
         (
             "unique", {"prefill": {"method": "blocks"}}, {"sparse": "dense"},
-            "sparse: got dense with a server whose prefill is sparse, allowed: none",
+            "sparse: got dense with prefill in the settings of the server, allowed: none",
         ),
         (
             "streaming_llm", {}, {"sparse": "dense"},
-            "sparse: got dense with a server whose compaction is sparse, allowed: none",
+            "sparse: got dense with compaction in the settings of the server, allowed: none",
         ),
         (
             "unique", {}, {"sparse_budget": 512},
@@ -232,7 +232,7 @@ def test_a_stream_of_inputs_that_comes_by_another_way_is_refused_too():
             {"sparse_budget_tokens": 16392},
             "a multiple of page_size (8), from 24 to 16384",
         ),
-        ({}, {"sparse_coverage": 0.9}, "none with a server that has no coverage"),
+        ({}, {"sparse_coverage": 0.9}, "none unless the server has a coverage"),
     ],
 )
 def test_a_gpu_has_room_for_so_many_pages(monkeypatch, settings, arguments, allowed):

@@ -1,1 +1,1 @@
-"""The attention backends: what vLLM instantiates in its workers."""
+"""Attention backends, which run in vLLM's workers."""

@@ -1,4 +1,4 @@
-"""Builds the backend classes by registered name, on first use and for the platform at hand."""
+"""Builds a backend class for a registered name and the current platform, on first use."""
 
 from __future__ import annotations
 
@@ -33,6 +33,6 @@ def _backend(name: str) -> type:
             "NVIDIA GPUs or vLLM's CPU build"
         )
 
-    # vLLM looks the name up in its enumeration, and hashes module and name.
+    # vLLM looks up the name in its enumeration, and hashes module and name.
     attributes = {"get_name": staticmethod(lambda: name), "preset": BACKENDS[name], "__module__": __name__}
     return type(name, (base,), attributes)

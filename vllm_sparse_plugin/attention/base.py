@@ -1,4 +1,4 @@
-"""Our attention backends share this on every platform."""
+"""The parts of a backend that all platforms share."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class SparseBackend:
-    """Sparse decode attention; each platform derives it together with vLLM's dense backend there."""
+    """Backend of sparse decode attention. Each platform combines it with vLLM's dense backend."""
 
     preset: ClassVar[str]
-    """Preset of the registered name."""
+    """The preset of the backend."""
     supports_kv_cache_update_bypass: ClassVar[bool] = False
-    """False, because a fused operation that writes keys and values itself would leave their statistics unwritten."""
+    """False: a fused operation that writes keys and values would not write their statistics."""
 
     if TYPE_CHECKING:
 
@@ -64,19 +64,22 @@ class SparseBackend:
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        # The builder splits batches by the query lengths that the host knows.
+        # The builder splits a batch by the query lengths on the host.
         return False
 
     @classmethod
     def config(cls) -> ResolvedConfig:
-        """Returns the settings of the engine that is being loaded; those of the preset where none is."""
+        """Returns the settings of the engine that is loading; without an engine, those of the preset."""
         vllm_config = get_current_vllm_config_or_none()
         return resolve(None, cls.preset) if vllm_config is None else resolved(vllm_config, cls.preset)
 
     @classmethod
     def hook_runner(cls) -> None:
-        """Hooks the model runner of this process. vLLM asks a backend for the class of its layers when it builds a
-        model, which is after it has imported its runner and before the runner sets up its cache."""
+        """Hooks the model runner of this process.
+
+        vLLM asks a backend for its layer class while it builds a model. By then it has imported the runner, and the
+        runner has not set up its cache.
+        """
         compat.hook_model_runners(_building, spread, rows.note, sampling.begin_step, request_log.finish)
 
     @classmethod
@@ -86,7 +89,7 @@ class SparseBackend:
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Adds the statistics rows to the KV block, and says what of a request is kept."""
+        """Adds the statistics rows and the retention to the spec of a KV block."""
         layout = cls.statistics_layout(spec)
         if layout is not None and spec.tokens_per_state == 1:
             spec = replace(spec, tokens_per_state=layout.tokens_per_row)
@@ -97,7 +100,7 @@ class SparseBackend:
 
 
 class ModelSize(NamedTuple):
-    """Size of the model that a layer belongs to."""
+    """Size of a model."""
 
     longest_context: int
     """In tokens."""
@@ -113,14 +116,14 @@ class ModelSize(NamedTuple):
 
 
 class SparseImpl:
-    """One attention layer; each platform derives it together with vLLM's dense implementation there."""
+    """One attention layer. Each platform combines it with vLLM's dense implementation."""
 
     plan: LayerPlan
-    """What the layer does, once the metadata builder has bound it."""
+    """Set by `bind`."""
     cache: KVCache
-    """The layer's cache as decoding tokens see it."""
+    """The layer's cache for decoding tokens."""
     statistics_cache: KVCache | None
-    """The layer's cache with its statistics, in the pages of these; None if it keeps none."""
+    """The layer's cache in pages of its statistics, with the statistics; None without statistics."""
     num_heads: int
     num_kv_heads: int
     num_queries_per_kv: int
@@ -139,12 +142,12 @@ class SparseImpl:
         self._bound_cache: torch.Tensor | None = None
 
     def bind(self, plan: LayerPlan) -> None:
-        """Takes what the metadata builder has decided for the layer."""
+        """Sets the plan that the metadata builder has made for the layer."""
         self.plan = plan
         self._bound_cache = None
 
     def bind_cache(self, kv_cache: torch.Tensor) -> None:
-        """Makes views of the layer's cache, once: they cost as much as a kernel."""
+        """Makes the views of the layer's cache if the cache is new: making them costs as much as a kernel."""
         if self._bound_cache is not kv_cache:
             self._make_views(kv_cache)
             self._bound_cache = kv_cache
@@ -153,22 +156,28 @@ class SparseImpl:
         raise NotImplementedError
 
     def _make_caches(self, kv_cache: torch.Tensor, in_pages: Callable[[int], KVCache]) -> None:
-        """Makes views of the layer's cache, with the statistics behind its token rows.
+        """Makes the page views of the layer's cache. Statistics follow the token rows of a block.
 
         Args:
             kv_cache: the layer's cache.
-            in_pages: returns keys and values in pages of so many tokens.
+            in_pages: returns keys and values in pages of the given number of tokens.
         """
         plan, self.statistics_cache = self.plan, None
         if plan.statistics is not None:
             views = plan.statistics.views(kv_cache[:, :, plan.block_size :], plan.block_size)
             self.statistics_cache = replace(in_pages(plan.statistics.page_size), statistics=views)
-        # Statistics that are there for prefill alone must not change what a decoding token reads.
+        # Statistics for prefill alone must not change which pages a decoding token reads.
         summarised = self.statistics_cache if plan.scores_pages else None
         self.cache = in_pages(plan.page_size) if summarised is None else summarised
 
     def observe(self, layer: Any, query: torch.Tensor, observed: Sequence[Observed]) -> None:
-        """Keeps queries of prompts whose newest tokens will vote, or counts the votes of all; `query` is the step's."""
+        """Keeps the queries of observation windows. For a rule that counts every query, adds up the votes.
+
+        Args:
+            layer: vLLM's layer.
+            query: `[num_tokens, num_heads, head_size]`, the queries of the step.
+            observed: the chunks of prompts that vote.
+        """
         for chunk in observed:
             if chunk.block_table is None:
                 chunk.keep(layer.layer_name, query)
@@ -185,14 +194,14 @@ class SparseImpl:
         observed: Sequence[Observed],
         attend: Callable[[], None],
     ) -> None:
-        """Attends with the tokens of a step, and does before and after it what compaction asks for.
+        """Runs one step: keeps queries or votes, attends, and compacts the prompts that end.
 
         Args:
-            layer: vLLM's.
+            layer: vLLM's layer.
             query: `[num_tokens, num_heads, head_size]`.
-            kv_cache: as vLLM gives it.
-            observed: tokens of prompts that vote.
-            attend: attends with all tokens, once the cache is bound.
+            kv_cache: the cache in vLLM's layout.
+            observed: the chunks of prompts that vote.
+            attend: attends with all tokens of the step.
         """
         self.bind_cache(kv_cache)
         self.observe(layer, query, observed)
@@ -200,8 +209,10 @@ class SparseImpl:
         self.compact_ended(layer, observed)
 
     def compact_ended(self, layer: Any, observed: Sequence[Observed]) -> None:
-        """Moves what the layer keeps of the prompts that end in a step, once it has attended to them: on a GPU the host
-        is ahead then, and requests that decode do not wait for its launches."""
+        """Compacts the prompts that end in this step.
+
+        It runs after attention. On a GPU the host is ahead by then, and decoding requests do not wait for its launches.
+        """
         for chunk in observed:
             if chunk.ends is not None:
                 chunk.request.move(layer.layer_name, layer, self, chunk.ends, chunk.rule)
@@ -214,30 +225,32 @@ class SparseImpl:
         rule: CompactionRule,
         earlier: torch.Tensor | None,
     ) -> None:
-        """Moves what the layer keeps of a prompt; arguments are those of `compact_prompt`."""
+        """Moves the kept tokens of a prompt; for the arguments see `compact_prompt`."""
         window, cache = self._voting(layer, window)
         compact_prompt(window, prompt, cache, self.softmax, rule, earlier)
 
     def _voting(self, layer: Any, window: ObservationWindow) -> tuple[ObservationWindow, KVCache]:
-        """Returns queries and cache with the scales that the layer has for them."""
+        """Returns queries and cache with the layer's scales."""
         return window, self.prompt_cache
 
     @property
     def prompt_cache(self) -> KVCache:
-        """The layer's cache as prompts that attend sparsely see it: with statistics, which tiles choose by, if any."""
+        """The cache for sparse prefill: with statistics if the layer has them."""
         return self.statistics_cache or self.cache
 
     @property
     def softmax(self) -> Softmax:
-        """How the layer's logits become weights. Sink logits are the model's own tensor: weights may be replaced."""
+        """How logits become weights. Each call reads the model's learned sinks, because weights may be reloaded."""
         sink_logits = self.sinks
         return Softmax(self.scale, self.logits_soft_cap, None if sink_logits is None else sink_logits.detach())
 
 
 @contextmanager
 def _building(runner: Any) -> Iterator[None]:
-    """Gives metadata builders and drafters the model runner that builds them: vLLM's metadata of a step names neither
-    requests nor the lengths of their prompts."""
+    """Gives the model runner to the metadata builders and drafters that it builds.
+
+    vLLM's metadata of a step has neither request names nor prompt lengths.
+    """
     drafter = getattr(runner, "drafter", None)
     if isinstance(drafter, SparseDrafter):
         drafter.attach(runner)
@@ -246,7 +259,7 @@ def _building(runner: Any) -> Iterator[None]:
 
 
 class DecodeRun(NamedTuple):
-    """Consecutive decoding requests of a batch with the same number of query tokens."""
+    """Consecutive decoding requests with the same number of query tokens."""
 
     first_request: int
     num_requests: int
@@ -255,7 +268,7 @@ class DecodeRun(NamedTuple):
 
 
 def decode_runs(query_lens: Sequence[int], longest: int) -> list[DecodeRun]:
-    """Returns the requests at the front of a batch with at most `longest` query tokens, in runs of equal numbers."""
+    """Returns the leading requests with at most `longest` query tokens each, grouped by equal numbers."""
     runs: list[DecodeRun] = []
     request = token = 0
     for length, group in groupby(query_lens):
@@ -268,7 +281,7 @@ def decode_runs(query_lens: Sequence[int], longest: int) -> list[DecodeRun]:
 
 
 def retention_of(spec: AttentionSpec) -> Retention | None:
-    """Returns what the cache of some layers keeps of a request; None for everything."""
+    """Returns the retention of a cache spec; None if it keeps every token."""
     return spec.retention if isinstance(spec, CompactSpec) else None
 
 
@@ -279,25 +292,28 @@ def plan_compaction(
     vllm_config: VllmConfig,
     device: torch.device,
 ) -> StepCompaction | None:
-    """Returns what condenses the block tables of a group of layers; None if they keep everything, and where positions
-    roll: each token then finds its own window in the whole table.
+    """Returns an object that condenses the block tables of a group of layers.
 
     Args:
         layers: the layers by name.
-        config: our configuration.
-        spec: the layers' specification, as the metadata builder gets it.
+        config: the settings of the plugin.
+        spec: the layers' spec, as the metadata builder gets it.
         vllm_config: vLLM's configuration.
-        device: where the layers run.
+        device: the device of the layers.
+
+    Returns:
+        None if the layers keep every token. None also with rolling positions: there each token finds its own window in
+        the whole block table.
 
     Raises:
-        ConfigurationError: if attention counts in other blocks than the scheduler.
+        ConfigurationError: if the block sizes of attention and scheduler differ.
     """
     if not isinstance(spec, CompactSpec) or config.compaction is None or config.rolling_window is not None:
         return None
     scheduled = vllm_config.cache_config.block_size
     if spec.block_size != scheduled:
         raise ConfigurationError(
-            f"block_size: got {scheduled}, allowed with compaction: what attention takes whole, {spec.block_size}"
+            f"block_size: got {scheduled}, allowed with compaction: the block size of attention, {spec.block_size}"
         )
     most = max(
         vllm_config.scheduler_config.max_num_seqs, vllm_config.compilation_config.max_cudagraph_capture_size or 0
@@ -310,7 +326,7 @@ def plan_compaction(
 def report_memory(
     name: str, vllm_config: VllmConfig, spec: AttentionSpec, layout: StatisticsLayout, num_layers: int
 ) -> None:
-    """Logs what the statistics of a group of layers take."""
+    """Logs the memory of the statistics of a group of layers."""
     rows = layout.rows(spec.block_size)
     blocks = vllm_config.cache_config.num_gpu_blocks or 1
     total = spec.page_size_bytes * blocks * num_layers

@@ -1,4 +1,4 @@
-"""How an engine measures itself, as metadata builders see it: which token of a step, and whose reads are logged."""
+"""Connects metadata builders to the meter of the engine: the sampled tokens of a step, and the log of reads."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from vllm_sparse_plugin.requests import rows
 
 
 def sampled_steps(sparse: ResolvedConfig) -> int:
-    """Returns in one of how many steps tokens are measured; 0 for none, as in lossless mode, whose answers come of
-    dense attention."""
+    """Returns the sampling interval in steps: one step in so many is measured. 0 for never.
+
+    Lossless mode is not measured, because dense attention computes its answers.
+    """
     from vllm.platforms import current_platform
 
     if sparse.selector is None or sparse.lossless is not None:
@@ -30,17 +32,23 @@ def sampled_steps(sparse: ResolvedConfig) -> int:
         return every
     if current_platform.is_cpu():
         return SAMPLED_STEPS
-    # Looking for the stop again takes torch a launch or more to each block of a context, and waits for the device.
+    # To find the stop again, torch needs at least one launch per test interval of a context, and waits for the device.
     return SAMPLED_STEPS_ON_GPU if sparse.stop_rule is None else 0
 
 
 class Meter:
-    """The part of a model runner's meter that a group of its layers needs; all groups share what it points to."""
+    """Connects a group of layers to the meter of their model runner. All groups share one meter."""
 
     def __init__(self, sparse: ResolvedConfig, vllm_config: VllmConfig, longest_query: int) -> None:
-        """Takes our configuration, vLLM's, and the most query tokens of a request that decodes."""
+        """Finds the meter of the model runner that is loading.
+
+        Args:
+            sparse: the settings of the plugin.
+            vllm_config: vLLM's configuration.
+            longest_query: the most query tokens of a decoding request.
+        """
         runner, parallel = rows.loading_runner(), vllm_config.parallel_config
-        # Where one data-parallel engine runs without its full graph, all of them do.
+        # If one data-parallel engine runs without its full graph, all of them do.
         every = sampled_steps(sparse) * parallel.data_parallel_size
         shortest = sparse.config.min_context_tokens
         if sparse.selector is not None:
@@ -52,16 +60,16 @@ class Meter:
 
     @property
     def sample(self) -> Sample | None:
-        """What is measured of the step that runs; None for nothing."""
+        """The measurement of this step; None for none."""
         return self.sampler.sample
 
     def log_of(self, common: CommonAttentionMetadata, covers: Iterable[bool] = ()) -> LogOfStep | None:
-        """Returns what logs a step; None where nobody asks for it, and on other workers than the first.
+        """Returns a function that logs the reads of a step; None if requests are not logged, or not on this worker.
 
         Args:
             common: the step.
-            covers: of the first rows, whether a coverage decides how much they read, which lengths do not tell; they
-                are left out.
+            covers: per row, whether a coverage decides how much it reads. Such rows are not logged, because lengths do
+                not give their reads. Rows beyond the end have no coverage.
         """
         if self._log is None or self._rows is None:
             return None
@@ -70,7 +78,7 @@ class Meter:
         return partial(self._log.add, names)
 
     def masses_of(self, common: CommonAttentionMetadata, row: int) -> torch.Tensor | None:
-        """Returns where estimated masses of a row's request are added up; None where nobody asks for them."""
+        """Returns the sums of the estimated masses of a row's request; None if they are not logged."""
         if self._log is None or self._rows is None:
             return None
         known = self._rows.of(common)

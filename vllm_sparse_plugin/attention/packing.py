@@ -1,4 +1,4 @@
-"""Shows page by page how vLLM's CPU attention kernels pack keys and values in a block."""
+"""Views of a block that vLLM's CPU attention has packed, as pages of keys and values."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _TILE = 16
 
 
 def _key_columns(half: torch.Tensor, page_size: int) -> PagedTensor:
-    """Returns pages of transposed keys, `[head, block]`."""
+    """Returns pages of keys packed transposed, `[head, block]`."""
     head_size = half.shape[-1]
     view = half.flatten(2).unflatten(2, (head_size, -1, 1, page_size))
     return PagedTensor(view.permute(0, 1, 3, 4, 2, 5), (1,), page_size, head_size)
 
 
 def _key_pairs(half: torch.Tensor, page_size: int) -> PagedTensor:
-    """Returns pages of pairs of key elements, 16 tokens at a time: `[block / 16, head / 2, 16, 2]`."""
+    """Returns pages of keys packed as pairs of elements, 16 tokens at a time: `[block / 16, head / 2, 16, 2]`."""
     head_size = half.shape[-1]
     span = min(_TILE, page_size)
     view = half.flatten(2).unflatten(2, (-1, max(1, page_size // _TILE), head_size // 2, _TILE // span, span, 2))
@@ -30,7 +30,7 @@ def _key_pairs(half: torch.Tensor, page_size: int) -> PagedTensor:
 
 
 def _value_pairs(half: torch.Tensor, page_size: int) -> PagedTensor:
-    """Returns pages of values of pairs of tokens, 16 elements at a time: `[head / 16, block / 2, 16, 2]`."""
+    """Returns pages of values packed as pairs of tokens, 16 elements at a time: `[head / 16, block / 2, 16, 2]`."""
     head_size = half.shape[-1]
     view = half.flatten(2).unflatten(2, (head_size // _TILE, -1, page_size // 2, _TILE, 2))
     return PagedTensor(view.permute(0, 1, 3, 2, 4, 5, 6).unsqueeze(3), (1, 3), page_size, head_size)
@@ -44,12 +44,13 @@ _PACKINGS: dict[str, tuple[_Packing, _Packing]] = {
 
 
 def supported_isa(preferred: str) -> str:
-    """Returns the instruction set to run vLLM's CPU attention with: the preferred one if its packing is known."""
+    """Returns the instruction set for vLLM's CPU attention: the preferred one if its packing is known."""
     return preferred if preferred in _PACKINGS else "vec"
 
 
 def split_keys_and_values(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the two halves of each block and head: `[num_blocks, num_kv_heads, block_size, head_size]` each, packed.
+    """Returns the packed keys and values of each block and head: `[num_blocks, num_kv_heads, block_size, head_size]`
+    each.
 
     Args:
         tokens: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, the last two dimensions contiguous.
@@ -60,7 +61,7 @@ def split_keys_and_values(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def paged_keys_and_values(tokens: torch.Tensor, isa: str, page_size: int) -> tuple[PagedTensor, PagedTensor]:
-    """Returns keys and values of a cache that vLLM's CPU attention packed for `isa`, as pages.
+    """Returns pages of keys and values of a cache that vLLM's CPU attention has packed for `isa`.
 
     Args:
         tokens: `[num_blocks, num_kv_heads, block_size, 2 * head_size]`, the last two dimensions contiguous.
@@ -76,10 +77,10 @@ def check_packing(isa: str, block_size: int, head_size: int, page_size: int, dty
     """Writes one block with vLLM's kernel and reads it back page by page.
 
     Raises:
-        ConfigurationError: if this build of vLLM packs blocks in another way than expected.
+        ConfigurationError: if this build of vLLM packs blocks in an unknown way.
     """
     tokens = torch.zeros(1, 1, block_size, 2 * head_size, dtype=dtype)
-    # Small integers are exact in bfloat16; primes keep the pattern from repeating within a page.
+    # Small integers are exact in bfloat16. A prime period keeps the pattern from repeating within a page.
     codes = torch.arange(block_size * head_size) % 251
     keys = codes.view(block_size, 1, head_size).to(dtype)
     values = ((codes * 7) % 241).view(block_size, 1, head_size).to(dtype)

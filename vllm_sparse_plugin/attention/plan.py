@@ -1,4 +1,4 @@
-"""Decides what each attention layer does with the tokens of a step, once, when an engine starts."""
+"""Plans each attention layer once, when an engine starts."""
 
 from __future__ import annotations
 
@@ -40,104 +40,104 @@ from vllm_sparse_plugin.policies.scored import ScoredSelection
 from vllm_sparse_plugin.requests.arguments import most_pages_on_gpu, varies_pages
 
 _LAYERS_MEASURED = 4
-"""Layers of a worker that a sampled step measures, about: with more of them a long context would make it wait."""
+"""About this many layers of a worker measure a sampled step. More layers would delay the step at long contexts."""
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What one attention layer does with the tokens that decode, and with those of prompts."""
+    """How one attention layer attends in decode and prefill."""
 
     block_size: int
     """Tokens of a cache block."""
     page_size: int
-    """Tokens of a page that decoding tokens read."""
+    """Tokens of a page in decode steps."""
     dense_tokens: int
-    """Contexts of up to this many tokens are attended whole."""
+    """Contexts of up to this many tokens attend densely."""
     max_context: int | None = None
-    """Tokens of the longest context that the engine serves; None if that is not known."""
+    """Tokens of the longest context that the engine serves; None if unknown."""
     statistics: StatisticsLayout | None = None
-    """Layout of the statistics that the layer keeps in its blocks; None if it keeps none."""
+    """Layout of the layer's statistics; None without statistics."""
     selector: Selection | None = None
-    """The policy that chooses the pages that are read; None for a layer that reads everything."""
+    """The policy that chooses pages; None if decoding tokens read every page."""
     most_pages: int | None = None
-    """Pages of the largest budget that a row may have on a GPU; None where all have the selector's."""
+    """Pages of the largest budget of a request on a GPU; None if all requests have the selector's budget."""
     stop_rule: StopRule | None = None
-    """When attention over the chosen pages stops; None for never."""
+    """The rule that ends attention early; None for never."""
     routing: GroupRouting | None = None
-    """Which KV groups are skipped; None for none."""
+    """The routing that skips KV groups; None for none."""
     counters: torch.Tensor | None = None
-    """`[num_kv_heads, 4]` int64, see `stopping.count_reads`; only where attention may stop."""
+    """`[num_kv_heads, 4]` int64, see `stopping.count_reads`; None without stopping and coverage."""
     quality: LayerQuality | None = None
-    """Measures sampled tokens; None if none are sampled."""
+    """Measures sampled tokens; None for never."""
     prefill: PrefillPlan | None = None
-    """How prompts attend; None for densely."""
+    """Sparse prefill; None for dense prefill."""
     moves_tokens: bool = False
-    """Whether what is kept of a prompt moves to other blocks."""
+    """Whether compaction moves the kept tokens of a prompt to other blocks."""
     rolling: RollingPlan | None = None
-    """What every token reads, and how its query is turned; None where positions are those of the text."""
+    """Rolling positions; None if positions are those of the text."""
 
     @property
     def scores_pages(self) -> bool:
-        """Whether decoding tokens choose pages by the statistics, which may be there for prefill alone."""
+        """Whether decoding tokens choose pages by statistics. Statistics may exist for prefill alone."""
         return isinstance(self.selector, ScoredSelection)
 
     @property
     def selects_in_torch(self) -> bool:
-        """Whether the policy's `select` chooses the pages, because the decode kernel has no form of it."""
+        """Whether the policy's `select` chooses the pages, because the decode kernel does not know the policy."""
         return self.selector is not None and not self.selector.has_kernel()
 
     @property
     def reads_selection(self) -> bool:
-        """Whether decoding tokens read chosen pages and no others."""
+        """Whether decoding tokens read only chosen pages."""
         return self.selector is not None and not self.selector.reads_every_page
 
     @property
     def is_sparse(self) -> bool:
-        """Whether decoding tokens of this layer attend in our kernels."""
+        """Whether decoding tokens run the kernels of the plugin."""
         return self.selector is not None or self.routing is not None
 
     @property
     def needs_cache_views(self) -> bool:
-        """Whether our kernels read or write this layer's cache."""
+        """Whether kernels of the plugin read or write this layer's cache."""
         extra = self.moves_tokens or self.prefill is not None or self.rolling is not None
         return self.is_sparse or extra or self.statistics is not None
 
     @cached_property
     def page_selection(self) -> PageSelection | None:
-        """The settings' selection as the fused kernels take it; None where every page may be read."""
+        """The selection of the settings for the decode kernel; None if every page may be read."""
         if self.selector is None or self.selector.reads_every_page:
             return None
         return self.selector.page_selection()
 
     @cached_property
     def _roomy_selection(self) -> PageSelection | None:
-        """The same with room for the largest budget of a request."""
+        """The same selection with room for the largest budget of a request."""
         usual = self.page_selection
         return usual if usual is None or self.most_pages is None else replace(usual, k=self.most_pages)
 
     def selection_of(self, batch: DecodeBatch) -> PageSelection | None:
-        """Returns the selection of a batch: one with room for the largest budget where it has budgets."""
+        """Returns the selection of a batch, with room for the largest budget if the batch has budgets."""
         return self.page_selection if batch.budgets is None else self._roomy_selection
 
     def stopping(self, scratch: torch.Tensor | None = None) -> Stopping | None:
-        """Returns when attention to every page stops; None where pages are selected or everything is read."""
+        """Returns the stopping of attention over all pages; None if pages are selected or nothing stops it."""
         if self.selector is None or self.stop_rule is None or not self.selector.reads_every_page:
             return None
         return Stopping(self.stop_rule, self.selector.sink_pages, scratch)
 
 
 class LayerGroup(NamedTuple):
-    """The plans of the layers that share a metadata builder, and what is counted for them."""
+    """The plans of the layers that share a metadata builder, and their counts."""
 
     plans: dict[str, LayerPlan]
     counts: list[DeviceCounts]
-    """What is counted on the device."""
+    """Counts on the device."""
     reads: ContextReads | None
-    """What lengths say of the keys read and kept; None where they say nothing."""
+    """Counts the keys read and kept, from lengths; None if lengths do not give them."""
     prefill_rule: PromptRule | None
-    """What prompts attend to in the layers whose prefill is sparse; None if there are none."""
+    """The sparse prefill of these layers; None for dense prefill."""
     group_sizes: set[int]
-    """Query heads to a KV head of those layers."""
+    """Query heads per KV head of the layers with sparse prefill."""
 
 
 def plan_layers(
@@ -151,20 +151,21 @@ def plan_layers(
 ) -> LayerGroup:
     """Plans a group of layers by name.
 
+    Layers that attend to a window or a chunk stay dense. Layers of a draft are dense or select pages, as
+    `speculation.draft` says.
+
     Args:
-        layers: the layers; those that attend to a window or a chunk alone are left dense. Those of a draft are dense,
-            or they select pages, as `speculation.draft` says, and do nothing else.
-        sparse: our configuration.
-        vllm_config: vLLM's.
+        layers: the layers by name.
+        sparse: the settings of the plugin.
+        vllm_config: vLLM's configuration.
         block_size: tokens of a cache block.
-        statistics: layout of the statistics rows in the blocks of these layers, if they have any.
-        device: where the layers run.
-        retention: what the cache of these layers keeps; None for everything.
+        statistics: layout of the statistics rows of these layers; None without statistics.
+        device: the device of the layers.
+        retention: the retention of these layers; None if they keep every token.
 
     Raises:
-        ConfigurationError: for routed layers with learned sink logits, which take the place of the first token, for a
-            draft that is to be sparse and has layers that do not attend to their whole context, and for layers whose
-            positions cannot roll.
+        ConfigurationError: for routed layers with learned sinks, which replace the first token; for a sparse draft with
+            layers that do not attend to their whole context; for layers whose positions cannot roll.
     """
     of_draft = {name for name in layers if is_of_draft(name, vllm_config)}
     of_model = {name: layer for name, layer in layers.items() if name not in of_draft}
@@ -176,7 +177,7 @@ def plan_layers(
     quality, measured = _quality_of(selecting, sparse, vllm_config, statistics, device)
     drafting = of_draft if sparse.draft_is_sparse else set()
     if not all(attends_whole_context(layers[name]) for name in drafting):
-        # vLLM builds one batch for all layers of a draft, so they must all be sparse.
+        # vLLM builds one batch for all layers of a draft, so all of them must be sparse.
         raise ConfigurationError(
             f"{KEY}.speculation.draft: got sparse with a draft whose layers attend to a window, allowed: dense"
         )
@@ -214,7 +215,7 @@ def plan_layers(
 
 
 def is_of_draft(layer_name: str, vllm_config: VllmConfig) -> bool:
-    """Returns whether a layer is a draft's: vLLM names those by what they are, or numbers them behind the model's."""
+    """Returns whether a layer belongs to a draft. vLLM names such layers by kind, or numbers them after the model's."""
     if not drafts_with_attention(vllm_config):
         return False
     parts = layer_name.split(".")
@@ -231,22 +232,22 @@ def selects_pages(layer: Attention, sparse: ResolvedConfig) -> bool:
 
 
 def _owner_index(layer: Attention) -> int:
-    """Returns the index of a layer, or of the one whose cache it shares: that one writes the statistics."""
+    """Returns the index of the layer that writes the statistics: this layer, or the layer whose cache it shares."""
     return int(extract_layer_index(layer.kv_sharing_target_layer_name or layer.layer_name))
 
 
 def first_kv_head(vllm_config: VllmConfig) -> int:
-    """Returns the first of this worker's KV heads, numbered over all tensor-parallel workers."""
+    """Returns the first KV head of this worker, numbered over all tensor-parallel workers."""
     parallel = vllm_config.parallel_config
     total = vllm_config.model_config.get_total_num_kv_heads()
-    # Tensor-parallel workers are numbered first; with fewer heads than workers, some have copies of one.
+    # Tensor-parallel ranks vary fastest. With fewer KV heads than workers, several workers have a copy of a head.
     return int(parallel.rank % parallel.tensor_parallel_size * total // parallel.tensor_parallel_size)
 
 
 def _routing_of(
     layers: Mapping[str, Attention], sparse: ResolvedConfig, vllm_config: VllmConfig, device: torch.device
 ) -> tuple[dict[str, GroupRouting], DeviceCounts | None]:
-    """Returns the routing of the layers that are routed, and the counts of what they skip."""
+    """Returns the routing of the routed layers by name, and the counts of skipped groups."""
     routing = sparse.routing
     if routing is None:
         return {}, None
@@ -258,7 +259,7 @@ def _routing_of(
     if not routed:
         return {}, None
     if any(getattr(layer.impl, "sinks", None) is not None for layer in routed.values()):
-        raise ConfigurationError("model: got learned attention sinks, allowed with routing: models without")
+        raise ConfigurationError("model: got learned attention sinks, allowed with routing: models without them")
     numbered = _numbered(routed, vllm_config)
     counts = DeviceCounts(numbered, SKIPPED, 2, device)
     of_layer = {
@@ -271,7 +272,7 @@ def _routing_of(
 def _prefill_of(
     layers: Mapping[str, Attention], sparse: ResolvedConfig, vllm_config: VllmConfig, device: torch.device
 ) -> tuple[dict[str, PrefillPlan], DeviceCounts | None]:
-    """Returns the plans of the layers whose prompts attend sparsely, and the counts of what they read."""
+    """Returns the plans of the layers with sparse prefill by name, and the counts of their reads."""
     prefill = sparse.prefill
     if prefill is None:
         return {}, None
@@ -290,7 +291,7 @@ def _prefill_of(
 def _counts_of_reads(
     selecting: Mapping[str, Attention], sparse: ResolvedConfig, vllm_config: VllmConfig, device: torch.device
 ) -> DeviceCounts | None:
-    """Makes the counts of how far layers have read that may stop or read by a coverage; None if none does."""
+    """Returns the counts of reads under stopping or a coverage; None without either."""
     if not selecting or (sparse.stop_rule is None and sparse.coverage is None):
         return None
     return DeviceCounts(_numbered(selecting, vllm_config), READS, 4, device)
@@ -303,10 +304,10 @@ def _quality_of(
     statistics: StatisticsLayout | None,
     device: torch.device,
 ) -> tuple[dict[str, LayerQuality], DeviceCounts | None]:
-    """Returns what measures the sampled tokens of each layer, and the counts of what they find."""
+    """Returns the measurement of each layer by name, and the counts of its results."""
     if not selecting or not sampled_steps(sparse):
         return {}, None
-    # Layers of another window or cache have another builder, but a step measures a few of all of them.
+    # Layers with another window or cache have another builder. A step measures about `_LAYERS_MEASURED` of them all.
     backend = next(iter(selecting.values())).attn_backend
     layers = get_layers_from_vllm_config(vllm_config, Attention)
     ours = {name: layer for name, layer in layers.items() if layer.attn_backend is backend}
@@ -327,7 +328,7 @@ def _quality_of(
 
 
 def _context_reads(sparse: ResolvedConfig, retention: Retention | None, block_size: int) -> ContextReads | None:
-    """Makes what counts from lengths how much is read and kept; None where nothing is left out by length."""
+    """Returns counts of keys read and kept by lengths; None if all are read and kept, or lengths do not tell."""
     by_length = sparse.stop_rule is None and sparse.coverage is None
     if sparse.compaction is None and (sparse.selector is None or not by_length):
         return None
@@ -335,6 +336,6 @@ def _context_reads(sparse: ResolvedConfig, retention: Retention | None, block_si
 
 
 def _numbered(layers: Mapping[str, Attention], vllm_config: VllmConfig) -> list[tuple[int, range]]:
-    """Returns index and KV heads of each layer, numbered over all tensor-parallel workers."""
+    """Returns the index and the KV heads of each layer. KV heads are numbered over all tensor-parallel workers."""
     first = first_kv_head(vllm_config)
     return [(extract_layer_index(name), range(first, first + layer.num_kv_heads)) for name, layer in layers.items()]

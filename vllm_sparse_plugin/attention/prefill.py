@@ -1,7 +1,7 @@
-"""Decides which prompts of a step attend sparsely, from lengths that the host knows, and calls what attends.
+"""Decides which prompts of a step attend sparsely, by lengths on the host, and runs their attention.
 
-A step's prompts are cut into rounds, so that what an operation keeps of their contexts stays bounded. The tiles of
-each round, or its probe rows, are found once for all layers.
+The prompts of a step are cut into rounds, so that scratch has a bound. Tiles or probe rows of a round are found once
+for all layers.
 """
 
 from __future__ import annotations
@@ -17,49 +17,47 @@ from sparse_kernels.cache import KVCache
 from sparse_kernels.token_prefill import KeptAttention, TokenRule, draw_probes, token_prefill
 
 PromptRule = BlockRule | TokenRule
-"""What prompts attend to: the blocks that their tiles choose, or the tokens that a layer keeps."""
+"""Key blocks that tiles choose, or tokens that a layer keeps."""
 
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """How the prompts of one attention layer attend."""
+    """Sparse prefill of one attention layer."""
 
     rule: PromptRule
-    """What they attend to."""
     counters: torch.Tensor
-    """`[num_kv_heads, COUNTERS]` int64, see `block_prefill.COUNTERS`; under a rule of tokens, which all heads share,
-    the first two are tokens kept and tokens of the contexts."""
+    """`[num_kv_heads, COUNTERS]` int64, see `block_prefill.COUNTERS`. Under a `TokenRule` all heads share the first two
+    numbers: tokens kept, and tokens of the contexts."""
 
 
 class PromptRound(NamedTuple):
     """Consecutive prompts of a step that attend together."""
 
     tokens: slice
-    """Their query tokens among those of the step's prompts."""
+    """Their query tokens among those of all prompts of the step."""
     prompts: Prompts
-    """Where they lie."""
+    """Where they are in the cache."""
     tiles: dict[int, Tiles]
-    """Their tiles, by the number of query heads to a KV head of the layers that take them; none where the rule is one
-    of tokens."""
+    """Their tiles, by query heads per KV head; empty under a `TokenRule`."""
     probes: torch.Tensor | None
-    """`[num_requests, num_probes]` int32, see `draw_probes`; None where the rule is one of blocks."""
+    """`[num_requests, num_probes]` int32, see `draw_probes`; None under a `BlockRule`."""
 
 
 class PromptKernels(NamedTuple):
-    """What attends on a GPU in place of the operations' own kernels, by method; None for those."""
+    """GPU kernels that replace the default kernels of the operations; None for the default."""
 
     blocks: VarlenAttention | None = None
     """Attends over virtual sequences."""
     tokens: Callable[[KeptAttention], None] | None = None
-    """Attends within the tokens that are kept."""
+    """Attends to kept tokens."""
 
 
 def reads_less(rule: PromptRule, context_tokens: int) -> bool:
-    """Returns whether something of a context may be left out: a tile of it chooses, or it is long enough to be sparse.
+    """Returns whether a prompt may attend sparsely.
 
     Args:
-        rule: what prompts attend to.
-        context_tokens: tokens of the context, or an upper bound of them.
+        rule: the sparse prefill.
+        context_tokens: tokens of the context, or an upper bound.
     """
     if isinstance(rule, TokenRule):
         return context_tokens > rule.dense_tokens
@@ -75,10 +73,10 @@ def plan_rounds(
 
     Args:
         prompts: the prompts.
-        rule: what they attend to.
-        group_sizes: query heads to a KV head of the layers.
-        most_tokens: tokens that the contexts of a round have together, unless it is one request. For a rule of tokens
-            all contexts of a round count as the longest, because that is the memory they take.
+        rule: the sparse prefill.
+        group_sizes: query heads per KV head of the layers.
+        most_tokens: the most context tokens of a round; a single request may have more. Under a `TokenRule` every
+            context of a round counts as the longest one, because it takes that much memory.
     """
     rounds, token = [], 0
     for first, last in _parts(prompts.longest, most_tokens, padded=isinstance(rule, TokenRule)):
@@ -86,7 +84,7 @@ def plan_rounds(
         if part.num_tokens:
             tokens = slice(token, token + part.num_tokens)
             if isinstance(rule, TokenRule):
-                # The draw asks the batch for lengths alone; each layer has its own queries.
+                # Probes depend on lengths alone, so the batch needs no queries.
                 probes = draw_probes(part.batch(part.seq_lens[:0]), rule)
                 rounds.append(PromptRound(tokens, part, {}, probes))
             else:
@@ -97,12 +95,12 @@ def plan_rounds(
 
 
 def _parts(lengths: Sequence[int], most: int, padded: bool) -> list[tuple[int, int]]:
-    """Returns ranges of consecutive lengths that add up to no more than `most`, or are one.
+    """Returns ranges of consecutive lengths. A range sums to at most `most`, or has one length.
 
     Args:
         lengths: the lengths.
         most: the bound.
-        padded: whether every length of a range counts as the longest of them.
+        padded: whether each length of a range counts as the longest of the range.
     """
     bounds, total, longest = [0], 0, 0
     for index, length in enumerate(lengths):
@@ -123,16 +121,16 @@ def attend_prompts(
     output: torch.Tensor,
     kernels: PromptKernels,
 ) -> None:
-    """Attends with a round of prompts; here another method of prefill would be called.
+    """Attends with a round of prompts. Other methods of sparse prefill are called here.
 
     Args:
-        plan: what the layer does.
+        plan: the sparse prefill of the layer.
         part: the round.
-        batch: its queries.
-        cache: what is attended to; for a rule of blocks in the pages of its statistics.
+        batch: the queries of the round.
+        cache: the layer's cache; under a `BlockRule` in the pages of its statistics.
         softmax: how logits become weights.
-        output: `[num_tokens, num_query_heads, head_size]`, where to write.
-        kernels: what attends on a GPU.
+        output: `[num_tokens, num_query_heads, head_size]`, written.
+        kernels: GPU kernels.
     """
     if isinstance(plan.rule, TokenRule):
         kept = token_prefill(batch, cache, softmax, plan.rule, output, probes=part.probes, attend=kernels.tokens)

@@ -1,4 +1,4 @@
-"""Stops reading in a decode step when the output is stable: ART (arXiv 2606.00024)."""
+"""Ends a decode step's reading when its output is stable: ART (arXiv 2606.00024)."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from vllm_sparse_plugin.policies import Selection
 def select_until_stable(
     selection: Selection, rule: StopRule, tokens: QueryTokens, cache: KVCache, softmax: Softmax
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Selects the pages that are read before the output is stable. Contexts within the budget are read to the end.
+    """Selects the pages that are read before the output is stable. A context within the budget is read to the end.
 
     Args:
-        selection: what would be read without stopping.
-        rule: when reading stops.
+        selection: the selection without stopping.
+        rule: the stop rule.
         tokens: the query tokens.
-        cache: what they attend to.
+        cache: the cache.
         softmax: how logits become weights.
 
     Returns:
-        Pages as `Selection.select` returns them, ascending behind the -1s, so that attention adds them up as without
-        stopping; and what `count_reads` says of the rows that may stop, zeros for the others.
+        Pages as from `Selection.select`: -1 entries first, then ascending, so that attention adds them up in the same
+        order as without stopping. Counts as from `count_reads`, zero for rows that cannot stop.
     """
     num_pages = tokens.num_pages(selection.page_size)
     may_stop = (num_pages > selection.budget_pages)[:, None]

@@ -239,7 +239,7 @@ def hook_requests(
 
 
 def hook_lookahead() -> None:
-    """Makes vLLM reserve blocks for tokens that lossless mode drafts; no effect for other drafts.
+    """Makes vLLM reserve blocks for tokens that lossless mode drafts. It does not affect other drafts.
 
     Reason: a drafter writes keys after the tokens that the scheduler knows. vLLM reserves room for its own drafters by
     name, and none for a given class.

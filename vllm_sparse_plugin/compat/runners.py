@@ -1,4 +1,4 @@
-"""Changes of vLLM's model runners and of their sampling."""
+"""Changes to vLLM's model runners and to their sampling."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def hook_model_runners(
 
 
 def hook_speculators(make: Callable[[VllmConfig, torch.device], Any]) -> None:
-    """Makes vLLM's second model runner use the drafter of `make` in lossless mode; no effect for other drafts.
+    """Makes vLLM's second model runner use the drafter of `make` in lossless mode. It does not affect other drafts.
 
     Reason: the runner chooses drafters by a fixed list of names.
     Versions: 0.32, 0.33. Remove when the runner accepts a class, as the first runner does.
@@ -86,11 +86,12 @@ def hook_speculators(make: Callable[[VllmConfig, torch.device], Any]) -> None:
 
 
 def hook_decode_graphs(plan: Callable[[Any, Callable[[Any], None]], None]) -> None:
-    """Has vLLM's second model runner plan the CUDA graphs of lossless mode as `plan` says; no effect on other drafts.
+    """Makes vLLM's second model runner plan the CUDA graphs of lossless mode with `plan`. It does not affect other
+    drafts.
 
-    Why: vLLM assigns a number of tokens to the next larger graph, whatever its width. With drafts of several lengths
-    many batches find a graph of another width there, and run without one.
-    Versions: 0.32, 0.33. Can go when each width has its own next larger graph.
+    Reason: vLLM assigns a number of tokens to the next larger graph of any width. With drafts of several lengths, many
+    batches find a graph of another width and run without a graph.
+    Versions: 0.32, 0.33. Remove when each width has its own next larger graph.
 
     Args:
         plan: takes a `CudaGraphManager` and vLLM's own plan of its graphs.

@@ -1,1 +1,1 @@
-"""Lossless mode: the model drafts for itself with sparse attention and verifies its drafts with dense attention."""
+"""Lossless mode: the model drafts with sparse attention and verifies its drafts with dense attention."""

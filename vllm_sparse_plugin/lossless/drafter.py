@@ -1,8 +1,8 @@
-"""Drafts with the model itself, inside vLLM's first model runner.
+"""Drafts with the model itself, in vLLM's first model runner.
 
-A drafting step is a decode step of one token per request, with metadata by which layers attend sparsely. It writes keys
-and values where the verifying step will write them again: into blocks that the scheduler has reserved behind the tokens
-that it knows, and that no prefix hash names yet.
+A drafting step is a decode step of one token per request, with metadata for sparse attention. It writes keys and values
+into blocks that the scheduler has reserved after the known tokens. No prefix hash names these blocks yet, and the
+verifying step writes them again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from vllm_sparse_plugin.names import BACKENDS
 
 
 class SparseDrafter:
-    """The drafter that vLLM's model runner makes, and asks after each step for what may come next.
+    """The drafter of vLLM's first model runner.
 
-    Drafts are the likeliest tokens. To vLLM's rejection sampler such a draft is a distribution with one outcome, so
-    sampled tokens have the distribution that they have without drafts.
+    A draft is the most likely token. vLLM's rejection sampler treats it as a distribution with one outcome, so sampled
+    tokens have the same distribution as without drafts.
     """
 
     def __init__(self, vllm_config: VllmConfig) -> None:
@@ -42,13 +42,14 @@ class SparseDrafter:
         self.watch = PaceWatch(rule.draft_tokens) if rule.is_adaptive else None
 
     def load_model(self, model: Any) -> None:
-        """Takes the model, which is its own draft."""
+        """Takes the model, which also drafts."""
         self.model = model
 
     def attach(self, runner: Any) -> None:
         """Takes the model runner, which knows the blocks of its requests and outlives this drafter."""
         self.runner = ref(runner)
-        # The runner would draft for nobody while one request is near the longest context. The rule minds that itself.
+        # Otherwise the runner would not draft for any request while one is near the longest context. The rule checks
+        # each.
         runner.effective_drafter_max_model_len = runner.max_model_len + self.rule.draft_tokens
 
     def propose(
@@ -58,17 +59,17 @@ class SparseDrafter:
         token_ids_cpu: np.ndarray,
         slot_mappings: Any = None,
     ) -> list[list[int]]:
-        """Drafts what may come next.
+        """Drafts the next tokens.
 
         Args:
-            sampled_token_ids: tokens that the latest step has made for each request of the batch; none for one whose
-                prompt is not finished.
-            num_tokens_no_spec: `[max_requests]` int32, tokens of each request that are known.
-            token_ids_cpu: `[max_requests, max_model_len]` int32, those tokens.
-            slot_mappings: of the latest step, of no use here.
+            sampled_token_ids: tokens that the last step has made for each request; empty while its prompt is in
+                prefill.
+            num_tokens_no_spec: `[max_requests]` int32, the number of known tokens of each request.
+            token_ids_cpu: `[max_requests, max_model_len]` int32, the known tokens.
+            slot_mappings: unused.
 
         Returns:
-            The drafts for each request; none for contexts too short to gain.
+            The drafts of each request; empty for contexts too short to gain.
         """
         runner = self.runner()
         assert runner is not None
@@ -97,14 +98,14 @@ class SparseDrafter:
     def _step(
         self, runner: Any, requests: list[int], tokens: torch.Tensor, positions: torch.Tensor, index: int
     ) -> list[int]:
-        """Runs the model for one token of some requests; returns the likeliest next token of each.
+        """Runs the model for one token of each request, and returns the most likely next tokens.
 
         Args:
             runner: vLLM's model runner.
             requests: rows of the batch.
             tokens: `[num_requests]` int32.
-            positions: `[num_requests]` int64, theirs.
-            index: which token of a draft comes out.
+            positions: `[num_requests]` int64, the positions of `tokens`.
+            index: index of the drafted token within the draft.
         """
         count = len(requests)
         start = torch.arange(count + 1, dtype=torch.int32)
@@ -140,34 +141,34 @@ class SparseDrafter:
 
 
 class PaceWatch:
-    """Tells a `DraftPace` what steps have come to, and says how many drafts each request of the next one gets."""
+    """Reports finished steps to a `DraftPace`, and decides how many tokens each request drafts next."""
 
     def __init__(self, most: int) -> None:
-        """Takes the length of the longest drafts."""
+        """Takes the length of the longest draft."""
         self.pace = DraftPace(range(most + 1))
         self._drafts: dict[str, int] = {}
         self._requests: set[str] = set()
         self._began = 0.0
 
     def step(self, made: Mapping[str, int], allowed: Sequence[int], load: Load, now: float) -> list[int]:
-        """Takes what a step has made; returns how many tokens to draft for each of its requests.
+        """Records a finished step; returns how many tokens to draft for each request.
 
         Args:
-            made: tokens that the step has made of each request; 0 for one whose prompt is not finished.
-            allowed: how many may be drafted for each.
-            load: of the next step.
+            made: tokens that the step has made for each request; 0 while its prompt is in prefill.
+            allowed: the most drafts of each request.
+            load: the load of the next step.
             now: time in seconds.
         """
         for name, drafts in self._drafts.items():
             if drafts and made.get(name):
                 self.pace.observe_drafts(drafts, made[name] - 1)
         lengths = set(self._drafts.values())
-        # Other steps have computed prompts, or waited for requests.
+        # Other steps have computed prompts or waited for requests, so their times are not used.
         if len(lengths) == 1 and self._requests == made.keys() and all(made.values()):
             self.pace.observe_step(lengths.pop(), now - self._began, load)
             live.record_gain(self.pace.gain(load))
         if not any(allowed):
-            # Contexts that are too short say nothing about others.
+            # Times of contexts that are too short do not apply to others.
             self._drafts = {}
             return list(allowed)
         most = self.pace.choose(load)

@@ -1,4 +1,4 @@
-"""Plans the CUDA graphs of decode steps with vLLM's second model runner: graphs for each length of a draft."""
+"""Plans the CUDA graphs of decode steps for vLLM's second model runner: separate graphs for each draft length."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from vllm_sparse_plugin.names import BACKENDS
 
 
 def plan_decode_graphs(manager: Any, plan: Callable[[Any], None]) -> None:
-    """Plans the graphs of a manager, one width after the other: a width is the number of tokens of each request.
+    """Plans the graphs of a manager separately for each width. The width is the number of tokens per request.
 
-    vLLM assigns each number of tokens to the next larger graph. That graph may have another width, and the step then
-    runs outside of full graphs. Planned alone, each width finds its own next larger graph. Each width also gets a graph
-    for `max_num_seqs` requests, or for as many as `max_cudagraph_capture_size` holds.
+    vLLM assigns each number of tokens to the next larger graph. If that graph has another width, the step runs outside
+    of full graphs. With separate plans, each width has its own next larger graph. Each width also gets a graph for
+    `max_num_seqs` requests, or for as many as `max_cudagraph_capture_size` holds.
 
     Args:
         manager: vLLM's `CudaGraphManager`, of the model or of drafting steps.
@@ -52,7 +52,7 @@ def plan_decode_graphs(manager: Any, plan: Callable[[Any], None]) -> None:
 
 
 def _widths(manager: Any) -> list[int]:
-    """Returns the widths of the steps that a manager captures: all that verify for the model, one for drafting."""
+    """Returns the widths that a manager captures: every verifying width for the model, one for drafting."""
     if manager.decode_query_len == 1:
         return [1]
     backend = compat.chosen_backend(manager.vllm_config, BACKENDS)

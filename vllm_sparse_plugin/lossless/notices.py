@@ -1,4 +1,4 @@
-"""What a user should know of an engine in lossless mode, beside what its settings alone tell."""
+"""Notices about an engine in lossless mode that depend on more than its settings."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def lossless_notices(vllm_config: VllmConfig, config: ResolvedConfig) -> list[st
     """Returns the sentences that apply to an engine; none without lossless mode.
 
     Args:
-        vllm_config: vLLM's configuration once the sizes of its CUDA graphs are known.
-        config: its settings.
+        vllm_config: vLLM's configuration, with the sizes of its CUDA graphs.
+        config: the settings of the plugin.
     """
     if config.draft_rule is None:
         return []
@@ -30,7 +30,7 @@ def _about_scheduler(vllm_config: VllmConfig, rule: DraftRule) -> str | None:
         return None
     return (
         f"{KEY}.lossless.draft_length: {other} every decoding request drafts and verifies {rule.draft_tokens} tokens "
-        "in each step on a GPU, also where drafts gain nothing."
+        "in each step on a GPU, even if drafts gain nothing."
     )
 
 

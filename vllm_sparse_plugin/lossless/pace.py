@@ -1,4 +1,4 @@
-"""How long drafts should be: from what the latest ones were worth."""
+"""Chooses the length of drafts from the acceptance and the times of recent steps."""
 
 from __future__ import annotations
 
@@ -8,59 +8,59 @@ from itertools import accumulate
 from typing import NamedTuple
 
 _DECAY = 0.97
-"""What a request's drafts weigh after one more: about the last thirty count."""
+"""Factor on the weight of earlier drafts at each new draft of a request: about the last 30 count."""
 _NEW = 0.3
 """Weight of a new time in a running mean of times."""
 _OUTLIER = 3.0
-"""A step that takes so many times what was expected was held up by something else, and counts as so many."""
+"""A step that takes more than this many times the expected time is an outlier, and counts as this many times."""
 _FIRST_LOOKS = 6
-"""Steps that are timed at the start of each load, without drafts and with the longest by turns."""
+"""Looks at the start of each load. A look is a timed step without drafts or with the longest drafts, in turns."""
 _LOOK_SHARE = 0.01
-"""Most of the time that may be lost by looking at other lengths."""
+"""The largest share of time that looks may cost."""
 _LOOK_EVERY = 16
-"""Steps between two looks at least."""
+"""The fewest steps between two looks."""
 _TRUST = 0.9
-"""Acceptance before anything is known, at the weight of one draft."""
+"""The initial acceptance, with the weight of one draft."""
 
 
 class Load(NamedTuple):
-    """How much a step has to do, in powers of two: steps of one load take about as long."""
+    """The work of a step in powers of two. Steps of one load take about the same time."""
 
     requests: int
     """Bits of the number of requests."""
     tokens: int
-    """Bits of the number of tokens in all of their contexts."""
+    """Bits of the number of tokens in all contexts."""
 
     @classmethod
     def of(cls, contexts: Iterable[int]) -> Load:
-        """Returns the load of requests with so many tokens each."""
+        """Returns the load of requests with these context lengths."""
         lengths = list(contexts)
         return cls(len(lengths).bit_length(), sum(lengths).bit_length())
 
     def is_near(self, other: Load) -> bool:
-        """Returns whether neither number is more than twice or half the other's."""
+        """Returns whether each number differs by at most one bit."""
         return abs(self.requests - other.requests) <= 1 and abs(self.tokens - other.tokens) <= 1
 
 
 @dataclass
 class _Times:
-    """What is known of the steps of one load."""
+    """The times of the steps of one load."""
 
     looked_at: int
-    """The end that was looked at last."""
+    """The draft length of the last look: 0 or the longest."""
     choices: int = 0
     looks: int = 0
-    """Steps without drafts or with the longest that were timed."""
+    """Timed steps without drafts or with the longest drafts."""
     next_look: int = _FIRST_LOOKS
     ends: dict[int, float] = field(default_factory=dict)
-    """Seconds of a step without drafts, and of one with the longest."""
+    """Seconds of a step without drafts, and of a step with the longest drafts, by draft length."""
     is_guess: bool = False
-    """Whether they are those of another load."""
+    """Whether `ends` is copied from another load."""
 
     def observe(self, drafts: int, seconds: float, most: int) -> None:
         if self.is_guess and len(self.ends) == 2:
-            # All steps of this load are taken to be slower or faster by as much as its first one.
-            # Loads that are near differ by no more than an outlier does, and the other end may not be seen for long.
+            # The first step of this load scales the copied times of both ends, because the next look may be far away.
+            # Times of near loads differ by less than an outlier, so the ratio has that limit.
             ratio = min(max(seconds / self.seconds(drafts, most), 1 / _OUTLIER), _OUTLIER)
             self.ends = {length: ratio * before for length, before in self.ends.items()}
         self.is_guess = False
@@ -69,7 +69,7 @@ class _Times:
         self.looks += 1
         before = self.ends.get(drafts, seconds)
         if self.looks <= _FIRST_LOOKS:
-            # Nothing tells yet what is usual, and steps are held up more often than they hurry.
+            # The usual time is not known yet. Most outliers are slow, so the minimum counts.
             self.ends[drafts] = min(before, seconds)
         else:
             self.ends[drafts] = before + _NEW * (min(seconds, _OUTLIER * before) - before)
@@ -81,17 +81,18 @@ class _Times:
 
 
 class DraftPace:
-    """Chooses the number k of drafts with which tokens come fastest.
+    """Chooses the number k of drafts with the most tokens per second.
 
-    If a draft is accepted with probability a where those before it were, a step with k drafts makes
-    E(k) = 1 + a + a^2 + ... + a^k tokens of a request. It takes t(k) seconds, which grow by as much for each draft and
-    its verification. E(k) / t(k) is to be largest. The acceptance is a running mean, and so are t(0) and t(K) of the
-    longest drafts, which a step now and then is spent on. A step's time depends on how many requests there are, and on
-    their contexts, so times are kept apart by load.
+    Let a be the probability that a draft is accepted if all drafts before it are. A step with k drafts then makes E(k)
+    = 1 + a + a^2 + ... + a^k tokens of a request. It takes t(k) seconds, and t is linear in k. The chosen k maximises
+    E(k) / t(k).
+
+    a, t(0) and t(K) of the longest drafts are running means. Now and then a step measures t(0) or t(K). Times are
+    stored per load, because a step's time depends on the number of requests and on their contexts.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        """Takes the lengths to choose from, in order: from 0 to K, that of the longest drafts."""
+        """Takes the allowed lengths in ascending order, from 0 to K."""
         self.lengths = lengths
         self.most = lengths[-1]
         self._owed = 0.0
@@ -99,13 +100,13 @@ class DraftPace:
         self._times: dict[Load, _Times] = {}
 
     def observe_step(self, drafts: int, seconds: float, load: Load) -> None:
-        """Takes how long a step took in which every request had so many drafts."""
+        """Records the seconds of a step in which every request had `drafts` drafts."""
         self._owed += _LOOK_SHARE * seconds
         self._at(load).observe(drafts, seconds, self.most)
 
     def observe_drafts(self, drafts: int, accepted: int) -> None:
-        """Takes how many of the drafts of a request were accepted."""
-        # Behind the first that is wrong nothing was tried.
+        """Records how many of a request's drafts were accepted."""
+        # Drafts after the first rejected draft were not tried.
         self._tried = _DECAY * self._tried + min(drafts, accepted + 1)
         self._accepted = _DECAY * self._accepted + accepted
 
@@ -125,14 +126,14 @@ class DraftPace:
         return look
 
     def best(self, load: Load) -> int:
-        """Returns the length with which tokens come fastest; the longest as long as times are not known."""
+        """Returns the length with the most tokens per second; the longest length while times are not known."""
         times, tokens = self._at(load), self._tokens()
         if len(times.ends) < 2:
             return self.most
         return max(self.lengths, key=lambda drafts: tokens[drafts] / times.seconds(drafts, self.most))
 
     def gain(self, load: Load) -> float:
-        """Returns how many times faster tokens come than without drafts, as far as is known; 1 if nothing is."""
+        """Returns the speed-up in tokens per second over a step without drafts; 1 while times are not known."""
         times = self._at(load)
         if len(times.ends) < 2:
             return 1.0
@@ -140,7 +141,7 @@ class DraftPace:
         return self._tokens()[best] * times.seconds(0, self.most) / times.seconds(best, self.most)
 
     def _at(self, load: Load) -> _Times:
-        """Returns the times of a load; one that has none of its own takes those of a load that is near."""
+        """Returns the times of a load. A load without times gets a copy from a near load."""
         times = self._times.get(load)
         if times is None or len(times.ends) < 2:
             near = (times for other, times in self._times.items() if other != load and load.is_near(other))

@@ -1,4 +1,4 @@
-"""Says for which requests a step drafts on a GPU, and how many tokens: vLLM schedules drafts before they are made."""
+"""Decides on a GPU which requests draft in a step, and how many tokens. vLLM schedules drafts before they exist."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from vllm_sparse_plugin.metrics import live
 from vllm_sparse_plugin.names import BACKENDS
 
 _HOLD = 2
-"""Steps in a row with one length: a step verifies what the one before it has drafted, so the second has both."""
+"""Consecutive steps with one length. A step verifies the drafts of the step before, so only the second has both."""
 
 
 class PacedScheduler(AsyncScheduler):  # type: ignore[misc]
-    """vLLM's scheduler, which verifies drafts of one length in the requests that are drafted for, and none in others.
+    """vLLM's scheduler with placeholders of one length for the requests that draft, and none for other requests.
 
-    A placeholder is a draft that the next step verifies, and that the current step has yet to make.
+    A placeholder is a draft that the current step will make and the next step verifies.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -34,11 +34,11 @@ class PacedScheduler(AsyncScheduler):  # type: ignore[misc]
         assert rule is not None
         self.rule: DraftRule = rule
         self.lengths = StepLengths(self, rule) if rule.is_adaptive else None
-        # With a table vLLM adds no placeholders to new requests, and with zeros none to others.
+        # With this table vLLM adds no placeholders to new requests; its zeros add none to other requests.
         self.dynamic_sd_lookup = [0] * (self.scheduler_config.max_num_seqs + 1)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
-        """Also gives placeholders to the requests of a step that are drafted for at its end; the argument is vLLM's."""
+        """Also gives placeholders to the requests that draft after this step. The argument is vLLM's."""
         super()._update_after_schedule(scheduler_output)
         scheduled = [self.requests[name] for name in scheduler_output.num_scheduled_tokens]
         drafting = [request for request in scheduled if self._drafts(request)]
@@ -50,24 +50,24 @@ class PacedScheduler(AsyncScheduler):  # type: ignore[misc]
             request.spec_token_ids = [-1] * length
 
     def _drafts(self, request: Any) -> bool:
-        """Returns whether a request of the step that has been scheduled is drafted for at its end."""
+        """Returns whether a scheduled request drafts after this step."""
         if request.is_prefill_chunk or not self.rule.covers(request.num_tokens + 1):
             return False
-        # vLLM would cut drafts off at the longest context, and the step would have requests of unlike widths.
+        # At the longest context vLLM would cut drafts off, and the requests of the step would differ in width.
         return bool(request.num_computed_tokens + self.rule.draft_tokens + 2 <= self.max_model_len)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput) -> Any:
-        """Takes what a step has made; arguments are vLLM's."""
+        """Also reports the finished step. The arguments are vLLM's."""
         if self.lengths is not None:
             self.lengths.observe(scheduler_output, model_runner_output, time.perf_counter())
         return super().update_from_output(scheduler_output, model_runner_output)
 
 
 class StepLengths:
-    """Chooses how many tokens each step drafts for its requests, where the length adapts."""
+    """Chooses how many tokens each step drafts, for adaptive lengths."""
 
     def __init__(self, scheduler: AsyncScheduler, rule: DraftRule) -> None:
-        """Takes the scheduler, and who is drafted for."""
+        """Takes the scheduler, and the rule for the requests that draft."""
         self.scheduler, self.rule = scheduler, rule
         self.pace = DraftPace(rule.step_lengths)
         self._chosen, self._held = 0, _HOLD
@@ -75,9 +75,9 @@ class StepLengths:
         self._began = 0.0
 
     def choose(self, drafts: bool) -> int:
-        """Returns how many tokens the step that has been scheduled drafts; `drafts` says whether it may draft any."""
+        """Returns how many tokens the scheduled step drafts; 0 unless `drafts`."""
         if not drafts:
-            # Contexts that are too short say nothing about others.
+            # Times of contexts that are too short do not apply to others.
             self._held = _HOLD
             return 0
         if self._held == _HOLD:
@@ -87,7 +87,7 @@ class StepLengths:
         return self._chosen
 
     def observe(self, scheduled: SchedulerOutput, output: ModelRunnerOutput, now: float) -> None:
-        """Takes what a step has made, and when it was done."""
+        """Records the result of a step and the time of its end, in seconds."""
         drafts, requests = scheduled.scheduled_spec_decode_tokens, self.scheduler.requests
         made = dict(zip(output.req_ids, map(len, output.sampled_token_ids or ()), strict=False))
         drafted_for = [name for name in made if name in requests and self.rule.covers(requests[name].num_tokens)]
@@ -96,7 +96,7 @@ class StepLengths:
                 self.pace.observe_drafts(len(drafts[name]), made[name] - 1)
         verified = {len(drafts.get(name, ())) for name in drafted_for}
         same = verified == {scheduled.num_spec_tokens_to_schedule} and self._requests == made.keys()
-        # A request that ended while the step was under way is unknown, and so is what the step had to do.
+        # If a request ended during the step, its context is unknown, and so is the load of the step.
         if same and made.keys() <= requests.keys() and all(made.values()):
             load = Load.of(requests[name].num_tokens for name in made)
             self.pace.observe_step(verified.pop(), now - self._began, load)

@@ -1,4 +1,4 @@
-"""Has vLLM speculate in lossless mode, though the user has set up no speculation."""
+"""Turns on vLLM's speculation for lossless mode."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ if TYPE_CHECKING:
 
 
 def speculate_if_lossless(vllm_config: VllmConfig, backends: Mapping[str, str]) -> None:
-    """Fills in the configuration of speculation, if lossless mode is asked for and nothing else speculates. Scheduler,
-    rejection sampler, sizes of CUDA graphs and metrics follow from it.
+    """Sets vLLM's speculative configuration for lossless mode, if no other speculation is set.
+
+    vLLM derives the scheduler, the rejection sampler, the sizes of CUDA graphs and the metrics from it.
 
     Args:
-        vllm_config: vLLM's configuration while its defaults are being filled in.
-        backends: our backends' names and presets.
+        vllm_config: vLLM's configuration, while vLLM sets its defaults.
+        backends: names and presets of this plugin's backends.
 
     Raises:
         ConfigurationError: if the settings are wrong.
@@ -41,7 +42,7 @@ def speculate_if_lossless(vllm_config: VllmConfig, backends: Mapping[str, str]) 
         target_parallel_config=vllm_config.parallel_config,
     )
     if current_platform.is_cuda():
-        # Made with this method, it would look for a second model.
+        # vLLM would look for a second model if this method were given at construction.
         speculative.method = compat.GPU_DRAFTING_METHOD
         scheduler = vllm_config.scheduler_config
         if scheduler.scheduler_cls is None and scheduler.async_scheduling:
@@ -50,11 +51,14 @@ def speculate_if_lossless(vllm_config: VllmConfig, backends: Mapping[str, str]) 
 
 
 def other_scheduler(vllm_config: VllmConfig) -> str | None:
-    """Returns how a GPU's steps are scheduled where the plugin does not say for whom and how much they draft: each then
-    drafts and verifies `draft_tokens` for every request. None where the plugin says it, and on a CPU.
+    """Returns the reason why `PacedScheduler` does not schedule the steps on a GPU. Each step then drafts and verifies
+    `draft_tokens` for every request.
 
     Args:
         vllm_config: vLLM's configuration in lossless mode.
+
+    Returns:
+        None if `PacedScheduler` schedules the steps, and on a CPU.
     """
     from vllm.platforms import current_platform
 

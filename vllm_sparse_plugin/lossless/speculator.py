@@ -1,9 +1,9 @@
-"""Drafts with the model itself, inside vLLM's second model runner.
+"""Drafts with the model itself, in vLLM's second model runner.
 
-A drafting step is a decode step of one token per request, with metadata by which layers attend sparsely. It writes keys
-and values where the verifying step will write them again: into blocks that the scheduler has reserved behind the tokens
-that it knows, and that no prefix hash names yet. What a step needs, and what it leaves for the next one, is on the
-device in tensors that stay where they are, so that one CUDA graph is every step of every draft of as many requests.
+A drafting step is a decode step of one token per request, with metadata for sparse attention. It writes keys and values
+into blocks that the scheduler has reserved after the known tokens. No prefix hash names these blocks yet, and the
+verifying step writes them again. The inputs and results of a step are device tensors at fixed addresses. One CUDA graph
+therefore serves every drafting step with the same number of requests.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from vllm_sparse_plugin.names import BACKENDS
 
 
 class SparseSpeculator(DraftModelSpeculator):
-    """What drafts for vLLM's model runner, after each of its steps.
+    """The drafter of vLLM's second model runner.
 
-    Drafts are the likeliest tokens. To vLLM's rejection sampler such a draft is a distribution with one outcome, so
-    sampled tokens have the distribution that they have without drafts. Every request has a row of drafts. Requests
-    without drafts have their newest token there. `PacedScheduler` verifies no such row; another scheduler verifies all.
+    A draft is the most likely token. vLLM's rejection sampler treats it as a distribution with one outcome, so sampled
+    tokens have the same distribution as without drafts. Every request has a row of drafts. The row of a request without
+    drafts repeats its newest token: `PacedScheduler` does not verify it, other schedulers do.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
@@ -43,14 +43,14 @@ class SparseSpeculator(DraftModelSpeculator):
         assert rule is not None
         self.rule = rule
         self.graphs: CudaGraphManager | None = None
-        # vLLM looks here for layers of a draft's own.
+        # vLLM looks here for layers of a separate draft model.
         self.attn_groups: list[Any] = []
         self.rows = torch.arange(self.max_num_reqs + 1, dtype=torch.int32, device=device)
         self.writes = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=device)
         self.place = torch.zeros(1, dtype=torch.int64, device=device)
 
     def load_draft_model(self, target_model: torch.nn.Module, target_attn_layer_names: set[str]) -> torch.nn.Module:
-        """Returns the model, which is its own draft."""
+        """Returns the model, which also drafts."""
         return target_model
 
     def set_attn(
@@ -61,7 +61,7 @@ class SparseSpeculator(DraftModelSpeculator):
         target_input_buffers: Any,
         target_attn_groups: Any,
     ) -> None:
-        """Takes the model's layers, by groups that share a metadata builder, and the blocks of its requests."""
+        """Takes the layers of the model, in groups that share a metadata builder, and the block tables."""
         self.kv_cache_config = kv_cache_config
         self.block_tables = block_tables
         self.target_attn_groups = target_attn_groups
@@ -70,7 +70,7 @@ class SparseSpeculator(DraftModelSpeculator):
         )
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """Makes what captures drafting steps, where vLLM captures whole decode steps."""
+        """Creates the graph manager of drafting steps if vLLM captures whole decode steps."""
         captures = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if captures else CUDAGraphMode.NONE
         self.graphs = CudaGraphManager(self.vllm_config, self.device, mode, decode_query_len=1)
@@ -105,24 +105,24 @@ class SparseSpeculator(DraftModelSpeculator):
         dummy_run: bool = False,
         **more: Any,
     ) -> torch.Tensor:
-        """Drafts what may come next.
+        """Drafts the next tokens.
 
         Args:
-            input_batch: of the step that the model has just made.
-            attn_metadata: of no use here, as are the other arguments that are not named below.
-            slot_mappings: see there.
-            last_hidden_states: see there.
-            aux_hidden_states: see there.
-            num_sampled: `[num_requests]` int32, tokens that the step has made; 0 where the prompt is not finished.
-            num_rejected: `[num_requests]` int32, drafts among the step's tokens that were not accepted.
-            last_sampled: `[max_requests, 1]` int64, the newest token by the request's number.
-            others: see there.
-            num_speculative_tokens: how many to draft; None for all that there is room for.
-            dummy_run: whether the step was nobody's.
-            more: see there.
+            input_batch: the batch of the model's last step.
+            attn_metadata: unused.
+            slot_mappings: unused.
+            last_hidden_states: unused.
+            aux_hidden_states: unused.
+            num_sampled: `[num_requests]` int32, tokens that the step has made; 0 while a prompt is in prefill.
+            num_rejected: `[num_requests]` int32, drafts of the step that were not accepted.
+            last_sampled: `[max_requests, 1]` int64, the newest token, by request number.
+            others: unused.
+            num_speculative_tokens: how many tokens to draft; None for `draft_tokens`.
+            dummy_run: whether the step has no requests.
+            more: unused.
 
         Returns:
-            `[num_requests, draft_tokens]` int64, of which the first that were asked for are drafts.
+            `[num_requests, draft_tokens]` int64; the first `num_speculative_tokens` of a row are drafts.
         """
         count = input_batch.num_reqs
         if dummy_run:
@@ -138,7 +138,7 @@ class SparseSpeculator(DraftModelSpeculator):
         assert self.graphs is not None
         desc = self.graphs.dispatch(count, count, uniform_token_count=1, num_active_loras=0)
         self._begin(desc.num_tokens, newest, positions, wanted)
-        # A graph needs no metadata, but they are what the steps are counted by.
+        # A graph needs no metadata, but building it counts the steps.
         metadata = self._metadata(desc.num_tokens, lengths)
         for _ in range(length):
             if desc.cg_mode == CUDAGraphMode.FULL:
@@ -148,8 +148,7 @@ class SparseSpeculator(DraftModelSpeculator):
         return self.draft_tokens[:count]
 
     def _lengths(self, input_batch: InputBatch) -> torch.Tensor:
-        """Returns the contexts that the first drafting step may have, as far as the host knows: `[num_requests]` int32;
-        0 for requests that are not drafted for."""
+        """Returns upper bounds of the contexts in the first drafting step: `[num_requests]` int32, 0 for no drafts."""
         count = input_batch.num_reqs
         known = input_batch.seq_lens_cpu_upper_bound[:count]
         finished = known >= torch.from_numpy(input_batch.prefill_len_np[:count])
@@ -157,13 +156,14 @@ class SparseSpeculator(DraftModelSpeculator):
         return lengths
 
     def _begin(self, rows: int, newest: torch.Tensor, positions: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Leaves on the device what the first drafting step starts from.
+        """Writes the inputs of the first drafting step to the device.
 
         Args:
-            rows: requests of a step, those included that pad it.
+            rows: requests of a step, padding included.
             newest: `[num_requests]` int64, the newest token of each request, which has no keys yet.
-            positions: `[num_requests]` int64, theirs.
-            wanted: `[num_requests]` bool, who is drafted for. Others attend to their first token, and write nothing.
+            positions: `[num_requests]` int64, the positions of `newest`.
+            wanted: `[num_requests]` bool, whether a request drafts. Others attend to their first token and write
+                nothing.
         """
         count, buffers = len(newest), self.input_buffers
         buffers.input_ids[:count] = newest
@@ -174,17 +174,18 @@ class SparseSpeculator(DraftModelSpeculator):
         buffers.seq_lens[count:] = 0
         self.writes[:count] = wanted & (positions < self.max_model_len)
         self.writes[count:] = False
-        # Rows that pad a step have no tokens.
+        # Padding rows have no tokens.
         torch.clamp(self.rows, max=count, out=buffers.query_start_loc)
         self.draft_tokens[:count] = newest[:, None]
         self.place.zero_()
 
     def _metadata(self, rows: int, lengths: torch.Tensor) -> dict[str, Any]:
-        """Returns the metadata of all steps of a draft, by layer: what changes from step to step is on the device.
+        """Returns the metadata of all steps of a draft, by layer. The values that change between steps are on the
+        device.
 
         Args:
-            rows: requests of a step, those included that pad it.
-            lengths: `[num_requests]` int32 on the host, the contexts of the first step at most.
+            rows: requests of a step, padding included.
+            lengths: `[num_requests]` int32 on the host, upper bounds of the contexts in the first step.
         """
         buffers, starts = self.input_buffers, torch.arange(rows + 1, dtype=torch.int32)
         bound = torch.zeros(rows, dtype=torch.int32)
@@ -201,7 +202,7 @@ class SparseSpeculator(DraftModelSpeculator):
                 num_reqs=rows,
                 num_actual_tokens=rows,
                 max_query_len=1,
-                # That of the longest context, since a graph holds it.
+                # A graph holds this number, so it is the longest context.
                 max_seq_len=self.max_model_len,
                 block_table_tensor=table[:rows],
                 slot_mapping=slots[:rows],
@@ -212,7 +213,7 @@ class SparseSpeculator(DraftModelSpeculator):
         return metadata
 
     def _step(self, rows: int, metadata: dict[str, Any]) -> None:
-        """Drafts one token for each of the first `rows` rows, and leaves what the next step starts from."""
+        """Drafts one token for each of the first `rows` rows, and writes the inputs of the next step."""
         buffers, writes = self.input_buffers, self.writes[:rows]
         ids, positions, seq_lens = buffers.input_ids[:rows], buffers.positions[:rows], buffers.seq_lens[:rows]
         for table, size, slots in zip(
@@ -224,10 +225,10 @@ class SparseSpeculator(DraftModelSpeculator):
         with set_forward_context(metadata, self.vllm_config, num_tokens=rows, slot_mapping=slots_of_layers):
             hidden = self.model(input_ids=ids, positions=positions, inputs_embeds=None, intermediate_tensors=None)
         likeliest = self.model.compute_logits(hidden).argmax(dim=-1)
-        # Whoever is not drafted for keeps the newest token.
+        # A request that does not draft keeps its newest token.
         ids.copy_(torch.where(writes, likeliest, ids))
         self.draft_tokens[:rows].scatter_(1, self.place.expand(rows, 1), ids[:, None].long())
-        # The last place is reached by requests that end there: nothing may be written behind it.
+        # A request that reaches the last position ends there, and must not write beyond it.
         writes &= positions < self.max_model_len - 1
         seq_lens += writes
         positions += writes

@@ -1,1 +1,1 @@
-"""What requests say about their own attention: arguments, their check, and their rows in a batch."""
+"""Arguments of requests for their attention: their check, and the rows of requests in a batch."""

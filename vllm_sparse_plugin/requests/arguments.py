@@ -1,4 +1,4 @@
-"""What a request may say of its own attention, in `vllm_xargs` of the OpenAI API or `SamplingParams.extra_args`."""
+"""The arguments of a request for its attention, in `vllm_xargs` of the OpenAI API or `SamplingParams.extra_args`."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from vllm_sparse_plugin.policies import Selection, UniqueSelection
 from vllm_sparse_plugin.policies.base import PagesRead
 
 DENSE, BUDGET, COVERAGE = ARGUMENTS = ("sparse", "sparse_budget_tokens", "sparse_coverage")
-"""Arguments of a request that are ours."""
+"""The arguments that this plugin reads."""
 PREFIX = "sparse"
-"""Every argument that begins with this is meant for us."""
+"""The plugin checks every argument whose name begins with this."""
 EVERY_PAGE = 1 << 40
-"""Pages that no context has: the request is served dense."""
+"""More pages than any context has: the request is served densely."""
 _MOST_TOKENS = 1 << 20
 
 
 def takes_budgets(config: ResolvedConfig) -> bool:
-    """Returns whether a request may have a budget of its own."""
+    """Returns whether a request may set its budget."""
     return config.lossless is None and _against_budgets(config) is None
 
 
 def varies_pages(config: ResolvedConfig) -> bool:
-    """Returns whether rows of a step may read other numbers of pages than the budget of the settings: by a budget of
-    their request, or by a coverage, which lossless mode and a compaction that slides have as well."""
+    """Returns whether rows of a step may read another number of pages than the budget of the settings.
+
+    Two settings vary it: budgets of requests, and a coverage. A coverage also works in lossless mode and with a
+    compaction that slides; budgets of requests do not.
+    """
     return takes_budgets(config) or config.coverage is not None
 
 
 def most_pages_on_gpu(selection: Selection) -> int:
-    """Returns the complete pages that a row may read at most on a GPU, where all have the same launches.
+    """Returns the most complete pages that a row may read on a GPU.
 
-    A launch has room for so many whatever they read. Larger budgets take other launches, which all requests of a server
-    have whose own budget is larger.
+    Launches are the same for all rows, and have room for this many pages. A larger budget of the settings takes other
+    launches for all requests.
     """
     return max(MAX_K, selection.budget_pages, selection.pages_read.most)
 
@@ -43,15 +46,15 @@ def most_pages_on_gpu(selection: Selection) -> int:
 def pages_of_request(
     arguments: Mapping[str, Any] | None, config: ResolvedConfig, on_gpu: bool = False
 ) -> PagesRead | None:
-    """Returns the complete pages that a decode step of a request reads per KV head; None for those of the settings.
+    """Returns the complete pages that a decode step of a request reads per KV head; None to follow the settings.
 
     Args:
-        arguments: `extra_args` of the request; those that are not ours are left alone.
-        config: the server's configuration.
+        arguments: `extra_args` of the request; arguments of other plugins are ignored.
+        config: the settings of the server.
         on_gpu: whether the server runs on a GPU.
 
     Raises:
-        ValueError: names the argument, what it got and what is allowed.
+        ValueError: names the argument, the value and the allowed values.
     """
     given = {name: arguments[name] for name in ARGUMENTS if arguments and arguments.get(name) is not None}
     if not given:
@@ -60,7 +63,7 @@ def pages_of_request(
         raise ValueError(f"{', '.join(given)}: got all of them, allowed: one in a request")
     ((name, got),) = given.items()
     if config.lossless is not None:
-        raise ValueError(f"{name}: got {got!r:.80} in lossless mode, whose answers are dense ones, allowed: none")
+        raise ValueError(f"{name}: got {got!r:.80} in lossless mode, which answers densely, allowed: none")
     if name == DENSE:
         return _dense(got, config)
     if against := _against_budgets(config):
@@ -70,32 +73,32 @@ def pages_of_request(
     if name == BUDGET:
         return _budget(got, selection, on_gpu)
     if on_gpu and config.coverage is None:
-        # Its launches would be those of every step.
-        raise ValueError(f"{name}: got {got!r:.80}, allowed on a GPU: none with a server that has no coverage")
+        # Every step would need the launches of a coverage.
+        raise ValueError(f"{name}: got {got!r:.80}, allowed on a GPU: none unless the server has a coverage")
     return _coverage(got, selection)
 
 
 def _against_budgets(config: ResolvedConfig) -> str | None:
-    """Returns what leaves no room for budgets of requests, if anything does."""
+    """Returns the part of the settings that excludes budgets of requests; None if there is none."""
     if not isinstance(config.selection, Selection):
         return f"policy {config.selection.name()}"
     if not config.selection.has_kernel():
-        return f"policy {config.selection.name()}, whose select has no kernel"
+        return f"policy {config.selection.name()}, which selects pages in torch"
     if config.stop_rule is not None:
         return "stopping"
     if config.compaction is not None and config.compaction.retention().slides:
-        # What a larger budget would read has been given back.
-        return "a compaction that slides"
+        # The blocks that a larger budget would read have been given back.
+        return "a compaction that keeps a sliding window"
     return None
 
 
 def _dense(got: Any, config: ResolvedConfig) -> PagesRead:
     if got != "dense":
         raise ValueError(f"sparse: got {got!r:.80}, allowed: dense")
-    # Blocks of a prompt that was read sparsely, or of which a part is gone, are not those of a dense request.
+    # After sparse prefill or compaction, the blocks of a prompt differ from those of a dense request.
     for section in ("prefill", "compaction"):
         if getattr(config, section) is not None:
-            raise ValueError(f"sparse: got dense with a server whose {section} is sparse, allowed: none")
+            raise ValueError(f"sparse: got dense with {section} in the settings of the server, allowed: none")
     return PagesRead(EVERY_PAGE, EVERY_PAGE)
 
 

@@ -1,4 +1,4 @@
-"""Checks requests where they enter an engine, and separates the cached blocks of those that read differently."""
+"""Checks requests when they enter an engine, and separates the cached blocks of requests that read differently."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _SEPARATOR = "\n"
-"""Stands between the cache salt of a client and the name of what its request reads."""
+"""Separates the client's cache salt from the reads of the request."""
 
 
 def check_request(
@@ -26,7 +26,7 @@ def check_request(
     beam_search: bool = False,
     streams_input: bool = False,
 ) -> None:
-    """Refuses a request that an engine cannot serve; without effect for an engine with another backend.
+    """Refuses a request that an engine cannot serve. It has no effect on engines with another backend.
 
     Args:
         vllm_config: configuration of the engine.
@@ -35,7 +35,7 @@ def check_request(
         streams_input: whether the request is a session whose prompt grows.
 
     Raises:
-        ValueError: names the argument, what it got and what is allowed.
+        ValueError: names the argument, the value and the allowed values.
     """
     given = [name for name in arguments or () if name.startswith(PREFIX)]
     if not given and not streams_input:
@@ -55,15 +55,15 @@ def check_request(
 
 
 def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, salt: str | None) -> str | None:
-    """Returns the cache salt with which the blocks of a request are hashed.
+    """Returns the cache salt that vLLM hashes with the blocks of a request.
 
-    Keys of decoded tokens follow from what the tokens before them read. So a request that reads something else than
-    the settings say shares blocks only with requests that read the same.
+    The keys of a decoded token depend on the pages that earlier tokens have read. A request that reads other pages than
+    the settings say therefore shares blocks only with requests that read the same number of pages.
 
     Args:
         vllm_config: configuration of the engine.
         arguments: `extra_args` of the request.
-        salt: the salt that the client gave, or None.
+        salt: the client's salt, or None.
     """
     if not any(name in ARGUMENTS for name in arguments or ()):
         return salt
@@ -73,7 +73,7 @@ def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, 
     try:
         pages = pages_of_request(arguments, config, on_gpu=_on_gpu())
     except ValueError:
-        # A frontend without this check let it pass. The workers serve it with the settings.
+        # The request passed a frontend without this check. The workers serve it with the settings of the server.
         return salt
     usual = config.selector.pages_read if config.selector is not None else None
     if pages is None or pages == usual or not config.is_sparse:
@@ -82,7 +82,7 @@ def cache_salt_of(vllm_config: VllmConfig, arguments: Mapping[str, Any] | None, 
 
 
 def _served(vllm_config: VllmConfig) -> ResolvedConfig | None:
-    """Returns the settings of an engine; None if it has none of our backends."""
+    """Returns the settings of an engine; None without a backend of this plugin."""
     name = chosen_backend(vllm_config, BACKENDS)
     return None if name is None else resolved(vllm_config, BACKENDS[name])
 

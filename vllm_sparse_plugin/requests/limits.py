@@ -1,4 +1,4 @@
-"""How many pages the requests of a step read: what each asks for, and tensors of it that CUDA graphs may read."""
+"""The number of pages that each request of a step reads, also in tensors that CUDA graphs may read."""
 
 from __future__ import annotations
 
@@ -21,25 +21,27 @@ logger = init_logger(f"vllm.{__name__}")
 
 
 class RequestedPages:
-    """What the requests of a step ask to read."""
+    """The reads that the requests of a step ask for."""
 
     def __init__(self, config: ResolvedConfig, rows: BatchRows | None, on_gpu: bool) -> None:
         """Initialises without requests.
 
         Args:
-            config: the server's settings.
-            rows: the requests of the batches; None for none that ask for anything.
+            config: the settings of the server.
+            rows: the requests of the batches; None if requests cannot ask for anything.
             on_gpu: whether the server runs on a GPU.
         """
         self._config, self._rows, self._on_gpu = config, rows, on_gpu
         self._known: dict[tuple[Any, ...], PagesRead | None] = {}
 
     def of_step(self, common: CommonAttentionMetadata) -> list[PagesRead | None]:
-        """Returns what each request of a step asks to read, in order; None for a request that asks for nothing. The
-        list is empty if no request asks, and leaves out rows that pad the batch."""
+        """Returns the reads that each request of a step asks for, in order; None for a request that asks for nothing.
+
+        The list is empty if no request asks. Rows that pad the batch are left out.
+        """
         arguments = [] if self._rows is None else self._rows.arguments(common)
         asked = [self._look_up(each) if each else None for each in arguments]
-        # A dummy run may be smaller than the batch that the runner still has.
+        # A dummy run may be smaller than the last batch of the runner.
         return asked[: common.num_reqs] if any(asked) else []
 
     def _look_up(self, arguments: Mapping[str, Any]) -> PagesRead | None:
@@ -49,57 +51,57 @@ class RequestedPages:
             try:
                 self._known[key] = pages_of_request(arguments, self._config, on_gpu=self._on_gpu)
             except ValueError as error:
-                # The frontend refuses such a request. One that skipped the check must not end the engine for others.
-                logger.warning("%s; the request reads what the settings of the server say", error)
+                # The frontend refuses such a request. A request that skipped the check must not end the engine for
+                # others.
+                logger.warning("%s; the request runs with the settings of the server", error)
                 self._known[key] = None
         return self._known[key]
 
 
 class StepNumbers:
-    """A number for each request of a step, in a tensor that is never reallocated."""
+    """One number per request of a step, in a tensor that is never reallocated."""
 
     def __init__(self, default: float, count: int, dtype: torch.dtype, device: torch.device) -> None:
         """Fills the tensor with the default.
 
         Args:
-            default: the number of a request that asks for none.
-            count: requests of a step, at most.
-            dtype: of the tensor.
-            device: of the tensor.
+            default: the number of a request that asks for nothing.
+            count: the most requests of a step.
+            dtype: the dtype of the tensor.
+            device: the device of the tensor.
         """
         self.tensor = torch.full((count,), default, dtype=dtype, device=device)
         self._default = default
         self._written: list[float] = []
 
     def write(self, numbers: Sequence[float]) -> None:
-        """Writes the numbers of a step's first requests, unless they are there; other requests get the default."""
+        """Writes the numbers of a step's first requests if they have changed; other requests get the default."""
         wanted = list(numbers)
         while wanted and wanted[-1] == self._default:
             wanted.pop()
         if wanted == self._written:
             return
         every = [*wanted, *[self._default] * (len(self.tensor) - len(wanted))]
-        # A new host tensor for each copy: torch does not reuse its memory before the copy is over.
+        # Each copy has a new host tensor: torch does not reuse its memory before the copy ends.
         host = torch.tensor(every, dtype=self.tensor.dtype, pin_memory=self.tensor.is_cuda)
         self.tensor.copy_(host, non_blocking=True)
         self._written = wanted
 
 
 class StepLimits:
-    """How many pages the requests of a step read, in tensors that CUDA graphs may read."""
+    """The number of pages that each request of a step reads, in tensors that CUDA graphs may read."""
 
     budgets: StepNumbers | None
-    """Complete pages that a selection reads of each request; None where requests cannot set a budget, and under a
-    coverage."""
+    """Complete pages that each request reads; None under a coverage, and if requests cannot set a budget."""
 
     def __init__(self, config: ResolvedConfig, rows: BatchRows | None, max_requests: int, device: torch.device) -> None:
-        """Makes the tensors.
+        """Allocates the tensors.
 
         Args:
-            config: the server's settings.
+            config: the settings of the server.
             rows: see `RequestedPages`.
-            max_requests: requests of a step, at most.
-            device: of the tensors.
+            max_requests: the most requests of a step.
+            device: the device of the tensors.
         """
         self._requested = RequestedPages(config, rows, on_gpu=True)
         self._default = PagesRead(EVERY_PAGE, EVERY_PAGE) if config.selector is None else config.selector.pages_read
@@ -116,9 +118,9 @@ class StepLimits:
             self.budgets = StepNumbers(self._default.most, max_requests, torch.int32, device)
 
     def step(self, common: CommonAttentionMetadata) -> Sequence[PagesRead | None]:
-        """Writes the limits of a step's requests, and returns what they ask for; see `RequestedPages.of_step`."""
+        """Writes the limits of a step's requests; returns the reads that they ask for, see `RequestedPages.of_step`."""
         asked = self._requested.of_step(common)
-        # A request that reads everything is attended whole, whatever its budget.
+        # A request that reads everything attends densely, with any budget.
         read = [self._default if each is None or each.least >= EVERY_PAGE else each for each in asked]
         if self.budgets is not None:
             self.budgets.write([each.most for each in read])
@@ -136,11 +138,11 @@ class StepLimits:
         return Limits(*(numbers.tensor[requests] for numbers in self._limits))
 
     def by_request(self, asked: Sequence[PagesRead | None], num_reqs: int) -> NDArray[np.int64] | None:
-        """Returns the pages that each request of a step reads at most, `[num_reqs]`; None if no request asks.
+        """Returns the most pages that each request of a step reads, `[num_reqs]`; None if no request asks.
 
         Args:
-            asked: what `step` returned.
-            num_reqs: requests of the step, those that pad it included.
+            asked: the result of `step`.
+            num_reqs: requests of the step, padding included.
         """
         if not asked:
             return None

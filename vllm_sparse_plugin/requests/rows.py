@@ -1,6 +1,6 @@
-"""Finds out which request each row of a batch belongs to, and how long its prompt is.
+"""Finds the request of each row of a batch, and the length of its prompt.
 
-vLLM's metadata of a step does not say it, but its model runners know, each in its own way.
+vLLM's metadata of a step has neither. Its two model runners store them in different ways.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Row(NamedTuple):
 
 
 class BatchRows:
-    """The requests of the batches of one model runner."""
+    """The requests in the batches of one model runner."""
 
     def __init__(self, runner: Any) -> None:
-        """Takes a runner of vLLM's, which outlives the layers' metadata builders."""
+        """Takes vLLM's model runner, which outlives the metadata builders of the layers."""
         if not hasattr(runner, "req_states") and not hasattr(runner, "input_batch"):
             raise _unknown(type(runner).__name__)
         self._runner = ref(runner)
 
     def of(self, common: CommonAttentionMetadata) -> list[Row | None]:
-        """Returns the rows of a step, in order; None for those that no request has, as in a dummy run. Rows that pad a
-        batch may be left out."""
+        """Returns the rows of a step, in order; None for a row without a request, as in a dummy run. Padding rows may
+        be missing."""
         runner = self._runner()
         if runner is None:
             return []
@@ -51,8 +51,8 @@ class BatchRows:
         return [None if name is None else Row(name, length) for name, length in zip(ids, lengths, strict=True)]
 
     def arguments(self, common: CommonAttentionMetadata) -> list[Mapping[str, Any]]:
-        """Returns what each request of a step's batch has in `extra_args`, in order; nothing for rows that no request
-        has, as in a dummy run. Rows that pad a batch may be left out."""
+        """Returns `extra_args` of each request of a step, in order; an empty mapping for a row without a request, as in
+        a dummy run. Padding rows may be missing."""
         runner = self._runner()
         if runner is None:
             return []
@@ -67,7 +67,7 @@ class BatchRows:
         return [{} if params is None else params.extra_args or {} for params in sampling]
 
     def knows(self, request_id: str) -> bool:
-        """Returns whether the runner still has a request, though it may be in no step."""
+        """Returns whether the runner still has a request, scheduled or not."""
         runner = self._runner()
         if runner is None:
             return False
@@ -77,17 +77,17 @@ class BatchRows:
 
 
 _building: ContextVar[BatchRows | None] = ContextVar("building", default=None)
-"""The rows of the model runner that is building its metadata builders."""
+"""The rows of the model runner that is creating its metadata builders."""
 _noted: WeakKeyDictionary[Any, dict[str | None, Mapping[str, Any]]] = WeakKeyDictionary()
-"""Of each of the newer model runners, the `extra_args` of the requests that have some."""
+"""`extra_args` by request, for each of the newer model runners. Only requests with `extra_args` are listed."""
 
 
 def note(runner: Any, new: Iterable[Any]) -> None:
-    """Remembers what new requests of the newer model runner have in `extra_args`; of those that have gone, nothing.
+    """Stores `extra_args` of new requests of the newer model runner, and forgets requests that have ended.
 
     Args:
-        runner: the model runner, which has taken them.
-        new: the requests, each with `req_id` and `sampling_params`; one that was preempted is new again.
+        runner: the model runner, which has already added them.
+        new: the requests, each with `req_id` and `sampling_params`. A preempted request is new again.
     """
     noted = _noted.setdefault(runner, {})
     for request in new:
@@ -101,10 +101,10 @@ def note(runner: Any, new: Iterable[Any]) -> None:
 
 @contextmanager
 def building(runner: Any) -> Iterator[None]:
-    """Names the model runner that builds metadata builders within the context.
+    """Sets the model runner that creates metadata builders within the context.
 
     Raises:
-        ConfigurationError: for a runner of another kind than those of vLLM 0.32 and 0.33.
+        ConfigurationError: for a runner that is not one of vLLM 0.32 and 0.33.
     """
     token = _building.set(BatchRows(runner))
     try:
@@ -114,19 +114,21 @@ def building(runner: Any) -> Iterator[None]:
 
 
 def current_if_any() -> BatchRows | None:
-    """Returns the rows of the model runner that builds metadata builders; None outside `building`, which happens only
-    in tests and benchmarks."""
+    """Returns the rows of the model runner that creates metadata builders.
+
+    None outside `building`, which happens only in tests and benchmarks.
+    """
     return _building.get()
 
 
 def loading_runner() -> Any | None:
-    """Returns the model runner that builds metadata builders; None outside `building`."""
+    """Returns the model runner that creates metadata builders; None outside `building`."""
     rows = _building.get()
     return None if rows is None else rows._runner()
 
 
 def current() -> BatchRows:
-    """Returns the rows of the model runner that builds metadata builders.
+    """Returns the rows of the model runner that creates metadata builders.
 
     Raises:
         ConfigurationError: outside `building`.

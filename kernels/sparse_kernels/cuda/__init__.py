@@ -1,1 +1,1 @@
-"""CUDA C++ kernels, compiled at run time by the NVRTC that comes with torch: no compiler needs to be installed."""
+"""CUDA C++ kernels. The NVRTC of torch compiles them at run time, so users need no compiler."""

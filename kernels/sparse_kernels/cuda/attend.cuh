@@ -1,5 +1,5 @@
-// Softmax attention over pages: a warp takes eight tokens at a time, and keys and values go from memory to the matrix
-// units without passing shared memory.
+// Softmax attention over pages. A warp takes eight tokens at a time. Keys and values go from memory to the tensor cores
+// without shared memory.
 #pragma once
 #include "params.cuh"
 
@@ -27,18 +27,18 @@ struct ValueType<FP8> {
     }
 };
 
-// A tile is eight consecutive tokens of a block of the cache. The first `valid` of them belong to the context.
+// A tile: eight consecutive tokens of a KV-cache block. The first `valid` tokens belong to the context.
 struct TokenTile {
     i64 block;
     int token;
     int valid;
 };
 
-// Query rows lie in shared memory in the format of the matrix instructions. Rows beyond the group are zero.
+// Query rows in shared memory, in the format of the matrix instructions. Rows beyond the group are zero.
 template <int MMA, int GROUP, int HEAD_SIZE>
 struct AttendQuery {
     static constexpr int ROWS = 8 * Heads<GROUP>::TILES;
-    // A row is padded by 64 bytes, so that the rows of a tile that one access touches lie in different banks.
+    // 64 bytes of padding put the rows of a tile that one access reads into different banks.
     u16 rows[ROWS][padded(HEAD_SIZE) + 32];
 
     DEVICE uint4 eight(int row, int d) const { return row < ROWS ? *(const uint4*)&rows[row][d] : uint4{0, 0, 0, 0}; }
@@ -50,7 +50,7 @@ struct AttendQuery {
         for (int i = 0; i < PER_LANE; i++) rows[row][lane * PER_LANE + i] = (u16)pack_pair<MMA>(row < GROUP ? x[i] : 0, 0);
     }
 
-    // Loads the query of a token and KV head, the warps of a block together. All threads see it after a barrier.
+    // Loads the query of a token and KV head with all warps of a thread block. All threads see it after a barrier.
     template <int QUERY, int WARPS>
     DEVICE void prepare_all(const QueryParams& p, int token, int head, int warp, int lane) {
         i64 first = first_query_element(p, token, head, GROUP);
@@ -63,8 +63,8 @@ struct AttendQuery {
     }
 };
 
-// The unnormalised attention of a warp. A lane holds the largest logit (base 2) and the sum of weights of head g of each
-// tile, and of heads 2t and 2t+1 the weighted values of elements 64 piece + 8 g + {2j, 2j+1}.
+// The unnormalised attention of a warp. A lane holds two things. Of head g of each tile: the largest logit (base 2) and
+// the sum of weights. Of heads 2t and 2t+1: the weighted values of elements 64 piece + 8 g + {2j, 2j+1}.
 template <int KV, int GROUP, int HEAD_SIZE>
 struct Attention {
     static constexpr int MMA = KV == BF16 ? BF16 : FP16;
@@ -98,8 +98,8 @@ struct Attention {
         }
     }
 
-    // Reads eight consecutive tokens of a block. Tokens beyond `valid` may hold anything, so their values are not read.
-    // AHEAD is for tokens that are used after a barrier and must be on their way before it.
+    // Reads eight consecutive tokens of a KV-cache block. Values of tokens beyond `valid` are not read, because they
+    // may hold anything. With AHEAD, loads of tokens that are used after a barrier start before it.
     template <bool AHEAD = false>
     static DEVICE Tokens read(const TokenRows& rows, i64 block, int token, int valid, int lane) {
         int g = lane / 4, t = lane % 4;
@@ -129,7 +129,7 @@ struct Attention {
     DEVICE void add(const Query& query, const Tokens (&tokens)[N], const int (&valid)[N], int count, float scale,
                     float softcap, int lane) {
         int g = lane / 4, t = lane % 4;
-        // A tile has two chains of products, because the matrix units are fast but slow to answer.
+        // A tile has two chains of products, because the tensor cores have a long latency.
         float logits[N][2][4];
 #pragma unroll
         for (int n = 0; n < N; n++)
@@ -179,7 +179,7 @@ struct Attention {
                 }
             now = fmaxf(now, __shfl_xor_sync(FULL, now, 1));
             now = fmaxf(now, __shfl_xor_sync(FULL, now, 2));
-            // Where every logit is -inf or NaN there is no largest to subtract.
+            // If every logit is -inf or NaN, there is no largest logit to subtract.
             float base = now == -INFINITY_F ? 0.0f : now;
             float shrink = fast_exp2(largest[tile] - base), sum = 0;
 #pragma unroll
@@ -189,7 +189,7 @@ struct Attention {
                     weights[n][i] = fast_exp2(weights[n][i] - base);
                     sum += weights[n][i];
                 }
-            // The total covers the lane's own tokens only: the lanes of a head add theirs up in the end.
+            // The total is of the lane's own tokens only. The lanes of a head add up their totals at the end.
             total[tile] = total[tile] * shrink + sum;
             largest[tile] = now;
             float even = __shfl_sync(FULL, shrink, 8 * t), odd = __shfl_sync(FULL, shrink, 8 * t + 4);
@@ -202,7 +202,7 @@ struct Attention {
                 }
 #pragma unroll
             for (int n = 0; n < N; n++) {
-                // The weights lie as the product with the values wants them: two tokens of a head to a register.
+                // The product with the values needs the weights of two tokens of a head in one register.
                 u32 pair = pack_pair<MMA>(weights[n][0], weights[n][1]);
 #pragma unroll
                 for (int piece = 0; piece < VALUE_PIECES; piece++)
@@ -223,7 +223,7 @@ struct Attention {
         return sum + __shfl_xor_sync(FULL, sum, 2);
     }
 
-    // Calls `f(head, element, four consecutive values)` for all values that this lane holds.
+    // Calls `f(head, element, four consecutive values)` for all values of this lane.
     template <typename F>
     DEVICE void for_each_four(int lane, F f) const {
         int g = lane / 4, t = lane % 4;

@@ -1,4 +1,4 @@
-// The kernels share these types, loads, matrix instructions and cluster primitives. NVRTC needs no headers for them.
+// Types, loads, matrix instructions and cluster primitives of all kernels. NVRTC needs no headers for them.
 #pragma once
 
 typedef unsigned char u8;
@@ -9,7 +9,7 @@ typedef unsigned long long u64;
 
 #define DEVICE __device__ __forceinline__
 
-// Element formats have the numbers that the host gives them (launch.py).
+// Numbers of element formats, as in launch.py.
 #define BF16 0
 #define FP16 1
 #define FP8 2
@@ -25,14 +25,14 @@ constexpr u32 FULL = 0xffffffffu;
 
 DEVICE constexpr int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Heads are computed on as if they had a multiple of 64 elements: those beyond the head are zero once it is loaded, and
-// memory has no place for them.
+// Kernels compute on heads padded to a multiple of 64 elements. The padding is zero, and exists only in registers and
+// shared memory.
 DEVICE constexpr int padded(int head_size) { return ceil_div(head_size, 64) * 64; }
 
 template <int HEAD_SIZE>
 DEVICE constexpr bool in_head(int element) { return HEAD_SIZE % 64 == 0 || element < HEAD_SIZE; }
 
-// A load with AHEAD is not moved behind a barrier that follows it.
+// A load with AHEAD is not moved behind a later barrier.
 template <bool AHEAD = false>
 DEVICE uint4 load16(const void* p) {
     uint4 v;
@@ -57,7 +57,7 @@ DEVICE uint2 load8(const void* p) {
 
 DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
-// A kernel that is launched as dependent may begin while the one before it ends. It must not touch memory before this.
+// A dependent launch may begin before the previous kernel ends. It must call this before it touches memory.
 DEVICE void depend_on_previous() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -90,14 +90,14 @@ DEVICE float fp16_to_float(u16 bits) {
     return f;
 }
 
-// Converts two e4m3 bytes to two halves. Before compute capability 8.9 no instruction does it.
+// Converts two e4m3 bytes to two halves. Before compute capability 8.9 there is no instruction for it.
 DEVICE u32 fp8_pair_to_fp16(u16 pair) {
 #if __CUDA_ARCH__ >= 890
     u32 d;
     asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(d) : "h"(pair));
     return d;
 #else
-    // An e4m3 number that is shifted into the fields of a half is too small by 2^8, subnormals included.
+    // An e4m3 number shifted into the fields of a half is too small by 2^8, subnormals included.
     u32 wide = ((u32)pair & 0xffu) << 8 | ((u32)pair & 0xff00u) << 16;
     u32 bits = (wide & 0x80008000u) | (wide & 0x7f007f00u) >> 1, d;
     asm("mul.f16x2 %0, %1, %2;" : "=r"(d) : "r"(bits), "r"(0x5c005c00u));
@@ -112,7 +112,7 @@ DEVICE float load_float(const void* p, i64 i) {
     if constexpr (FORMAT == FP8) return fp16_to_float((u16)fp8_pair_to_fp16(((const u8*)p)[i]));
 }
 
-// Packs a pair of 16-bit numbers in the format that the matrix instructions run on.
+// Packs two numbers in the 16-bit format of the matrix instructions.
 template <int FORMAT>
 DEVICE u32 pack_pair(float low, float high) {
     return FORMAT == BF16 ? pack_bf16(low, high) : pack_fp16(low, high);
@@ -137,7 +137,7 @@ DEVICE void mma_s8(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) 
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// This is `mma_s8` with an unsigned second operand.
+// `mma_s8` with an unsigned second operand.
 DEVICE void mma_s8_u8(int (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.u8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
@@ -189,14 +189,14 @@ DEVICE u32 dynamic_shared_bytes() {
     return d;
 }
 
-// The query heads of a KV head are the rows of matrix tiles, eight to a tile. Spare rows repeat a head, so that a maximum
-// over the rows is one over the heads.
+// The query heads of a KV head are the rows of matrix tiles, eight per tile. Spare rows repeat a head, so that the
+// maximum over rows is the maximum over heads.
 template <int GROUP>
 struct Heads {
     static constexpr int TILES = ceil_div(GROUP, 8);
     static constexpr int ROWS = 8 * TILES;
     static constexpr bool POWER_OF_TWO = (GROUP & (GROUP - 1)) == 0;
-    // A maximum must be taken over this many rows of a tile; the others repeat them.
+    // A maximum needs this many rows of a tile; the other rows repeat them.
     static constexpr int DISTINCT = GROUP >= 8 || !POWER_OF_TWO ? 8 : GROUP;
     static DEVICE int of_row(int row) { return POWER_OF_TWO && GROUP < 8 ? row % GROUP : row < GROUP ? row : GROUP - 1; }
 };
@@ -211,8 +211,8 @@ DEVICE void load_row(const void* query, i64 first, i64 head_stride, int row, int
         x[i] = in_head<HEAD_SIZE>(lane * PER_LANE + i) ? load_float<QUERY>(query, start + i) : 0.0f;
 }
 
-// In a cluster of thread blocks (compute capability 9.0 and later) the blocks of a row reach each other's shared memory.
-// A row of one block needs no cluster: these functions then serve that block.
+// In a cluster (compute capability 9.0 and later) the thread blocks of a row access each other's shared memory. A row
+// with one thread block needs no cluster; the functions then serve that thread block.
 template <int SIZE>
 struct Cluster {
     static DEVICE int rank() {
@@ -230,7 +230,7 @@ struct Cluster {
         if constexpr (SIZE > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
     }
 
-    // Afterwards every thread of the cluster has arrived, and sees what the others wrote to shared memory.
+    // When this returns, every thread of the cluster has arrived, and sees the others' writes to shared memory.
     static DEVICE void sync() {
         if constexpr (SIZE == 1) __syncthreads();
         arrive();

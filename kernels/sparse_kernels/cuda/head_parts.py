@@ -1,4 +1,4 @@
-"""Attends with the query heads of large groups in parts, each of as many heads as a block attends with."""
+"""Attends with large groups in parts. A part has at most as many query heads as a thread block supports."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from sparse_kernels.limits import MAX_GROUP
 
 
 def parts_of(group_size: int) -> list[slice]:
-    """Returns the parts of a group, which differ by one head at most and have at most `MAX_GROUP`."""
+    """Returns the parts of a group: at most `MAX_GROUP` heads each, and sizes that differ by at most one."""
     count = -(-group_size // MAX_GROUP)
     return [slice(i * group_size // count, (i + 1) * group_size // count) for i in range(count)]
 
 
 def part_of(heads: torch.Tensor, num_kv_heads: int, part: slice) -> torch.Tensor:
-    """Returns a part of each group: of `[..., num_query_heads]` or `[..., num_query_heads, head_size]` numbers, a copy.
+    """Returns a copy of one part of each group.
 
     Args:
-        heads: query heads in the last dimension but one, or, of one dimension, in the last.
-        num_kv_heads: how many groups they form.
+        heads: `[..., num_query_heads]` or `[..., num_query_heads, head_size]`. The heads are in the last dimension if
+            the tensor has one dimension, otherwise in the last but one.
+        num_kv_heads: number of groups.
         part: one of `parts_of`.
     """
     dim = max(heads.dim() - 2, 0)
@@ -32,7 +33,7 @@ def part_of(heads: torch.Tensor, num_kv_heads: int, part: slice) -> torch.Tensor
 
 
 def queries_in_parts(batch: DecodeBatch, num_kv_heads: int) -> Iterator[DecodeBatch]:
-    """Yields a batch with the query heads of each part; the batch itself where groups need no parts."""
+    """Yields a batch with the query heads of each part; the batch itself if groups need no parts."""
     parts = parts_of(batch.group_size(num_kv_heads))
     if len(parts) == 1:
         yield batch

@@ -1,4 +1,4 @@
-"""Compiles the CUDA sources beside each operation and launches them on torch's stream."""
+"""Compiles the CUDA sources of the operations and launches them on torch's stream."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ FORMATS: dict[torch.dtype, int] = {
     torch.float8_e4m3fn: 2,
     torch.int8: 3,
 }
-"""Element formats by the numbers that common.cuh gives them."""
+"""Numbers of element formats, as in common.cuh."""
 SINK_FORMATS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 6}
-"""Formats of learned sink logits, by the same numbers."""
+"""Formats of learned sink logits, with the same numbers."""
 CODE_FORMATS = {2: 4, 4: 5}
-"""Formats of codes of a few bits, by the number of bits; common.cuh has the same numbers."""
+"""Formats of codes, by bits per code, with the same numbers."""
 
 _RESERVED_SHARED_BYTES = 1024
-"""What a block takes besides its own, since compute capability 8.0."""
+"""Shared memory that the GPU reserves per thread block, from compute capability 8.0 on."""
 
 
 def compile_source(source: Path, architecture: str, macros: dict[str, int]) -> Any:
@@ -36,8 +36,8 @@ def compile_source(source: Path, architecture: str, macros: dict[str, int]) -> A
 
     Args:
         source: the file; it may include the headers of this folder.
-        architecture: `sm_90` gives machine code for compute capability 9.0, `compute_90` gives PTX. The driver compiles
-            PTX for GPUs of that compute capability and later ones.
+        architecture: `sm_90` produces machine code for compute capability 9.0, `compute_90` produces PTX. The driver
+            compiles PTX for GPUs of that compute capability and later ones.
         macros: compile-time constants, defined with the prefix `SK_`.
 
     Returns:
@@ -66,14 +66,14 @@ def compile_source(source: Path, architecture: str, macros: dict[str, int]) -> A
 
 
 def architecture_of(capability: tuple[int, int], known: Sequence[int]) -> str:
-    """Returns the architecture that sources are compiled for.
+    """Returns the architecture to compile for.
 
     Args:
         capability: compute capability of the GPU.
-        known: architectures that NVRTC compiles for, 90 for compute capability 9.0.
+        known: architectures that NVRTC supports, 90 for compute capability 9.0.
 
     Returns:
-        The GPU's own; the newest older PTX if NVRTC does not know it, as for a GPU that came out after NVRTC.
+        The GPU's own architecture. If NVRTC does not know it, as for a newer GPU, the newest older PTX.
 
     Raises:
         RuntimeError: if NVRTC knows neither the GPU nor an older one.
@@ -107,18 +107,18 @@ class Kernel:
     device: torch.device
     threads: int
     overlaps: bool
-    """Whether launches may begin while the kernel before them ends: every kernel waits for that end before it reads."""
+    """Whether a launch may begin before the previous kernel ends. Every kernel waits for that end before it reads."""
     _shared_bytes: int = 0
 
     def reserve_shared(self, num_bytes: int, blocks_per_sm: int | None = None) -> None:
         """Allows launches with up to `num_bytes` of dynamic shared memory.
 
         Args:
-            num_bytes: of a block.
-            blocks_per_sm: blocks that are to fit a multiprocessor; as many as can if left out.
+            num_bytes: bytes per thread block.
+            blocks_per_sm: thread blocks that must fit a multiprocessor; None for as many as fit.
 
         Raises:
-            ValueError: if the device does not have as much.
+            ValueError: if the device has less shared memory.
         """
         from cuda.bindings import driver
 
@@ -131,8 +131,8 @@ class Kernel:
             share = min(100, -(-100 * blocks_per_sm * (num_bytes + _RESERVED_SHARED_BYTES) // available))
         for attribute, value in (
             (attributes.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, num_bytes),
-            # Without it the driver may leave room for one block where two fit. The memory that is left over is cache,
-            # through which every load in flight passes.
+            # Without this, the driver may leave room for one thread block where two fit. The rest of the memory is
+            # cache, which every load in flight uses.
             (attributes.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, share),
         ):
             status, *_ = driver.cuKernelSetAttribute(
@@ -149,9 +149,9 @@ class Kernel:
         """Launches on torch's current stream.
 
         Args:
-            grid: blocks in each dimension.
+            grid: thread blocks in each dimension.
             params: the kernel's one argument.
-            shared_bytes: dynamic shared memory of a block.
+            shared_bytes: dynamic shared memory of a thread block.
 
         Raises:
             RuntimeError: if the launch is refused.
@@ -174,7 +174,7 @@ class Kernel:
 
 @functools.cache
 def _overlap() -> list[Any]:
-    """Returns the attribute of a launch that may begin while the kernel before it ends."""
+    """Returns the attribute of a launch that may begin before the previous kernel ends."""
     from cuda.bindings import driver
 
     attribute = driver.CUlaunchAttribute()
@@ -184,13 +184,13 @@ def _overlap() -> list[Any]:
 
 
 def cluster_of(rows: int, width: int, least: int, device: torch.device) -> int:
-    """Returns how many blocks share a row: about one wave of blocks, each with enough to read.
+    """Returns how many thread blocks share a row: about one wave in total, each with at least `least` pages.
 
     Args:
-        rows: of the launch.
+        rows: rows of the launch.
         width: pages of a row.
-        least: pages that a block of a cluster has, at least.
-        device: where they run; 1 before there were clusters.
+        least: the fewest pages of a thread block of a cluster.
+        device: the GPU; without clusters the result is 1.
     """
     if torch.cuda.get_device_capability(device) < CLUSTER_CAPABILITY:
         return 1
@@ -206,10 +206,10 @@ def kernel(source: Path, device: torch.device, macros: dict[str, int], threads: 
 
     Args:
         source: the CUDA source.
-        device: where it will run.
+        device: the device.
         macros: compile-time constants, see `compile_source`.
-        threads: threads of a block.
-        name: the function's; that of the file's folder if left out.
+        threads: threads of a thread block.
+        name: the name of the function; the name of the file's folder by default.
 
     Raises:
         RuntimeError: if the source does not compile.

@@ -1,9 +1,9 @@
-// The blocks of one launch tell each other numbers and sums through memory.
+// Thread blocks of one launch exchange numbers and sums through memory.
 #pragma once
 #include "common.cuh"
 
-// The blocks of a row share `stride` numbers that are zero between launches: where the row stops (0 until that is known),
-// how many marks are in use, and the marks.
+// The `stride` numbers that the thread blocks of a row share. They are zero between launches: the stop of the row (0
+// while unknown), the number of marks in use, and the marks.
 struct RowMarks {
     int* numbers;
 
@@ -13,7 +13,7 @@ struct RowMarks {
     DEVICE int* mark(int piece) const { return numbers + 2 + piece; }
 };
 
-// These loads go past the cache of the multiprocessor, which other blocks do not write to.
+// These loads bypass the cache of the multiprocessor, which does not see the writes of other thread blocks.
 DEVICE int load_shared(const int* p) {
     int v;
     asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
@@ -47,8 +47,8 @@ DEVICE float4 load_shared(const float4* p) {
 
 DEVICE void store_shared(int* p, int v) { asm volatile("st.relaxed.gpu.global.s32 [%0], %1;" ::"l"(p), "r"(v) : "memory"); }
 
-// One thread calls this between two barriers. It releases what all threads wrote before the first, and acquires what they
-// read after the second.
+// One thread calls this between two barriers. It releases what all threads wrote before the first
+// barrier. Reads of all threads after the second barrier see what earlier callers released.
 DEVICE int arrive(int* mark, int who) {
     int before;
     asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;" : "=r"(before) : "l"(mark), "r"(who) : "memory");

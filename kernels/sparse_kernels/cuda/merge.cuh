@@ -1,10 +1,10 @@
-// The blocks of a cluster compute the attention of one query token and KV head: tiles of tokens are dealt to a fixed
-// number of chains of summation, and the chains are merged in a fixed order.
+// The thread blocks of a cluster compute the attention of one query token and KV head. Tiles of tokens go to a fixed
+// number of chains of summation, which are merged in a fixed order.
 #pragma once
 #include "attend.cuh"
 
-// The number does not follow from the blocks and warps that work on the chains, so a token's bits depend neither on the
-// launch nor, hence, on the batch.
+// The number of chains is independent of thread blocks and warps, so a token's bits do not depend on the launch or the
+// batch.
 constexpr int CHAINS = 32;
 
 template <int CLUSTER, int WARPS, int KV, int GROUP, int HEAD_SIZE>
@@ -13,7 +13,7 @@ struct ChainedAttention {
     using Peers = Cluster<CLUSTER>;
     static constexpr int PER_BLOCK = CHAINS / CLUSTER;
     static constexpr int DIMS = padded(HEAD_SIZE);
-    // A block merges this many elements of the output, padding included.
+    // Elements of the output that a thread block merges, padding included.
     static constexpr int SHARE = GROUP * DIMS / CLUSTER;
     static constexpr int IN_FLIGHT = HEAD_SIZE <= 128 && GROUP <= 8 ? 2 : 1;
 
@@ -27,10 +27,10 @@ struct ChainedAttention {
         float rows[CHAINS][SHARE];
     };
 
-    // Returns the block that works on tile i.
+    // Returns the thread block that works on tile i.
     static DEVICE int block_of(int i) { return i % CHAINS / PER_BLOCK; }
 
-    // Adds the tiles `first`, `first + stride` and so on, below `tiles`. `locate(i)` gives the `TokenTile` of tile i.
+    // Adds the tiles `first`, `first + stride` and so on, below `tiles`. `locate(i)` returns the `TokenTile` of tile i.
     template <typename Locate>
     static DEVICE void add_tiles(Attend& attention, const typename Attend::Query& query, const TokenRows& rows,
                                  int first, int stride, int tiles, float scale, float softcap, int lane, Locate locate) {
@@ -41,7 +41,7 @@ struct ChainedAttention {
             int valid[IN_FLIGHT], count = min(IN_FLIGHT, ceil_div(tiles - i, stride));
 #pragma unroll
             for (int n = 0; n < IN_FLIGHT; n++) {
-                // Beyond the last tile the first one fills the place, without a valid token.
+                // Beyond the last tile, the first tile fills the place, without a valid token.
                 at[n] = locate(n < count ? i + n * stride : i);
                 valid[n] = n < count ? at[n].valid : 0;
             }
@@ -51,7 +51,7 @@ struct ChainedAttention {
         }
     }
 
-    // Gives a finished chain to the blocks that merge it.
+    // Sends a finished chain to the thread blocks that merge it.
     static DEVICE void publish(Shared& shared, Values& values, const Attend& attention, int chain, int lane) {
         int g = lane / 4;
 #pragma unroll
@@ -70,7 +70,7 @@ struct ChainedAttention {
         });
     }
 
-    // The caller has made sure that all blocks of the cluster run.
+    // The caller has made sure that all thread blocks of the cluster run.
     template <int OUTPUT, typename Locate>
     static DEVICE void run(Shared& shared, Values& values, const TokenRows& rows, int tiles, float scale, float softcap,
                            const SinkLogits& sink_logits, float value_scale, u16* out, int rank, int warp, int lane,
@@ -86,7 +86,7 @@ struct ChainedAttention {
         merge<OUTPUT>(shared, values, sink_logits, value_scale, out, rank, warp, lane);
     }
 
-    // Merges the published chains. Every block merges its share of the output.
+    // Merges the published chains. Every thread block merges its share of the output.
     template <int OUTPUT>
     static DEVICE void merge(Shared& shared, Values& values, const SinkLogits& sink_logits, float value_scale, u16* out, int rank,
                              int warp, int lane) {

@@ -1,5 +1,5 @@
-// The host fills these structs (params.py), which are the arguments of the kernels. A test holds both sides to the same
-// sizes and offsets.
+// The structs that are the arguments of the kernels. The host fills them (params.py). A test compares the sizes and
+// offsets of both sides.
 #pragma once
 #include "common.cuh"
 
@@ -8,7 +8,7 @@ constexpr float LOG2E = 1.4426950408889634f;
 // The query heads of a batch; strides in elements.
 struct QueryParams {
     const void* heads;
-    const float* scale;  // A float8 query times this is the query; null for other queries.
+    const float* scale;  // Factor of float8 queries; null for other queries.
     i64 token_stride;
     i64 head_stride;
 };
@@ -17,8 +17,8 @@ struct QueryParams {
 struct CacheParams {
     const u8* keys;
     const u8* values;
-    const float* key_scale;    // A float8 key times this is the key; null for other caches.
-    const float* value_scale;  // The same of values.
+    const float* key_scale;    // Factor of float8 keys; null for other caches.
+    const float* value_scale;  // Factor of float8 values.
     i64 block_stride;
     i64 head_stride;
     int token_stride;
@@ -26,7 +26,7 @@ struct CacheParams {
 
 // The statistics of all pages; strides in bytes.
 struct StatisticsParams {
-    const u8* vectors;  // Null: there are none.
+    const u8* vectors;  // Null without statistics.
     const u16* scales;
     const u16* spread;
     i64 block_stride;
@@ -38,34 +38,34 @@ struct StatisticsParams {
 struct ContextParams {
     const int* block_table;
     const int* seq_lens;       // Tokens of each request's context, its query tokens included.
-    const u8* dense_requests;  // Requests that are attended whole; null for none.
+    const u8* dense_requests;  // Requests that attend densely; null for none.
     i64 table_stride;
     int tokens_per_request;
-    int dense_tokens;          // Contexts of up to this many tokens are attended whole.
+    int dense_tokens;          // Contexts of up to this many tokens attend densely.
 };
 
-// Long requests that are attended whole, whose stripes all blocks of a launch share (whole.cuh).
+// Long dense requests. All thread blocks of a launch share their stripes (whole.cuh).
 struct WholeParams {
-    const int* requests;  // How many are listed, then which, as `first_request` numbers the batch's first; null: none.
+    const int* requests;  // Their count, then their numbers; `first_request` is the batch's first. Null: none.
     float* values;        // Per listed row and stripe: [group * head size].
     float* weights;       // Per listed row and stripe: [group][2].
-    int* arrived;         // Per listed row: stripes that are stored. Zero between launches.
+    int* arrived;         // Per listed row: stored stripes. Zero between launches.
     int first_request;
-    int most_requests;    // That there is room for.
+    int most_requests;    // Room for this many requests.
 };
 
-// The best pages of each chunk of a long context, best first, equal ones in the order of the text. Chunk c has its places
-// from c * k on, where k is what the row reads.
+// The best pages of each chunk of a long context, best first; equal scores in text order. Chunk c starts at c * k,
+// where k is the row's budget.
 struct CandidateParams {
-    u16* keys;       // [rows, stride] in the order of scores (select.cuh); null where no context is long.
+    u16* keys;       // [rows, stride], ordered like the scores (select.cuh); null if no context is long.
     int* pages;      // [rows, stride]
     i64 stride;      // A multiple of eight.
     int chunk;       // Pages of a chunk.
-    int most_fused;  // Contexts of up to this many pages have no candidates: the blocks of their row score them.
+    int most_fused;  // Contexts of up to this many pages have no candidates: their row scores them itself.
 
     DEVICE bool has(int num_pages) const { return keys && num_pages > most_fused; }
 
-    // The candidates of a context with more pages than are read.
+    // The number of candidates of a context above its budget.
     DEVICE int count(int num_pages, int k) const {
         int before = (num_pages - 1) / chunk;
         return before * k + min(k, num_pages - before * chunk);
@@ -75,9 +75,9 @@ struct CandidateParams {
 // The routing of one layer.
 struct RoutingParams {
     const float4* coefficients;  // The cubic of each KV head's threshold; null: nothing is skipped.
-    u64* counts;                 // Groups skipped and groups asked for, per KV head; null: not counted.
+    u64* counts;                 // Groups skipped and groups routed, per KV head; null: not counted.
     int score;
-    float first;                 // The cubic's variable is (log2(context) - first) * step, within 0 and 1.
+    float first;                 // The variable of the cubic is (log2(context) - first) * step, from 0 to 1.
     float step;
 };
 
@@ -85,17 +85,17 @@ struct SoftmaxParams {
     const void* sink_logits;  // Null for none.
     float scale;
     float softcap;            // 0 for none.
-    int sink_format;          // How sink logits are stored: BF16, FP16 or FP32.
+    int sink_format;          // Format of the sink logits: BF16, FP16 or FP32.
 };
 
 struct SelectionParams {
-    int k;               // Pages that are read, or where `budgets` says how many, at most.
+    int k;               // The most pages to read; the budget unless `budgets` has it.
     int sink_pages;
     int recent_pages;
-    int by_row;          // Whether `budgets` are those of rows, not of requests.
-    const int* budgets;  // Pages that each request, or each row, reads; null: k.
+    int by_row;          // Whether `budgets` has a number per row, not per request.
+    const int* budgets;  // Pages to read, of each request or row; null: k.
 
-    // Returns the pages that a row reads, never more than there is room for.
+    // Returns the pages that a row reads, at most the room for them.
     DEVICE int pages_of(int request, i64 row) const { return budgets ? min(budgets[by_row ? row : request], k) : k; }
 };
 
@@ -103,17 +103,17 @@ struct StopParams {
     float scale_tolerance;
     float direction_tolerance;
     int patience;     // 0 never stops.
-    int least_pages;  // Pages at the front that are read whatever the outputs.
+    int least_pages;  // First pages, which are read in any case.
 };
 
 struct OutputParams {
     u16* heads;
-    int* pages_read;   // Per query token and KV head; null: not asked for.
-    u64* counters;     // Per KV head: rows, blocks read, tokens read and tokens of the contexts of rows that may stop.
+    int* pages_read;   // Per query token and KV head; null: not written.
+    u64* counters;     // Per KV head: rows, test intervals read, tokens read and context tokens, of rows that may stop.
     i64 token_stride;  // In elements.
 };
 
-// A query token: its request, its context, and whether that is attended whole.
+// A query token: its request, its context, and whether it attends densely.
 struct QueryToken {
     int request;
     int context;
@@ -147,7 +147,7 @@ struct TokenRows {
     DEVICE const u8* first_key(const int* table) const { return keys + table[0] * block_stride; }
 };
 
-// Returns the factor of the logits of a query and a key as they are stored. It includes log2(e) unless there is a softcap.
+// Returns the factor of the logits of a stored query and a stored key. It includes log2(e) unless there is a softcap.
 DEVICE float logit_scale(const SoftmaxParams& softmax, const QueryParams& query, const CacheParams& cache) {
     return softmax.scale * (query.scale ? *query.scale : 1.0f) * (cache.key_scale ? *cache.key_scale : 1.0f) *
            (softmax.softcap > 0 ? 1.0f : LOG2E);
@@ -155,7 +155,7 @@ DEVICE float logit_scale(const SoftmaxParams& softmax, const QueryParams& query,
 
 DEVICE float value_scale(const CacheParams& cache) { return cache.value_scale ? *cache.value_scale : 1.0f; }
 
-// The sink logits of the query heads of one KV head, as the model stores them; false if there are none.
+// The learned sink logits of the query heads of one KV head; false without any.
 struct SinkLogits {
     const void* logits;
     int first;

@@ -1,6 +1,6 @@
-"""Fills the arguments of the kernels, structs of params.cuh and of the sources, from the arguments of the operations.
+"""Builds the structs of params.cuh and of the sources from the arguments of the operations.
 
-A test holds their sizes and offsets to the device's.
+A test compares their sizes and offsets with those on the device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Fields = Sequence[tuple[str, Any]]
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
-    """Returns the address of a tensor's first element; None, which is a null pointer, for None."""
+    """Returns the address of a tensor's first element; None, the null pointer, for None."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -39,7 +39,7 @@ class QueryParams(ctypes.Structure):
 
     @classmethod
     def of(cls, query: torch.Tensor, scale: torch.Tensor | None = None) -> QueryParams:
-        """Fills in a query, `[num_tokens, num_query_heads, head_size]`."""
+        """Takes a query, `[num_tokens, num_query_heads, head_size]`."""
         return cls(pointer(query), pointer(scale), query.stride(0), query.stride(1))
 
 
@@ -53,7 +53,7 @@ class CacheParams(ctypes.Structure):
 
     @classmethod
     def of(cls, cache: KVCache) -> CacheParams:
-        """Fills in a cache.
+        """Takes a cache.
 
         Raises:
             ValueError: if the cache does not store one contiguous row per token.
@@ -76,12 +76,12 @@ class StatisticsParams(ctypes.Structure):
 
     @classmethod
     def of(cls, statistics: PageStatistics | None, std_weight: float) -> StatisticsParams:
-        """Fills in the statistics of a cache; null pointers for None."""
+        """Takes the statistics of a cache; null pointers for None."""
         if statistics is None:
             return cls()
         vectors, scales = statistics.vectors, statistics.scales
         block, head = (vectors.stride(dim) * vectors.element_size() for dim in (0, 1))
-        # Where records have no spread, finite numbers stand in for it, and their weight is zero.
+        # Records without a spread get finite numbers in its place, with weight zero.
         finite = vectors if scales is None else scales
         spread = finite if statistics.spread is None else statistics.spread
         weight = std_weight if statistics.kind.has_spread else 0.0
@@ -98,7 +98,7 @@ class ContextParams(ctypes.Structure):
 
     @classmethod
     def of(cls, batch: DecodeBatch) -> ContextParams:
-        """Fills in requests that decode."""
+        """Takes decoding requests."""
         return cls(
             pointer(batch.block_table), pointer(batch.seq_lens), pointer(batch.dense_requests),
             batch.block_table.stride(0), batch.tokens_per_request, batch.dense_tokens,
@@ -106,7 +106,7 @@ class ContextParams(ctypes.Structure):
 
 
 class WholeParams(ctypes.Structure):
-    """Long requests that are attended whole. All blocks of a launch share their stripes."""
+    """Long dense requests. All thread blocks of a launch share their stripes."""
 
     _fields_: ClassVar[_Fields] = [
         ("requests", _Pointer), ("values", _Pointer), ("weights", _Pointer), ("arrived", _Pointer),
@@ -115,7 +115,7 @@ class WholeParams(ctypes.Structure):
 
     @classmethod
     def of(cls, batch: DecodeBatch, num_kv_heads: int) -> WholeParams:
-        """Fills in the long requests of a batch; null pointers where it lists none."""
+        """Takes the long dense requests of a batch; null pointers if it lists none."""
         listed = batch.whole
         if listed is None:
             return cls()
@@ -144,7 +144,7 @@ class RoutingParams(ctypes.Structure):
 
     @classmethod
     def of(cls, routing: GroupRouting | None) -> RoutingParams:
-        """Fills in thresholds, score, range of the cubic and counts; null pointers without routing."""
+        """Takes thresholds, score, range of the cubic and counts; null pointers without routing."""
         if routing is None:
             return cls()
         first, step = routing.log_range
@@ -161,7 +161,7 @@ class SoftmaxParams(ctypes.Structure):
 
     @classmethod
     def of(cls, softmax: Softmax) -> SoftmaxParams:
-        """Fills in a softmax, whose sink logits, if any, are bfloat16, float16 or float32."""
+        """Takes a softmax. Its sink logits, if any, are bfloat16, float16 or float32."""
         logits = softmax.sink_logits
         return cls(pointer(logits), softmax.scale, softmax.softcap, 0 if logits is None else SINK_FORMATS[logits.dtype])
 
@@ -175,7 +175,7 @@ class SelectionParams(ctypes.Structure):
 
     @classmethod
     def of(cls, selection: PageSelection, budgets: torch.Tensor | None) -> SelectionParams:
-        """Fills in a selection, and the contiguous int32 budgets of its requests or rows if they have any."""
+        """Takes a selection, and the contiguous int32 budgets of its requests or rows, if any."""
         by_row = budgets is not None and budgets.dim() == 2
         return cls(selection.k, selection.sink_pages, selection.recent_pages, by_row, pointer(budgets))
 
@@ -189,7 +189,7 @@ class StopParams(ctypes.Structure):
 
     @classmethod
     def of(cls, rule: StopRule | None) -> StopParams:
-        """Fills in a rule; without one attention never stops."""
+        """Takes a stop rule; without one attention never stops."""
         if rule is None:
             return cls()
         return cls(rule.scale_tolerance, rule.direction_tolerance, rule.patience, rule.least_pages)
@@ -204,19 +204,19 @@ class OutputParams(ctypes.Structure):
 
     @classmethod
     def of(cls, output: DecodeOutput) -> OutputParams:
-        """Fills in an output."""
+        """Takes an output."""
         heads = output.heads
         return cls(pointer(heads), pointer(output.pages_read), pointer(output.counters), heads.stride(0))
 
 
 class PieceParams(ctypes.Structure):
-    """What one launch stores of the pieces of contexts for the next."""
+    """Stored pieces of contexts, for the next launch."""
 
     _fields_: ClassVar[_Fields] = [("values", _Pointer), ("weights", _Pointer), ("counts", _Pointer), ("most", _Int)]
 
 
 class ScanParams(ctypes.Structure):
-    """What the blocks of a row tell each other under a stop rule."""
+    """Data that the thread blocks of a row share under a stop rule."""
 
     _fields_: ClassVar[_Fields] = [
         ("marks", _Pointer), ("states", _Pointer), ("consecutive", _Pointer), ("pieces_per_test", _Int),
@@ -225,7 +225,7 @@ class ScanParams(ctypes.Structure):
 
 
 class DecodeParams(ctypes.Structure):
-    """What `sparse_decode` is told."""
+    """Argument of `sparse_decode`."""
 
     _fields_: ClassVar[_Fields] = [
         ("query", QueryParams), ("cache", CacheParams), ("statistics", StatisticsParams), ("scores", _Pointer),
@@ -237,7 +237,7 @@ class DecodeParams(ctypes.Structure):
 
 
 class FindParams(ctypes.Structure):
-    """What `find_candidates` is told."""
+    """Argument of `find_candidates`."""
 
     _fields_: ClassVar[_Fields] = [
         ("query", QueryParams), ("statistics", StatisticsParams), ("contexts", ContextParams),
@@ -246,7 +246,7 @@ class FindParams(ctypes.Structure):
 
 
 class SplitParams(ctypes.Structure):
-    """What `split_attention` is told."""
+    """Argument of `split_attention`."""
 
     _fields_: ClassVar[_Fields] = [
         ("query", QueryParams), ("cache", CacheParams), ("contexts", ContextParams), ("routing", RoutingParams),
@@ -256,7 +256,7 @@ class SplitParams(ctypes.Structure):
 
 
 class MergeParams(ctypes.Structure):
-    """What `merge_pieces` is told."""
+    """Argument of `merge_pieces`."""
 
     _fields_: ClassVar[_Fields] = [
         ("pieces", PieceParams), ("scan", ScanParams), ("softmax", SoftmaxParams), ("cache", CacheParams),
@@ -265,7 +265,7 @@ class MergeParams(ctypes.Structure):
 
 
 class AttendParams(ctypes.Structure):
-    """What `sparse_attention` is told."""
+    """Argument of `sparse_attention`."""
 
     _fields_: ClassVar[_Fields] = [
         ("query", QueryParams), ("cache", CacheParams), ("contexts", ContextParams), ("pages", _Pointer), ("k", _Int),
@@ -274,7 +274,7 @@ class AttendParams(ctypes.Structure):
 
 
 class RouteParams(ctypes.Structure):
-    """What `route_groups` is told."""
+    """Argument of `route_groups`."""
 
     _fields_: ClassVar[_Fields] = [
         ("query", QueryParams), ("cache", CacheParams), ("contexts", ContextParams), ("routing", RoutingParams),
@@ -283,7 +283,7 @@ class RouteParams(ctypes.Structure):
 
 
 class HeadParams(ctypes.Structure):
-    """What a launch of scores leaves of single query heads, all of a group or a part of it."""
+    """Logits and sums of single query heads, of a group or a part of it, from a launch of scores."""
 
     _fields_: ClassVar[_Fields] = [
         ("logits", _Pointer), ("sums", _Pointer), ("row_stride", _Long), ("group", _Int), ("sink_pages", _Int),
@@ -294,14 +294,14 @@ class HeadParams(ctypes.Structure):
     def of(
         cls, logits: torch.Tensor, sums: torch.Tensor, part: slice, softmax: Softmax, selection: PageSelection
     ) -> HeadParams:
-        """Fills in where the heads of a part lie.
+        """Takes the numbers of the heads of a part.
 
         Args:
             logits: `[num_tokens, num_kv_heads, group_size, pages]` float32, contiguous.
             sums: `[num_tokens, num_kv_heads, group_size, chunks, 2]` float32, contiguous.
-            part: of the group.
+            part: the part of the group.
             softmax: how products become logits.
-            selection: says which pages are in no sum, because they are always read.
+            selection: the always-read pages, which the sums leave out.
         """
         scale = softmax.scale if softmax.softcap else softmax.scale * math.log2(math.e)
         return cls(
@@ -311,7 +311,7 @@ class HeadParams(ctypes.Structure):
 
 
 class ScoreParams(ctypes.Structure):
-    """What `page_score` is told."""
+    """Argument of `page_score`."""
 
     _fields_: ClassVar[_Fields] = [
         ("query", QueryParams), ("statistics", StatisticsParams), ("contexts", ContextParams), ("skipped", _Pointer),
@@ -320,7 +320,7 @@ class ScoreParams(ctypes.Structure):
 
 
 class CountParams(ctypes.Structure):
-    """What `count_pages` is told."""
+    """Argument of `count_pages`."""
 
     _fields_: ClassVar[_Fields] = [
         ("query", QueryParams), ("cache", CacheParams), ("contexts", ContextParams), ("heads", HeadParams),
@@ -331,7 +331,7 @@ class CountParams(ctypes.Structure):
 
 
 class TopkParams(ctypes.Structure):
-    """What `page_topk` is told."""
+    """Argument of `page_topk`."""
 
     _fields_: ClassVar[_Fields] = [
         ("scores", _Pointer), ("num_pages", _Pointer), ("candidates", _Pointer), ("block_table", _Pointer),
@@ -342,7 +342,7 @@ class TopkParams(ctypes.Structure):
 
 
 class ListParams(ctypes.Structure):
-    """What `list_pages` is told."""
+    """Argument of `list_pages`."""
 
     _fields_: ClassVar[_Fields] = [
         ("scores", _Pointer), ("skipped", _Pointer), ("pages", _Pointer), ("scores_stride", _Long),
@@ -351,5 +351,5 @@ class ListParams(ctypes.Structure):
 
 
 def batch_of(tokens: QueryTokens) -> DecodeBatch:
-    """Returns query tokens as a batch of requests of one token each, as the kernels take it."""
+    """Returns query tokens as a batch of requests of one token each, for the kernels."""
     return DecodeBatch(tokens.query.flatten(1, 2), tokens.block_table.int(), tokens.context_lens.int())

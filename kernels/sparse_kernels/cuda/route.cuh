@@ -1,8 +1,8 @@
-// Routing decides which KV groups are skipped, by the cosines of their queries with token 0's key.
+// Routing: decides which KV groups are skipped, by the cosines of their queries with the key of token 0.
 #pragma once
 #include "params.cuh"
 
-// The host numbers the scores of a group like this; the third is the least cosine.
+// Numbers of the group scores, as on the host; the third is the smallest cosine.
 #define SCORE_MEAN 0
 #define SCORE_MAX 1
 
@@ -22,7 +22,7 @@ struct Routing {
         atomicAdd(p.counts + 2 * head + 1, 1ull);
     }
 
-    // Returns whether a group is skipped, by the cosines of its heads. Every thread that asks gets the same answer.
+    // Returns whether a group is skipped, by the cosines of its heads. Every thread gets the same answer.
     template <int GROUP>
     DEVICE bool skips(const float* cosines, float threshold) const {
         float total = 0, largest = -2, least = 2;
@@ -36,7 +36,8 @@ struct Routing {
     }
 };
 
-// Returns the cosine of a query head with a key. The head is spread over a warp: `x` are the lane's consecutive elements.
+// Returns the cosine of a query head with a key. The head is spread over a warp: `x` are the lane's consecutive
+// elements.
 template <int KV, int HEAD_SIZE>
 DEVICE float cosine(const u8* key, const float (&x)[padded(HEAD_SIZE) / WARP], int lane) {
     constexpr int PER_LANE = padded(HEAD_SIZE) / WARP;

@@ -1,15 +1,15 @@
-// Split attention finds here where a row stops (ART): the outputs of its pieces are tested in the order of the pieces
-// while later pieces are computed, and no block ever waits for another.
+// Finds where a row of split attention stops (ART). The pieces are tested in order while later pieces are computed, and
+// no thread block waits for another.
 //
-// Neighbouring pieces share a mark. They are tested together once all of them have arrived there (one each) and so has
-// the scan of their row (REACHED), which has tested all pieces before them. The block that arrives last goes on with the
-// scan and the others leave, so the scan belongs to one block at a time and no wake-up can be lost. Arriving is one
-// atomic operation that releases what the block has written, the piece or the state of the scan, and acquires what the
-// other blocks have written. The scan skips its own arrival at marks that it finds full: the blocks of such a mark came
-// first, found the scan absent and have left.
+// Neighbouring pieces share a mark. They are tested together once all of them have arrived there (one each), and the
+// scan of their row too (REACHED), after it has tested all earlier pieces. The thread block that arrives last continues
+// the scan, and the others leave. The scan therefore belongs to one thread block at a time, and no wake-up is lost.
+// Arriving is one atomic operation. It releases what the thread block has written (the piece or the state of the scan)
+// and acquires what the others have written. The scan does not arrive at marks that it finds full: their thread blocks
+// came first, did not find the scan, and have left.
 //
-// The decision follows from the pieces alone, not from the block that tests them nor from how many are tested at once:
-// sums are taken in the order of the pieces by the same instructions, and handed on as they are.
+// The pieces alone decide the stop, not the thread block that tests them nor the number of pieces tested at once. The
+// same instructions add up the pieces in order, and the sums are handed on unchanged.
 #pragma once
 #include "marks.cuh"
 #include "stop.cuh"
@@ -19,7 +19,7 @@ constexpr int REACHED = 1 << 16;
 template <int WARPS, int GROUP, int HEAD_SIZE>
 struct Scan {
     static constexpr int HEADS_PER_WARP = ceil_div(GROUP, WARPS);
-    // A scan asks for the numbers of this many pieces before it knows which others are ready.
+    // A scan loads the numbers of this many pieces before it knows which others are ready.
     static constexpr int AHEAD = 4;
 
     struct Shared {
@@ -27,26 +27,26 @@ struct Scan {
         int count;
         int goes_on;
     };
-    // Row 0 holds the probe of a head before a batch of pieces, the others the probe after each piece. Rows are padded so
-    // that lanes that read rows side by side read different banks.
+    // Row 0 holds the probe of a head before a batch of pieces, the other rows the probe after each piece. With
+    // padding, lanes that read neighbouring rows read different banks.
     struct Probes {
         float rows[WARP + 1][PROBE + 1];
     };
 
     const float* values;  // of the row's pieces, as they are merged
     const float2* weights;
-    float4* states;       // [GROUP, WARP] of the row: element of the probe, unnormalised and as last tested; sums
+    float4* states;       // [GROUP, WARP] of the row: unnormalised element of the probe, and at the last test; sums
     int* consecutive;     // stable pieces before the next
     RowMarks marks;
     StopRule rule;
     int piece_tiles;
-    int tests;            // pieces that are tested: all but the last, whose test would decide nothing
-    int pieces_per_test;  // a power of two, a warp's lanes at most
+    int tests;            // tested pieces: all but the last, whose test would decide nothing
+    int pieces_per_test;  // a power of two, at most the lanes of a warp
     SinkLogits sink_logits;  // of the row's heads
     float value_scale;
 
-    // Adds `count` pieces from `first` on to the state of a head and tests the output after each of them: bit i is set for
-    // a stable piece i. The numbers of the first `ahead` pieces are here already: lane i holds the weight of piece i, and
+    // Adds `count` pieces from `first` on to the state of a head and tests the output after each of them: bit i is set
+    // if piece i is stable. The numbers of the first `ahead` pieces are loaded: lane i holds the weight of piece i, and
     // all lanes hold their elements.
     DEVICE u32 test(Probes& probes, float4& state, int h, int first, int count, int ahead, float2 weight,
                     const float (&elements)[AHEAD], int lane) const {
@@ -68,8 +68,8 @@ struct Scan {
             for (int j = 0; j < 16; j++)
                 if (i + j < count) x[1 + i + j][lane] = batch[j];
         }
-        // Each lane takes a piece. It finds the largest logit up to the piece, by which the piece and the sum before it are
-        // scaled.
+        // Each lane takes a piece. It finds the largest logit up to the piece, which scales the piece and the sum
+        // before it.
         float base = fmaxf(state.z, weight.x);
 #pragma unroll
         for (int offset = 1; offset < WARP; offset *= 2) {
@@ -80,7 +80,7 @@ struct Scan {
         if (lane == 0) before = state.z;
         float shrink = base == -INFINITY_F ? 0.0f : fast_exp2(before - base);
         float grow = base == -INFINITY_F ? 0.0f : fast_exp2(weight.x - base);
-        // The sums are taken in the order of the pieces, whichever of them are at hand.
+        // The pieces are added in order, loaded ahead or not.
 #pragma unroll 4
         for (int i = 0; i < count; i++) {
             float piece_factor = __shfl_sync(FULL, grow, i), total = __shfl_sync(FULL, weight.y, i);
@@ -106,7 +106,7 @@ struct Scan {
         return __ballot_sync(FULL, stable);
     }
 
-    // One thread says that a piece has been written. Returns whether the scan is to go on with the pieces of its mark.
+    // One thread reports a written piece. Returns whether the scan must continue with the pieces of its mark.
     DEVICE bool arrives(int piece) const {
         int mark = piece / pieces_per_test;
         return arrive(marks.mark(mark), 1) + 1 == sharing(mark) + (mark ? REACHED : 0);
@@ -114,9 +114,9 @@ struct Scan {
 
     DEVICE int sharing(int mark) const { return min(pieces_per_test, tests - mark * pieces_per_test); }
 
-    // Goes on at the mark of `piece`, where the scan and all pieces have arrived. Returns after how many pieces the row
-    // stops, all of them if it does not, and 0 if another block will find out. All threads of a block call it, between
-    // barriers; `probes` holds those of each warp.
+    // Continues at the mark of `piece`, where the scan and all pieces have arrived. Returns the number of pieces at
+    // which the row stops: all if it does not stop, 0 if another thread block will find out. All threads of a thread
+    // block call it, between barriers; `probes` holds those of each warp.
     DEVICE int run(Shared& shared, Probes* probes, int piece, int warp, int lane) const {
         piece -= piece % pieces_per_test;
         float4 state[HEADS_PER_WARP];
@@ -132,7 +132,7 @@ struct Scan {
         int stable_before = piece ? load_shared(consecutive) : 0;
 #pragma unroll 1
         for (;;) {
-            // The loads of the pieces that are known to be ready do not wait for the marks of those behind them.
+            // Loads of pieces that are known to be ready do not wait for the marks of later pieces.
             int ahead = min(min(AHEAD, pieces_per_test), tests - piece);
             float2 weight[HEADS_PER_WARP];
             float elements[HEADS_PER_WARP][AHEAD];
@@ -148,7 +148,7 @@ struct Scan {
                         i < ahead ? load_shared(values + (place + i * GROUP) * HEAD_SIZE + probe_element<HEAD_SIZE>(lane)) : 0.0f;
             }
             if (warp == 0) {
-                // The barrier passes on to all warps what the lanes acquire.
+                // After the barrier, all warps see what the lanes acquire.
                 int mark = piece / pieces_per_test + lane, first = mark * pieces_per_test;
                 bool full = lane == 0 || (first < tests && load_acquire(marks.mark(mark)) == sharing(mark));
                 u32 missing = ~__ballot_sync(FULL, full);

@@ -1,4 +1,5 @@
-// Page scores, S_p = max_g(q_g . mu_p + lambda ||q_g|| sigma_p), eight pages a warp at a time on the matrix units.
+// Page scores, S_p = max_g(q_g . mu_p + lambda ||q_g|| sigma_p). A warp scores eight pages at a time on the tensor
+// cores.
 #pragma once
 #include "params.cuh"
 
@@ -45,13 +46,13 @@ DEVICE void rotate(float (&x)[HEAD_SIZE / WARP], int lane) {
     for (int i = 0; i < PER_LANE; i++) x[i] *= norm;
 }
 
-// The query heads of one KV head, in the format of the vectors they meet.
+// The query heads of one KV head, in the format of the vectors that they multiply.
 //
-// int8 vectors are met by queries in 16-bit fixed point, split into two signed bytes that take two rows of the matrix
-// tile: the dot product is an exact integer, and no vector is ever converted. float8 vectors are met in fp16, bf16
-// vectors in bf16. A byte of a sketch holds the two-bit codes of one dimension of four vectors, a byte of quarters the
-// four-bit codes of two. The bytes are masked and not shifted: they are the codes times a power of two, and the shift that
-// undoes it comes after the dot product. Quarters keep their steps in the place of the first two dimensions.
+// For int8 vectors the query is 16-bit fixed point, split into two signed bytes in two rows of the matrix tile. The dot
+// product is an exact integer, and no vector is converted. float8 vectors are multiplied in fp16, bf16 vectors in bf16.
+// A byte of a sketch holds the two-bit codes of one dimension of four vectors. A byte of quarters holds the four-bit
+// codes of two vectors. Bytes are masked, not shifted: they are codes times a power of two, and the sum is shifted back
+// after the dot product. Quarters store their steps in place of the first two dimensions.
 template <int RECORD, int GROUP, int HEAD_SIZE>
 struct ScoreQuery {
     static constexpr int ROWS = Heads<GROUP>::ROWS;
@@ -63,13 +64,13 @@ struct ScoreQuery {
     static constexpr bool HAS_SPREAD = !CODES;
     static constexpr int VECTOR_BYTES = RECORD == BF16 || RECORD == QUARTERS ? 2 : 1;
     static constexpr int RECORD_BYTES = HEAD_SIZE * VECTOR_BYTES + 2 * HAS_SCALE + 2 * HAS_SPREAD;
-    // A lane holds this many 16-byte pieces of a vector.
+    // 16-byte pieces of a vector that a lane holds.
     static constexpr int PIECES = DIMS * VECTOR_BYTES / 64;
-    // A record has so many rows of codes, and a code so many bits.
+    // Rows of codes of a record, and bits of a code.
     static constexpr int CODE_ROWS = RECORD == QUARTERS ? 2 : 1, CODE_BITS = RECORD == QUARTERS ? 4 : 2;
-    // A vector, or a row of codes, has so many bytes in memory, and a lane so many pieces of it.
+    // Bytes of a vector or of a row of codes in memory, and the pieces of it that a lane holds.
     static constexpr int ROW_BYTES = HEAD_SIZE * VECTOR_BYTES / CODE_ROWS, ROW_PIECES = PIECES / CODE_ROWS;
-    // A lane holds this many pieces of a query. All rows of codes meet the same pieces.
+    // Pieces of a query that a lane holds. All rows of codes use the same pieces.
     static constexpr int QUERY_PIECES = CODES ? PIECES / CODE_ROWS : PIECES * (RECORD == FP8 ? 2 : 1);
 
     struct Shared {
@@ -81,7 +82,7 @@ struct ScoreQuery {
         float spread[ROWS];
     };
 
-    // The rows of a tile lie as the matrix instructions want them.
+    // The rows of a tile, in the order of the matrix instructions.
     u32 fragments[TILES][QUERY_PIECES][8];
     float step[TILES];
     float spread[TILES];
@@ -104,7 +105,8 @@ struct ScoreQuery {
         }
         float norm = sqrtf(warp_sum(square));
         largest = warp_max(largest);
-        // int8 vectors and codes take fixed point. For float8 vectors a power of two brings the query into the range of fp16.
+        // int8 vectors and codes need fixed point. For float8 vectors a power of two brings the query into the range of
+        // fp16.
         float step = 1;
         if (FIXED_POINT) step = largest / 32512.0f;
         if (RECORD == FP8 && largest > 0) step = exp2f(floorf(log2f(largest)) - 8.0f);
@@ -123,7 +125,7 @@ struct ScoreQuery {
                 shared.halves[row][d] = (u16)pack_pair<RECORD == BF16 ? BF16 : FP16>(x[i] * inverse, 0);
             }
         }
-        // A code stands for itself less half of the largest code.
+        // A code stands for itself minus half of the largest code.
         if constexpr (CODES) sum = __reduce_add_sync(FULL, sum) * ((1 << CODE_BITS) - 1);
         if (lane == 0) {
             shared.step[row] = CODES ? 0.5f * step : step;
@@ -131,7 +133,7 @@ struct ScoreQuery {
         }
     }
 
-    // Stores the query of a token and KV head, the warps of a block together. All threads see it after a barrier.
+    // Stores the query of a token and KV head with all warps of a thread block. All threads see it after a barrier.
     template <int QUERY, int WARPS>
     static DEVICE void prepare_all(Shared& shared, const QueryParams& p, int token, int head, float std_weight, int warp,
                                    int lane) {
@@ -173,7 +175,7 @@ struct ScoreQuery {
         }
     }
 
-    // Gives the dot products of head g of each tile with pages 2t and 2t+1, in units of the stored vector.
+    // Returns the dot products of head g of each tile with pages 2t and 2t+1, in units of the stored vector.
     DEVICE void dot(const uint4 (&vector)[PIECES], float (&out)[TILES][2]) const {
         if constexpr (RECORD == INT8) {
 #pragma unroll
@@ -189,7 +191,7 @@ struct ScoreQuery {
                 out[tile][1] = (float)(c[1] * 256 + c[3]) * step[tile];
             }
         } else if constexpr (CODES) {
-            // Steps lie in the first lane of a page; the products of pages 2t and 2t+1 are in lane t of every head.
+            // The steps of a page are in its first lane. The products of pages 2t and 2t+1 are in lane t of every head.
             float units[CODE_ROWS][2];
             if constexpr (RECORD == QUARTERS) {
                 u32 steps = __byte_perm(vector[0].x, vector[PIECES / 2].x, 0x5410);
@@ -260,10 +262,10 @@ struct ScoreQuery {
     }
 };
 
-// A warp scores this many tiles of eight pages at once, which is one page a lane in the end.
+// Tiles of eight pages that a warp scores at once: in the end one page per lane.
 constexpr int SCORE_TILES = 4;
 
-// What a warp reads to score 32 consecutive pages. The table and the statistics are those of one row.
+// The data for a warp to score 32 consecutive pages. Block table and statistics are those of one row.
 template <int PAGES_PER_BLOCK, int RECORD, int GROUP, int HEAD_SIZE>
 struct ScoreBatch {
     using Query = ScoreQuery<RECORD, GROUP, HEAD_SIZE>;
@@ -283,7 +285,7 @@ struct ScoreBatch {
         }
     };
 
-    // Pages of a batch from `last` on repeat the one before. The first page of a range is a multiple of eight.
+    // Pages of a batch from `last` on repeat the page before `last`. The first page of a range is a multiple of eight.
     DEVICE void load_tile(int u, const Statistics& head, const Blocks& blocks, int base, int last, int lane) {
         int g = lane / 4, t = lane % 4;
         int page = min(base + 8 * u + g, last - 1);
@@ -327,9 +329,9 @@ struct ScoreBatch {
         for (int u = 0; u < SCORE_TILES; u++) load_scalars(u, head, blocks, base, last, lane);
     }
 
-    // Returns the score, in bfloat16, of page base + `place(lane)`. Calls `of_heads(tile of pages, tile of heads, scores)`
-    // with what lane (g, t) has of head g of the latter and pages 2t and 2t+1 of the former, and `after(u)` once tile u has
-    // been scored.
+    // Returns the score, in bfloat16, of page base + `place(lane)`. Calls `of_heads(tile of pages, tile of heads,
+    // scores)` with the scores of lane (g, t): head g of the tile of heads, pages 2t and 2t+1 of the tile of pages.
+    // Calls `after(u)` when tile u has been scored.
     template <typename After, typename OfHeads>
     DEVICE u16 score(const Query& query, int lane, After after, OfHeads of_heads) {
         int g = lane / 4;
@@ -356,7 +358,8 @@ struct ScoreBatch {
             }
             after(u);
         }
-        // The maximum goes over the heads, which lie in lanes 4 apart. Lanes that no longer need the same tiles split them.
+        // The maximum is over the heads, which are in lanes 4 apart. Lanes that no longer need the same tiles split
+        // them.
         constexpr int DISTINCT = Heads<GROUP>::DISTINCT;
 #pragma unroll
         for (int bit = 0, count = SCORE_TILES; bit < 2; bit++, count /= 2) {
@@ -378,17 +381,18 @@ struct ScoreBatch {
     }
 };
 
-// For scores of which nobody asks what single heads have.
+// For scores without numbers of single heads.
 struct NotByHead {
     DEVICE void operator()(int, int, const float (&)[2]) const {}
 };
 
-// Scores pages [first, last) of a row, the warps of a block together, and hands each to `emit(page, bf16 bits)`, and what
-// the lane's head of a tile has of pages `page` and `page + 1` to `of_head(page, tile, scores)`: also for spare heads, and
-// pages behind the last.
-// `first` is a multiple of eight. PIPELINED, for few warps with many registers, keeps one batch in flight while the one
-// before is scored, and the block ids of the one after. A batch of wide records takes half of the registers, so there the
-// next tile is asked for as soon as one has been scored.
+// Scores pages [first, last) of a row with all warps of a thread block. Calls `emit(page, bf16 bits)` for each page.
+// Calls `of_head(page, tile, scores)` with the scores of the lane's head of a tile for pages `page` and `page + 1`,
+// also for spare heads and for pages beyond the last. `first` is a multiple of eight.
+//
+// PIPELINED is for few warps with many registers. It keeps one batch in flight while the previous one is scored, and
+// the block ids of the next. A batch of wide records takes half of the registers, so the next tile is loaded as soon as
+// one has been scored.
 template <bool PIPELINED, int PAGES_PER_BLOCK, int RECORD, int GROUP, int HEAD_SIZE, typename Emit,
           typename OfHead = NotByHead>
 DEVICE void score_range(const ScoreQuery<RECORD, GROUP, HEAD_SIZE>& query, const Statistics& head, const int* table,

@@ -1,15 +1,15 @@
-// One block selects exactly the k largest bfloat16 scores of a row. Ties go to the lowest page.
+// One thread block selects exactly the k largest bfloat16 scores of a row. Ties go to the lowest page.
 //
-// A floor that at least k scores reach is found from samples: the largest of each thread's scores, or of a quarter of them.
-// Little more than k scores reach it, and they are ranked by comparing each with each. Where many more do (large k, equal scores), two rounds
-// of 8-bit radix over all scores go first.
+// Samples give a floor that at least k scores reach: the largest score of each thread, or of a quarter of its scores.
+// Little more than k scores reach it, and each of these is compared with all others. If many more reach it (large k,
+// equal scores), two rounds of 8-bit radix over all scores come first.
 #pragma once
 #include "common.cuh"
 
 constexpr int BUCKETS = 256;
-// This is also the largest k. Pages of a row are numbered in 16 bits.
+// Also the largest k. Pages of a row have 16-bit numbers.
 constexpr int MAX_CANDIDATES = 1024;
-// Keys order like scores. A page that does not exist lies below every score, one that is always selected above.
+// Keys are ordered like scores. A missing page is below every score, an always-selected page above.
 constexpr u32 KEY_ABSENT = 0;
 constexpr u32 KEY_ALWAYS = 0xffff;
 
@@ -20,7 +20,7 @@ DEVICE u32 ordered_key(u32 bits) {
     return bits & 0x8000 ? bits ^ 0xffff : bits | 0x8000;
 }
 
-// Returns the bucket that holds the `wanted`-th largest entry, and its rank there. Every warp computes it for itself.
+// Returns the bucket of the `wanted`-th largest entry, and its rank in the bucket. Every warp computes it separately.
 __device__ __noinline__ int2 find_bucket(const int* counts, int wanted, int lane) {
     constexpr int PER_LANE = BUCKETS / WARP;
     const int4* eight = (const int4*)(counts + BUCKETS - PER_LANE * (lane + 1));
@@ -38,7 +38,7 @@ __device__ __noinline__ int2 find_bucket(const int* counts, int wanted, int lane
 #pragma unroll
     for (int i = 0; i < PER_LANE - 1; i++)
         if (sums[i] < lane_rank) skipped = sums[i], index = i + 1;
-    // The first lane whose sum reaches `wanted` holds the bucket.
+    // The first lane whose sum reaches `wanted` has the bucket.
     int source = __ffs(__ballot_sync(FULL, inclusive >= wanted)) - 1;
     return {__shfl_sync(FULL, BUCKETS - 1 - lane * PER_LANE - index, source), __shfl_sync(FULL, lane_rank - skipped, source)};
 }
@@ -88,7 +88,8 @@ DEVICE void mark_always(u16* keys, int count, int sink_pages, int recent_pages, 
         keys[i < sink_pages ? i : count - recent_pages - sink_pages + i] = KEY_ALWAYS;
 }
 
-// Adds to a counter in shared memory. The compiler would have one lane add for all, which takes longer than all in turn.
+// Adds to a counter in shared memory. The compiler would let one lane add for all, which is slower than all lanes in
+// turn.
 DEVICE int append(int* counter, int n) {
     int before;
     asm volatile("atom.shared.add.s32 %0, [%1], %2;"
@@ -96,8 +97,8 @@ DEVICE int append(int* counter, int n) {
     return before;
 }
 
-// Counts the numbers that are larger than a given one, in four chains of additions. The compiler would make one chain of
-// twice the length.
+// Counts the numbers above a given one in four chains of additions. The compiler would make one chain of twice the
+// length.
 struct LargerCount {
     int less[4] = {0, 0, 0, 0};
 
@@ -113,10 +114,10 @@ struct LargerCount {
     DEVICE int count() const { return -(less[0] + less[1] + less[2] + less[3]); }
 };
 
-// The keys of a row lie in shared memory. Those that stand for no page, up to a multiple of eight, are KEY_ABSENT.
+// The keys of a row in shared memory. The padding to a multiple of eight is KEY_ABSENT.
 template <int WARPS>
 struct SharedKeys {
-    // A thread reads this many consecutive keys together.
+    // Consecutive keys that a thread reads together.
     static constexpr int RUN = 4;
     const u16* keys;
     int padded;
@@ -133,24 +134,24 @@ struct SharedKeys {
         }
     }
 
-    // Returns where in shared memory all keys are.
+    // Returns where all keys are in shared memory.
     DEVICE const u16* spilled() const { return keys; }
 };
 
-// Selection from a row of at most 2^16 keys by a block of WARPS warps.
+// Selection from a row of at most 2^16 keys by a thread block of WARPS warps.
 template <int WARPS>
 struct Select {
     static constexpr int THREADS = WARPS * WARP;
-    // Up to four threads keep so many reads of candidates in flight. They may read SPARE candidates behind the last one,
-    // which are zero.
+    // Up to four threads keep this many reads of candidates in flight. They may read SPARE candidates beyond the last
+    // one, which are zero.
     static constexpr int LOADS = 4, SPARE = 16 * LOADS;
-    // Of the keys of a thread, which come in pairs.
+    // Samples of the keys of a thread, which come in pairs.
     static constexpr int SAMPLES = 4;
 
     struct Shared {
-        // A candidate is a key, then the page counted from the end: it is unique, and larger is better.
+        // A candidate is a key, then the page counted from the end. It is unique, and larger is better.
         u32 candidates[MAX_CANDIDATES + SPARE];
-        // First the largest key of every thread lies here, later what `radix` counts.
+        // At first the largest key of every thread, later the counts of `radix`.
         union {
             u32 largest[WARPS][WARP];
             int counts[2][BUCKETS];
@@ -170,7 +171,7 @@ struct Select {
     };
 
     Shared& shared;
-    int k;  // At least k keys stand for pages.
+    int k;  // At least k keys are pages.
     int warp;
     int lane;
 
@@ -203,7 +204,7 @@ struct Select {
             radix(shared, keys.spilled(), keys.padded, k);
             count = k;
         }
-        // Several threads rank a candidate if there are enough.
+        // Several threads rank a candidate if there are enough threads.
         int log = THREADS >= 4 * count ? 2 : THREADS >= 2 * count, parts = 1 << log, part = thread & parts - 1;
 #pragma unroll 1
         for (int first = 0; first < count; first += THREADS >> log) {
@@ -226,9 +227,9 @@ struct Select {
     }
 
 private:
-    // Returns a key that at least k keys reach, and not many more. Every warp finds, among samples of its keys, the one that
-    // as many reach as are its share of k. The least of these is the floor. A sample is the largest key of a thread, or of a
-    // quarter of its keys where a share is so large that few threads would be left below it.
+    // Returns a key that at least k keys reach, and not many more. Each warp has a share of k, and finds its
+    // `share`-th largest sample. The smallest of these samples is the floor. A sample is the largest key of a thread.
+    // For a large share it is the largest of a quarter of a thread's keys, because too few threads would be below it.
     template <typename Keys>
     DEVICE u32 find_floor(const Keys& keys) {
         // The number of active warps is a power of two, which saves a division.
@@ -246,7 +247,8 @@ private:
         return max(__reduce_min_sync(FULL, shared.floors[lane]), KEY_ABSENT + 1);
     }
 
-    // Returns the warp's `share`-th largest of the threads' largest keys to the lane that has it, KEY_ALWAYS + 1 to others.
+    // Returns the warp's `share`-th largest of the threads' largest keys to the lane that has it, KEY_ALWAYS + 1 to
+    // others.
     DEVICE u32 floor_of_threads(u32 pair, int share) {
         u32 best = max(pair & 0xffff, pair >> 16) << 5 | (u32)lane;
         u32* largest = shared.largest[warp];
@@ -258,7 +260,7 @@ private:
         return larger.count() == share - 1 ? best >> 5 : KEY_ALWAYS + 1;
     }
 
-    // Returns the warp's `share`-th largest sample, bisected for, to all of its lanes.
+    // Returns the warp's `share`-th largest sample to all of its lanes, by bisection.
     DEVICE u32 floor_of_quarters(const u32 (&samples)[SAMPLES / 2], int share) {
         u32 floor = 0;
 #pragma unroll 1
@@ -282,7 +284,7 @@ private:
         compact(shared, keys, padded, (u32)high.x << 8 | (u32)low.x, low.y, k);
     }
 
-    // Counts the high bytes of all keys (`high` is -1), or the low bytes of those whose high byte is given.
+    // Counts the high bytes of all keys (`high` is -1), or the low bytes of the keys with this high byte.
     static DEVICE int2 count_bytes(const u16* keys, int padded, int* counts, int high, int wanted) {
 #pragma unroll 1
         for (int i = threadIdx.x; i < padded; i += THREADS) {
@@ -294,10 +296,10 @@ private:
         return find_bucket(counts, wanted, threadIdx.x % WARP);
     }
 
-    // Lists the keys above the threshold, and of those at it the first `ties`.
+    // Lists the keys above the threshold, and the first `ties` keys at it.
     static DEVICE void compact(Shared& shared, const u16* keys, int padded, u32 threshold, int ties, int k) {
         int warp = threadIdx.x / WARP, lane = threadIdx.x % WARP;
-        // A warp's share of the keys is a multiple of what it reads at once.
+        // A warp's share of the keys is a multiple of the keys that it reads at once.
         int share = ceil_div(ceil_div(padded, WARPS), 8) * 8;
         int begin = min(warp * share, padded), end = min(begin + share, padded);
         int above = 0, equal = 0;

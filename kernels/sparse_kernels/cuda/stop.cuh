@@ -1,37 +1,38 @@
-// Attention over selected pages stops here when its output is stable (ART): tiles are read in waves, and between two
-// waves the blocks of a cluster test what all chains have summed up so far.
+// Attention over selected pages that stops when its output is stable (ART). Tiles are read in waves. Between two waves,
+// the thread blocks of a cluster test the sums of all chains.
 #pragma once
 #include "merge.cuh"
 
-// The probe is this many evenly spread elements of an output, one to a lane.
+// Elements of the probe, evenly spread over an output, one per lane.
 constexpr int PROBE = WARP;
 
-// Returns the element of a head that a lane watches.
+// Returns the element of a head that a lane tests.
 template <int HEAD_SIZE>
 DEVICE constexpr int probe_element(int lane) { return lane * HEAD_SIZE / PROBE; }
 
-// A stop test merges the chains in groups of this many, then the groups. No launch changes that order.
+// A stop test merges the chains in groups of this many, then the groups. The order is the same in every launch.
 constexpr int CHAINS_PER_PART = 4, PARTS = CHAINS / CHAINS_PER_PART;
 
 struct StopRule {
     float scale_tolerance;
     float direction_tolerance;
     int patience;     // 0 never stops.
-    int least_tiles;  // Tiles at the front that are read whatever the outputs.
+    int least_tiles;  // First tiles, which are read in any case.
 
     DEVICE StopRule(const StopParams& p, int tiles_per_page)
         : scale_tolerance(p.scale_tolerance), direction_tolerance(p.direction_tolerance), patience(p.patience),
           least_tiles(p.least_pages * tiles_per_page) {}
 
-    // Returns whether a probe is near the one before, by the squares of their distance and norms and by their product. A
-    // probe without a direction (0 / 0) is not.
+    // Returns whether a probe is near the previous one, from the squares of their distance and norms and from their
+    // product. A probe without a direction (0 / 0) is not near.
     DEVICE bool stable(float distance, float product, float now, float then) const {
         return sqrtf(distance) < scale_tolerance && 1 - product / (sqrtf(now) * sqrtf(then)) < direction_tolerance;
     }
 };
 
-// A warp works on one chain at most, so that a chain's sums stay in registers. A wave reads `TILES` tiles of pages. Where
-// a wave holds whole rounds of reads (IN_FLIGHT tiles to each chain) the sums have the bits of `ChainedAttention::run`.
+// A warp works on at most one chain, so that the sums of a chain stay in registers. A wave reads `TILES` tiles of
+// pages. If a wave is whole rounds of reads (IN_FLIGHT tiles per chain), the sums have the bits of
+// `ChainedAttention::run`.
 template <int CLUSTER, int WARPS, int KV, int GROUP, int HEAD_SIZE, int TILES>
 struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE> {
     using Chained = ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE>;
@@ -50,10 +51,10 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
     };
     struct Probes {
         Part chains[PER_BLOCK][GROUP];
-        // The parts of the whole row have room twice: a slow block may still test one wave while a fast one publishes the
-        // next.
+        // The parts of a row have room twice: a slow thread block may still test one wave while a fast one publishes
+        // the next.
         Part parts[2][PARTS][GROUP];
-        // The incomplete page takes part in every test and is added to the sums last.
+        // The incomplete page is part of every test, and is added to the sums last.
         Part tail[GROUP];
         int stable[GROUP];
     };
@@ -78,7 +79,7 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
         });
     }
 
-    // Merges the chains of this block by parts and gives them to every block of the cluster.
+    // Merges the chains of this thread block by parts, and sends them to every thread block of the cluster.
     static DEVICE void publish_probes(Probes& probes, int wave, int rank, int warp, int lane) {
         constexpr int BLOCK_PARTS = PER_BLOCK / CHAINS_PER_PART;
 #pragma unroll 1
@@ -110,7 +111,7 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
         }
     }
 
-    // Returns the lane's element of a head's output over all that has been read.
+    // Returns the lane's element of a head's output over all tokens read.
     static DEVICE float element(const Probes& probes, int wave, int h, const SinkLogits& sink_logits, float value_scale, int lane) {
         auto part = [&](int i) -> const Part& { return i < PARTS ? probes.parts[wave % 2][i][h] : probes.tail[h]; };
         bool has_part = lane <= PARTS;
@@ -125,7 +126,7 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
         return value / total * value_scale;
     }
 
-    // `locate(i, end_of_pages)` gives where tile i lies if the incomplete page comes after `end_of_pages` tiles of pages.
+    // `locate(i, end_of_pages)` returns where tile i is, if the incomplete page follows `end_of_pages` tiles of pages.
     // Returns how many of the `page_tiles` were read; all threads of the cluster get the same number.
     template <int OUTPUT, typename Locate>
     static DEVICE int run(typename Chained::Shared& shared, typename Chained::Values& values, Probes& probes,
@@ -137,7 +138,7 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
         Attend attention;
         typename Attend::Tokens tokens[READS];
         int valid[READS], count = 0;
-        // Reads this chain's tiles i, i + CHAINS, ... that lie before `end`.
+        // Reads this chain's tiles i, i + CHAINS, ... before `end`.
         auto read = [&](int i, int end) {
             count = working && i < end ? min(READS, ceil_div(end - i, CHAINS)) : 0;
             if (count == 0) return;
@@ -183,7 +184,7 @@ struct StoppingAttention : ChainedAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE
                 if (!stopping || from + TILES >= end_of_pages) break;
                 from += TILES, i = first_of(from), end = end_of(from);
             }
-            // The next wave is on its way while this one is tested.
+            // The next wave is in flight while this one is tested.
             read(i, end);
             if (same_wave) continue;
             if (working) watch(probes.chains[warp], attention, lane);

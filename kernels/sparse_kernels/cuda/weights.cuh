@@ -1,23 +1,23 @@
-// What pages weigh for the query heads of a group: the logits of their best summary keys, and sums of exponentials.
+// Weights of pages for the query heads of a group: the logits of their best summary keys, and sums of exponentials.
 #pragma once
 #include "params.cuh"
 
-// It is below all logits, and finite: sums may start from it.
+// Below all logits, but finite, so that sums may start from it.
 constexpr float LOWEST = -1.0e30f;
 
-// What a launch of scores leaves of single heads.
+// Results of single heads, from a launch of scores.
 struct HeadParams {
-    float* logits;     // [rows, heads, scores_stride] of every page, scaled by log2(e); null if nobody asks.
-    float2* sums;      // [rows, heads, blocks of a row]: the largest logit of a block's pages, and the sum relative to it.
-    i64 row_stride;    // From one row of `logits` to the next, in elements; rows of `sums` have as many heads.
-    int group;         // Heads of a row, of which the launch may have a part: the pointers are to its first one.
-    int sink_pages;    // These and the newest are not in the sums.
+    float* logits;     // [rows, heads, scores_stride] of every page, scaled by log2(e); null: not written.
+    float2* sums;      // [rows, heads, thread blocks of a row]: largest logit of the pages, sum relative to it.
+    i64 row_stride;    // Between two rows of `logits`, in elements; rows of `sums` have as many heads.
+    int group;         // Heads of a row. The launch may have a part of them; the pointers are to its first head.
+    int sink_pages;    // The sums leave out these and the newest pages.
     int recent_pages;
-    float scale;       // Of a product; it includes log2(e) unless there is a softcap.
+    float scale;       // Factor of a product; it includes log2(e) unless there is a softcap.
     float softcap;     // 0 for none.
 };
 
-// A sum of exponentials, relative to the largest. Logits have been scaled by log2(e).
+// A sum of exponentials, relative to the largest. Logits are scaled by log2(e).
 struct Sum {
     float largest, total;
 
@@ -55,7 +55,7 @@ struct Sum {
     }
 };
 
-// Makes logits, scaled by log2(e), of products.
+// Turns products into logits, scaled by log2(e).
 struct HeadLogits {
     float scale, softcap;
 
@@ -63,7 +63,7 @@ struct HeadLogits {
 
     DEVICE float operator()(float product) const {
         float x = product * scale;
-        // tanh(y) = 1 - 2 / (1 + exp(2 y)), which saturates where the exponential does.
+        // tanh(y) = 1 - 2 / (1 + exp(2 y)), which saturates together with the exponential.
         return softcap > 0 ? softcap * LOG2E * (1.0f - 2.0f / (1.0f + fast_exp2(2.0f * LOG2E / softcap * x))) : x;
     }
 };

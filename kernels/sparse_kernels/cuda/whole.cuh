@@ -1,11 +1,11 @@
-// Attention to a long context that is read whole. The blocks of its row would still read it long after those of other
-// rows have ended. Hence it is cut into pieces of consecutive tokens, one for a warp, and stripes of pieces. All blocks of
-// the launch take stripes of the requests that the host lists. One block of its row reads a context that is not listed.
-// The cut and the order of the sums follow from the context alone, and so do the bits.
+// Dense attention over a long context. The thread blocks of its row would read it long after those of other rows have
+// ended. The context is therefore cut into pieces of consecutive tokens, one per warp, and stripes of pieces. All
+// thread blocks of the launch take stripes of the requests that the host lists. A context that is not listed is read by
+// one thread block of its row. The context alone decides the cut and the order of the sums, and so the bits.
 #pragma once
 #include "merge.cuh"
 
-// Shorter contexts stay with the blocks of their row.
+// The thread blocks of a row read shorter contexts.
 constexpr int WHOLE_TOKENS = 4096;
 constexpr int STRIPE = 16, MOST_STRIPES = 32, LEAST_PIECE_TOKENS = 64;
 
@@ -24,7 +24,7 @@ struct WholeCut {
     DEVICE int end(int piece) const { return min((piece + 1) * length, context); }
 };
 
-// What has been summed up over pieces or stripes, in their order. A thread holds some elements of the output.
+// The sum over pieces or stripes, in order. A thread holds some elements of the output.
 template <int ELEMENTS>
 struct OrderedSum {
     float largest[ELEMENTS], total[ELEMENTS], value[ELEMENTS];
@@ -34,7 +34,7 @@ struct OrderedSum {
         for (int e = 0; e < ELEMENTS; e++) largest[e] = -INFINITY_F, total[e] = value[e] = 0;
     }
 
-    // Adds the largest logit (base 2), the sum of weights and the weighted values of what comes next.
+    // Adds the largest logit (base 2), the sum of weights and the weighted values of the next piece or stripe.
     DEVICE void add(int e, float next_largest, float next_total, float next_value) {
         bool grows = next_largest > largest[e];
         float ratio = next_largest == largest[e] ? 1.0f : fast_exp2(-fabsf(next_largest - largest[e]));
@@ -62,7 +62,7 @@ DEVICE float2 load_l2(const float2* p) {
     return x;
 }
 
-// The launch is compiled for this. `Params` has what `DecodeParams` has.
+// The launch is compiled for these. `Params` has the members of `DecodeParams`.
 template <int QUERY, int OUTPUT, int KV, int GROUP, int HEAD_SIZE, int BLOCK_TOKENS, int WARPS, typename Params>
 struct WholeAttention {
     using Chained = ChainedAttention<1, WARPS, KV, GROUP, HEAD_SIZE>;
@@ -70,7 +70,7 @@ struct WholeAttention {
     using Query = typename Attend::Query;
     static constexpr int THREADS = WARPS * WARP, WIDTH = GROUP * HEAD_SIZE, ELEMENTS = ceil_div(WIDTH, THREADS);
     using Sum = OrderedSum<ELEMENTS>;
-    // What a warp has of a piece.
+    // A warp's sums of a piece.
     struct alignas(16) Piece {
         float values[WIDTH];
         float2 weights[GROUP];
@@ -79,15 +79,15 @@ struct WholeAttention {
     const Params& p;
     Query& query;
     Piece* published;
-    int room;  // Pieces that find room in shared memory.
+    int room;  // Pieces that fit shared memory.
     int thread, lane, warp;
 
-    // `memory` has `bytes` of shared memory, for two pieces at least.
+    // `memory` has `bytes` of shared memory, at least two pieces.
     DEVICE WholeAttention(const Params& params, Query& query, void* memory, u32 bytes)
         : p(params), query(query), published((Piece*)memory), room(min(WARPS, (int)(bytes / sizeof(Piece)))),
           thread(threadIdx.x), lane(threadIdx.x % WARP), warp(threadIdx.x / WARP) {}
 
-    // Calls `f(which of the thread's elements, its place in the output)`.
+    // Calls `f(index among the thread's elements, place in the output)`.
     template <typename F>
     DEVICE void for_each_element(F f) const {
 #pragma unroll
@@ -119,7 +119,7 @@ struct WholeAttention {
         });
     }
 
-    // Sums up a stripe. The query is prepared; all threads of the block call it.
+    // Sums up a stripe. The query is prepared; all threads of the thread block call it.
     DEVICE Sum attend_stripe(const QueryToken& at, const TokenRows& rows, const WholeCut& cut, int stripe) const {
         Sum sum;
         sum.clear();
@@ -155,7 +155,7 @@ struct WholeAttention {
         });
     }
 
-    // The block attends a row by itself. The query is prepared.
+    // The thread block attends to the context of a row alone. The query is prepared.
     DEVICE void attend_alone(const QueryToken& at, int token, int head) const {
         TokenRows rows(p.cache, head);
         WholeCut cut(at.context);
@@ -169,7 +169,7 @@ struct WholeAttention {
         write(sum, token, head);
     }
 
-    // Returns whether the host lists a request. All threads of a block call it.
+    // Returns whether the host lists a request. All threads of a thread block call it.
     DEVICE bool lists(int request) const {
         if (!p.whole.requests) return false;
         bool found = false;
@@ -180,11 +180,11 @@ struct WholeAttention {
 
     DEVICE int count() const { return min(p.whole.requests[0], p.whole.most_requests); }
 
-    // The block takes its share of the stripes of all listed requests, as one of `blocks`. The block that stores the last
-    // stripe of a row adds up the row.
+    // The thread block takes its share of the stripes of all listed requests, as one of `blocks`. The thread block that
+    // stores the last stripe of a row adds up the row.
     DEVICE void share(int heads, int requests, int block, int blocks) const {
         int per_request = p.contexts.tokens_per_request, listed_rows = count() * per_request * heads;
-        // The last blocks come first: they have no row.
+        // The last thread blocks come first, because they have no row.
 #pragma unroll 1
         for (int unit = blocks - 1 - block; unit < listed_rows * MOST_STRIPES; unit += blocks) {
             int row = unit % listed_rows, stripe = unit / listed_rows, head = row % heads, listed = row / heads / per_request;

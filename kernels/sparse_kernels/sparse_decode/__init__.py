@@ -1,4 +1,4 @@
-"""Makes a whole decode step of sparse attention: it scores, selects and attends."""
+"""A whole decode step of sparse attention: scores pages, selects pages and attends to them."""
 
 from sparse_kernels.sparse_decode.api import sparse_decode
 

@@ -22,35 +22,34 @@ def sparse_decode(
 ) -> torch.Tensor:
     """Computes attention of decoding tokens over the best pages of their context (UNIQUE, Eq. 3, 5 and 6).
 
-    It is `score_pages`, `select_pages` and `attend_pages` one after the other, decided on the device alone: no length
-    is read by the host, and launches captured in a CUDA graph serve every later batch of their size. The bits
-    of a token's output depend on that token alone.
+    It equals `score_pages`, `select_pages` and `attend_pages` in sequence. The host reads no lengths, so launches in a
+    CUDA graph serve every later batch of the same size. The bits of a token's output depend on that token alone.
 
-    With a `rule`, attention may stop early (ART, arXiv 2606.00024; see `stopping.pages_until_stable`): pages that are
-    always selected are read first, then the others best score first, or newest first without statistics. Contexts
-    that are attended whole because they are short or their request says so are read to the end.
+    With a `rule`, attention may stop early (ART, arXiv 2606.00024; see `stopping.pages_until_stable`). Always-read
+    pages come first in the order, then the other pages by descending score; without statistics the newest first.
+    Contexts that attend densely are read to the end.
 
-    Pages may come from outside and go outside: `batch.pages` are attended without scoring or selection, and the chosen
-    pages are written to `output.pages`. What one layer or step chose can so serve another.
+    `batch.pages` replaces scoring and selection. `output.pages` receives the selected pages, for use by other layers or
+    steps.
 
     Args:
-        batch: the requests that decode.
-        cache: their keys, values and statistics; without statistics the `sink_pages` first and the newest other pages
-            are selected.
+        batch: the decoding requests.
+        cache: keys, values and statistics. Without statistics, the first `sink_pages` and the newest pages are
+            selected.
         softmax: how logits become weights.
-        selection: which pages are read.
-        routing: which KV groups are skipped and have a zero output, unless their context is attended whole (SinkRouter,
-            Eq. 14). Nothing of a skipped group is read but token 0's key. None for no such groups.
-        rule: when attention stops; None if it reads everything. Blocks of fewer than 512 tokens (256 where heads are
-            larger than 128 or groups than 8) may change the last bit of an output.
-        output: where to write; a new tensor of the query's dtype (bfloat16 for a float8 query) if left out.
+        selection: how many pages are read, and which pages always.
+        routing: which KV groups are skipped (SinkRouter, Eq. 14). A skipped group has a zero output; only the key of
+            token 0 is read. Contexts that attend densely are not routed. None skips no group.
+        rule: the stop rule; None for no early stop. Test intervals of fewer than 512 tokens may change the last bit of
+            an output (256 with heads above 128 elements or groups above 8 heads).
+        output: where to write; a new tensor of the query's dtype (bfloat16 for a float8 query) by default.
 
     Returns:
         The output's heads, `[num_tokens, num_query_heads, head_size]`.
 
     Raises:
-        ValueError: if the shapes disagree; on CUDA, where there is a rule, also if `k` or the shared memory of a block
-            is beyond its limit, or if the GPU has no clusters.
+        ValueError: if shapes disagree. On CUDA with a rule also if `k` or the shared memory of a thread block is above
+            its limit, or if the GPU has no clusters.
     """
     batch.check(cache.num_kv_heads, cache.head_size)
     cache.check()

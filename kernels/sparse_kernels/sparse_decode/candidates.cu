@@ -1,6 +1,6 @@
-// One block scores chunks of pages of one query token and KV head, and leaves the best of each chunk: as many as are
-// selected of the whole context. The best of these candidates are the best of all pages. It is for contexts of more pages
-// than the blocks of their row had better score.
+// One thread block scores chunks of pages of one query token and KV head. It keeps the best pages of each chunk, as
+// many as are selected from the whole context. The best candidates are the best of all pages. This serves contexts with
+// too many pages for the thread blocks of a row.
 #include "score.cuh"
 #include "select.cuh"
 

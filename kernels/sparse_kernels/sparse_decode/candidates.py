@@ -1,4 +1,4 @@
-"""Finds the pages of long contexts that may be selected, on CUDA, in a launch before the one that decodes."""
+"""Finds the best pages of each chunk of long contexts, on CUDA, in a launch before the decode launch."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from sparse_kernels.sparse_decode.launches import Launch
 
 _SOURCE = Path(__file__).with_name("candidates.cu")
 _WAVES = 2
-"""How many times the blocks of a launch fill the GPU, where rows and chunks suffice."""
+"""A launch has enough thread blocks to fill the GPU this many times, if rows and chunks suffice."""
 
 
 class Candidates(NamedTuple):
-    """The best pages of each chunk of the contexts that have candidates: as many as a row reads."""
+    """The best pages of each chunk of long contexts, as many per chunk as a row reads."""
 
     keys: torch.Tensor
-    """`[num_tokens * num_kv_heads, n]` int16, in the order of the scores."""
+    """`[num_tokens * num_kv_heads, n]` int16, ordered like the scores."""
     pages: torch.Tensor
     """`[num_tokens * num_kv_heads, n]` int32."""
 
     def params(self, launch: Launch) -> CandidateParams:
-        """Returns them as the kernels take them."""
+        """Returns the struct of the kernels."""
         return CandidateParams(
             pointer(self.keys), pointer(self.pages), self.keys.stride(0), launch.chunk, launch.most_fused
         )
@@ -53,15 +53,15 @@ def find_candidates(
     launch: Launch,
     shape: DecodeShape,
 ) -> Candidates:
-    """Scores the contexts of more than `launch.most_fused` pages, chunk by chunk, and keeps the best of each chunk.
+    """Scores contexts of more than `launch.most_fused` pages in chunks, and keeps the best pages of each chunk.
 
     Args:
-        batch: the requests that decode.
-        cache: their keys, values and statistics, of a kind that is fused.
-        selection: how many pages are read, and which whatever their scores.
-        routing: which groups are skipped; they need no candidates.
-        launch: the decode step's.
-        shape: what it is compiled for.
+        batch: the decoding requests.
+        cache: keys, values and statistics of a fused kind.
+        selection: how many pages are read, and which pages always.
+        routing: which KV groups are skipped; they need no candidates.
+        launch: the decode launch.
+        shape: the shape that the decode launch is compiled for.
 
     Raises:
         ValueError: if a chunk has fewer pages than are read.

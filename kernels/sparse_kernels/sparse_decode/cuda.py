@@ -1,16 +1,16 @@
-"""Makes a decode step on CUDA.
+"""The decode step on CUDA.
 
-One launch routes, scores, selects and attends. With few rows (query tokens times KV heads), where launches and the
-latency between them are most of the cost, a row has a cluster of blocks; with many it has one block. Before compute
-capability 9.0 there are no clusters, and scoring is a launch of its own; so it is for the kinds of statistics that
+One launch routes, scores, selects and attends. A row is a query token and a KV head. With few rows, launches and their
+latency are most of the cost, and a row has a cluster of thread blocks. With many rows, a row has one thread block.
+Scores have their own launch before compute capability 9.0, which has no clusters, and for the kinds of statistics that
 `page_score.triton` scores.
 
-What does not fit one launch takes several. A launch before finds the candidates of long contexts (`candidates`), or
-scores all pages and selects, where they are more than a block numbers. Large budgets and groups are attended in pieces,
-which another launch adds up. The blocks of one launch share long contexts that are attended whole (`whole.cuh`).
+Other shapes take several launches. Long contexts get candidates from a launch before (`candidates`), or all scores and
+the selection if a thread block cannot number their pages. Large budgets and large groups are attended in pieces, which
+another launch adds up. All thread blocks of a launch share the long dense contexts (`whole.cuh`).
 
-Where the batch has pages, a launch reads them as it reads a selection of another launch. A launch that writes its
-selection is compiled apart, so that the others do not carry it.
+A launch reads `batch.pages` like the selection of another launch. A launch that writes its selection is compiled
+separately, so that other launches have no such code.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def sparse_decode(
     )
     grid = launch.cluster, cache.num_kv_heads, batch.num_tokens
     if batch.whole is not None:
-        # Multiprocessors without a row share the pieces of whole contexts.
+        # Multiprocessors without a row take stripes of dense contexts.
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         room = launch.blocks_per_sm * multiprocessors - math.prod(grid)
         grid = grid[0], grid[1], batch.num_tokens + max(0, room // (launch.cluster * cache.num_kv_heads))
@@ -161,9 +161,10 @@ def decode_in_pieces(
     routing: GroupRouting | None,
     output: DecodeOutput,
 ) -> None:
-    """Makes a decode step in launches that route, score, select, attend and add up: any budget, context and group.
+    """Runs a decode step as separate launches to route, score, select, attend and add up. It serves any budget, context
+    and group.
 
-    The bits of a token's output depend on that token alone, but are others than those of one launch.
+    The bits of a token's output depend on that token alone, but differ from those of one launch.
     """
     max_pages = _max_pages(batch, cache)
     for part, room in _requests_at_once(batch, cache, selection, max_pages, output):
@@ -183,7 +184,7 @@ def decode_in_pieces(
 def _without_gaps(batch: DecodeBatch, page_size: int) -> tuple[DecodeBatch, torch.Tensor]:
     """Moves the pages of each list to its front, and makes their number the budget of the row.
 
-    A row that fits its budget keeps it, since that is why it is attended whole.
+    A row within its budget keeps the budget, because it attends densely for that reason.
     """
     assert batch.pages is not None
     num_pages, budgets = batch.num_pages(page_size), _budgets(batch, batch.pages.shape[2])
@@ -200,8 +201,8 @@ def _selected(
     skipped: torch.Tensor | None,
     pages: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns a selection as `DecodeOutput.pages` holds it. `pages` are the lists that rows are attended by; None for
-    the sink pages and the newest."""
+    """Returns a selection in the form of `DecodeOutput.pages`. Without `pages`, rows read the sink pages and the newest
+    pages."""
     num_pages, contexts, budgets = batch.num_pages(page_size), batch.context_lens(), _budgets(batch, selection.k)
     unselected = (contexts <= batch.dense_tokens)[:, None]
     if batch.dense_requests is not None:
@@ -216,7 +217,7 @@ def _selected(
 
 
 def _budgets(batch: DecodeBatch, k: int) -> torch.Tensor:
-    """Returns the pages that each row reads at most: int32 that broadcasts to `[num_tokens, num_kv_heads]`."""
+    """Returns the most pages that each row reads: int32 that broadcasts to `[num_tokens, num_kv_heads]`."""
     budgets = batch.token_budgets()
     if budgets is None:
         return torch.full((1, 1), k, dtype=torch.int32, device=batch.query.device)
@@ -224,18 +225,18 @@ def _budgets(batch: DecodeBatch, k: int) -> torch.Tensor:
 
 
 def _max_pages(batch: DecodeBatch, cache: KVCache) -> int:
-    """Returns the complete pages that a context may have."""
+    """Returns the most complete pages of a context."""
     room = batch.block_table.shape[1] * cache.keys.pages_per_block
     if batch.max_context is None:
         return room
-    # Rows of a block table may be padded beyond the longest context, and one page more may take more launches.
+    # A block table may have room beyond the longest context, and one more page may need more launches.
     return min(room, max(MAX_PAGES, batch.max_context // cache.page_size))
 
 
 def _requests_at_once(
     batch: DecodeBatch, cache: KVCache, selection: PageSelection, max_pages: int, output: DecodeOutput
 ) -> Iterator[tuple[DecodeBatch, DecodeOutput]]:
-    """Yields a batch, or parts of it whose scores, pages and pieces take no more memory than `PIECES_BYTES`."""
+    """Yields the batch in parts whose scores, pages and pieces need at most `PIECES_BYTES` of memory."""
     group_size, tokens = batch.group_size(cache.num_kv_heads), batch.tokens_per_request
     row_bytes = 2 * max_pages + 4 * selection.k + 4 * MAX_SPLITS * group_size * (cache.head_size + 2)
     at_once = max(1, PIECES_BYTES // (row_bytes * cache.num_kv_heads * tokens))
@@ -247,8 +248,7 @@ def _requests_at_once(
 def _scores(
     batch: DecodeBatch, cache: KVCache, selection: PageSelection, skipped: torch.Tensor | None, max_pages: int
 ) -> torch.Tensor:
-    """Returns the scores of all pages, from a launch of its own unless the batch has them; that leaves out the groups
-    that are skipped."""
+    """Returns the scores of all pages: those of the batch, or from a launch that leaves out skipped groups."""
     if batch.scores is not None:
         return batch.scores
     assert cache.statistics is not None

@@ -1,5 +1,6 @@
-// One decode step of sparse attention in one launch: a cluster of blocks takes each query token and KV head through
-// routing, scoring (or scores from memory), selection (or a selection from memory) and attention. No block waits for a block of another row.
+// One decode step of sparse attention in one launch. A cluster of thread blocks takes each query token and KV head
+// through routing, scoring (or reads scores), selection (or reads a selection) and attention. No thread block waits for
+// those of another row.
 #include "merge.cuh"
 #include "route.cuh"
 #include "score.cuh"
@@ -12,15 +13,15 @@ constexpr int GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE, PAGE_SIZE = SK_PAGE_SI
 constexpr int PAGES_PER_BLOCK = SK_PAGES_PER_BLOCK;
 constexpr int CLUSTER = SK_CLUSTER, WARPS = SK_WARPS, BLOCKS_PER_SM = SK_BLOCKS_PER_SM;
 constexpr bool FUSED = SK_FUSED;
-// The selection comes from memory; then nothing is scored.
+// The selection comes from memory, and nothing is scored.
 constexpr bool LISTED = SK_LISTED;
 static_assert(!(FUSED && LISTED), "who selects?");
-// The caller made the list, which may have entries that are no page.
+// The caller made the list. It may have entries that are not pages.
 constexpr bool GIVEN = SK_GIVEN;
 // The selection is written to memory.
 constexpr bool WRITTEN = SK_WRITTEN;
 static_assert(!GIVEN || (LISTED && !WRITTEN), "a given selection is a list, which the caller has");
-// There are this many tiles of pages between two stop tests; 0 where attention reads everything.
+// Tiles of pages between two stop tests; 0 without a stop rule.
 constexpr int STOP_TILES = SK_STOP_TILES;
 
 constexpr int THREADS = WARPS * WARP;
@@ -34,8 +35,8 @@ struct DecodeParams {
     QueryParams query;
     CacheParams cache;
     StatisticsParams statistics;
-    const u16* scores;  // Of every page, unless FUSED or LISTED; null: there are none.
-    i64 scores_stride;  // From one row of scores to the next, in elements.
+    const u16* scores;  // Of every page, unless FUSED or LISTED; null: no scores.
+    i64 scores_stride;  // Between two rows of scores, in elements.
     ContextParams contexts;
     SelectionParams selection;
     RoutingParams routing;
@@ -43,9 +44,9 @@ struct DecodeParams {
     StopParams stop;
     OutputParams output;
     const int* pages;   // [rows, selection.k] if LISTED, best first or as GIVEN; null: the sink pages and the newest.
-    int* chosen;        // [rows, selection.k] if WRITTEN: the selection in reading order, -1 behind its last page.
+    int* chosen;        // [rows, selection.k] if WRITTEN: the selection in reading order, then -1.
     WholeParams whole;
-    int num_tokens;     // Query tokens of the batch. Blocks of later z share the pieces of whole contexts, no more.
+    int num_tokens;     // Query tokens. Thread blocks with a larger z only share dense contexts.
     CandidateParams candidates;  // If FUSED.
 };
 
@@ -55,7 +56,7 @@ struct StageMemory {
     typename Score::Shared score;
 };
 
-// Attends the tiles of the selected pages until the output is stable.
+// Attends to the tiles of the selected pages until the output is stable.
 template <int TILES>
 struct Attending {
     using Stopping = StoppingAttention<CLUSTER, WARPS, KV, GROUP, HEAD_SIZE, TILES>;
@@ -76,7 +77,7 @@ struct Attending {
     }
 };
 
-// Attends them all.
+// Attends to all of them.
 template <>
 struct Attending<0> {
     struct Shared : StageMemory {};
@@ -100,26 +101,27 @@ constexpr int FIXED_BYTES = (sizeof(Shared) + 15) / 16 * 16;
 static_assert(FIXED_BYTES == SK_FIXED_BYTES, "the host counts the shared memory of a block otherwise");
 static_assert(sizeof(typename Chained::Values) == SK_VALUES_BYTES, "the host counts the values of the chains otherwise");
 
-// One query token and KV head, as a block of its cluster sees it.
+// One query token and KV head, for one thread block of its cluster.
 struct Row {
     const DecodeParams& p;
     Shared& shared;
     typename Chained::Values& values;
     u16* keys;      // Of the row's pages, in shared memory, unless LISTED.
-    int* selected;  // The pages that this block attends, in shared memory: there is room for `p.selection.k`.
+    int* selected;  // The selected pages, in shared memory, with room for `p.selection.k`.
     int thread, lane, warp, rank, head, token, row;
     QueryToken at;
-    int k;          // Pages that are selected.
+    int k;          // Number of selected pages.
     TokenRows rows;
     u16* out;
 
-    // A warp prepares every so many rows of the matrix tiles of a query.
+    // The most rows of the matrix tiles of a query that one warp prepares.
     static constexpr int PER_WARP = ceil_div(Score::ROWS, WARPS);
     using QueryRows = float[PER_WARP][padded(HEAD_SIZE) / WARP];
 
     DEVICE Row(const DecodeParams& params, u8* memory)
         : p(params), shared(*(Shared*)memory), values(*(typename Chained::Values*)(memory + FIXED_BYTES)),
-          // A single block no longer needs the keys when it attends; in a cluster its peers may still read them.
+          // A single thread block no longer needs the keys when it attends. In a cluster, its peers may still read
+          // them.
           keys((u16*)(CLUSTER == 1 ? &values : &values + 1)),
           selected((int*)(memory + dynamic_shared_bytes()) - params.selection.k), thread(threadIdx.x),
           lane(threadIdx.x % WARP), warp(threadIdx.x / WARP), rank(Peers::rank()), head(blockIdx.y), token(blockIdx.z),
@@ -134,7 +136,8 @@ struct Row {
             load_row<QUERY, GROUP, HEAD_SIZE>(p.query.heads, first, p.query.head_stride, warp + n * WARPS, lane, x[n]);
     }
 
-    // Returns whether the group is skipped. The blocks of a row decide alike, so none waits for one that has left.
+    // Returns whether the group is skipped. All thread blocks of a row decide alike, so none waits for one that has
+    // left.
     DEVICE bool is_skipped(const QueryRows& x) const {
         if (!p.routing.coefficients || at.context <= 0 || at.whole) return false;
         Routing routing{p.routing};
@@ -161,8 +164,8 @@ struct Row {
         if constexpr (WRITTEN) write_selection(0);
     }
 
-    // Asks for the statistics of the block's pages [first, last). A launch with few rows only waits for memory, so it had
-    // better wait for all of it at once.
+    // Prefetches the statistics of pages [first, last). A launch with few rows waits for memory most of the time, and
+    // one wait for all pages is shorter than several.
     DEVICE void prefetch_statistics(int first, int last) const {
         constexpr int LINES = ceil_div(PAGES_PER_BLOCK * Score::RECORD_BYTES, 128);
         int block = first / PAGES_PER_BLOCK, lines = (ceil_div(last, PAGES_PER_BLOCK) - block) * LINES;
@@ -182,7 +185,7 @@ struct Row {
         }
     }
 
-    // Scores this block's pages [first, last) of the row into `keys`; `share` pages fall to each block of the cluster.
+    // Scores this thread block's pages [first, last) into `keys`. Each thread block of the cluster has `share` pages.
     DEVICE void score_pages(int num_pages, int padded, int first, int last, int share) const {
         Score score;
         score.load(shared.score, lane);
@@ -192,7 +195,7 @@ struct Row {
             keys[page] = (u16)(always ? KEY_ALWAYS : ordered_key(bits));
         });
         if constexpr (CLUSTER > 1) {
-            // Every block copies its peers' keys, and selects from the whole row by itself.
+            // Each thread block copies its peers' keys and selects from the whole row.
             Peers::sync();
 #pragma unroll 1
             for (int i = 8 * thread; i < padded; i += 8 * THREADS)
@@ -216,7 +219,7 @@ struct Row {
     // Reads the keys of the row's candidates.
     DEVICE void read_candidates(int count) const {
         const u16* from = p.candidates.keys + row * p.candidates.stride;
-        // What lies behind the last key is no key, but there is room for it.
+        // The array has room beyond the last key; what is read there is not a key.
 #pragma unroll 1
         for (int i = 8 * thread; i < count; i += 8 * THREADS) *(uint4*)(keys + i) = load16(from + i);
         Peers::arrive();
@@ -235,7 +238,7 @@ struct Row {
         select(padded, [](int page) { return page; });
     }
 
-    // The same of a context that has candidates.
+    // The same for a context with candidates.
     DEVICE void select_candidates(int num_pages) const {
         int count = p.candidates.count(num_pages, k);
         const int* pages = p.candidates.pages + row * p.candidates.stride;
@@ -244,7 +247,7 @@ struct Row {
         select(ceil_div(count, 8) * 8, [&](int i) { return pages[i]; });
     }
 
-    // Fills `selected` from `keys`; `page_of` says which page a key is of.
+    // Fills `selected` from `keys`; `page_of` returns the page of a key.
     template <typename PageOf>
     DEVICE void select(int padded, PageOf page_of) const {
         Select<WARPS>{shared.select, k, warp, lane}.run(SharedKeys<WARPS>{keys, padded, thread}, [&](int slot, int i) {
@@ -261,8 +264,8 @@ struct Row {
         for (int slot = thread; slot < k; slot += THREADS) selected[slot] = listed[slot];
     }
 
-    // Fills `selected` with the entries of the given list that are complete pages of the context, in their order, and
-    // returns their number. Every block of a cluster does it for itself.
+    // Fills `selected` with the entries of the given list that are complete pages of the context, in list order.
+    // Returns their number. Each thread block of a cluster does this separately.
     DEVICE int read_given(int num_pages) const {
         const int* given = p.pages + row * (i64)p.selection.k;
         auto exists = [&](int page) { return (u32)page < (u32)num_pages; };
@@ -279,7 +282,7 @@ struct Row {
             for (int first = 0; first < k; first += WARP) {
                 int page = first + lane < k ? selected[first + lane] : -1;
                 u32 listed = __ballot_sync(FULL, exists(page));
-                // All lanes have read, and none writes behind what they have read.
+                // All lanes have read their entries, and writes never go beyond the entries read.
                 if (exists(page)) selected[count + __popc(listed & ((1u << lane) - 1))] = page;
                 count += __popc(listed);
                 __syncwarp();
@@ -290,8 +293,8 @@ struct Row {
         return shared.select.num_candidates;
     }
 
-    // Writes the first `count` pages of the selection, and -1 in the places behind them. Each block writes those that it
-    // has selected.
+    // Writes the first `count` pages of the selection, then -1. Each thread block writes the pages that it has
+    // selected.
     DEVICE void write_selection(int count) const {
         int* chosen = p.chosen + row * (i64)p.selection.k;
 #pragma unroll 1
@@ -300,7 +303,7 @@ struct Row {
                 chosen[slot] = slot < count ? selected[slot] : -1;
     }
 
-    // Fills `selected` with the sink pages and the newest ones, newest first where attention may stop.
+    // Fills `selected` with the sink pages and the newest pages; with a stop rule the newest first.
     DEVICE void select_newest(int num_pages) const {
         int sink_pages = p.selection.sink_pages;
         Peers::arrive();
@@ -309,7 +312,7 @@ struct Row {
             selected[slot] = slot < sink_pages ? slot : STOP_TILES ? num_pages - 1 - (slot - sink_pages) : num_pages - k + slot;
     }
 
-    // Attends all of a long context, unless the blocks of the launch share it.
+    // Attends densely to a long context, unless the thread blocks of the launch share it.
     DEVICE void attend_long(const QueryRows& x, int num_pages) const {
         if constexpr (WRITTEN) write_selection(0);
         if (STOP_TILES && p.output.pages_read && rank == 0 && thread == 0) p.output.pages_read[row] = num_pages;
@@ -320,7 +323,7 @@ struct Row {
         whole.attend_alone(at, token, head);
     }
 
-    // Attends the selected pages, or all of a dense context, and the incomplete page.
+    // Attends to the selected pages, or to all pages of a dense context, and to the incomplete page.
     DEVICE void attend(bool dense, int num_pages, int tail) const {
         int page_tiles = (dense ? num_pages : k) * TILES_PER_PAGE;
         auto locate = [&](int i, int end_of_pages) {
@@ -344,7 +347,7 @@ struct Row {
     }
 };
 
-// Attends one query token and KV head.
+// Attends with one query token and KV head.
 DEVICE void attend_row(const DecodeParams& p, u8* memory) {
     Row row(p, memory);
     typename Row::QueryRows x;
@@ -368,7 +371,7 @@ DEVICE void attend_row(const DecodeParams& p, u8* memory) {
     row.prepare_query(x, scoring);
     if constexpr (GIVEN) {
         if (!dense) row.k = row.read_given(num_pages);
-        // The blocks of a row decide alike.
+        // All thread blocks of a row decide alike.
         if (!dense && row.k == 0 && tail == 0) {
             row.write_zeros();
             return;
@@ -395,7 +398,7 @@ sparse_decode(const __grid_constant__ DecodeParams p) {
     int listed = p.whole.requests ? p.whole.requests[0] : 0;
     if (blockIdx.z < p.num_tokens) attend_row(p, memory);
     if (listed == 0) return;
-    // Peers no longer reach into the memory of this block: they have merged, or this row had nothing to merge.
+    // Peers no longer access this thread block's shared memory: they have merged, or the row had nothing to merge.
     Whole whole(p, ((Shared*)memory)->attention.query, memory + FIXED_BYTES, dynamic_shared_bytes() - FIXED_BYTES);
     int block = blockIdx.x + gridDim.x * (blockIdx.y + gridDim.y * blockIdx.z);
     whole.share(gridDim.y, p.num_tokens / p.contexts.tokens_per_request, block, gridDim.x * gridDim.y * gridDim.z);

@@ -1,4 +1,4 @@
-"""Lays the work of a decode step out over a GPU, and counts the shared memory that it takes. This needs no GPU."""
+"""Chooses the launch of a decode step, and counts its shared memory. It needs no GPU."""
 
 from __future__ import annotations
 
@@ -28,34 +28,33 @@ from sparse_kernels.limits import (
 
 
 class Launch(NamedTuple):
-    """How the work of a row is laid out; its result does not depend on it."""
+    """The thread blocks of a row. Results do not depend on it."""
 
     fused: bool
-    """Whether the launch scores pages, or takes the candidates of long contexts; otherwise it takes scores from
-    memory."""
+    """Whether the launch scores pages or reads candidates; otherwise it reads scores from memory."""
     cluster: int
-    """Blocks that share a row; 1 before there were clusters."""
+    """Thread blocks that share a row; 1 before compute capability 9.0."""
     warps: int
-    """Warps of a block."""
+    """Warps of a thread block."""
     blocks_per_sm: int
-    """Blocks that a multiprocessor is to have room for."""
+    """Thread blocks that a multiprocessor must have room for."""
     listed: bool = False
-    """Whether the launch takes its pages from memory, where others have scored and selected. It needs no shared memory
-    for a row's scores, so contexts may have any length."""
+    """Whether the launch reads its pages from memory, after other launches have scored and selected. It needs no shared
+    memory for scores, so contexts may have any length."""
     most_fused: int = 1 << 14
-    """Pages of a context, at most, that a fused launch scores. A launch before it finds the candidates of longer ones,
-    which more blocks score than a row has."""
+    """The most pages of a context that a fused launch scores. For longer contexts a launch before it finds candidates,
+    with more thread blocks than a row has."""
     chunk: int = MAX_K
-    """Pages of which that launch keeps the best, at least as many as are read."""
+    """Pages of a chunk, whose best are kept; at least as many as are read."""
 
     def candidates(self, shape: DecodeShape) -> int:
-        """Returns the candidates of the longest context; 0 if the launch scores every context."""
+        """Returns the number of candidates of the longest context; 0 if the launch scores every context."""
         if not self.fused or shape.max_pages <= self.most_fused:
             return 0
         return -(-shape.max_pages // self.chunk) * shape.k
 
     def keys(self, shape: DecodeShape) -> int:
-        """Returns the pages and candidates, at most, that a block selects from."""
+        """Returns the most keys, of pages or candidates, that a thread block selects from."""
         if self.listed:
             return 0
         candidates = self.candidates(shape)
@@ -63,13 +62,12 @@ class Launch(NamedTuple):
 
 
 MOST_PAGES_AT_ONCE = MAX_K
-"""Pages that are read, at most, where one launch attends to a row. A larger budget is cut into pieces, which more
-blocks read than a cluster has, and a launch of its own adds up. The bits differ, so this is one number for all
-batches."""
+"""The most pages of a row that one launch reads. A larger budget is cut into pieces, which more thread blocks than a
+cluster's read and another launch adds up. The bits differ, so the number is the same for all batches."""
 
 
-# The launch follows from the number of rows, as measured on an H200: about one wave of blocks, which are large where
-# they suffice.
+# The number of rows decides the launch, as measured on an H200: about one wave of thread blocks, and large thread
+# blocks if they suffice.
 _LAUNCHES = (
     (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1)),
     (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),
@@ -77,33 +75,34 @@ _LAUNCHES = (
     (132, Launch(True, cluster=1, warps=16, blocks_per_sm=1)),
     (1 << 62, Launch(True, cluster=1, warps=8, blocks_per_sm=2)),
 )
-# Where attention may stop a warp works on one chain at most.
+# With a stop rule a warp works on at most one chain.
 _STOPPING_LAUNCHES = (
     (8, Launch(True, cluster=8, warps=16, blocks_per_sm=1)),
     (24, Launch(True, cluster=4, warps=16, blocks_per_sm=1)),
     (1 << 62, Launch(True, cluster=4, warps=8, blocks_per_sm=2)),
 )
-# Where a row has one block, a longer context would occupy it long after other rows have ended.
+# With one thread block per row, a longer context would occupy it long after other rows have ended.
 _MOST_FUSED_BY_ONE = 1 << 13
-# Small chunks occupy more blocks; large ones leave fewer candidates.
+# Small chunks occupy more thread blocks; large chunks leave fewer candidates.
 _MOST_CANDIDATES, _MOST_CHUNK = 1 << 14, 1 << 13
 _WIDE_RECORD_BYTES = 256
-# With wide records, more rows than the first number take half as many warps with twice the registers: as many loads are
-# on their way, and more cache is left. More rows than the second take half as many warps, and two blocks find room.
+# With wide records, more rows than the first number take half as many warps with twice the registers: the number of
+# loads in flight stays, and more cache is free. More rows than the second number take half as many warps and two thread
+# blocks per multiprocessor.
 _FEWER_WARPS = (32, 56)
 
 
 def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: tuple[int, int]) -> Launch:
-    """Returns the launch configuration of a batch.
+    """Returns the launch of a batch.
 
     Args:
         num_rows: query tokens times KV heads.
-        shape: what is compiled.
+        shape: the compiled shape.
         record_bytes: bytes of a page's vectors; 0 if nothing is scored.
         capability: compute capability of the GPU.
 
     Raises:
-        ValueError: if attention is to stop without clusters, where the chains of a row find no room.
+        ValueError: for a stop rule without clusters, because one thread block has no room for the chains of a row.
     """
     clusters = capability >= CLUSTER_CAPABILITY
     wide = is_wide(shape.group_size, shape.head_size)
@@ -130,7 +129,8 @@ def launch_of(num_rows: int, shape: DecodeShape, record_bytes: int, capability: 
 
 
 def listed_if_long(launch: Launch, shape: DecodeShape, most_keys: int, capability: tuple[int, int]) -> Launch:
-    """Returns a launch, or the one that takes its pages from memory if a block cannot select from as many keys."""
+    """Returns the launch, or a launch that reads its pages from memory if a thread block cannot select from `most_keys`
+    keys."""
     if launch.keys(shape) <= most_keys and shared_bytes(launch, shape) <= shared_bytes_of(capability):
         return launch
     return launch._replace(fused=False, listed=True)
@@ -138,7 +138,7 @@ def listed_if_long(launch: Launch, shape: DecodeShape, most_keys: int, capabilit
 
 @functools.cache
 def in_pieces(shape: DecodeShape, capability: tuple[int, int]) -> bool:
-    """Returns whether selections of a shape are cut into pieces. It follows from the shape alone, as bits do."""
+    """Returns whether selections of a shape are cut into pieces. The shape alone decides this, because bits differ."""
     if shape.stopping:
         return False
     width = shape.group_size * shape.head_size
@@ -151,29 +151,30 @@ def in_pieces(shape: DecodeShape, capability: tuple[int, int]) -> bool:
 
 
 def fixed_bytes(launch: Launch, shape: DecodeShape) -> int:
-    """Returns the shared memory of a block but for values, keys and selected pages: `FIXED_BYTES` in decode.cu."""
+    """Returns the shared memory of a thread block without values, keys and selected pages: `FIXED_BYTES` in
+    decode.cu."""
     stages = merging_bytes(shape.group_size, shape.head_size) + select_bytes(launch.warps)
     stages = round_up(stages + score_bytes(shape.group_size, shape.head_size), 8)
     return round_up(stages + (probe_bytes(launch.cluster, shape.group_size) if shape.stopping else 0), 16)
 
 
 def values_bytes(launch: Launch, shape: DecodeShape) -> int:
-    """Returns the shared memory of a block for the sums of its chains."""
+    """Returns the shared memory for the sums of a thread block's chains."""
     return chain_bytes(launch.cluster, shape.group_size, shape.head_size)
 
 
 def shared_bytes(launch: Launch, shape: DecodeShape) -> int:
-    """Returns the shared memory of a block."""
+    """Returns the shared memory of a thread block."""
     values, keys = values_bytes(launch, shape), 2 * round_up(launch.keys(shape), 8)
-    # A single block no longer needs the keys when it attends.
+    # A single thread block no longer needs the keys when it attends.
     both = max(values, keys) if launch.cluster == 1 else values + keys
     return fixed_bytes(launch, shape) + both + 4 * shape.k
 
 
 def most_shared_bytes(shape: DecodeShape, capability: tuple[int, int]) -> int:
-    """Returns the most shared memory that a block takes, whatever the number of rows."""
+    """Returns the most shared memory of a thread block at any number of rows."""
     table = _STOPPING_LAUNCHES if shape.stopping else _LAUNCHES
-    # A launch begins with the row after the last of another.
+    # Each launch starts at the row count after the last one of the launch before.
     rows = {1, *(rows + 1 for rows in (*_FEWER_WARPS, *(most for most, _ in table[:-1])))}
     return max(
         shared_bytes(launch_of(num_rows, shape, record_bytes, capability), shape)

@@ -1,4 +1,4 @@
-"""Makes a decode step in torch; this is the specification."""
+"""The decode step in torch; this is the specification."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which decode steps `sparse_decode` does not serve on a GPU, and why. Needs no GPU."""
+"""The decode steps that `sparse_decode` does not support on a GPU, with reasons. It needs no GPU."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from sparse_kernels.sparse_decode.launches import most_shared_bytes
 
 
 def decode_refusals(shape: DecodeShape, capability: tuple[int, int]) -> Iterator[Refusal]:
-    """Why `sparse_decode` does not serve a shape on a GPU of a compute capability, if so.
+    """Yields the reasons why `sparse_decode` does not support a shape at a compute capability.
 
-    Without a stop rule every length, budget and group is served. With one a row is attended by the blocks of a cluster,
-    page by page from the best on.
+    Without a stop rule every length, budget and group is supported. With one, the thread blocks of a cluster attend to
+    a row page by page, the best page first.
     """
     if shape.float8_statistics and capability < FLOAT8_CAPABILITY:
         yield Refusal(FLOAT8_STATISTICS, 1, "0 on this GPU")

@@ -1,4 +1,4 @@
-"""Attends to whole contexts in pieces, but for skipped KV groups (SinkRouter), and until it stops (ART)."""
+"""Attention over whole contexts in pieces, with skipped KV groups (SinkRouter) and early stopping (ART)."""
 
 from sparse_kernels.split_attention.api import split_attention
 from sparse_kernels.split_attention.pieces import Stopping, pieces_of, rows_at_once, splits_for, stop_scratch

@@ -23,31 +23,30 @@ def split_attention(
 ) -> torch.Tensor:
     """Computes attention of decoding tokens over their context, zero for skipped groups (SinkRouter, Eq. 14; Split-K).
 
-    All is decided on the device: no length is read by the host, and launches captured in a CUDA graph serve every later
-    batch of their size. How a context is cut follows from its length and from `splits`, so the bits of a token's
-    output depend on that token alone. Of a skipped group nothing is read but token 0's key.
+    The host reads no lengths, so launches in a CUDA graph serve every later batch of the same size. The length of a
+    context and `splits` alone decide how the context is cut, so the bits of a token's output depend on that token
+    alone. Of a skipped group only the key of token 0 is read.
 
     With `stopping`, attention may stop early (ART, arXiv 2606.00024; see `stopping.pages_until_stable`). A piece is
-    then a block of the rule, and on a GPU several are read at a time: some beyond the stop may have been read, but
-    count for nothing. Contexts that are attended whole because they are short or their request says so, and those
-    without a complete page, are read to the end.
+    then a test interval of the rule. A GPU reads several pieces at a time; pieces read beyond the stop are discarded.
+    Contexts that attend densely, and contexts without a complete page, are read to the end.
 
     Args:
-        batch: the requests that decode.
-        cache: their keys and values.
+        batch: the decoding requests.
+        cache: keys and values.
         softmax: how logits become weights.
-        routing: which KV groups are skipped, unless their context is attended whole; None for none.
-        stopping: when attention stops; None if it reads everything.
-        splits: pieces of a context, at most, without `stopping`. More of them fill a GPU with fewer contexts, and take
-            memory: for each token, query head and piece the float32 of an output. `splits_for` gives a number.
-        output: where to write; a new tensor of the query's dtype (bfloat16 for a float8 query) if left out.
+        routing: which KV groups are skipped, unless their context attends densely; None skips no group.
+        stopping: when attention stops; None for never.
+        splits: the most pieces of a context without `stopping`. More pieces fill a GPU with fewer contexts, and take
+            memory: one float32 output per token, query head and piece. `splits_for` returns a number.
+        output: where to write; a new tensor of the query's dtype (bfloat16 for a float8 query) by default.
 
     Returns:
         The output's heads, `[num_tokens, num_query_heads, head_size]`.
 
     Raises:
-        ValueError: if the shapes disagree or `splits` is out of range; on CUDA with `stopping` also if there are more
-            than 16 query heads to a KV head.
+        ValueError: if shapes disagree or `splits` is out of range. On CUDA with `stopping` also for more than 16 query
+            heads per KV head.
     """
     batch.check(cache.num_kv_heads, cache.head_size)
     cache.check()

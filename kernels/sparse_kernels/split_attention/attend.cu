@@ -1,7 +1,7 @@
-// Blocks compute the attention of one query token and KV head over pieces of the context, unless the group is skipped. How
-// a context is cut follows from its length alone, whatever the number of blocks that share the pieces, and so do the bits
-// of the sum. Under a stop rule a piece is a block of the rule, in reading order, and pieces beyond the stop count for
-// nothing. A selection is cut like a context of its pages.
+// Thread blocks compute the attention of one query token and KV head over pieces of the context, unless the group is
+// skipped. The length of a context alone decides its cut, at any number of thread blocks. The bits of the sum therefore
+// do not depend on the launch. Under a stop rule a piece is a test interval, in reading order, and pieces beyond the
+// stop are discarded. A selection is cut like a context of its pages.
 #include "merge.cuh"
 #include "pieces.cuh"
 #include "route.cuh"
@@ -10,9 +10,9 @@
 constexpr int QUERY = SK_QUERY, KV = SK_KV, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE, PAGE_SIZE = SK_PAGE_SIZE;
 constexpr int BLOCK_TOKENS = SK_BLOCK_TOKENS, LEAST_TOKENS = SK_LEAST_TOKENS;
 constexpr int WARPS = SK_WARPS, BLOCKS_PER_SM = SK_BLOCKS_PER_SM, THREADS = WARPS * WARP;
-// A piece has this many tokens under a stop rule; 0 stands for no rule.
+// Tokens of a piece under a stop rule; 0 without a stop rule.
 constexpr int STOP_TOKENS = SK_STOP_TOKENS;
-// True where the pages of long contexts are selected; then there is no stop rule.
+// The pages of long contexts are selected; then there is no stop rule.
 constexpr bool SELECTED = SK_SELECTED;
 constexpr int TILES_PER_PAGE = PAGE_SIZE / 8;
 
@@ -31,13 +31,13 @@ struct SplitParams {
     PieceParams pieces;
     ScanParams scan;
     const u8* skipped;  // [rows], 1 for a group that is skipped; null where `routing` decides.
-    const int* pages;   // [rows, selection.k] of the contexts of more pages than are read; null: the sink pages and the
+    const int* pages;   // [rows, selection.k] of contexts above their budget; null: the sink pages and the
                         // newest.
     SelectionParams selection;
 };
 
-// Where a block stands: it shares the pieces of one row with `shares - 1` others. Under a stop rule blocks start with the
-// first pieces of all rows, so that few pieces of a row are under way when it stops.
+// The place of a thread block: it shares the pieces of one row with `shares - 1` others. Under a stop rule, thread
+// blocks start with the first pieces of all rows, so that few pieces of a row are in work when it stops.
 struct Place {
     int head, token, share, shares;
     i64 row;
@@ -49,12 +49,13 @@ struct Place {
     }
 };
 
-// A context that is cut into the blocks of a stop rule: sink pages, then the newest page and those before it. The
-// incomplete page is part of the first piece, and so of every test.
+// A context that is cut into the test intervals of a stop rule: sink pages, then the other pages, newest first. The
+// incomplete page belongs to the first piece, and so to every test.
 template <int TOKENS>
 struct Cut {
     static constexpr int PIECE_PAGES = TOKENS / PAGE_SIZE;
-    // A block gets neighbouring pieces: with strides, pieces that are due would wait for blocks that start late.
+    // A thread block gets neighbouring pieces. With strides, the next pieces to test would wait for thread blocks that
+    // start late.
     static constexpr int step = 1;
     int context, num_pages, tail, least, pieces, first_piece, end_piece;
 
@@ -76,7 +77,7 @@ struct Cut {
     }
 };
 
-// A context that is cut into at most `pieces.most` equal pieces, in the order of the text.
+// A context that is cut into at most `pieces.most` equal pieces, in text order.
 template <>
 struct Cut<0> {
     int context, length, pieces, first_piece, end_piece, step;
@@ -97,7 +98,7 @@ struct Cut<0> {
     }
 };
 
-// A selection that is cut like a context: its pages one after the other, then the incomplete page.
+// A selection that is cut like a context: its pages in order, then the incomplete page.
 struct SelectedCut : Cut<0> {
     const int* pages;
     int k, sink_pages, num_pages;
@@ -141,26 +142,26 @@ struct PieceMemory {
     float cosines[GROUP];
 };
 
-// A row ends where its outputs are stable.
+// A row ends when its outputs are stable.
 template <int TOKENS>
 struct Ending {
     using RowScan = Scan<WARPS, GROUP, HEAD_SIZE>;
-    // The warps' sums and the probes of a scan lie in the same memory, one after the other.
+    // The warps' sums and the probes of a scan use the same memory at different times.
     static constexpr int VALUES_BYTES = sizeof(WarpValues) * WARPS;
     static constexpr int PROBES_BYTES = sizeof(typename RowScan::Probes) * (WARPS < GROUP ? WARPS : GROUP);
     static constexpr int SCRATCH_BYTES = VALUES_BYTES > PROBES_BYTES ? VALUES_BYTES : PROBES_BYTES;
     struct Shared : PieceMemory {
         typename RowScan::Shared scan;
-        int stop;     // What the row's mark said.
-        int reached;  // Whether the scan of the row has come to this block's piece.
+        int stop;     // The row's stop, as last read.
+        int reached;  // Whether the scan of the row has reached this thread block's piece.
     };
 
     const SplitParams& p;
     const Cut<TOKENS>& cut;
     const Place& place;
     RowMarks marks;
-    // This is a hint, whose age decides how much is read in vain and nothing else. Only one thread reads it, since all must
-    // go the same way.
+    // A hint: its age only changes how many pieces are read and discarded. One thread reads it, because all threads
+    // must decide alike.
     int stop;
     bool may_stop, testing;
 
@@ -171,8 +172,8 @@ struct Ending {
 
     DEVICE void tell(Shared& shared) const { if (threadIdx.x == 0) shared.stop = stop; }
 
-    // Writes how much of the row counts. One thread calls it: the first block's if nothing is tested, else one of the block
-    // that finds the end.
+    // Writes how much of the row counts. One thread calls it: of the first thread block if nothing is tested, otherwise
+    // of the thread block that finds the end.
     DEVICE void conclude(int count) const {
         int pages = min(count * Cut<TOKENS>::PIECE_PAGES, cut.num_pages);
         p.pieces.counts[place.row] = count;
@@ -185,10 +186,10 @@ struct Ending {
         atomicAdd(of_head + 3, (u64)cut.context);
     }
 
-    // Returns whether the block has nothing to attend because its row has stopped before.
+    // Returns whether the thread block has nothing to attend to, because its row has stopped.
     DEVICE bool begin(const Shared& shared, bool whole, bool skipped, bool first_thread) {
         may_stop = !whole && cut.num_pages > 0;
-        // The first piece is not stable, and stopping after the last is not stopping.
+        // The first piece is never stable, and a stop after the last piece has no effect.
         testing = may_stop && p.stop.patience > 0 && p.stop.patience <= cut.pieces - 2;
         if (first_thread) {
             if (skipped || !testing) conclude(skipped ? 0 : cut.pieces);
@@ -197,7 +198,8 @@ struct Ending {
         return shared.stop && cut.first_piece >= shared.stop;
     }
 
-    // Is called when a piece is written. Returns whether the row has stopped and the block's other pieces count for nothing.
+    // Called after a piece is written. Returns whether the row has stopped; the thread block then skips its other
+    // pieces.
     DEVICE bool after(Shared& shared, u8* scratch, int piece) {
         if (!testing || piece == cut.pieces - 1) return false;
         int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
@@ -249,7 +251,7 @@ using Shared = typename RowEnding::Shared;
 constexpr int FIXED_BYTES = (sizeof(Shared) + 15) / 16 * 16;
 static_assert(FIXED_BYTES + RowEnding::SCRATCH_BYTES == SK_SHARED_BYTES, "the host counts the shared memory otherwise");
 
-// Adds up what the warps of the block have of a piece, and stores it for the launch that merges.
+// Adds up the warps' sums of a piece, and stores the result for the merging launch.
 DEVICE void store_piece(const PieceParams& pieces, const Shared& shared, const WarpValues* warp_values, i64 place) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < GROUP * HEAD_SIZE; i += THREADS) {

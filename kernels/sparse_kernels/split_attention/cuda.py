@@ -1,12 +1,14 @@
-"""Splits attention on CUDA: blocks attend the pieces of each context, then one for each query head adds them up.
+"""Split attention on CUDA: thread blocks attend to the pieces of each context, then one per query head adds up the
+pieces.
 
-Pieces are cut by the context's length, so that a few long contexts fill a GPU and the result does not depend on the
-batch. Blocks of skipped groups, and those beyond the pieces of a short context, end at once; with many rows a block
-takes several pieces.
+The length of a context decides its pieces. A few long contexts then fill a GPU, and the result does not depend on the
+batch. Thread blocks of skipped groups, or beyond the pieces of a short context, end at once. With many rows a thread
+block takes several pieces.
 
-Under a rule blocks begin with the first pieces of all rows, and those of a row that has stopped end at once (scan.cuh).
+Under a stop rule, thread blocks start with the first pieces of all rows, and those of a stopped row end at once
+(scan.cuh).
 
-A selection is cut like a context of its pages, in pieces of its own. Groups of many heads are attended in parts.
+A selection is cut like a context, with another piece size. Groups of many heads are attended in parts.
 """
 
 from __future__ import annotations
@@ -52,65 +54,65 @@ from sparse_kernels.split_attention.pieces import (
 _ATTEND = Path(__file__).with_name("attend.cu")
 _MERGE = Path(__file__).with_name("merge.cu")
 LEAST_TOKENS = 256
-"""Tokens of a piece, at least."""
+"""The fewest tokens of a piece of a context."""
 LEAST_SELECTED_TOKENS = 128
-"""The same of a selection, which is shorter than a context."""
+"""The fewest tokens of a piece of a selection, which is shorter than a context."""
 _MERGING_THREADS = 512
 
 
 class _Blocks(NamedTuple):
-    """Blocks that attend."""
+    """The thread blocks of the attending launch."""
 
     warps: int
     per_sm: int
-    """Blocks of narrow heads that a multiprocessor has room for; of wide ones it has room for half as many."""
+    """Thread blocks that a multiprocessor has room for, with narrow heads; half as many with wide heads."""
 
 
 _PLAIN = _Blocks(8, 2)
 _STOPPING = _Blocks(4, 4)
-"""While one block publishes its piece, or tests, the others of its multiprocessor read."""
+"""While one thread block publishes or tests its piece, the others of its multiprocessor read."""
 _WAVES = 2
-"""How many times a launch fills a GPU with blocks, where rows and pieces suffice. Others then take the place of blocks
-whose groups are skipped, and a block still has several pieces for what its start costs."""
+"""A launch has enough thread blocks to fill the GPU this many times, if rows and pieces suffice. The second wave
+replaces thread blocks of skipped groups, and a thread block still has several pieces per start."""
 
 
 class Launch(NamedTuple):
-    """What a launch may choose: no output depends on it."""
+    """The launch of a batch; no output depends on it."""
 
     blocks: int
-    """About how many blocks share the pieces."""
+    """About how many thread blocks share the pieces."""
     pieces_per_test: int = 1
-    """Neighbouring pieces that are tested together, a power of two, 32 at most."""
+    """Neighbouring pieces that are tested together: a power of two, at most 32."""
 
 
 _STOPPING_BLOCKS = 8192
-"""About as many blocks where attention may stop: the pieces of a row are best begun one after the other."""
+"""About how many thread blocks a launch with stopping has. Many small ones start the pieces of a row one after the
+other."""
 _MOST_PIECES_PER_TEST = 4
 
 
 def _launch_of(stopping: bool, rows: int, filled: int) -> Launch:
     if not stopping:
         return Launch(_WAVES * filled)
-    # This many of a row's pieces are under way at the same time anyway.
+    # About this many pieces of a row are in work at the same time.
     together = max(1, min(_MOST_PIECES_PER_TEST, filled // rows))
     return Launch(_STOPPING_BLOCKS, 1 << together.bit_length() - 1)
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What the rows of a batch read of their contexts."""
+    """The part of their contexts that the rows of a batch read."""
 
     routing: GroupRouting | None = None
-    """Which groups are skipped."""
+    """Which KV groups are skipped; None for none."""
     skipped: torch.Tensor | None = None
-    """`[num_tokens, num_kv_heads]` uint8, 1 for a group that is skipped, where that is decided already."""
+    """`[num_tokens, num_kv_heads]` uint8, 1 for a skipped group; None if `routing` decides in the launch."""
     stopping: Stopping | None = None
-    """When attention stops; None if it reads everything."""
+    """When attention stops; None for never."""
     selection: PageSelection | None = None
-    """How many pages are read of contexts that have more and are not attended whole, unless the batch has budgets; None
-    for all."""
+    """The budget in pages, unless the batch has budgets; None to read whole contexts. Dense contexts are read whole."""
     pages: torch.Tensor | None = None
-    """`[num_tokens, num_kv_heads, selection.k]` int32, which; None for the sink pages and the newest."""
+    """`[num_tokens, num_kv_heads, selection.k]` int32, the pages; None for the sink pages and the newest pages."""
 
 
 def split_attention(
@@ -128,7 +130,7 @@ def split_attention(
     if stopping is None:
         reading = Reading(routing)
         if routing is not None and group_size > MAX_GROUP:
-            # A group is skipped as a whole.
+            # The whole group decides, before its heads are split into parts.
             reading = Reading(skipped=skipped_groups(batch, cache, routing, counts=True))
         _attend_in_parts(batch, cache, softmax, reading, splits, output, launch)
         return
@@ -159,15 +161,15 @@ def attend_selection(
     output: DecodeOutput,
     launch: Launch | None = None,
 ) -> None:
-    """Attends to selected pages, whose pieces may take more memory than a batch should: see `rows_at_once`.
+    """Attends to selected pages. The caller bounds the memory of the pieces with `rows_at_once`.
 
     Args:
-        batch: the requests that decode.
-        cache: their keys and values.
+        batch: the decoding requests.
+        cache: keys and values.
         softmax: how logits become weights.
         reading: a selection.
         output: where to write.
-        launch: how the pieces are shared.
+        launch: the launch; None for the default.
     """
     _attend_in_parts(batch, cache, softmax, reading, MAX_SPLITS, output, launch)
 

@@ -1,13 +1,12 @@
-// A block adds up the output of one query head from the pieces of its context, in one order whatever the launch that made
-// them.
+// A thread block adds up the output of one query head from the pieces of its context, in a fixed order.
 #include "attend.cuh"
 #include "pieces.cuh"
 
 constexpr int OUTPUT = SK_OUTPUT, GROUP = SK_GROUP, HEAD_SIZE = SK_HEAD_SIZE;
-// A row has at most this many pieces. 0 stands for no limit, under a stop rule: weights are then made when they are needed,
-// and the marks of the pieces are cleared.
+// The most pieces of a row. 0 is no limit, under a stop rule: weights are then computed when needed, and the marks of
+// the pieces are cleared.
 constexpr int SPLITS = SK_SPLITS;
-// This many threads share an element of the output.
+// Threads that share an element of the output.
 constexpr int PARTS = SK_PARTS;
 
 struct MergeParams {
@@ -32,8 +31,8 @@ extern "C" __global__ void __launch_bounds__(PARTS* HEAD_SIZE) merge_pieces(cons
         return;
     }
 #if SK_SPLITS == 0
-    // The row's next launch waits for the end of this one. One block clears, and the count of marks stays until all its
-    // threads have read it.
+    // The row's next launch waits for the end of this one. One thread block clears the marks. Their count stays until
+    // all its threads have read it.
     RowMarks row_marks{p.scan.marks + row * RowMarks::stride(p.pieces.most)};
     int used = h == 0 ? *row_marks.used() : 0;
     for (int i = threadIdx.x; i < used; i += PARTS * HEAD_SIZE) *row_marks.mark(i) = 0;

@@ -1,4 +1,4 @@
-// These structs say what the launch that attends the pieces of contexts leaves to the one that adds them up.
+// The results of the launch that attends to pieces, for the launch that adds them up.
 #pragma once
 #include "marks.cuh"
 
@@ -6,14 +6,14 @@ struct PieceParams {
     float* values;    // [rows, most, GROUP, HEAD_SIZE], not normalised.
     float2* weights;  // [rows, most, GROUP], largest logit (base 2) and sum of weights.
     int* counts;      // [rows], pieces that count; 0 for an output of zero.
-    int most;         // Pieces that a row has room for.
+    int most;         // Room for this many pieces per row.
 };
 
-// What the blocks of a row tell each other under a stop rule.
+// Data that the thread blocks of a row share under a stop rule.
 struct ScanParams {
     int* marks;       // `RowMarks` of every row.
     float4* states;   // [rows, GROUP, WARP]: `Scan::states`.
     int* consecutive; // [rows]: `Scan::consecutive`.
     int pieces_per_test;
-    int sink_pages;   // Leading pages that are read first.
+    int sink_pages;   // First pages, which are read first.
 };

@@ -1,4 +1,4 @@
-"""Says how many pieces a context is cut into, and what memory that takes."""
+"""The number of pieces of a context, and their memory."""
 
 from __future__ import annotations
 
@@ -9,31 +9,31 @@ import torch
 from sparse_kernels.rules import StopRule
 
 MAX_SPLITS = 64
-"""Pieces of a context, at most, that are attended side by side without a rule."""
+"""The most pieces of a context without a stop rule."""
 LEAST_SPLITS = 8
 PIECES_BYTES = 1 << 30
-"""Memory, at most, for what is stored of the pieces of contexts; a batch that needs more is attended in parts."""
+"""The most bytes for stored pieces. A larger batch is attended in parts."""
 
 
 @dataclass(frozen=True)
 class Stopping:
-    """Attention to everything that may stop."""
+    """Early stopping of attention over all pages."""
 
     rule: StopRule
-    """When attention stops. A piece is a block of the rule."""
+    """The stop rule. A piece is one test interval."""
     sink_pages: int = 0
-    """Leading pages that are read first, before the newest and those before it."""
+    """First pages, which are read before the others. The others follow newest first."""
     scratch: torch.Tensor | None = None
-    """What `stop_scratch` gives. Without it, and if it does not hold a request, a call makes its own."""
+    """A result of `stop_scratch`. A call allocates its own scratch if this is None or has no room for a request."""
 
 
 def splits_for(max_tokens: int, num_query_heads: int, head_size: int) -> int:
-    """Returns how many pieces a context is cut into, at most, without a rule.
+    """Returns the most pieces of a context without a stop rule.
 
-    It is one number for the life of an engine, since a batch must not change a bit.
+    An engine uses one number all the time, so that bits do not depend on the batch.
 
     Args:
-        max_tokens: query tokens of a batch, at most.
+        max_tokens: the most query tokens of a batch.
         num_query_heads: query heads of a layer.
         head_size: elements of a head.
     """
@@ -42,13 +42,13 @@ def splits_for(max_tokens: int, num_query_heads: int, head_size: int) -> int:
 
 
 def stop_scratch(rule: StopRule, num_rows: int, context_tokens: int, device: torch.device) -> torch.Tensor:
-    """Makes scratch that calls which follow each other may share: every call leaves zeros behind.
+    """Allocates scratch that consecutive calls may share. Every call leaves zeros.
 
     Args:
-        rule: when attention stops.
-        num_rows: query tokens of a batch times KV heads, at most. Batches of more are attended in parts.
-        context_tokens: tokens that a row of the block table has room for.
-        device: where it is used.
+        rule: the stop rule.
+        num_rows: the most rows (query tokens times KV heads). Larger batches are attended in parts.
+        context_tokens: tokens that fit a row of the block table.
+        device: the device of the scratch.
 
     Returns:
         `[n]` int32 zeros.
@@ -58,15 +58,15 @@ def stop_scratch(rule: StopRule, num_rows: int, context_tokens: int, device: tor
 
 
 def pieces_of(context_tokens: int, rule: StopRule) -> int:
-    """Returns the pieces of the longest context under a rule: its blocks."""
+    """Returns the pieces of the longest context under a stop rule: its test intervals."""
     return max(1, -(-context_tokens // rule.block_tokens))
 
 
 def scratch_numbers(pieces: int) -> int:
-    """Returns how many numbers the blocks of a row share: `RowMarks` in marks.cuh."""
+    """Returns how many numbers the thread blocks of a row share: `RowMarks` in marks.cuh."""
     return 2 + pieces
 
 
 def rows_at_once(pieces: int, group_size: int, head_size: int) -> int:
-    """Returns how many rows' pieces `PIECES_BYTES` hold."""
+    """Returns the number of rows whose pieces fit `PIECES_BYTES`."""
     return max(1, PIECES_BYTES // (pieces * group_size * (head_size + 2) * 4))

@@ -1,4 +1,4 @@
-"""Attends to the pages of decoding tokens in torch; this is the specification of split attention."""
+"""Attention of decoding tokens over pages in torch; this is the specification of split attention."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from sparse_kernels.stopping import count_reads
 from sparse_kernels.stopping.reference import pages_until_stable
 
 ReadingOrder = Callable[[QueryTokens, int], torch.Tensor | None]
-"""Takes one query token and its number in the batch, and gives the pages it may read, `[1, num_kv_heads, n]` in the
-order in which they are read, -1 for none; None for a context that is attended whole."""
+"""Takes a query token and its index in the batch. Returns its pages in reading order, `[1, num_kv_heads, n]` with -1
+for none; None for a context that attends densely."""
 
 
 def split_attention(
@@ -27,7 +27,7 @@ def split_attention(
     softmax: Softmax,
     routing: GroupRouting | None,
     stopping: Stopping | None,
-    splits: int,  # concerns the work of the fast path alone
+    splits: int,  # only for the fast path
     output: DecodeOutput,
 ) -> None:
     """See `api.split_attention`: a decode step that reads every page."""
@@ -42,7 +42,7 @@ def split_attention(
 
 
 def sinks_then_newest(token: QueryTokens, num_pages: int, sink_pages: int, count: int) -> torch.Tensor:
-    """Returns the first `count` of a context's pages in that order, for every KV head: `[1, num_kv_heads, count]`."""
+    """Returns the first `count` pages in reading order, for every KV head: `[1, num_kv_heads, count]`."""
     slot = torch.arange(count, device=token.query.device)
     pages = torch.where(slot < sink_pages, slot, num_pages - 1 - (slot - sink_pages))
     return pages.expand(1, token.query.shape[1], -1)
@@ -57,7 +57,7 @@ def decode_tokens(
     rule: StopRule | None,
     output: DecodeOutput,
 ) -> None:
-    """Attends with each decoding token alone, over pages in an order. Arguments are those of `api.sparse_decode`."""
+    """Attends with each decoding token over its pages. Arguments are those of `api.sparse_decode`."""
     num_kv_heads = cache.num_kv_heads
     scale = softmax.scale if batch.query_scale is None else softmax.scale * float(batch.query_scale)
     softmax = replace(softmax, scale=scale)

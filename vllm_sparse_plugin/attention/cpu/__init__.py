@@ -1,9 +1,8 @@
-"""Runs the sparse pipeline inside vLLM's CPU build.
+"""Sparse attention in vLLM's CPU build.
 
-Short contexts, sliding-window layers, leading dense layers and, unless it is sparse, prefill run vLLM's own CPU
-attention on the token rows of the cache; decoding tokens of long contexts run route, select and attend, and long
-prompts attend to blocks or to the tokens that a layer keeps. Which requests are which is decided once per step by the
-metadata builder, from lengths alone.
+vLLM's own CPU attention runs short contexts, sliding-window layers, leading dense layers, and dense prefill. Decoding
+tokens of long contexts are routed, select pages and attend to them. With sparse prefill, long prompts attend to chosen
+key blocks or to the kept tokens of a layer. The metadata builder assigns the requests once per step, by their lengths.
 """
 
 from vllm_sparse_plugin.attention.cpu.backend import SparseCPUBackend as SparseCPUBackend

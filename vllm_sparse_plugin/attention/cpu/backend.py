@@ -1,4 +1,4 @@
-"""The backend class that vLLM asks about data types."""
+"""The CPU backend class."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class SparseCPUBackend(SparseBackend, CPUAttentionBackend):
-    """Sparse decode attention on vLLM's CPU build; a subclass per registered name."""
+    """Sparse decode attention in vLLM's CPU build. Each registered name is a subclass."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "bfloat16"]

@@ -58,7 +58,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         if self.sparse.runs_kernels:
             for page_size in {self.page_size, self.summarised_tokens}:
                 packing.check_packing(self.isa, self.block_size, self.head_dim, page_size, self.dtype)
-        # Lossless mode takes no budgets of requests, and its drafting steps have rows of their own.
+        # Lossless mode takes no budgets of requests. The rows of its drafting steps are not those of the runner.
         served = rows.current_if_any() if self.sparse.lossless is None else None
         self.requested = RequestedPages(self.sparse, served, on_gpu=False)
         assert self.reorder_batch_threshold is not None
@@ -94,7 +94,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     def _build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, selects: bool
     ) -> SparseCPUMetadata:
-        """Builds the metadata of a step; `selects` says whether decoding tokens may attend sparsely in it."""
+        """Builds the metadata of a step; decoding tokens may attend sparsely if `selects`."""
         if self.compaction is not None:
             common = self.compaction.condense(common)
         whole = super().build(common_prefix_len, common, fast_build)
@@ -154,7 +154,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         return metadata
 
     def _count_reads(self, reads: ContextReads, common: CommonAttentionMetadata, limits: Limits | None) -> None:
-        """Counts what lengths say of a step; what a coverage reads is not known from them."""
+        """Counts the keys that a step reads, by lengths. Reads under a coverage are not known from lengths."""
         budgets, covers = None, torch.zeros(0, dtype=torch.bool)
         if limits is not None:
             covers = limits.share > 0
@@ -166,17 +166,17 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     def _sample(
         self, sample: Sample, decode: DecodeTokens, common: CommonAttentionMetadata, request: torch.Tensor
     ) -> None:
-        """Notes the token that a sample is of: one that leaves something out, if there is any.
+        """Sets the token that is measured: one that does not read its whole context, if there is one.
 
         Args:
-            sample: what is measured of the step.
+            sample: the measurement of this step.
             decode: the tokens that attend sparsely.
             common: the step.
-            request: `[num_tokens]` int64, the request of each of them.
+            request: `[num_tokens]` int64, the request of each token.
         """
         assert self.sparse.selector is not None
         least = self.sparse.selector.pages_read.least if decode.limits is None else decode.limits.least
-        # Where groups are routed, tokens within their budget are here too.
+        # With routing, contexts within the budget are in `decode` too.
         candidates = (decode.context_lens // self.page_size > least).nonzero().squeeze(1).tolist()
         if candidates:
             token = candidates[sample.token % len(candidates)]
@@ -186,7 +186,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
     def _rest(
         self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, requests: torch.Tensor
     ) -> DenseTokens | None:
-        """Makes a batch of some of the requests, `[num_reqs]` bool, that attend densely; None if without tokens."""
+        """Returns tokens and metadata of dense requests, `[num_reqs]` bool; None if they have no tokens."""
         query_lens = common.query_start_loc[1:] - common.query_start_loc[:-1]
         tokens = requests[torch.repeat_interleave(query_lens)].nonzero().squeeze(1)
         if not len(tokens):
@@ -195,7 +195,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         return DenseTokens(tokens, super().build(common_prefix_len, rest, fast_build))
 
     def _round(self, common: CommonAttentionMetadata) -> PromptRound:
-        """Makes one round of all prompts: the reference takes one tile, or one request, after the other."""
+        """Makes one round of all prompts. The reference needs no bound: it runs one tile or one request at a time."""
         assert self.prefill_rule is not None
         prompts = prompts_of(common)
         most_tokens = len(prompts) * max(prompts.longest)
@@ -203,7 +203,7 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         return whole
 
     def _sparse_prompts(self, common: CommonAttentionMetadata, query_lens: torch.Tensor) -> torch.Tensor:
-        """Finds prompts that may leave out something of their context: `[num_reqs]` bool."""
+        """Returns the prompts that may attend sparsely, `[num_reqs]` bool."""
         assert self.reorder_batch_threshold is not None
         sparse = query_lens > self.reorder_batch_threshold
         rule = self.prefill_rule
@@ -212,21 +212,21 @@ class SparseCPUMetadataBuilder(CPUAttentionMetadataBuilder):
         return sparse & torch.tensor([reads_less(rule, length) for length in common.seq_lens.tolist()])
 
     def _limits(self, common: CommonAttentionMetadata) -> Limits | None:
-        """Returns how much each request reads in a decode step; None if all read what the settings say."""
+        """Returns how many pages each request reads in a decode step; None if all follow the settings."""
         if not self.sparse.is_sparse:
             return None
         asked = self.requested.of_step(common)
         default = self.sparse.selector.pages_read if self.sparse.selector else PagesRead(0, 0)
         if not asked and not default.share:
             return None
-        # Rows that pad a batch have no request.
+        # Padding rows have no request.
         asked += [None] * (common.num_reqs - len(asked))
         return stack_limits([each or default for each in asked])
 
     def _sparse_requests(
         self, common: CommonAttentionMetadata, query_lens: torch.Tensor, limits: Limits | None
     ) -> torch.Tensor:
-        """Finds decoding requests that are routed, or whose context exceeds their budget: `[num_reqs]` bool."""
+        """Returns the decoding requests that are routed or have a context above their budget, `[num_reqs]` bool."""
         assert self.reorder_batch_threshold is not None
         if not self.sparse.is_sparse:
             return torch.zeros_like(query_lens, dtype=torch.bool)

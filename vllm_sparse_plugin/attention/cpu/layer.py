@@ -35,16 +35,16 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
     """One attention layer."""
 
     isa: str
-    """Instruction set of vLLM's attention kernel, which decides how blocks are packed."""
+    """Instruction set of vLLM's attention kernel. It decides how blocks are packed."""
 
     def warm_up(self, spec: AttentionSpec) -> None:
-        """Compiles what this layer needs, on a cache of its own, so that no request waits for it."""
+        """Compiles the kernels of this layer on a temporary cache, before the first request."""
         self.bind_cache(torch.zeros(2, self.num_kv_heads, spec.num_states, 2 * self.head_size, dtype=spec.dtype))
         first = torch.zeros(1, dtype=torch.int64)
         self._update_statistics((first, first))
         if self.plan.is_sparse:
             grouped = torch.zeros(1, self.num_kv_heads, self.num_queries_per_kv, self.head_size, dtype=spec.dtype)
-            # A page may be as large as a block; what comes after it is in the next one.
+            # A page may be as large as a block; then the incomplete page is in the second block.
             token = QueryTokens(grouped, torch.arange(2).unsqueeze(0), first + self.plan.page_size + 1)
             usual = self.plan.selector.pages_read if self.plan.selector is not None else None
             limits = stack_limits([usual]) if usual is not None and usual.share else None
@@ -52,7 +52,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             if self.plan.routing is not None:
                 route_groups(token, self.cache.keys, self.plan.routing)
         if self.plan.counters is not None:
-            # Nobody asked for this token.
+            # This token is not of a request.
             self.plan.counters.zero_()
         self._bound_cache = None
 
@@ -70,7 +70,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
             self.cache_by_head = self.cache.by_head
 
     def _update_statistics(self, filled: tuple[torch.Tensor, torch.Tensor]) -> None:
-        """Writes the statistics of pages, by blocks and indices within them, if the layer keeps any."""
+        """Writes the statistics of pages, given by blocks and by indices within the blocks."""
         cache = self.statistics_cache if self.plan.statistics is not None else None
         if cache is not None:
             assert cache.statistics is not None
@@ -116,14 +116,14 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         output: torch.Tensor,
         output_scales: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> None:
-        """Attends with all tokens of a step; arguments are those of `forward`."""
+        """Attends with all tokens of a step; for the arguments see `forward`."""
 
         def dense(query: torch.Tensor, metadata: CPUAttentionMetadata, output: torch.Tensor) -> torch.Tensor:
             return super(SparseCPUImpl, self).forward(
                 layer, query, key, value, self.token_rows, metadata, output, *output_scales
             )
 
-        # A layer that shares the cache of another finds the statistics there.
+        # A layer that shares the cache of another layer finds the statistics there.
         if attn_metadata.filled and self.kv_sharing_target_layer_name is None:
             self._update_statistics(attn_metadata.filled)
         if attn_metadata.rolling is not None:
@@ -175,7 +175,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         if routing.counts is not None:
             asked = torch.full((self.num_kv_heads,), len(query))
             routing.counts.add_(torch.stack([skipped.sum(dim=0), asked], dim=1))
-        # The groups that are left form a batch of their own, each a token of a cache of one KV head.
+        # Each remaining KV group becomes a token of its own, over a cache of one KV head.
         token, head = (~skipped).nonzero(as_tuple=True)
         blocks = tokens.block_table[token] * self.num_kv_heads + head[:, None]
         active = QueryTokens(grouped[token, head].unsqueeze(1), blocks, tokens.context_lens[token])
@@ -185,12 +185,12 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         return output.flatten(1, 2)
 
     def _attend(self, tokens: QueryTokens, cache: KVCache, heads: torch.Tensor, limits: Limits | None) -> torch.Tensor:
-        """Attends with tokens to the pages that the layer reads.
+        """Attends to the selected pages.
 
         Args:
             tokens: the query tokens.
-            cache: what they attend to.
-            heads: `[num_tokens or 1, num_kv_heads]` int64, which KV heads of the layer those of the cache are.
+            cache: the cache.
+            heads: `[num_tokens or 1, num_kv_heads]` int64, the layer's KV head of each KV head of the cache.
             limits: see `DecodeTokens`.
         """
         pages, reads = self._pages(tokens, cache, limits)
@@ -201,8 +201,7 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
     def _pages(
         self, tokens: QueryTokens, cache: KVCache, limits: Limits | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Returns the pages that the layer reads and, where lengths do not tell how many those are, what `count_reads`
-        says of them."""
+        """Returns the pages to read, and the counts of `count_reads`; None for the counts if lengths give them."""
         plan, num_pages = self.plan, tokens.num_pages(cache.page_size)
         if plan.selector is None:
             return every_page(num_pages, cache.num_kv_heads), None
@@ -216,8 +215,13 @@ class SparseCPUImpl(SparseImpl, CPUAttentionBackendImpl):
         return select_until_stable(plan.selector, plan.stop_rule, tokens, cache, self.softmax)
 
     def _measure(self, tokens: QueryTokens, decode: DecodeTokens, skipped: torch.Tensor | None) -> None:
-        """Measures the selection of one of the tokens, of the groups that are not skipped, if the sample is of this
-        layer; `skipped` is `[num_tokens, num_kv_heads]` bool."""
+        """Measures the selection of the sampled token if this layer is sampled; leaves out skipped KV groups.
+
+        Args:
+            tokens: the query tokens.
+            decode: the tokens that attend sparsely.
+            skipped: `[num_tokens, num_kv_heads]` bool; None without routing.
+        """
         plan, sample = self.plan, decode.sampled
         if plan.quality is None or plan.selector is None or sample is None or not plan.quality.measures(sample):
             return

@@ -1,4 +1,4 @@
-"""What a step of a batch is told to each layer."""
+"""Metadata of a step for the layers on a CPU."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class DecodeTokens:
     block_table: torch.Tensor
     """`[num_tokens, max_blocks]` int64."""
     context_lens: torch.Tensor
-    """`[num_tokens]` int64, tokens that each may attend, itself included."""
+    """`[num_tokens]` int64, tokens of each context, the query token included."""
     limits: Limits | None
-    """How much each reads, where a request of the step says something of its own or the layers have a coverage."""
+    """How many pages each token reads; None if all read the budget of the settings."""
     sampled: Sample | None = None
-    """Index of the token whose selection is measured, and in which layers; None for none."""
+    """The sampled token by index, and the layers that measure it; None for none."""
     masses: torch.Tensor | None = None
-    """Where the estimated masses of its request are added up; None where nobody asks for them."""
+    """Sums of the estimated masses of its request; None if they are not logged."""
 
 
 class PromptTokens(NamedTuple):
@@ -42,20 +42,20 @@ class PromptTokens(NamedTuple):
     tokens: torch.Tensor
     """`[num_tokens]` int64, positions in the batch."""
     part: PromptRound
-    """What they attend to."""
+    """Where they are, and their tiles or probe rows."""
 
 
 class DenseTokens(NamedTuple):
-    """The query tokens of a step that attend densely, in the layers that do so with them."""
+    """The query tokens of a step that attend densely in some layers."""
 
     tokens: torch.Tensor
     """`[num_tokens]` int64, positions in the batch."""
     metadata: CPUAttentionMetadata
-    """Metadata of the batch that they form."""
+    """Metadata of the batch of these tokens."""
 
 
 class RollingTokens(NamedTuple):
-    """The requests of a step whose newest tokens leave out something of their contexts, and see the sinks nearer."""
+    """The requests of a step whose newest token does not read its whole context. Their positions roll."""
 
     tokens: torch.Tensor
     """`[num_tokens]` int64, positions in the batch."""
@@ -67,10 +67,10 @@ class RollingTokens(NamedTuple):
 
 @dataclass
 class SparseCPUMetadata(CPUAttentionMetadata):
-    """vLLM's CPU metadata for the whole batch, and what sparse layers do instead."""
+    """vLLM's CPU metadata of the whole batch, with the parts for sparse layers."""
 
     filled: tuple[torch.Tensor, torch.Tensor] | None = None
-    """`[num_filled]` int64 each, blocks and indices within them of the pages that this step completes, if any."""
+    """Blocks, and indices within the blocks, of the pages that this step completes: `[num_filled]` int64 each."""
     decode: DecodeTokens | None = None
     """Tokens that attend sparsely; None if there are none."""
     prompts: PromptTokens | None = None
@@ -80,11 +80,11 @@ class SparseCPUMetadata(CPUAttentionMetadata):
     observed: list[Observed] = field(default_factory=list)
     """Tokens of prompts whose queries are kept for a vote."""
     rest: dict[tuple[bool, bool], DenseTokens | None] = field(default_factory=dict)
-    """What is left of the batch where `decode` and where `prompts` attend sparsely; None for nothing."""
+    """The dense tokens if `decode` (first key) and `prompts` (second key) attend sparsely; None for none."""
 
 
 def prompts_of(common: CommonAttentionMetadata) -> Prompts:
-    """Returns where the tokens of a batch lie."""
+    """Returns where the tokens of a batch are."""
     start, lengths = common.query_start_loc.int(), common.seq_lens.int()
     query_lens = tuple((start[1:] - start[:-1]).tolist())
     return Prompts(start, common.block_table_tensor.int(), lengths, query_lens, tuple(lengths.tolist()))
@@ -93,7 +93,7 @@ def prompts_of(common: CommonAttentionMetadata) -> Prompts:
 def subset(
     common: CommonAttentionMetadata, requests: torch.Tensor, query_lens: torch.Tensor, tokens: torch.Tensor
 ) -> CommonAttentionMetadata:
-    """Returns the batch that some of the requests form, with all of their tokens."""
+    """Returns the batch of some of the requests, with all of their tokens."""
     lens = query_lens[requests]
     start = torch.zeros(len(lens) + 1, dtype=common.query_start_loc.dtype)
     torch.cumsum(lens, 0, out=start[1:])

@@ -1,12 +1,11 @@
-"""Runs the sparse pipeline on NVIDIA GPUs.
+"""Sparse attention on NVIDIA GPUs.
 
-Short prompts, sliding-window layers, leading dense layers and, unless it is sparse, prefill run vLLM's FlashAttention
-on the token rows of the cache; sparse prefill runs it on blocks that the tiles of long prompts choose, or on the tokens
-that a layer keeps of them. Decoding tokens
-run one fused kernel, which attends short contexts whole, or, where they are routed or may stop but select no pages, one
-that splits long contexts. Steps that verify drafts attend densely, with all tokens of a request at once. Where
-positions roll, all tokens run one kernel. What a step does is decided by the shape of its batch alone, so a batch of
-decoding requests is one full CUDA graph.
+vLLM's FlashAttention runs short prompts, sliding-window layers, leading dense layers, and dense prefill. Sparse prefill
+runs it on the key blocks that tiles choose, or on the kept tokens of a layer. Decoding tokens run one fused kernel,
+which attends to the whole of short contexts. Decoding tokens that are routed or may stop, but select no pages, run
+`split_attention`. Steps that verify drafts attend densely, with all tokens of a request at once. With rolling
+positions, all tokens run one kernel. The shape of a batch alone decides what a step runs, so a batch of decoding
+requests is one full CUDA graph.
 """
 
 from vllm_sparse_plugin.attention.cuda.backend import SparseCUDABackend as SparseCUDABackend

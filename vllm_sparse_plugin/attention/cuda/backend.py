@@ -1,4 +1,4 @@
-"""The backend class that vLLM asks about blocks, data types and layouts."""
+"""The GPU backend class."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
-    """Sparse decode attention on NVIDIA GPUs; a subclass per registered name."""
+    """Sparse decode attention on NVIDIA GPUs. Each registered name is a subclass."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
@@ -54,7 +54,7 @@ class SparseCUDABackend(SparseBackend, FlashAttentionBackend):
             layout = cls.statistics_layout(kv_cache_spec)
             unit = layout.unit_tokens if layout else unit
         elif current is not None and current.model_config is not None:
-            # vLLM asks without a specification when it looks for blocks that several backends take.
+            # vLLM asks without a spec when it looks for block sizes that several backends support.
             unit = block_multiple(current, cls.config(), unit)
         return [MultipleOf(math.lcm(CUDA_KERNEL_BLOCK, unit))]
 

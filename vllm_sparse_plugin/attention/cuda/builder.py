@@ -76,10 +76,10 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         assert self.reorder_batch_threshold is not None
         self.meter = Meter(sparse, vllm_config, self.reorder_batch_threshold)
         self.selector, self.dense_tokens = sparse.selector, sparse.config.min_context_tokens - 1
-        # Lossless mode goes without sparse prefill, so a step that answers leaves nothing out.
+        # Lossless mode has no sparse prefill, so its verifying steps attend densely everywhere.
         self.answers_sparsely = sparse.lossless is None
-        # FlashAttention rounds weights to 8 bits over a cache of 8 bits. A token that is verified has to be what it is
-        # alone, so all tokens run that kernel there.
+        # Over an 8-bit cache FlashAttention rounds weights to 8 bits. Verified tokens must equal those of a step of one
+        # token. With such a cache all tokens therefore run the decode kernel.
         self.verifies_at_once = not self.answers_sparsely and kv_cache_spec.dtype.itemsize > 1
         self.rolls = sparse.rolling_window is not None
         self.compaction = plan_compaction(layers, sparse, kv_cache_spec, vllm_config, device)
@@ -119,7 +119,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
     def _stop_scratch(
         self, layers: dict[str, Attention], plans: dict[str, LayerPlan], max_tokens: int
     ) -> torch.Tensor | None:
-        """Makes the scratch that layers which may stop anywhere share, one after the other; None if none may."""
+        """Returns the scratch that layers with stopping over all pages use in turn; None if there are none."""
         # vLLM may pad the rows of a block table.
         context_tokens = self.vllm_config.model_config.max_model_len + 64 * self.block_size
         scratch: torch.Tensor | None = None
@@ -146,7 +146,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
     def _build(
         self, common_prefix_len: int, common: CommonAttentionMetadata, fast_build: bool, selects: bool
     ) -> SparseCUDAMetadata:
-        """Builds the metadata of a step; `selects` says whether decoding tokens may attend sparsely in it."""
+        """Builds the metadata of a step; decoding tokens may attend sparsely if `selects`."""
         if self.compaction is not None:
             common = self.compaction.condense(common)
         for counts in self.counts:
@@ -161,7 +161,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         num_decodes = sum(run.num_requests for run in runs)
         num_decode_tokens = sum(run.num_tokens for run in runs)
         whole, verifies = None, not selects and self.verifies_at_once and self._verifies(common)
-        # Where positions roll, and where drafts are verified, no layer runs FlashAttention.
+        # With rolling positions, and where drafts are verified, no layer runs FlashAttention.
         if not self.rolls and not verifies and (self.any_dense_layer or not num_decodes):
             whole = super().build(common_prefix_len, common, fast_build)
             metadata = SparseCUDAMetadata(**{item.name: getattr(whole, item.name) for item in fields(whole)})
@@ -202,7 +202,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
             metadata.verified = DecodeRequests(every, common.block_table_tensor, common.seq_lens, nobody)
         elif num_decodes < common.num_reqs:
             if num_decodes:
-                # The schedule that FlashAttention plans ahead lies in one buffer, which the whole batch's may hold.
+                # FlashAttention plans its schedule in one buffer, which may hold that of the whole batch.
                 prefills = without_first(common, num_decodes, num_decode_tokens)
                 metadata.prefill = super().build(common_prefix_len, prefills, fast_build=True)
             else:
@@ -217,10 +217,10 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         return metadata
 
     def _split(self, common: CommonAttentionMetadata) -> tuple[list[DecodeRun], Prompts | None]:
-        """Returns the requests that decode, and the others if some of them attend sparsely.
+        """Returns the requests that decode, and the other requests if some of them attend sparsely.
 
-        Where all layers are dense there are none that decode, unless others attend sparsely: vLLM then takes the batch
-        as it is.
+        If all layers are dense, and no prompt attends sparsely, the list of decoding requests is empty: vLLM runs the
+        whole batch.
         """
         rule = self.prefill_rule
         if rule is None and not self.any_sparse_layer:
@@ -250,13 +250,13 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
         _, num_prefills, _, _ = split_decodes_and_prefills(common, decode_threshold=longest, require_uniform=True)
         if num_prefills == 0 and num_tokens % num_reqs == 0:
-            # A graph's batch may be padded by requests without query tokens.
+            # Requests without query tokens may pad the batch of a graph.
             return [DecodeRun(0, num_reqs, 0, num_tokens)]
         start = common.query_start_loc_cpu
         return decode_runs((start[1:] - start[:-1]).tolist(), longest)
 
     def _verifies(self, common: CommonAttentionMetadata) -> bool:
-        """Whether a step that attends densely has as many tokens of every request: the newest one and its drafts."""
+        """Whether all requests have the same number of tokens, above one: the newest token and its drafts."""
         assert self.reorder_batch_threshold is not None
         per_request = common.max_query_len
         is_uniform = common.num_actual_tokens == per_request * common.num_reqs
@@ -265,10 +265,10 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
     def _write_dense_requests(
         self, common: CommonAttentionMetadata, num_decodes: int, asked: Sequence[PagesRead | None]
     ) -> NDArray[np.bool_]:
-        """Writes, and returns, which of the first requests are attended whole."""
+        """Writes and returns which decoding requests attend densely, `[num_decodes]` bool."""
         dense = np.zeros(num_decodes, dtype=bool)
         if common.is_prefilling is not None:
-            # It may leave out the requests that pad a graph's batch.
+            # The requests that pad the batch of a graph may be missing.
             prefilling = common.is_prefilling.numpy()[:num_decodes]
             dense[: len(prefilling)] |= prefilling
         for request, pages in enumerate(asked[:num_decodes]):
@@ -284,7 +284,7 @@ class SparseCUDAMetadataBuilder(FlashAttentionMetadataBuilder):
         asked: Sequence[PagesRead | None],
         whole_requests: NDArray[np.bool_],
     ) -> SampledToken | None:
-        """Returns the decoding token that a sample is of: one that leaves something out, if there is any."""
+        """Returns the token to measure, which does not read its whole context; None if there is none."""
         bound = common.seq_lens_cpu_upper_bound
         if self.selector is None or bound is None:
             return None

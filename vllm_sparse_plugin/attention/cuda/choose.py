@@ -1,4 +1,4 @@
-"""Chooses pages in torch, for policies that the decode kernel has no form of."""
+"""Chooses pages in torch, for policies that the decode kernel does not know."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from vllm_sparse_plugin.policies import Selection
 
 
 def choose_pages(selector: Selection, batch: DecodeBatch, cache: KVCache) -> torch.Tensor:
-    """Returns the pages that a policy's `select` chooses for the tokens of a batch.
+    """Returns the pages that a policy's `select` chooses.
 
     Args:
         selector: the policy.
-        batch: the tokens that decode.
-        cache: the layer's cache, with statistics if the policy has some.
+        batch: the decoding tokens.
+        cache: the layer's cache, with statistics if the policy uses them.
 
     Returns:
-        `[num_tokens, num_kv_heads, k]` int32, -1 for none, as `DecodeBatch.pages` takes them.
+        `[num_tokens, num_kv_heads, k]` int32, -1 for none, as in `DecodeBatch.pages`.
     """
     per_request = batch.tokens_per_request
     query = batch.query if batch.query.dtype.itemsize > 1 else batch.query.to(torch.bfloat16)

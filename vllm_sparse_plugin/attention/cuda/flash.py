@@ -12,7 +12,7 @@ from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 
 def attend_kept(kept: KeptAttention) -> None:
-    """Runs vLLM's FlashAttention 3 over the tokens that are kept, as pages of one token."""
+    """Runs vLLM's FlashAttention 3 over the kept tokens, as pages of one token."""
 
     def by_head(scale: torch.Tensor | None) -> torch.Tensor | None:
         return None if scale is None else scale.expand(len(kept.counts), kept.keys.shape[2])
@@ -35,7 +35,7 @@ def attend_kept(kept: KeptAttention) -> None:
         q_descale=by_head(kept.query_scale),
         k_descale=by_head(kept.key_scale),
         v_descale=by_head(kept.value_scale),
-        # How many pieces a context is cut into would follow from the batch.
+        # With more pieces the result would depend on the batch.
         num_splits=1,
     )
 
@@ -45,7 +45,8 @@ def varlen_attention(impl: FlashAttentionImpl, layer: Any) -> VarlenAttention:
 
     def attend(sequences: VirtualSequences, output: torch.Tensor, wants_lse: bool) -> torch.Tensor | None:
         shape = len(sequences.lengths), 1
-        # Learned sinks differ by head, and a virtual sequence has one set for all: the operation adds them.
+        # A virtual sequence has one set of learned sinks for all heads. The operation adds those of each head
+        # afterwards.
         attended = fa_utils.flash_attn_varlen_func(
             q=sequences.queries,
             k=sequences.keys,

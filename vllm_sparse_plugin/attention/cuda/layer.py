@@ -40,9 +40,9 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
     supports_dcp: bool = False
     can_return_lse_for_decode: bool = False
     splits: int
-    """Pieces of a context, at most, where every page is read to the end."""
+    """The most pieces of a context in routed dense attention."""
     scratch: torch.Tensor | None
-    """See `Stopping.scratch`; only where every page may be read."""
+    """See `Stopping.scratch`; None unless every page may be read."""
 
     def _make_views(self, kv_cache: torch.Tensor) -> None:
         if kv_cache.dtype == torch.uint8:
@@ -97,10 +97,10 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         output: torch.Tensor,
         output_scales: tuple[torch.Tensor | None, torch.Tensor | None],
     ) -> None:
-        """Attends with all tokens of a step; arguments are those of `forward`."""
+        """Attends with all tokens of a step; for the arguments see `forward`."""
 
         def dense(metadata: FlashAttentionMetadata, first: int) -> None:
-            # A layer that shares the cache of another has no keys and values of its own.
+            # A layer that shares the cache of another layer has no keys and values.
             new_keys, new_values = (None if new is None else new[first:] for new in (key, value))
             super(SparseCUDAImpl, self).forward(
                 layer, query[first:], new_keys, new_values, self.token_rows, metadata, output[first:], *output_scales
@@ -131,7 +131,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
     def _attend_rolling(
         self, layer: Any, query: torch.Tensor, metadata: SparseCUDAMetadata, output: torch.Tensor
     ) -> None:
-        """Attends with rolling positions; the tensors of the metadata are buffers of vLLM's, which graphs may read."""
+        """Attends with rolling positions. The metadata tensors are vLLM's buffers, which graphs may read."""
         assert self.plan.rolling is not None
         window, rotation = self.plan.rolling
         batch = PrefillBatch(
@@ -155,7 +155,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
                     measure_token(self.plan, self.softmax, batch, cache, sampled.token - decode.tokens.start, sampled)
 
     def _batch_of(self, layer: Any, query: torch.Tensor, requests: DecodeRequests) -> DecodeBatch:
-        """Returns the requests with a layer's queries."""
+        """Returns the requests as a batch with the layer's queries."""
         return DecodeBatch(
             query[requests.tokens], requests.block_table, requests.seq_lens, requests.dense, self.plan.dense_tokens,
             query_scale(query, layer), self.plan.max_context, requests.budgets, whole=requests.whole,
@@ -166,12 +166,12 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
         return with_scale, scaled(self.prompt_cache, layer)
 
     def _prefill(self, layer: Any, query: torch.Tensor, rounds: list[PromptRound], output: torch.Tensor) -> None:
-        """Attends with the prompts of a step: `query` and `output` are those of their tokens."""
+        """Attends with the prompts of a step; `query` and `output` contain only their tokens."""
         assert self.plan.prefill is not None
         cache, scale = scaled(self.prompt_cache, layer), query_scale(query, layer)
         kernels = PromptKernels()
         if query.is_cuda:
-            # Other versions of FlashAttention take no pages of one token: the operation's own kernel does.
+            # Only FlashAttention 3 takes pages of one token. Otherwise the operation runs its own kernel.
             by_token = attend_kept if self.vllm_flash_attn_version == 3 else None
             kernels = PromptKernels(varlen_attention(self, layer), by_token)
         for part in rounds:
@@ -179,7 +179,7 @@ class SparseCUDAImpl(SparseImpl, FlashAttentionImpl):
             attend_prompts(self.plan.prefill, part, batch, cache, self.softmax, output[part.tokens], kernels)
 
     def _decode(self, batch: DecodeBatch, cache: KVCache, output: DecodeOutput) -> None:
-        """Attends with decoding tokens to what the plan has them read."""
+        """Attends with decoding tokens as the plan says."""
         plan = self.plan
         selection = plan.selection_of(batch)
         if plan.selects_in_torch:

@@ -19,23 +19,23 @@ from vllm_sparse_plugin.policies.scored import ScoredSelection
 def measure_token(
     plan: LayerPlan, softmax: Softmax, batch: DecodeBatch, cache: KVCache, index: int, sampled: SampledToken
 ) -> None:
-    """Measures the selection of one token of a batch, if the sample is of this layer.
+    """Measures the selection of one token if this layer is sampled.
 
-    Nothing but a rule that stops waits for the device: what the host must know of the token it does.
+    It waits for the device only with a stop rule.
     """
     if plan.quality is None or plan.selector is None or not plan.quality.measures(sampled.sample):
         return
     if batch.query.is_cuda and torch.cuda.is_current_stream_capturing():
-        # A graph would measure again in every step.
+        # A captured graph would measure in every step.
         return
     request, position = divmod(index, batch.tokens_per_request)
     this = slice(request, request + 1)
     context_lens = (batch.seq_lens[this] - (batch.tokens_per_request - 1 - position)).long()
     query = batch.query[index : index + 1].unflatten(1, (cache.num_kv_heads, -1))
-    # The whole row of the table: kernels that choose pages are compiled for its width.
+    # The whole row of the block table: kernels that choose pages are compiled for its width.
     token = QueryTokens(query, batch.block_table[this].long(), context_lens)
     pages = _pages_read(plan, softmax, token, batch, cache, index, sampled)
-    # The host knows bounds of lengths: a context may be as short as those that are attended whole.
+    # The host knows only an upper bound of the length. The context may be short enough to be read whole.
     left_out = (context_lens <= plan.dense_tokens)[:, None]
     if plan.routing is not None:
         left_out = left_out | route_groups(token, cache.keys, plan.routing)
@@ -54,11 +54,11 @@ def _pages_read(
     index: int,
     sampled: SampledToken,
 ) -> torch.Tensor:
-    """Returns the complete pages that one token of a batch reads: `[1, num_kv_heads, k]`, -1 for none."""
+    """Returns the complete pages that one token reads: `[1, num_kv_heads, k]`, -1 for none."""
     selector, num_pages = plan.selector, token.num_pages(plan.page_size)
     assert selector is not None
     if batch.scores is not None and batch.budgets is not None:
-        # A coverage has decided: of each KV head the best pages, so many.
+        # The coverage has decided the number of pages of each KV head; these are its best pages.
         assert isinstance(selector, ScoredSelection)
         scores = batch.scores[index : index + 1]
         always = selector.sink_pages, selector.recent_pages

@@ -1,4 +1,4 @@
-"""What a step of a batch is told to each layer."""
+"""Metadata of a step for the layers on a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vllm_sparse_plugin.metrics.sampling import Sample
 
 @dataclass
 class DecodeRequests:
-    """Consecutive requests of a step that decode, all with the same number of query tokens."""
+    """Consecutive decoding requests with the same number of query tokens."""
 
     tokens: slice
     """Their query tokens in the batch."""
@@ -29,49 +29,50 @@ class DecodeRequests:
     seq_lens: torch.Tensor
     """`[num_requests]` int32; 0 for padding."""
     dense: torch.Tensor
-    """`[num_requests]` bool, those that attend densely: single tokens of a prompt, and those that say so."""
+    """`[num_requests]` bool, requests that attend densely: one-token chunks of a prompt, and requests with a dense
+    argument."""
     budgets: torch.Tensor | None = None
-    """`[num_requests]` int32, pages that a selection reads of each; None where all have the settings' budget."""
+    """`[num_requests]` int32, pages that each request reads; None if all have the settings' budget."""
     limits: Limits | None = None
-    """How much each request reads under a coverage; None without one."""
+    """The limits of each request under a coverage; None without a coverage."""
     whole: WholeRequests | None = None
-    """The long ones of the requests that attend densely; None where no layer selects pages."""
+    """The long requests among the dense ones; None if no layer selects pages."""
 
 
 class SampledToken(NamedTuple):
-    """A decoding token whose selection is measured, as far as the host knows it."""
+    """The token to measure. The host knows only upper bounds of its lengths."""
 
     token: int
-    """Its place in the batch."""
+    """Its index in the batch."""
     longest: int
-    """Its context, at most."""
+    """The most tokens of its context."""
     pages: int
-    """Complete pages that it reads; under a coverage at most."""
+    """The complete pages that it reads; an upper bound under a coverage."""
     sample: Sample
-    """In which layers."""
+    """The layers that measure it."""
     masses: torch.Tensor | None = None
-    """Where the estimated masses of its request are added up; None where nobody asks for them."""
+    """Sums of the estimated masses of its request; None if they are not logged."""
 
 
 @dataclass
 class SparseCUDAMetadata(FlashAttentionMetadata):
-    """FlashAttention's metadata for the whole batch, and what sparse layers do instead."""
+    """FlashAttention's metadata of the whole batch, with the parts for sparse layers."""
 
     decode: list[DecodeRequests] = field(default_factory=list)
-    """The requests that decode, at the front of the batch (`num_decode_tokens` of it): one run of them unless they
-    speculate differently far."""
+    """The decoding requests, the first `num_decode_tokens` tokens of the batch. More than one entry only if their
+    numbers of query tokens differ."""
     prefill: FlashAttentionMetadata | None = None
-    """Metadata of the batch that the other requests form; None if there are none."""
+    """Metadata of the batch of the other requests; None if there are none."""
     dense_decode: FlashAttentionMetadata | None = None
-    """Metadata of the requests that decode, for layers that are dense but in prefill; only beside `rounds`."""
+    """Metadata of the decoding requests, for layers that are sparse in prefill only; None if `rounds` is empty."""
     rounds: list[PromptRound] = field(default_factory=list)
-    """The requests that prefill, for layers whose prefill is sparse; empty if they all read everything."""
+    """The prompts, for layers with sparse prefill; empty if all of them attend densely."""
     observed: list[Observed] = field(default_factory=list)
     """Tokens of prompts whose queries are kept for a vote."""
     sampled: SampledToken | None = None
-    """The decoding token whose selection is measured, if one's is."""
+    """The decoding token to measure; None for none."""
     verified: DecodeRequests | None = None
-    """All requests of a step that does nothing but verify drafts: they attend densely."""
+    """All requests of a step that only verifies drafts, densely; None in other steps."""
 
 
 def without_first(common: CommonAttentionMetadata, requests: int, tokens: int) -> CommonAttentionMetadata:

@@ -1,4 +1,4 @@
-"""Scales of one-byte queries, keys and values."""
+"""Scales of 8-bit queries, keys and values."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from sparse_kernels.cache import KVCache
 
 
 def query_scale(query: torch.Tensor, layer: Any) -> torch.Tensor | None:
-    """Returns a layer's scale of float8 queries; None for queries of 16 bits."""
+    """Returns a layer's scale of float8 queries; None for 16-bit queries."""
     scale: torch.Tensor = layer._q_scale
     return scale if query.dtype.itemsize == 1 else None
 
 
 def scaled(cache: KVCache, layer: Any) -> KVCache:
-    """Returns a cache with the layer's scales; a cache of 16 bits as it is."""
+    """Returns a cache with the layer's scales; a 16-bit cache unchanged."""
     if cache.keys.view.dtype.itemsize > 1:
         return cache
     return replace(cache, key_scale=layer._k_scale, value_scale=layer._v_scale)

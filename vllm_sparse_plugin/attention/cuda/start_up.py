@@ -23,30 +23,30 @@ from vllm_sparse_plugin.metrics.sampling import UNMEASURED, Sample, dropping
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 
 _TOKEN_SCRATCH = 300 * 2**20
-"""Bytes beside queries and outputs that a choice of tokens takes in a layer; it grows with the longest context by about
-100 bytes a token."""
+"""Bytes that choosing tokens takes in one layer, in addition to queries and outputs. It grows with the longest context,
+by about 100 bytes per token."""
 
 
 _WINDOW_SCRATCH = 256 * 2**20
-"""Bytes of the queries that all layers keep of prompts until their tokens are chosen: eight megabytes a prompt in a
-model of 32 layers with 32 heads of 128 and windows of 32 tokens."""
+"""Bytes of the queries that all layers keep until a prompt ends. A prompt takes 8 MB in a model of 32 layers with 32
+heads of 128 elements and windows of 32 tokens."""
 
 
 _COLD = "its kernels are compiled when a prompt needs them"
-"""What the log says where the warm-up of compaction fails."""
+"""The message if the warm-up of compaction fails."""
 
 
 def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> None:
-    """Takes the memory of sparse prefill, compaction and dense requests for a moment: vLLM's profile of its memory
-    then leaves room for it."""
+    """Allocates and frees the scratch of sparse prefill, compaction and long dense requests, so that vLLM's memory
+    profile leaves room for it."""
     backend: type[SparseBackend] = layer.attn_backend
     config, wanted, longest = backend.config(), 0, impl.model_size.longest_context
     if config.moves_tokens:
         assert config.compaction is not None
-        # Votes and their order, and the queries of prompts that end in one step.
+        # Votes, their order, and the queries of prompts that end in one step.
         wanted = _WINDOW_SCRATCH + 40 * impl.num_kv_heads * longest
         if config.compaction.retention().counts_every_query:
-            # The votes of a prompt that is still being computed, in all layers.
+            # The votes of a prompt that is still in prefill, in all layers.
             wanted += 4 * impl.num_kv_heads * longest * impl.model_size.num_layers
     if isinstance(config.prefill, BlockPrefill):
         itemsize = 1 if impl.kv_cache_dtype in EIGHT_BIT_CACHES else query.dtype.itemsize
@@ -58,10 +58,10 @@ def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> None:
         )  # fmt: skip
         wanted = max(wanted, tiles)
     elif config.prefill is not None:
-        # Queries and outputs are gathered, and outputs are put back token by token.
+        # Gathered queries, gathered outputs, and outputs in token order.
         wanted = max(wanted, 3 * query.numel() * 2 + _TOKEN_SCRATCH)
     if config.selector is not None and not config.selector.reads_every_page:
-        # It is taken when layers are planned, after the profile, and kept.
+        # Planning allocates it after the profile, and keeps it.
         wanted += WHOLE_SCRATCH
     if not wanted:
         return
@@ -69,13 +69,13 @@ def reserve_scratch(impl: SparseImpl, layer: Any, query: torch.Tensor) -> None:
 
 
 def warm_up_meter(layer: Any, spec: AttentionSpec, longest: int, device: torch.device) -> None:
-    """Compiles what measuring needs, on a cache of its own, so that no step waits for it.
+    """Compiles the kernels of a measurement on a temporary cache, before the first step.
 
     Args:
-        layer: vLLM's.
-        spec: the layer's specification.
+        layer: vLLM's layer.
+        spec: the layer's spec.
         longest: tokens of the longest context that the engine serves.
-        device: where the layer runs.
+        device: the device of the layer.
     """
     impl: SparseImpl = layer.impl
     with dropping(UNMEASURED), _on_one_block(impl, spec, longest, device) as table:
@@ -92,21 +92,21 @@ def warm_up_meter(layer: Any, spec: AttentionSpec, longest: int, device: torch.d
         most = min(plan.selector.budget_pages, longest // plan.page_size)
         sampled = SampledToken(0, plan.block_size, most, Sample(plan.quality.place, plan.quality.place))
         measure_token(impl.plan, impl.softmax, batch, scaled(impl.cache, layer), 0, sampled)
-        # Nobody asked for this token.
+        # This token is not of a request.
         plan.quality.counts.zero_()
 
 
 def warm_up_compaction(
     layer: Any, spec: AttentionSpec, model: ModelConfig, compaction: StepCompaction, device: torch.device
 ) -> None:
-    """Compiles what the compaction of a prompt launches, on a cache of its own, so that no prompt waits for it.
+    """Compiles the kernels of a compaction on a temporary cache, before the first prompt.
 
     Args:
-        layer: vLLM's.
-        spec: the layer's specification.
-        model: says what dtype queries have, and how long contexts are.
-        compaction: of the layers that share the metadata builder.
-        device: where the layer runs.
+        layer: vLLM's layer.
+        spec: the layer's spec.
+        model: the model, for the dtype of queries and the longest context.
+        compaction: compaction of the layers that share the metadata builder.
+        device: the device of the layer.
     """
     impl: SparseImpl = layer.impl
     with dropping(_COLD, "compaction"), _on_one_block(impl, spec, model.max_model_len, device) as table:
@@ -119,15 +119,16 @@ def warm_up_compaction(
 
 @contextmanager
 def _on_one_block(impl: SparseImpl, spec: AttentionSpec, longest: int, device: torch.device) -> Iterator[torch.Tensor]:
-    """Binds a cache of one block, for what an engine compiles when it starts.
+    """Binds a cache of one block for a warm-up.
 
     Args:
-        spec: the layer's specification.
-        longest: tokens of a context, at most.
-        device: where the layer runs.
+        impl: the layer.
+        spec: the layer's spec.
+        longest: the most tokens of a context.
+        device: the device of the layer.
 
     Yields:
-        `[max_blocks]` int32, the block table of a context: every block is the only one there is.
+        `[max_blocks]` int32, a block table in which every entry is this block.
     """
     rows = 1, impl.num_kv_heads, spec.num_states, 2 * impl.head_size
     impl.bind_cache(torch.zeros(rows, dtype=spec.dtype, device=device))

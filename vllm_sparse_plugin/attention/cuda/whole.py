@@ -1,4 +1,4 @@
-"""Lists the long requests of a step that attend densely, so that all thread blocks of a decode step share them."""
+"""Lists the long dense requests of a decode step, so that all thread blocks share them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sparse_kernels.batch import WHOLE_TOKENS, WholeRequests
 from vllm_sparse_plugin.requests.limits import StepNumbers
 
 WHOLE_SCRATCH = 32 * 2**20
-"""Bytes of scratch: room for 63 requests of a layer with 32 query heads of 128."""
+"""Bytes of scratch: 63 requests of a layer with 32 query heads of 128 elements."""
 
 
 class LayerHeads(NamedTuple):
@@ -25,18 +25,18 @@ class LayerHeads(NamedTuple):
 
 
 class WholeList:
-    """The list, in tensors that CUDA graphs may read."""
+    """The list of long dense requests, in tensors that CUDA graphs may read."""
 
     def __init__(
         self, layers: Iterable[LayerHeads], tokens_per_request: int, dense_tokens: int, device: torch.device
     ) -> None:
-        """Makes the tensors.
+        """Allocates the tensors.
 
         Args:
-            layers: the layers whose decoding tokens select pages; at least one.
-            tokens_per_request: query tokens of a decoding request, at most.
+            layers: the layers that select pages in decode steps; at least one.
+            tokens_per_request: the most query tokens of a decoding request.
             dense_tokens: contexts of up to this many tokens attend densely.
-            device: of the tensors.
+            device: the device of the tensors.
         """
         heads = set(layers)
         numbers = WHOLE_SCRATCH // 4
@@ -54,22 +54,22 @@ class WholeList:
         """Lists the long requests of a step.
 
         Args:
-            dense: `[num_requests]` bool, the requests that attend densely whatever their length.
-            longest: upper bounds of the requests' contexts; None if they are not known.
+            dense: `[num_requests]` bool, requests that attend densely at any length.
+            longest: upper bounds of the contexts, in tokens; None if they are not known.
         """
         may_be_long = dense
         if longest is not None:
             # The requests that pad a batch may have no bound.
             count = min(len(dense), len(longest))
             longest = longest[:count]
-            # A bound counts the drafts of a step as accepted.
+            # A bound counts all drafts of a step as accepted.
             shortest = longest - 2 * self._tokens_per_request
             may_be_long = (longest > WHOLE_TOKENS) & (dense[:count] | (shortest <= self._dense_tokens))
         listed = np.flatnonzero(may_be_long)[: self.most].tolist()
         self._listed.write([len(listed), *listed])
 
     def of_run(self, first_request: int) -> WholeRequests | None:
-        """Returns the list for decoding requests that begin with `first_request`; None if there is no room for any."""
+        """Returns the list for decoding requests from `first_request` on; None if there is no room for a request."""
         if not self.most:
             return None
         return WholeRequests(self._listed.tensor, self._scratch, self._arrived, first_request)
