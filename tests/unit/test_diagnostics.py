@@ -365,7 +365,7 @@ REFUSED = {
     ),
     "stopping": (
         ["--additional-config", '{"sparse_attention": {"stopping": {}}}'],
-        "sparse_attention.stopping: got a rule, allowed: null, as selections are judged alone",
+        "sparse_attention.stopping: got a rule, allowed: null for diagnose",
     ),
     "settings": (["--additional-config", '{"sparse_attention": 5}'], "sparse_attention: got 5, allowed: a JSON object"),
     "layer": (["--layer", "8"], "layer: got 8, allowed: 0 to 7"),

@@ -193,7 +193,7 @@ def test_an_end_that_the_tokenizer_does_not_know_is_named(run, stub, output):
     said = refused(run(*NEEDLES, "--decode-from", "question"), 3)
     assert said == (
         f"the model stub ended a request at the forced token {ends[0]}; --tokenizer must be a folder whose "
-        "generation_config.json has it as `eos_token_id`; the same command goes on from here"
+        "generation_config.json has it as `eos_token_id`; the same command continues from here"
     )
 
 
@@ -345,7 +345,7 @@ def test_a_file_takes_the_results_of_one_run_at_a_time(run, stub, output):
 def test_a_run_that_was_cut_short_goes_on(run, stub, output):
     stub.answers_left = 2
     assert refused(run(*NEEDLES), 3) == (
-        "the model stub did not answer a question (HTTP 400: the engine is dead); the same command goes on from here"
+        "the model stub did not answer a question (HTTP 400: the engine is dead); the same command continues from here"
     )
     assert len(read_results(output).results) == 2
     kept = output.read_text()
@@ -468,8 +468,8 @@ def test_ruler_is_asked_if_nothing_else_is(run, stub, output):
     stub.answer = lambda _: []
     code, out, _ = run("--questions", "1")
     assert code == 0
-    assert "qa_1 is left out: it needs a file, --squad." in out
-    assert "qa_2 is left out: it needs a file, --hotpotqa." in out
+    assert "qa_1 is skipped: it needs a file, --squad." in out
+    assert "qa_2 is skipped: it needs a file, --hotpotqa." in out
     tasks = [result.task for result in read_results(output).results.values()]
     assert len(tasks) == 11
     assert cells(out, "all")[2] == "11"
@@ -728,7 +728,7 @@ def test_a_server_that_does_not_force_tokens_is_noticed(run, stub, output):
     stub.answer = lambda _: [5] * 40
     assert refused(run(*NEEDLES, "--decode-from", "question"), 3) == (
         "the model stub does not force tokens; start it with --logits-processors "
-        "vllm_sparse_plugin.tools.forced_tokens:ForcedTokens; the same command goes on from here"
+        "vllm_sparse_plugin.tools.forced_tokens:ForcedTokens; the same command continues from here"
     )
     assert read_results(output).results == {}
 
@@ -740,7 +740,7 @@ def test_log_probabilities_of_the_forced_choice_are_noticed(run, stub, tmp_path,
     stub.logprob = logprob
     assert refused(run("--text", str(text), "--context", "2048", "--questions", "1", "--scored-tokens", "8"), 3) == (
         "the model stub does not return the model's log probabilities; start it with --logprobs-mode raw_logprobs; the "
-        "same command goes on from here"
+        "same command continues from here"
     )
 
 

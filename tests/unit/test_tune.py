@@ -131,7 +131,7 @@ def test_what_reads_least_without_losing_more_beyond_the_noise_is_chosen(
     preset = tmp_path / "out" / "sparse.yaml"
     tokens = int(chosen.split("-")[1])
     assert resolve({"config": str(preset)}, "unique").selection.budget_tokens == tokens
-    assert "lost beyond dense attention's own noise" in preset.read_text()
+    assert "lost beyond the noise of dense attention" in preset.read_text()
     assert str(preset) in out.splitlines()[-1]
     serve = "vllm-sparse serve a-model --attention-backend unique --additional-config "
     assert out.splitlines()[-1].startswith(serve)
@@ -216,8 +216,8 @@ def test_nothing_is_written_where_everything_loses_more(run, evaluations, tmp_pa
     code, out, _ = run("--budget", "256")
     assert code == 1
     assert out.splitlines()[-1] == (
-        "Each setting that leaves anything out loses more than 1.0% of tokens beyond dense attention's own noise: "
-        "serve dense, or raise --most-excess."
+        "Every setting that reads or keeps less loses more than 1.0% of tokens beyond the noise of dense attention. "
+        "Serve dense attention, or raise --most-excess."
     )
     assert not (tmp_path / "out" / "sparse.yaml").exists()
 
@@ -236,8 +236,8 @@ def test_a_backend_without_a_budget_is_a_preset_without_settings(run, evaluation
 
 def test_a_run_says_what_it_does_where_there_is_no_terminal(run, evaluations):
     out = run("--budget", "4096")[1]
-    assert [line for line in out.splitlines() if line.endswith("in an engine of its own")] == [
-        f"{name}: decoding the prompts in an engine of its own" for name in ("dense", "dense-again", "unique-4096")
+    assert [line for line in out.splitlines() if line.endswith("in a separate engine")] == [
+        f"{name}: decoding the prompts in a separate engine" for name in ("dense", "dense-again", "unique-4096")
     ]
 
 
@@ -316,7 +316,7 @@ REFUSED = {
     "most_excess": (("--most-excess", "1.5"), "most_excess: got 1.5, allowed: 0 or more, below 1"),
     "a budget that moves nothing": (
         ("--attention-backend", "art", "--budget", "512"),
-        "budget: got 512 with art, where it would move nothing, allowed: none, or with a backend that has a budget",
+        "budget: got 512 with art, where it has no effect, allowed: none, or with a backend that has a budget",
     ),
     "a budget of what is kept": (
         ("--attention-backend", "snapkv", "--budget", "7"),

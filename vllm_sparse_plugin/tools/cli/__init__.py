@@ -2,8 +2,8 @@
 
 
 def main() -> None:
-    """Runs the command line; bad input ends in one sentence and exit code 2."""
-    # Imported late: the benchmarks that use this package's parts do without the commands' needs.
+    """Run the command line. Bad input ends in one sentence and exit code 2."""
+    # Imported here: benchmarks use other parts of this package and do not need the commands' dependencies.
     from vllm_sparse_plugin.tools.cli.app import main as run
 
     run()

@@ -1,4 +1,4 @@
-"""The commands of `vllm-sparse`, each imported when it is run: help needs neither vLLM nor torch."""
+"""The commands of `vllm-sparse`. A command is imported when it runs, so help needs neither vLLM nor torch."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from vllm_sparse_plugin.tools.endings import explain_pipes, leave_signals
 
 
 class Command(NamedTuple):
-    """Where a command is, and what the list of commands says of it."""
+    """Where a command is defined, and its line in the list of commands."""
 
     module: str
-    """Of `vllm_sparse_plugin.tools.cli`."""
+    """Module in `vllm_sparse_plugin.tools.cli`."""
     name: str
-    """Attribute of the module: a function, or a Typer app with commands of its own."""
+    """Attribute of the module: a function, or a Typer app with subcommands."""
     help: str
-    """The first sentence of its docstring."""
+    """First sentence of the docstring."""
     passes_on: bool = False
-    """Whether it takes any arguments, `--help` too, to give them to another program, which handles signals."""
+    """Whether all arguments, `--help` included, go to another program. That program handles signals."""
 
 
 COMMANDS: dict[str, Command] = {
@@ -34,50 +34,48 @@ COMMANDS: dict[str, Command] = {
     "show-config": Command(
         "show_config", "show_config", "Print the resolved configuration and where each value came from."
     ),
-    "plan": Command(
-        "plan", "plan", "Print how many requests fit a GPU's memory with every preset, without starting anything."
-    ),
+    "plan": Command("plan", "plan", "Print how many requests fit a GPU's memory with each preset. Starts no server."),
     "needles": Command(
         "needle_test",
         "needle_test",
-        "Ask sparse servers and a dense one the same needle questions and compare their accuracy.",
+        "Ask sparse servers and a dense server the same needle questions and compare their accuracy.",
     ),
     "fetch-model": Command(
         "fetch_model",
         "fetch_model",
-        "Fetch the weights of a real model, convert them for vLLM, and print the folder and the licence.",
+        "Download a real model, convert it for vLLM, and print its folder and licence.",
     ),
     "real": Command(
         "real",
         "real",
-        "Fetch a real model, and compare sparse with dense attention on needles and on the next tokens of text.",
+        "Download a real model and compare sparse with dense attention on needles and on text.",
     ),
-    "eval": Command("evaluate", "app", "Ask a model long-context tasks and score its answers."),
+    "eval": Command("evaluate", "app", "Ask a model long-context questions and score the answers."),
     "diagnose": Command(
         "diagnose",
         "diagnose",
-        "Run a model once over each prompt and compare each policy's selections with dense attention.",
+        "Compare the pages that each policy selects with dense attention, in one forward pass per prompt.",
     ),
     "tune": Command(
         "tune",
         "tune",
-        "Find the settings that read or keep least of the KV cache and answer like dense attention on your prompts.",
+        "Find the cheapest settings that still answer like dense attention on your prompts.",
     ),
     "calibrate": Command(
         "calibrate",
         "calibrate",
-        "Find the thresholds at which SinkRouter skips a share of a model's KV groups, and say whether to use them.",
+        "Fit SinkRouter's thresholds for one model, and report whether to use them.",
     ),
-    "train": Command("train", "train", "Fine-tune a model with the pages that it will be served with."),
+    "train": Command("train", "train", "Fine-tune a model on the pages that serving selects."),
 }
-"""By the name that a user types."""
+"""Commands by name."""
 
 
 class LazyGroup(TyperGroup):
-    """Lists commands by what `COMMANDS` says of them, and imports the one that is run or completed."""
+    """Lists commands from `COMMANDS`. Imports only the command that is run or completed."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the arguments name, imported, and the arguments that are left."""
+        """Return the imported command and the remaining arguments."""
         if args and args[0] in COMMANDS:
             if COMMANDS[args[0]].passes_on:
                 leave_signals()
@@ -85,21 +83,21 @@ class LazyGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command that the arguments name."""
+        """Run the command."""
         with explain_pipes():
             return super().invoke(ctx)
 
 
 def load(name: str) -> Any:
-    """Import a command and make it one of click's.
+    """Import a command as a click command.
 
     Args:
-        name: one of `COMMANDS`.
+        name: a key of `COMMANDS`.
     """
     command = COMMANDS[name]
     target = getattr(importlib.import_module(f"vllm_sparse_plugin.tools.cli.{command.module}"), command.name)
     if not isinstance(target, typer.Typer):
-        # Markdown: lines of a docstring are joined and wrap at the width of the terminal.
+        # Markdown joins the lines of a docstring and wraps them at the width of the terminal.
         function, target = target, typer.Typer(add_completion=False, rich_markup_mode="markdown")
         target.command(name, **_settings(command))(function)
     loaded = typer.main.get_command(target)
@@ -137,5 +135,5 @@ def _vllm_sparse(
 
 
 def main() -> None:
-    """Runs the command line; it ends in one sentence and a documented exit code, see `endings`."""
+    """Run the command line. It ends in one sentence and a documented exit code, see `endings`."""
     run_app(app)

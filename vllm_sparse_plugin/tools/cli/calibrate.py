@@ -1,4 +1,4 @@
-"""The command `vllm-sparse calibrate`: SinkRouter's thresholds for a model, and whether it should be routed."""
+"""The command `vllm-sparse calibrate`: fits SinkRouter's thresholds for a model, and reports whether to use them."""
 
 from __future__ import annotations
 
@@ -38,57 +38,55 @@ if TYPE_CHECKING:
 
 DEFAULT_TASKS = ("multikey", "kv")
 LENGTHS = 4
-"""Contexts that thresholds are found for, if the user names none: as many as a cubic has coefficients."""
+"""Default number of contexts to fit thresholds for: a cubic has four coefficients."""
 SAMPLES = 50
-"""Continuations of documents that thresholds are fitted to, at least, if the user names no number."""
+"""Default minimum number of continuations to fit thresholds to."""
 _TEXT_QUERIES = 64
 
 
 Prompts = Annotated[
     Path | None,
     typer.Option(
-        help="JSON lines with `prompt` and perhaps `completion`, as long as the longest context: thresholds are "
-        "fitted to every other one and judged by the rest. Needle documents if left out."
+        help="JSON lines with `prompt` and an optional `completion`. Each text must be as long as the longest context. "
+        "Every other text fits the thresholds, the rest judge them. Default: needle documents."
     ),
 ]
 Contexts = Annotated[
     list[int] | None,
     typer.Option(
-        help=f"Context in tokens, repeatable, two or more; {LENGTHS} from {MIN_CONTEXT_TOKENS} to the model's "
-        "longest. Engines with longer contexts than the longest of these are refused."
+        help=f"Context in tokens, repeatable, two or more. Default: {LENGTHS} from {MIN_CONTEXT_TOKENS} to the model's "
+        "longest. The preset refuses engines with longer contexts."
     ),
 ]
 Tasks = Annotated[
     list[str] | None,
-    typer.Option(help=f"Task of needle documents, repeatable: {', '.join(TASKS)}; {' and '.join(DEFAULT_TASKS)}."),
+    typer.Option(help=f"Needle task, repeatable: {', '.join(TASKS)}. Default: {' and '.join(DEFAULT_TASKS)}."),
 ]
 Samples = Annotated[
     int,
-    typer.Option(min=1, help="Questions of needle documents to fit to, at least; as many others judge."),
+    typer.Option(min=1, help="Minimum number of needle questions to fit to. As many others judge."),
 ]
-SkipRatio = Annotated[float, typer.Option(help="Share of the groups to be skipped.")]
-Score = Annotated[Literal["mean", "max", "min"], typer.Option(help="Of the cosines of a group's heads.")]
-DenseLayers = Annotated[int, typer.Option(min=0, help="Leading layers that are not routed.")]
-Output = Annotated[
-    Path | None, typer.Option(help="Preset to write; sinkrouter-MODEL.yaml if left out.", metavar="PATH")
-]
+SkipRatio = Annotated[float, typer.Option(help="Share of the KV groups to skip.")]
+Score = Annotated[Literal["mean", "max", "min"], typer.Option(help="How to combine the cosines of a group's heads.")]
+DenseLayers = Annotated[int, typer.Option(min=0, help="First layers, which are never routed.")]
+Output = Annotated[Path | None, typer.Option(help="Preset to write. Default: sinkrouter-MODEL.yaml.", metavar="PATH")]
 Report = Annotated[
     Path | None,
-    typer.Option("--json", help="Write a JSON line for the run and one for its results.", metavar="PATH"),
+    typer.Option("--json", help="JSON lines to write: the run, then its results.", metavar="PATH"),
 ]
 
 
 class _Documents(NamedTuple):
-    """What thresholds are fitted to and judged by."""
+    """Texts that fit thresholds, and texts that judge them."""
 
     fitting: list[Text]
     judging: list[Text]
     data: str
-    """What they are, in words."""
+    """Description for the report."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all contexts."""
+        """Total tokens of all contexts."""
         return sum(text.length for text in (*self.fitting, *self.judging))
 
 
@@ -106,12 +104,18 @@ def calibrate(
     output: Output = None,
     json_path: Report = None,
 ) -> None:
-    """Find the thresholds at which SinkRouter skips a share of a model's KV groups, and say whether to use them.
+    """Fit SinkRouter's thresholds for one model, and report whether to use them.
 
-    Runs the model in transformers. Thresholds are fitted to some documents and judged by others: the share of groups
-    skipped by length and task, how many of those attend to the first token, how large the value is that a zero stands
-    for, and the answers beside those of dense attention, at several skip ratios. Writes a preset for this model alone,
-    to be given as `--additional-config '{"sparse_attention": {"config": "PATH"}}'`.
+    Runs the model in transformers. One half of the documents fits the thresholds, the other half judges them.
+
+    The report has, for several skip ratios:
+
+    - the share of KV groups skipped, by length and task
+    - how many skipped groups attend to the first token
+    - the norm of token 0's value, which a skipped group replaces by zero
+    - the answers beside those of dense attention
+
+    Writes a preset for this model only. Use it with `--additional-config '{"sparse_attention": {"config": "PATH"}}'`.
     """
     folder = find_model(model)
     limit, layers = model_limits(folder)
@@ -124,7 +128,7 @@ def calibrate(
     given = _read_texts(prompts)
     preset = output or Path(f"sinkrouter-{name_of(folder)}.yaml")
     check_output(preset, "output")
-    # Imported late: bad input need not wait for them.
+    # Imported here: bad input must not wait for it.
     torch_device = find_device(device)
     ensure_caches()
     from vllm_sparse_plugin.tools.diagnostics import calibration
@@ -156,7 +160,7 @@ def _check_tasks(tasks: list[str]) -> list[str]:
 
 
 def _read_texts(prompts: Path | None) -> list[str] | None:
-    """The texts of a file, None without one."""
+    """Return the texts of a file, None without a file."""
     if prompts is None:
         return None
     texts = [entry["prompt"] + entry["completion"] for entry in read_prompts(prompts)]
@@ -174,7 +178,7 @@ def _documents(
     samples: int,
     seed: int,
 ) -> _Documents:
-    """Half of them to fit to and half to judge by: the texts of a file, or needle documents without one."""
+    """Return the texts to fit to and to judge by: those of a file, or needle documents."""
     contexts = f"contexts of {', '.join(map(str, lengths))} tokens"
     if given is None or prompts is None:
         fitting, judging = (list(_needles(tokenizer, tasks, lengths, samples, 2 * seed + part)) for part in (0, 1))
@@ -188,7 +192,7 @@ def _documents(
 
 
 def _origin(folder: Path, data: str) -> dict[str, str | None]:
-    """The fields of `Routing` that say where thresholds come from."""
+    """Return the fields of `Routing` that record the origin of the thresholds."""
     date = datetime.now(UTC).date().isoformat()
     return {"fingerprint": fingerprint_of(folder), "model": name_of(folder), "data": data, "date": date}
 
@@ -207,7 +211,7 @@ def _print(outcome: Outcome, documents: _Documents, console: Console) -> None:
 
 
 def _lengths(given: list[int] | None, limit: int, least: int) -> list[int]:
-    """The contexts to calibrate at, ascending."""
+    """Return the contexts to calibrate at, ascending."""
     if given is None:
         ratio = limit / MIN_CONTEXT_TOKENS
         given = [round(MIN_CONTEXT_TOKENS * ratio ** (i / (LENGTHS - 1))) for i in range(LENGTHS)] if ratio > 1 else []
@@ -221,12 +225,12 @@ def _lengths(given: list[int] | None, limit: int, least: int) -> list[int]:
 
 
 def _count(texts: Sequence[Text]) -> int:
-    """Continuations of documents."""
+    """Return the number of continuations."""
     return sum(len(text.rest) for text in texts)
 
 
 def _needles(tokenizer: Any, tasks: Sequence[str], lengths: Sequence[int], samples: int, seed: int) -> Iterator[Text]:
-    """Documents with their questions and answers: as many of each length and task, `samples` questions or more."""
+    """Yield needle documents with their questions: the same number per length and task, `samples` questions or more."""
     from vllm_sparse_plugin.tools.diagnostics.calibration import Text
     from vllm_sparse_plugin.tools.eval.items import Prompter
 
@@ -237,7 +241,7 @@ def _needles(tokenizer: Any, tasks: Sequence[str], lengths: Sequence[int], sampl
             count = by_document * math.ceil(samples / (len(lengths) * len(tasks) * by_document))
             texts: dict[tuple[int, ...], Text] = {}
             for question in build_questions(tokenizer, task, length, count, seed):
-                # Where a token spans the end of the document, questions do not share it.
+                # If a token spans the end of the document, the questions do not share the document.
                 document, asked = prompter.split(*question.parts)
                 answer = prompter.encode_plain(f" {question.answer}")
                 text = texts.setdefault(tuple(document), Text(task, length, document, [], []))
@@ -247,10 +251,10 @@ def _needles(tokenizer: Any, tasks: Sequence[str], lengths: Sequence[int], sampl
 
 
 def _cut(texts: list[list[int]], lengths: Sequence[int]) -> Iterator[Text]:
-    """The beginnings of texts, of whose last tokens the queries are looked at.
+    """Yield the beginnings of texts. The queries of their last tokens are measured.
 
     Raises:
-        ConfigurationError: for a text that is shorter than the longest context.
+        ConfigurationError: a text is shorter than the longest context.
     """
     from vllm_sparse_plugin.tools.diagnostics.calibration import Text
 
@@ -265,7 +269,7 @@ def _cut(texts: list[list[int]], lengths: Sequence[int]) -> Iterator[Text]:
 
 
 def _preset(outcome: Outcome) -> str:
-    """The preset's YAML."""
+    """Return the preset as YAML."""
     routing, verdict = outcome.routing, outcome.verdict
     about = "" if verdict.route else f"# Routing is not recommended for this model: {verdict.reason}.\n"
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in routing.model_dump().items()}
@@ -275,7 +279,7 @@ def _preset(outcome: Outcome) -> str:
 
 
 def _tables(outcome: Outcome) -> Iterator[Table]:
-    table = Table("context", "task", title="Documents that the thresholds were not fitted to")
+    table = Table("context", "task", title="Documents that judge the thresholds")
     for heading in ("threshold found", "skipped", "sink groups"):
         table.add_column(heading, justify="right")
     for row in outcome.rows:
@@ -284,7 +288,7 @@ def _tables(outcome: Outcome) -> Iterator[Table]:
             f"{row['skipped']:.1%}", f"{row['sink_groups']:.1%}",
         )  # fmt: skip
     yield table
-    table = Table("context", "task", title="What is right of their answers")
+    table = Table("context", "task", title="Share of their answers that is right")
     for heading in ("dense", "routed", "tokens, dense", "tokens, routed"):
         table.add_column(heading, justify="right")
     for row in outcome.rows:
@@ -294,7 +298,7 @@ def _tables(outcome: Outcome) -> Iterator[Table]:
             *(f"{row[key] / row['tokens']:.1%}" for key in ("dense_tokens_right", "routed_tokens_right")),
         )  # fmt: skip
     yield table
-    table = Table(title="By layer; the norm of token 0's value over the median of the others', mean and largest")
+    table = Table(title="By layer. Value of token 0: its norm over the median norm of the other values")
     for heading in ("layer", "skipped", "attention on token 0", "sink groups", "value of token 0", "largest"):
         table.add_column(heading, justify="right")
     for row in outcome.layers:
@@ -303,7 +307,7 @@ def _tables(outcome: Outcome) -> Iterator[Table]:
             f"{row['first_value']:.3f}", f"{row['first_value_largest']:.3f}",
         )  # fmt: skip
     yield table
-    table = Table(title="By the share that thresholds were fitted to skip: precision and recall are of sink groups")
+    table = Table(title="By fitted skip ratio: precision and recall in finding sink groups")
     for heading in ("asked for", "skipped", "precision", "recall", "tokens right", "answers right"):
         table.add_column(heading, justify="right")
     for row in outcome.sweep:

@@ -1,4 +1,4 @@
-"""The command `vllm-sparse diagnose`: what selections get of dense attention, by layer, head and budget."""
+"""The command `vllm-sparse diagnose`: compares selections with dense attention, by layer, head and budget."""
 
 from __future__ import annotations
 
@@ -41,36 +41,39 @@ class _Prompt(NamedTuple):
     name: str
     tokens: list[int]
     queries: int
-    """How many of the newest tokens have their queries measured."""
+    """Number of newest tokens whose queries are measured."""
 
 
 class _Compared(NamedTuple):
     backend: str
-    """Whose preset."""
+    """Backend whose preset is used."""
     first_dense_layers: int
     budgets: list[Selection]
-    """The selection with each budget."""
+    """The selection at each budget."""
 
 
 Prompts = Annotated[
     Path | None,
     typer.Option(
-        help="JSON lines with `prompt` and, if not the prompt's own end is of interest, `completion`; needle "
-        "questions with their answers if left out."
+        help="JSON lines with `prompt` and an optional `completion`, whose tokens are measured. Default: needle "
+        "questions with their answers."
     ),
 ]
-Budgets = Annotated[list[int] | None, typer.Option(help=f"Budget, repeatable; {choices(map(str, DEFAULT_BUDGETS))}.")]
-Layers = Annotated[list[int] | None, typer.Option(min=0, help="Layer, repeatable; all of them.")]
-Queries = Annotated[
-    int, typer.Option(min=1, help="Newest tokens whose queries are measured where there is no completion.")
+Budgets = Annotated[
+    list[int] | None,
+    typer.Option(help=f"Tokens read per KV head, repeatable. Default: {', '.join(map(str, DEFAULT_BUDGETS))}."),
 ]
-Context = Annotated[int, typer.Option(help="Context of needle questions in tokens.")]
-Tasks = Annotated[list[str] | None, typer.Option(help=f"Task of needle questions, repeatable; {', '.join(TASKS)}.")]
+Layers = Annotated[list[int] | None, typer.Option(min=0, help="Layer, repeatable. Default: all layers.")]
+Queries = Annotated[
+    int, typer.Option(min=1, help="For prompts without a completion: number of newest tokens to measure.")
+]
+Context = Annotated[int, typer.Option(help="Tokens of a needle question's context.")]
+Tasks = Annotated[list[str] | None, typer.Option(help=f"Needle task, repeatable. Default: {', '.join(TASKS)}.")]
 Questions = Annotated[int, typer.Option(help="Needle questions for each task.")]
-By = Annotated[Literal["budget", "layer", "head"], typer.Option(help="What each line of the table is for.")]
+By = Annotated[Literal["budget", "layer", "head"], typer.Option(help="One row of the table per budget, layer or head.")]
 Report = Annotated[
     Path | None,
-    typer.Option("--json", help="Write a JSON line for the run and one for each layer and head.", metavar="PATH"),
+    typer.Option("--json", help="JSON lines to write: the run, then each layer and head.", metavar="PATH"),
 ]
 
 
@@ -90,11 +93,16 @@ def diagnose(
     device: Device = None,
     json_path: Report = None,
 ) -> None:
-    """Run a model once over each prompt and compare each policy's selections with dense attention.
+    """Compare the pages that each policy selects with dense attention, in one forward pass per prompt.
 
-    For every layer, KV head and budget: the share of true attention weight on the tokens read, beside that of an oracle
-    that reads as many pages; the share of the oracle's pages read; and the cosine of the outputs. Means over the tokens
-    that produce the completion, or the newest of the prompt.
+    Reports for each layer, KV head and budget:
+
+    - the share of attention weight on the tokens read
+    - the same share for an oracle that reads as many pages
+    - the share of the oracle's pages that are read
+    - the cosine of the outputs
+
+    Values are means over the tokens that produce the completion. Without a completion: over the newest prompt tokens.
     """
     folder = find_model(model)
     budgets = budget_tokens or list(DEFAULT_BUDGETS)
@@ -107,7 +115,7 @@ def diagnose(
     tasks = task or list(TASKS)
     if given is None:
         _check_needles(context, tasks, questions, limit)
-    # Imported late: bad input need not wait for it.
+    # Imported here: bad input must not wait for it.
     torch_device = find_device(device)
     ensure_caches()
     from vllm_sparse_plugin.tools.diagnostics.forward import CapturingModel
@@ -129,12 +137,12 @@ def diagnose(
                     rows.append(row)
                     report.add(row)
         if not rows:
-            raise ConfigurationError("layer: got none that selects pages, allowed: a layer of full attention")
+            raise ConfigurationError("layer: got no layer that selects pages, allowed: a layer of full attention")
         console.print(_table(rows, by))
 
 
 def _needle_prompts(tokenizer: Any, tasks: list[str], context: int, questions: int, seed: int) -> list[dict[str, str]]:
-    """Needle questions with their answers, as `read_prompts` returns prompts."""
+    """Return needle questions with their answers, in the format of `read_prompts`."""
     return [
         {"name": f"{task} {number}", "prompt": question.prompt, "completion": f" {question.answer}"}
         for task in tasks
@@ -155,7 +163,7 @@ def _compared(backend: str, additional_config: str, budgets: list[int], trained:
         if not isinstance(resolved.selection, Selection):
             raise ConfigurationError(f"{KEY}.selection.policy: got 'dense', allowed: one that selects pages")
         if resolved.stop_rule is not None:
-            raise ConfigurationError(f"{KEY}.stopping: got a rule, allowed: null, as selections are judged alone")
+            raise ConfigurationError(f"{KEY}.stopping: got a rule, allowed: null for diagnose")
         if resolved.coverage is not None:
             raise ConfigurationError(
                 f"{KEY}.selection.coverage: got {resolved.coverage}, allowed: null beside a budget"
@@ -180,7 +188,7 @@ def _encode(tokenizer: Any, given: dict[str, str], queries: int, limit: int) -> 
         raise ConfigurationError(f"prompts: got no token in {given['name']}, allowed: one or more")
     completion = tokenizer.encode(given["completion"], add_special_tokens=False) if given["completion"] else []
     if completion:
-        # The last token asks for what comes after it.
+        # The last token of the completion predicts nothing that is measured.
         tokens, queries = [*tokens, *completion[:-1]], len(completion)
     if len(tokens) > limit:
         raise ConfigurationError(f"prompts: got {len(tokens)} tokens in {given['name']}, allowed: the model's {limit}")
@@ -188,7 +196,7 @@ def _encode(tokenizer: Any, given: dict[str, str], queries: int, limit: int) -> 
 
 
 def _rows(prompt: _Prompt, index: int, inputs: Any, compared: list[_Compared]) -> Iterator[dict[str, Any]]:
-    """One for each backend, budget and KV head of a layer."""
+    """Yield one row for each backend, budget and KV head of a layer."""
     from vllm_sparse_plugin.tools.diagnostics.forward import PagedLayer
 
     for backend, first_dense_layers, selections in compared:
@@ -214,9 +222,9 @@ def _rows(prompt: _Prompt, index: int, inputs: Any, compared: list[_Compared]) -
 
 
 def _table(rows: list[dict[str, Any]], by: str) -> Table:
-    """Means over everything that has no column of its own."""
+    """Return a table of means over every key without a column."""
     keys = ["backend", "budget_tokens", *{"budget": [], "layer": ["layer"], "head": ["layer", "kv_head"]}[by]]
-    table = Table(*(key.replace("_", " ") for key in keys), title="Selections beside dense attention, means")
+    table = Table(*(key.replace("_", " ") for key in keys), title="Selections compared with dense attention, means")
     for column in _COLUMNS:
         table.add_column(column.replace("_", " "), justify="right")
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}

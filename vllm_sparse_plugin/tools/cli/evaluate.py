@@ -1,4 +1,4 @@
-"""The command `vllm-sparse eval`: quality of a server or of an engine in this process."""
+"""The command `vllm-sparse eval`: answer quality of a server or of an engine in this process."""
 
 from __future__ import annotations
 
@@ -41,99 +41,102 @@ _CONTEXT = 4096
 _LONGEST_PATH = 4096
 _QUESTIONS = 20
 _ENGINE, _ITEMS, _FILES = "Engine in this process", "Questions", "Files of questions"
-"""Headings under which the help lists options."""
+"""Groups of options in the help."""
 
 BaseUrl = Annotated[str, typer.Option(help="Server with OpenAI's completions API.")]
 Model = Annotated[
-    str | None, typer.Option(help="Name at the server, its only one if left out; in process a folder or name.")
+    str | None,
+    typer.Option(help="Model name at the server; with --in-process a folder or name. Default: its only one."),
 ]
-Tokenizer = Annotated[str | None, typer.Option(help="Its folder or name; that of the model if left out.")]
-Concurrency = Annotated[int, typer.Option(min=1, help="Requests under way at a time.")]
+Tokenizer = Annotated[str | None, typer.Option(help="Folder or name. Default: the model's.")]
+Concurrency = Annotated[int, typer.Option(min=1, help="Requests in flight.")]
 OtherBatches = Annotated[
     bool,
     typer.Option(
         "--other-batches",
-        help="Answer other numbers of requests at a time and, in process, prefill in other chunks: a second run of "
-        "dense attention then says how far it is from itself.",
+        help="Use another concurrency and, in process, other prefill chunks. A second run of dense attention with this "
+        "option measures the noise of dense attention.",
     ),
 ]
-Chat = Annotated[bool, typer.Option("--chat", help="Put prompts into the tokenizer's chat template.")]
+Chat = Annotated[bool, typer.Option("--chat", help="Apply the tokenizer's chat template.")]
 DecodeFrom = Annotated[
-    str, typer.Option(help="`prompt`: prefill all of it. `question`: decode the question token by token.")
+    str, typer.Option(help="`prompt`: prefill the whole prompt. `question`: decode the question token by token.")
 ]
 Output = Annotated[
-    Path | None, typer.Option(help="JSON lines to write; a run that was cut short goes on where it was.")
+    Path | None, typer.Option(help="JSON lines to write. The same command continues an interrupted run.")
 ]
-Label = Annotated[str | None, typer.Option(help="What tables call this run; the model's name if left out.")]
+Label = Annotated[str | None, typer.Option(help="Name of this run in tables. Default: the model's name.")]
 
 InProcess = Annotated[bool, typer.Option("--in-process", help="Start vLLM in this process.", rich_help_panel=_ENGINE)]
 Backend = Annotated[
-    str | None, typer.Option(help="Passed to vLLM.", autocompletion=complete_backend, rich_help_panel=_ENGINE)
+    str | None, typer.Option(help="As for vLLM.", autocompletion=complete_backend, rich_help_panel=_ENGINE)
 ]
-EngineConfig = Annotated[str, typer.Option(help="Passed to vLLM.", metavar="JSON", rich_help_panel=_ENGINE)]
+EngineConfig = Annotated[str, typer.Option(help="As for vLLM.", metavar="JSON", rich_help_panel=_ENGINE)]
 EngineArguments = Annotated[str, typer.Option(help="Arguments of vllm.LLM.", metavar="JSON", rich_help_panel=_ENGINE)]
 
 Tasks = Annotated[
     list[str] | None,
     typer.Option(
-        help="Task or group, repeatable; groups: ruler, needles. `ruler`, unless --file or --text is given.",
+        help="Task or group, repeatable. Groups: ruler, needles. Default: ruler, unless --file or --text is given.",
         rich_help_panel=_ITEMS,
     ),
 ]
 Contexts = Annotated[
     list[int] | None,
-    typer.Option(help=f"Context in tokens, repeatable; {_CONTEXT}.", rich_help_panel=_ITEMS),
+    typer.Option(help=f"Context in tokens, repeatable. Default: {_CONTEXT}.", rich_help_panel=_ITEMS),
 ]
 Questions = Annotated[
     int | None,
     typer.Option(
-        min=1, help=f"Items for each task and context; {_QUESTIONS}, and all of a --file.", rich_help_panel=_ITEMS
+        min=1,
+        help=f"Questions per task and context. Default: {_QUESTIONS}; with --file all.",
+        rich_help_panel=_ITEMS,
     ),
 ]
 
-Squad = Annotated[Path | None, typer.Option(help="SQuAD's JSON, for the task qa_1.", rich_help_panel=_FILES)]
-HotpotQA = Annotated[Path | None, typer.Option(help="HotpotQA's JSON, for the task qa_2.", rich_help_panel=_FILES)]
+Squad = Annotated[Path | None, typer.Option(help="SQuAD's JSON, for task qa_1.", rich_help_panel=_FILES)]
+HotpotQA = Annotated[Path | None, typer.Option(help="HotpotQA's JSON, for task qa_2.", rich_help_panel=_FILES)]
 LongBench = Annotated[
     list[Path] | None,
     typer.Option(
-        help="JSON lines of LongBench or another benchmark that the documentation names, repeatable.",
+        help="JSON lines of LongBench or of another benchmark in docs/evaluation.md, repeatable.",
         rich_help_panel=_FILES,
     ),
 ]
 Prompts = Annotated[
-    Path | None, typer.Option(help="LongBench's own JSON of prompts, for --file.", rich_help_panel=_FILES)
+    Path | None, typer.Option(help="LongBench's JSON file of prompts, for --file.", rich_help_panel=_FILES)
 ]
-Texts = Annotated[list[Path] | None, typer.Option(help="Text for perplexity, repeatable.", rich_help_panel=_FILES)]
+Texts = Annotated[list[Path] | None, typer.Option(help="Text file for perplexity, repeatable.", rich_help_panel=_FILES)]
 Completions = Annotated[
     Path | None,
     typer.Option(
-        help="JSON lines with `prompt` and perhaps `completion`, whose tokens are scored as those of --text are; the "
-        "prompt's own newest where there is none.",
+        help="JSON lines with `prompt` and an optional `completion`, whose tokens are scored as in --text. Without a "
+        "completion: the newest prompt tokens.",
         rich_help_panel=_FILES,
     ),
 ]
 ScoredTokens = Annotated[
     int,
     typer.Option(
-        min=1, help="Tokens to decode and score of a window of --text, or of a completion.", rich_help_panel=_FILES
+        min=1, help="Tokens to decode and score per window of --text or per completion.", rich_help_panel=_FILES
     ),
 ]
 
-app = typer.Typer(no_args_is_help=True, add_completion=False)
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="markdown")
 app.command("show")(show)
 app.command("compare")(compare)
 
 
 @dataclass(frozen=True)
 class _Asked:
-    """What a run asks, as its options say it."""
+    """The items that the options ask for."""
 
     tasks: list[str]
     contexts: list[int] | None
     questions: int | None
     seed: int
     files: dict[str, Path]
-    """By option: squad and hotpotqa."""
+    """Paths by option: squad and hotpotqa."""
     longbench: list[Path]
     prompts: Path | None
     texts: list[Path]
@@ -147,7 +150,7 @@ class _Asked:
 
     @property
     def count(self) -> int:
-        """Items of each generated task, text and context."""
+        """Items per generated task, text and context."""
         return self.questions or _QUESTIONS
 
     @property
@@ -159,19 +162,19 @@ class _Asked:
 
 @dataclass(frozen=True)
 class _Plan:
-    """The items of a run, and everything that their results depend on."""
+    """The items of a run, and everything that determines their results."""
 
     items: list[PlannedItem]
     settings: dict[str, Any]
     most_tokens: int
-    """Of the longest prompt and answer."""
+    """Length of the longest prompt with its answer."""
     scores_text: bool
-    """Whether given tokens are scored, which the endpoint must be made to decode."""
+    """Whether given tokens are scored. The endpoint must then decode them."""
 
 
 @dataclass(frozen=True)
 class _Answerer:
-    """The model that answers: at a server, or in an engine that is started once something is to be asked."""
+    """The model that answers: at a server, or in an engine that starts when the first item is asked."""
 
     model: str
     server: Server | None
@@ -180,7 +183,7 @@ class _Answerer:
     concurrency: int
 
     def endpoint(self, most_tokens: int, forcing: bool) -> AbstractContextManager[Endpoint]:
-        """The server, or an engine that is started now and ended on leaving; arguments as of `Engine`."""
+        """Return the server, or start an engine that ends with the context. Arguments: see `Engine`."""
         if self.server is not None:
             return nullcontext(self.server)
         from vllm_sparse_plugin.tools.eval.engine import Engine
@@ -188,7 +191,7 @@ class _Answerer:
         return closing(Engine(self.model, self.engine, most_tokens, forcing, self.concurrency))
 
     def about(self) -> dict[str, Any]:
-        """What a file of results says of the run."""
+        """Return the description of the run for the result file."""
         about = describe_run(Path(self.model), packages=[*_EXTRA.values(), *_EXTRA_OF_FILES.values()])
         return about | ({"server": {"vllm": self.server.version()}} if self.server else {})
 
@@ -222,9 +225,12 @@ def evaluate(
     completions: Completions = None,
     scored_tokens: ScoredTokens = 256,
 ) -> None:
-    """Ask a model long-context tasks and score its answers.
+    """Ask a model long-context questions and score the answers.
 
-    Exit code 2 for bad input, 3 if the server fails.
+    Exit codes:
+
+    - 2: bad input
+    - 3: the server failed
     """
     if command.invoked_subcommand is not None:
         return
@@ -264,10 +270,10 @@ def evaluate(
 
 
 def _check_choices(decode_from: str, plot: Path | None) -> None:
-    """Refuses what can be refused before anything is read.
+    """Refuse bad values before any file is read.
 
     Raises:
-        ConfigurationError: for a bad value.
+        ConfigurationError: a value is bad.
     """
     from vllm_sparse_plugin.tools.eval import report, results
 
@@ -277,11 +283,10 @@ def _check_choices(decode_from: str, plot: Path | None) -> None:
 
 
 def _contents(answerer: _Answerer, tokenizer: str) -> dict[str, str | None]:
-    """Digests of everything that results depend on and that names do not tell: what is changed in place, or has the
-    name of something else.
+    """Return digests of all inputs whose contents can change under the same name.
 
     Raises:
-        ConfigurationError: for settings of sparse attention that cannot be served.
+        ConfigurationError: settings of sparse attention cannot be served.
     """
     found = {"tokenizer": fingerprint(tokenizer, tokenizer=True)}
     if answerer.server is not None:
@@ -294,14 +299,14 @@ def _contents(answerer: _Answerer, tokenizer: str) -> dict[str, str | None]:
         trained = read_config(folder).get(KEY)
     resolved = resolve_arguments(answerer.engine, trained_section(SimpleNamespace(**{KEY: trained})))
     if resolved is not None:
-        # The values of presets and of the file that `config` names.
+        # The values of presets and of the file in `config`.
         values = resolved.config.model_dump_json(by_alias=True)
         found["sparse_attention"] = hashlib.sha256(values.encode()).hexdigest()[:16]
     return found | {"model": fingerprint(answerer.model)} | dict(_files_of(answerer.engine, "engine"))
 
 
 def _files_of(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
-    """The digest of each file and each model that arguments of the engine name, by where they name it."""
+    """Yield the digest of each file and model that engine arguments name, with the argument's name."""
     if isinstance(value, Mapping):
         for key, each in value.items():
             yield from _files_of(each, f"{name}.{key}")
@@ -318,17 +323,17 @@ def _files_of(value: Any, name: str) -> Iterator[tuple[str, str | None]]:
 
 
 def _printable(name: str) -> str:
-    """A name whose bytes that are no UTF-8 are written as such; no file of JSON and no picture takes them."""
+    """Return a name with its bytes outside UTF-8 escaped. Neither JSON files nor pictures accept such bytes."""
     return name.encode("utf-8", "backslashreplace").decode()
 
 
 def _engine_arguments(
     in_process: bool, attention_backend: str | None, additional_config: str, engine_args: str
 ) -> dict[str, Any]:
-    """The arguments of `vllm.LLM` that the options give.
+    """Return the arguments of `vllm.LLM` from the options.
 
     Raises:
-        ConfigurationError: for text that is not JSON, and for any argument if there is no engine in this process.
+        ConfigurationError: text is not JSON, or an argument is given without an engine in this process.
     """
     arguments = parse_additional_config(engine_args, "engine_args")
     if configuration := parse_additional_config(additional_config):
@@ -343,17 +348,17 @@ def _engine_arguments(
 def _find_answerer(
     base_url: str | None, model: str | None, engine: dict[str, Any], concurrency: int, longest: int
 ) -> _Answerer:
-    """The model that is to answer.
+    """Return the model that answers.
 
     Args:
-        base_url: of a server; None for an engine in this process.
+        base_url: of the server; None for an engine in this process.
         model: its name.
         engine: arguments of the engine.
-        concurrency: requests under way at a time.
+        concurrency: requests in flight.
         longest: context in tokens.
 
     Raises:
-        ConfigurationError: if it cannot be found or has no room for the context.
+        ConfigurationError: the model is not found or its context is too short.
     """
     if base_url is None:
         if model is None:
@@ -370,22 +375,22 @@ def _find_answerer(
 
 
 def _plan(asked: _Asked, prompter: Prompter, server: Server | None, settings: dict[str, Any]) -> _Plan:
-    """The items of a run; its settings are the values that apply, whether an option gave them or not.
+    """Return the items of a run. Its settings are the effective values, defaults included.
 
     Args:
         asked: the options.
         prompter: of the model's tokenizer.
-        server: whose longest context limits prompts from files.
-        settings: of the model, to which those of the items are added.
+        server: its longest context limits prompts from files.
+        settings: of the model. The items' settings are added to them.
 
     Raises:
-        ConfigurationError: for a task, file or context that cannot be asked.
+        ConfigurationError: a task, file or context cannot be asked.
     """
     from vllm_sparse_plugin.tools.eval import longbench, tasks
 
     names, left_out = tasks.choose_tasks(asked.tasks, asked.files)
     for name in left_out:
-        open_console().print(f"{name} is left out: it needs a file, --{tasks.FILE_OPTIONS[name]}.")
+        open_console().print(f"{name} is skipped: it needs a file, --{tasks.FILE_OPTIONS[name]}.")
     items = tasks.plan_tasks(names, asked.files, prompter, asked.lengths, asked.count, asked.seed)
     if asked.texts:
         items += tasks.plan_perplexity(asked.texts, prompter, asked.lengths, asked.count, asked.scored_tokens)
@@ -413,17 +418,17 @@ def _plan(asked: _Asked, prompter: Prompter, server: Server | None, settings: di
         "scored_tokens": asked.scored_tokens,
         "file_tokens": limit,
         "files": _digests(asked.paths),
-        "python": platform.python_version(),  # whose library is the haystack
+        "python": platform.python_version(),  # the haystack is its library
     }
     return _Plan(items, settings | settings_of_items, longest, bool(asked.texts or asked.completions))
 
 
 def _ask_missing(plan: _Plan, answerer: _Answerer, prompter: Prompter, output: Path) -> None:
-    """Asks the items that the file of results does not hold yet, and adds their results to it.
+    """Ask the items that the result file lacks, and append their results.
 
     Raises:
-        ConfigurationError: if the file was made with other settings or cannot be written.
-        typer.Exit: with code 3, after a sentence, if the model fails.
+        ConfigurationError: the file has other settings or cannot be written.
+        typer.Exit: with code 3, after one sentence, if the model fails.
     """
     from vllm_sparse_plugin.tools.eval import metrics, results
     from vllm_sparse_plugin.tools.eval.endpoints import EndpointError
@@ -445,10 +450,10 @@ def _ask_missing(plan: _Plan, answerer: _Answerer, prompter: Prompter, output: P
             raise
         raise ConfigurationError(
             f"output: got {str(output)!r} ({error.strerror}), allowed: a file that can be written; the same command "
-            "goes on from here"
+            "continues from here"
         ) from None
     except EndpointError as error:
-        print(f"error: the model {answerer.model} {error}; the same command goes on from here", file=sys.stderr)
+        print(f"error: the model {answerer.model} {error}; the same command continues from here", file=sys.stderr)
         raise typer.Exit(FAILED) from None
 
 
@@ -466,10 +471,10 @@ def _open_prompter(name: str, chat: bool) -> Prompter:
 
 
 def _digests(paths: Sequence[Path]) -> dict[str, str]:
-    """Return the beginning of each file's SHA-256, by its name.
+    """Return a short SHA-256 of each file by file name.
 
     Raises:
-        ConfigurationError: if two have the same name, by which items are known.
+        ConfigurationError: two files have the same name. Items are identified by it.
     """
     names = [path.name for path in paths]
     for name in names:

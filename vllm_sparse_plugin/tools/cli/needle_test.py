@@ -1,4 +1,4 @@
-"""The command `vllm-sparse needles`: accuracy of a sparse server beside a dense one."""
+"""The command `vllm-sparse needles`: compares the accuracy of sparse servers with a dense server."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ from vllm_sparse_plugin.tools.server import (
 )
 
 _DENSE = "dense"
-"""Name of vLLM's own attention in tables and reports, unless it is compared with our backend of that name."""
+"""Label of vLLM's own attention, unless the plugin's backend `dense` is compared as well."""
 _VLLM = "vllm"
 _LEVEL = 0.95
 _MORE = (
@@ -72,35 +72,40 @@ _EXAMPLE_PROMPT = (
 
 def needle_test(
     model: ModelFolder = None,
-    context: Annotated[list[int] | None, typer.Option(help="Context in tokens, repeatable; 4096.")] = None,
+    context: Annotated[list[int] | None, typer.Option(help="Context in tokens, repeatable. Default: 4096.")] = None,
     task: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Task, repeatable; {', '.join(QUICK_TASKS)}. "
-            f"Also {', '.join(name for name in (*TASKS, *STRESS_TASKS) if name not in QUICK_TASKS)}."
+            help=f"Task, repeatable. Default: {', '.join(QUICK_TASKS)}. "
+            f"Others: {', '.join(name for name in (*TASKS, *STRESS_TASKS) if name not in QUICK_TASKS)}."
         ),
     ] = None,
     everything: Annotated[
-        bool, typer.Option("--all", help=f"Ask the tasks {', '.join(TASKS)} at 4096 and at 16384 tokens.")
+        bool, typer.Option("--all", help=f"Ask {', '.join(TASKS)} at 4096 and 16384 tokens.")
     ] = False,
-    questions: Annotated[int, typer.Option(help="Questions for each task and context.")] = 8,
+    questions: Annotated[int, typer.Option(help="Questions per task and context.")] = 8,
     attention_backend: AttentionBackends = None,
     additional_config: Annotated[
-        str | None, typer.Option(help="Passed to each sparse server's --additional-config.", metavar="JSON")
+        str | None, typer.Option(help="--additional-config of each sparse server.", metavar="JSON")
     ] = None,
     seed: Seed = 0,
-    min_ratio: Annotated[float, typer.Option(help="Accuracy needed, as a fraction of the dense accuracy.")] = 0.95,
+    min_ratio: Annotated[float, typer.Option(help="Required accuracy, as a fraction of the dense accuracy.")] = 0.95,
     json_path: Annotated[
         Path | None,
-        typer.Option("--json", help="Write one JSON line for the run and one for each answer.", metavar="PATH"),
+        typer.Option("--json", help="JSON lines to write: the run, then each answer.", metavar="PATH"),
     ] = None,
     keep: Annotated[
-        bool, typer.Option("--keep", help="Only start the sparse server, until Ctrl-C; ask nothing.")
+        bool, typer.Option("--keep", help="Start the sparse server, ask nothing, and keep it until Ctrl-C.")
     ] = False,
 ) -> None:
-    """Ask sparse servers and a dense one the same needle questions and compare their accuracy.
+    """Ask sparse servers and a dense server the same needle questions and compare their accuracy.
 
-    Exit code 0 if every backend reaches the accuracy needed, 1 if not, 2 for bad input, 3 if a server fails.
+    Exit codes:
+
+    - 0: every backend reaches the required accuracy
+    - 1: a backend does not
+    - 2: bad input
+    - 3: a server failed
     """
     model = find_model(model)
     backends = attention_backend or ["unique"]
@@ -112,7 +117,7 @@ def needle_test(
     )
     shares = _check(model, plan, backends, min_ratio, additional_config)
     dense = ServerSettings(model, max(plan.contexts), None, log_lines=0, every_core=True)
-    # Our own backend of that name has it; then vLLM's goes by vLLM's.
+    # The plugin's backend takes the name `dense`; vLLM's own attention then takes vLLM's name.
     reference = _VLLM if _DENSE in map(str.lower, backends) else _DENSE
     servers = {reference: dense}
     servers |= {name: replace(dense, backend=name, additional_config=additional_config) for name in backends}
@@ -140,19 +145,19 @@ def needle_test(
 
 @dataclass(frozen=True)
 class _Plan:
-    """Which questions are asked."""
+    """The questions to ask."""
 
     contexts: list[int]
     tasks: list[str]
     count: int
-    """Of each task and context."""
+    """Questions per task and context."""
     seed: int
 
     def items(self, model: Path) -> list[Item]:
-        """Write the questions, by context and task.
+        """Return the questions, ordered by context and task.
 
         Raises:
-            ConfigurationError: if the model has no tokenizer.
+            ConfigurationError: the model has no tokenizer.
         """
         prompter = _prompter(model)
         return [
@@ -171,10 +176,10 @@ def _prompter(model: Path) -> Prompter:
 def _ask_all(
     servers: dict[str, ServerSettings], plan: _Plan, report: Report, console: Console
 ) -> dict[str, list[Result]]:
-    """Ask every server everything, one server after the other.
+    """Ask every server all questions, one server after the other.
 
-    On a CPU as many servers start at a time as there are cores: hardly any of a start is parallel, and a server that is
-    not asked sleeps. On a GPU a server takes most of the memory, so there they start one by one.
+    On a CPU as many servers start at once as there are cores: a start is mostly serial, and an idle server sleeps.
+    On a GPU servers start one by one, because each takes most of the memory.
     """
     at_once = max(1, os.cpu_count() or 1) if is_cpu_build() else 1
     waiting = list(servers.items())
@@ -196,7 +201,7 @@ def _ask_all(
                     results[server.name] = _ask(server, items, report, console)
                     server.stop()
             except BaseException:
-                # The others then end while the first one is waited for.
+                # All servers stop in parallel while this loop waits for the first.
                 for server in launched:
                     server.process.terminate()
                 raise
@@ -204,7 +209,7 @@ def _ask_all(
 
 
 def _ask(server: LaunchedServer, items: list[Item], report: Report, console: Console) -> list[Result]:
-    """Ask one server everything; print a line for each task and context, and write one for each answer."""
+    """Ask one server all questions. Print a line for each task and context, and record each answer."""
     planned = [PlannedItem(item.id, partial(_built, item)) for item in items]
     results: list[Result] = []
     with server.explain_failures():
@@ -229,9 +234,9 @@ def _ask(server: LaunchedServer, items: list[Item], report: Report, console: Con
 def _check(
     model: Path, plan: _Plan, backends: list[str], min_ratio: float, additional_config: str | None
 ) -> dict[str, ModelKeys]:
-    """Raise ConfigurationError for what can be refused before a server is started.
+    """Return the keys that each backend reads and keeps, by context in tokens.
 
-    Returns what each backend reads and keeps, by context in tokens.
+    Raises ConfigurationError for bad input before a server is started.
     """
     try:
         config = text_config(read_config(model))
@@ -255,12 +260,12 @@ def _check(
         raise ConfigurationError(f"min_ratio: got {min_ratio}, allowed: 0 to 1")
     settings, trained = parse_additional_config(additional_config or "{}").get(KEY), read_trained_section(model)
     resolved = {name: resolve(settings, BACKENDS[name.upper()], trained) for name in backends}
-    # Where the cache gives something back, it does so in whole blocks, whose size a server chooses when it starts.
+    # A cache that evicts does so in whole blocks. A server chooses the block size when it starts.
     return {name: ModelKeys(each, layers, head_size, PREFERRED_BLOCK) for name, each in resolved.items()}
 
 
 def _record(backend: str, result: Result) -> dict[str, object]:
-    """Return what the JSON lines file has of one answer; the prompt follows from the options and is left out."""
+    """Return the JSON row of one answer. The prompt is left out: it follows from the options."""
     return {
         "backend": backend,
         "task": result.task,
@@ -282,7 +287,7 @@ def _score(item: Item, completion: str) -> float:
 
 
 def _keep(settings: ServerSettings, console: Console) -> None:
-    """Start the sparse server, say how to ask it, and wait for Ctrl-C or its end."""
+    """Start the sparse server, print a sample request, and wait for Ctrl-C or the server's end."""
     name = settings.backend or _DENSE
     with run_server(name, settings, console) as client:
         body = {"model": settings.model.name, "prompt": _EXAMPLE_PROMPT, "temperature": 0, "max_tokens": 16}
@@ -296,8 +301,8 @@ def _keep(settings: ServerSettings, console: Console) -> None:
 
 
 def _table(backend: str, sparse: list[Result], reference: str, dense: list[Result], keys: ModelKeys) -> Table:
-    """Return one row for each task and context."""
-    table = Table(Column("task", no_wrap=True), title="Needles: right answers, and seconds spent in the questions")
+    """Return a table with one row per task and context."""
+    table = Table(Column("task", no_wrap=True), title="Needles: right answers, and seconds for the questions")
     headings = "context", reference, backend, "keys read", "keys kept", f"{reference} s", f"{backend} s"
     for heading in headings:
         table.add_column(heading, justify="right")
@@ -320,10 +325,10 @@ def _correct(results: list[Result]) -> int:
 
 
 def _enough(backend: str, reference: str, results: dict[str, list[Result]], min_ratio: float, console: Console) -> bool:
-    """Print the total and return whether the sparse accuracy reaches `min_ratio` of the dense one."""
+    """Print the total. Return whether the sparse accuracy reaches `min_ratio` of the dense accuracy."""
     correct, total = {name: _correct(part) for name, part in results.items()}, len(results[reference])
     if correct[reference] == 0:
-        console.print("Total: dense attention answered no question, so there is nothing to compare with.")
+        console.print("Total: dense attention answered no question right, so accuracy cannot be compared.")
         return False
     ratio = correct[backend] / correct[reference]
     shares = (f"{name} {correct[name]}/{total} ({_interval(correct[name], total)})" for name in (backend, reference))
@@ -337,7 +342,7 @@ def _enough(backend: str, reference: str, results: dict[str, list[Result]], min_
 
 
 def _interval(correct: int, total: int) -> str:
-    """Wilson's interval of a proportion. SciPy has it, too, but is an extra that this command does without."""
+    """Return Wilson's interval of a proportion. SciPy has it, but this command does not require SciPy."""
     z = NormalDist().inv_cdf((1 + _LEVEL) / 2)
     share, spread = correct / total, z * z / total
     middle = (share + spread / 2) / (1 + spread)

@@ -1,4 +1,4 @@
-"""The command `vllm-sparse plan`: how many requests fit a GPU's memory, without starting anything."""
+"""The command `vllm-sparse plan`: prints how many requests fit a GPU's memory. Starts no server."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from vllm_sparse_plugin.tools.endings import open_console
 from vllm_sparse_plugin.tools.models import head_size_of, name_of, read_config, text_config
 
 _CACHE_DTYPES = ("auto", "bfloat16", "float16", *EIGHT_BIT_CACHES)
-"""What the backends serve on a GPU."""
+"""KV-cache dtypes that the backends serve on a GPU."""
 _KERNEL_BLOCK = 16
-"""Tokens that FlashAttention's blocks are a multiple of."""
+"""FlashAttention needs blocks of a multiple of this many tokens."""
 _MOST_TOKENS = 1 << 30
 _UNITS = {"": 1, "B": 1, **{f"{letter}iB": 1 << 10 * power for power, letter in enumerate("KMGT", 1)},
           **{f"{letter}B": 10 ** (3 * power) for power, letter in enumerate("KMGT", 1)}}  # fmt: skip
 
 
 class CacheShape(NamedTuple):
-    """What the cache of a model takes."""
+    """Shape of a model's KV cache."""
 
     layers: int
     kv_heads: int
@@ -53,10 +53,10 @@ class CacheShape(NamedTuple):
     """Bytes of an element."""
 
     def block_size(self, config: ResolvedConfig, given: int | None) -> int:
-        """Returns the tokens of a block: as a server chooses them, unless they are given.
+        """Return the tokens of a block: `given`, or the size that a server chooses.
 
         Raises:
-            ConfigurationError: if the block that is given does not hold whole pages and statistics.
+            ConfigurationError: `given` does not hold whole pages and statistics.
         """
         layout = config.statistics_layout(self.head_size, self.itemsize)
         pages = config.selector.page_size if config.selector else 1
@@ -68,7 +68,7 @@ class CacheShape(NamedTuple):
         return given
 
     def block_bytes(self, config: ResolvedConfig, block_size: int) -> int:
-        """Returns the bytes of a block of one layer, page statistics included."""
+        """Return the bytes of a block of one layer, page statistics included."""
         rows, layout = block_size, config.statistics_layout(self.head_size, self.itemsize)
         if layout is not None:
             rows += layout.rows(block_size)
@@ -77,26 +77,26 @@ class CacheShape(NamedTuple):
 
 def plan(
     model: ModelFolder = None,
-    gpu_memory: Annotated[str, typer.Option(help="Memory of the GPU, such as 80GiB.")] = "80GiB",
-    gpu_memory_utilization: Annotated[float, typer.Option(help="As given to vLLM.")] = 0.92,
+    gpu_memory: Annotated[str, typer.Option(help="GPU memory, such as 80GiB.")] = "80GiB",
+    gpu_memory_utilization: Annotated[float, typer.Option(help="As for vLLM.")] = 0.92,
     weights: Annotated[
-        str | None, typer.Option(help="What the model takes of it; the size of its safetensors if left out.")
+        str | None, typer.Option(help="Memory of the weights. Default: the size of the safetensors files.")
     ] = None,
-    context: Annotated[int, typer.Option(help="Longest prompt, in tokens.", min=4, max=_MOST_TOKENS)] = 32768,
+    context: Annotated[int, typer.Option(help="Longest prompt in tokens.", min=4, max=_MOST_TOKENS)] = 32768,
     block_size: Annotated[
-        int | None, typer.Option(help="As given to vLLM; chosen as by a server if left out.", min=1, max=_MOST_TOKENS)
+        int | None, typer.Option(help="As for vLLM. Default: as a server chooses.", min=1, max=_MOST_TOKENS)
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="As given to vLLM's --kv-cache-dtype.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="As for vLLM.")] = "auto",
     attention_backend: AttentionBackend = "unique",
     additional_config: AdditionalConfig = "{}",
 ) -> None:
-    """Print how many requests fit a GPU's memory with every preset, without starting anything.
+    """Print how many requests fit a GPU's memory with each preset. Starts no server.
 
-    The numbers are upper bounds, because the memory of activations and CUDA graphs is measured only when a server
-    starts. One request prefills, the others decode. A preset that a server would refuse has no numbers.
+    The numbers are upper bounds: a server measures the memory of activations and CUDA graphs when it starts. One
+    request prefills, the others decode. A preset that a server refuses has no numbers.
 
-    Keys read and keys kept are shares of the longest prompt, in the first decode step after it. "?": known only at run
-    time. With `--additional-config` there is a row for `--attention-backend` with these settings.
+    Keys read and keys kept are shares of the longest prompt, in the first decode step after it. "?" means known only
+    at run time. `--additional-config` adds a row for `--attention-backend` with these settings.
     """
     folder = find_model(model)
     preset = find_preset(attention_backend)
@@ -144,7 +144,7 @@ def plan(
 
 
 def _rows(settings: Any, backend: str, preset: str) -> Iterator[tuple[str, Any, str]]:
-    """Name, settings and preset of each row, dense attention first."""
+    """Yield the name, settings and preset of each row, dense attention first."""
     if settings is not None:
         yield f"{backend}, as given", settings, preset
     for name in sorted(preset_names(), key=lambda name: (name != "dense", name)):
@@ -152,10 +152,10 @@ def _rows(settings: Any, backend: str, preset: str) -> Iterator[tuple[str, Any, 
 
 
 def _expect_served(config: ResolvedConfig, shape: CacheShape) -> None:
-    """Refuses what a server refuses for its type of cache.
+    """Refuse a configuration that a server refuses for this cache dtype.
 
     Raises:
-        ConfigurationError: has the sentence.
+        ConfigurationError: states the refusal.
     """
     if shape.itemsize > 1:
         return
@@ -172,7 +172,7 @@ def _expect_served(config: ResolvedConfig, shape: CacheShape) -> None:
 def _pool(
     config: ResolvedConfig, shape: CacheShape, memory: int, block_size: int
 ) -> tuple[list[Retention | None], int]:
-    """Returns what is kept by block table of a request, and the blocks of the pool that the tables share."""
+    """Return the retention of each block table of a request, and the number of blocks that the tables share."""
     layer_bytes = shape.block_bytes(config, block_size)
     if config.compaction is None:
         return [None], memory // (layer_bytes * shape.layers)
@@ -181,10 +181,10 @@ def _pool(
 
 
 def _shape_of(folder: Path, cache_dtype: str) -> CacheShape:
-    """Reads what the cache takes from a config.json.
+    """Read the shape of the cache from a config.json.
 
     Raises:
-        ConfigurationError: if it does not say, or for a type of cache that is not served.
+        ConfigurationError: the file lacks a field, or the cache dtype is not served.
     """
     try:
         whole = read_config(folder)
@@ -209,7 +209,7 @@ def _shape_of(folder: Path, cache_dtype: str) -> CacheShape:
 
 
 def _declared_dtype(config: Mapping[str, Any]) -> str:
-    """Returns the type of cache that a quantised checkpoint asks for, in vLLM's words; `auto` without one."""
+    """Return the cache dtype that a quantised checkpoint asks for, in vLLM's words; `auto` without one."""
     quantization = config.get("quantization_config")
     scheme = quantization.get("kv_cache_scheme") if isinstance(quantization, Mapping) else None
     if not isinstance(scheme, Mapping):

@@ -1,4 +1,4 @@
-"""The command `vllm-sparse real`: a real model with sparse attention beside dense attention."""
+"""The command `vllm-sparse real`: compares sparse with dense attention on a real model."""
 
 from __future__ import annotations
 
@@ -45,42 +45,47 @@ _DEFAULT = "smollm2-135m"
 _TASKS = ("niah_single_1", "niah_single_2", "niah_multikey_1")
 _SCORED_TOKENS = 64
 _BATCH = 4
-"""Requests at a time when dense attention is compared with itself: with others beside it a token gets other bits."""
+"""Concurrency when dense attention is compared with itself. Another batch changes the rounding of a token."""
 _DENSE, _AGAIN = "dense", "dense, another batch"
 
 Name = Annotated[str, typer.Option(help=f"{choices(MODELS)}.")]
 
 
 class _Asked(NamedTuple):
-    """What both servers are asked."""
+    """Items that both servers are asked."""
 
     questions: list[PlannedItem]
     texts: list[PlannedItem]
-    """Their newest tokens are decoded, whatever the model would say."""
+    """The newest tokens of each text are forced and decoded."""
 
 
 def real(
     model: Name = _DEFAULT,
     attention_backend: AttentionBackend = "unique",
     additional_config: Annotated[
-        str | None, typer.Option(help="Passed to the sparse server's --additional-config.", metavar="JSON")
+        str | None, typer.Option(help="--additional-config of the sparse server.", metavar="JSON")
     ] = None,
     context: Annotated[int, typer.Option(help="Context in tokens.")] = MIN_CONTEXT_TOKENS,
     task: Annotated[
-        list[str] | None, typer.Option(help=f"Task of RULER that needs no file, repeatable; {', '.join(_TASKS)}.")
+        list[str] | None,
+        typer.Option(help=f"RULER task that needs no file, repeatable. Default: {', '.join(_TASKS)}."),
     ] = None,
-    questions: Annotated[int, typer.Option(min=1, help="Questions for each task.")] = 2,
-    texts: Annotated[int, typer.Option(min=1, help="Texts whose newest tokens are compared.")] = 4,
+    questions: Annotated[int, typer.Option(min=1, help="Questions per task.")] = 2,
+    texts: Annotated[int, typer.Option(min=1, help="Number of texts. Their newest tokens are compared.")] = 4,
     seed: Seed = 0,
     json_path: Annotated[
         Path | None,
-        typer.Option("--json", help="Write one JSON line for the run and one for each answer.", metavar="PATH"),
+        typer.Option("--json", help="JSON lines to write: the run, then each answer.", metavar="PATH"),
     ] = None,
 ) -> None:
-    """Fetch a real model, and compare sparse with dense attention on needles and on the next tokens of text.
+    """Download a real model and compare sparse with dense attention on needles and on text.
 
-    Dense attention is also compared with itself in another batch: rounding alone changes some next tokens. Exit code 2
-    for bad input, 3 if a server fails.
+    Dense attention is also compared with itself in another batch, because rounding alone changes some next tokens.
+
+    Exit codes:
+
+    - 2: bad input
+    - 3: a server failed
     """
     if model not in MODELS:
         raise ConfigurationError(f"model: got {model!r}, allowed: {choices(MODELS)}")
@@ -96,7 +101,7 @@ def real(
         if context > (limit := model_limits(folder)[0]):
             raise ConfigurationError(f"context: got {context} tokens, allowed: at most the model's {limit}")
         ensure_caches()
-        # Imported late: bad input need not wait for them.
+        # Imported here: bad input must not wait for it.
         from vllm_sparse_plugin.tools.eval.items import Prompter
         from vllm_sparse_plugin.tools.eval.tasks import plan_tasks, plan_windows
         from vllm_sparse_plugin.tools.server import ServerError, ServerSettings
@@ -131,7 +136,7 @@ def _check_tasks(names: list[str]) -> list[str]:
 
 
 def _manual() -> str:
-    """Python's reference manual, which is prose and comes with the interpreter."""
+    """Return Python's reference manual: prose that every interpreter has."""
     from pydoc_data.topics import topics
 
     return "\n\n".join(topics[name] for name in sorted(topics))
@@ -140,10 +145,10 @@ def _manual() -> str:
 def _ask(
     name: str, settings: ServerSettings, asked: _Asked, prompter: Prompter, console: Console, report: Report
 ) -> dict[str, list[Result]]:
-    """Ask one server everything, and dense attention the texts once more.
+    """Ask one server all items, and dense attention the texts a second time.
 
     Returns:
-        The answers, by run.
+        The answers by run.
     """
     from vllm_sparse_plugin.tools.eval import metrics, results
     from vllm_sparse_plugin.tools.eval.endpoints import Server
@@ -163,10 +168,10 @@ def _ask(
 
 
 def _table(model: str, runs: dict[str, list[Result]], sparse: str) -> Table:
-    """Return a row for each task, and rows for the next tokens of text."""
+    """Return a table with a row per task, and rows for the next tokens of text."""
     from vllm_sparse_plugin.tools.eval.noise import beside
 
-    table = Table(Column("", no_wrap=True), title=f"{model}: sparse attention beside dense attention")
+    table = Table(Column("", no_wrap=True), title=f"{model}: sparse compared with dense attention")
     for heading in (_DENSE, sparse):
         table.add_column(heading, justify="right")
     scores = {name: [result for result in runs[name] if result.metric != NLL] for name in (_DENSE, sparse)}
@@ -185,10 +190,10 @@ def _table(model: str, runs: dict[str, list[Result]], sparse: str) -> Table:
         f"same next token as dense, {len(dense)} texts x {dense[0].forced_tokens} tokens",
         _percent(same.own), _percent(same.found),
     )  # fmt: skip
-    table.add_row("changed beyond those of dense itself", "", _percent(same.excess))
+    table.add_row("changed beyond the noise of dense attention", "", _percent(same.excess))
     table.caption = (
-        f"Dense attention is compared with itself in another batch ({_BATCH} requests at a time in place of one): "
-        "rounding changes some tokens. In brackets: intervals of 95 %."
+        f"Dense attention is compared with itself in another batch ({_BATCH} requests in flight instead of one): "
+        "rounding changes some tokens. Brackets: 95 % intervals."
     )
     return table
 

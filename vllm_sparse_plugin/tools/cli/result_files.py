@@ -1,4 +1,4 @@
-"""The commands `vllm-sparse eval show` and `compare`: tables and pictures of result files."""
+"""The commands `vllm-sparse eval show` and `compare`: tables and plots of result files."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vllm_sparse_plugin.tools.endings import open_console
 from vllm_sparse_plugin.tools.extras import TABLES, require_packages
 
 _EXTRA = TABLES
-Plot = Annotated[Path | None, typer.Option(help="Picture to write, .png or .svg.")]
+Plot = Annotated[Path | None, typer.Option(help="Plot to write, .png or .svg.")]
 
 
 def show(
-    results: Annotated[list[Path], typer.Argument(help="Files of `vllm-sparse eval`.")],
+    results: Annotated[list[Path], typer.Argument(help="Result files of `vllm-sparse eval`.")],
     plot: Plot = None,
 ) -> None:
-    """Print the scores of runs side by side, and draw them."""
+    """Print the scores of runs side by side. `--plot` also draws them."""
     require_packages("eval", _EXTRA)
     from vllm_sparse_plugin.tools.eval.report import check_plot, plot_scores, score_table
     from vllm_sparse_plugin.tools.eval.results import read_results
@@ -31,17 +31,17 @@ def show(
 
 
 def compare(
-    first: Annotated[Path, typer.Argument(help="File of `vllm-sparse eval`, such as of dense attention.")],
-    second: Annotated[Path, typer.Argument(help="Another one, of the same tasks.")],
+    first: Annotated[Path, typer.Argument(help="Result file of `vllm-sparse eval`, for example of dense attention.")],
+    second: Annotated[Path, typer.Argument(help="Result file with the same tasks.")],
     again: Annotated[
         Path | None,
-        typer.Option(help="The first run once more, made with --other-batches: what it loses to itself is its noise."),
+        typer.Option(help="Result file of the first run repeated with --other-batches. It measures the noise."),
     ] = None,
     plot: Plot = None,
 ) -> None:
-    """Print how much the second run's scores differ from the first's on the same items, and draw it.
+    """Print how far the second run's scores differ from the first's on the same items.
 
-    Of text, it also prints how near both runs' next tokens are, and how much farther than the first run is from itself.
+    For text it also compares the next tokens of both runs. `--plot` draws the differences.
     """
     require_packages("eval", _EXTRA)
     from vllm_sparse_plugin.tools.eval.report import check_plot, difference_table, fidelity_table, plot_differences
@@ -56,8 +56,8 @@ def compare(
         console.print(next_tokens)
         if noise is None:
             console.print(
-                f"How far {files[0].label} is from itself is not measured, so a part of these differences means "
-                "nothing: run it once more with --other-batches, and give the file as --again."
+                f"The noise of {files[0].label} is not measured, so some of these differences may be noise. "
+                "Repeat the run with --other-batches, and give its file as --again."
             )
     if plot:
         plot_differences(*files, plot)

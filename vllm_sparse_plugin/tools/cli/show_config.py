@@ -1,4 +1,4 @@
-"""The command `vllm-sparse show-config`: what settings come to."""
+"""The command `vllm-sparse show-config`: prints the resolved configuration."""
 
 from __future__ import annotations
 
@@ -27,15 +27,13 @@ def show_config(
     additional_config: AdditionalConfig = "{}",
     model: Annotated[
         Path | None,
-        typer.Option(
-            help="Model folder, whose config.json may have settings that it was trained with.", metavar="PATH"
-        ),
+        typer.Option(help="Model folder. Its config.json may hold settings from training.", metavar="PATH"),
     ] = None,
-    kv_cache_dtype: Annotated[str, typer.Option(help="As given to vLLM's --kv-cache-dtype.")] = "auto",
+    kv_cache_dtype: Annotated[str, typer.Option(help="As for vLLM.")] = "auto",
 ) -> None:
     """Print the resolved configuration and where each value came from.
 
-    Below it stands what a server with this configuration says of it when it starts.
+    The notices that a server logs at start follow.
     """
     preset = find_preset(attention_backend)
     trained = None if model is None else _trained_section(model)

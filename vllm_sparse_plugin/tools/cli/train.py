@@ -1,4 +1,4 @@
-"""The command `vllm-sparse train`: fine-tunes a model with the pages that it will be served with."""
+"""The command `vllm-sparse train`: fine-tunes a model on the pages that serving selects."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from vllm_sparse_plugin.tools.provenance import describe_run
 
 Data = Annotated[
     Path,
-    typer.Option(help="JSON lines with a `text`, or with a `prompt` and the `completion` to learn.", metavar="PATH"),
+    typer.Option(help="JSON lines with `text`, or with `prompt` and the `completion` to learn.", metavar="PATH"),
 ]
 Output = Annotated[
-    Path, typer.Option(help="Folder of the trained model; a run that was killed goes on where it was.", metavar="PATH")
+    Path, typer.Option(help="Folder of the trained model. The same command continues a killed run.", metavar="PATH")
 ]
-Budget = Annotated[int | None, typer.Option(help="Budget that the model is trained for; the preset's if left out.")]
-Steps = Annotated[int | None, typer.Option(help="Updates of the weights; short for the setting of this name.")]
-Settings = Annotated[str, typer.Option(help='JSON of training settings, such as {"lora_rank": 0}.', metavar="JSON")]
+Budget = Annotated[int | None, typer.Option(help="Budget to train for. Default: the preset's.")]
+Steps = Annotated[int | None, typer.Option(help="Weight updates; same as `steps` in --settings.")]
+Settings = Annotated[str, typer.Option(help='Training settings, such as {"lora_rank": 0}.', metavar="JSON")]
 
 
 def train(
@@ -53,14 +53,15 @@ def train(
     settings: Settings = "{}",
     device: Device = None,
 ) -> None:
-    """Fine-tune a model with the pages that it will be served with.
+    """Fine-tune a model on the pages that serving selects.
 
-    Prompts attend densely, and what follows them to exactly the pages that a server reads, by the statistics that it
-    keeps; the model learns to say what it says when it reads everything. The trained model is served with what it was
-    trained with by itself: the settings are in its config.json.
+    Prompts attend densely. Later tokens attend only to the pages that a server would select. The model learns to give
+    the answers that it gives with dense attention.
+
+    The trained model's config.json holds the settings, so a server applies them automatically.
     """
     require_packages("train", TRAINING)
-    # Imported late: bad input need not wait for it.
+    # Imported here: bad input must not wait for it.
     from vllm_sparse_plugin.tools.eval.items import Prompter
     from vllm_sparse_plugin.tools.training.attention import ServedSelection
     from vllm_sparse_plugin.tools.training.data import pack, read_documents
@@ -100,15 +101,15 @@ def train(
     rows = pack(read_documents(data, tokenizer), chosen.sequence_tokens, chosen.seed, decoded_tokens, begin)
     if not rows:
         raise ConfigurationError(
-            f"data: got {str(data)!r}, whose prompts fill rows of {chosen.sequence_tokens} tokens, allowed: a "
-            "completion or more that begins in one"
+            f"data: got {str(data)!r}, whose prompts fill rows of {chosen.sequence_tokens} tokens, allowed: at least "
+            "one completion that begins within a row"
         )
     longest, whole = max(max(row.packing.lengths) for row in rows), served.mask(None).whole_tokens
-    # The text's own loss has no weight: nothing would be learned but rounding.
+    # The text loss has weight 0, so training would learn only rounding.
     if chosen.distillation == 1 and longest <= whole:
         raise ConfigurationError(
-            f"data: got documents of up to {longest} tokens, allowed: some of more than {whole}, since the selection "
-            "reads shorter ones whole"
+            f"data: got documents of up to {longest} tokens, allowed: some of more than {whole}, because the "
+            "selection reads shorter ones whole"
         )
     about = describe_run(folder, packages=tuple(TRAINING))
     run = Run(folder, output, served, section, chosen, about, digest_of(data))

@@ -1,4 +1,4 @@
-"""The command `vllm-sparse tune`: the settings that read or keep least and answer like dense attention on prompts."""
+"""The command `vllm-sparse tune`: finds the cheapest settings that answer like dense attention."""
 
 from __future__ import annotations
 
@@ -31,43 +31,41 @@ if TYPE_CHECKING:
 BUDGETS = (256, 512, 1024, 2048, 4096)
 _DENSE, _AGAIN = "dense", "dense-again"
 _SELECTING, _EVICTING = ("unique",), ("streaming_llm", "snapkv", "pyramidkv", "h2o")
-"""Backends that are tried unless others are named: those that read least, and those that save memory."""
+"""Default backends: for fewer bytes read, and for less memory."""
 _STOP_SECONDS = 10
 _LOST = {"agreement": "tokens", "overlap": "the overlap", "likelihood": "the likelihood per token"}
-"""Words for what is lost, by measure."""
+"""Words for the loss, by measure."""
 
-Model = Annotated[str, typer.Option(help="Folder or name of the model.")]
+Model = Annotated[str, typer.Option(help="Folder or name.")]
 Prompts = Annotated[
     Path,
     typer.Option(
-        help="JSON lines with `prompt` and perhaps `completion`, whose tokens are decoded; the prompt's own newest "
-        "where there is none."
+        help="JSON lines with `prompt` and an optional `completion`, whose tokens are decoded. Without a completion: "
+        "the newest prompt tokens."
     ),
 ]
 MostExcess = Annotated[
     float,
     typer.Option(
-        help="Largest excess: the share of tokens that may change beyond those that dense attention changes itself in "
-        "other batches; with other measures, of what they measure. 0.01 is 1 % of tokens."
+        help="Largest excess loss. With `agreement`: the share of tokens that may change beyond the noise of dense "
+        "attention; 0.01 is 1 % of tokens."
     ),
 ]
 Measure = Annotated[
     Literal["agreement", "overlap", "likelihood"],
     typer.Option(
-        help="`agreement`: share of tokens whose most likely successor is dense attention's; `overlap`: of the "
-        "distributions of the next token; `likelihood`: of the text, per token."
+        help="`agreement`: share of tokens with dense attention's most likely next token. `overlap`: overlap of the "
+        "next-token distributions. `likelihood`: likelihood of the text per token."
     ),
 ]
 Minimise = Annotated[
     Literal["bytes", "memory"],
-    typer.Option(
-        help="`bytes`: keys, values and page statistics that a decode step reads; `memory`: what the KV cache keeps."
-    ),
+    typer.Option(help="`bytes`: keys, values and page statistics read per decode step. `memory`: KV cache kept."),
 ]
 Backends = Annotated[
     list[str] | None,
     typer.Option(
-        help=f"Attention backend to try, repeatable; {_SELECTING[0]}, and with --minimise memory "
+        help=f"Attention backend to try, repeatable. Default: {_SELECTING[0]}; with --minimise memory: "
         f"{', '.join(_EVICTING)}.",
         autocompletion=complete_backend,
     ),
@@ -75,42 +73,42 @@ Backends = Annotated[
 Budgets = Annotated[
     list[int] | None,
     typer.Option(
-        help="Keys to read or, where the cache gives some back, to keep, with backends that have such a budget, "
-        f"repeatable; {', '.join(map(str, BUDGETS))}."
+        help="Budget to try, repeatable: tokens to read per KV head, or to keep if the backend evicts. Default: "
+        f"{', '.join(map(str, BUDGETS))}."
     ),
 ]
-ScoredTokens = Annotated[int, typer.Option(min=1, help="Tokens of each prompt to decode and compare.")]
+ScoredTokens = Annotated[int, typer.Option(min=1, help="Tokens to decode and compare per prompt.")]
 EngineArguments = Annotated[str, typer.Option(help="Arguments of vllm.LLM.", metavar="JSON")]
 Output = Annotated[
     Path | None,
-    typer.Option(help="Folder for results, picture and preset; tune-MODEL if left out. A run goes on where it was."),
+    typer.Option(help="Folder of results, plot and preset. Default: tune-MODEL. The same command continues a run."),
 ]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A backend with a budget, to be tried."""
+    """A backend with a budget to try."""
 
     name: str
     backend: str | None
     """None for vLLM's own attention."""
     section: dict[str, Any]
-    """Settings of `sparse_attention` beside the backend's preset."""
+    """Settings of `sparse_attention` besides the backend's preset."""
 
     def options(self) -> list[str]:
-        """Options of `vllm-sparse eval` that choose it."""
+        """Return the options of `vllm-sparse eval` for this setting."""
         if self.backend is None:
             return []
         return ["--attention-backend", self.backend, "--additional-config", json.dumps({KEY: self.section})]
 
     def preset(self, model: str, about: str) -> str:
-        """A file for the key `config` of `sparse_attention` that has the settings."""
+        """Return these settings as a file for the key `config` of `sparse_attention`."""
         model = " ".join(model.split())
         return f"# For {model}, written by vllm-sparse tune: {about}.\n{yaml.safe_dump(self.section, sort_keys=False)}"
 
 
 def _as_row(kept: Estimate | None) -> dict[str, float | None]:
-    """Returns an estimate for a line of JSON, which has no infinite numbers: the interval of one prompt is unknown."""
+    """Return an estimate for a JSON line. JSON has no infinity: the unknown interval of one prompt becomes null."""
     numbers = {} if kept is None else asdict(kept)
     return {name: number if math.isfinite(number) else None for name, number in numbers.items()}
 
@@ -127,14 +125,20 @@ def tune(
     engine_args: EngineArguments = "{}",
     output: Output = None,
 ) -> None:
-    """Find the settings that read or keep least of the KV cache and answer like dense attention on your prompts.
+    """Find the cheapest settings that still answer like dense attention on your prompts.
 
-    Each setting decodes the same tokens as dense attention, in an engine of its own, and is compared with it at every
-    token. Dense attention runs twice, the second time in other batches: what changes then is noise, and the excess of a
-    setting is what it changes beyond that. Prints all settings, draws them, writes them by every measure
-    (`frontier.jsonl`), and writes a preset with those that were chosen, to be given as
-    `--additional-config '{"sparse_attention": {"config": "PATH"}}'`. Exit code 1 if all exceed --most-excess, 2 for bad
-    input, 3 if an engine fails.
+    Each setting runs in a separate engine, decodes the same tokens as dense attention, and is compared at every token.
+    Dense attention runs twice, the second time in other batches: the difference is noise. The excess of a setting is
+    its loss beyond that noise.
+
+    Prints and draws all settings, writes all measures to `frontier.jsonl`, and writes the chosen settings as a preset.
+    Use the preset with `--additional-config '{"sparse_attention": {"config": "PATH"}}'`.
+
+    Exit codes:
+
+    - 1: every setting exceeds --most-excess
+    - 2: bad input
+    - 3: an engine failed
     """
     require_packages("tune", TABLES)
     if not 0 <= most_excess < 1:
@@ -162,7 +166,7 @@ def tune(
     for setting in (Setting(_DENSE, None, {}), Setting(_AGAIN, None, {}), *settings):
         path = folder / f"{setting.name}.jsonl"
         options = [*shared, "--engine-args", engine_args, *setting.options()]
-        with show_progress(console, f"{setting.name}: decoding the prompts in an engine of its own"):
+        with show_progress(console, f"{setting.name}: decoding the prompts in a separate engine"):
             _evaluate([*options, "--other-batches"] if setting.name == _AGAIN else options, setting.name, path)
         results[setting.name] = read_results(path)
     dense = results[_DENSE], results[_AGAIN]
@@ -181,19 +185,19 @@ def tune(
     plot_frontier(candidates, most_excess, minimise, picture)
     if chosen is None:
         console.print(
-            f"Each setting that leaves anything out loses more than {most_excess:.1%} of {_LOST[measure]} beyond dense "
-            "attention's own noise: serve dense, or raise --most-excess."
+            f"Every setting that reads or keeps less loses more than {most_excess:.1%} of {_LOST[measure]} beyond the "
+            "noise of dense attention. Serve dense attention, or raise --most-excess."
         )
         raise typer.Exit(1)
     setting = next(each for each in settings if each.name == chosen.name)
     about = (
-        f"{chosen.excess.value:+.1%} of {_LOST[measure]} lost beyond dense attention's own noise, "
+        f"{chosen.excess.value:+.1%} of {_LOST[measure]} lost beyond the noise of dense attention, "
         f"{OBJECTIVES[minimise].share(chosen):.1%} of its {OBJECTIVES[minimise].heading}, "
         f"on {chosen.excess.count} prompts of {prompts.name}"
     )
     write_output(preset, setting.preset(name, about), "output")
     if chosen.excess.high > most_excess:
-        console.print(f"The interval of {chosen.name} reaches above {most_excess:.1%}; more prompts would say more.")
+        console.print(f"The interval of {chosen.name} reaches above {most_excess:.1%}. More prompts would narrow it.")
     print(f"Wrote {preset}. To serve with it:")
     additional = json.dumps({KEY: {"config": str(preset)}})
     options = ["--attention-backend", str(setting.backend), "--additional-config", additional]
@@ -201,21 +205,21 @@ def tune(
 
 
 def _settings(backends: Sequence[str], given: Sequence[int] | None) -> Iterator[Setting]:
-    """Every backend with every budget, and once if it has none.
+    """Yield every backend with every budget. A backend without a budget comes once.
 
     Raises:
-        ConfigurationError: for an unknown backend, a budget that it does not take, and budgets that move nothing.
+        ConfigurationError: a backend is unknown, or a budget is not allowed for it or has no effect.
     """
     names = list(dict.fromkeys(map(str.lower, backends)))
     sections = {name: _budget_section(find_preset(name)) for name in names}
     if given and not any(sections.values()):
         raise ConfigurationError(
-            f"budget: got {given[0]} with {', '.join(names)}, where it would move nothing, allowed: none, or with a "
+            f"budget: got {given[0]} with {', '.join(names)}, where it has no effect, allowed: none, or with a "
             "backend that has a budget"
         )
     for name, of_budget in sections.items():
         if of_budget is None:
-            # Results of dense attention of vLLM's own have that name.
+            # The results of vLLM's own dense attention already have the name `dense`.
             yield Setting("backend-dense" if name == _DENSE else name, name, {})
             continue
         key, values = of_budget
@@ -226,11 +230,11 @@ def _settings(backends: Sequence[str], given: Sequence[int] | None) -> Iterator[
 
 
 def _budget_section(preset: str) -> tuple[str, dict[str, Any]] | None:
-    """The section of a preset whose budget says what is read or, without one, what is kept, and what it must name; None
-    where there is none."""
+    """Return the section of a preset that holds its budget, and the fields that it must name. The read budget comes
+    before the kept one. None without a budget."""
     resolved = resolve(None, preset)
     if resolved.lossless is not None:
-        # Its budget moves drafts alone.
+        # The budget applies to drafts only.
         return None
     if "budget_tokens" in type(resolved.selection).model_fields:
         return "selection", {"policy": resolved.selection.name()}
@@ -240,17 +244,17 @@ def _budget_section(preset: str) -> tuple[str, dict[str, Any]] | None:
 
 
 def _evaluate(options: list[str], label: str, path: Path) -> None:
-    """Run `vllm-sparse eval`, which goes on with what the file holds already.
+    """Run `vllm-sparse eval`, which continues an existing result file.
 
     Raises:
-        typer.Exit: after a sentence, with code 2 if it refuses the options and with code 3 if its engine fails.
+        typer.Exit: after one sentence; code 2 if the options are refused, code 3 if the engine fails.
     """
     command = [sys.executable, "-m", "vllm_sparse_plugin", "eval", *options, "--label", label, "--output", str(path)]
     code, log = _run(command)
     if not code:
         return
     refusals = [line.removeprefix("error: ") for line in log.splitlines() if line.startswith("error: ")]
-    said = refusals[-1] if refusals else last_error(log) or "it gave no reason"
+    said = refusals[-1] if refusals else last_error(log) or "no reason given"
     is_refused = code == BAD_INPUT
     about = "" if is_refused else f"the engine of {label} ended with exit code {code}: "
     print(f"error: {about}{said}", file=sys.stderr)
@@ -258,11 +262,11 @@ def _evaluate(options: list[str], label: str, path: Path) -> None:
 
 
 def _run(command: list[str]) -> tuple[int, str]:
-    """Run a command and return its exit code and what it wrote to stderr; end it with this one, its engine too."""
+    """Run a command. Return its exit code and stderr. The command and its engine end with this process."""
     with tempfile.TemporaryFile() as log:
         process = None
         try:
-            # A signal must not come between the start of the process and the block that ends it.
+            # A signal must not arrive between the start of the process and the block that ends it.
             with undisturbed():
                 process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=log, start_new_session=True

@@ -1,4 +1,4 @@
-"""The commands `vllm-sparse serve` and `vllm-sparse bench`: vLLM's own, with our backends known to them."""
+"""The commands `vllm-sparse serve` and `vllm-sparse bench`: vLLM's commands, with the plugin's backends registered."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def _say(*sentences: str | None) -> None:
 
 
 def _expect_vllms(backend: str) -> None:
-    """Refuse a name that is neither ours nor vLLM's, for which vLLM prints a traceback.
+    """Refuse a name that neither the plugin nor vLLM has. vLLM would print a traceback.
 
     Raises:
-        ConfigurationError: has our names.
+        ConfigurationError: lists the plugin's names.
     """
-    # Imported late: it takes seconds.
+    # Imported here: it takes seconds.
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if backend.upper() not in AttentionBackendEnum.__members__:
