@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 
 class ConfigurationError(RuntimeError):
@@ -11,6 +11,17 @@ class ConfigurationError(RuntimeError):
     The message is one sentence with the field, the value and the allowed values. The class does not derive from
     ValueError, because pydantic would wrap that in its own report.
     """
+
+
+def expect_known(field: str, names: Iterable[str], known: Collection[str]) -> None:
+    """Check names of a field.
+
+    Raises:
+        ConfigurationError: for the first name that is not in `known`.
+    """
+    for name in names:
+        if name not in known:
+            raise ConfigurationError(f"{field}: got {name!r}, allowed: {choices(known)}")
 
 
 def choices(names: Iterable[str]) -> str:

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 from bench.common.models import Model, load_tokenizer
-from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.errors import ConfigurationError, expect_known
 from vllm_sparse_plugin.tools.needles import MIN_CONTEXT_TOKENS, STRESS_TASKS, TASKS, Question, build_questions
 
 
@@ -22,9 +22,7 @@ def check(model: Model, contexts: Sequence[int], tasks: Sequence[str], count: in
             raise ConfigurationError(
                 f"context: got {context} tokens, allowed: from {MIN_CONTEXT_TOKENS} to the model's {limit}"
             )
-    for task in tasks:
-        if task not in (*TASKS, *STRESS_TASKS):
-            raise ConfigurationError(f"task: got {task!r}, allowed: {', '.join((*TASKS, *STRESS_TASKS))}")
+    expect_known("task", tasks, (*TASKS, *STRESS_TASKS))
     if count < 1:
         raise ConfigurationError(f"questions: got {count}, allowed: 1 or more")
 

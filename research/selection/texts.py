@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.errors import ConfigurationError, expect_known
 from vllm_sparse_plugin.tools.arguments import read_prompts
 from vllm_sparse_plugin.tools.needles import (
     MIN_CONTEXT_TOKENS,
@@ -33,9 +33,7 @@ def needle_texts(tokenizer: Any, tasks: Sequence[str], context: int, count: int,
     Raises:
         ConfigurationError: for a task that does not exist, or a context that is too short.
     """
-    for task in tasks:
-        if task not in (*TASKS, *STRESS_TASKS):
-            raise ConfigurationError(f"task: got {task!r}, allowed: {choices((*TASKS, *STRESS_TASKS))}")
+    expect_known("task", tasks, (*TASKS, *STRESS_TASKS))
     if context < MIN_CONTEXT_TOKENS:
         raise ConfigurationError(f"context: got {context} tokens, allowed: {MIN_CONTEXT_TOKENS} or more")
     for task in tasks:

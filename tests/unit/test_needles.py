@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.tools.needles import STRESS_TASKS, TASKS, Question, answer_tokens, build_questions, is_correct
 
 CONTEXT = 4096
@@ -120,7 +120,7 @@ def test_all_values_of_an_answer_are_needed_in_order():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("haystack", CONTEXT, 1), f"task: got 'haystack', allowed: {', '.join((*TASKS, *STRESS_TASKS))}"),
+        (("haystack", CONTEXT, 1), f"task: got 'haystack', allowed: {choices((*TASKS, *STRESS_TASKS))}"),
         (("kv", 4095, 1), "context: got 4095 tokens, allowed: 4096 or more"),
         (("kv", CONTEXT, 0), "questions: got 0, allowed: 1 or more"),
         (("kv", CONTEXT, -1), "questions: got -1, allowed: 1 or more"),

@@ -18,7 +18,7 @@ from vllm_sparse_plugin.config.effects import check_effects, with_one_window
 from vllm_sparse_plugin.config.messages import sentence_of
 from vllm_sparse_plugin.config.schema import KEY, REPLACED, VARIANTS, ResolvedConfig, SparseAttentionConfig
 from vllm_sparse_plugin.config.trained import SWITCH, TRAINED, applies, check_trained
-from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.errors import ConfigurationError, expect_known
 
 ADDITIONAL_CONFIG = "additional config"
 """Source of values given directly in `--additional-config`."""
@@ -110,8 +110,7 @@ def _merged(layers: Sequence[tuple[str, Mapping[str, Any]]]) -> ResolvedConfig:
 
 
 def _read_preset(field: str, name: Any) -> dict[str, Any]:
-    if name not in preset_names():
-        raise ConfigurationError(f"{field}: got {name!r}, allowed: {choices(preset_names())}")
+    expect_known(field, [name], preset_names())
     text = resources.files("vllm_sparse_plugin.configs").joinpath(f"{name}.yaml").read_text(encoding="utf-8")
     return files.parse(f"preset {name}", text)
 

@@ -16,7 +16,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Protocol
 
-from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.errors import ConfigurationError, expect_known
 
 TASKS = ("single", "multikey", "manykeys", "multiquery", "kv")
 """Code with 1, 16 or 64 needles, three needles asked for at once, and key-value pairs."""
@@ -94,8 +94,7 @@ def check_questions(task: str, context_tokens: int, count: int) -> None:
     Raises:
         ConfigurationError: for an unknown task, a context below `MIN_CONTEXT_TOKENS` or a count below 1.
     """
-    if task not in (*TASKS, *STRESS_TASKS):
-        raise ConfigurationError(f"task: got {task!r}, allowed: {', '.join((*TASKS, *STRESS_TASKS))}")
+    expect_known("task", [task], (*TASKS, *STRESS_TASKS))
     if context_tokens < MIN_CONTEXT_TOKENS:
         raise ConfigurationError(f"context: got {context_tokens} tokens, allowed: {MIN_CONTEXT_TOKENS} or more")
     if count < 1:

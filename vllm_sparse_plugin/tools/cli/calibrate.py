@@ -16,7 +16,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from vllm_sparse_plugin.config.fingerprint import fingerprint_of
-from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.errors import ConfigurationError, expect_known
 from vllm_sparse_plugin.tools.arguments import (
     Device,
     ModelFolder,
@@ -124,7 +124,8 @@ def calibrate(
         raise ConfigurationError(f"skip_ratio: got {skip_ratio}, allowed: more than 0 and less than 1")
     if dense_layers >= layers:
         raise ConfigurationError(f"dense_layers: got {dense_layers}, allowed: 0 to {layers - 1}")
-    tasks = _check_tasks(task or list(DEFAULT_TASKS))
+    tasks = task or list(DEFAULT_TASKS)
+    expect_known("task", tasks, TASKS)
     given = _read_texts(prompts)
     preset = output or Path(f"sinkrouter-{name_of(folder)}.yaml")
     check_output(preset, "output")
@@ -150,13 +151,6 @@ def calibrate(
         _print(outcome, documents, console)
         write_output(preset, _preset(outcome), "output")
         console.print(f"Wrote {preset}.", markup=False, highlight=False, soft_wrap=True)
-
-
-def _check_tasks(tasks: list[str]) -> list[str]:
-    for name in tasks:
-        if name not in TASKS:
-            raise ConfigurationError(f"task: got {name!r}, allowed: {choices(TASKS)}")
-    return tasks
 
 
 def _read_texts(prompts: Path | None) -> list[str] | None:

@@ -11,7 +11,7 @@ from rich.progress import track
 from rich.table import Table
 
 from vllm_sparse_plugin.config import KEY, read_trained_section, resolve
-from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.errors import ConfigurationError, expect_known
 from vllm_sparse_plugin.names import BACKENDS
 from vllm_sparse_plugin.policies import Selection
 from vllm_sparse_plugin.tools.arguments import (
@@ -175,9 +175,7 @@ def _compared(backend: str, additional_config: str, budgets: list[int], trained:
 def _check_needles(context: int, tasks: list[str], questions: int, limit: int) -> None:
     if not MIN_CONTEXT_TOKENS <= context <= limit:
         raise ConfigurationError(f"context: got {context} tokens, allowed: from {MIN_CONTEXT_TOKENS} to {limit}")
-    for task in tasks:
-        if task not in (*TASKS, *STRESS_TASKS):
-            raise ConfigurationError(f"task: got {task!r}, allowed: {choices((*TASKS, *STRESS_TASKS))}")
+    expect_known("task", tasks, (*TASKS, *STRESS_TASKS))
     if questions < 1:
         raise ConfigurationError(f"questions: got {questions}, allowed: 1 or more")
 

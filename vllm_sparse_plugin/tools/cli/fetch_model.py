@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.errors import choices, expect_known
 from vllm_sparse_plugin.tools.endings import open_console
 from vllm_sparse_plugin.tools.extras import CONVERSION, require_packages
 from vllm_sparse_plugin.tools.fetching import MODELS, Origin, check_folder, default_folder, fetch, find_fetched
@@ -40,8 +40,7 @@ def fetched_model(name: str, output: Path | None, command: str) -> tuple[Path, O
     Raises:
         ConfigurationError: the name is unknown, packages are missing, or the model cannot be downloaded.
     """
-    if name not in MODELS:
-        raise ConfigurationError(f"model: got {name!r}, allowed: {choices(MODELS)}")
+    expect_known("model", [name], MODELS)
     folder = output or default_folder(name)
     origin = find_fetched(name, folder)
     if origin is None:

@@ -21,7 +21,7 @@ from vllm_sparse_plugin.config import (
     resolve,
 )
 from vllm_sparse_plugin.config.account import PREFERRED_BLOCK, ModelKeys
-from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.errors import ConfigurationError, expect_known
 from vllm_sparse_plugin.notices import EIGHT_BIT_CACHES
 from vllm_sparse_plugin.tools.arguments import (
     AdditionalConfig,
@@ -203,8 +203,7 @@ def _shape_of(folder: Path, cache_dtype: str) -> CacheShape:
         ) from None
     if cache_dtype == "auto":
         cache_dtype = _declared_dtype(whole)
-    if cache_dtype not in _CACHE_DTYPES:
-        raise ConfigurationError(f"kv_cache_dtype: got {cache_dtype!r}, allowed: {choices(_CACHE_DTYPES)}")
+    expect_known("kv_cache_dtype", [cache_dtype], _CACHE_DTYPES)
     return shape._replace(itemsize=1 if cache_dtype in EIGHT_BIT_CACHES else 2)
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from vllm_sparse_plugin.config import KEY, resolve
-from vllm_sparse_plugin.errors import ConfigurationError, choices
+from vllm_sparse_plugin.errors import ConfigurationError, choices, expect_known
 from vllm_sparse_plugin.tools.arguments import (
     AttentionBackend,
     Seed,
@@ -87,12 +87,14 @@ def real(
     - 2: bad input
     - 3: a server failed
     """
-    if model not in MODELS:
-        raise ConfigurationError(f"model: got {model!r}, allowed: {choices(MODELS)}")
+    from vllm_sparse_plugin.tools.eval.ruler import TASKS
+
+    expect_known("model", [model], MODELS)
     preset = find_preset(attention_backend)
     settings = parse_additional_config(additional_config or "{}").get(KEY)
     resolve(settings, preset)
-    names = _check_tasks(task or list(_TASKS))
+    names = task or list(_TASKS)
+    expect_known("task", names, TASKS)
     if context < MIN_CONTEXT_TOKENS:
         raise ConfigurationError(f"context: got {context} tokens, allowed: {MIN_CONTEXT_TOKENS} or more")
     with open_report(json_path, default_folder(model), "json") as report:
@@ -123,16 +125,6 @@ def real(
             print(f"error: {error}", file=sys.stderr)
             raise typer.Exit(FAILED) from None
         console.print(_table(model, runs, attention_backend))
-
-
-def _check_tasks(names: list[str]) -> list[str]:
-    """Refuse tasks that are not of RULER or need a file."""
-    from vllm_sparse_plugin.tools.eval.ruler import TASKS
-
-    for name in names:
-        if name not in TASKS:
-            raise ConfigurationError(f"task: got {name!r}, allowed: {choices(TASKS)}")
-    return names
 
 
 def _manual() -> str:

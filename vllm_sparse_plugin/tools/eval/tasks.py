@@ -7,7 +7,7 @@ from functools import cache, partial
 from itertools import product
 from pathlib import Path
 
-from vllm_sparse_plugin.errors import ConfigurationError
+from vllm_sparse_plugin.errors import ConfigurationError, expect_known
 from vllm_sparse_plugin.tools import needles
 from vllm_sparse_plugin.tools.eval import ruler
 from vllm_sparse_plugin.tools.eval.items import COMPLETION, NLL, PERPLEXITY, Item, PlannedItem, Prompter
@@ -34,9 +34,8 @@ def choose_tasks(chosen: Sequence[str], files: Mapping[str, Path]) -> tuple[list
     """
     names: dict[str, None] = {}
     left_out: dict[str, None] = {}
+    expect_known("task", chosen, (*GROUPS, *NAMES))
     for name in chosen:
-        if name not in GROUPS and name not in NAMES:
-            raise ConfigurationError(f"task: got {name!r}, allowed: {', '.join((*GROUPS, *NAMES))}")
         for each in GROUPS.get(name, (name,)):
             option = FILE_OPTIONS.get(each)
             if option is None or option in files:
