@@ -1,7 +1,7 @@
 """Records of InfiniteBench (arXiv 2402.13718), MileBench (arXiv 2404.18532) and Video-MME (arXiv 2405.21075).
 
-Field names are those of the benchmarks' public files, one record a line. Prompts are short ones of our own. Items are
-token ids, so the text of a record is asked: pictures and videos are refused, and a video is asked by its subtitles.
+Field names are those of the benchmarks' public files, one record per line. The prompts are short and written for this
+plugin. Items are token ids, so only text is asked: pictures and videos are refused. A video is asked by its subtitles.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pydantic import BaseModel, Field, model_validator
 
 
 class Asked(NamedTuple):
-    """What a record asks."""
+    """The question of a record."""
 
     before: str
-    """What stands before the context."""
+    """Text before the context."""
     context: str
-    """What is cut in the middle where it is too long."""
+    """Text whose middle is cut if it is too long."""
     after: str
-    """The question, behind the context."""
+    """The question, after the context."""
     answers: tuple[str, ...]
     answer_tokens: int
-    """Room for the answer."""
+    """Maximum tokens of the answer."""
     metric: str
     """Name in `metrics.METRICS`."""
     classes: tuple[str, ...] = ()
@@ -45,11 +45,11 @@ _INFINITE = {
     "code_debug": ("choice_letter", _CHOICE_TOKENS),
     "math_find": ("number_share", 8),
 }
-"""Metric and room for the answer of InfiniteBench's tasks, by the name of the file."""
+"""Metric and answer length of InfiniteBench's tasks, by file name."""
 
 
 class InfiniteRecord(BaseModel):
-    """A line of InfiniteBench, whose task is the name of its file."""
+    """A line of InfiniteBench. The task is the name of its file."""
 
     context: str
     input: str
@@ -58,7 +58,7 @@ class InfiniteRecord(BaseModel):
     task: str
 
     def asked(self) -> Asked:
-        """Returns what the record asks."""
+        """Return the question of the record."""
         metric, answer_tokens = _INFINITE[self.task]
         right = self.answer if isinstance(self.answer, list) else [self.answer]
         answers = tuple(str(each) for each in right)
@@ -93,7 +93,7 @@ class MileRecord(BaseModel):
     task: str
 
     def asked(self) -> Asked:
-        """Returns what the record asks."""
+        """Return the question of the record."""
         context, choices = self.task_instance.context, self.task_instance.choice_list
         if choices:
             return _choice(context, "", choices, _letter_of(self.response, choices), self.task_instruction)
@@ -118,7 +118,7 @@ class VideoRecord(BaseModel):
     task: str
 
     def asked(self) -> Asked:
-        """Returns what the record asks."""
+        """Return the question of the record."""
         choices = [option.removeprefix(f"{letter}. ") for letter, option in _lettered(self.options)]
         return _choice(self.subtitles, self.question, choices, self.answer, "These are the subtitles of a video.")
 
@@ -133,16 +133,16 @@ MARKS: tuple[tuple[str, type[InfiniteRecord | MileRecord | VideoRecord]], ...] =
     ("question_id", VideoRecord),
     ("answer", InfiniteRecord),
 )
-"""Fields by which a record is recognised, the first that it has, and what it then is."""
+"""Fields that identify a kind of record, and the kind. The first match wins."""
 
 
 def tasks_of(kind: type[BaseModel]) -> tuple[str, ...] | None:
-    """Returns the tasks that records of a kind may have; None for any."""
+    """Return the tasks that records of a kind may have; None for any task."""
     return tuple(_INFINITE) if kind is InfiniteRecord else None
 
 
 def has_pictures(record: dict[str, object]) -> bool:
-    """Returns whether a record asks about pictures, or about a video whose subtitles it lacks."""
+    """Return whether a record asks about pictures, or about a video without subtitles."""
     instance = record.get("task_instance")
     if isinstance(instance, dict) and instance.get("images_path"):
         return True
@@ -157,7 +157,7 @@ def _choice(context: str, question: str, choices: list[str], letter: str, before
 
 
 def _letter_of(answer: str, choices: list[str]) -> str:
-    """The letter of an answer that is the text of a choice or, if it is none, the letter itself."""
+    """Return the letter of the choice with this text. Without such a choice, the answer is the letter."""
     return next((letter for letter, choice in _lettered(choices) if choice == answer), answer)
 
 

@@ -1,4 +1,4 @@
-"""What answers questions, and a server with OpenAI's completions API that does."""
+"""Endpoints that complete prompts, and a server with OpenAI's completions API."""
 
 from __future__ import annotations
 
@@ -25,52 +25,53 @@ from vllm_sparse_plugin.tools.eval.fidelity import ALTERNATIVES, Prediction, kee
 _ANSWER_SECONDS = 3600
 _ADDRESS = "the address of an OpenAI-compatible server"
 _FAILURES = (OpenAIError, ValueError, TypeError, AttributeError, LookupError)
-"""What the client raises: its own errors, and whatever comes of an answer in another shape."""
+"""Errors of the client: its own, and those that an answer in another shape causes."""
 _TOKEN_ID = "token_id:"
 _LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 class EndpointError(RuntimeError):
-    """A server or engine failed; the message says what it did, such as `did not answer`."""
+    """A server or engine failed. The message continues "the model", for example `did not answer`."""
 
 
 @dataclass(frozen=True)
 class Request:
-    """One completion, greedy."""
+    """One greedy completion."""
 
     prompt: list[int]
     """Token ids that are prefilled."""
     forced: list[int]
-    """Token ids that are decoded first, whatever the model would say."""
+    """Token ids that are decoded first, in place of the model's choice."""
     answer_tokens: int
-    """Tokens to decode freely after those, at most."""
+    """Maximum tokens to decode freely after the forced ones."""
     ignores_end: bool = False
-    """Whether end tokens do not end it: where forced tokens may be end tokens. The answer may then go on after one."""
+    """Whether end tokens do not end the request. Needed if forced tokens contain end tokens. The answer may then
+    continue after an end token."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What came back."""
+    """The answer to a request."""
 
     answer: str | list[int]
-    """What the model said after the forced tokens: text, or token ids where text would begin with the forced ones."""
+    """The text after the forced tokens. Token ids if a text would begin with the forced tokens."""
     logprobs: list[float]
-    """Log probabilities of the forced tokens, if nothing else was asked for."""
+    """Log probabilities of the forced tokens, if only forced tokens were asked for."""
     seconds: float
     predictions: tuple[Prediction, ...] = ()
-    """What the model expected at each forced token, if nothing else was asked for."""
+    """The model's likeliest tokens at each forced token, if only forced tokens were asked for."""
     shares: Shares | None = None
-    """What the decode steps read and the cache keeps, if the endpoint can tell."""
+    """Shares that the decode steps read and the cache keeps, if the endpoint can measure them."""
 
 
 class Endpoint(Protocol):
     """A model that completes prompts."""
 
     def complete(self, requests: Iterable[Request]) -> Iterator[Reply]:
-        """Answer requests, in their order.
+        """Answer requests in order.
 
         Raises:
-            EndpointError: if it cannot.
+            EndpointError: the endpoint cannot answer.
         """
         ...
 
@@ -79,10 +80,10 @@ class Server:
     """A server with OpenAI's completions API."""
 
     def __init__(self, client: OpenAI, model: str | None, concurrency: int) -> None:
-        """Find the model: the only one that the server has, unless it is named.
+        """Find the model: the named one, or the server's only one.
 
         Raises:
-            ConfigurationError: if the server does not answer or has no such model.
+            ConfigurationError: the server does not answer or lacks the model.
         """
         self._client, self._concurrency = client, concurrency
         url = str(client.base_url)
@@ -97,21 +98,21 @@ class Server:
         self.model: str = model
         """Its name at the server."""
         self.max_model_len: int | None = (served[model].model_extra or {}).get("max_model_len")
-        """Most tokens of prompt and answer together, if the server says."""
+        """Maximum tokens of prompt and answer together, if the server states it."""
 
     def version(self) -> str | None:
-        """Return the version of vLLM that serves, None where another program does."""
+        """Return the vLLM version of the server, None for another program."""
         url = str(self._client.base_url).rstrip("/").removesuffix("/v1") + "/version"
         with suppress(*_FAILURES):
             return str(self._client.get(url, cast_to=dict[str, str])["version"])
         return None
 
     def complete(self, requests: Iterable[Request]) -> Iterator[Reply]:
-        """Answer with a few requests under way at a time; more are made ready meanwhile."""
+        """Answer requests with `concurrency` in flight. Further requests are prepared meanwhile."""
         waiting: deque[Future[Reply]] = deque()
         remaining = iter(requests)
         asked: SimpleQueue[tuple[Request, Future[Reply]] | None] = SimpleQueue()
-        # The threads of a pool would keep a command that is interrupted from ending until the server answers.
+        # Threads of a pool would keep an interrupted command alive until the server answers.
         for _ in range(self._concurrency):
             Thread(target=self._work, args=(asked,), daemon=True).start()
         try:
@@ -130,7 +131,7 @@ class Server:
                 asked.put(None)
 
     def _work(self, asked: SimpleQueue[tuple[Request, Future[Reply]] | None]) -> None:
-        """Answer what is asked, one request after the other, until None or a failure."""
+        """Answer requests one by one, until None or a failure."""
         while (each := asked.get()) is not None:
             request, future = each
             try:
@@ -143,7 +144,7 @@ class Server:
         scored = request.answer_tokens == 0
         extra: dict[str, Any] = {"logprobs": ALTERNATIVES, "return_tokens_as_token_ids": True} if scored else {}
         if request.forced:
-            # `min_tokens` would not help: vLLM looks for end tokens first.
+            # `min_tokens` does not help: vLLM looks for end tokens first.
             arguments = {FORCED_TOKENS_ARGUMENT: request.forced}
             extra |= {"vllm_xargs": arguments, "ignore_eos": request.ignores_end, "return_token_ids": True}
         begin = time.perf_counter()
@@ -170,13 +171,13 @@ class Server:
 
 
 def connect(base_url: str, api_key: str) -> OpenAI:
-    """Return a client that waits long for an answer.
+    """Return a client with a long timeout.
 
     Raises:
-        ConfigurationError: if the address is none.
+        ConfigurationError: the address is invalid.
     """
     try:
-        # A proxy of the environment must not see local requests.
+        # The environment's proxy must not see local requests.
         local = urlsplit(base_url).hostname in _LOCAL_HOSTS
     except ValueError as error:
         raise ConfigurationError(f"base_url: got {base_url!r} ({error}), allowed: {_ADDRESS}") from None
@@ -189,10 +190,10 @@ def connect(base_url: str, api_key: str) -> OpenAI:
 
 
 def after_forced(request: Request, token_ids: list[int]) -> list[int]:
-    """Return what follows the forced tokens.
+    """Return the tokens after the forced ones.
 
     Raises:
-        EndpointError: if they were not forced.
+        EndpointError: the tokens were not forced.
     """
     count = len(request.forced)
     if token_ids and token_ids == request.forced[: len(token_ids)] and len(token_ids) < count:
@@ -209,7 +210,7 @@ def check_logprobs(request: Request, logprobs: list[float]) -> list[float]:
     """Return the log probabilities of the forced tokens.
 
     Raises:
-        EndpointError: if they are missing, or those of a distribution with nothing but the forced token.
+        EndpointError: they are missing, or their distribution contains only the forced token.
     """
     if request.answer_tokens == 0 and (len(logprobs) != len(request.forced) or not any(logprobs)):
         raise EndpointError("does not return the model's log probabilities; start it with --logprobs-mode raw_logprobs")
@@ -217,13 +218,13 @@ def check_logprobs(request: Request, logprobs: list[float]) -> list[float]:
 
 
 def _by_id(alternatives: Mapping[str, float]) -> dict[int, float]:
-    """Log probabilities by token id, of a server that writes tokens as `token_id:7`."""
+    """Return log probabilities by token id, from a server that writes tokens as `token_id:7`."""
     return {int(token.removeprefix(_TOKEN_ID)): value for token, value in alternatives.items()}
 
 
 def _reason(error: Exception) -> str:
     if not isinstance(error, OpenAIError):
-        return "not what OpenAI's interface answers"
+        return "not in the format of OpenAI's API"
     if isinstance(error, APIConnectionError):
         return first_line(error.__cause__ or error)
     if isinstance(error, APIStatusError):
@@ -235,6 +236,6 @@ def _reason(error: Exception) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the reason that an error gives, on one line."""
+    """Return the reason of an error, on one line."""
     text = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
     return next((line.strip() for line in text.splitlines() if line.strip()), type(error).__name__)

@@ -39,20 +39,20 @@ class Engine:
     """An engine of vLLM in this process."""
 
     def __init__(self, model: str, arguments: dict[str, Any], most_tokens: int, forcing: bool, batch: int) -> None:
-        """Start it.
+        """Start the engine.
 
         Args:
             model: folder or name.
             arguments: of `vllm.LLM`.
-            most_tokens: of the longest prompt and answer.
-            forcing: whether requests will have forced tokens.
-            batch: requests that are handed over together.
+            most_tokens: length of the longest prompt with its answer.
+            forcing: whether requests have forced tokens.
+            batch: requests per batch.
 
         Raises:
-            ConfigurationError: if the model is too short, or vLLM refuses the arguments.
-            EndpointError: if the engine does not start.
+            ConfigurationError: the model's context is too short, or vLLM refuses the arguments.
+            EndpointError: the engine does not start.
         """
-        # As the servers that other commands start; vLLM's CPU build would take nearly all memory.
+        # Same size as in the servers of other commands. vLLM's CPU build would take nearly all memory.
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
         defaults: dict[str, Any] = {"max_model_len": most_tokens}
         if forcing:
@@ -87,7 +87,7 @@ class Engine:
         self._batch = batch
 
     def complete(self, requests: Iterable[Request]) -> Iterator[Reply]:
-        """Answer one batch after the other; each takes the whole batch's time."""
+        """Answer one batch after the other. Each answer has the time of its whole batch."""
         remaining = iter(requests)
         while batch := list(islice(remaining, self._batch)):
             sampling = [
@@ -120,9 +120,9 @@ class Engine:
                 yield Reply(answer, check_logprobs(request, logprobs), seconds, predictions, shares)
 
     def close(self) -> None:
-        """Ends the engine's processes. Left to the end of the interpreter, it waits for them for ever on a GPU."""
+        """End the engine's processes. At interpreter exit, vLLM waits for them forever on a GPU."""
         self._llm.llm_engine.engine_core.shutdown()
 
     def _counted(self) -> list[Totals]:
-        """What the kernels of each worker have counted until now; empty where nothing is counted."""
+        """Return the kernel counts of each worker; empty if nothing is counted."""
         return self._llm.collective_rpc(COUNT_METHOD) if self._counts else []

@@ -1,4 +1,4 @@
-"""How far two runs over the same text are from each other, token by token: what perplexity and answers do not show."""
+"""Distance of two runs over the same text, token by token. Perplexity and answers do not show it."""
 
 from __future__ import annotations
 
@@ -6,23 +6,23 @@ import math
 from collections.abc import Mapping, Sequence
 
 ALTERNATIVES = 20
-"""Tokens whose log probabilities are asked for at each position: the most that vLLM gives unless told otherwise."""
+"""Log probabilities requested per position: vLLM's default maximum."""
 _LEAST = math.log(1e-3)
-"""Log probability below which an alternative is not kept: all of them together would not change a share."""
+"""Alternatives with a lower log probability are not kept: together they would not change a share."""
 _LEFT = 1e-6
-"""Probability that a list leaves for other tokens at least: its values are rounded."""
+"""Minimum probability for tokens outside a list, because its values are rounded."""
 Prediction = Mapping[int, float]
 """Log probabilities of the likeliest next tokens at one position, by token id."""
 
 
 def keep_likely(prediction: Prediction) -> dict[int, float]:
-    """Return the alternatives of a position that are worth a place in a file, the likeliest one always."""
+    """Return the alternatives worth storing, always including the likeliest one."""
     best = max(prediction, key=prediction.__getitem__)
     return {token: round(value, 4) for token, value in prediction.items() if value > _LEAST or token == best}
 
 
 def agreement(first: Sequence[Prediction], second: Sequence[Prediction]) -> float:
-    """Return the share of positions at which both runs have the same most likely next token."""
+    """Return the share of positions where both runs have the same likeliest next token."""
     same = [_best(one) == _best(other) for one, other in zip(first, second, strict=True)]
     return sum(same) / len(same)
 
@@ -32,8 +32,8 @@ def overlap(first: Sequence[Prediction], second: Sequence[Prediction]) -> float:
 
         sum over tokens t of  min(p_t, q_t)  =  1 - total variation of p and q
 
-    That is also the rate at which one run would accept tokens that the other has sampled as drafts. It is an
-    approximation, see `_completed`.
+    This equals the rate at which one run accepts tokens that the other samples as drafts. It is an approximation, see
+    `_completed`.
     """
     shared = [
         sum(map(min, *_completed(one, other))) for one, other in zip(first, second, strict=True)
@@ -58,9 +58,9 @@ def divergence(first: Sequence[Prediction], second: Sequence[Prediction]) -> flo
 def _completed(one: Prediction, other: Prediction) -> tuple[list[float], list[float]]:
     """Return both distributions over the same outcomes: each token that either run lists, and all others as one.
 
-    A file lists the likeliest tokens alone. The probability that a list leaves is shared equally by the tokens that
-    only the other run lists and by the rest. None of these tokens gets more than an unlisted token can have: the
-    probability of the 20th, or 0.001.
+    A file lists only the likeliest tokens. The remaining probability of a list is shared equally by the tokens that
+    only the other run lists and by the rest. Each of these tokens gets at most the largest probability of an unlisted
+    token: that of the 20th, or 0.001.
     """
     tokens = sorted({*one, *other})
 
@@ -79,5 +79,5 @@ def _completed(one: Prediction, other: Prediction) -> tuple[list[float], list[fl
 
 
 def _best(prediction: Prediction) -> int:
-    # Of equally likely tokens the lowest, whatever the order in which they came.
+    # Ties go to the lowest token id, independent of the order.
     return min(prediction, key=lambda token: (-prediction[token], token))

@@ -1,4 +1,4 @@
-"""What is asked: prompts in a model's own tokens, cut where the question begins, and how to score the answers."""
+"""Items: prompts in a model's tokens, cut before the question, and the scoring of the answers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 from vllm_sparse_plugin.errors import ConfigurationError
 
 PERPLEXITY = "perplexity"
-"""The task of text to score."""
+"""The task that scores text."""
 COMPLETION = "completion"
-"""The task of prompts whose completions are known."""
+"""The task of prompts with known completions."""
 TEXT_TASKS = (PERPLEXITY, COMPLETION)
-"""Tasks that score given tokens: nothing is answered, and their metric is `NLL`."""
+"""Tasks that score given tokens by the metric `NLL`. The model does not answer freely."""
 NLL = "nll"
-"""A metric that is no score: mean negative log likelihood of a token in nats; `exp` of its mean is the perplexity."""
+"""Not a score: mean negative log likelihood of a token in nats. `exp` of its mean is the perplexity."""
 
 
 @dataclass(frozen=True)
@@ -27,39 +27,39 @@ class Item:
     """One prompt and how its answer is scored."""
 
     id: str
-    """Task, context and number, the same in every run that asks it."""
+    """Task, context and number; identical in every run."""
     task: str
     context_tokens: int
-    """Tokens that prompt and answer together fill at most."""
+    """Maximum tokens of prompt and answer together."""
     context: list[int]
     """Token ids up to the question."""
     question: list[int]
     """Token ids from the question on; for perplexity the text to score."""
     answers: tuple[str, ...]
     answer_tokens: int
-    """Room for the answer; 0 for perplexity."""
+    """Maximum tokens of the answer; 0 for perplexity."""
     metric: str
     """Name in `metrics.METRICS`, or `NLL`."""
     classes: tuple[str, ...] = ()
-    """For classification: the labels to choose from."""
+    """For classification: all labels."""
 
     @property
     def digest(self) -> str:
-        """Sixteen hexadecimal digits that differ where prompts or answers do."""
+        """Return 16 hexadecimal digits that identify the prompt and the answers."""
         parts = [array("q", self.context + self.question).tobytes(), *(answer.encode() for answer in self.answers)]
         return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class PlannedItem:
-    """An item that is not built before it is asked."""
+    """An item that is built only when it is asked."""
 
     id: str
     build: Callable[[], Item]
 
 
 class Prompter:
-    """Turns texts into prompts: with the special tokens of the model, and in its chat template if asked to."""
+    """Turns texts into prompts with the model's special tokens and, if enabled, its chat template."""
 
     def __init__(self, tokenizer: Any, chat: bool = False, end_tokens: Collection[int] = ()) -> None:
         """Take a transformers tokenizer.
@@ -67,29 +67,29 @@ class Prompter:
         Args:
             tokenizer: of the model.
             chat: whether to use its chat template.
-            end_tokens: ids at which the model ends an answer, besides that of the tokenizer.
+            end_tokens: ids that end an answer, besides the tokenizer's.
 
         Raises:
-            ConfigurationError: if a chat template is asked for and there is none.
+            ConfigurationError: `chat` is set and the tokenizer has no chat template.
         """
         if chat and not tokenizer.chat_template:
             raise ConfigurationError("chat: got a tokenizer without a chat template, allowed: one with a template")
         self._tokenizer = tokenizer
         self._chat = chat
         self.end_tokens = frozenset({*end_tokens, tokenizer.eos_token_id} - {None})
-        """Ids at which the model ends an answer."""
+        """Ids that end an answer."""
 
     @property
     def begin(self) -> list[int]:
-        """The ids that begin every text: the model's `bos`, if its tokenizer adds it."""
+        """The ids at the start of every text: the model's `bos`, if its tokenizer adds it."""
         return [token for token in self._tokenizer.encode("")[:1] if token == self._tokenizer.bos_token_id]
 
     def encode(self, text: str, prefix: str = "") -> list[int]:
-        """Return the ids of a whole prompt; `prefix` begins the model's answer."""
+        """Return the ids of a whole prompt. The model's answer begins with `prefix`."""
         return self._encode(self._render(text) + prefix)
 
     def encode_plain(self, text: str) -> list[int]:
-        """Return the ids of a stretch of text, without special tokens or template."""
+        """Return the ids of a text without special tokens or template."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: list[int]) -> str:
@@ -97,12 +97,12 @@ class Prompter:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def split(self, context: str, question: str, prefix: str = "") -> tuple[list[int], list[int]]:
-        """Return the ids before and from the question, together exactly those of the whole prompt.
+        """Return the ids before the question and from the question on. Together they are the whole prompt.
 
-        A token that holds the end of the context and the beginning of the question belongs to the question.
+        A token that spans the end of the context and the beginning of the question belongs to the question.
 
         Raises:
-            ConfigurationError: if the chat template does not keep the question's text.
+            ConfigurationError: the chat template changes the text of the question.
         """
         whole = self._render(context + question) + prefix
         begin = whole.rfind(question.rstrip()) if self._chat else len(context)
@@ -119,5 +119,5 @@ class Prompter:
         return str(self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True))
 
     def _encode(self, text: str) -> list[int]:
-        # A chat template writes the special tokens itself.
+        # A chat template adds the special tokens.
         return list(self._tokenizer.encode(text, add_special_tokens=not self._chat))

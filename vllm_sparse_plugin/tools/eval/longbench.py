@@ -1,8 +1,8 @@
-"""LongBench (arXiv 2308.14508) and LongBench-Pro (arXiv 2601.02872) from files that the user has.
+"""LongBench (arXiv 2308.14508) and LongBench-Pro (arXiv 2601.02872), from the user's files.
 
-Files may hold records of other benchmarks, too, see `benchmarks`. Each record becomes one item. The prompts are short
-ones of our own, unless the user has LongBench's own file of prompts; metrics and room for answers are the benchmarks'.
-What is too long is cut in the middle, as both do.
+Files may also hold records of other benchmarks, see `benchmarks`. Each record becomes one item. The prompts are short
+and written for this plugin, unless the user gives LongBench's file of prompts. Metrics and answer lengths are those of
+the benchmarks. Long texts are cut in the middle, as in both benchmarks.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _PRO_METRICS = {
     "T8.3": "line_recall", "T9.1": "line_f1", "T9.2": "line_f1", "T10.1": "line_recall", "T10.2": "line_recall",
     "T11.1": "line_accuracy", "T11.2": "line_accuracy",
 }  # fmt: skip
-"""By the number of the secondary task. Half of the official score of T4 is the similarity of embeddings, left out."""
+"""By number of the secondary task. T4 lacks half of its official score, the similarity of embeddings."""
 
 
 class _Record(BaseModel):
@@ -105,7 +105,7 @@ class _Record(BaseModel):
         return self.dataset.removesuffix("_e")
 
     def asked(self, prompts: dict[str, str]) -> Asked:
-        """Returns what the record asks, by the prompt that the user has for it or by ours."""
+        """Return the question of the record, with the user's prompt or the built-in one."""
         dataset = _DATASETS[self.task]
         head, _, tail = prompts.get(self.task, dataset.prompt).partition("{context}")
         before, after = head.format(input=self.input), tail.format(input=self.input)
@@ -128,7 +128,7 @@ class _ProRecord(BaseModel):
         return self.secondary_task.partition(" ")[0]
 
     def asked(self) -> Asked:
-        """Returns what the record asks."""
+        """Return the question of the record."""
         metric = _PRO_METRICS[self.task]
         if metric == "summary_rouge_l" and self.language == "Chinese":
             metric = "summary_rouge_l_zh"
@@ -140,10 +140,10 @@ _AnyRecord = _Record | _ProRecord | InfiniteRecord | MileRecord | VideoRecord
 
 
 def read_prompts(path: Path) -> dict[str, str]:
-    """Read LongBench's file of prompts: JSON of texts with `{context}` and, where needed, `{input}`, by data set.
+    """Read LongBench's file of prompts: JSON with one text per data set, with `{context}` and optionally `{input}`.
 
     Raises:
-        ConfigurationError: if the file is none.
+        ConfigurationError: the file is not in this format.
     """
     allowed = "JSON of prompts with {context} by data set"
     try:
@@ -160,10 +160,10 @@ def read_prompts(path: Path) -> dict[str, str]:
 def plan_file(
     path: Path, prompts: dict[str, str], prompter: Prompter, context_tokens: int, most: int | None
 ) -> list[PlannedItem]:
-    """Return an item for each of the first `most` records of a task in a file, of at most `context_tokens` tokens.
+    """Return an item of at most `context_tokens` tokens for each of the first `most` records of a task in a file.
 
     Raises:
-        ConfigurationError: if the file cannot be read or a record is none, with its number.
+        ConfigurationError: the file cannot be read, or a record is invalid; the message has its number.
     """
     planned: list[PlannedItem] = []
     taken: dict[str, int] = {}
@@ -192,7 +192,7 @@ def _build(name: str, record: _AnyRecord, prompts: dict[str, str], prompter: Pro
     limit = context_tokens - answer_tokens
 
     def cut(size: int) -> str:
-        # The middle goes, as in both benchmarks: the ends hold what matters most.
+        # The middle is cut, as in both benchmarks: the ends matter most.
         return text[: (size + 1) // 2] + text[len(text) - size // 2 :]
 
     def tokens(size: int) -> int:
@@ -245,7 +245,7 @@ def _records(path: Path) -> Iterator[_AnyRecord]:
 
 
 def _parse(path: Path) -> list[Any]:
-    """The records of a file of JSON lines, or of one JSON list."""
+    """Return the records of a file of JSON lines or of one JSON list."""
     text = read_text(path, "file", _ALLOWED)
     if text.lstrip().startswith("["):
         return list(parse_json(text, path, "file", _ALLOWED))

@@ -1,7 +1,7 @@
 """Scores of a completion between 0 and 1, as RULER, LongBench and LongBench-Pro define them.
 
-A metric takes the completion, the right answers and, for classification, all labels. Packages that few metrics need are
-imported by these: needles and RULER do without.
+A metric takes the completion, the right answers and, for classification, all labels. Packages for few metrics are
+imported in these metrics: needles and RULER do not need them.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ _ROUGE_RECURSION = 100_000
 
 
 def string_match_all(completion: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """RULER: share of the answers that occur in the completion, whatever their case."""
+    """RULER: share of the answers that occur in the completion, ignoring case."""
     return sum(answer.lower() in completion.lower() for answer in answers) / len(answers)
 
 
 def string_match_part(completion: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """RULER: whether any of the answers occurs in the completion, whatever its case."""
+    """RULER: whether any answer occurs in the completion, ignoring case."""
     return float(any(answer.lower() in completion.lower() for answer in answers))
 
 
 def exact_first_line(completion: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """Whether the first line is exactly the answer, as `vllm-sparse needles` counts."""
+    """Whether the first line equals the answer, as in `vllm-sparse needles`."""
     return float(needles.first_line(completion) in answers)
 
 
@@ -55,7 +55,7 @@ def rouge_l(completion: str, answer: str) -> float:
     from rouge import Rouge
 
     limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(_ROUGE_RECURSION)  # the package walks a sentence's subsequence by recursion
+    sys.setrecursionlimit(_ROUGE_RECURSION)  # the package recurses along the subsequence of a sentence
     try:
         return float(Rouge(metrics=["rouge-l"]).get_scores(completion, answer)[0]["rouge-l"]["f"])
     except ValueError:
@@ -65,12 +65,12 @@ def rouge_l(completion: str, answer: str) -> float:
 
 
 def rouge_l_zh(completion: str, answer: str) -> float:
-    """LongBench: the same over jieba's words."""
+    """LongBench: ROUGE-L over jieba's words."""
     return rouge_l(" ".join(_cut(completion)), " ".join(_cut(answer)))
 
 
 def number_share(completion: str, answer: str) -> float:
-    """LongBench's retrieval and count: share of the numbers in the completion that are the answer's."""
+    """LongBench's retrieval and count: share of the completion's numbers that equal the answer."""
     right, found = re.findall(r"\d+", answer)[:1], re.findall(r"\d+", completion)
     return sum([number] == right for number in found) / len(found) if found else 0.0
 
@@ -85,7 +85,7 @@ def code_similarity(completion: str, answer: str) -> float:
 
 
 def classification(completion: str, answers: Sequence[str], classes: Sequence[str]) -> float:
-    """LongBench: 1 / number of labels named, if the right one is; parts of the right one do not count as named."""
+    """LongBench: 1 / number of labels named, if the right one is named. Parts of the right label do not count."""
 
     def score(answer: str) -> float:
         named = [label for label in classes if label in completion and (label == answer or label not in answer)]
@@ -95,13 +95,13 @@ def classification(completion: str, answers: Sequence[str], classes: Sequence[st
 
 
 def choice_letter(completion: str, answers: Sequence[str], classes: Sequence[str]) -> float:
-    """Multiple choice: whether the first letter of a choice that stands by itself is the right one."""
+    """Multiple choice: whether the first standalone letter of a choice is the right one."""
     found = re.search(rf"\b[{''.join(classes)}]\b", completion)
     return float(found is not None and found[0] in answers)
 
 
 def word_error_rate(completion: str, answer: str) -> float:
-    """WER of a transcript: words to insert, delete or replace, over the words of the right one.
+    """WER of a transcript: words to insert, delete or replace, divided by the words of the reference.
 
     Words are compared without case and punctuation; the rate may exceed 1.
     """
@@ -112,15 +112,15 @@ def word_error_rate(completion: str, answer: str) -> float:
 
 
 def word_accuracy(completion: str, answer: str) -> float:
-    """Speech: 1 - WER, and 0 where that is negative."""
+    """Speech: 1 - WER, at least 0."""
     return max(0.0, 1 - word_error_rate(completion, answer))
 
 
 def entity_error_rate(completion: str, entities: Sequence[str]) -> float:
-    """Share of the entities, words in a row each, that a transcript lacks; one that is named twice must occur twice."""
+    """Share of the entities that a transcript lacks. An entity named twice must occur twice."""
     said = " ".join(["", *_spoken_words(completion), ""])
     wanted = Counter(" ".join(_spoken_words(entity)) for entity in entities)
-    # Neighbours share the space between them, so it must not be used up.
+    # Adjacent words share a space, so a match must not consume it.
     found = sum(min(count, len(re.findall(f"(?<= ){re.escape(each)}(?= )", said))) for each, count in wanted.items())
     return 1 - found / wanted.total()
 
@@ -131,7 +131,7 @@ def entity_accuracy(completion: str, answers: Sequence[str], classes: Sequence[s
 
 
 def line_accuracy(completion: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """LongBench-Pro's Accuracy: whether the first line of the answer is the right one."""
+    """LongBench-Pro's Accuracy: whether the first line of the answer is right."""
     return float(_answer_lines(completion)[0] == _normal(answers[0]))
 
 
@@ -142,13 +142,13 @@ def line_f1(completion: str, answers: Sequence[str], classes: Sequence[str] = ()
 
 
 def line_recall(completion: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """LongBench-Pro's SubEM: share of the right lines that are there."""
+    """LongBench-Pro's SubEM: share of the right lines that the answer contains."""
     found = _answer_lines(completion)
     return sum(_normal(answer) in found for answer in answers) / len(answers)
 
 
 def pairwise_accuracy(completion: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """LongBench-Pro: pairs of lines in the right order, of all pairs of the lines given."""
+    """LongBench-Pro: share of the pairs of given lines that are in the right order."""
     found = _answer_lines(completion)
     place = {line: i for i, line in enumerate(found)}
     ordered = sum(
@@ -160,7 +160,7 @@ def pairwise_accuracy(completion: str, answers: Sequence[str], classes: Sequence
 
 
 def ndcg(completion: str, answers: Sequence[str], classes: Sequence[str] = ()) -> float:
-    """LongBench-Pro: NDCG of the ranked lines, at as many as there are answers."""
+    """LongBench-Pro: NDCG of the ranked lines, cut at the number of answers."""
     import pytrec_eval
 
     depth = len(answers)
@@ -172,12 +172,12 @@ def ndcg(completion: str, answers: Sequence[str], classes: Sequence[str] = ()) -
 
 
 def _best(score: Callable[[str, str], float]) -> Metric:
-    """The best score over the answers."""
+    """Return a metric that takes the best score over the answers."""
     return lambda completion, answers, classes: max(score(completion, answer) for answer in answers)
 
 
 def _of_first_line(metric: Metric) -> Metric:
-    """LongBench's few-shot tasks count the first line only: models go on with the next example."""
+    """LongBench's few-shot tasks score only the first line: models continue with the next example."""
     return lambda completion, answers, classes: metric(completion.lstrip("\n").split("\n")[0], answers, classes)
 
 
@@ -197,7 +197,7 @@ def _spoken_words(text: str) -> list[str]:
 
 
 def _cut(text: str) -> list[str]:
-    # Imported late: it warns on Python 3.12, and few need it.
+    # Imported here: it warns on Python 3.12, and few metrics need it.
     import jieba
 
     jieba.setLogLevel(logging.WARNING)
@@ -242,7 +242,7 @@ METRICS: dict[str, Metric] = {
     "summary_rouge_l": _best(_normalised(rouge_l)),
     "summary_rouge_l_zh": _best(_normalised(rouge_l_zh)),
 }
-"""By the names that items and result files use."""
+"""By the names in items and result files."""
 
 
 def score(item: Item, completion: str) -> float:

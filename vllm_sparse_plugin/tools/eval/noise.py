@@ -1,8 +1,8 @@
-"""What settings keep of dense attention, beside what dense attention keeps of itself.
+"""Loss of settings against dense attention, beside the noise of dense attention.
 
-Dense attention in 16 bits does not repeat itself: another batch, another chunk of the prefill or another kernel adds
-the same numbers in another order. A second run of dense attention, in other batches, measures this noise. The excess is
-what a setting loses beyond it.
+Dense attention in 16 bits is not reproducible: another batch, prefill chunk or kernel adds the same numbers in another
+order. A second run of dense attention in other batches measures this noise. The excess is the loss of a setting beyond
+the noise.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from vllm_sparse_plugin.tools.eval.results import Result
 from vllm_sparse_plugin.tools.eval.statistics import Estimate, estimate_amount, estimate_excess, estimate_mean
 
 _OTHER_CHUNK, _OTHER_REQUESTS = 480, 5
-"""Tokens of a step and requests at a time of runs in other batches: no power of two, and no multiple of usual ones."""
+"""Tokens of a step and concurrency of runs in other batches: unlike powers of two and the usual multiples."""
 _SLOTS = 16
-"""Requests of such an engine at most; vLLM takes no more of them than tokens of a step."""
+"""Maximum requests of such an engine. vLLM does not accept more requests than tokens of a step."""
 
 
 class Measure(NamedTuple):
@@ -27,9 +27,9 @@ class Measure(NamedTuple):
 
     heading: str
     of: Callable[[Result, Result], float]
-    """Takes the result of dense attention and another one of the same text."""
+    """Takes the result of dense attention and another result of the same text."""
     is_share: bool = True
-    """Whether it is what is kept, 1 being everything; else a loss in nats, 0 being none."""
+    """True for a kept share: 1 means no loss. False for a loss in nats: 0 means no loss."""
 
 
 MEASURES: Mapping[str, Measure] = {
@@ -50,18 +50,18 @@ MEASURES: Mapping[str, Measure] = {
 }  # fmt: skip
 """By name."""
 SHARES = tuple(name for name, measure in MEASURES.items() if measure.is_share)
-"""Measures that settings can be chosen by."""
+"""Measures that `tune` can choose settings by."""
 
 
 @dataclass(frozen=True)
 class Beside:
-    """One measure of a run beside dense attention, with intervals of 95 % over texts."""
+    """One measure of a run compared with dense attention, with 95 % intervals over texts."""
 
     found: Estimate
     own: Estimate | None
-    """Of dense attention beside itself; None where that was not measured."""
+    """Dense attention compared with itself; None if not measured."""
     excess: Estimate | None
-    """How much more is lost than by dense attention itself, paired; below 0 where less is."""
+    """Paired loss beyond that of dense attention with itself; negative if smaller."""
 
 
 def beside(name: str, dense: Sequence[Result], other: Sequence[Result], again: Sequence[Result] | None) -> Beside:
@@ -70,8 +70,8 @@ def beside(name: str, dense: Sequence[Result], other: Sequence[Result], again: S
     Args:
         name: one of `MEASURES`.
         dense: results of dense attention.
-        other: those of the run to judge, of the same texts in the same order.
-        again: those of dense attention in other batches; None if there are none.
+        other: results of the run to judge, same texts in the same order.
+        again: results of dense attention in other batches; None without such a run.
     """
     measure = MEASURES[name]
     least = max(min(len(result.predictions) for result in (*dense, *other)), 2)
@@ -94,14 +94,14 @@ def beside(name: str, dense: Sequence[Result], other: Sequence[Result], again: S
 
 
 def in_other_batches(arguments: Mapping[str, Any], concurrency: int) -> tuple[dict[str, Any], int]:
-    """Return arguments of an engine, and requests at a time, under which its sums run in another order.
+    """Return arguments of an engine and a concurrency that change the order of sums.
 
-    On a CPU and on a GPU another chunk of the prefill changes the shapes of all matrix products, and so the bits of all
-    keys and values. More requests at a time do the same for decode steps.
+    Another prefill chunk changes the shapes of all matrix products, and so the bits of all keys and values, on a CPU
+    and on a GPU. Another concurrency does the same for decode steps.
 
     Args:
-        arguments: of `vllm.LLM`, as for the first run.
-        concurrency: requests at a time of the first run.
+        arguments: of `vllm.LLM`, as in the first run.
+        concurrency: of the first run.
     """
     chunk = _OTHER_CHUNK if arguments.get("max_num_batched_tokens") != _OTHER_CHUNK else _OTHER_CHUNK - 128
     given = arguments.get("max_num_seqs")

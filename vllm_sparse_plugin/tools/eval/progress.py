@@ -1,4 +1,4 @@
-"""Says how far a long piece of work is: a bar on a terminal, and elsewhere a line every few seconds."""
+"""Shows the progress of long work: a bar on a terminal, otherwise a line every few seconds."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 LINE_SECONDS = 15.0
-"""Time between two lines where there is no terminal."""
+"""Seconds between two lines without a terminal."""
 
 
 @contextmanager
 def show_progress(console: Console, title: str, total: int | None = None) -> Iterator[Callable[[str], None]]:
-    """Show work from here to the end of the block.
+    """Show progress until the end of the block.
 
     Args:
-        console: where to.
-        title: what is being done.
-        total: number of steps, if they can be counted.
+        console: the output.
+        title: the work.
+        total: number of steps, if known.
 
     Yields:
-        What to call after each step, with a text that takes the place of the title.
+        A function to call after each step. Its text replaces the title.
     """
     if not console.is_terminal:
         with _Lines(console, title, total) as lines:
@@ -38,7 +38,7 @@ def show_progress(console: Console, title: str, total: int | None = None) -> Ite
 
 
 class _Lines:
-    """Prints the title, and then from a thread of its own how far the work is."""
+    """Prints the title, then progress from a thread."""
 
     def __init__(self, console: Console, title: str, total: int | None) -> None:
         self._console, self._text, self._total = console, title, total

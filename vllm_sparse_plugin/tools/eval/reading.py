@@ -1,4 +1,4 @@
-"""What the decode steps of an engine in this process read, and what its KV cache keeps."""
+"""Shares that decode steps of an engine in this process read, and that its KV cache keeps."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _TOKENS_READ = READS[1].name
 
 
 class CountingWorker:
-    """What vLLM adds to its workers, so that an engine can be asked for what its kernels have counted."""
+    """A vLLM worker extension. It returns the counts of the worker's kernels."""
 
     def sparse_count_totals(self) -> dict[str, tuple[float, int]]:
-        """Sum and count of every metric that this worker's kernels count."""
+        """Return the sum and count of every metric that this worker's kernels count."""
         return count_totals()
 
 
 def resolve_arguments(arguments: Mapping[str, Any], trained: Mapping[str, Any] | None = None) -> ResolvedConfig | None:
-    """The configuration that arguments of `vllm.LLM` ask for; None for a backend that is not ours.
+    """Return the configuration in arguments of `vllm.LLM`; None for a backend of another package.
 
     Args:
         arguments: of `vllm.LLM`.
-        trained: the section that the model's config.json has, if any.
+        trained: the section in the model's config.json, if any.
 
     Raises:
         ConfigurationError: as `resolve`.
@@ -48,27 +48,27 @@ def resolve_arguments(arguments: Mapping[str, Any], trained: Mapping[str, Any] |
 
 @dataclass(frozen=True)
 class EngineShares:
-    """What the decode steps of an engine read and its cache keeps, over the layers of a model.
+    """Shares that the decode steps of an engine read and its cache keeps, over the layers of a model.
 
-    Kernels count what routing skips and where attention stops; lengths tell the rest, see `config.account`.
+    Kernels count skipped groups and stops. The rest follows from lengths, see `config.account`.
     """
 
     keys: ModelKeys
 
     @property
     def is_counted(self) -> bool:
-        """Whether the shares depend on what kernels count."""
+        """Whether the shares depend on kernel counts."""
         config = self.keys.config
         return config is not None and bool(config.routing or config.stop_rule or config.coverage)
 
     def of(self, prompt_tokens: int, decoded_tokens: int, before: Sequence[Totals], after: Sequence[Totals]) -> Shares:
-        """The shares of a request.
+        """Return the shares of a request.
 
         Args:
-            prompt_tokens: length of its prompt.
-            decoded_tokens: tokens that were decoded.
-            before: what each worker had counted before them; empty if nothing is counted.
-            after: the same after them.
+            prompt_tokens: length of the prompt.
+            decoded_tokens: number of decoded tokens.
+            before: counts of each worker before them; empty if nothing is counted.
+            after: counts of each worker after them.
         """
         skipped = _ratio(_SKIPPED, before, after)
         return self.keys.shares(
@@ -77,7 +77,7 @@ class EngineShares:
 
 
 def _ratio(name: str, before: Sequence[Totals], after: Sequence[Totals]) -> float | None:
-    """By how much a metric's sum has grown for each by which its count has; None where nothing was counted."""
+    """Return the growth of a metric's sum divided by that of its count; None if nothing was counted."""
 
     def grown(column: int) -> float:
         return sum(worker[name][column] for worker in after if name in worker) - sum(

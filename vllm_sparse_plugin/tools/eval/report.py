@@ -24,13 +24,13 @@ PLOT_SUFFIXES = (".png", ".svg")
 _ALL = "all"
 _COLUMNS = 4
 SHARES = {"keys read": "key_read_share", "keys kept": "key_kept_share", "bytes read": "kv_read_share"}
-"""Shares of a result, by the headings of their columns."""
+"""Shares of a result, by column heading."""
 Place = tuple[str, int]
 """A task and a context in tokens."""
 
 
 def estimates(results: Sequence[Result]) -> dict[Place, Estimate]:
-    """Estimate the mean of each task and context, and of all scores of a context where it has several tasks.
+    """Estimate the mean of each task and context, and of all scores of a context with several tasks.
 
     The values of perplexity are perplexities.
     """
@@ -44,10 +44,10 @@ def estimates(results: Sequence[Result]) -> dict[Place, Estimate]:
 
 
 def shared_items(first: ResultFile, second: ResultFile) -> list[str]:
-    """Items that both files have, in order.
+    """Return the items that both files have, in order.
 
     Raises:
-        ConfigurationError: if there are none, or one whose prompt or answer differs.
+        ConfigurationError: there are none, or a prompt or answer differs.
     """
     shared = [name for name in first.results if name in second.results]
     for name in shared:
@@ -65,7 +65,7 @@ def shared_items(first: ResultFile, second: ResultFile) -> list[str]:
 
 
 def differences(first: ResultFile, second: ResultFile) -> dict[Place, Difference]:
-    """Estimate how much larger the second's scores are on the items that both have.
+    """Estimate how much larger the second's scores are on the shared items.
 
     The values of perplexity are ratios of perplexities.
 
@@ -85,7 +85,7 @@ def differences(first: ResultFile, second: ResultFile) -> dict[Place, Difference
 
 
 def mean_shares(results: Sequence[Result], field: str) -> dict[Place, float]:
-    """Mean of a share, such as `kv_read_share`, of each task and context where every answer has it."""
+    """Return the mean of a share, such as `kv_read_share`, for each task and context where every answer has it."""
     shares: dict[Place, float] = {}
     for place, part in _places(results).items():
         known = [share for result in part if (share := getattr(result, field)) is not None]
@@ -97,11 +97,11 @@ def mean_shares(results: Sequence[Result], field: str) -> dict[Place, float]:
 def score_table(files: Sequence[ResultFile]) -> Table:
     """Return a row for each task and context, with the score and its interval in each file.
 
-    A file whose engine could tell has beside its score what was read and kept, of dense attention's.
+    Files from an engine in this process also get the shares read and kept, relative to dense attention.
     """
     found = [estimates(list(file.results.values())) for file in files]
     shares = [_known_shares(file) for file in files]
-    table = Table(Column("task", no_wrap=True), title="Mean scores and perplexities, with intervals of 95 %")
+    table = Table(Column("task", no_wrap=True), title="Mean scores and perplexities, with 95 % intervals")
     for heading in ("context", "items"):
         table.add_column(heading, justify="right")
     for file, of_file in zip(files, shares, strict=True):
@@ -121,20 +121,20 @@ def score_table(files: Sequence[ResultFile]) -> Table:
 
 
 def _known_shares(file: ResultFile) -> dict[str, dict[Place, float]]:
-    """What a file says of the keys and bytes that were read and kept, by the heading of its column."""
+    """Return the shares of keys and bytes that were read and kept, by column heading."""
     found = {heading: mean_shares(list(file.results.values()), field) for heading, field in SHARES.items()}
     return {heading: shares for heading, shares in found.items() if shares}
 
 
 def difference_table(first: ResultFile, second: ResultFile) -> Table:
-    """Return a row for each task and context that both files have, with the difference on the same items."""
+    """Return a row for each task and context in both files, with the difference on the same items."""
     found = differences(first, second)
     shared = [result for result in first.results.values() if result.id in second.results]
     before = estimates(shared)
     after = estimates([second.results[result.id] for result in shared])
     table = Table(
         Column("task", no_wrap=True),
-        title=f"{_heading(second)} beside {_heading(first)}, same items; intervals of 95 %; perplexity: the ratio",
+        title=f"{_heading(second)} compared with {_heading(first)}, same items; 95 % intervals; perplexity: the ratio",
     )
     for heading in ("context", "items", _heading(first), _heading(second), "difference", "p"):
         table.add_column(heading, justify="right")
@@ -150,17 +150,17 @@ def difference_table(first: ResultFile, second: ResultFile) -> Table:
 
 
 def fidelity_table(first: ResultFile, second: ResultFile, again: ResultFile | None = None) -> Table | None:
-    """Return how near the next tokens that two runs expect in the same text are, by context; None without such text.
+    """Return how close the next tokens of two runs are in the same text, by context; None without such text.
 
-    Each window of text is one sample: positions within a window depend on each other.
+    Each window of text is one sample, because positions in a window depend on each other.
 
     Args:
         first: a run, such as of dense attention.
         second: the run to judge.
-        again: the first one in other batches, to which the same texts are compared; None if there is none.
+        again: the first run in other batches, which measures the noise; None without such a run.
 
     Raises:
-        ConfigurationError: as `shared_items`, of the first run and its second one.
+        ConfigurationError: see `shared_items`.
     """
     held = [first, second] if again is None else [first, second, again]
     shared = shared_items(first, again) if again is not None else list(first.results)
@@ -170,7 +170,7 @@ def fidelity_table(first: ResultFile, second: ResultFile, again: ResultFile | No
         return None
     table = Table(
         Column("context", justify="right"), "of the next tokens",
-        title=f"Next tokens of {_heading(second)} beside {_heading(first)}, same text; intervals of 95 %",
+        title=f"Next tokens of {_heading(second)} compared with {_heading(first)}, same text; 95 % intervals",
     )  # fmt: skip
     for heading in ("windows", "positions", _heading(second), f"{first.label} with itself", "excess"):
         table.add_column(heading, justify="right")
@@ -189,10 +189,10 @@ def fidelity_table(first: ResultFile, second: ResultFile, again: ResultFile | No
 
 
 def plot_scores(files: Sequence[ResultFile], path: Path) -> None:
-    """Draw scores against context: a panel for each task, a line for each file, bars for the intervals.
+    """Draw scores against context: a panel per task, a line per file, error bars for the intervals.
 
     Raises:
-        ConfigurationError: if the picture cannot be written.
+        ConfigurationError: the plot cannot be written.
     """
     found = [(_heading(file), estimates(list(file.results.values()))) for file in files]
     places = _order([each for _, each in found])
@@ -221,7 +221,7 @@ def plot_differences(first: ResultFile, second: ResultFile, path: Path) -> None:
     """Draw the difference of each task and context with its interval.
 
     Raises:
-        ConfigurationError: as `differences`, or if the picture cannot be written.
+        ConfigurationError: see `differences`, or the plot cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -243,10 +243,10 @@ def plot_differences(first: ResultFile, second: ResultFile, path: Path) -> None:
 
 
 def check_plot(path: Path | None) -> None:
-    """Refuse a picture that could not be drawn, before anything is computed.
+    """Refuse a plot that cannot be written, before anything is computed.
 
     Raises:
-        ConfigurationError: for a name with another ending, and for a file that cannot be written.
+        ConfigurationError: the name has another ending, or the file cannot be written.
     """
     if path is None:
         return
@@ -256,7 +256,7 @@ def check_plot(path: Path | None) -> None:
 
 
 def _places(results: Sequence[Result]) -> dict[Place, list[Result]]:
-    """Results by task and context, and those of all tasks of a context with scores."""
+    """Return results by task and context, and those of all scored tasks of a context."""
     found: dict[Place, list[Result]] = {}
     for context in sorted({result.context_tokens for result in results}):
         here = [result for result in results if result.context_tokens == context]
@@ -269,7 +269,7 @@ def _places(results: Sequence[Result]) -> dict[Place, list[Result]]:
 
 
 def _order(found: Sequence[dict[Place, Estimate]]) -> list[Place]:
-    """The places of several files, by context, those of all tasks last."""
+    """Return the places of several files by context, those of all tasks last."""
     places = dict.fromkeys(place for each in found for place in each)
     return sorted(places, key=lambda place: (place[1], place[0] == _ALL))
 
@@ -297,10 +297,10 @@ def _bars(panel: Axes, found: list[tuple[float, Estimate]], color: str, label: s
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a picture.
+    """Write a plot.
 
     Raises:
-        ConfigurationError: if it cannot be written.
+        ConfigurationError: it cannot be written.
     """
     try:
         figure.savefig(path, dpi=150, bbox_inches="tight")

@@ -1,4 +1,4 @@
-"""Asking items, and the file of their results: JSON lines that a later run goes on with."""
+"""Asks items and writes their results as JSON lines, which a later run can continue."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vllm_sparse_plugin.tools.files import MOST_BYTES, read_text
 from vllm_sparse_plugin.tools.provenance import check_output
 
 DECODE_FROM = ("prompt", "question")
-"""Where decoding begins: after the whole prompt, or at the question, whose tokens are then forced."""
+"""Start of decoding: after the whole prompt, or at the question, whose tokens are then forced."""
 _ALLOWED = "a file of `vllm-sparse eval`"
 
 
@@ -39,9 +39,9 @@ class Result(BaseModel):
     prompt_tokens: int
     """Tokens of context and question."""
     forced_tokens: int
-    """How many of them were decoded one by one."""
+    """Number of these tokens that were decoded one by one."""
     digest: str
-    """Of the prompt and the right answers."""
+    """Digest of the prompt and the right answers."""
     answers: tuple[str, ...]
     completion: str
     metric: str
@@ -49,21 +49,21 @@ class Result(BaseModel):
     """From 0 to 1; for the metric `nll` the mean negative log likelihood of the forced tokens in nats."""
     seconds: float
     predictions: tuple[dict[int, float], ...] = ()
-    """For the metric `nll`: log probabilities of the likeliest tokens at each forced one, by token id."""
+    """For the metric `nll`: log probabilities of the likeliest tokens at each forced token, by token id."""
     kv_read_share: float | None = None
     """Bytes that the decode steps read, over those of dense attention to the whole context: keys, values and page
-    statistics of all layers and KV heads. This and the shares below are there where the endpoint can tell."""
+    statistics of all layers and KV heads. This share and those below are present if the endpoint can measure them."""
     key_read_share: float | None = None
     """Keys that the decode steps read, over those of the whole context; see `config.account`."""
     key_kept_share: float | None = None
-    """Keys that the cache keeps meanwhile, over those of the whole context."""
+    """Keys that the cache keeps during decoding, over those of the whole context."""
     memory_share: float | None = None
-    """Bytes of the cache meanwhile, page statistics included, over those of dense attention."""
+    """Bytes that the cache keeps during decoding, page statistics included, over those of dense attention."""
 
 
 @dataclass(frozen=True)
 class ResultFile:
-    """What a file holds."""
+    """Contents of a result file."""
 
     path: Path
     settings: dict[str, Any]
@@ -72,7 +72,7 @@ class ResultFile:
 
     @property
     def label(self) -> str:
-        """What the run was called."""
+        """Name of the run."""
         return str(self.settings["label"])
 
 
@@ -85,13 +85,13 @@ def ask(
     console: Console,
     title: str,
 ) -> Iterator[Result]:
-    """Ask items in order, show how far it is, and yield their results.
+    """Ask items in order, show progress, and yield their results.
 
-    Text for perplexity is always decoded: prefill is dense whatever the backend.
+    Text for perplexity is always decoded, because prefill is dense with most backends.
 
     Raises:
-        EndpointError: if the endpoint fails.
-        ConfigurationError: if an item cannot be built.
+        EndpointError: the endpoint fails.
+        ConfigurationError: an item cannot be built.
     """
     asked: deque[tuple[Item, Request]] = deque()
 
@@ -100,7 +100,7 @@ def ask(
             item = each.build()
             forced = item.question if decode_from == "question" or item.metric == NLL else []
             prompt = item.context if forced else item.context + item.question
-            # vLLM ends a request at a forced end token, too. Where nothing else follows, all of them are forced.
+            # vLLM also ends a request at a forced end token. If nothing follows the forced tokens, all are forced.
             ignores_end = bool(forced) and (item.answer_tokens == 0 or not prompter.end_tokens.isdisjoint(forced))
             asked.append((item, Request(prompt, forced, item.answer_tokens, ignores_end)))
             yield asked[-1][1]
@@ -140,7 +140,7 @@ def ask(
 
 
 def _shares(shares: Shares | None) -> dict[str, float]:
-    """Fields of a result for what was read and kept."""
+    """Return the fields of a result for the shares read and kept."""
     if shares is None:
         return {}
     found = {
@@ -153,14 +153,14 @@ def _shares(shares: Shares | None) -> dict[str, float]:
 
 
 def check_results(path: Path, settings: dict[str, Any]) -> ResultFile:
-    """Return what a file holds already, nothing if there is none; a line that a run left half written is dropped.
+    """Return the results in a file, empty without a file. An incomplete last line is dropped.
 
     Args:
         path: of the file.
-        settings: everything that results depend on.
+        settings: everything that determines the results.
 
     Raises:
-        ConfigurationError: if the file was made with other settings, is no such file or cannot be written.
+        ConfigurationError: the file has other settings or another format, or cannot be written.
     """
     settings = json.loads(json.dumps(settings))
     check_output(path, "output")
@@ -190,10 +190,10 @@ def check_results(path: Path, settings: dict[str, Any]) -> ResultFile:
 
 
 def read_results(path: Path) -> ResultFile:
-    """Read a file of results, of one run or of several that went on with it.
+    """Read a result file of one run, or of several runs that continued it.
 
     Raises:
-        ConfigurationError: if it is none.
+        ConfigurationError: the file is not a result file.
     """
     return _parse(path, read_text(path, "results", _ALLOWED).encode())
 

@@ -1,8 +1,8 @@
-"""RULER's thirteen tasks (arXiv 2404.06654), as generators of our own in the words that needle-8m was trained on.
+"""Generators of RULER's thirteen tasks (arXiv 2404.06654), in the words that needle-8m was trained on.
 
-Sizes, counts, room for answers and scoring are RULER's; its haystack of essays is source code of the standard library
-here. A task is a function that draws what is random and returns how to write the prompt at any size, so that a prompt
-can be made as long as it may be.
+Sizes, counts, answer lengths and scoring are RULER's. The haystack is source code of the standard library instead of
+essays. A task draws its random parts and returns a function that writes the prompt at any size. This makes prompts as
+long as allowed.
 """
 
 from __future__ import annotations
@@ -39,33 +39,33 @@ class Draft:
     question: str
     answers: tuple[str, ...]
     prefix: str = _ANSWER
-    """Begins the model's answer."""
+    """Beginning of the model's answer."""
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """Everything random about a prompt."""
+    """The random parts of a prompt."""
 
     write: Callable[[int], Draft]
-    """The prompt at a size from 1 on, which is longer the larger the size."""
+    """Writes the prompt at a size of 1 or more. A larger size gives a longer prompt."""
     largest: int
 
 
 @dataclass(frozen=True)
 class Task:
-    """One of the thirteen."""
+    """One of the thirteen tasks."""
 
     draw: Callable[[random.Random, int, int], Drawn]
-    """Takes randomness, the size of the context in tokens, and which question of a file to ask."""
+    """Takes the random generator, the context in tokens, and the index of the question in a file."""
     answer_tokens: int
     metric: str = "string_match_all"
 
 
 def build_item(task: Task, name: str, prompter: Prompter, context_tokens: int, index: int, seed: int) -> Item:
-    """Return question `index` of a task, as long as prompt and answer together fit `context_tokens`.
+    """Return question `index` of a task, as long as prompt and answer fit in `context_tokens`.
 
     Raises:
-        ConfigurationError: if the context is too small for the task, or a file has too little text for it.
+        ConfigurationError: the context is too small for the task, or a file has too little text.
     """
     drawn = task.draw(random.Random(f"{seed} {name} {context_tokens} {index}"), context_tokens, index)
 
@@ -104,7 +104,7 @@ def _needles_in_text(
     asked: int = 1,
     values: str = "number",
 ) -> Drawn:
-    """Needles at random depths of a text; all values of some keys are asked for."""
+    """Needles at random depths of a text. The question asks for all values of some keys."""
     size = context_tokens * _CHARS_PER_TOKEN
     text = _noise(size) if noise else library_text(rng.randrange(1 << 30), size)
     needles = magic_needles(rng, keys, values=values, values_per_key=values_per_key)
@@ -123,7 +123,7 @@ def _needles_in_text(
 def _needles_only(
     rng: random.Random, context_tokens: int, _index: int, *, keys: str = "words", values: str = "number"
 ) -> Drawn:
-    """Nothing but needles, one of which is asked for."""
+    """Only needles. The question asks for one of them."""
     needles = magic_needles(rng, context_tokens // _FEWEST_TOKENS_PER_NEEDLE, keys, values)
     depth = rng.random()
 
@@ -136,7 +136,7 @@ def _needles_only(
 
 
 def _variable_tracking(rng: random.Random, context_tokens: int, _index: int) -> Drawn:
-    """A chain of assignments, spread over a text; all variables with the first one's value are asked for."""
+    """A chain of assignments spread over a text. The question asks for all variables with the first one's value."""
     size = context_tokens * _CHARS_PER_TOKEN
     text = _noise(size)
     variables = _distinct(rng, _variable, 2 * (_HOPS + 1))
@@ -152,7 +152,7 @@ def _variable_tracking(rng: random.Random, context_tokens: int, _index: int) -> 
 
 
 def _common_words(rng: random.Random, context_tokens: int, _index: int) -> Drawn:
-    """A numbered list of words, ten of which are ten times as common as the others."""
+    """A numbered list of words. Ten words are ten times as common as the others."""
     most = context_tokens // (_UNCOMMON_COUNT * _FEWEST_TOKENS_PER_WORD)
     words = _distinct(rng, made_up_word, 3 * _COMMON_WORDS + most)
     common, example, rare, uncommon = (words[i * _COMMON_WORDS :][: _COMMON_WORDS if i < 3 else None] for i in range(4))
@@ -168,7 +168,7 @@ def _common_words(rng: random.Random, context_tokens: int, _index: int) -> Drawn
 
 
 def _frequent_words(rng: random.Random, context_tokens: int, _index: int) -> Drawn:
-    """Coded words whose counts fall with the square of their rank; the first is noise, the next three are asked for."""
+    """Coded words whose counts fall with the square of their rank. The first is noise, the next three are asked for."""
     words = ["...", *_distinct(rng, made_up_word, context_tokens // _TOKENS_PER_CODED_WORD)]
     weights = [rank**-2 for rank in range(1, len(words) + 1)]
     order = rng.getrandbits(64)
@@ -188,7 +188,7 @@ class _Question:
     text: str
     answers: tuple[str, ...]
     documents: frozenset[int]
-    """The documents that answer it."""
+    """The documents that contain the answer."""
 
 
 def _file_question(
@@ -200,7 +200,7 @@ def _file_question(
     questions: list[_Question],
     documents: list[str],
 ) -> Drawn:
-    """A question of a file, with the documents that answer it among others."""
+    """A question of a file, with its documents among others."""
     if index >= len(questions):
         raise ConfigurationError(f"questions: got {index + 1}, allowed: the {len(questions)} of {option}")
     asked = questions[index]
@@ -211,7 +211,7 @@ def _file_question(
     order = rng.getrandbits(64)
 
     def write(size: int) -> Draft:
-        # The last one is cut, so that the prompt is as long as it may be.
+        # The last document is cut to fill the context.
         added = [other[: max(size - end + len(other), 0)] for other, end in zip(others, ends, strict=True)]
         shown = kept + [text for text in added if text]
         random.Random(order).shuffle(shown)
@@ -237,14 +237,14 @@ TASKS: dict[str, Task] = {
     "cwe": Task(_common_words, 120),
     "fwe": Task(_frequent_words, 50),
 }
-"""Those that need no file."""
+"""Tasks that need no file."""
 
 
 def squad_task(path: Path) -> Task:
     """Return `qa_1` over a file in SQuAD's format.
 
     Raises:
-        ConfigurationError: if the file is none.
+        ConfigurationError: the file has another format.
     """
 
     def parse(data: Any) -> tuple[list[_Question], list[str]]:
@@ -270,7 +270,7 @@ def hotpotqa_task(path: Path) -> Task:
     """Return `qa_2` over a file in HotpotQA's format.
 
     Raises:
-        ConfigurationError: if the file is none.
+        ConfigurationError: the file has another format.
     """
 
     def parse(data: Any) -> tuple[list[_Question], list[str]]:

@@ -1,4 +1,4 @@
-"""Intervals of 95 % for scores and for paired differences."""
+"""95 % intervals for scores and for paired differences."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _LEVEL = 0.95
 _RESAMPLES = 9999
 _SEED = 0
 _POSITIONS = 16
-"""Positions of a text that count as one independent answer where its score says nothing of how they depend on each
-other. It is a choice between the two ends: each by itself would promise too much, a whole text as one too little."""
+"""Positions of a text that count as one independent answer, if scores do not show how positions depend on each other.
+Counting each position would make the interval too narrow, counting the whole text too wide."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A mean with the interval that holds the true one with 95 % confidence."""
+    """A mean with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -35,20 +35,20 @@ class Difference:
     low: float
     high: float
     p_value: float
-    """Of a test that there is no difference."""
+    """p-value of a test for no difference."""
     count: int
 
 
 def estimate_mean(scores: Sequence[float], positions: int = 1) -> Estimate:
     """Estimate a mean: Wilson's interval where all scores are 0 or 1, else a bootstrap.
 
-    One score that is neither says nothing about its spread: the interval is everything. Nor do scores that are all
-    equal. Those that are shares of the positions of a text have Wilson's interval then, of as many answers as their
-    positions stand for (see `_POSITIONS`).
+    One score other than 0 and 1 has no known spread: the interval is unbounded. Equal scores do not show their spread
+    either. If such scores are shares of the positions of a text, they get Wilson's interval, with the positions
+    converted to independent answers (see `_POSITIONS`).
 
     Args:
-        scores: of items that are independent of each other.
-        positions: of which each score is a share, at least; 1 for scores that are none.
+        scores: of independent items.
+        positions: minimum number of positions behind each share; 1 for scores that are not shares.
     """
     count = len(scores)
     mean = sum(scores) / count
@@ -62,8 +62,8 @@ def estimate_mean(scores: Sequence[float], positions: int = 1) -> Estimate:
 def estimate_difference(first: Sequence[float], second: Sequence[float]) -> Difference:
     """Estimate the mean of `second - first` over the same items.
 
-    Where all scores are 0 or 1: Newcombe's interval for paired proportions (Statistics in Medicine 17, 1998, method
-    10) and McNemar's exact test. Else: a paired bootstrap and a permutation test of the signs.
+    If all scores are 0 or 1: Newcombe's interval for paired proportions (Statistics in Medicine 17, 1998, method 10)
+    and McNemar's exact test. Otherwise: a paired bootstrap and a permutation test of the signs.
     """
     differences = [after - before for before, after in zip(first, second, strict=True)]
     mean, count = sum(differences) / len(differences), len(differences)
@@ -84,20 +84,20 @@ def estimate_difference(first: Sequence[float], second: Sequence[float]) -> Diff
 
 
 def estimate_amount(values: Sequence[float]) -> Estimate:
-    """Estimate a mean of values that are no shares, such as nats."""
+    """Estimate a mean of values that are not shares, such as nats."""
     return Estimate(sum(values) / len(values), *_bootstrap(values), len(values))
 
 
 def estimate_excess(own: Sequence[float], kept: Sequence[float], positions: int) -> Estimate:
-    """Estimate how much more is lost than what the reference loses to itself: the mean of `own - kept`, paired.
+    """Estimate the loss beyond that of the reference with itself: the mean of `own - kept`, paired.
 
-    Where all of these differences are equal, as where every prompt is kept whole, a bootstrap would call that certain.
-    The interval is then that of the difference of two independent shares (Newcombe, Statistics in Medicine 17, 1998),
-    of as many answers as the positions stand for.
+    If all differences are equal, for example because nothing is lost, a bootstrap would report certainty. The interval
+    is then that of the difference of two independent shares (Newcombe, Statistics in Medicine 17, 1998), with the
+    positions converted to independent answers.
 
     Args:
-        own: of each text, the share of its positions that the reference keeps of itself.
-        kept: the share that is kept of the reference.
+        own: for each text, the share of positions that the reference keeps of itself.
+        kept: for each text, the share that the other run keeps of the reference.
         positions: of the shortest text.
     """
     differences = [before - after for before, after in zip(own, kept, strict=True)]
@@ -105,7 +105,7 @@ def estimate_excess(own: Sequence[float], kept: Sequence[float], positions: int)
     if count < 2 or max(differences) > min(differences):
         return estimate_amount(differences)
     mean, (of_own, of_kept) = differences[0], (sum(own) / count, sum(kept) / count)
-    # Shares of likelihood may be above 1.
+    # Shares of likelihood can exceed 1.
     bounds = [_wilson(min(share, 1.0), count * max(positions // _POSITIONS, 1)) for share in (of_own, of_kept)]
     (own_low, own_high), (kept_low, kept_high) = bounds
     low = math.hypot(of_own - own_low, kept_high - of_kept)
@@ -118,7 +118,7 @@ def _wilson(share: float, count: int) -> tuple[float, float]:
     squared = float(stats.norm.ppf((1 + _LEVEL) / 2)) ** 2
     middle = (share + squared / (2 * count)) / (1 + squared / count)
     reach = math.sqrt(squared * share * (1 - share) / count + (squared / (2 * count)) ** 2) / (1 + squared / count)
-    # Rounding must not leave the share itself out.
+    # Rounding must not exclude the share.
     return min(max(middle - reach, 0.0), share), max(min(middle + reach, 1.0), share)
 
 
@@ -127,7 +127,7 @@ def _all_binary(scores: Sequence[float]) -> bool:
 
 
 def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
-    """Percentiles, expanded as Student's t demands: a bootstrap of few values is too narrow otherwise.
+    """Bootstrap percentiles, expanded by Student's t: a bootstrap of few values is too narrow.
 
     Hesterberg, What Teachers Should Know About the Bootstrap, The American Statistician 69, 2015.
     """
@@ -147,7 +147,7 @@ def _bootstrap(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _newcombe(first: Sequence[float], second: Sequence[float]) -> tuple[float, float]:
-    """The interval of `second - first`: both Wilson intervals, combined with the correlation of the answers."""
+    """Return the interval of `second - first`: both Wilson intervals, combined with the correlation of the answers."""
     before, after = estimate_mean(first), estimate_mean(second)
     count = len(first)
     both = sum(a * b for a, b in zip(first, second, strict=True))

@@ -1,4 +1,4 @@
-"""Which items a run asks: generated tasks, files of benchmarks, and text for perplexity."""
+"""Plans the items of a run: generated tasks, benchmark files, and text for perplexity."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from vllm_sparse_plugin.tools.eval.items import COMPLETION, NLL, PERPLEXITY, Ite
 from vllm_sparse_plugin.tools.files import read_text
 
 FILE_OPTIONS = {"qa_1": "squad", "qa_2": "hotpotqa"}
-"""Tasks over a file of the user, and the option that names it."""
+"""Tasks that need a user's file, and the option for it."""
 GROUPS: dict[str, tuple[str, ...]] = {"ruler": (*ruler.TASKS, *FILE_OPTIONS), "needles": needles.TASKS}
-"""Names for several tasks."""
+"""Groups of tasks."""
 NAMES = (*(name for names in GROUPS.values() for name in names), *needles.STRESS_TASKS)
-"""Names for one."""
+"""Single tasks."""
 _FILE_TASKS = {"qa_1": ruler.squad_task, "qa_2": ruler.hotpotqa_task}
 
 
 def choose_tasks(chosen: Sequence[str], files: Mapping[str, Path]) -> tuple[list[str], list[str]]:
-    """Return the tasks that `chosen` names, and those of a group that are left out for want of a file.
+    """Return the chosen tasks, and the tasks of a group that are skipped because their file is missing.
 
     Args:
         chosen: names of tasks and groups.
         files: paths by option, see `FILE_OPTIONS`.
 
     Raises:
-        ConfigurationError: for an unknown name, or a task named by itself whose file is missing.
+        ConfigurationError: a name is unknown, or the file of a single named task is missing.
     """
     names: dict[str, None] = {}
     left_out: dict[str, None] = {}
@@ -55,10 +55,10 @@ def plan_tasks(
     count: int,
     seed: int,
 ) -> list[PlannedItem]:
-    """Return `count` items for each task and context, in that order of nesting: context, task, number.
+    """Return `count` items per task and context, ordered by context, task and number.
 
     Raises:
-        ConfigurationError: for a context below `needles.MIN_CONTEXT_TOKENS`, or a file that is none.
+        ConfigurationError: a context is below `needles.MIN_CONTEXT_TOKENS`, or a file has another format.
     """
     if names and min(contexts) < needles.MIN_CONTEXT_TOKENS:
         raise ConfigurationError(f"context: got {min(contexts)} tokens, allowed: {needles.MIN_CONTEXT_TOKENS} or more")
@@ -99,10 +99,10 @@ def needle_items(prompter: Prompter, task: str, context_tokens: int, count: int,
 def plan_perplexity(
     paths: Sequence[Path], prompter: Prompter, contexts: Sequence[int], count: int, scored_tokens: int
 ) -> list[PlannedItem]:
-    """Return `count` windows of each context's size over the files' text, see `plan_windows`.
+    """Return `count` windows per context over the text of the files, see `plan_windows`.
 
     Raises:
-        ConfigurationError: if a file cannot be read or there is too little text.
+        ConfigurationError: a file cannot be read, or the text is too short.
     """
     texts = [read_text(path, "text", "a file of text") for path in paths]
     return plan_windows("\n".join(texts), prompter, contexts, count, scored_tokens)
@@ -111,12 +111,12 @@ def plan_perplexity(
 def plan_windows(
     text: str, prompter: Prompter, contexts: Sequence[int], count: int, scored_tokens: int
 ) -> list[PlannedItem]:
-    """Return `count` windows of each context's size over a text, whose newest tokens are scored.
+    """Return `count` windows per context over a text. The newest tokens of each window are scored.
 
-    The scored tokens of two windows of a size do not overlap.
+    The scored tokens of two windows of one size do not overlap.
 
     Raises:
-        ConfigurationError: if there is too little text.
+        ConfigurationError: the text is too short.
     """
     tokens = prompter.encode_plain(text)
     begin = prompter.begin
@@ -141,19 +141,18 @@ def plan_windows(
 def plan_completions(
     entries: Sequence[Mapping[str, str]], prompter: Prompter, scored_tokens: int
 ) -> tuple[list[PlannedItem], int]:
-    """Return an item for each prompt, and the tokens of the longest with its completion.
+    """Return an item per prompt, and the length of the longest prompt with its completion.
 
-    Scored are at most the first `scored_tokens` tokens of a completion.
-
-    Of a prompt without a completion its own newest tokens are scored.
+    The first `scored_tokens` tokens of a completion are scored. Without a completion, the newest tokens of the prompt
+    are.
 
     Args:
-        entries: `name`, `prompt` and `completion`, which may be empty.
+        entries: `name`, `prompt` and `completion`; the completion may be empty.
         prompter: of the model's tokenizer.
-        scored_tokens: of each.
+        scored_tokens: maximum scored tokens per entry.
 
     Raises:
-        ConfigurationError: for a prompt that is too short to be cut.
+        ConfigurationError: a prompt is too short.
     """
     cut = []
     for entry in entries:

@@ -1,4 +1,4 @@
-"""What `vllm-sparse tune` measures of settings on given prompts, and how it chooses among them."""
+"""Measurements of `vllm-sparse tune` on given prompts, and the choice of settings."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from vllm_sparse_plugin.tools.eval.statistics import Estimate
 
 
 class Objective(NamedTuple):
-    """What is minimised."""
+    """A quantity to minimise."""
 
     heading: str
     share: Callable[[Candidate], float]
-    """Its share of dense attention's."""
+    """The quantity as a share of dense attention's."""
     keys: Callable[[Candidate], float]
-    """The share of the keys that has to be below 1 for a candidate to save anything."""
+    """The share of keys. A candidate saves something only if it is below 1."""
 
 
 OBJECTIVES: Mapping[str, Objective] = {
@@ -34,35 +34,34 @@ OBJECTIVES: Mapping[str, Objective] = {
 
 @dataclass(frozen=True)
 class Candidate:
-    """What some settings keep of dense attention, and what they read. Shares are means over prompts, of dense
-    attention's."""
+    """Loss and cost of some settings. Shares are means over prompts, relative to dense attention."""
 
     name: str
     measure: str
-    """One of `noise.SHARES`, by which candidates are chosen."""
+    """Measure that chooses candidates, one of `noise.SHARES`."""
     kept: Mapping[str, Beside]
     """By each of `noise.MEASURES`."""
     key_read_share: float
-    """Keys that decode steps read."""
+    """Share of keys that decode steps read."""
     key_kept_share: float
-    """Keys that the cache keeps."""
+    """Share of keys that the cache keeps."""
     kv_read_share: float
-    """Bytes that decode steps read."""
+    """Share of bytes that decode steps read."""
     memory_share: float
-    """Bytes of the cache."""
+    """Share of bytes that the cache keeps."""
     seconds: float
-    """Mean time of a prompt and its scored tokens."""
+    """Mean seconds for a prompt and its scored tokens."""
 
     @property
     def excess(self) -> Estimate:
-        """How much more is lost than by dense attention itself, by the measure that counts."""
+        """Loss beyond the noise of dense attention, by `measure`."""
         excess = self.kept[self.measure].excess
         assert excess is not None
         return excess
 
 
 def judge(name: str, measure: str, dense: ResultFile, again: ResultFile, sparse: ResultFile) -> Candidate:
-    """Return what settings keep on the prompts that dense attention was asked too.
+    """Compare settings with dense attention on the same prompts.
 
     Args:
         name: of the settings.
@@ -85,9 +84,9 @@ def judge(name: str, measure: str, dense: ResultFile, again: ResultFile, sparse:
 
 
 def choose(candidates: Sequence[Candidate], most_excess: float, objective: str) -> Candidate | None:
-    """Return the candidate with the least of what is minimised, of those whose mean excess is at most `most_excess`.
+    """Return the candidate with the least `objective` among those with a mean excess of at most `most_excess`.
 
-    None if there is none but those that leave nothing out.
+    None if only candidates that leave nothing out remain.
     """
     minimised = OBJECTIVES[objective]
     enough = [each for each in candidates if each.excess.value <= most_excess and minimised.keys(each) < 1]
@@ -95,14 +94,14 @@ def choose(candidates: Sequence[Candidate], most_excess: float, objective: str) 
 
 
 def frontier_table(candidates: Sequence[Candidate], chosen: Candidate | None, objective: str) -> Table:
-    """Return a row for each candidate, that with the least of what is minimised first."""
+    """Return a row per candidate, the least `objective` first."""
     minimised, measure = OBJECTIVES[objective], candidates[0].measure
     of_dense = {name: found.own for name, found in candidates[0].kept.items() if found.own is not None}
     own = of_dense[measure]
     table = Table(
         Column("settings", no_wrap=True),
-        title=f"Least {minimised.heading} first. Excess: {measure} lost beyond dense attention's own noise.\n"
-        f"Dense attention keeps {_interval(own)} of itself in other batches. Intervals of 95 %.",
+        title=f"Least {minimised.heading} first. Excess: {measure} lost beyond the noise of dense attention.\n"
+        f"Dense attention keeps {_interval(own)} of itself in other batches. 95 % intervals.",
     )  # fmt: skip
     amount = "bytes read" if objective == "bytes" else "memory"
     for heading in (measure, "excess", "more nats", "KL", "keys read", "keys kept", amount, "s a prompt", ""):
@@ -125,7 +124,7 @@ def plot_frontier(candidates: Sequence[Candidate], most_excess: float, objective
     """Draw the excess against what is minimised.
 
     Raises:
-        ConfigurationError: if the picture cannot be written.
+        ConfigurationError: the plot cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -145,7 +144,7 @@ def plot_frontier(candidates: Sequence[Candidate], most_excess: float, objective
     panel.axhline(100 * most_excess, color="black", linewidth=0.8, linestyle="--")
     panel.set_xscale("log")
     panel.set_xlabel(f"{minimised.heading}, % of dense attention")
-    panel.set_ylabel(f"{measure} lost beyond dense attention's noise, %")
+    panel.set_ylabel(f"{measure} lost beyond the noise of dense attention, %")
     panel.grid(alpha=0.3)
     save_figure(figure, path)
 
