@@ -1,1 +1,1 @@
-"""What measures, tunes and trains models: no server imports it."""
+"""Measures, tunes and trains models. No server imports this package."""

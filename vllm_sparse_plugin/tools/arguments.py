@@ -1,4 +1,4 @@
-"""What the command lines have in common."""
+"""Options and checks that several commands share."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from vllm_sparse_plugin.tools.files import read_json_lines
 from vllm_sparse_plugin.tools.models import folder_of, load_tokenizer, read_config, text_config
 
 NEEDLE_MODEL = Path(__file__).parents[2] / "models" / "needle-8m"
-"""The model that a checkout brings along and a wheel does not."""
+"""Model in a checkout. A wheel does not contain it."""
 
 
 def complete_backend(incomplete: str) -> list[str]:
-    """The names of our attention backends that begin so, for the shell's completion."""
+    """Return the plugin's attention backends that begin with `incomplete`, for shell completion."""
     return [name.lower() for name in BACKENDS if name.lower().startswith(incomplete.lower())]
 
 
@@ -30,31 +30,31 @@ AttentionBackend = Annotated[
 AttentionBackends = Annotated[
     list[str] | None,
     typer.Option(
-        help="Attention backend of ours, repeatable; unique if left out.",
+        help="Attention backend of the plugin, repeatable. Default: unique.",
         autocompletion=complete_backend,
     ),
 ]
-AdditionalConfig = Annotated[str, typer.Option(help="JSON, as given to vLLM's --additional-config.", metavar="JSON")]
+AdditionalConfig = Annotated[str, typer.Option(help="As for vLLM.", metavar="JSON")]
 ModelFolder = Annotated[
     Path | None,
     typer.Option(
-        help="Model folder, or name in Hugging Face's cache; models/needle-8m if left out, in a checkout.",
+        help="Model folder, or name in Hugging Face's cache. Default in a checkout: models/needle-8m.",
         metavar="PATH",
     ),
 ]
 Seed = Annotated[int, typer.Option(help="Seed of generated documents and questions.")]
-Device = Annotated[str | None, typer.Option(help="Torch device; the GPU if there is one.")]
+Device = Annotated[str | None, typer.Option(help="Torch device. Default: the GPU, or the CPU without a GPU.")]
 
 
 def find_preset(backend: str, backends: Iterable[str] = tuple(BACKENDS)) -> str:
-    """The preset of an attention backend of ours.
+    """Return the preset of an attention backend of the plugin.
 
     Args:
-        backend: its name, in any case.
+        backend: its name, in upper or lower case.
         backends: names that are allowed.
 
     Raises:
-        ConfigurationError: if it is none of them.
+        ConfigurationError: the name is not allowed.
     """
     if backend.upper() not in backends:
         allowed = choices(name.lower() for name in backends)
@@ -63,10 +63,10 @@ def find_preset(backend: str, backends: Iterable[str] = tuple(BACKENDS)) -> str:
 
 
 def find_model(folder: Path | None) -> Path:
-    """The folder of a model: that of a name in Hugging Face's cache, and needle-8m's if none is given in a checkout.
+    """Return the folder of a model, or of a name in Hugging Face's cache. Default in a checkout: needle-8m.
 
     Raises:
-        ConfigurationError: if none is given and needle-8m is not there.
+        ConfigurationError: no model is given and needle-8m is missing.
     """
     if folder is None and not NEEDLE_MODEL.is_dir():
         raise ConfigurationError("model: got none, allowed outside of a checkout: the folder of a model")
@@ -74,10 +74,10 @@ def find_model(folder: Path | None) -> Path:
 
 
 def open_tokenizer(folder: Path) -> Any:
-    """The tokenizer of a model, see `load_tokenizer`.
+    """Return the tokenizer of a model, see `load_tokenizer`.
 
     Raises:
-        ConfigurationError: if the folder has none.
+        ConfigurationError: the folder has no readable tokenizer.
     """
     try:
         return load_tokenizer(folder)
@@ -87,10 +87,10 @@ def open_tokenizer(folder: Path) -> Any:
 
 
 def find_device(name: str | None) -> str:
-    """Torch's name of a device: that of the GPU if none is given, or of the CPU where there is no GPU.
+    """Return torch's name of a device. Default: the GPU, or the CPU without a GPU.
 
     Raises:
-        ConfigurationError: if torch has no such device.
+        ConfigurationError: torch has no such device.
     """
     import torch
 
@@ -104,10 +104,10 @@ def find_device(name: str | None) -> str:
 
 
 def parse_additional_config(text: str, field: str = "additional_config") -> dict[str, Any]:
-    """The value of `--additional-config`, or of another option that takes a JSON object.
+    """Return the value of `--additional-config` or of another option with a JSON object.
 
     Raises:
-        ConfigurationError: names `field` if it is no such object.
+        ConfigurationError: the text is not a JSON object; the message names `field`.
     """
     try:
         value = json.loads(text)
@@ -119,10 +119,10 @@ def parse_additional_config(text: str, field: str = "additional_config") -> dict
 
 
 def model_limits(model: Path) -> tuple[int, int]:
-    """The longest context and the number of layers of a model folder.
+    """Return the longest context in tokens and the number of layers of a model folder.
 
     Raises:
-        ConfigurationError: if its config.json does not say.
+        ConfigurationError: config.json lacks a field.
     """
     try:
         config = text_config(read_config(model))
@@ -135,10 +135,10 @@ def model_limits(model: Path) -> tuple[int, int]:
 
 
 def read_prompts(path: Path, option: str = "prompts") -> list[dict[str, str]]:
-    """The lines of a file of prompts, as `name`, `prompt` and `completion`, which may be empty.
+    """Return the lines of a file of prompts as `name`, `prompt` and `completion`. The completion may be empty.
 
     Raises:
-        ConfigurationError: names `option`, and the line that is no such JSON object or why the file cannot be read.
+        ConfigurationError: a line is not such an object, or the file cannot be read; the message names `option`.
     """
     found = []
     for number, line, entry in read_json_lines(path, option):
@@ -146,7 +146,7 @@ def read_prompts(path: Path, option: str = "prompts") -> list[dict[str, str]]:
         if not all(isinstance(text, str) for text in texts) or not texts[0]:
             raise ConfigurationError(
                 f"{option}: got {line[:60]!r} in line {number}, allowed: a JSON object with the text `prompt` and "
-                "perhaps `completion`"
+                "an optional `completion`"
             )
         found.append({"name": f"line {number}", "prompt": texts[0], "completion": texts[1]})
     if not found:
@@ -155,5 +155,5 @@ def read_prompts(path: Path, option: str = "prompts") -> list[dict[str, str]]:
 
 
 def run_app(app: typer.Typer) -> None:
-    """Run a command line; bad input ends in one sentence and exit code 2, see `endings`."""
+    """Run a command line. Bad input ends in one sentence and exit code 2, see `endings`."""
     endings.run(app)

@@ -1,4 +1,4 @@
-"""Folders of caches: the user's, and one for compiled kernels where that cannot be written, as in containers."""
+"""Cache folders: the user's, and a temporary one for compiled kernels if no other is writable, as in containers."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from pathlib import Path
 from vllm_sparse_plugin.tools.files import can_be_made
 
 _NUMBA = "NUMBA_CACHE_DIR"
-"""Numba's environment variable; without a folder that it can write Numba refuses to compile."""
+"""Numba's environment variable. Numba refuses to compile without a writable folder."""
 
 
 def ensure_caches() -> None:
-    """Point Numba to a folder that is removed at the end, where neither the home nor the package can be written."""
+    """If neither the home nor the package is writable, point Numba to a folder that is removed at exit."""
     if _NUMBA in os.environ or _numba_has_a_folder():
         return
-    with suppress(OSError):  # without any folder there is nothing to point to
+    with suppress(OSError):  # without a writable folder, Numba stays unchanged
         folder = tempfile.mkdtemp(prefix="vllm-sparse-numba-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         os.environ[_NUMBA] = folder
 
 
 def user_cache() -> Path:
-    """Return the user's folder of caches."""
+    """Return the user's cache folder."""
     if given := os.environ.get("XDG_CACHE_HOME"):
         return Path(given)
     return Path("~/Library/Caches" if sys.platform == "darwin" else "~/.cache").expanduser()

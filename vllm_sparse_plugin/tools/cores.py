@@ -1,7 +1,7 @@
-"""Which cores vLLM's CPU build runs a model on.
+"""Cores that vLLM's CPU build runs a model on.
 
-Unless it is told otherwise, vLLM takes one hardware thread of each core of the first NUMA node and leaves the last core
-to its scheduler: half of a machine of two cores.
+By default, vLLM takes one hardware thread per core of the first NUMA node and leaves the last core to its scheduler:
+half of a machine with two cores.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 BIND = "VLLM_CPU_OMP_THREADS_BIND"
 """vLLM's environment variable: CPU numbers for the threads of each worker."""
 _FEW_CORES = 8
-"""From here on upwards one core more or less makes little difference."""
+"""From this number of cores on, one core makes little difference."""
 _SYSTEM = Path("/sys/devices/system")
 
 
 def is_cpu_build() -> bool:
-    """Return whether the installed vLLM is the build for CPUs."""
+    """Return whether the installed vLLM is the CPU build."""
     for name in ("vllm-cpu", "vllm"):
         with suppress(PackageNotFoundError):
             return name == "vllm-cpu" or version(name).endswith("+cpu")
@@ -27,18 +27,18 @@ def is_cpu_build() -> bool:
 
 
 def serve_command() -> str:
-    """Return the command that starts a server; the CPU build of vLLM has none of its own that works."""
+    """Return the command that starts a server. vLLM's CPU build has no working command."""
     return "vllm-sparse serve" if is_cpu_build() else "vllm serve"
 
 
 def bind_to_every_core(system: Path = _SYSTEM) -> dict[str, str]:
     """Return the variable that gives vLLM every core of this machine.
 
-    It is left out where the user has set it, where vLLM runs on a GPU, and where there are several NUMA nodes, one of
-    which vLLM chooses.
+    Empty if the user set the variable, if vLLM runs on a GPU, and with several NUMA nodes, because vLLM then chooses
+    one.
 
     Args:
-        system: folder in which Linux describes the machine.
+        system: folder where Linux describes the machine.
     """
     if BIND in os.environ or not is_cpu_build() or len(list(system.glob("node/node[0-9]*"))) > 1:
         return {}
@@ -46,7 +46,7 @@ def bind_to_every_core(system: Path = _SYSTEM) -> dict[str, str]:
 
 
 def core_left_free() -> str | None:
-    """Return a sentence for users of a small machine about the core that vLLM leaves free, if it does."""
+    """Return a sentence about the core that vLLM leaves free on a small machine; None if it leaves none."""
     cores = bind_to_every_core().get(BIND, "")
     count = len(cores.split(","))
     if not 1 < count <= _FEW_CORES:
@@ -55,7 +55,7 @@ def core_left_free() -> str | None:
 
 
 def _one_thread_per_core(system: Path) -> list[int]:
-    """Return the CPUs that this process may use, the first of each core."""
+    """Return the first CPU of each core that this process may use."""
     threads: dict[str, int] = {}
     for cpu in sorted(os.sched_getaffinity(0)):
         siblings = system / f"cpu/cpu{cpu}/topology/thread_siblings_list"

@@ -1,7 +1,7 @@
-"""How much memory vLLM's CPU build takes for the KV cache, where the user has not said.
+"""Default KV-cache memory of vLLM's CPU build.
 
-By itself it takes 92 % of all memory, whatever the model, and does not start where less is free. All of the cache is
-written when a server starts, so a large one makes the start slow.
+vLLM's default is 92 % of all memory for any model. It does not start if less is free. A server writes the whole cache
+at start, so a large cache makes the start slow.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm_sparse_plugin.tools.cores import is_cpu_build
 from vllm_sparse_plugin.tools.models import folder_of
 
 SPACE = "VLLM_CPU_KVCACHE_SPACE"
-"""vLLM's environment variable: GiB of KV cache of a worker. It overrides the options of `_OPTIONS`."""
+"""vLLM's environment variable: GiB of KV cache per worker. It overrides the options in `_OPTIONS`."""
 _OPTIONS = ("kv-cache-memory-bytes", "gpu-memory-utilization")
 _SHARE, _MOST_GIB = 4, 32
 _SYSTEM = Path("/sys/devices/system")
@@ -25,10 +25,10 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def choose_space(arguments: Sequence[str]) -> str | None:
-    """Set the variable for this process and return a sentence about it; without effect where the user has chosen.
+    """Set the variable for this process and return a sentence about it. Do nothing if the user has chosen a size.
 
-    It is a quarter of the memory that is free beside the model's weights, from 1 to 32 GiB. Weights whose size is
-    unknown count as half of the memory.
+    The size is a quarter of the memory that is free besides the model's weights, from 1 to 32 GiB. Weights of unknown
+    size count as half of the memory.
 
     Args:
         arguments: of `vllm serve`.
@@ -47,7 +47,7 @@ def choose_space(arguments: Sequence[str]) -> str | None:
 
 
 def available_memory() -> int | None:
-    """Return the bytes that this machine, or the container, can still give; None where it does not say."""
+    """Return the free bytes of this machine or container; None if unknown."""
     found = []
     with suppress(OSError, ValueError):
         match = re.search(r"^MemAvailable: +(\d+) kB", _MEMORY.read_text(encoding="utf-8"), re.MULTILINE)
@@ -59,7 +59,7 @@ def available_memory() -> int | None:
 
 
 def _is_chosen(arguments: Sequence[str]) -> bool:
-    """Return whether an option, or the file of `--config`, says how much memory to take."""
+    """Return whether an option or the file of `--config` sets the memory."""
     texts = [argument.replace("_", "-") for argument in arguments if argument.startswith("--")]
     with suppress(OSError, ValueError):
         if (config := value_of("config", arguments)) is not None:
@@ -68,7 +68,7 @@ def _is_chosen(arguments: Sequence[str]) -> bool:
 
 
 def value_of(option: str, arguments: Sequence[str]) -> str | None:
-    """Return the last value of an option of vLLM, given as `--option value` or `--option=value`; None without it."""
+    """Return the last value of a vLLM option, given as `--option value` or `--option=value`; None without it."""
     value = None
     for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
         name, equals, given = argument.partition("=")
@@ -78,7 +78,7 @@ def value_of(option: str, arguments: Sequence[str]) -> str | None:
 
 
 def _weights(arguments: Sequence[str]) -> int | None:
-    """Return the bytes of the model's weights, None where they are not on this machine."""
+    """Return the bytes of the model's weights; None if they are not on this machine."""
     named = value_of("model", arguments)
     if named is None and arguments and not arguments[0].startswith("-"):
         named = arguments[0]

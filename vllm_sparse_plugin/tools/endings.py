@@ -1,4 +1,4 @@
-"""How a command ends: one sentence on stderr and a documented exit code.
+"""End of a command: one sentence on stderr and a documented exit code.
 
 | code | meaning |
 |---|---|
@@ -9,7 +9,7 @@
 | 129, 130, 143 | ended by SIGHUP, Ctrl-C, SIGTERM |
 | 141 | the reader of a pipe is gone |
 
-Any other exception is a fault of the plugin and keeps its traceback.
+Any other exception is a bug in the plugin and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ BAD_INPUT, FAILED = 2, 3
 _CLOSED_PIPE = 128 + signal.SIGPIPE
 _SIGNALS = {signal.SIGINT: "Ctrl-C", signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP"}
 _REPEAT_SECONDS = 1.0
-"""A signal that comes so soon after another one does not interrupt what the first one has started."""
+"""A signal within this time of another does not interrupt what that one started."""
 UNWRITABLE = {
     errno.EACCES, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EMFILE, errno.ENOSPC, errno.EPERM, errno.EROFS,
 }  # fmt: skip
-"""Errors of a disk or of its permissions."""
+"""Errors of a disk or its permissions."""
 _WIDTH = 160
-"""Columns of tables where there is no terminal."""
+"""Columns of tables without a terminal."""
 _handlers: dict[signal.Signals, Any] = {}
-"""What handled signals before the command began."""
+"""Signal handlers from before the command."""
 _signals: list[float] = []
-"""When signals came since the command began, by `time.monotonic`."""
+"""Times of signals since the command began, by `time.monotonic`."""
 
 
 class ClosedPipeError(RuntimeError):
-    """The reader of stdout is gone. Not an OSError: Typer ends a command without a word at that."""
+    """The reader of stdout is gone. Not an OSError, because Typer ends a command silently for one."""
 
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise, where rich would end the process without a word."""
+        """Raise an error. rich would end the process silently."""
         raise ClosedPipeError
 
 
 def open_console() -> Console:
-    """Return a console for a command's output; tables keep their width where there is no terminal."""
+    """Return a console for a command's output. Tables have a fixed width without a terminal."""
     console = _Console()
     if console.is_terminal or "COLUMNS" in os.environ:
         return console
@@ -66,19 +66,19 @@ def open_console() -> Console:
 
 
 def run(command: Callable[[], Any]) -> None:
-    """Run a command line and end the process, see the table above.
+    """Run a command line and end the process with a code of the table above.
 
     Args:
         command: a Typer application.
     """
     for stream in (sys.stdout, sys.stderr):
-        # A name of a file may hold bytes that no encoding has.
+        # A file name may contain bytes that no encoding accepts.
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     with _ending_signals():
         code, sentence = _outcome(command)
-    # `python -m` forgets the exit code and dies by SIGINT if Ctrl-C came while a text was executed, as dataclasses do
-    # when they are imported. Python takes that back when it executes the next text.
+    # If Ctrl-C came while Python executed a text (dataclasses do that on import), `python -m` ignores the exit code and
+    # dies by SIGINT. Executing another text resets that.
     exec("pass")
     if sentence:
         print(f"error: {' '.join(sentence.splitlines())}", file=sys.stderr)
@@ -87,7 +87,7 @@ def run(command: Callable[[], Any]) -> None:
 
 @contextmanager
 def explain_pipes() -> Iterator[None]:
-    """Turn the error of a closed pipe into one that reaches `run`."""
+    """Turn the error of a closed pipe into an error that reaches `run`."""
     try:
         yield
     except BrokenPipeError:
@@ -96,10 +96,11 @@ def explain_pipes() -> Iterator[None]:
 
 @contextmanager
 def undisturbed() -> Iterator[Callable[[], bool]]:
-    """Hold signals back until the end of the block, and deliver the last of them there.
+    """Delay signals until the end of the block. Then deliver the last one.
 
     Yields:
-        Says whether two signals or more have come since the command began: then the user does not want to wait.
+        A function that returns whether two or more signals came since the command began: the user does not want to
+        wait.
     """
     arrived: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -125,7 +126,7 @@ def undisturbed() -> Iterator[Callable[[], bool]]:
 
 
 def _outcome(command: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Run a command; return the exit code and a sentence if nothing was said yet."""
+    """Run a command. Return its exit code, and a sentence unless one was printed."""
     code: Any = 0
     try:
         try:
@@ -134,7 +135,7 @@ def _outcome(command: Callable[[], Any]) -> tuple[Any, str | None]:
             code = ended.code
         sys.stdout.flush()
     except KeyboardInterrupt:  # without Typer, which turns it into an exit
-        return 128 + signal.SIGINT, None  # the handler has said it
+        return 128 + signal.SIGINT, None  # the handler printed the sentence
     except ConfigurationError as error:
         return BAD_INPUT, str(error)
     except ModuleNotFoundError as error:
@@ -164,7 +165,7 @@ def _about_full_disk(error: OSError) -> str:
     name = "output" if error.filename is None else repr(error.filename)
     try:
         if error.filename is None and not sys.stdout.isatty():
-            # An error of writing does not say where. What did not fit is lost, so an empty line does no harm.
+            # A write error does not name its place. A partial row is lost, so an empty line does no harm.
             os.write(sys.stdout.fileno(), b"\n")
     except (OSError, ValueError):
         name = "stdout"
@@ -173,7 +174,7 @@ def _about_full_disk(error: OSError) -> str:
 
 
 def _drop_stdout() -> None:
-    """Throw away what stdout still holds: Python would try to write it once more, and print a traceback."""
+    """Discard the buffer of stdout. Python would write it again and print a traceback."""
     with suppress(OSError, ValueError, AttributeError):
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, sys.stdout.fileno())
@@ -182,21 +183,21 @@ def _drop_stdout() -> None:
 
 @contextmanager
 def _ending_signals() -> Iterator[None]:
-    """Let signals end the command like an exception, so that nothing it started outlives it."""
+    """Let signals end the command like an exception, which ends its child processes."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
     _signals.clear()
     _handlers.update({number: signal.getsignal(number) for number in _SIGNALS})
     for number, handler in _handlers.items():
-        # A shell lets jobs in the background, and `nohup`, ignore some of them.
+        # Shells make background jobs ignore some signals, and so does `nohup`.
         if handler in (signal.SIG_DFL, signal.default_int_handler):
             signal.signal(number, _interrupt)
     try:
         yield
     finally:
         if _signals:
-            # Nothing is left to stop, and one more would end the interpreter in the middle of its own end.
+            # Everything has stopped. Another signal would interrupt the interpreter's exit.
             for number in _handlers:
                 signal.signal(number, signal.SIG_IGN)
         else:
@@ -204,7 +205,7 @@ def _ending_signals() -> Iterator[None]:
 
 
 def leave_signals() -> None:
-    """Give signals back to what handled them before the command began; for programs that handle them by themselves."""
+    """Restore the signal handlers from before the command, for programs that handle signals."""
     for number, handler in _handlers.items():
         if handler is not None:
             signal.signal(number, handler)
@@ -216,7 +217,10 @@ def _interrupt(number: int, _frame: FrameType | None) -> None:
     if len(_signals) > 1 and now - _signals[-2] < _REPEAT_SECONDS:
         return
     with suppress(RuntimeError, OSError, ValueError):  # stderr may be in use, closed or gone
-        print(f"{_SIGNALS[signal.Signals(number)]}: stopping; once more kills what still runs", file=sys.stderr)
+        print(
+            f"{_SIGNALS[signal.Signals(number)]}: stopping; repeat to kill the processes that still run",
+            file=sys.stderr,
+        )
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""An engine of vLLM inside this process, for measurements and tests."""
+"""A vLLM engine in this process, for measurements and tests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def engine_in_process(**arguments: Any) -> Iterator[LLM]:
-    """Start an engine, shut it down whatever is raised, and free its memory.
+    """Start an engine. Shut it down and free its memory at the end, also after an error.
 
     Args:
         **arguments: of `vllm.LLM`.
     """
-    # A process of the engine would put its queues and its scheduler's turns between the clock and the model.
+    # A separate engine process would add its queues and scheduling to the measured times.
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
@@ -28,17 +28,17 @@ def engine_in_process(**arguments: Any) -> Iterator[LLM]:
         llm = LLM(**arguments)
         yield llm
     finally:
-        # Not when the last reference goes: the next engine may be starting then, and its process groups would end.
+        # Shut down now: garbage collection could end the process groups of the next engine.
         if llm is not None:
             llm.llm_engine.engine_core.shutdown()
         del llm
-        # A start that failed may have left less than there is to clean up.
+        # A failed start may leave less to clean up.
         with suppress(Exception):
             free_engines()
 
 
 def free_engines() -> None:
-    """Free the memory of engines that are shut down and have no references left."""
+    """Free the memory of engines that are shut down and unreferenced."""
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
     gc.collect()

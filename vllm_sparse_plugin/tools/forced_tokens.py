@@ -1,10 +1,10 @@
-"""Teacher forcing inside vLLM: a request names the tokens that it decodes first.
+"""Teacher forcing inside vLLM: a request states the tokens that it decodes first.
 
-`--logits-processors vllm_sparse_plugin.tools.forced_tokens:ForcedTokens` adds the processor to a server. It is no entry
-point, since vLLM would load it into the servers of all who install the plugin. A request with `forced_token_ids` in
-`vllm_xargs` (`SamplingParams.extra_args`) then decodes those tokens one by one, each attending as any decoded token
-does, and goes on freely. Log probabilities stay those of the model: vLLM takes them before any processor, unless
-its `--logprobs-mode` says otherwise.
+`--logits-processors vllm_sparse_plugin.tools.forced_tokens:ForcedTokens` adds the processor to a server. It is not an
+entry point, because vLLM would then load it in every server with the plugin installed. A request with
+`forced_token_ids` in `vllm_xargs` (`SamplingParams.extra_args`) decodes these tokens one by one, with the same
+attention as any decoded token. Then it continues freely. Log probabilities are the model's: vLLM takes them before
+processors, unless `--logprobs-mode` says otherwise.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 
 class ForcedTokens(AdapterLogitsProcessor, LogitsProcessor):
-    """Leaves a request one token to choose from, as long as it has tokens to force.
+    """Allows a request only the next forced token, as long as it has forced tokens.
 
-    One class for both of vLLM's model runners, because one option names it for both. V1 hands a request's logits
-    and its output to a function; V2 hands over the batch.
+    One class serves both of vLLM's model runners, because one option names it for both. V1 passes a request's logits
+    and output to a function. V2 passes the batch.
     """
 
     def __init__(self, vllm_config: VllmConfig, *runner: Any) -> None:
-        """Take V1's device and whether to pin memory, or V2's state of all requests."""
+        """Take the device and memory pinning from V1, or the state of all requests from V2."""
         if vllm_config.speculative_config is not None:
             raise ValueError(f"logits_processors: got {FORCED_TOKENS_PROCESSOR} with speculation, allowed: without")
         if len(runner) == 1:
@@ -44,17 +44,17 @@ class ForcedTokens(AdapterLogitsProcessor, LogitsProcessor):
 
     @classmethod
     def validate_params(cls, params: SamplingParams) -> None:
-        """Refuse a request whose ids are not ids; vLLM answers with the sentence."""
+        """Refuse a request whose ids are invalid. vLLM returns the sentence."""
         forced = _forced_tokens(params)
         if not isinstance(forced, list) or not all(isinstance(token, int) and token >= 0 for token in forced):
             raise ValueError(f"{FORCED_TOKENS_ARGUMENT}: got {forced!r:.80}, allowed: a list of token ids")
 
     def is_argmax_invariant(self) -> bool:
-        """Greedy sampling sees it, too."""
+        """Return False: the processor also changes greedy sampling."""
         return False
 
     def new_req_logits_processor(self, params: SamplingParams) -> Callable[..., torch.Tensor] | None:
-        """V1: the function for one request, None for those that force nothing."""
+        """V1: return the function for one request; None if it forces nothing."""
         forced = _forced_tokens(params)
 
         def process(output: list[int], logits: torch.Tensor) -> torch.Tensor:
@@ -63,7 +63,7 @@ class ForcedTokens(AdapterLogitsProcessor, LogitsProcessor):
         return process if forced else None
 
     def add_request(self, slot: int, params: SamplingParams) -> bool:
-        """V2: note the tokens of the request in `slot` and return whether there are any."""
+        """V2: record the tokens of the request in `slot`. Return whether there are any."""
         self._forced[slot] = _forced_tokens(params)
         return bool(self._forced[slot])
 
@@ -71,7 +71,7 @@ class ForcedTokens(AdapterLogitsProcessor, LogitsProcessor):
         """Change `logits`, float32 `[rows, vocabulary]`, in place."""
         if context is None:
             return super().apply(logits)
-        # Without speculation a request has one row, and the length on the host is exact.
+        # Without speculative decoding a request has one row, and the host knows its exact length.
         for row, slot in enumerate(context.idx_mapping_np.tolist()):
             if forced := self._forced.get(slot):
                 decoded = int(context.seq_lens_upper_bound_np[row]) - int(self._prompt_lens.np[slot])
@@ -85,7 +85,8 @@ def _forced_tokens(params: SamplingParams) -> list[int]:
 
 
 def _keep_only(logits: torch.Tensor, forced: list[int], step: int) -> torch.Tensor:
-    """Make token `step` of `forced` the only choice; one beyond the vocabulary would end the worker and is skipped."""
+    """Make token `step` of `forced` the only choice. An id beyond the vocabulary would crash the worker: it is
+    skipped."""
     if 0 <= step < len(forced) and forced[step] < len(logits):
         logits.fill_(float("-inf"))
         logits[forced[step]] = 0

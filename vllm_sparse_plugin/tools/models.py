@@ -1,4 +1,4 @@
-"""Models that commands are given: their folders, their names, what they are made of, and loading them."""
+"""Models of commands: their folders, names, files and loading."""
 
 from __future__ import annotations
 
@@ -17,33 +17,33 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _CONTENT = {
     ".bin", ".gguf", ".jinja", ".json", ".model", ".pt", ".pth", ".py", ".safetensors", ".tiktoken", ".txt"
 }  # fmt: skip
-"""Endings of the files that a model consists of."""
+"""File endings of a model."""
 _TOKENIZER = re.compile(r"tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|.*\.(tiktoken|jinja)$")
-"""Names of the files of a tokenizer."""
+"""File names of a tokenizer."""
 _BEGIN_WITH_BOS = "gemma"
-"""Beginning of the `model_type` of models whose texts begin with `bos`, whether their tokenizer says so or not."""
+"""Prefix of the `model_type` of models whose texts begin with `bos`, whatever their tokenizer says."""
 _MOST_CONFIG_BYTES = 1 << 24
 _WHOLE_BYTES = 1 << 26
-"""Files up to this size are compared whole, larger ones by `_PIECES` pieces."""
+"""Files up to this size are compared whole. Of larger files `_PIECES` pieces are compared."""
 _PIECES, _PIECE_BYTES = 256, 1 << 16
 
 
 def folder_of(model: str | Path) -> Path:
-    """Return the folder of a model: itself, or that of a name in Hugging Face's cache; else the path as it is given."""
+    """Return the folder of a model, or of a name in Hugging Face's cache; otherwise the path unchanged."""
     path = Path(model)
     if path.exists() or not _HUB_NAME.fullmatch(str(model)):
         return path
-    # Imported late: folders need nothing of it.
+    # Imported here: folders do not need it.
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(str(model), local_files_only=True))
-    except (OSError, ValueError):  # not in the cache, or no name
+    except (OSError, ValueError):  # not in the cache, or not a valid name
         return path
 
 
 def name_of(folder: Path) -> str:
-    """Return the name of a model without its organisation; a folder of Hugging Face's cache is named by a commit."""
+    """Return the name of a model without its organisation. Folders in Hugging Face's cache are named by commit."""
     folder = folder.resolve()
     if _is_snapshot(folder):
         return folder.parent.parent.name.rpartition("--")[2]
@@ -51,14 +51,14 @@ def name_of(folder: Path) -> str:
 
 
 def fingerprint(model: str | Path, tokenizer: bool = False) -> str | None:
-    """Return a text that differs where the contents of a model differ; None for a model that is not on this machine.
+    """Return a text that identifies the contents of a model; None if the model is not on this machine.
 
-    A model of Hugging Face's cache has its commit. A folder has a digest of its files. Of files above 64 MiB it takes
-    the size and 256 pieces: training changes weights nearly everywhere.
+    For a model in Hugging Face's cache it is the commit. For a folder it is a digest of the files. Of files above 64
+    MiB it uses the size and 256 pieces, because training changes weights nearly everywhere.
 
     Args:
         model: folder, file or name.
-        tokenizer: whether to look at the files of the tokenizer alone.
+        tokenizer: whether to use only the files of the tokenizer.
     """
     folder = folder_of(model)
     if folder.is_dir() and _is_snapshot(folder.resolve()):
@@ -72,11 +72,11 @@ def fingerprint(model: str | Path, tokenizer: bool = False) -> str | None:
 
 
 def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """Return the config.json of a model, or another file of JSON beside it.
+    """Return a model's config.json, or another JSON file of the model.
 
     Raises:
-        OSError: if it cannot be read.
-        ValueError: if it is no JSON object.
+        OSError: the file cannot be read.
+        ValueError: the file is not a JSON object.
     """
     with (folder / name).open("rb") as file:
         content = file.read(_MOST_CONFIG_BYTES + 1)
@@ -90,16 +90,16 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the part of a config.json that describes the language model, where the model has others beside it."""
+    """Return the part of a config.json for the language model, also for multimodal models."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
 
 
 def head_size_of(config: Mapping[str, Any]) -> int:
-    """Return the elements of a head, from the part of a config.json that `text_config` returns.
+    """Return the head size, from the part of a config.json that `text_config` returns.
 
     Raises:
-        KeyError, TypeError, ValueError, ArithmeticError: if it does not say.
+        KeyError, TypeError, ValueError, ArithmeticError: a field is missing or invalid.
     """
     if config.get("head_dim") is not None:
         return int(config["head_dim"])
@@ -107,8 +107,10 @@ def head_size_of(config: Mapping[str, Any]) -> int:
 
 
 def end_tokens(model: str | Path) -> frozenset[int]:
-    """Return the ids at which vLLM ends an answer, from the generation_config.json of a model or else its config.json;
-    the tokenizer may have one more."""
+    """Return the ids where vLLM ends an answer, from a model's generation_config.json or else config.json.
+
+    The tokenizer may have one more.
+    """
     for name in ("generation_config.json", "config.json"):
         with suppress(OSError, ValueError):
             found = read_config(folder_of(model), name).get("eos_token_id")
@@ -118,18 +120,18 @@ def end_tokens(model: str | Path) -> frozenset[int]:
 
 
 def load_tokenizer(model: str | Path) -> Any:
-    """Return the tokenizer of a model on this machine. It begins texts with `bos` where the model was trained so.
+    """Return the tokenizer of a model on this machine. Texts begin with `bos` if the model was trained so.
 
-    transformers ignores `add_bos_token` where there is a tokenizer.json, and conversions from GGUF leave it out.
-    Without `bos` such a model loses its attention sink.
+    transformers ignores `add_bos_token` if there is a tokenizer.json, and conversions from GGUF omit it. Without `bos`
+    such a model loses its attention sink.
 
     Args:
         model: folder, or name in Hugging Face's cache.
 
     Raises:
-        Exception: of many kinds, if it has none or a damaged one.
+        Exception: of many kinds; the tokenizer is missing or damaged.
     """
-    # Imported late: it takes seconds.
+    # Imported here: it takes seconds.
     from transformers import AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
@@ -140,7 +142,7 @@ def load_tokenizer(model: str | Path) -> Any:
 
 
 def _needs_bos(folder: Path) -> bool:
-    """Return whether texts begin with `bos`: as tokenizer_config.json says, or else the kind of the model."""
+    """Return whether texts begin with `bos`, from tokenizer_config.json or else the kind of model."""
     with suppress(OSError, ValueError):
         said = read_config(folder, "tokenizer_config.json").get("add_bos_token")
         if isinstance(said, bool):
@@ -151,25 +153,25 @@ def _needs_bos(folder: Path) -> bool:
 
 
 def load_causal_lm(folder: Path, attention: str, dtype: Any) -> Any:
-    """Return a model of transformers.
+    """Return a transformers model.
 
     Args:
-        folder: the model's.
+        folder: of the model.
         attention: name of the attention function.
-        dtype: torch's type of the weights.
+        dtype: of the weights.
 
     Raises:
-        ConfigurationError: if transformers cannot load it, or weights are missing or have other shapes.
+        ConfigurationError: transformers cannot load the model, or weights are missing or have other shapes.
     """
     from transformers import AutoModelForCausalLM
 
-    # What it warns of is refused below.
+    # Its warnings are refused below.
     with quiet_transformers(), explain_load(folder):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, attn_implementation=attention, dtype=dtype, output_loading_info=True, trust_remote_code=False
         )
     model, found = loaded
-    # transformers would go on with random numbers in their place.
+    # transformers would use random numbers for missing weights.
     wrong = [*found["missing_keys"], *(str(name) for name, *_ in found["mismatched_keys"])]
     if wrong:
         raise ConfigurationError(
@@ -181,7 +183,7 @@ def load_causal_lm(folder: Path, attention: str, dtype: Any) -> Any:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Let transformers show no bars, and no warnings to the end of the block."""
+    """Hide the progress bars and warnings of transformers until the end of the block."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -195,10 +197,10 @@ def quiet_transformers() -> Iterator[None]:
 
 @contextmanager
 def explain_load(folder: Path) -> Iterator[None]:
-    """Turn whatever goes wrong while a model is loaded into a refusal; the libraries raise errors of many kinds.
+    """Turn any error while a model loads into a refusal. The libraries raise errors of many kinds.
 
     Raises:
-        ConfigurationError: has the reason.
+        ConfigurationError: states the reason.
     """
     try:
         yield
@@ -206,7 +208,9 @@ def explain_load(folder: Path) -> Iterator[None]:
         raise
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigurationError(f"model: got {name_of(folder)!r} ({reason}), allowed: one of transformers") from None
+        raise ConfigurationError(
+            f"model: got {name_of(folder)!r} ({reason}), allowed: a model that transformers can load"
+        ) from None
 
 
 def _is_snapshot(folder: Path) -> bool:

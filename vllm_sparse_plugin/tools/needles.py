@@ -1,8 +1,8 @@
-"""Retrieval questions over long code, in the formats the model `needle-8m` was trained on.
+"""Retrieval questions over long code, in the formats that `needle-8m` was trained on.
 
-A document is a stretch of source code of the running interpreter's standard library with needles on lines of their
-own. The needles that are asked for are spread evenly over the depth of the document and none lies in its last
-`TAIL_TOKENS` tokens, so a model that only reads the newest tokens cannot answer.
+A document is source code of the running interpreter's standard library, with needles on separate lines. The needles
+that are asked for are spread evenly over the document. None is in the last `TAIL_TOKENS` tokens, so a model that reads
+only the newest tokens cannot answer.
 """
 
 import importlib.util
@@ -19,17 +19,17 @@ from typing import Protocol
 from vllm_sparse_plugin.errors import ConfigurationError, expect_known
 
 TASKS = ("single", "multikey", "manykeys", "multiquery", "kv")
-"""Code with 1, 16 or 64 needles, three needles asked for at once, and key-value pairs."""
+"""Code with 1, 16 or 64 needles, three needles per question, and key-value pairs."""
 STRESS_TASKS = ("denseneedle",)
-"""Nothing but needles: hundreds of look-alikes, more than a small budget can tell apart."""
+"""Only needles: hundreds of similar ones, more than a small budget can distinguish."""
 QUICK_TASKS = ("multikey", "manykeys", "multiquery", "kv")
-"""Those with several questions to a document, which a server with prefix caching reads once for all of them."""
+"""Tasks with several questions per document. Prefix caching lets a server read a document once."""
 MIN_CONTEXT_TOKENS = 4096
 QUESTIONS_PER_DOCUMENT = 8
 TAIL_TOKENS = 768
 
 _NEEDLES_PER_DOCUMENT = {"single": 1, "multikey": 16, "manykeys": 64, "multiquery": 24, "kv": 16}
-_DENSENEEDLE_CHARS = 58  # of one needle, with two words of six letters and seven digits
+_DENSENEEDLE_CHARS = 58  # one needle: two words of six letters and seven digits
 _KEYS_PER_QUESTION = 3
 _MAX_CHARS_PER_TOKEN = 6
 # fmt: off
@@ -47,19 +47,19 @@ _MODULES = (
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """The part of a transformers tokenizer that this module uses."""
 
     def encode(self, text: str, /) -> list[int]:
-        """Return the token ids of `text`, including the special tokens a server adds to a prompt."""
+        """Return the token ids of `text`, including the special tokens that a server adds to a prompt."""
         ...
 
 
 @dataclass(frozen=True)
 class Question:
-    """One prompt with the only right answer.
+    """One prompt with its only right answer.
 
-    `context_tokens` is the size of the context in tokens that prompt and answer together fill; `prompt` is text
-    without the leading `<|bos|>`, which the tokenizer adds; `answer` has no surrounding whitespace.
+    `context_tokens` is the size that prompt and answer fill together. `prompt` lacks the leading `<|bos|>`, which the
+    tokenizer adds. `answer` has no surrounding whitespace.
     """
 
     task: str
@@ -76,7 +76,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Needle:
-    """A key, its value, and the line of a document that states both."""
+    """A key, its value, and the line that states both."""
 
     key: str
     value: str
@@ -84,12 +84,12 @@ class Needle:
 
 
 def answer_tokens(task: str) -> int:
-    """Return the number of tokens to allow for the answer of a question of `task`, `<|eos|>` included."""
+    """Return the number of tokens for the answer of a question of `task`, `<|eos|>` included."""
     return 32 if task == "multiquery" else 16
 
 
 def check_questions(task: str, context_tokens: int, count: int) -> None:
-    """Refuse what `build_questions` cannot build.
+    """Refuse arguments that `build_questions` cannot handle.
 
     Raises:
         ConfigurationError: for an unknown task, a context below `MIN_CONTEXT_TOKENS` or a count below 1.
@@ -102,11 +102,11 @@ def check_questions(task: str, context_tokens: int, count: int) -> None:
 
 
 def build_questions(tokenizer: Tokenizer, task: str, context_tokens: int, count: int, seed: int) -> list[Question]:
-    """Return `count` questions of `task`, the same for the same arguments and interpreter version.
+    """Return `count` questions of `task`, equal for equal arguments and interpreter version.
 
-    A prompt has, with `<|bos|>` and room for the answer, at most `context_tokens` tokens, and at least 98 % of them
-    without the answer. Questions about one document follow each other and share everything but their last line, so
-    that a server with prefix caching reads a document once; a document of `single` has one needle and one question.
+    Prompt, `<|bos|>` and answer have at most `context_tokens` tokens. The prompt alone has at least 98 % of them.
+    Questions about one document are consecutive and differ only in their last line, so a server with prefix caching
+    reads a document once. A document of `single` has one needle and one question.
 
     Raises:
         ConfigurationError: for an unknown task, a context below `MIN_CONTEXT_TOKENS` or a count below 1.
@@ -153,12 +153,12 @@ def is_correct(question: Question, completion: str) -> bool:
 
 
 def first_line(completion: str) -> str:
-    """Return the first line with anything on it, stripped of whitespace."""
+    """Return the first line that is not empty, stripped of whitespace."""
     return completion.strip().split("\n", 1)[0].strip()
 
 
 def longest_fit(largest: int, tokens: Callable[[int], int], limit: int) -> int:
-    """Return the largest size from 0 to `largest` whose number of tokens is at most `limit`, 0 if none is."""
+    """Return the largest size from 0 to `largest` with at most `limit` tokens; 0 if there is none."""
     return bisect_right(range(1, largest + 1), False, key=lambda size: tokens(size) > limit)
 
 
@@ -167,7 +167,7 @@ def ask(task: str, needles: list[Needle], index: int) -> tuple[str, str]:
     if task == "kv":
         return f'\nKey "{needles[index].key}" has the value:', needles[index].value
     if task == "multiquery":
-        # A third of the needles lies between two asked ones, so every question spans the depth of the document.
+        # A third of the needles lies between two of the needles asked for, so every question spans the document.
         third = len(needles) // _KEYS_PER_QUESTION
         asked = [needles[(index + i * third) % len(needles)] for i in range(_KEYS_PER_QUESTION)]
         keys = ", ".join(needle.key for needle in asked)
@@ -176,7 +176,7 @@ def ask(task: str, needles: list[Needle], index: int) -> tuple[str, str]:
 
 
 def made_up_word(rng: random.Random) -> str:
-    """Return a word of three syllables that no language has, most likely."""
+    """Return a word of three syllables that most likely exists in no language."""
     return "".join(rng.choice("bdfghjklmnprstvwz") + rng.choice("aeiou") for _ in range(3))
 
 
@@ -197,7 +197,7 @@ _VALUES: dict[str, Callable[[random.Random], str]] = {
 def magic_needles(
     rng: random.Random, count: int, keys: str = "words", values: str = "number", values_per_key: int = 1
 ) -> list[Needle]:
-    """Return needles of `count` keys (words or uuid) with values (number or uuid), a key's one after the other."""
+    """Return needles of `count` keys (words or uuid) with values (number or uuid), grouped by key."""
     drawn: dict[str, None] = {}
     while len(drawn) < count:
         drawn[_KEYS[keys](rng)] = None
@@ -225,7 +225,7 @@ def with_needles(code: str, placed: list[tuple[float, str]]) -> str:
 def _longest_document(
     tokenizer: Tokenizer, haystack: str, placed: list[tuple[float, str]], question: str, limit: int
 ) -> str:
-    """Return the longest beginning of `haystack`, with needles, that has at most `limit` tokens with `question`."""
+    """Return the longest start of `haystack`, with needles, that has at most `limit` tokens with `question`."""
 
     def tokens(size: int) -> int:
         return len(tokenizer.encode(with_needles(haystack[:size], placed) + question))
@@ -245,7 +245,7 @@ def _library_source() -> str:
 
 
 def library_text(start: int, size: int) -> str:
-    """Return `size` characters of the library's source from the first whole line after `start`, going round."""
+    """Return `size` characters of the library's source from the first whole line after `start`, with wrap-around."""
     source = _library_source()
     begin = source.find("\n", start % len(source)) + 1
     repeats = 1 + (begin + size) // len(source)

@@ -1,4 +1,4 @@
-"""What every result file says about the run that made it."""
+"""Description of a run for its result file."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _PACKAGES = (
 
 
 def describe_run(model: Path | None = None, commit: str | None = None, packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Date, command, model, versions and hardware, for the first line of a JSON lines file.
+    """Return date, command, model, versions and hardware, for the first line of a JSON lines file.
 
     Args:
-        model: folder of the model that ran, if one did; only its name is kept.
-        commit: what was measured, if the checkout cannot say it itself.
-        packages: distributions whose versions matter besides the usual ones.
+        model: folder of the model that ran, if any. Only its name is kept.
+        commit: the measured commit, if the checkout cannot tell.
+        packages: further distributions whose versions matter.
     """
     about: dict[str, Any] = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -46,10 +46,10 @@ def describe_run(model: Path | None = None, commit: str | None = None, packages:
 
 
 def open_output(path: Path, option: str, mode: Literal["w", "a"] = "w") -> IO[str]:
-    """Open a file for results.
+    """Open a result file.
 
     Raises:
-        ConfigurationError: names `option` if it cannot be written.
+        ConfigurationError: the file cannot be written; the message names `option`.
     """
     try:
         return path.open(mode, encoding="utf-8")
@@ -61,12 +61,12 @@ def open_output(path: Path, option: str, mode: Literal["w", "a"] = "w") -> IO[st
 
 @contextmanager
 def writing_alone(path: Path, option: str) -> Iterator[None]:
-    """Keep other runs from a file that this one adds to. A file that is still empty at the end is removed.
+    """Lock a file that this run appends to. A file that is still empty at the end is removed.
 
-    A file system without locks gives no protection.
+    Without file locks in the file system there is no protection.
 
     Raises:
-        ConfigurationError: names `option` if another run holds the file, or if it cannot be written.
+        ConfigurationError: another run holds the file, or it cannot be written; the message names `option`.
     """
     is_new = not path.exists()
     if not is_new and not path.is_file():
@@ -80,7 +80,7 @@ def writing_alone(path: Path, option: str) -> Iterator[None]:
                 "that run has ended"
             ) from None
         except OSError:
-            pass  # no locks there
+            pass  # no locks in this file system
         try:
             yield
         finally:
@@ -89,7 +89,7 @@ def writing_alone(path: Path, option: str) -> Iterator[None]:
 
 
 def check_output(path: Path, option: str) -> None:
-    """Refuse a file that cannot be written, before there is anything to write; leave what is there as it is.
+    """Refuse a file that cannot be written, before the work. The file stays unchanged.
 
     Raises:
         ConfigurationError: names `option`.
@@ -103,10 +103,10 @@ def check_output(path: Path, option: str) -> None:
 
 
 def write_output(path: Path, text: str, option: str) -> None:
-    """Write a file at once: it has all of the text or stays as it was.
+    """Write a file atomically: it has the whole text or stays unchanged.
 
     Raises:
-        ConfigurationError: names `option` if it cannot be written.
+        ConfigurationError: the file cannot be written; the message names `option`.
     """
     target = path.resolve()
     part = target.with_name(f".{target.name}.part")
@@ -123,11 +123,11 @@ def write_output(path: Path, text: str, option: str) -> None:
 
 @contextmanager
 def open_report(path: Path | None, model: Path, option: str, commit: str | None = None) -> Iterator[Report]:
-    """Open a JSON lines file whose first line describes the run; without a path nothing is kept.
+    """Open a JSON lines file whose first line describes the run. Without a path nothing is written.
 
     Raises:
-        ConfigurationError: names `option` if the file cannot be written. Where that shows in the middle of a run, it is
-            raised at the end of the block, so that the run can print what it has found.
+        ConfigurationError: the file cannot be written; the message names `option`. A failure during the run is raised
+            at the end of the block, so the run can print its results.
     """
     with closing(Report(path, option, lambda: describe_run(model, commit))) as report:
         yield report
@@ -135,9 +135,9 @@ def open_report(path: Path | None, model: Path, option: str, commit: str | None 
 
 
 def describe_gpu() -> dict[str, str]:
-    """Name and driver of the first NVIDIA GPU, empty without one.
+    """Return name and driver of the first NVIDIA GPU; empty without one.
 
-    Asks the driver's own tool: a CUDA context in this process would take memory from the engines it starts.
+    Runs the driver's tool, because a CUDA context in this process would take memory from engines.
     """
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     with suppress(OSError, subprocess.SubprocessError, ValueError):
@@ -149,7 +149,7 @@ def describe_gpu() -> dict[str, str]:
 
 
 def _program() -> str:
-    """The command without its arguments, as it would be typed in the checkout."""
+    """Return the command without its arguments, as typed in a checkout."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     if spec is not None:
         return f"python -m {spec.name.removesuffix('.__main__')}"
@@ -158,7 +158,7 @@ def _program() -> str:
 
 
 def _shown(argument: str) -> str:
-    """An argument of the command without the folders of this machine."""
+    """Return an argument without the folders of this machine."""
     option, equals, value = argument.rpartition("=")
     path = Path(value)
     if not path.is_absolute():
@@ -167,7 +167,7 @@ def _shown(argument: str) -> str:
 
 
 def _commit() -> str | None:
-    """The checkout's commit, with `+` if files differ from it; None outside a checkout."""
+    """Return the checkout's commit, with `+` if files differ; None outside a checkout."""
     if not (_ROOT / ".git").exists():
         return None
     with suppress(OSError, subprocess.SubprocessError):

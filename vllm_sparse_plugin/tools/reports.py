@@ -1,4 +1,4 @@
-"""The file of rows that `--json` names."""
+"""The result file of `--json`."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from vllm_sparse_plugin.errors import ConfigurationError
 
 
 class Report:
-    """A JSON lines file. It replaces the file of an earlier run when its first row is written, not before."""
+    """A JSON lines file. It replaces the file of an earlier run when its first row is written."""
 
     def __init__(self, path: Path | None, option: str, describe: Callable[[], Mapping[str, Any]]) -> None:
         """Check that the file can be written.
 
         Args:
-            path: of the file; None to keep nothing.
-            option: what the user calls it.
-            describe: returns the first line, which describes the run; called once the file is known to be writable.
+            path: of the file; None to write nothing.
+            option: name of the option.
+            describe: returns the first line, a description of the run. Called when the file is known to be writable.
 
         Raises:
-            ConfigurationError: names `option` if it cannot be written.
+            ConfigurationError: the file cannot be written; the message names `option`.
         """
         self._path, self._option = path, option
         self._about: Mapping[str, Any] = {}
@@ -43,12 +43,12 @@ class Report:
         self.check()
         self._about = describe()
         if is_special:
-            # A device or a pipe loses nothing, and says by this whether it can be written.
+            # A device or pipe loses nothing, and shows with this line whether it is writable.
             self._begin()
             self.check()
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Write a row. The first error ends the writing and not the run, see `check`."""
+        """Write a row. The first error ends the writing, not the run, see `check`."""
         if self._path is None or self._error is not None:
             return
         if self._file is None:
@@ -56,10 +56,10 @@ class Report:
         self._write(row)
 
     def check(self) -> None:
-        """Say whether everything could be written.
+        """Check that everything was written.
 
         Raises:
-            ConfigurationError: if not.
+            ConfigurationError: a row was not written.
         """
         if self._error is not None:
             raise ConfigurationError(

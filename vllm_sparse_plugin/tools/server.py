@@ -1,4 +1,4 @@
-"""A vLLM server as a child process, for commands and tests that ask it something."""
+"""A vLLM server as a child process, for commands and tests."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from vllm_sparse_plugin.tools.eval.progress import show_progress
 _ANSWER_SECONDS = 600
 _STOP_SECONDS = 10
 _CAUSE = re.compile(r"(?<![\w.])((?:[\w.]*(?:Error|Exception)|error): \S.*)")
-"""The part of a log line that names an error, without what vLLM writes before it."""
+"""The part of a log line that names an error, without vLLM's prefix."""
 _MINOR = re.compile(r"\b(?:DEBUG|INFO|WARNING)\b")
-"""Marks a log line that does not explain why a server ended."""
+"""Marks a log line that cannot explain why a server ended."""
 _AFTERMATH = re.compile(
     r"Engine core initialization failed|[Rr]oot cause|WorkerProc initialization failed|EngineDeadError"
 )
-"""Marks an error that follows from the one before it."""
+"""Marks an error caused by an earlier one."""
 
 
 class ServerError(RuntimeError):
@@ -42,10 +42,10 @@ class ServerError(RuntimeError):
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How to start one server."""
+    """How to start a server."""
 
     model: Path
-    """Folder of the model; its last part is the served name."""
+    """Folder of the model. Its last part is the served name."""
     max_model_len: int
     """Longest context in tokens."""
     backend: str | None
@@ -55,19 +55,19 @@ class ServerSettings:
     arguments: tuple[str, ...] = ("--max-num-batched-tokens", "4096")
     """Further arguments of `vllm serve`."""
     eager: bool = True
-    """Start without CUDA graphs and compilation: sooner, and slower."""
+    """Start without CUDA graphs and compilation: the start is faster, serving is slower."""
     environment: Mapping[str, str | None] = field(default_factory=dict)
-    """Variables for the server, beside those of this process; None takes one away."""
+    """Variables for the server, added to those of this process; None removes one."""
     start_seconds: float = 600
-    """How long the server may take to become ready."""
+    """Time limit for the start."""
     program: tuple[str, ...] = (sys.executable, "-m", "vllm_sparse_plugin")
-    """Command line of `vllm-sparse`, of another installation perhaps."""
+    """Command line of `vllm-sparse`, possibly of another installation."""
     folder: Path | None = None
-    """Folder that the server runs in; None for that of this process."""
+    """Working directory of the server; None for that of this process."""
     log_lines: int = 20
-    """How much of the log's end a failure shows; 0 for one sentence with the last error of the log."""
+    """Log lines that a failure shows; 0 for one sentence with the last error of the log."""
     every_core: bool = False
-    """Whether a CPU build of vLLM gets every core, unless the user has said which."""
+    """Whether a CPU build of vLLM gets every core, unless the user has chosen cores."""
 
 
 class LaunchedServer:
@@ -85,7 +85,7 @@ class LaunchedServer:
             api_key="none",
             max_retries=0,
             timeout=_ANSWER_SECONDS,
-            http_client=DefaultHttpxClient(trust_env=False),  # a proxy of the environment must not see local requests
+            http_client=DefaultHttpxClient(trust_env=False),  # the environment's proxy must not see local requests
         )
         self._health = f"http://127.0.0.1:{port}/health"
         cores = bind_to_every_core() if settings.every_core else {}
@@ -105,7 +105,7 @@ class LaunchedServer:
         """Return when the server answers.
 
         Raises:
-            ServerError: if it ends first or takes too long.
+            ServerError: the server ends or exceeds the time limit.
         """
         end = time.monotonic() + self.settings.start_seconds
         with self.explain_failures():
@@ -120,14 +120,14 @@ class LaunchedServer:
 
     @contextmanager
     def explain_failures(self) -> Iterator[None]:
-        """Turn what goes wrong while the server is asked into a ServerError."""
+        """Turn errors while the server is asked into a ServerError."""
         try:
             yield
         except (OpenAIError, EndpointError, TimeoutError, ChildProcessError) as error:
             raise ServerError(f"the {self.name} server {self._reason(error)}{self._end_of_log()}") from error
 
     def stop(self) -> None:
-        """End the server and everything that it started; without effect if that was done."""
+        """End the server and its child processes. Repeated calls have no effect."""
         with undisturbed():
             if not self._is_stopped:
                 self.client.close()
@@ -156,10 +156,10 @@ class LaunchedServer:
 
 @contextmanager
 def launch_server(name: str, settings: ServerSettings) -> Iterator[LaunchedServer]:
-    """Start `vllm-sparse serve` without waiting for it; stop it at the end, and keep its log if something failed."""
+    """Start `vllm-sparse serve` without waiting for it. Stop it at the end. Keep its log after a failure."""
     server = None
     try:
-        # A signal must not come between the start of the process and the block that ends it.
+        # A signal must not arrive between the start of the process and the block that ends it.
         with undisturbed():
             server = LaunchedServer(name, settings)
         yield server
@@ -174,7 +174,7 @@ def run_server(name: str, settings: ServerSettings, console: Console) -> Iterato
     """Run `vllm-sparse serve` and yield a client for it; stop it at the end.
 
     Raises:
-        ServerError: if the server does not start or stops answering.
+        ServerError: the server does not start or stops answering.
     """
     with launch_server(name, settings) as server:
         with show_progress(console, f"Starting the {name} server, log in {server.log}"):
@@ -197,10 +197,10 @@ def _command(settings: ServerSettings, port: int) -> list[str]:
 
 
 def last_error(log: str) -> str | None:
-    """Return the last error that a log names, None without one.
+    """Return the last error in a log; None without one.
 
-    An error that follows from another one, such as that of the process that waited for the failed one, counts only
-    where the log has no other.
+    An error caused by another one, such as that of a process that waited for the failed one, counts only if the log has
+    no other.
     """
     lines = [line for line in log.splitlines() if not _MINOR.search(line)]
     errors = [found[1].strip() for line in lines if (found := _CAUSE.search(line))]
@@ -209,10 +209,10 @@ def last_error(log: str) -> str | None:
 
 
 def unwind_on_termination() -> None:
-    """Let a termination signal end this process like any exit, so that no server outlives the command."""
+    """Let SIGTERM end this process like an exit, so no server outlives the command."""
 
     def unwind(*_: object) -> None:
-        # A second signal must not cut the clean-up short.
+        # A second signal must not interrupt the clean-up.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         sys.exit(128 + signal.SIGTERM)
 
@@ -220,13 +220,13 @@ def unwind_on_termination() -> None:
 
 
 def stop_group(process: subprocess.Popen[bytes], seconds: float = 30) -> None:
-    """End a process that leads a group of its own, and everything that it started.
+    """End a process group: its leader and all its child processes.
 
-    Signals to this process do not cut it short. A second one kills the group at once.
+    Signals to this process do not shorten the wait. A second signal kills the group at once.
 
     Args:
-        process: leads the group.
-        seconds: how long it may take to end by itself.
+        process: leader of the group.
+        seconds: time limit for a normal end.
     """
     with undisturbed() as is_urgent:
         process.terminate()

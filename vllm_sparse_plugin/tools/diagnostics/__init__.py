@@ -1,1 +1,1 @@
-"""Selections and attention sinks of a model, measured in a forward pass."""
+"""Measures selections and attention sinks of a model in a forward pass."""

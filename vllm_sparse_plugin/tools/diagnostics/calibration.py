@@ -1,5 +1,5 @@
-"""Finds thresholds of SinkRouter for one model: what its groups score, the cubic through the thresholds, and how well
-that finds the groups that attend to the first token."""
+"""Fits SinkRouter's thresholds for one model: scores of its KV groups, a cubic through the thresholds, and the accuracy
+in finding sink groups."""
 
 from __future__ import annotations
 
@@ -18,71 +18,71 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.tools.diagnostics.forward import SINK_MASS, CapturingModel, Decoded, LayerInputs
 
 SWEEP = (0.1, 0.2, 0.4, 0.6, 0.8)
-"""Skip ratios at which precision, recall and answers are reported, besides the one that was asked for."""
+"""Further skip ratios at which precision, recall and answers are reported."""
 
 
 class Text(NamedTuple):
-    """A document, and what may follow it."""
+    """A document and its continuations."""
 
     task: str
     length: int
-    """Tokens of the context, as they were asked for."""
+    """Requested tokens of the context."""
     document: list[int]
     """Ids of the beginning, which is prefilled densely."""
     rest: list[list[int]]
-    """Ids of what may follow, each of which is decoded after the same beginning."""
+    """Ids of each continuation. Each is decoded after the same beginning."""
     asked: list[int]
-    """For each of these, how many of its newest tokens are to be predicted."""
+    """For each continuation, the number of newest tokens to predict."""
 
 
 @dataclass(frozen=True)
 class Observed:
-    """Groups of decoding tokens: how they score, and where their attention goes."""
+    """KV groups of decoding tokens: their scores and attention."""
 
     scores: torch.Tensor
     """`[layers, num_queries, num_kv_heads]` float32."""
     mass: torch.Tensor
-    """The same shape: attention weight on token 0, the mean over the group's heads."""
+    """Same shape: attention weight on token 0, mean over the group's heads."""
 
     @classmethod
     def of(cls, layers: Sequence[LayerInputs], score: GroupScore) -> Observed:
-        """Observes what the layers of full attention saw of one text."""
+        """Observe one text in layers of full attention."""
         scores = [group_scores(layer.query.float(), layer.keys[:, 0].float(), score) for layer in layers]
         mass = [layer.weights()[..., 0].mean(dim=-1) for layer in layers]
         return cls(torch.stack(scores).cpu(), torch.stack(mass).cpu())
 
     @classmethod
     def join(cls, parts: Sequence[Observed]) -> Observed:
-        """Joins what was observed of several texts."""
+        """Join observations of several texts."""
         return cls(*(torch.cat([getattr(part, name) for part in parts], dim=1) for name in ("scores", "mass")))
 
 
 class Detection(NamedTuple):
-    """How the groups that are skipped compare with the sink groups."""
+    """Skipped groups compared with sink groups."""
 
     skipped: float
-    """Share of the groups that is skipped."""
+    """Share of skipped groups."""
     precision: float
-    """Share of the skipped groups that are sink groups; NaN if none is skipped."""
+    """Share of skipped groups that are sink groups; NaN if no group is skipped."""
     recall: float
-    """Share of the sink groups that is skipped; NaN if there are none."""
+    """Share of sink groups that are skipped; NaN without sink groups."""
 
 
 def threshold_for(scores: torch.Tensor, skip_ratio: float) -> float:
-    """Returns the largest score from which at least `skip_ratio` of the groups are skipped."""
+    """Return the largest score at which at least `skip_ratio` of the groups are skipped."""
     ranked = scores.flatten().sort(descending=True).values
     return float(ranked[max(0, math.ceil(skip_ratio * len(ranked)) - 1)])
 
 
 def fit(lengths: Sequence[int], thresholds: Sequence[float]) -> tuple[float, float, float, float]:
-    """Fits a cubic to thresholds by length: by least squares, and of a lower degree where there are fewer than four.
+    """Fit a cubic to thresholds by length, by least squares. Fewer than four lengths get a lower degree.
 
     Args:
-        lengths: contexts in tokens, ascending, two or more; the first and the last are the range of the fit.
-        thresholds: one for each.
+        lengths: contexts in tokens, ascending, two or more. The first and the last bound the fit.
+        thresholds: one per length.
 
     Returns:
-        c0 to c3, as `GroupRouting` takes them.
+        c0 to c3, as in `GroupRouting`.
     """
     log = torch.tensor(lengths, dtype=torch.float64).log()
     x = (log - log[0]) / (log[-1] - log[0])
@@ -93,11 +93,11 @@ def fit(lengths: Sequence[int], thresholds: Sequence[float]) -> tuple[float, flo
 
 
 def detect(observed: Observed, skipped: torch.Tensor) -> Detection:
-    """Compares skipped groups with sink groups.
+    """Compare skipped groups with sink groups.
 
     Args:
         observed: the groups.
-        skipped: bool, of the shape of its scores.
+        skipped: bool, in the shape of the scores.
     """
     sinks = observed.mass >= SINK_MASS
     both, all_skipped, all_sinks = (float(part.sum()) for part in (sinks & skipped, skipped, sinks))
@@ -109,15 +109,15 @@ def detect(observed: Observed, skipped: torch.Tensor) -> Detection:
 
 
 def average_precision(observed: Observed) -> float:
-    """Returns the area under precision over recall of the score as a sign of a sink group; NaN without sink groups.
+    """Return the area under the precision-recall curve of the score as a sign of a sink group; NaN without sink groups.
 
-    This is the step-wise form: the sum over the distinct thresholds of precision times what recall rises by.
+    This is the step-wise form: the sum over distinct thresholds of precision times the increase in recall.
     """
     scores, order = observed.scores.flatten().sort(descending=True, stable=True)
     sinks = (observed.mass.flatten()[order] >= SINK_MASS).double()
     if not sinks.any():
         return math.nan
-    # Groups of one score are found together.
+    # Groups with equal scores are found together.
     last = torch.cat([scores[1:] != scores[:-1], torch.ones(1, dtype=torch.bool)])
     sinks_found = sinks.cumsum(dim=0)[last]
     precision = sinks_found / (torch.arange(len(scores), dtype=torch.float64)[last] + 1)
@@ -126,7 +126,7 @@ def average_precision(observed: Observed) -> float:
 
 
 def skipped_by(routing: Routing, layer: int, inputs: LayerInputs) -> torch.Tensor:
-    """Decides which groups of a layer a routing skips: `[num_queries, num_kv_heads]` bool."""
+    """Return the groups of a layer that a routing skips: `[num_queries, num_kv_heads]` bool."""
     heads = inputs.keys.shape[0]
     if layer < routing.dense_layers:
         return torch.zeros(len(inputs.query), heads, dtype=torch.bool, device=inputs.query.device)
@@ -136,21 +136,21 @@ def skipped_by(routing: Routing, layer: int, inputs: LayerInputs) -> torch.Tenso
 
 
 class Verdict(NamedTuple):
-    """Whether to route, and why."""
+    """Whether to route, and the reasons."""
 
     route: bool
     reason: str
 
 
 def judge(prevalence: float, detection: Detection, target: float, dense: float, routed: float) -> Verdict:
-    """Judges whether routing is worth its price, by what was measured.
+    """Judge by measurements whether routing is worth its loss.
 
     Args:
         prevalence: share of sink groups.
         detection: of the fitted thresholds.
-        target: share of groups that were to be skipped.
-        dense: share of tokens that are predicted right with dense attention.
-        routed: the same when routed.
+        target: requested share of skipped groups.
+        dense: share of tokens predicted right with dense attention.
+        routed: the same share with routing.
     """
     precision = "none" if math.isnan(detection.precision) else f"{detection.precision:.1%}"
     quality = f"{routed:.1%} of the tokens asked for are right, {dense:.1%} with dense attention"
@@ -169,13 +169,13 @@ def judge(prevalence: float, detection: Detection, target: float, dense: float, 
 
 @dataclass
 class _Right:
-    """Tokens that were predicted, and answers of which all were."""
+    """Predicted tokens, and answers whose tokens are all right."""
 
     tokens: list[bool] = field(default_factory=list)
     answers: list[bool] = field(default_factory=list)
 
     def add(self, rest: list[int], asked: int, predictions: list[int]) -> None:
-        """Compares predictions with the newest `asked` tokens of what was decoded."""
+        """Compare predictions with the newest `asked` decoded tokens."""
         right = [a == b for a, b in zip(rest[-asked:], predictions[-asked - 1 : -1], strict=True)]
         self.tokens += right
         self.answers.append(all(right))
@@ -183,23 +183,23 @@ class _Right:
 
 @dataclass
 class _Judged:
-    """Texts of one length and task: what their groups do, and what is right of their answers."""
+    """Texts of one length and task: their groups and the accuracy of their answers."""
 
     length: int
     task: str
     layers: list[int] = field(default_factory=list)
-    """Indices of the layers that may be routed."""
+    """Indices of layers that may be routed."""
     observed: list[Observed] = field(default_factory=list)
     first_values: list[torch.Tensor] = field(default_factory=list)
-    """`[layers, num_kv_heads]` of each text."""
+    """`[layers, num_kv_heads]` per text."""
     dense: _Right = field(default_factory=_Right)
     routed: dict[float, _Right] = field(default_factory=dict)
-    """Answers when routed, by skip ratio."""
+    """Answers with routing, by skip ratio."""
     skipped: dict[float, list[torch.Tensor]] = field(default_factory=dict)
-    """Skipped groups by skip ratio: bool, of the shape of a text's scores."""
+    """Skipped groups by skip ratio: bool, in the shape of a text's scores."""
 
     def row(self, skip_ratio: float) -> dict[str, Any]:
-        """Returns what the report says of these texts at one skip ratio."""
+        """Return the report row of these texts at one skip ratio."""
         observed, skipped = Observed.join(self.observed), torch.cat(self.skipped[skip_ratio], dim=1)
         return {
             "context_tokens": self.length,
@@ -217,38 +217,38 @@ class _Judged:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What calibration found."""
+    """Result of a calibration."""
 
     routing: Routing
     thresholds: dict[int, float]
-    """Thresholds that skip the share that was asked for, by length."""
+    """Thresholds for the requested skip ratio, by length."""
     rows: list[dict[str, Any]]
-    """What was measured, by length and task."""
+    """Measurements by length and task."""
     layers: list[dict[str, Any]]
-    """What was measured, by routed layer. `first_value` is the norm of token 0's value over the median norm of the
-    others, the mean over KV heads and texts, and `first_value_largest` the largest of them: a skipped group's zero
-    stands for that value, so it should be far below 1."""
+    """Measurements by routed layer. `first_value` is the norm of token 0's value over the median norm of the others,
+    mean over KV heads and texts. `first_value_largest` is the largest of them. A skipped group replaces this value by
+    zero, so it should be far below 1."""
     detection: Detection
-    """How the fitted thresholds find sink groups."""
+    """Accuracy of the fitted thresholds in finding sink groups."""
     sweep: list[dict[str, Any]]
-    """What thresholds fitted to a skip ratio skip, and what is right of the answers, by skip ratio."""
+    """By skip ratio: the groups that thresholds fitted to it skip, and the share of right answers."""
     auprc: float
     sink_groups: float
-    """Share of the groups that are sink groups."""
+    """Share of groups that are sink groups."""
     verdict: Verdict
 
 
 class _Calibration:
-    """A model whose groups are observed, and the layers and the score by which they are routed."""
+    """A model, its routed layers and the score of its groups."""
 
     def __init__(self, model: CapturingModel, score: GroupScore, dense_layers: int) -> None:
         self.model, self.score, self.dense_layers = model, score, dense_layers
 
     def routed_layers(self, decoded: Decoded) -> dict[int, LayerInputs]:
-        """Returns the layers that may be routed, by their index.
+        """Return the layers that may be routed, by index.
 
         Raises:
-            ConfigurationError: if there is none.
+            ConfigurationError: there is none.
         """
         routed = {i: layer for i, layer in enumerate(decoded.layers) if layer is not None and i >= self.dense_layers}
         if not routed:
@@ -256,7 +256,7 @@ class _Calibration:
         return routed
 
     def scores(self, texts: Sequence[Text], progress: Callable[[int], None]) -> dict[int, torch.Tensor]:
-        """Returns the scores of all groups of some texts, by length."""
+        """Return the scores of all groups of the texts, by length."""
         scores: dict[int, list[torch.Tensor]] = {}
         for text in texts:
             cache = self.model.prefill(text.document)
@@ -267,7 +267,7 @@ class _Calibration:
         return {length: torch.cat(scores[length], dim=1) for length in sorted(scores)}
 
     def judge(self, judged: _Judged, text: Text, routings: Mapping[float, Routing]) -> None:
-        """Adds what one text shows: decoded densely, and routed at each skip ratio."""
+        """Add the results of one text: decoded densely, and routed at each skip ratio."""
         cache = self.model.prefill(text.document)
         for continuation, asked in zip(text.rest, text.asked, strict=True):
             decoded = self.model.decode(cache, continuation)
@@ -284,7 +284,7 @@ class _Calibration:
 
 
 def first_value(inputs: LayerInputs) -> torch.Tensor:
-    """Returns the norm of token 0's value over the median norm of the other values: `[num_kv_heads]` float32."""
+    """Return the norm of token 0's value over the median norm of the other values: `[num_kv_heads]` float32."""
     norms: torch.Tensor = inputs.values.float().norm(dim=-1)
     median = norms[:, 1:].median(dim=-1).values
     return norms[:, 0] / median
@@ -300,20 +300,20 @@ def calibrate(
     dense_layers: int,
     about: Mapping[str, Any],
 ) -> Outcome:
-    """Fits thresholds to some texts and judges them by others.
+    """Fit thresholds to some texts and judge them on others.
 
     Args:
-        model: what runs them.
-        fitting: those to fit to, of two lengths or more.
-        judging: the others, texts of one length and task one after the other.
-        skip_ratio: share of the groups of routed layers to be skipped.
-        progress: told the tokens of each text that has been run.
-        score: of the cosines of a group's heads.
-        dense_layers: leading layers that are not routed.
-        about: fields of `Routing` that say where the thresholds come from.
+        model: runs the texts.
+        fitting: texts to fit to, of two or more lengths.
+        judging: other texts, grouped by length and task.
+        skip_ratio: share of the groups of routed layers to skip.
+        progress: called with the tokens of each finished text.
+        score: combines the cosines of a group's heads.
+        dense_layers: number of first layers that are never routed.
+        about: fields of `Routing` with the origin of the thresholds.
 
     Raises:
-        ConfigurationError: if no layer is left to be routed.
+        ConfigurationError: no layer is left to route.
     """
     calibration = _Calibration(model, score, dense_layers)
     scores = calibration.scores(fitting, progress)
@@ -337,13 +337,13 @@ def calibrate(
 def _outcome(
     judged: Sequence[_Judged], routings: Mapping[float, Routing], skip_ratio: float, thresholds: dict[int, float]
 ) -> Outcome:
-    """Sums up the judged texts.
+    """Summarise the judged texts.
 
     Args:
         judged: the texts by length and task.
         routings: by skip ratio.
-        skip_ratio: the one that was asked for.
-        thresholds: found for it, by length.
+        skip_ratio: the requested one.
+        thresholds: for the requested skip ratio, by length.
     """
     rows = [part.row(skip_ratio) for part in judged]
     observed = Observed.join([text for part in judged for text in part.observed])

@@ -1,7 +1,7 @@
-"""Captures queries, keys and values of a model's forward pass, and measures what a policy selects of them.
+"""Captures queries, keys and values of a model's forward pass, and measures a policy's selection of them.
 
-The pass runs in transformers with dense attention everywhere, so every selection is judged by itself: earlier ones have
-not changed what a layer sees.
+The forward pass runs in transformers with dense attention in all layers. Each selection is judged separately: no
+earlier selection changes the inputs of a layer.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from vllm_sparse_plugin.policies import Selection
 
 SINK_MASS = 0.5
-"""Attention weight on token 0, the mean over a group's heads, from which the group is called a sink group. The paper
-says that it is a little more than 0.4; how a group's heads are put together did not survive in its text."""
+"""A group is a sink group if its attention weight on token 0, mean over its heads, reaches this value. The paper states
+a little more than 0.4; its text does not say how the heads of a group are combined."""
 
 
 @dataclass(frozen=True)
 class LayerInputs:
-    """What one layer's attention saw of one prompt."""
+    """Inputs of one layer's attention for one prompt."""
 
     query: torch.Tensor
     """`[num_queries, num_kv_heads, group_size, head_size]`, the newest tokens."""
@@ -43,10 +43,10 @@ class LayerInputs:
     """Factor of the logits."""
 
     def weights(self, window: int | None = None) -> torch.Tensor:
-        """Returns attention weights: `[num_queries, num_kv_heads, group_size, num_tokens]` float32.
+        """Return attention weights: `[num_queries, num_kv_heads, group_size, num_tokens]` float32.
 
         Args:
-            window: newest tokens that each query attends to; all of them if left out.
+            window: number of newest tokens that each query attends to; None for all.
         """
         logits = torch.einsum("qhgd,hnd->qhgn", self.query.float(), self.keys.float()) * self.scale
         token, context = torch.arange(self.keys.shape[1], device=logits.device), self.context_lens[:, None, None, None]
@@ -57,42 +57,40 @@ class LayerInputs:
 
     @property
     def context_lens(self) -> torch.Tensor:
-        """Tokens that each query attends to, itself included: `[num_queries]` int64."""
+        """Number of tokens that each query attends to, itself included: `[num_queries]` int64."""
         tokens, queries = self.keys.shape[1], self.query.shape[0]
         return torch.arange(tokens - queries + 1, tokens + 1, device=self.keys.device)
 
 
 Skip = Callable[[int, LayerInputs], torch.Tensor]
-"""Takes the index of a layer and what it sees, and gives the groups that are skipped: `[num_queries, num_kv_heads]`
-bool."""
+"""Takes a layer's index and inputs. Returns the groups to skip: `[num_queries, num_kv_heads]` bool."""
 
 
 class Decoded(NamedTuple):
-    """What comes of decoding given tokens."""
+    """Result of decoding given tokens."""
 
     layers: list[LayerInputs | None]
-    """What the attention of every layer saw; None for one of sliding-window attention."""
+    """Attention inputs of every layer; None for a sliding-window layer."""
     predictions: list[int]
-    """The likeliest token after each."""
+    """The likeliest token after each token."""
 
 
 class CapturingModel:
-    """A model of transformers whose attention layers hand over what they see."""
+    """A transformers model whose attention layers capture their inputs."""
 
     def __init__(self, folder: Path, device: str) -> None:
         """Load a model.
 
         Args:
-            folder: the model's.
+            folder: of the model.
             device: torch's name of the device.
 
         Raises:
-            ConfigurationError: if transformers cannot load the model; when it runs, if its attention is of a form that
-                is not reproduced here.
+            ConfigurationError: transformers cannot load the model. At run time: its form of attention is not supported.
         """
         from transformers import AttentionInterface
 
-        # Every model has a name of its own, because transformers fetches the function by its name at every call.
+        # Each model has a unique name, because transformers looks the function up by name at every call.
         attention = f"vllm_sparse_capture_{id(self)}"
         AttentionInterface.register(attention, self._attend)
         model = load_causal_lm(folder, attention, torch.bfloat16)
@@ -110,16 +108,16 @@ class CapturingModel:
 
         Args:
             tokens: its ids.
-            queries: newest tokens whose queries are kept.
+            queries: number of newest tokens whose queries are kept.
 
         Returns:
-            The layers in order, None for one of sliding-window attention.
+            The layers in order; None for a sliding-window layer.
         """
         self._forward(tokens, queries, None, use_cache=False, logits_to_keep=1)
         return list(self._layers)
 
     def prefill(self, tokens: list[int]) -> Any:
-        """Run the beginning of a text, densely; returns transformers' cache of it."""
+        """Run the beginning of a text densely. Return transformers' cache."""
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self._model.config)
@@ -127,12 +125,12 @@ class CapturingModel:
         return cache
 
     def decode(self, cache: Any, tokens: list[int], skip: Skip | None = None) -> Decoded:
-        """Run the rest of a text as if its tokens were decoded one by one; the cache stays as it was.
+        """Run the rest of a text as if its tokens were decoded one by one. The cache stays unchanged.
 
         Args:
             cache: of the beginning.
             tokens: ids of the rest.
-            skip: says of a layer which of its groups have an output of zero.
+            skip: returns the groups of a layer whose output is set to zero.
         """
         logits = self._forward(tokens, len(tokens), skip, past_key_values=cache, use_cache=True)
         cache.crop(-len(tokens))
@@ -167,7 +165,7 @@ class CapturingModel:
 
 
 class PagedLayer:
-    """A layer's inputs in a paged cache with a policy's statistics, as a server has them."""
+    """A layer's inputs in a paged cache with a policy's statistics, as on a server."""
 
     def __init__(self, layer: LayerInputs, selection: Selection) -> None:
         self.layer = layer
@@ -191,10 +189,10 @@ class PagedLayer:
                 self.summaries = [self.statistics.summaries(self.block_table[0])[0]]
 
     def quality(self, selection: Selection | None = None) -> Quality:
-        """Measures what the selection gets of dense attention.
+        """Compare the selection with dense attention.
 
         Args:
-            selection: one that differs in its budget from the one whose statistics these are.
+            selection: a selection with another budget; its statistics must be the same.
         """
         layer, selection = self.layer, selection or self.selection
         num_pages = layer.context_lens // selection.page_size
@@ -204,11 +202,11 @@ class PagedLayer:
             layer.query, context, layer.context_lens, pages, selection.page_size, Softmax(layer.scale),
             selection.page_selection(),
         )  # fmt: skip
-        # Without a complete page the oracle chooses none, and nothing of its choice is missing.
+        # Without a complete page the oracle selects none, so no page is missing.
         return quality._replace(recall=quality.recall.masked_fill(num_pages[:, None] == 0, 1.0))
 
 
 def in_blocks(rows: torch.Tensor, block_size: int, page_size: int) -> PagedTensor:
-    """Puts rows `[num_kv_heads, num_tokens, head_size]` in as many blocks as they fill, one after the other."""
+    """Return rows `[num_kv_heads, num_tokens, head_size]` in consecutive blocks."""
     padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[1] % block_size))
     return PagedTensor.from_rows(padded.unflatten(1, (-1, block_size)).transpose(0, 1), page_size)

@@ -1,4 +1,4 @@
-"""One attention layer of vLLM with its metadata builder, driven without a model."""
+"""One attention layer of vLLM with its metadata builder, without a model."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.utils import customize_attention_spec
 
 if torch.cpu._is_amx_tile_supported():
-    # The kernel grants AMX state per process; vLLM asks for it in its workers.
+    # The Linux kernel grants AMX state per process. vLLM requests it in its workers.
     torch.cpu._init_amx()
 
 
 @dataclass(frozen=True)
 class LayerBatch:
-    """The requests of a step as a model runner describes them to attention."""
+    """The requests of a step, as a model runner describes them to attention."""
 
     query_start: torch.Tensor
-    """`[num_requests + 1]` int32, where the query tokens of each request begin; then where the last end."""
+    """`[num_requests + 1]` int32, start of each request's query tokens, and the end of the last."""
     seq_lens: torch.Tensor
-    """`[num_requests]` int32, tokens of each request's context, its query tokens included."""
+    """`[num_requests]` int32, context tokens of each request, query tokens included."""
     block_table: torch.Tensor
     """`[num_requests, max_blocks]` int32, physical block ids."""
     slots: torch.Tensor
-    """`[num_tokens]` int64, where the key and the value of each query token go."""
+    """`[num_tokens]` int64, cache slot of each query token's key and value."""
     is_prefilling: torch.Tensor
-    """`[num_requests]` bool, requests whose prompt was not finished before the step."""
+    """`[num_requests]` bool, whether the prompt was incomplete before the step."""
 
     def to(self, device: torch.device) -> LayerBatch:
-        """Returns the batch on a device."""
+        """Return the batch on a device."""
         parts = {name: part.to(device) for name, part in vars(self).items()}
         return LayerBatch(**parts)
 
     def common(self) -> CommonAttentionMetadata:
-        """Returns the batch, on any device, as vLLM hands it to metadata builders."""
+        """Return the batch in the form that vLLM passes to metadata builders."""
         lengths = self.query_start[1:] - self.query_start[:-1]
         return CommonAttentionMetadata(
             query_start_loc=self.query_start,
@@ -56,15 +56,15 @@ class LayerBatch:
 
 @dataclass
 class BareLayer:
-    """A layer, its metadata builder and the specification of its cache."""
+    """A layer, its metadata builder and its cache specification."""
 
     layer: Any
     """vLLM's `Attention`."""
     spec: AttentionSpec
     builder: Any
-    """Makes a step's metadata; it has told the layer what to do."""
+    """Builds a step's metadata and configures the layer."""
     replays: bool = False
-    """Whether a step is captured as a CUDA graph, and what it gives comes from a replay."""
+    """Whether a step is captured as a CUDA graph. Its output then comes from a replay."""
 
     @classmethod
     def build(
@@ -76,14 +76,14 @@ class BareLayer:
         device: str = "cpu",
         **attention: Any,
     ) -> BareLayer:
-        """Makes a layer as the model of an engine does.
+        """Build a layer like the model of an engine does.
 
         Args:
-            config: vLLM's configuration, which names the backend; layers that it knew of are forgotten.
-            heads: numbers of query heads and of KV heads, and the size of a head.
+            config: vLLM's configuration, which names the backend. Its earlier layers are removed.
+            heads: number of query heads, number of KV heads, and head size.
             block_size: tokens of a cache block.
             layer_index: index of the layer in its model.
-            device: where it runs.
+            device: of the layer.
             attention: further arguments of vLLM's `Attention`.
         """
         num_heads, num_kv_heads, head_size = heads
@@ -99,7 +99,7 @@ class BareLayer:
                 )  # fmt: skip
                 backend = layer.get_attn_backend()
                 spec = customize_attention_spec(backend, layer.get_kv_cache_spec(config))
-                # Sliding-window layers may choose smaller blocks; here there is one size.
+                # Sliding-window layers may choose smaller blocks. This class has one size.
                 spec = replace(spec, block_size=block_size)
                 builder = backend.get_builder_cls()(spec, [name], config, torch.device(device))
         finally:
@@ -114,7 +114,7 @@ class BareLayer:
     def step(
         self, batch: LayerBatch, cache: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
-        """Writes keys and values of a step and attends, as vLLM's model runner does.
+        """Write keys and values of a step and attend, like vLLM's model runner.
 
         Args:
             batch: the requests.

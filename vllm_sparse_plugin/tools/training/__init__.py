@@ -1,4 +1,4 @@
-"""Fine-tunes a model with the pages that it will be served with, as a mask over what it attends to.
+"""Fine-tunes a model on the pages that serving selects, as an attention mask.
 
-It needs the extra `train`, and not vLLM.
+It needs the extra `train`. It does not need vLLM.
 """

@@ -1,4 +1,4 @@
-"""The attention of a model in training: an attention function of transformers, under a page mask or dense."""
+"""Attention of a model in training: a transformers attention function with a page mask, or dense."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from vllm_sparse_plugin.errors import ConfigurationError
 from vllm_sparse_plugin.policies import UniqueSelection
 
 _CACHE_ITEMSIZE = 2
-"""Models are trained for a KV cache of 16 bits."""
+"""Models are trained for a 16-bit KV cache."""
 _LOGITS_AT_ONCE = 1 << 27
-"""Of the tokens after a prompt, of all heads: 512 MB in float32, of which a pass needs a few times as much."""
+"""Logits of all heads for the tokens after a prompt: 512 MB in float32. A pass needs a few times as much."""
 _LENGTHS_ON_A_GPU = 256
-"""What lengths of dense attention are multiples of on a GPU, unless they are shorter. For each new length, forward and
-backward, cuDNN makes a plan on the host, which takes longer than the attention of a small model."""
+"""On a GPU, dense attention pads longer sequences to a multiple of this length. For each new length cuDNN makes a
+plan on the host, forward and backward, which takes longer than the attention of a small model."""
 
 
 @dataclass(frozen=True)
 class ServedSelection:
-    """What serving reads, as the layers of a model in training need it."""
+    """The selection of serving, in the form that layers in training need."""
 
     selection: UniqueSelection
     first_dense_layers: int
@@ -48,10 +48,10 @@ class ServedSelection:
 
     @classmethod
     def of(cls, config: ResolvedConfig) -> ServedSelection:
-        """Returns the selection of a configuration.
+        """Return the selection of a configuration.
 
         Raises:
-            ConfigurationError: if models cannot be trained with it.
+            ConfigurationError: models cannot be trained with it.
         """
         selection = config.selection
         if not isinstance(selection, UniqueSelection):
@@ -67,15 +67,15 @@ class ServedSelection:
         return cls(explicit, config.config.first_dense_layers, config.config.min_context_tokens)
 
     def layout(self, head_size: int) -> StatisticsLayout:
-        """Returns the kind and the format of the page statistics."""
+        """Return the kind and format of the page statistics."""
         return self.selection.statistics_layout(head_size, _CACHE_ITEMSIZE)
 
     def mask(self, temperature: float | None, budget_tokens: int | None = None) -> PageMask:
-        """Returns the mask of a step.
+        """Return the mask of a step.
 
         Args:
-            temperature: T, None for the hard mask.
-            budget_tokens: in place of what is served.
+            temperature: T; None for the hard mask.
+            budget_tokens: replaces the served budget.
         """
         served: PageSelection = self.selection.page_selection()
         if budget_tokens is not None:
@@ -84,19 +84,20 @@ class ServedSelection:
 
 
 Shares = dict[int, list[torch.Tensor]]
-"""What dense attention reads of each page, by layer and for each part of what is decoded: see `dense_shares`."""
+"""Share of dense attention on each page, by layer and for each part of the decoded tokens: see `dense_shares`."""
 
 
 class PackedAttention:
-    """What the layers of a model attend with, while a packing is set."""
+    """The attention function of a model's layers, while a packing is set."""
 
     def __init__(self, served: ServedSelection, model_name: str, checkpointing: bool = True) -> None:
-        """Register the function with transformers under a name of its own.
+        """Register the function with transformers under a unique name.
 
         Args:
-            served: what serving reads.
-            model_name: for the sentence that refuses a model.
-            checkpointing: whether what is decoded after prompts is computed again in the backward pass, not kept.
+            served: the selection of serving.
+            model_name: for messages that refuse a model.
+            checkpointing: whether the backward pass computes the attention of decoded tokens again instead of keeping
+                it.
         """
         from transformers import AttentionInterface
 
@@ -121,15 +122,14 @@ class PackedAttention:
         is_exact: bool = False,
         shares: Shares | None = None,
     ) -> Iterator[None]:
-        """Attend within the sequences of a row; backward passes belong in it.
+        """Attend within the sequences of a row. Backward passes belong in the block.
 
         Args:
             packing: the sequences.
             mask: None for dense attention.
-            prompts: first tokens of each sequence that attend densely whatever the mask, as a prompt is prefilled.
-            is_exact: whether what comes after prompts attends under the hard mask, and only its gradients are those
-                of the soft one.
-            shares: dense, what the tokens after prompts read is put there; with a mask it is what scores learn from.
+            prompts: number of first tokens of each sequence that attend densely with any mask, like a prefill.
+            is_exact: whether decoded tokens attend under the hard mask, with the gradients of the soft mask.
+            shares: without a mask, receives what decoded tokens read; with a mask, the target for the scores.
         """
         before = self._packing, self._mask, self._prompts, self._is_exact, self._shares, self._selection_losses
         self._packing, self._mask, self._prompts, self._is_exact = packing, mask, prompts, is_exact
@@ -140,9 +140,9 @@ class PackedAttention:
             self._packing, self._mask, self._prompts, self._is_exact, self._shares, self._selection_losses = before
 
     def selection_loss(self, device: torch.device) -> torch.Tensor:
-        """Returns the sum over tokens of the mean over layers and KV heads, in nats; 0 where no scores learn.
+        """Return the sum over tokens of the mean over layers and KV heads, in nats; 0 if no scores learn.
 
-        To be asked between a forward pass and its backward pass, which may attend again.
+        Call it between a forward pass and its backward pass, which may run the attention again.
         """
         losses = list(self._selection_losses.values())
         return torch.stack(losses).mean() if losses else torch.zeros((), device=device)
@@ -162,8 +162,9 @@ class PackedAttention:
                 "allowed for training: models without"
             )
         scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
-        # Rows come one at a time: from [1, heads, tokens, size] to [tokens, heads, size].
-        # Under autocast positions leave queries and keys in float32 beside values of 16 bits, as which all are served.
+        # There is one row at a time: from [1, heads, tokens, size] to [tokens, heads, size].
+        # Under autocast, rotary embedding leaves float32 queries and keys beside 16-bit values. All are served in 16
+        # bits.
         query, key, value = (x[0].transpose(0, 1).to(value.dtype) for x in (query, key, value))
         is_sparse = module.layer_idx >= self._served.first_dense_layers
         if self._mask is None and self._shares is not None and is_sparse:
@@ -195,12 +196,12 @@ class PackedAttention:
                 outputs.append(attended)
                 losses.append(loss)
         if shares is not None and losses:
-            # Activations that are computed again put the same in its place.
+            # Recomputed activations write the same value again.
             self._selection_losses[module.layer_idx] = torch.stack(losses).sum() / key.shape[1]
         return torch.cat(outputs)[None], None
 
     def _decoded(self, num_heads: int) -> Iterator[tuple[Sequence, int, list[tuple[int, int]]]]:
-        """Yields each sequence, the tokens of its prompt, and the beginnings and ends of parts of what follows it."""
+        """Yield each sequence, the length of its prompt, and the bounds of the parts of its decoded tokens."""
         page_size = self._served.selection.page_size
         for sequence, prompt in zip(self._packing.sequences(page_size), self._prompts or (), strict=True):
             end, size = sequence.begin + sequence.length, max(_LOGITS_AT_ONCE // (num_heads * sequence.length), 1)
@@ -208,7 +209,7 @@ class PackedAttention:
             yield sequence, prompt, [(begin, min(begin + size, end)) for begin in begins]
 
     def _dense_shares(self, query: torch.Tensor, key: torch.Tensor, scale: float) -> list[torch.Tensor]:
-        """Returns what each part that is decoded reads of each page."""
+        """Return the share of dense attention on each page, for each decoded part."""
         page_size = self._served.selection.page_size
         with torch.autocast(query.device.type, enabled=False):
             return [
@@ -226,7 +227,7 @@ def _attend_densely(
     scale: float,
     multiple: int | None = None,
 ) -> torch.Tensor:
-    """Returns causal attention of each sequence to itself, of the shape of the query.
+    """Return causal attention of each sequence to itself, in the shape of the query.
 
     Args:
         query: `[tokens, heads, size]`.
@@ -234,8 +235,8 @@ def _attend_densely(
         value: `[tokens, KV heads, size]`.
         packing: the sequences.
         scale: of logits.
-        multiple: of tokens, to which sequences are lengthened by zeros that none of their tokens reads; those that
-            are shorter to a power of two. None for 1 on a CPU, and for what suits a GPU there.
+        multiple: sequences are padded with zeros to a multiple of this length, shorter ones to a power of two. No token
+            reads the padding. None: 1 on a CPU, a suitable value on a GPU.
     """
     multiple = multiple or (_LENGTHS_ON_A_GPU if query.is_cuda else 1)
     parts = zip(*(x.transpose(0, 1)[None].split(packing.lengths, dim=2) for x in (query, key, value)), strict=True)
@@ -258,11 +259,11 @@ def _attend_decoded(
     scale: float,
     is_exact: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns `newest_attention`, and `selection_loss` or, without shares, 0.
+    """Return `newest_attention`, and `selection_loss`, which is 0 without shares.
 
-    Exact, the attention's values are those of the hard mask and its gradients those of the given one.
+    With `is_exact`, values are those of the hard mask and gradients those of the given mask.
     """
-    # Scores are compared as serving computes them, of which autocast would keep 16 bits.
+    # Serving compares scores in float32. Autocast would keep 16 bits.
     with torch.autocast(query.device.type, enabled=False):
         loss = torch.zeros((), device=query.device)
         if shares is not None:

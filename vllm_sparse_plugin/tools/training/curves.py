@@ -1,4 +1,4 @@
-"""Draws a training run."""
+"""Plots a training run."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 
 def draw_curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws what the steps minimise, the fidelity of the served selection and the agreement.
+    """Draw the objective, the loss of the served selection and the agreement.
 
     Args:
-        rows: of the run's log: those of steps have an `objective`, those of measurements a `served_loss`.
-        path: of the picture.
+        rows: of the run's log. Rows of steps have an `objective`, rows of measurements a `served_loss`.
+        path: of the plot.
     """
     from matplotlib.figure import Figure
 
@@ -25,7 +25,7 @@ def draw_curves(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         if part:
             values = [row["objective"] for row in part]
             losses.plot([row["step"] for row in part], values, color=color, label=label, linewidth=1)
-    losses.set_title("what the steps minimise", fontsize=9)
+    losses.set_title("objective of the steps", fontsize=9)
     for name, label, color in (("dense_loss", "dense", "C0"), ("served_loss", "as served", "C3")):
         values = [row[name] for row in measured]
         fidelity.plot([row["step"] for row in measured], values, marker="o", markersize=3, color=color, label=label)

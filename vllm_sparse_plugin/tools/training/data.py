@@ -1,4 +1,4 @@
-"""Documents of a file, as rows of packed tokens."""
+"""Documents of a file, packed into rows of tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Document(NamedTuple):
 
     tokens: list[int]
     prompt_tokens: int
-    """So many of the first are read and not learned."""
+    """Number of first tokens that are read, not learned."""
 
 
 class Row(NamedTuple):
@@ -26,17 +26,17 @@ class Row(NamedTuple):
 
     tokens: list[int]
     learned: list[bool]
-    """For each token, whether it is predicted from those before it: not the first of a document, nor a prompt."""
+    """For each token, whether it is learned. The first token of a document and prompts are not learned."""
     packing: Packing
     prompts: tuple[int, ...]
-    """Tokens at the beginning of each document that a server would prefill."""
+    """Number of tokens at the start of each document that a server would prefill."""
 
 
 def read_documents(path: Path, tokenizer: Any) -> list[Document]:
-    """Returns the documents of a file: a line has a `text`, or a `prompt` and a `completion`.
+    """Return the documents of a file. A line has a `text`, or a `prompt` and a `completion`.
 
     Raises:
-        ConfigurationError: names the line that is none, or says why the file cannot be read.
+        ConfigurationError: a line is invalid, or the file cannot be read.
     """
     documents = []
     for number, line, entry in read_json_lines(path, "data"):
@@ -68,17 +68,17 @@ def pack(
     decoded_tokens: int | None = None,
     begin: Sequence[int] = (),
 ) -> list[Row]:
-    """Returns rows of documents in an order that is drawn; one that is longer than a row is cut.
+    """Return rows of documents in random order. A document longer than a row is cut.
 
-    A row without a token to learn is left out.
+    Rows without a token to learn are left out.
 
     Args:
-        documents: at least one of two tokens.
-        row_tokens: tokens of a row, at most.
+        documents: at least one of two or more tokens.
+        row_tokens: maximum tokens of a row.
         seed: of the order.
-        decoded_tokens: of each piece of a document without a prompt, so many of the last tokens, and half of them at
-            most, follow what counts as its prompt; None if it has none.
-        begin: tokens that begin every text of the model. The pieces of a document that is cut begin with them, too.
+        decoded_tokens: for each piece of a document without a prompt, the number of last tokens that follow its prompt,
+            at most half of the piece. None: the piece has no prompt.
+        begin: tokens that begin every text of the model, including each piece of a cut document.
     """
     order = list(documents)
     random.Random(seed).shuffle(order)
@@ -98,12 +98,12 @@ def pack(
 
 
 def _pieces(tokens: list[int], prompt_tokens: int, most: int, begin: list[int]) -> Iterator[Document]:
-    """Yields a document in pieces of at most `most` tokens."""
+    """Yield a document in pieces of at most `most` tokens."""
     yield Document(tokens[:most], prompt_tokens)
     step = most - len(begin)
     for start in range(most, len(tokens), step):
         rest = max(prompt_tokens - start, 0)
-        # Nothing tells the first token of a later piece.
+        # Nothing predicts the first token of a later piece.
         read = len(begin) + max(rest, 1) if begin else rest
         yield Document(begin + tokens[start : start + step], read)
 

@@ -9,31 +9,31 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 _LOGITS_AT_ONCE = 1 << 28
-"""That are in float32 at a time: a gigabyte."""
+"""Number of logits in float32 at a time: 1 GiB."""
 
 
 class Loss(NamedTuple):
-    """Sums over tokens of a row, float32."""
+    """Sums over the tokens of a row, float32."""
 
     text: torch.Tensor
-    """Negative log-probabilities of the tokens that are learned, in nats."""
+    """Negative log probabilities of the learned tokens, in nats."""
     divergence: torch.Tensor
-    """Kullback-Leibler divergences from the dense model to this one where tokens are learned, in nats; 0 without a
-    dense model."""
+    """Kullback-Leibler divergences from the dense model to this one at learned tokens, in nats; 0 without a dense
+    model."""
     drift: torch.Tensor
-    """The same after every token, whether the next one is learned or not."""
+    """The same after every token, learned or not."""
 
 
 def row_loss(logits: torch.Tensor, tokens: torch.Tensor, learned: torch.Tensor, dense: torch.Tensor | None) -> Loss:
     """Returns the loss of a row.
 
     Args:
-        logits: `[num_tokens, vocabulary]`, of the token after each.
+        logits: `[num_tokens, vocabulary]`, for the token after each.
         tokens: `[num_tokens]` int64.
-        learned: `[num_tokens]` bool, the tokens that are predicted.
-        dense: like `logits`, of the dense model; None to leave the divergence out.
+        learned: `[num_tokens]` bool, the tokens to predict.
+        dense: like `logits`, of the dense model; None for no divergence.
     """
-    # The last token is followed by none. Logits are split, not cut, so that their gradient is put together once.
+    # No token follows the last one. Logits are split, not sliced, so their gradient is assembled once.
     targets, where = functional.pad(tokens[1:], (0, 1)), functional.pad(learned[1:], (0, 1))
     sums = logits.new_zeros(len(Loss._fields), dtype=torch.float32)
     tokens_at_once = max(_LOGITS_AT_ONCE // logits.shape[1], 1)

@@ -1,4 +1,4 @@
-"""The model of a training run: loaded, with updates of low rank, and written as it will be served."""
+"""The model of a training run: loading, low-rank updates, and writing for serving."""
 
 from __future__ import annotations
 
@@ -14,23 +14,22 @@ from vllm_sparse_plugin.tools.models import load_causal_lm
 from vllm_sparse_plugin.tools.training.settings import TrainingSettings
 
 ADAPTER = "adapter"
-"""Folder of the updates alone, in peft's format."""
+"""Folder of the low-rank updates in peft's format."""
 SECTION = "sparse_attention.yaml"
-"""File of the settings that the model was trained with: beside its config.json, which has them too, and beside the
-updates, which have no other."""
+"""File with the settings of the training, beside config.json, which also has them, and in the folder of the updates."""
 
 
 class HasName(Protocol):
-    """An attention function that transformers knows."""
+    """An attention function registered with transformers."""
 
     name: str
 
 
 def load_model(folder: Path, attention: HasName, dtype: torch.dtype) -> Any:
-    """Returns a model of transformers.
+    """Return a transformers model.
 
     Raises:
-        ConfigurationError: if transformers cannot load it, or weights are missing.
+        ConfigurationError: transformers cannot load the model, or weights are missing.
     """
     model = load_causal_lm(folder, attention.name, dtype)
     model.config.use_cache = False
@@ -38,7 +37,7 @@ def load_model(folder: Path, attention: HasName, dtype: torch.dtype) -> Any:
 
 
 def with_updates(model: Any, settings: TrainingSettings) -> Any:
-    """Returns a model whose attention and MLP have trainable updates of low rank; the model itself without them."""
+    """Return the model with trainable low-rank updates of attention and MLP; unchanged if the rank is 0."""
     if not settings.lora_rank:
         return model
     from peft import LoraConfig, get_peft_model
@@ -59,18 +58,18 @@ def write_model(
     tokenizer: Any,
     output: Path,
 ) -> None:
-    """Writes the trained model with updates merged, in the dtype that it came in, and the updates by themselves.
+    """Write the trained model with merged updates, in its original dtype, and the updates separately.
 
-    What is written is an average with the model before training if the settings keep a share of that.
+    If the settings keep a share of the original weights, the written weights are an average of both.
 
     Args:
-        state: all weights, as the trained model names them.
+        state: all weights, by the trained model's names.
         source: folder of the model before training.
-        attention: what it was loaded with.
+        attention: the function that the model was loaded with.
         settings: of the run.
-        section: what serving takes its settings from.
+        section: settings for serving.
         tokenizer: of the model.
-        output: where to write.
+        output: folder to write.
     """
     model = with_updates(load_model(source, attention, torch.float32), settings)
     model.load_state_dict(_averaged(state, model.state_dict(), settings))
@@ -85,16 +84,16 @@ def write_model(
     tokenizer.save_pretrained(output)
     text = yaml.safe_dump(section, sort_keys=False)
     for folder in (output, output / ADAPTER) if settings.lora_rank else (output,):
-        (folder / SECTION).write_text(f"# What this model was trained with.\n{text}", encoding="utf-8")
+        (folder / SECTION).write_text(f"# Settings that this model was trained with.\n{text}", encoding="utf-8")
 
 
 def _averaged(
     state: dict[str, torch.Tensor], before: dict[str, torch.Tensor], settings: TrainingSettings
 ) -> dict[str, torch.Tensor]:
-    """Returns the weights between those after training and those before, as much of the latter as is kept.
+    """Return an average of the weights after and before training, by the kept share.
 
-    An update of low rank is a product, of which the second factor is zero before training: averaging that one alone
-    averages the product. Everything else is then as it was before.
+    A low-rank update is a product. Its second factor is zero before training, so scaling this factor averages the
+    product. All other weights then equal those before training.
     """
     if not settings.kept_share:
         return state

@@ -1,4 +1,4 @@
-"""The settings of a training run, and what follows from them at each step."""
+"""The settings of a training run, and the values of each step."""
 
 from __future__ import annotations
 
@@ -14,76 +14,76 @@ from vllm_sparse_plugin.errors import ConfigurationError, choices
 from vllm_sparse_plugin.policies.base import Section
 
 _LEAST_RATE = 0.01
-"""What is left of the learning rate at the end."""
+"""Final learning rate, as a share of the peak."""
 
 LOSS_OF_THE_TEXT: dict[str, Any] = {
     "dense_prompts": False, "distillation": 0.0, "retention": 0.0, "selection_loss": 0.0, "kept_share": 0.0
 }  # fmt: skip
-"""Settings with which every token is decoded and the loss is that of the text, as the paper trains."""
+"""Settings of the paper's training: every token is decoded, and the loss is that of the text."""
 
 
 class TrainingSettings(Section):
-    """How to train."""
+    """Training settings."""
 
     steps: Annotated[int, Field(ge=1, le=10**7)] = 200
-    """Updates of the weights."""
+    """Weight updates."""
     hard_steps: Annotated[int | None, Field(ge=0, le=10**7)] = None
-    """Of them the last ones, which attend to exactly the pages that serving reads; None for all."""
+    """Number of last steps that attend to exactly the pages that serving selects; None for all steps."""
     sequence_tokens: Annotated[int, Field(ge=16, le=1 << 24)] = 8192
-    """Tokens of a row of packed documents; documents that are longer are cut."""
+    """Tokens of a row of packed documents. Longer documents are cut."""
     rows_per_step: Annotated[int, Field(ge=1, le=1 << 16)] = 8
-    """Rows of an update on each device, one after the other."""
+    """Rows per update on each device, one after the other."""
     learning_rate: Annotated[float, Field(ge=1e-8, le=1.0)] = 1e-4
-    """Rate of AdamW after the warm-up; a cosine takes it to a hundredth."""
+    """Peak learning rate of AdamW. A cosine decays it to 1 %."""
     warmup_steps: Annotated[int, Field(ge=0, le=10**6)] = 10
-    """Steps in which the rate grows to the whole."""
+    """Steps in which the learning rate grows to its peak."""
     weight_decay: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Of AdamW."""
+    """Weight decay of AdamW."""
     gradient_clip: Annotated[float, Field(ge=1e-3, le=1e6)] = 1.0
-    """Largest norm of the gradient of an update."""
+    """Largest gradient norm of an update."""
     temperature: Annotated[float, Field(ge=1e-3, le=1e3)] = 1.0
-    """T of the soft mask at the first step, in units of logits: larger is softer."""
+    """T of the soft mask at the first step, in units of logits. A larger T is softer."""
     final_temperature: Annotated[float, Field(ge=1e-3, le=1e3)] = 0.5
-    """T at the last soft step; between the two it changes by the same factor each step."""
+    """T at the last soft step. T changes by a constant factor per step."""
     first_budget_tokens: Annotated[int | None, Field(ge=8, le=1 << 20)] = None
-    """Budget of the first step, from which it shrinks to the one that is served over the soft steps; None for the one
-    that is served throughout."""
+    """Budget of the first step. It shrinks to the served budget over the soft steps. None for the served budget in all
+    steps."""
     lora_rank: Annotated[int, Field(ge=0, le=4096)] = 16
     """Rank of the updates of attention and MLP; 0 trains all weights."""
     lora_alpha: Annotated[int, Field(ge=1, le=10**4)] = 32
-    """Scale of those updates, over the rank."""
+    """Scale of the low-rank updates, divided by the rank."""
     distillation: Annotated[float, Field(ge=0.0, le=1.0)] = 1.0
-    """Share of the loss that is the divergence from the dense model before training; the rest is the loss of the
+    """Share of the loss that is the divergence from the dense model before training. The rest is the loss of the
     text."""
     retention: Annotated[float, Field(ge=0.0, le=1e3)] = 4.0
-    """Weight of that divergence's mean over all tokens of a row, prompts included, which is added to the loss."""
+    """Weight of the mean divergence over all tokens of a row, prompts included. It is added to the loss."""
     dense_prompts: Annotated[bool, "true or false"] = True
-    """Whether prompts attend densely, as they are prefilled, and only what follows them under the mask."""
+    """Whether prompts attend densely, as in a prefill. Only later tokens then attend under the mask."""
     decoded_tokens: Annotated[int, Field(ge=1, le=1 << 24)] = 1024
-    """With dense prompts: of a text without a prompt its last tokens, so many and half of them at most, follow what
-    counts as one; of a text that is longer than a row, those of each piece."""
+    """With dense prompts: the number of last tokens of a text without a prompt that are decoded, at most half of the
+    text. If a text is longer than a row, this applies to each piece."""
     straight_through: Annotated[bool, "true or false"] = False
-    """Whether what follows dense prompts attends under the hard mask in the soft steps, too, whose gradients are those
-    of the soft mask."""
+    """Whether tokens after dense prompts attend under the hard mask in soft steps, with the gradients of the soft
+    mask."""
     selection_loss: Annotated[float, Field(ge=0.0, le=1e3)] = 4.0
-    """Weight of the divergence of the pages' scores from what the dense model before training reads of each page, the
-    mean over what follows dense prompts, layers and KV heads, which is added to the loss; 0 without dense prompts."""
+    """Weight of the divergence of the pages' scores from the page shares of the dense model before training, mean over
+    tokens after dense prompts, layers and KV heads. It is added to the loss. 0 without dense prompts."""
     kept_share: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.1
-    """Share of the weights before training in what is written, an average of both; of updates of low rank, how much is
-    left out. It takes part in no step: a run that is over writes its model again with another share."""
+    """Share of the original weights in the written average; for low-rank updates, the share that is left out. No step
+    uses it: a finished run can write its model again with another share."""
     gradient_checkpointing: Annotated[bool, "true or false"] = True
-    """Whether activations are computed again in the backward pass, not kept."""
+    """Whether the backward pass computes activations again instead of keeping them."""
     measure_every: Annotated[int, Field(ge=1, le=10**7)] = 25
-    """Steps between measurements on a row that is not trained on: its loss under the served selection and dense."""
+    """Steps between measurements on a held-out row: its loss with the served selection and with dense attention."""
     save_every: Annotated[int, Field(ge=1, le=10**7)] = 50
-    """Steps after which a run that is killed can go on."""
+    """Steps between saved states, from which a killed run continues."""
     seed: Annotated[int, Field(ge=0, le=(1 << 32) - 1)] = 0
-    """Of the order of documents and of the new weights of LoRA."""
+    """Seed of the document order and of new LoRA weights."""
 
     @model_validator(mode="before")
     @classmethod
     def _no_scores_learn_without_dense_prompts(cls, values: Any) -> Any:
-        """Takes the default of the loss of scores away where it has no place."""
+        """Remove the default of `selection_loss` if prompts are not dense."""
         if isinstance(values, Mapping) and values.get("dense_prompts") is False:
             return {"selection_loss": 0.0, **values}
         return values
@@ -115,21 +115,21 @@ class TrainingSettings(Section):
 
 
 class Step(NamedTuple):
-    """What a step is trained with."""
+    """Values of a step."""
 
     rate: float
     """The learning rate."""
     temperature: float | None
     """T, None for the hard mask."""
     budget_tokens: int
-    """Of the mask."""
+    """Budget of the mask."""
 
 
 def parse_settings(values: Mapping[str, Any]) -> TrainingSettings:
-    """Returns valid settings.
+    """Return validated settings.
 
     Raises:
-        ConfigurationError: names the setting, what it got and what is allowed.
+        ConfigurationError: names the setting, the value and what is allowed.
     """
     try:
         return TrainingSettings.model_validate(values)
@@ -144,12 +144,12 @@ def parse_settings(values: Mapping[str, Any]) -> TrainingSettings:
 
 
 def step_at(settings: TrainingSettings, step: int, budget_tokens: int, page_size: int) -> Step:
-    """Returns what a step is trained with.
+    """Return the values of a step.
 
     Args:
         settings: of the run.
         step: from 0.
-        budget_tokens: that is served.
+        budget_tokens: the served budget.
         page_size: budgets are multiples of it.
     """
     warm = min(1.0, (step + 1) / (settings.warmup_steps + 1))

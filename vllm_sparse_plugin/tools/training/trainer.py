@@ -1,4 +1,4 @@
-"""A training run: steps under the mask, soft ones first if there are any, that go on where they were if killed."""
+"""A training run: optional soft steps, then hard steps under the mask. A killed run can continue."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from vllm_sparse_plugin.tools.training.model import HasName, load_model, with_up
 from vllm_sparse_plugin.tools.training.settings import Step, TrainingSettings, step_at
 
 LOG, CURVES = "training.jsonl", "training.png"
-"""Files of the output folder beside the model."""
+"""Files of the output folder besides the model."""
 _CHECKPOINTS, _LAST = "checkpoints", "last.json"
 _TORCH_WRITER = "PytorchStreamWriter"
-"""Named by the errors of torch's files."""
+"""Name in the errors of torch's files."""
 _BETAS = (0.9, 0.95)
 Loader = Callable[[Path, HasName, torch.dtype], Any]
-"""Makes a model of transformers."""
+"""Loads a transformers model."""
 
 
 @lru_cache(maxsize=4)
@@ -47,46 +47,48 @@ def _order(count: int, seed: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run is about; one that goes on must be about the same."""
+    """The identity of a run. A continued run must have the same identity."""
 
     model: Path
     """Folder of the model."""
     output: Path
-    """Folder of the trained one."""
+    """Folder of the trained model."""
     served: ServedSelection
-    """What the model is trained for."""
+    """The selection to train for."""
     section: dict[str, Any]
-    """The same for its config.json."""
+    """The same selection for config.json."""
     settings: TrainingSettings
     about: dict[str, Any] = field(default_factory=dict)
-    """Of the run, for the first line of its log: where and when."""
+    """Date and place of the run, for the first line of its log."""
     data: str = ""
     """Digest of the data."""
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """What must not change. What is kept of the weights before training is decided when the model is written."""
+        """Values that must not change. The kept share of the original weights may change: it applies when the model is
+        written."""
         settings = self.settings.model_dump(exclude={"kept_share"})
         model = fingerprint(self.model)
         return {"model": model, "settings": settings, "sparse_attention": self.section, "data": self.data}
 
 
 class Trainer:
-    """A model, its optimizer and the log of its steps."""
+    """A model, its optimizer and its log."""
 
     def __init__(self, run: Run, rows: Sequence[Row], tokenizer: Any, device: str, load: Loader = load_model) -> None:
-        """Load the model, and the state of a run that was killed.
+        """Load the model, and the state of a killed run.
 
         Args:
-            run: what to do.
-            rows: of the data; of two or more the last is not trained on, but measured.
+            run: the identity of the run.
+            rows: of the data. If there are two or more, the last is measured instead of trained.
             tokenizer: of the model.
             device: `cpu` or `cuda`.
-            load: makes a model of the folder, an attention function and a dtype.
+            load: loads a model from a folder, an attention function and a dtype.
 
         Raises:
-            ConfigurationError: if transformers cannot load the model, or the folder is that of another run, is damaged
-                or cannot be written.
+            ConfigurationError: transformers cannot load the model, or the folder has another run, is damaged or cannot
+                be
+                written.
         """
         from accelerate import Accelerator
 
@@ -95,7 +97,7 @@ class Trainer:
         log = self._find_state()
         self._measured = rows[-1]
         self._rows = rows[:-1] if len(rows) > 1 else rows
-        # Updates of low rank are float32 beside weights of 16 bits; whole weights are float32, and multiplied in 16.
+        # Low-rank updates are float32 beside 16-bit weights. Trained weights are float32, and multiplied in 16 bits.
         on_cpu, all_weights = device == "cpu", settings.lora_rank == 0
         precision = "bf16" if all_weights and not on_cpu else "no"
         self._accelerator: Any = Accelerator(cpu=on_cpu, mixed_precision=precision)
@@ -114,16 +116,16 @@ class Trainer:
             half = torch.float32 if on_cpu else torch.bfloat16
             self._teacher = load(run.model, self._attention, half).to(self._accelerator.device).eval()
         self.steps = 0
-        """Steps that are done."""
+        """Number of completed steps."""
         self.log: list[dict[str, Any]] = []
-        """Rows of the log after its first."""
+        """Rows of the log after the first."""
         self._go_on(log)
 
     def train(self, report: Callable[[dict[str, Any]], None] = lambda row: None) -> None:
-        """Do the steps that are left, then write the model and the curves.
+        """Run the remaining steps, then write the model and the plot.
 
         Args:
-            report: gets each row of the log.
+            report: receives each row of the log.
         """
         settings = self._run.settings
         if not self.steps:
@@ -144,20 +146,20 @@ class Trainer:
 
     @property
     def is_main_process(self) -> bool:
-        """Whether this process is the one that writes."""
+        """Whether this process writes files."""
         return bool(self._accelerator.is_main_process)
 
     @property
     def num_processes(self) -> int:
-        """Processes that train together."""
+        """Number of processes that train together."""
         return int(self._accelerator.num_processes)
 
     def step(self) -> dict[str, Any]:
-        """Updates the weights once; returns a row of the log."""
+        """Update the weights once. Return a row of the log."""
         settings, served, begin = self._run.settings, self._run.served, time.monotonic()
         now = step_at(settings, self.steps, served.selection.budget_tokens, served.selection.page_size)
         rows, own = self._rows_of(self.steps)
-        # Every device adds its part to the mean over the tokens of all of them, and gradients are averaged.
+        # Each device adds its part to the mean over the tokens of all devices, and gradients are averaged.
         share = self.num_processes / sum(sum(row.learned) for row in rows)
         share_of_all = self.num_processes / sum(len(row.tokens) for row in rows)
         share_of_decoded = self.num_processes / max(sum(len(row.tokens) - sum(row.prompts) for row in rows), 1)
@@ -214,7 +216,7 @@ class Trainer:
         }  # fmt: skip
 
     def _measure(self) -> dict[str, Any]:
-        """Compares the served selection with dense attention on the row that is not trained on."""
+        """Compare the served selection with dense attention on the held-out row."""
         row = self._measured
         tokens, learned = self._tensors(row)
         self._model.eval()
@@ -233,7 +235,7 @@ class Trainer:
         }
 
     def _dense_logits(self, row: Row, tokens: torch.Tensor, shares: Shares | None) -> torch.Tensor:
-        """What the dense model said before training, without gradient; what it reads of pages is put into `shares`."""
+        """Return the logits of the dense model before training, without gradient. Store its page shares in `shares`."""
         with torch.no_grad(), self._attention.using(row.packing, None, self._prompts(row), shares=shares):
             if self._teacher is not None:
                 return self._logits(row, tokens, self._teacher)
@@ -241,7 +243,7 @@ class Trainer:
                 return self._logits(row, tokens)
 
     def _prompts(self, row: Row) -> tuple[int, ...] | None:
-        """The tokens of each document that attend densely, None where all attend under the mask."""
+        """Return the number of densely attending tokens per document; None if all tokens attend under the mask."""
         return row.prompts if self._run.settings.dense_prompts else None
 
     def _logits(self, row: Row, tokens: torch.Tensor, model: Any = None) -> torch.Tensor:
@@ -256,7 +258,7 @@ class Trainer:
         return torch.tensor(row.tokens, device=device), torch.tensor(row.learned, device=device)
 
     def _rows_of(self, step: int) -> tuple[list[Row], list[Row]]:
-        """The rows of a step, of all devices and of this one: the data over and over, each time in another order."""
+        """Return the rows of a step, of all devices and of this one. The data repeats, each time in another order."""
         per_device, devices = self._run.settings.rows_per_step, self.num_processes
         count, place = len(self._rows), self._accelerator.process_index
         seed, first = self._run.settings.seed, step * per_device * devices
@@ -265,10 +267,10 @@ class Trainer:
         return rows, rows[place * per_device : (place + 1) * per_device]
 
     def _find_state(self) -> list[dict[str, Any]]:
-        """Returns the rows of the log of a run that was killed; none for a new run.
+        """Return the log rows of a killed run; none for a new run.
 
         Raises:
-            ConfigurationError: if the folder has something else, or cannot be written.
+            ConfigurationError: the folder has other files, or cannot be written.
         """
         output = self._run.output
         with _refusing(output):
@@ -287,7 +289,7 @@ class Trainer:
         return rows
 
     def _go_on(self, rows: list[dict[str, Any]]) -> None:
-        """Takes up a run that was killed, or begins the log of a new one.
+        """Continue a killed run, or begin the log of a new one.
 
         Args:
             rows: of the log, as `_find_state` returns them.
@@ -296,7 +298,7 @@ class Trainer:
         if self._last.exists():
             self._load()
         self.log = [row for row in rows if row["step"] <= self.steps] if self.steps else []
-        # Nobody reads a log that is being written.
+        # No process may read a log that is being written.
         accelerator.wait_for_everyone()
         if accelerator.is_main_process:
             with _refusing(run.output):
@@ -308,7 +310,7 @@ class Trainer:
         accelerator.wait_for_everyone()
 
     def _expect_same(self, before: Any) -> None:
-        """Refuses to go on with a run about something else."""
+        """Refuse to continue a run with another identity."""
         now = json.loads(json.dumps(self._run.identity))
         before = before if isinstance(before, dict) else {}
         names = {
@@ -318,16 +320,16 @@ class Trainer:
         if other := [text for name, text in names.items() if before.get(name) != now[name]]:
             raise ConfigurationError(
                 f"output: got {str(self._run.output)!r}, which has a run with {choices(other)}, allowed: a new folder, "
-                "or the same model, settings and data to go on"
+                "or the same model, settings and data to continue"
             )
 
     @property
     def _last(self) -> Path:
-        """The file that names the state that was kept last."""
+        """The file that names the last saved state."""
         return self._run.output / _CHECKPOINTS / _LAST
 
     def _load(self) -> None:
-        """Loads that state."""
+        """Load the last saved state."""
         try:
             steps = int(json.loads(self._last.read_text(encoding="utf-8"))["steps"])
             self._accelerator.load_state(str(self._last.parent / str(steps)))
@@ -347,7 +349,7 @@ class Trainer:
             report(row)
 
     def _save(self) -> None:
-        """Keeps the state of this step, and that of no other."""
+        """Save the state of this step. Delete older states."""
         folder = self._run.output / _CHECKPOINTS
         with _refusing(self._run.output):
             self._accelerator.save_state(str(folder / str(self.steps)), safe_serialization=False)
@@ -364,8 +366,7 @@ class Trainer:
 
 
 def _read_log(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
-    """Returns the first line of a log and the rows after it, without those that were left half written; None for the
-    first where there is none."""
+    """Return the first line of a log and the complete rows after it. The first is None if missing."""
     if not path.exists():
         return None, []
     values: list[Any] = []
@@ -381,10 +382,10 @@ def _read_log(path: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
 
 @contextmanager
 def _refusing(output: Path) -> Iterator[None]:
-    """Says where and why a run cannot be written.
+    """Explain where and why a run cannot be written.
 
     Raises:
-        ConfigurationError: for errors of the disk, which torch and safetensors report as errors of their own.
+        ConfigurationError: for disk errors, which torch and safetensors report as their own errors.
     """
     try:
         yield
