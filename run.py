@@ -1,16 +1,16 @@
-"""Installs the project for a machine without a GPU into `.venv` beside this file and runs its commands there.
+"""Installs the project for a machine without a GPU into `.venv` beside this file, and runs its commands there.
 
-    python3 run.py needles [arguments]   accuracy of sparse attention beside dense attention, on a real server
-                                         (a short test; all of it with --all)
-    python3 run.py real [arguments]      the same for a real model, which is fetched first
-    python3 run.py test [arguments]      the tests; arguments go to pytest
-    python3 run.py exec COMMAND ...      any command of the environment, such as `exec vllm-sparse show-config`
-    python3 run.py setup                 only install
-    python3 run.py lock [arguments]      resolve requirements/{cpu,gpu}.lock anew; arguments go to `uv pip compile`
+    python3 run.py needles [arguments]   compares sparse with dense attention on a real server
+                                         (a short test; --all runs every task)
+    python3 run.py real [arguments]      the same on a real model, which is downloaded first
+    python3 run.py test [arguments]      runs the tests; arguments go to pytest
+    python3 run.py exec COMMAND ...      runs a command of the environment, such as `exec vllm-sparse show-config`
+    python3 run.py setup                 only installs
+    python3 run.py lock [arguments]      resolves requirements/{cpu,gpu}.lock again; arguments go to `uv pip compile`
 
-Needs Python 3.11 or 3.12 and nothing else. Installs the versions of requirements/cpu.lock, and again only when that
-file or pyproject.toml changed. Exit code 1 if the installation fails, 2 for bad usage, 130 after Ctrl-C, 143 after
-SIGTERM; the same command goes on with an installation that was stopped.
+Needs only Python 3.11 or 3.12. Installs the versions in requirements/cpu.lock. Installs again when that file or
+pyproject.toml changes. Exit codes: 1 if the installation fails, 2 for bad usage, 130 after Ctrl-C, 143 after SIGTERM.
+The same command continues an interrupted installation.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ TORCH = "2.13.0"
 
 
 def _step(what: str, *commands: list[str]) -> None:
-    """Run the first of `commands` that works; if none does, show what they said and exit."""
+    """Run the first of `commands` that works. If all fail, print their output and exit."""
     print(f"run.py: {what}", file=sys.stderr)
     outputs = []
     for command in commands:
@@ -48,7 +48,7 @@ def _step(what: str, *commands: list[str]) -> None:
 
 
 def _run(command: list[str]) -> tuple[int, str]:
-    """Run a command; return its exit code and its output. It and what it started end with this process."""
+    """Run a command. Return its exit code and output. Its processes end with this process."""
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
         start_new_session=True,
@@ -70,22 +70,22 @@ def _install() -> None:
     python, uv = str(BIN / "python"), str(BIN / "uv")
     into = ["--python", python]
     print(f"run.py: making {VENV}", file=sys.stderr)
-    # Only an environment that this script finished is emptied, never somebody's own.
+    # Only an environment that this script completed is cleared, never an environment of the user.
     try:
         venv.create(VENV, with_pip=True, clear=STAMP.exists())
     except subprocess.CalledProcessError:
         sys.exit("run.py: Python: got one without pip, allowed: one with ensurepip, in Debian the package python3-venv")
     _step("installing uv", [python, "-m", "pip", "install", "uv"])
-    # The CPU build has the local version +cpu. pip finds it where it is configured to; uv knows where it is published.
+    # The CPU build has the local version +cpu. pip finds it in the configured index; uv knows where it is published.
     _step(
         f"installing the CPU build of torch {TORCH}",
         [python, "-m", "pip", "install", "--no-deps", f"torch=={TORCH}+cpu"],
         [uv, "pip", "install", *into, "--torch-backend", "cpu", f"torch=={TORCH}"],
     )
-    # The lock is a whole resolution. Nothing is resolved again: packages also ask for what the overrides leave out.
+    # The lock is a complete resolution. Resolving again would add packages that the overrides leave out.
     _step(
         "installing vLLM's CPU build and the tools of the tests",
-        # Compiled now, on every core; otherwise the first server compiles what it imports, on one.
+        # Compile now, on every core. Otherwise the first server compiles its imports on one core.
         [
             *(uv, "pip", "install", *into, "--compile-bytecode"),
             *("--no-deps", "--require-hashes", "-r", str(LOCK)),
@@ -96,8 +96,8 @@ def _install() -> None:
 
 
 def _lock(arguments: list[str]) -> int:
-    """Resolve both lock files anew and return the exit code: that of a CPU for every Python that the project supports,
-    that of an NVIDIA GPU for Python 3.12 on Linux, x86-64."""
+    """Resolve both lock files again and return the exit code. The CPU lock covers every Python that the project
+    supports. The GPU lock covers Python 3.12 on Linux, x86-64, with an NVIDIA GPU."""
     read = "import importlib.metadata; print(*importlib.metadata.requires('torch'), sep='\\n')"
     torch = subprocess.run([str(BIN / "python"), "-c", read], stdout=subprocess.PIPE, text=True, check=True).stdout
     compile_ = [str(BIN / "uv"), "pip", "compile", "--generate-hashes", "--no-annotate", "--quiet", *arguments]
@@ -114,7 +114,7 @@ def _lock(arguments: list[str]) -> int:
 
 
 def main(arguments: list[str]) -> int:
-    """Become one command; return 2 for bad usage, and 0 if there was only something to install."""
+    """Replace this process by a command. Return 2 for bad usage, and 0 if there is only an installation."""
     if sys.version_info[:2] not in ((3, 11), (3, 12)):
         print(f"run.py: Python: got {sys.version.split()[0]}, allowed: 3.11 or 3.12", file=sys.stderr)
         return 2
@@ -136,9 +136,7 @@ def main(arguments: list[str]) -> int:
     try:
         _install()
     except OSError as error:
-        print(
-            f"run.py: {error.filename or VENV}: got {error.strerror!r}, allowed: a place to write to", file=sys.stderr
-        )
+        print(f"run.py: {error.filename or VENV}: got {error.strerror!r}, allowed: a writable place", file=sys.stderr)
         return 1
     if name == "lock":
         return _lock(rest)
@@ -148,19 +146,19 @@ def main(arguments: list[str]) -> int:
 
 
 def _become(command: list[str]) -> NoReturn:
-    """Let a command of the environment take this process over, so that Ctrl-C and signals reach it and nobody else."""
+    """Replace this process by a command of the environment, so that Ctrl-C and signals reach only that command."""
     program = shutil.which(command[0], path=f"{BIN}{os.pathsep}{os.environ.get('PATH', os.defpath)}")
     if program is None:
         print(f"run.py: exec: got {command[0]!r}, allowed: a command of the environment", file=sys.stderr)
         sys.exit(2)
-    # Without Python's bytecode files, which containers often switch off, every import compiles all of vLLM again.
+    # Containers often disable Python's bytecode files. Every import would then compile all of vLLM again.
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    # By its whole path: Python finds the environment that it belongs to by the name that it was called by.
+    # Use the whole path: Python finds its environment by the path it is called with.
     os.execve(program, [program, *command[1:]], environment)
 
 
 def _end(number: int, _frame: object) -> NoReturn:
-    """Let SIGTERM end this process like an exception, so that no installer outlives it."""
+    """Let SIGTERM end this process like an exception, which also ends the installer."""
     sys.exit(128 + number)
 
 
@@ -169,5 +167,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except KeyboardInterrupt:
-        print("run.py: stopped by Ctrl-C; the same command goes on", file=sys.stderr)
+        print("run.py: stopped by Ctrl-C; the same command continues", file=sys.stderr)
         sys.exit(130)

@@ -20,7 +20,7 @@ RUN apt-get update \
     && useradd --create-home --uid 2000 vllm
 COPY requirements /requirements
 COPY --from=wheel /dist /dist
-# The lock gives the versions, of which the image takes those that serving needs.
+# The lock pins the versions. The image installs only the packages that serving needs.
 # hadolint ignore=DL3013
 RUN pip install --no-cache-dir uv \
     && uv pip install --system --no-cache --torch-backend cpu "torch==${TORCH_VERSION}" \

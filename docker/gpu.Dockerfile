@@ -16,7 +16,7 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /dist .
 FROM vllm/vllm-openai:v${VLLM_VERSION}
 COPY --from=wheel /dist /dist
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
-# What the kernels were tested with must stay as the image brings it: the last line prints what did not, and fails then.
+# The versions that the kernels were tested with must not change: the last line prints changed packages, and fails.
 RUN uv pip freeze --system > /tmp/before \
     && uv pip install --system --no-cache /dist/*.whl \
     && uv pip freeze --system > /tmp/after \
@@ -26,7 +26,7 @@ RUN uv pip freeze --system > /tmp/before \
 USER 2000
 WORKDIR /home/vllm
 ENV HOME=/home/vllm
-# A volume that is mounted here takes this folder's owner.
+# A volume mounted here gets this folder's owner.
 RUN mkdir -p /home/vllm/.cache
 EXPOSE 8000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 \
